@@ -27,12 +27,12 @@ test: $(VENV)/installed ## all tests except those of the next seven targets
 
 test-long: $(VENV)/installed ## the long tests, and the fuzz tests with eight times as many examples; about 20 minutes
 	LONG_TESTS=1 $(BIN)/python -m pytest -m long --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
-	LONG_TESTS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) tests/fuzz tests/unit/test_compression.py
+	LONG_TESTS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) tests/fuzz tests/tensors/test_compression.py
 
 test-examples: $(VENV)/installed ## the demo, the examples and the quickstarts of the pages from end to end, about 3 minutes
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal \
-		tests/integration/test_demo.py::test_the_demo_keeps_its_promises tests/integration/test_examples.py \
-		tests/integration/test_feed_page.py tests/integration/test_workers_page.py $(PYTEST_ARGS)
+		tests/examples/test_demo_processes.py::test_the_demo_keeps_its_promises tests/examples/test_examples.py \
+		tests/feed/test_feed_page.py tests/workers/test_workers_page.py $(PYTEST_ARGS)
 
 test-etcd: $(VENV)/installed ## the tests with a real etcd server (apt-get install etcd-server), about 2 minutes
 	$(BIN)/python -m pytest -m etcd tests/etcd $(PYTEST_ARGS)

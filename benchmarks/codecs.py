@@ -27,7 +27,7 @@ from rich.table import Table
 from averaging.config import DEFAULT_PART_SIZE_BYTES
 from averaging.protocol.messages import CompressionType
 from averaging.tensors.compression import bytes_per_element, decode, encode
-from benchmarks.allreduce_report import machine
+from benchmarks.allreduce.report import machine
 from benchmarks.output import make_folder, write
 from benchmarks.workers import ROOT, say
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from averaging import DecentralizedAverager, LocalSGD, Receipt
-from benchmarks.allreduce_report import machine
+from benchmarks.allreduce.report import machine
 from benchmarks.output import make_folder, write
 from benchmarks.workers import without_interrupts
 from examples.children import ending_children

@@ -286,7 +286,7 @@ def main() -> None:
 
 @ending_children()
 def compare(options: argparse.Namespace) -> None:
-    from benchmarks.allreduce_report import machine
+    from benchmarks.allreduce.report import machine
 
     pythons = {"averaging": sys.executable} | ({"hivemind": options.hivemind} if options.hivemind else {})
     results = machine(ROOT) | {"group_wait": options.group_wait, "systems": {}}

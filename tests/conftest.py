@@ -10,6 +10,8 @@ from hypothesis import HealthCheck, settings
 import averaging.transport.grpc  # noqa: F401  (before grpc, for which it chooses the engine, whichever test comes first)
 from tests.fuzz.counting import FuzzedInputs
 
+pytest_plugins = ["tests.support.averagers", "tests.support.fixtures"]
+
 # Machines that run tests are slow and shared: an example, and the drawing of it, may take as long as they take.
 settings.register_profile(
     "averaging",

@@ -18,8 +18,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from examples.children import ending_children
-from tests.integration.fault_proxy import Fault, FaultProxy
-from tests.integration.processes import JsonProcess
+from tests.support.fault_proxy import Fault, FaultProxy
+from tests.support.processes import JsonProcess
 
 PEERS = 8
 QUIET_SECONDS = 60.0
@@ -118,7 +118,7 @@ class PeerProcess:
             "spoilt": spoilt,
         }
         self.process = self._stack.enter_context(
-            JsonProcess("python", "-m", "tests.integration.soak_peer", json.dumps(options))
+            JsonProcess("python", "-m", "tests.support.soak_peer", json.dumps(options))
         )
         self.read = 0
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.certificates import write
-from tests.integration.ports import free_port
+from tests.support.certificates import write
+from tests.support.ports import free_port
 
 
 def pytest_ignore_collect(config: pytest.Config) -> bool | None:

@@ -52,8 +52,8 @@ from averaging.transport.grpc.authentication import is_token
 from averaging.transport.grpc.methods import Method
 from tests.fuzz import clashing
 from tests.fuzz.material import protobufs, values
-from tests.receipts import receipt
-from tests.selection import examples, one_in
+from tests.support.receipts import receipt
+from tests.support.selection import examples, one_in
 
 TIMES = 4
 MOST = 10

@@ -29,8 +29,8 @@ from averaging.tensors.schema import describe
 from averaging.transport.grpc import methods
 from averaging.transport.grpc.methods import Method
 from tests.fuzz.material import ENDPOINTS, damaged, packed, protobufs, states, values, wire_tensors
-from tests.receipts import receipt
-from tests.selection import examples
+from tests.support.receipts import receipt
+from tests.support.selection import examples
 
 MANY = settings(max_examples=examples(600), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 

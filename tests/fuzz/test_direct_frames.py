@@ -28,8 +28,8 @@ from averaging.transport.direct.heads import encode_head
 from averaging.transport.direct.opening import OPEN, Request
 from averaging.transport.direct.sealing import Cipher, Ciphers, derive_keys, shared_secret
 from averaging.transport.grpc.client import call_unary
-from tests.integration.certificates import HERE, secure
-from tests.integration.grpc_fakes import FakePeer, number_of, part
+from tests.support.certificates import HERE, secure
+from tests.support.grpc_fakes import FakePeer, number_of, part
 
 LIMIT = 1 << 20
 SENT = [replace(part(number, 64), endpoint="") for number in range(3)]

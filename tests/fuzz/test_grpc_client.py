@@ -29,9 +29,9 @@ from averaging.state.manifest import State, pack, seal
 from averaging.tensors.schema import describe
 from averaging.transport.grpc import GrpcTransport, methods
 from averaging.transport.grpc.methods import Method
-from tests.complaints import complaints
 from tests.fuzz.material import damaged, protobufs, states
-from tests.spelling import spelled
+from tests.support.complaints import complaints
+from tests.support.spelling import spelled
 
 SOME = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 PATIENCE = 20.0

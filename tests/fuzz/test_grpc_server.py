@@ -19,9 +19,9 @@ from averaging import Peer
 from averaging.protocol.messages import AveragingData, JoinRequest, MessageCode, WireTensor
 from averaging.transport.grpc import methods
 from averaging.transport.grpc.methods import Method
-from tests.complaints import complaints
 from tests.fuzz.material import damaged, protobufs
-from tests.integration import raw_http2
+from tests.support import raw_http2
+from tests.support.complaints import complaints
 
 PATHS = [method.path for method in vars(methods).values() if isinstance(method, Method)]
 SOUND = [

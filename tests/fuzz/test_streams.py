@@ -25,10 +25,10 @@ from averaging.state.manifest import State, pack, seal
 from averaging.tensors.schema import ReplyForm, Schema, describe
 from averaging.testing import virtual_time
 from tests.fuzz.material import ENDPOINTS, averaging_data, packed, states
-from tests.selection import examples
-from tests.simulation.fake_transport import OneLane
-from tests.simulation.rounds import STALL_TIMEOUT, Simulation
-from tests.simulation.swarm import Swarm
+from tests.support.fake_transport import OneLane
+from tests.support.rounds import STALL_TIMEOUT, Simulation
+from tests.support.selection import examples
+from tests.support.swarm import Swarm
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 SOME = settings(max_examples=examples(100), suppress_health_check=SLOW)

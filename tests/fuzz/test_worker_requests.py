@@ -17,9 +17,9 @@ from averaging.rl.workers.methods import REQUEST_REPLY_STREAM
 from averaging.testing import virtual_time
 from averaging.wire.workers_pb2 import Attach, MasterMessage, WorkerMessage
 from averaging.wire.workers_pb2 import Payload as Message
-from tests.integration.worker_backends import Actor, Log, dataset
-from tests.selection import examples
-from tests.simulation.memory_workers import MemoryWorkers
+from tests.support.memory_workers import MemoryWorkers
+from tests.support.selection import examples
+from tests.support.worker_backends import Actor, Log, dataset
 
 SHARD = "actor@dp0-tp0-pp0"
 

@@ -16,8 +16,8 @@ from typing import Any, Self
 
 import httpx
 
-from tests.integration.ports import free_port
-from tests.integration.processes import DEADLINE
+from tests.support.ports import free_port
+from tests.support.processes import DEADLINE
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.conftest import nothing_is_left_behind, start
+from tests.support.fixtures import nothing_is_left_behind, start
 from tests.trainers.conftest import one_thread
 
 __all__ = ["nothing_is_left_behind", "one_thread", "start"]

@@ -11,7 +11,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from averaging import DecentralizedAverager, LocalSGD
-from tests.integration.pages import ROOT, blocks_of
+from tests.support.pages import ROOT, blocks_of
 
 pytestmark = pytest.mark.optimizers
 

@@ -12,7 +12,6 @@ from torch.optim import lr_scheduler
 
 from averaging import DecentralizedAverager, GradientAveraging, LocalSGD, Strategy
 from averaging.training.optimizer_wrapper import needs_closure
-from tests.integration.training import Start, equal, parameters_of
 from tests.optimizers.kinds import (
     CLOSURES,
     MATRICES,
@@ -24,6 +23,7 @@ from tests.optimizers.kinds import (
     WITHOUT_SCHEDULERS,
     Make,
 )
+from tests.support.training import Start, equal, parameters_of
 
 pytestmark = pytest.mark.optimizers
 

@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tests.integration.processes import JsonProcess
+from tests.support.processes import JsonProcess
 
 STDOUT = "FORKED_STDOUT"
 """Has the number of what was stdout."""

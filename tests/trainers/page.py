@@ -13,7 +13,7 @@ import torch
 from torch.optim.lr_scheduler import LinearLR
 
 from averaging import DecentralizedAverager, LocalSGD, Receipt
-from tests.integration.ports import free_port
+from tests.support.ports import free_port
 from tests.trainers.forked import tell
 
 _PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "trainers.md").read_text()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from averaging import DecentralizedAverager, GradientAveraging, LocalSGD
-from tests.integration.training import Run
+from tests.support.training import Run
 
 RUN_ID = "test"
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from averaging import ConfigError, DecentralizedAverager, GradientAveraging, LocalSGD
 from averaging.integrations.accelerate import AveragingLoop
-from tests.integration.training import Run
+from tests.support.training import Run
 from tests.trainers import page
 from tests.trainers.forked import told_by
 from tests.trainers.partner import RUN_ID, Noted, founder, going_on

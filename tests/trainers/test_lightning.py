@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from averaging import AveragingError, ConfigError, DecentralizedAverager, GradientAveraging, LocalSGD, Strategy
 from averaging.integrations.lightning import AveragingCallback
-from tests.integration.training import Run
+from tests.support.training import Run
 from tests.trainers import page
 from tests.trainers.forked import told_by
 from tests.trainers.partner import RUN_ID, Noted, founder, going_on

@@ -20,7 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from averaging import ConfigError, DecentralizedAverager, GradientAveraging, LocalSGD, PeerConfig
 from averaging.integrations.transformers import AveragingCallback, samples_of_step
-from tests.integration.training import Run
+from tests.support.training import Run
 from tests.trainers import page
 from tests.trainers.forked import told_by
 from tests.trainers.partner import RUN_ID, Noted, founder, going_on, train

@@ -17,7 +17,7 @@ from wandb.proto import wandb_internal_pb2
 from averaging import LocalSGD, Outcome, Receipt, Straggler
 from averaging.integrations.tensorboard import TensorBoardRounds
 from averaging.integrations.wandb import WandbRounds
-from tests.integration.training import Run, steps
+from tests.support.training import Run, steps
 from tests.trainers import page
 
 pytestmark = pytest.mark.integrations

@@ -1,0 +1,1 @@
+"""Measures how fast versions of weights reach followers, and what that costs the publisher."""

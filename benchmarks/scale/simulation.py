@@ -1,0 +1,213 @@
+"""Simulates whole peers on the in-memory network in virtual time: matchmaking and discovery with many peers.
+
+Part of `benchmarks.scale`, which runs each simulation in its own process. A message takes 20 to 80 ms. Nothing is
+encoded or signed, and a record at many peers is one object, so that memory per peer is that of its tables.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from typing import Any
+
+import torch
+
+from averaging import Peer, Receipt
+from averaging.discovery.base import Discovery
+from averaging.discovery.gossip.membership import peer_hash
+from averaging.discovery.gossip.record import Limits
+from averaging.discovery.gossip.settings import GossipSettings
+from averaging.testing import virtual_time
+from averaging.testing.discovery import MemoryDiscovery, MemoryRegistry
+from averaging.testing.transport import MemoryNetwork
+from averaging.transport.base import Transport
+from benchmarks.gossip import Host, sees, simulated
+from benchmarks.scale.worker import resident_bytes
+from benchmarks.workers import ROOT, say, without_interrupts
+
+RUN = "scale"
+
+LATENCY = (0.02, 0.08)
+"""Minimum and maximum seconds that a message takes."""
+
+SHARED_DELAY = 0.5
+"""Seconds until a record in a shared table reaches the other peers. Gossip takes 0.4 s among 1,024 peers."""
+
+SETTLING = 5.0
+"""Seconds until heartbeats are no longer synchronous."""
+
+QUIET = GossipSettings(leave_timeout=0.001, peer_refresh=3000.0, peer_lifetime=3500.0, exchange_interval=6000.0)
+"""Intervals without any heartbeat or exchange within the simulated time, so that only rumours are sent."""
+
+
+def first_bits(number: int, peers: int, group_size: int) -> str:
+    """Returns group bits with which every key has `group_size` of `peers`, both powers of two, in every round."""
+    digits = (peers // group_size).bit_length() - 1
+    return format(number // group_size, f"0{digits}b") if digits > 0 else ""
+
+
+async def matchmaking(peers: int, group_size: int, rounds: int, *, gossip: bool, one_key: bool) -> dict[str, Any]:
+    """Simulates peers that all call `average` at the same moment, `rounds` times.
+
+    Args:
+        gossip: whether discovery is complete gossip, else one shared table with a delay.
+        one_key: whether all look for groups under one key; else group bits give each key as many peers as a group has.
+    """
+    rng = random.Random(peers)
+    network = MemoryNetwork(rng, latency=LATENCY)
+    registry = MemoryRegistry(clock=virtual_time.clock, delay=SHARED_DELAY, rng=rng, limits=Limits(records=1 << 20))
+    real, before = time.perf_counter(), resident_bytes()
+
+    def discovery(endpoint: str, transport: Transport) -> AbstractAsyncContextManager[Discovery]:
+        if not gossip:
+            return MemoryDiscovery(registry)
+        return simulated(RUN, endpoint, transport, rng, GossipSettings(leave_timeout=0.001))
+
+    swarm = [
+        Peer(
+            [torch.full((16,), float(number))],
+            run_id=RUN,
+            transport=network.transport(f"peer-{number}.example.net:4222"),
+            discovery=discovery,
+            clock=virtual_time.clock,
+            rng=random.Random(rng.getrandbits(64)),
+            group_size=group_size,
+            group_bits="" if one_key else first_bits(number, peers, group_size),
+            group_wait=30.0,
+            round_timeout=60.0,
+        )
+        for number in range(peers)
+    ]
+    async with AsyncExitStack() as stack:
+        for peer in swarm:
+            await stack.enter_async_context(peer)
+        if gossip:
+            _acquaint([peer.discovery for peer in swarm])
+        say(f"    all entered after {time.perf_counter() - real:.0f} s")
+        await asyncio.sleep(SETTLING)
+        idle = Counter(network.calls)
+        await asyncio.sleep(SETTLING)
+        idle = network.calls - idle
+        done = []
+        for number in range(rounds):
+            calls = Counter(network.calls)
+            receipts = await asyncio.gather(*(peer.average() for peer in swarm))
+            done.append(summary(receipts, network.calls - calls))
+            say(f"    round {number + 1} after {time.perf_counter() - real:.0f} s")
+            await asyncio.sleep(1.0)
+        held = resident_bytes() - before
+        network._serving.clear()  # without saying goodbye, which would take most of the time
+    if network.errors:
+        raise RuntimeError(f"a service raised {network.errors[0]!r}")
+    return {
+        "peers": peers,
+        "group_size": group_size,
+        "discovery": "gossip" if gossip else "shared table",
+        "keys": 1 if one_key else max(1, peers // group_size),
+        "rounds": done,
+        "idle_calls_per_peer_and_second": {name: n / peers / SETTLING for name, n in sorted(idle.items())},
+        "bytes_per_peer": held / peers,
+        "real_seconds": time.perf_counter() - real,
+    }
+
+
+def summary(receipts: Sequence[Receipt], calls: Mapping[str, int]) -> dict[str, Any]:
+    """Summarizes one round of all peers."""
+    seconds = sorted(one.seconds - one.allreduce_seconds for one in receipts if one.members)
+    return {
+        "seconds_median": statistics.median(seconds) if seconds else None,
+        "seconds_max": seconds[-1] if seconds else None,
+        "groups": len({one.group_id for one in receipts if one.members}),
+        "full": sum(len(one.members) == max(len(other.members) for other in receipts) for one in receipts),
+        "alone": sum(not one.members for one in receipts),
+        "calls_per_peer": {name: count / len(receipts) for name, count in sorted(calls.items())},
+    }
+
+
+def _acquaint(discoveries: Sequence[Any]) -> None:
+    """Gives all peers the records of all, because joining one by one would take most of the time."""
+    everything = [record for one in discoveries for record in one.list_records("")]
+    for one in discoveries:
+        for record in everything:
+            one._merge(record, "the start")
+
+
+async def rumours(peers: int, records: int) -> dict[str, Any]:
+    """Measures how long a fresh record takes to reach all members, and how many messages.
+
+    All peers know all members, but have only the fresh records, since complete tables of N peers have N² records. No
+    tables are compared meanwhile.
+    """
+    rng = random.Random(peers)
+    network = MemoryNetwork(rng, latency=LATENCY)
+    real, before = time.perf_counter(), resident_bytes()
+
+    def start(number: int) -> Host:
+        transport = network.transport(f"peer-{number}.example.net:4222")
+
+        return Host(transport, lambda endpoint: simulated(RUN, endpoint, transport, rng, QUIET))
+
+    hosts = [start(number) for number in range(peers)]
+    await asyncio.gather(*(host.ready() for host in hosts))
+    await asyncio.sleep(1.0)  # until the heartbeats of joining have been sent
+    places = sorted((peer_hash(host.endpoint), host.endpoint) for host in hosts)
+    for host in hosts:
+        ring = host.discovery._members._ring
+        ring._places = [place for place in places if place[1] != host.endpoint]
+        ring._names = {name for _, name in ring._places}
+    say(f"    all entered after {time.perf_counter() - real:.0f} s")
+    times, pushes = [], []
+    for number in range(records):
+        key, pushed = f"{RUN}.fresh{number}", network.calls["push"]
+        begun = asyncio.get_running_loop().time()
+        await rng.choice(hosts).discovery.store(key, "fresh:1", bytes(64), virtual_time.clock() + 3000.0)
+        times.append(max(await asyncio.gather(*(sees(host.discovery, key, bool) for host in hosts))) - begun)
+        pushes.append(network.calls["push"] - pushed)
+    held = resident_bytes() - before
+    network._serving.clear()
+    for host in hosts:
+        host.leave.set()
+    await asyncio.gather(*(host.task for host in hosts))
+    return {
+        "peers": peers,
+        "seconds": times,
+        "pushes": pushes,
+        "bytes_per_peer": held / peers,
+        "real_seconds": time.perf_counter() - real,
+    }
+
+
+def in_child(name: str, **arguments: Any) -> dict[str, Any]:
+    """Runs the named simulation in its own process, so that the memory of others does not count."""
+    command = [sys.executable, "-m", "benchmarks.scale.simulation", json.dumps({"name": name, **arguments})]
+    with without_interrupts():
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    with process:
+        try:
+            out, _ = process.communicate()
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def main() -> None:
+    arguments = json.loads(sys.argv[1])
+    name = arguments.pop("name")
+    found = virtual_time.run(matchmaking(**arguments) if name == "matchmaking" else rumours(**arguments))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

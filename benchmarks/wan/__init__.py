@@ -1,0 +1,1 @@
+"""Compares averaging over slow links with long delays: this library, Gloo and plain TCP."""

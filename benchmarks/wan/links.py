@@ -1,0 +1,186 @@
+"""Emulated links between peers, each in a network namespace: rate by the kernel's `tbf`, delay by our own relay.
+
+Peer i is 198.18.i.2 (addresses reserved for benchmarks, RFC 2544) on a veth pair whose other end is in a hub. Its
+upload is limited at its own end, like a machine's on its network card. The hub then routes everything through the
+relay's device (`benchmarks.wan.relay`), which delays it by half a round trip. The download is limited at the hub's end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from benchmarks.wan.limits import Setting, queue_bytes
+from benchmarks.workers import ROOT
+
+PREFIX = "wan-benchmark"
+DELAYED = "100"
+"""Number of the hub's routing table for packets that were not delayed yet."""
+
+
+class LinkError(Exception):
+    """The links cannot be set up here. The message has the reason and the remedy."""
+
+
+def check_tools() -> None:
+    """Checks that this machine and user can emulate links.
+
+    Raises:
+        LinkError: they cannot.
+    """
+    if not sys.platform.startswith("linux"):
+        raise LinkError("network namespaces are Linux's; run this on Linux, a virtual machine will do")
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        raise LinkError(f"{' and '.join(missing)} not found; install iproute2 (Debian: apt install iproute2)")
+    if os.geteuid() != 0:
+        raise LinkError(
+            "only root may make network namespaces; run this with sudo, or as root in a container of its own"
+        )
+    if not Path("/dev/net/tun").exists():
+        raise LinkError("/dev/net/tun is missing; load it (modprobe tun), or hand it to the container (--device)")
+
+
+class Links:
+    """The namespaces of a setting, a context manager that removes them at its end.
+
+    Args:
+        congestion: TCP's congestion control at the peers; None leaves the machine's.
+
+    Raises:
+        LinkError: they could not be set up.
+    """
+
+    def __init__(self, setting: Setting, congestion: str | None) -> None:
+        self._setting, self._congestion = setting, congestion
+        self._hub = f"{PREFIX}-{os.getpid()}-hub"
+        self._peers = [f"{PREFIX}-{os.getpid()}-{rank}" for rank in range(len(setting.mbits))]
+        self._stack = ExitStack()
+        self._relay: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            _remove_left_over()
+            self._set_up(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def command(self, rank: int) -> list[str]:
+        """Returns the prefix for a command that runs at that peer."""
+        return _inside(self._peers[rank])
+
+    @staticmethod
+    def host(rank: int) -> str:
+        return f"198.18.{rank}.2"
+
+    def relay(self) -> dict[str, float]:
+        """Returns the relay's `cpu_seconds` so far, and its maximum delay `late_ms` since the last call."""
+        assert self._relay is not None
+        assert self._relay.stdin is not None
+        assert self._relay.stdout is not None
+        self._relay.stdin.write("\n")
+        self._relay.stdin.flush()
+        answer: dict[str, float] = json.loads(self._relay.stdout.readline())
+        return answer
+
+    def tcp(self) -> dict[str, str]:
+        """Returns the TCP settings of the peers."""
+        names = ("tcp_congestion_control", "tcp_slow_start_after_idle", "tcp_rmem", "tcp_wmem")
+        keys = [f"net.ipv4.{name}" for name in names]
+        values = _run(*self.command(0), "sysctl", "-n", *keys).splitlines()
+        return dict(zip(names, (" ".join(value.split()) for value in values), strict=True))
+
+    def _set_up(self, stack: ExitStack) -> None:
+        for name in (self._hub, *self._peers):
+            stack.callback(_remove, name)
+            _run("ip", "netns", "add", name)
+        _run(*_inside(self._hub), "sysctl", "-qw", "net.ipv4.ip_forward=1", "net.ipv4.conf.all.rp_filter=0")
+        self._relay = stack.enter_context(_relay(_inside(self._hub), self._setting.rtt / 2))
+        # The relay's device must never drop packets.
+        _run("ip", "-n", self._hub, "link", "set", "delay0", "txqueuelen", "20000", "up")
+        _run("ip", "-n", self._hub, "route", "add", "default", "dev", "delay0", "table", DELAYED)
+        for rank, (name, mbit) in enumerate(zip(self._peers, self._setting.mbits, strict=True)):
+            self._connect(rank, name, mbit)
+
+    def _connect(self, rank: int, name: str, mbit: float) -> None:
+        device = f"peer{rank}"
+        _run("ip", "-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", device, "netns", self._hub)
+        _run("ip", "-n", name, "addr", "add", f"{self.host(rank)}/24", "dev", "eth0")
+        _run("ip", "-n", self._hub, "addr", "add", f"198.18.{rank}.1/24", "dev", device)
+        _run("ip", "-n", name, "link", "set", "lo", "up")
+        _run("ip", "-n", name, "link", "set", "eth0", "up")
+        _run("ip", "-n", self._hub, "link", "set", device, "up")
+        _run("ip", "-n", name, "route", "add", "default", "via", f"198.18.{rank}.1")
+        _run("ip", "-n", self._hub, "rule", "add", "iif", device, "lookup", DELAYED)
+        burst, length = queue_bytes(mbit, self._setting.rtt)
+        shape = ("root", "tbf", "rate", f"{round(mbit * 1e6)}bit", "burst", f"{burst}b", "limit", f"{length}b")
+        _run("tc", "-n", name, "qdisc", "add", "dev", "eth0", *shape)
+        _run("tc", "-n", self._hub, "qdisc", "add", "dev", device, *shape)
+        if self._congestion is not None:
+            try:
+                key = f"net.ipv4.tcp_congestion_control={self._congestion}"
+                _run(*_inside(name), "sysctl", "-qw", key)
+            except LinkError as error:
+                raise LinkError(
+                    f"{error}\nA namespace may take what net.ipv4.tcp_allowed_congestion_control lists; add "
+                    f"{self._congestion} to it (sysctl -w), from among net.ipv4.tcp_available_congestion_control"
+                ) from None
+
+
+@contextmanager
+def _relay(inside: list[str], delay: float) -> Iterator[subprocess.Popen[str]]:
+    command = [*inside, sys.executable, "-m", "benchmarks.wan.relay", "--delay", str(delay)]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert process.stdout is not None
+        if process.stdout.readline().strip() != "ready":
+            raise LinkError(f"the relay did not start: {' '.join(command)}")
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _inside(name: str) -> list[str]:
+    return ["ip", "netns", "exec", name]
+
+
+def _run(*command: str) -> str:
+    # In its own session, so that Ctrl+C does not stop the clean-up.
+    done = subprocess.run(command, capture_output=True, text=True, check=False, start_new_session=True)
+    if done.returncode:
+        raise LinkError(f"`{' '.join(command)}` failed: {(done.stderr or done.stdout).strip()}")
+    return done.stdout
+
+
+def _remove(name: str) -> None:
+    """Ends the processes in a namespace, and removes it with its links."""
+    if not Path("/run/netns", name).exists():
+        return
+    for pid in _run("ip", "netns", "pids", name).split():
+        subprocess.run(["kill", "-KILL", pid], check=False, capture_output=True)
+    _run("ip", "netns", "del", name)
+
+
+def _remove_left_over() -> None:
+    """Returns the namespaces left behind by killed benchmarks."""
+    for name in _run("ip", "netns", "list").splitlines():
+        found = re.match(rf"({PREFIX}-(\d+)-\w+)", name)
+        if found and not Path("/proc", found[2]).exists():
+            _remove(found[1])

@@ -1,0 +1,1 @@
+"""Two sites train a divided model together; one of them loses a node, goes on without it, and takes it back."""

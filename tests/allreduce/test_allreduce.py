@@ -1,0 +1,284 @@
+"""All-reduce rounds on the memory network in virtual time, compared with the mean."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+
+import pytest
+import torch
+
+from averaging.allreduce import RoundResult
+from averaging.errors import RoundError
+from averaging.observe.receipts import DropCode
+from averaging.protocol.group import Member, Mode
+from averaging.protocol.messages import AveragingData, CompressionType, MessageCode
+from averaging.tensors.compression import encode
+from averaging.tensors.schema import ReplyForm
+from averaging.testing import virtual_time
+from tests.support.rounds import STALL_TIMEOUT, Simulation, assert_close, nodes
+
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 1e-6, torch.float64: 1e-12}
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("reply", list(ReplyForm))
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_all_members_end_with_the_mean(count: int, reply: ReplyForm, dtype: torch.dtype) -> None:
+    simulation = Simulation(count, nodes(count), dtype=dtype, reply=reply)
+    virtual_time.run(simulation.run())
+    for name, result in simulation.results.items():
+        assert result.dropped == ()
+        assert result.kept_local == 0
+        assert_close(simulation.tensors[name], simulation.mean(), TOLERANCE[dtype])
+    if reply is ReplyForm.AVERAGE:
+        first, *others = simulation.tensors.values()
+        for other in others:
+            assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("compression", [c for c in CompressionType if c is not CompressionType.NONE])
+def test_lossy_codecs_give_all_members_the_same_bytes(compression: CompressionType) -> None:
+    simulation = Simulation(3, nodes(4), [(300,), (5, 7)], compression=compression, part_size_bytes=256)
+    virtual_time.run(simulation.run())
+    first, *others = simulation.tensors.values()
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    # Parts and average are each encoded once. The coarsest codec has 256 buckets over six standard deviations.
+    for tensor, wanted in zip(first, simulation.mean(), strict=True):
+        assert (tensor.double() - wanted).abs().mean() < 0.05
+
+
+@pytest.mark.parametrize("compression", [CompressionType.FLOAT16, CompressionType.BLOCKWISE_INT8])
+def test_deltas_keep_the_local_value_up_to_the_error_of_the_codec(compression: CompressionType) -> None:
+    simulation = Simulation(3, nodes(4), [(300,)], compression=compression, reply=ReplyForm.DELTA, part_size_bytes=256)
+    virtual_time.run(simulation.run())
+    for name in simulation.results:
+        assert_close(simulation.tensors[name], simulation.mean(), 0.05)
+
+
+def test_weights() -> None:
+    members = [Member(f"peer:{port + 1}", weight=weight) for port, weight in enumerate([0.0, 1.0, 2.5, 1e3])]
+    simulation = Simulation(1, members)
+    virtual_time.run(simulation.run())
+    for tensors in simulation.tensors.values():
+        assert_close(tensors, simulation.mean(), 1e-5)
+
+
+def test_weights_that_sum_to_zero_are_an_error_before_the_round() -> None:
+    with pytest.raises(RoundError, match="sum to zero"):
+        Simulation(1, [Member("a:1", weight=0.0), Member("b:1", weight=0.0), Member("c:1", mode=Mode.AUXILIARY)])
+
+
+@pytest.mark.parametrize(("clients", "auxiliaries"), list(itertools.product(range(3), range(3))))
+def test_clients_and_auxiliaries(clients: int, auxiliaries: int) -> None:
+    members = nodes(2)
+    members += [Member(f"client::{number}", mode=Mode.CLIENT) for number in range(clients)]
+    members += [Member(f"aux:{number + 1}", mode=Mode.AUXILIARY) for number in range(auxiliaries)]
+    random.Random(7).shuffle(members)
+    simulation = Simulation(7, members)
+    virtual_time.run(simulation.run())
+    for member in members:
+        after = simulation.tensors[member.endpoint]
+        assert simulation.results[member.endpoint].dropped == ()
+        if member.mode is Mode.AUXILIARY:
+            assert all(torch.equal(a, b) for a, b in zip(after, simulation.before[member.endpoint], strict=True))
+        else:
+            assert_close(after, simulation.mean(), 1e-6)
+
+
+def test_a_client_and_an_auxiliary_alone() -> None:
+    simulation = Simulation(7, [Member("client::1", mode=Mode.CLIENT), Member("aux:1", mode=Mode.AUXILIARY)])
+    virtual_time.run(simulation.run())
+    assert_close(simulation.tensors["client::1"], simulation.mean(), 1e-6)
+
+
+def test_shares_follow_the_bandwidth() -> None:
+    members = [Member(f"peer:{port + 1}", bandwidth=bandwidth) for port, bandwidth in enumerate([1e6, 1e6, 1e5])]
+    simulation = Simulation(1, members, [(6000,)])
+    virtual_time.run(simulation.run())
+    sent = {name: result.bytes_sent for name, result in simulation.results.items()}
+    assert sent["peer:3"] < sent["peer:1"]
+    for tensors in simulation.tensors.values():
+        assert_close(tensors, simulation.mean(), 1e-6)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_member_that_dies_costs_its_contribution_and_its_shard(seed: int) -> None:
+    simulation = Simulation(seed, nodes(4), [(200,)])
+    survivors = ["peer:1", "peer:2", "peer:3"]
+
+    async def kill(tasks: dict[str, asyncio.Task[RoundResult]]) -> None:
+        await asyncio.sleep(random.Random(seed).uniform(0, 0.2))
+        if not tasks["peer:4"].done():
+            simulation.network.kill("peer:4")
+            tasks["peer:4"].cancel()
+
+    virtual_time.run(simulation.run(kill))
+    for name in survivors:
+        result = simulation.results[name]
+        assert {dropped.endpoint for dropped in result.dropped} <= {"peer:4"}
+        if result.kept_local:
+            assert result.dropped
+        simulation.assert_between_the_means(name, survivors)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_member_that_goes_silent_is_given_up_in_bounded_time(seed: int) -> None:
+    simulation = Simulation(seed, nodes(4), [(200,)])
+    survivors = ["peer:1", "peer:2", "peer:3"]
+    took = 0.0
+
+    async def freeze(tasks: dict[str, asyncio.Task[RoundResult]]) -> None:
+        nonlocal took
+        await asyncio.sleep(random.Random(seed).uniform(0, 0.1))
+        simulation.network.freeze("peer:4")
+        await asyncio.wait([tasks[name] for name in survivors])
+        took = asyncio.get_running_loop().time()
+        tasks["peer:4"].cancel()
+        simulation.network.thaw("peer:4")
+
+    virtual_time.run(simulation.run(freeze))
+    assert took < 4 * STALL_TIMEOUT
+    for name in survivors:
+        assert {dropped.endpoint for dropped in simulation.results[name].dropped} <= {"peer:4"}
+        simulation.assert_between_the_means(name, survivors)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_member_that_leaves_announces_it(seed: int) -> None:
+    simulation = Simulation(seed, nodes(3), [(200,)], proven=True)
+    took = 0.0
+
+    async def leave(tasks: dict[str, asyncio.Task[RoundResult]]) -> None:
+        nonlocal took
+        await asyncio.sleep(0.01 * (seed + 1) / 2)
+        await simulation.cancel(tasks["peer:3"])
+        await asyncio.wait([tasks["peer:1"], tasks["peer:2"]])
+        took = asyncio.get_running_loop().time()
+
+    virtual_time.run(simulation.run(leave))
+    assert took < STALL_TIMEOUT  # no deadline had to pass
+    for name in ("peer:1", "peer:2"):
+        simulation.assert_between_the_means(name, ["peer:1", "peer:2"])
+
+
+def overflowing(simulation: Simulation, values: Sequence[float]) -> None:
+    """Puts large values into one element of the shard of the first member."""
+    for (name, tensors), value in zip(simulation.tensors.items(), values, strict=True):
+        tensors[0][0] = simulation.before[name][0][0] = value
+
+
+@pytest.mark.parametrize(
+    ("reply", "dtype", "values"),
+    [
+        (ReplyForm.AVERAGE, torch.float32, (3e38, 3e38, 1e38)),
+        (ReplyForm.DELTA, torch.float32, (3e38, 3e38, 1e38)),
+        (ReplyForm.DELTA, torch.float16, (6e4, 6e4, -6e4)),
+        (ReplyForm.DELTA, torch.float16, (-6e4, 6e4, 6e4)),
+    ],
+)
+def test_a_sum_that_overflows_is_not_adopted_and_not_held_against_the_reducer(
+    reply: ReplyForm, dtype: torch.dtype, values: Sequence[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    simulation = Simulation(1, nodes(3), [(400,)], reply=reply, dtype=dtype)
+    overflowing(simulation, values)
+    virtual_time.run(simulation.run())
+    messages = [record.getMessage() for record in caplog.records if "overflows" in record.getMessage()]
+    assert messages
+    assert all(f"of part 0 of peer:1 overflows {str(dtype).removeprefix('torch.')}" in message for message in messages)
+    for name, result in simulation.results.items():
+        assert all(dropped.code is DropCode.INTERNAL_ERROR for dropped in result.dropped)
+        assert bool(torch.isfinite(simulation.tensors[name][0]).all())
+    assert any(result.dropped or result.kept_local for result in simulation.results.values())
+    # The other shards are averaged.
+    for tensors in simulation.tensors.values():
+        tolerance = TOLERANCE[dtype]
+        torch.testing.assert_close(
+            tensors[0][200:].double(), simulation.mean()[0][200:], rtol=tolerance, atol=tolerance
+        )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_round_ends_whatever_messages_are_lost(seed: int) -> None:
+    rng = random.Random(seed)
+    count = rng.randrange(2, 9)
+    simulation = Simulation(seed, nodes(count), [(100,), (30,)], loss=rng.choice([0.001, 0.01, 0.1]))
+    virtual_time.run(simulation.run())
+    assert simulation.failures == {}
+    for name, result in simulation.results.items():
+        for dropped in result.dropped:
+            assert dropped.endpoint != name
+            assert dropped.reason
+
+
+async def stream(simulation: Simulation, *messages: AveragingData) -> list[AveragingData]:
+    """What peer:1 answers to a stream of another peer."""
+
+    async def outgoing() -> object:
+        for message in messages:
+            yield message
+
+    stranger = simulation.network.transport("stranger:1")
+    return [reply async for reply in stranger.aggregate_part("peer:1", outgoing())]  # type: ignore[arg-type]
+
+
+def test_an_extra_reply_of_a_reducer_does_not_fail_the_round() -> None:
+    simulation = Simulation(1, nodes(3))
+    serve = simulation.rounds["peer:1"].aggregate_part
+
+    async def once_more(
+        first: AveragingData, messages: AsyncIterator[AveragingData]
+    ) -> AsyncGenerator[AveragingData, None]:
+        async with aclosing(serve(first, messages)) as replies:
+            async for reply in replies:
+                yield reply
+        yield reply
+
+    simulation.rounds["peer:1"].aggregate_part = once_more  # type: ignore[method-assign]
+    virtual_time.run(simulation.run())
+    assert simulation.failures == {}
+    for name, result in simulation.results.items():
+        assert result.dropped == ()
+        assert_close(simulation.tensors[name], simulation.mean(), TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("name", ["stranger:1", "peer:2", "peer:1"])
+def test_unknown_senders_and_second_streams_are_refused_and_the_round_goes_on(name: str) -> None:
+    simulation = Simulation(1, nodes(3), [(400,)])
+    answers: list[AveragingData] = []
+
+    async def intrude(tasks: dict[str, asyncio.Task[RoundResult]]) -> None:
+        await asyncio.sleep(0.06)
+        first = AveragingData(MessageCode.PART_FOR_AVERAGING, simulation.group.group_id, name)
+        answers.extend(await stream(simulation, first))
+
+    virtual_time.run(simulation.run(intrude))
+    assert [answer.code for answer in answers] == [MessageCode.PROTOCOL_VIOLATION]
+    for tensors in simulation.tensors.values():
+        assert_close(tensors, simulation.mean(), 1e-6)
+
+
+def test_dropping_a_sender_before_its_first_part_is_read_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    simulation = Simulation(1, nodes(2))
+
+    async def main() -> None:
+        reducing = simulation.rounds["peer:1"]._reducing
+        part = AveragingData(
+            MessageCode.PART_FOR_AVERAGING,
+            simulation.group.group_id,
+            "peer:2",
+            encode(torch.ones(16), CompressionType.NONE),
+        )
+        serving = reducing.serve(part, asyncio.Queue())  # type: ignore[arg-type]  # never read
+        answer = asyncio.ensure_future(anext(serving))
+        await asyncio.sleep(0)  # the stream is open and its parts are not read yet
+        reducing.drop_unfinished("the round's deadline passed")
+        assert (await answer).code is MessageCode.CANCELLED
+        await serving.aclose()
+
+    virtual_time.run(main())
+    assert caplog.records == []

@@ -1,0 +1,123 @@
+"""Values that overflow the dtype of the tensor: no member adopts them from a hostile sender or reducer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from averaging import DropCode
+from averaging.protocol.messages import AveragingData, CompressionType, WireTensor
+from averaging.tensors.compression import encode
+from averaging.tensors.schema import ReplyForm
+from averaging.testing import virtual_time
+from tests.support.rounds import Simulation, nodes
+
+HOSTILE = "peer:1"
+
+Forge = Callable[[int], WireTensor]
+"""Makes a tensor of a given number of elements."""
+
+
+def uncompressed(value: float, dtype: torch.dtype) -> Forge:
+    return lambda count: encode(torch.full((count,), value, dtype=dtype), CompressionType.NONE)
+
+
+def packed(value: float, code: CompressionType) -> Forge:
+    return lambda count: encode(torch.full((count,), value), code)
+
+
+FORGED: list[tuple[torch.dtype, Forge]] = [
+    (torch.float32, uncompressed(1e300, torch.float64)),
+    (torch.float32, uncompressed(1.0, torch.float64)),  # valid values, but not the dtype of the schema
+    (torch.float16, uncompressed(1e38, torch.float32)),
+    (torch.float16, uncompressed(1e38, torch.bfloat16)),
+    (torch.bfloat16, uncompressed(3.4e38, torch.float32)),
+    (torch.float16, packed(1e38, CompressionType.BFLOAT16)),
+    (torch.float16, packed(1e38, CompressionType.BLOCKWISE_INT8)),
+    (torch.float16, packed(1e38, CompressionType.UNIFORM_8BIT)),
+    (torch.float32, uncompressed(float("inf"), torch.float32)),
+    (torch.float32, packed(float("nan"), CompressionType.FLOAT16)),
+]
+
+
+def forged(message: AveragingData, forge: Forge) -> AveragingData:
+    if message.tensor_part is None:
+        return message
+    return replace(message, tensor_part=forge(message.tensor_part.size[0]), encoded=[])
+
+
+def run(dtype: torch.dtype, reply: ReplyForm, disturb: Callable[[Simulation], object]) -> Simulation:
+    simulation = Simulation(1, nodes(3), dtype=dtype, reply=reply)
+    disturb(simulation)
+    virtual_time.run(simulation.run())
+    for name, tensors in simulation.tensors.items():
+        assert all(bool(torch.isfinite(tensor).all()) for tensor in tensors), name
+    return simulation
+
+
+@pytest.mark.parametrize("reply", ReplyForm)
+@pytest.mark.parametrize(("dtype", "forge"), FORGED)
+def test_parts_of_a_hostile_sender_are_not_averaged(dtype: torch.dtype, forge: Forge, reply: ReplyForm) -> None:
+    def disturb(simulation: Simulation) -> None:
+        transport = simulation.transports[HOSTILE]
+        call = transport.aggregate_part
+
+        async def hostile(messages: Any) -> AsyncGenerator[AveragingData, None]:
+            async for message in messages:
+                yield forged(message, forge)
+
+        transport.aggregate_part = lambda endpoint, messages: call(  # type: ignore[method-assign]
+            endpoint, hostile(messages)
+        )
+
+    simulation = run(dtype, reply, disturb)
+    others = [name for name in simulation.tensors if name != HOSTILE]
+    for name in others:
+        assert [lost.endpoint for lost in simulation.results[name].dropped] == [HOSTILE]
+        (lost,) = simulation.results[name].dropped
+        assert lost.code in (DropCode.NON_FINITE, DropCode.PROTOCOL_VIOLATION)
+    assert simulation.results[others[0]].digest == simulation.results[others[1]].digest
+
+
+@pytest.mark.parametrize("reply", ReplyForm)
+@pytest.mark.parametrize(("dtype", "forge"), FORGED)
+def test_replies_of_a_hostile_reducer_are_not_adopted(dtype: torch.dtype, forge: Forge, reply: ReplyForm) -> None:
+    def disturb(simulation: Simulation) -> None:
+        serve = simulation.rounds[HOSTILE].aggregate_part
+
+        async def hostile(first: AveragingData, messages: Any) -> AsyncGenerator[AveragingData, None]:
+            async with aclosing(serve(first, messages)) as replies:
+                async for message in replies:
+                    yield forged(message, forge)
+
+        simulation.rounds[HOSTILE].aggregate_part = hostile  # type: ignore[method-assign]
+
+    simulation = run(dtype, reply, disturb)
+    for name, result in simulation.results.items():
+        if name != HOSTILE:
+            assert [lost.endpoint for lost in result.dropped] == [HOSTILE]
+            assert result.kept_local > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("code", CompressionType)
+@pytest.mark.parametrize("reply", ReplyForm)
+def test_averages_that_overflow_the_dtype_are_not_adopted(
+    dtype: torch.dtype, code: CompressionType, reply: ReplyForm
+) -> None:
+    """The largest values of a dtype, of both signs: decoding them, or their average, may give infinity."""
+    largest = torch.finfo(dtype).max
+    simulation = Simulation(2, nodes(3), dtype=dtype, compression=code, reply=reply)
+    for number, tensors in enumerate(simulation.tensors.values()):
+        for tensor in tensors:
+            tensor.fill_(largest if number != 1 else -largest)
+    virtual_time.run(simulation.run())
+    for name, tensors in simulation.tensors.items():
+        assert all(bool(torch.isfinite(tensor).all()) for tensor in tensors), name
+    for result in simulation.results.values():
+        assert all(lost.code is not DropCode.PROTOCOL_VIOLATION for lost in result.dropped)

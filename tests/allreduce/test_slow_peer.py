@@ -1,0 +1,225 @@
+"""One of four peers is much slower than the rest: the receipts of the others name it, with its step rate."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from functools import cache
+from statistics import median
+from typing import Any
+
+import msgpack
+import pytest
+
+from averaging import Peer
+from averaging.discovery.gossip import GossipDiscovery
+from averaging.discovery.gossip.identity import UnsignedIdentity
+from averaging.observe.explanation import explain
+from averaging.observe.receipts import LateArrival, Receipt, Role
+from averaging.observe.step_rate import INDEX
+from averaging.protocol.group import Mode, progress_key
+from averaging.testing import virtual_time
+from averaging.training.history import History, Progress
+from tests.observe.test_step_rate import HOSTILE
+from tests.support.selection import one_in, rest_is_long
+from tests.support.swarm import Swarm, scalars
+from tests.support.training_run import STEP_SECONDS, STRATEGIES, Run, Site
+
+NAMES = [f"peer-{number}:1" for number in range(4)]
+SLOW = NAMES[-1]
+TIMES = 10.0
+
+
+def four(strategy: str, *, times: float = TIMES, until: float = 120.0) -> Run:
+    """A run of four peers; a step of the last one takes so many times as long as one of the others."""
+    sites = [Site(name, [NAMES[0]] if number else [], 0.05 * number) for number, name in enumerate(NAMES)]
+    sites[-1].step_seconds = times * STEP_SECONDS
+    return Run(1, strategy, sites, until=until, group_wait=40.0)
+
+
+def receipts_of(sites: Sequence[Site], name: str) -> list[Receipt]:
+    """The receipts of one peer in which all four took part."""
+    found = next(site for site in sites if site.name == name).receipts
+    return [receipt for receipt in found if len(receipt.members) == len(NAMES)]
+
+
+@cache
+def simulated(strategy: str, times: float = TIMES) -> list[Site]:
+    return four(strategy, times=times).simulate()
+
+
+def rate_of(receipts: Sequence[Receipt], name: str) -> float:
+    rates = [one.step_rate for receipt in receipts for one in receipt.accounts if one.endpoint == name]
+    return median(rate for rate in rates if rate is not None)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_all_receipts_of_the_others_name_the_slow_peer_and_its_own_name_nobody(strategy: str) -> None:
+    sites = simulated(strategy)
+    for name in NAMES[:-1]:
+        receipts = receipts_of(sites, name)
+        assert len(receipts) >= 4
+        for receipt in receipts:
+            late = receipt.last_to_arrive
+            assert late is not None
+            assert late.endpoint == SLOW
+            assert 0.5 * receipt.phases["looking"] < late.seconds <= receipt.phases["looking"]
+            waited = {account.endpoint: account.waited for account in receipt.accounts}
+            assert waited[name] == pytest.approx(receipt.phases["looking"], abs=0.05)
+            assert waited[SLOW] == pytest.approx(0.0, abs=0.05)
+            assert all(seconds is None or seconds >= late.seconds for other, seconds in waited.items() if other != SLOW)
+    own = receipts_of(sites, SLOW)
+    assert own
+    assert all(receipt.last_to_arrive is None for receipt in own)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_receipts_have_the_step_rate_of_each_member_without_the_time_in_which_it_waits(strategy: str) -> None:
+    sites = simulated(strategy)
+    units = 4 if strategy == "gradients" else 1  # samples of a step
+    for teller in NAMES:
+        receipts = receipts_of(sites, teller)
+        for name in NAMES:
+            seconds = STEP_SECONDS * (TIMES if name == SLOW else 1.0)
+            assert rate_of(receipts, name) == pytest.approx(units / seconds, rel=0.15)
+
+
+@pytest.mark.parametrize("strategy", rest_is_long(reversed(STRATEGIES)))
+def test_peers_of_equal_speed_are_not_named(strategy: str) -> None:
+    """Their steps take from 0.8 to 1.2 times the usual time."""
+    sites = simulated(strategy, times=1.0)
+    told = [receipt for name in NAMES for receipt in receipts_of(sites, name)]
+    assert len(told) > 100
+    assert not [receipt for receipt in told if receipt.last_to_arrive is not None]
+    assert "last to arrive: no peer regularly" in list(explain(told, summary_only=True))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "remedy"), [("local", "fewer local steps"), ("diloco", "every"), ("gradients", "target_batch_size")]
+)
+@pytest.mark.parametrize("tellers", [NAMES, NAMES[:1], NAMES[-1:]], ids=["all", "one of the others", "the slow one"])
+def test_explain_names_it_and_what_to_do(strategy: str, remedy: str, tellers: Sequence[str]) -> None:
+    sites = simulated(strategy)
+    lines = list(explain([one for name in tellers for one in receipts_of(sites, name)], summary_only=True))
+    named = next(line for line in lines if line.startswith("last to arrive"))
+    assert f"last to arrive: {SLOW}" in named
+    assert ("of the time of the others" in named) == (tellers != NAMES[-1:])
+    assert SLOW in next(line for line in lines if line.startswith("step rate"))
+    assert remedy in next(line for line in lines if line.startswith("hint"))
+
+
+def before_it_starts(run: Run, value: Any) -> Callable[[], Coroutine[Any, Any, None]]:
+    """A member of discovery that takes the slow peer's place for progress, and announces this as its step rate."""
+    items = [*msgpack.unpackb(Progress(History(), rate=1.0).pack())[:INDEX], value]
+
+    async def announce() -> None:
+        await asyncio.sleep(1.0)
+        rng = random.Random(run.seed)
+        transport = run.network.transport("evil:1")
+        discovery = GossipDiscovery(
+            "run",
+            "evil:1",
+            transport,
+            join=[NAMES[0]],
+            identity=UnsignedIdentity(rng),
+            clock=virtual_time.clock,
+            rng=rng,
+        )
+        await transport.bind()
+        async with discovery:
+            while True:
+                await discovery.store(progress_key("run"), SLOW, msgpack.packb(items), virtual_time.clock() + 15.0)
+                await asyncio.sleep(5.0)
+
+    return announce
+
+
+@pytest.mark.parametrize("value", one_in(4, [*HOSTILE, 1e6]), ids=repr)
+def test_a_step_rate_that_is_a_lie_or_nonsense_changes_nothing_about_who_is_named(value: Any) -> None:
+    run = four("local", until=60.0)
+    run.sites[-1].starts = 3.0
+    sites = run.simulate(before_it_starts(run, value))
+    receipts = receipts_of(sites, NAMES[0])
+    assert receipts
+    assert all(one.last_to_arrive is not None and one.last_to_arrive.endpoint == SLOW for one in receipts)
+    announced = {one.step_rate for receipt in receipts for one in receipt.accounts if one.endpoint == SLOW}
+    assert announced == {1e6 if value == 1e6 else None}
+    assert rate_of(receipts, NAMES[0]) == pytest.approx(1 / STEP_SECONDS, rel=0.2)
+
+
+def averaging(swarm: Swarm, peers: Sequence[Peer], starts: Sequence[float]) -> list[Receipt]:
+    """The receipts of one round, for which each peer begins to look so many seconds after all have been entered."""
+
+    async def average(peer: Peer, start: float) -> Receipt:
+        await asyncio.sleep(start)
+        return await peer.average()
+
+    async def main() -> list[Receipt]:
+        async with AsyncExitStack() as stack:
+            for peer in peers:
+                await stack.enter_async_context(peer)
+            return await asyncio.gather(*map(average, peers, starts))
+
+    receipts: list[Receipt] = swarm.simulate(main())
+    assert {len(receipt.members) for receipt in receipts} == {len(peers)}
+    return receipts
+
+
+def patient(swarm: Swarm, modes: Sequence[Mode], group_wait: float = 30.0) -> list[Peer]:
+    """Peers that wait for each other."""
+    tensors = scalars(len(modes), 1)
+    return [
+        swarm.peer(
+            f"{number}:1",
+            [tensor],
+            mode=mode,
+            group_size=len(modes),
+            min_group_size=len(modes),
+            round_timeout=60.0,
+            group_wait=group_wait,
+        )
+        for number, (mode, tensor) in enumerate(zip(modes, tensors, strict=True))
+    ]
+
+
+def named(receipt: Receipt) -> tuple[str, Any]:
+    """Who arrived last, and how many seconds after the others; nobody and 0 if nobody is named."""
+    late = receipt.last_to_arrive or LateArrival("", 0.0)
+    return late.endpoint, late.seconds
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_client_that_comes_late_is_named_by_its_leader_and_nobody_else_is(seed: int) -> None:
+    swarm = Swarm(seed)
+    peers = patient(swarm, [Mode.NODE, Mode.NODE, Mode.NODE, Mode.CLIENT])
+    receipts = averaging(swarm, peers, [0.0, 0.1, 0.2, 5.0])
+    client = receipts[3].endpoint
+    for receipt in receipts:
+        if receipt.role is Role.LEADER:
+            assert named(receipt) == (client, pytest.approx(4.8, abs=0.1))
+        else:
+            assert receipt.last_to_arrive is None
+            waited = {account.endpoint: account.waited for account in receipt.accounts}
+            assert (waited[client] is None) == (receipt.endpoint != client)
+    assert all(one.step_rate is None for receipt in receipts for one in receipt.accounts)  # nobody trains
+
+
+def test_an_auxiliary_is_not_waited_for_and_sees_who_is() -> None:
+    swarm = Swarm(1)
+    peers = patient(swarm, [Mode.AUXILIARY, Mode.NODE, Mode.NODE, Mode.NODE])
+    for receipt in averaging(swarm, peers, [0.0, 10.0, 10.1, 15.0])[:3]:
+        assert named(receipt) == ("3:1", pytest.approx(4.9, abs=0.1))
+    swarm = Swarm(2)
+    peers = patient(swarm, [Mode.NODE, Mode.NODE, Mode.NODE, Mode.AUXILIARY])
+    for receipt in averaging(swarm, peers, [0.0, 0.1, 0.2, 5.0]):
+        assert receipt.last_to_arrive is None
+
+
+def test_who_waits_so_long_that_it_declares_itself_anew_has_not_come_later_for_that() -> None:
+    swarm = Swarm(1)
+    peers = patient(swarm, [Mode.NODE] * 3, group_wait=2.0)
+    for receipt in averaging(swarm, peers, [0.0, 0.1, 15.0])[:2]:
+        assert named(receipt) == ("2:1", pytest.approx(14.9, abs=0.2))
+        assert all(one.waited is None or one.waited > 14.0 for one in receipt.accounts if one.endpoint != "2:1")

@@ -1,0 +1,271 @@
+"""The averager as an optimizer, alone in its run, on the memory network."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from averaging import DecentralizedAverager, LocalSGD, Peer
+from averaging.errors import ConfigError
+from tests.support.alone import Make, backward, linear, train
+
+
+def test_it_trains_exactly_as_the_inner_optimizer(make: Make) -> None:
+    model, plain = linear(), linear()
+    opt = make(torch.optim.AdamW(model.parameters(), lr=0.1))
+    train(model, opt, 5)
+    train(plain, torch.optim.AdamW(plain.parameters(), lr=0.1), 5)
+    assert torch.equal(model.weight, plain.weight)
+    assert opt.local_step == 5
+
+
+def test_it_is_an_optimizer_with_the_inner_ones_attributes(make: Make) -> None:
+    model = linear()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    opt = make(inner)
+    assert isinstance(opt, torch.optim.Optimizer)
+    assert opt.optimizer is inner
+    train(model, opt, 1)
+    opt.load_state_dict(opt.state_dict())
+    assert opt.param_groups is inner.param_groups
+    assert opt.state is inner.state
+    assert opt.defaults is inner.defaults
+    assert opt.state[model.weight]["momentum_buffer"] is not None
+
+
+def test_the_number_of_steps_of_a_0_dim_parameter_is_no_statistic_of_it(make: Make) -> None:
+    scale = torch.nn.Parameter(torch.tensor(2.0))
+    opt = make(torch.optim.Adam([scale]))
+    scale.pow(2).backward()  # type: ignore[no-untyped-call]
+    opt.step()
+    assert list(opt._training.statistics()) == ["exp_avg/group0.param0", "exp_avg_sq/group0.param0"]
+
+
+def test_zero_grad_is_the_inner_ones(make: Make) -> None:
+    model = linear()
+    opt = make(torch.optim.SGD(model.parameters()))
+    backward(model)
+    opt.zero_grad(set_to_none=False)
+    assert model.weight.grad is not None
+    assert not model.weight.grad.any()
+    opt.zero_grad()
+    assert model.weight.grad is None
+
+
+def test_a_closure_is_called_and_its_loss_returned(make: Make) -> None:
+    model = linear()
+    opt = make(torch.optim.LBFGS(model.parameters(), max_iter=3))
+    losses = []
+
+    def closure() -> float:
+        opt.zero_grad()
+        losses.append(backward(model).item())
+        return losses[-1]
+
+    assert opt.step(closure) == losses[0]
+    assert len(losses) > 1
+    assert opt.local_step == 1
+
+
+class Probing(torch.optim.SGD):
+    """Evaluates the closure before its step and again at a nearby point, like sharpness-aware optimizers."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        parameter = self.param_groups[0]["params"][0]
+        with torch.no_grad():
+            parameter.add_(1.0)
+            closure()
+            parameter.sub_(1.0)
+        super().step()
+        return loss
+
+
+def test_the_tensors_are_free_while_a_closure_is_evaluated_until_the_optimizer_has_changed_them(make: Make) -> None:
+    model = linear()
+    opt = make(Probing(model.parameters(), lr=0.1))
+    lock = opt._training._peer._tensors._lock
+    free = []
+
+    def probe() -> bool:
+        if taken := lock.acquire(blocking=False):
+            lock.release()
+        return taken
+
+    def closure() -> float:
+        with ThreadPoolExecutor() as other_thread:
+            free.append(other_thread.submit(probe).result())
+        with torch.enable_grad():
+            return backward(model).item()
+
+    opt.step(closure)
+    assert free == [True, False]
+
+
+def test_what_a_closure_raises_is_raised_and_the_step_not_counted(make: Make) -> None:
+    model = linear()
+    opt = make(torch.optim.SGD(model.parameters()))
+
+    def closure() -> float:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        opt.step(closure)
+    assert opt.local_step == 0
+    train(model, opt, 1)
+    assert opt.local_step == 1
+
+
+@pytest.mark.parametrize(
+    ("schedule", "loss"),
+    [
+        (lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 / (1 + step)), None),
+        (lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.1, total_steps=10), None),
+        (lambda opt: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(opt, T_0=3), None),
+        (lambda opt: torch.optim.lr_scheduler.ReduceLROnPlateau(opt, patience=0), 1.0),
+    ],
+)
+def test_schedulers_drive_it_as_they_drive_the_inner_optimizer(
+    make: Make, schedule: Callable[[torch.optim.Optimizer], Any], loss: float | None
+) -> None:
+    rates: list[list[float]] = []
+    for wrap in (make, lambda optimizer: optimizer):
+        model = linear()
+        optimizer = wrap(torch.optim.AdamW(model.parameters(), lr=0.1))
+        scheduler = schedule(optimizer)
+        rates.append([])
+        for _ in range(8):
+            train(model, optimizer, 1)
+            scheduler.step(*([] if loss is None else [loss]))
+            rates[-1].append(optimizer.param_groups[0]["lr"])
+    assert rates[0] == rates[1]
+    assert len(set(rates[0])) > 2
+
+
+def test_a_chained_scheduler_is_driven_too_and_goes_on_from_a_checkpoint(make: Make) -> None:
+    def chained(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.ChainedScheduler:
+        warm = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=0.1, total_iters=2)
+        return torch.optim.lr_scheduler.ChainedScheduler(
+            [warm, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)], optimizer
+        )
+
+    plain = torch.optim.SGD(linear().parameters(), lr=1.0)
+    expected = chained(plain)
+    model = linear()
+    opt = make(torch.optim.SGD(model.parameters(), lr=1.0), scheduler=chained)
+    for _ in range(4):
+        train(model, opt, 1)
+        plain.step()
+        expected.step()
+        assert opt.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
+    again = make(torch.optim.SGD(linear().parameters(), lr=1.0), scheduler=chained)
+    again.load_state_dict(opt.state_dict())
+    assert again.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
+
+
+def test_a_grad_scaler_leaves_out_steps_with_infinite_gradients(make: Make) -> None:
+    model = linear()
+    opt = make(torch.optim.SGD(model.parameters(), lr=0.1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for factor in (1.0, float("inf"), 1.0):
+        opt.zero_grad()
+        scaler.scale(model(torch.ones(4, 3)).pow(2).mean() * factor).backward()
+        scaler.step(opt)
+        scaler.update()
+    assert opt.local_step == 2
+    assert scaler.get_scale() == 2.0
+    assert model.weight.isfinite().all()
+
+
+def test_hooks_are_called_once_with_the_averager(make: Make) -> None:
+    model = linear()
+    opt = make(torch.optim.SGD(model.parameters()), every=1)
+    happened: list[Any] = []
+    opt.register_step_pre_hook(lambda this, args, kwargs: happened.append(("before", this)))
+    opt.register_step_post_hook(lambda this, args, kwargs: happened.append(("after", this, opt.last_receipt is None)))
+    opt.optimizer.register_step_post_hook(lambda this, args, kwargs: happened.append(("inner", this)))
+    train(model, opt, 1)
+    assert happened == [("before", opt), ("inner", opt.optimizer), ("after", opt, False)]
+
+
+def test_hooks_on_the_state_dict_may_change_it(make: Make) -> None:
+    model = linear()
+    opt = make(torch.optim.SGD(model.parameters(), lr=0.5))
+    happened = []
+    opt.register_state_dict_pre_hook(lambda this: happened.append("save"))
+    opt.register_state_dict_post_hook(lambda this, state: {"packed": state})
+    opt.register_load_state_dict_pre_hook(lambda this, state: dict(state["packed"]))
+    opt.register_load_state_dict_post_hook(lambda this: happened.append("loaded"))
+    saved = opt.state_dict()
+    assert list(saved) == ["packed"]
+    opt.param_groups[0]["lr"] = 0.1
+    opt.load_state_dict(saved)
+    assert opt.param_groups[0]["lr"] == 0.5
+    assert happened == ["save", "loaded"]
+
+
+def test_param_groups_are_fixed(make: Make) -> None:
+    opt = make(torch.optim.SGD(linear().parameters()))
+    with pytest.raises(ConfigError, match="inner optimizer before"):
+        opt.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    assert len(opt.param_groups) == 1
+
+
+def test_it_is_neither_copied_nor_pickled(make: Make) -> None:
+    opt = make(torch.optim.SGD(linear().parameters()))
+    for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(ConfigError, match="cannot be copied or pickled; save its state_dict"):
+            attempt(opt)
+
+
+class Trainer:
+    """An object that holds an averager, as that of a training script."""
+
+    def __init__(self, opt: DecentralizedAverager) -> None:
+        self.opt = opt
+
+    def collate(self, items: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(items)
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_the_error_of_a_data_loader_names_the_way_out(make: Make, method: str) -> None:
+    trainer = Trainer(make(torch.optim.SGD(linear().parameters())))
+    loader: Any = torch.utils.data.DataLoader(
+        [torch.ones(4)] * 4,  # type: ignore[arg-type]
+        num_workers=1,
+        collate_fn=trainer.collate,
+        multiprocessing_context=method,
+    )
+    with pytest.raises(ConfigError, match="DataLoader with the start method spawn or forkserver .* collate_fn"):
+        next(iter(loader))
+
+
+def test_a_peer_is_neither_copied_nor_pickled() -> None:
+    for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(ConfigError, match="a Peer holds .* DataLoader"):
+            attempt(Peer([torch.ones(1)], run_id="run"))
+
+
+def test_a_strategy_is_copied_and_pickled_only_until_an_averager_has_it(make: Make) -> None:
+    strategy = LocalSGD(every=7)
+    for copied in (copy.copy(strategy), copy.deepcopy(strategy), pickle.loads(pickle.dumps(strategy))):
+        assert copied.every == 7
+    opt = make(torch.optim.SGD(linear().parameters()), strategy=strategy)
+    for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(ConfigError, match=r"cannot be copied or pickled; make a new strategy .*state_dict"):
+            attempt(opt.strategy)
+
+
+def test_its_repr_says_all_there_is_to_know(make: Make) -> None:
+    opt = make(torch.optim.SGD(linear().parameters(), lr=0.25), every=50)
+    for word in ("192.0.2.1:1", "'alone'", "LocalSGD(every=50)", "step 0", "SGD (", "lr: 0.25"):
+        assert word in repr(opt)
+    opt.close()
+    assert "not running" in repr(opt)

@@ -1,0 +1,320 @@
+"""The averager as a peer, alone in its run, on the memory network."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import averaging
+from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, LocalSGD, Mode, Outcome, Receipt, Strategy
+from averaging.errors import (
+    ClosedError,
+    ConfigError,
+    NoSeedAnsweredError,
+    PeersMissingError,
+    RoundError,
+    StateError,
+    TensorError,
+)
+from averaging.testing.discovery import MemoryDiscovery
+from tests.support.alone import Make, backward, linear, train
+
+
+def test_who_starts_a_run_has_a_state_worth_downloading(make: Make) -> None:
+    opt = make(torch.optim.SGD(linear().parameters()))
+    assert opt.model_version == 1
+    assert opt.endpoint == "192.0.2.1:1"
+    assert opt.peers == {"192.0.2.1:1"}
+    assert opt.status.peer.run_id == "alone"
+    assert opt.status.peer.state_version == 1
+
+
+@pytest.mark.parametrize(("count", "timeout"), [("2", 1.0), (2.0, 1.0), (2, "1"), (2, None), (2, float("nan"))])
+def test_waiting_for_peers_wants_numbers(make: Make, count: Any, timeout: Any) -> None:
+    opt = make(torch.optim.SGD(linear().parameters()))
+    with pytest.raises(ConfigError, match="must be a"):
+        opt.wait_for_peers(count, timeout)
+    assert opt.wait_for_peers(1, float("inf"))
+    assert not opt.wait_for_peers(2, 0)
+    with pytest.raises(PeersMissingError, match=r"fewer than 2 peers .* 192.0.2.1:1") as caught:
+        opt.wait_for_peers(2, 0, required=True)
+    assert caught.value.peers == {"192.0.2.1:1"}
+
+
+def test_a_cell_that_runs_again_names_the_open_averager(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    opt = make(torch.optim.SGD(linear().parameters()))
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)  # as in a notebook
+    with pytest.raises(ConfigError, match=r"open averager of run 'alone' at 192.0.2.1:1; call its close\(\)"):
+        make(torch.optim.SGD(linear().parameters()))
+    make(torch.optim.SGD(linear().parameters()), run_id="another").close()
+    make(torch.optim.SGD(linear().parameters()), join=["192.0.2.1:1"]).close()  # it joins the first: both are meant
+    averaging.close_all()
+    with pytest.raises(ClosedError):
+        opt.step()
+    make(torch.optim.SGD(linear().parameters()))
+
+
+def test_rounds_that_find_nobody_harm_nothing_and_warn_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    model, plain = linear(), linear()
+    receipts: list[Receipt] = []
+    opt = make(torch.optim.SGD(model.parameters(), lr=0.1), model=model, every=2, on_round=receipts.append)
+    assert opt.last_receipt is None
+    with caplog.at_level(logging.WARNING, "averaging.training"):
+        train(model, opt, 6)
+    assert [receipt.outcome for receipt in receipts] == [Outcome.NO_GROUP] * 3
+    assert [receipt.round for receipt in receipts] == [1, 2, 3]
+    assert opt.last_receipt is receipts[-1]
+    assert len(caplog.records) == 1
+    assert "no other peer is in the run" in caplog.records[0].getMessage()
+    assert "training goes on" in caplog.records[0].getMessage()
+    train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 6)
+    assert torch.equal(model.weight, plain.weight)
+
+
+def test_another_reason_or_the_same_after_a_success_is_reported_again(
+    make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = linear()
+    opt = make(torch.optim.SGD(model.parameters()), model=model)
+    ends = [(Outcome.FAILED, "a"), (Outcome.FAILED, "a"), (Outcome.NO_GROUP, "b"), (Outcome.AVERAGED, "")]
+    receipts = [Receipt(number, *end) for number, end in enumerate([*ends, (Outcome.NO_GROUP, "b")])]
+    remaining = iter(receipts)
+
+    async def average(topic: object, **arguments: object) -> Receipt:
+        return next(remaining)
+
+    monkeypatch.setattr(opt._peer, "average", average)
+    for _ in receipts:
+        opt.average_now()
+    assert [record.getMessage()[:8] for record in caplog.records] == ["round 0:", "round 2:", "round 4:"]
+
+
+def test_the_weight_is_the_attribute_or_the_calls_own(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    opt = make(torch.optim.SGD(linear().parameters()), weight=2)
+    calls = []
+
+    async def average(topic: object, **arguments: object) -> Receipt:
+        calls.append({name: arguments[name] for name in ("weight", "gather")})
+        return Receipt(0, Outcome.AVERAGED)
+
+    monkeypatch.setattr(opt._peer, "average", average)
+    opt.average_now()
+    opt.weight = 3
+    opt.average_now()
+    opt.average_now(weight=0, gather={"loss": 1})
+    assert calls == [
+        {"weight": 2.0, "gather": None},
+        {"weight": 3.0, "gather": None},
+        {"weight": 0, "gather": {"loss": 1}},
+    ]
+    with pytest.raises(ConfigError, match="weight"):
+        opt.weight = -1
+    assert opt.weight == 3.0
+
+
+def test_on_round_cannot_average_since_its_round_is_not_taken_up_yet(make: Make) -> None:
+    refused: list[str] = []
+
+    def average(receipt: Receipt) -> None:
+        try:
+            opt.average_now()
+        except RoundError as error:
+            refused.append(str(error))
+
+    model = linear()
+    opt = make(torch.optim.SGD(model.parameters(), lr=0.1), strategy=LocalSGD(1, overlap=True), on_round=average)
+    train(model, opt, 1)
+    opt.average_now()  # waits for the strategy's round first
+    assert len(refused) == 2
+    assert "call it after the step" in refused[0]
+
+
+def test_what_on_round_raises_is_raised(make: Make) -> None:
+    def refuse(receipt: Receipt) -> None:
+        raise ZeroDivisionError
+
+    opt = make(torch.optim.SGD(linear().parameters()), on_round=refuse)
+    with pytest.raises(ZeroDivisionError):
+        opt.average_now()
+    assert opt.last_receipt is not None
+
+
+def test_nan_is_refused_by_the_parameters_name(make: Make) -> None:
+    model = linear()
+    opt = make(torch.optim.SGD(model.parameters()))
+    with torch.no_grad():
+        model.bias[1] = torch.nan
+    with pytest.raises(TensorError, match=r"'group0.param1' holds nan at flat index 1"):
+        opt.average_now()
+
+
+def test_a_mask_among_the_buffers_is_to_be_left_out(make: Make) -> None:
+    model = linear()
+    opt = make(torch.optim.SGD(model.parameters()), buffers={"mask": torch.full((2, 2), -torch.inf).triu(1)})
+    with pytest.raises(TensorError, match=r"'buffer/mask' holds -inf at flat index 1; .*leave it out"):
+        opt.average_now()
+
+
+def test_a_buffer_that_newcomers_cannot_be_given_is_to_be_left_out(make: Make) -> None:
+    frequencies = {"frequencies": torch.polar(torch.ones(3), torch.arange(3.0))}
+    with pytest.raises(StateError, match=r"'buffer/frequencies' is torch.complex64; .*leave it out, .*share_state"):
+        make(torch.optim.SGD(linear().parameters()), buffers=frequencies)
+    make(torch.optim.SGD(linear().parameters()), buffers=frequencies, share_state=False)
+
+
+def test_a_model_that_was_moved_is_not_averaged_with_its_old_self(make: Make) -> None:
+    model = linear()
+    opt = make(torch.optim.SGD(model.parameters()))
+    model.weight.data = model.weight.data.clone()
+    with pytest.raises(TensorError, match=r"'group0.param0' has been moved"):
+        opt.average_now()
+
+
+@pytest.mark.parametrize("strategy", [LocalSGD(9), LocalSGD(9, overlap=True), DiLoCo(9), GradientAveraging(99)])
+def test_that_it_was_moved_or_has_grown_is_the_next_steps_error(make: Make, strategy: Strategy) -> None:
+    model = linear()
+    opt = make(torch.optim.SGD(model.parameters(), lr=0.1), strategy=strategy)
+    backward(model)
+    opt.step(batch_size=4)
+    opt.check_tensors()
+    model.double()
+    for check in (opt.check_tensors, partial(opt.step, batch_size=4)):
+        with pytest.raises(TensorError, match=r"'group0.param0' has been moved"):
+            check()
+    assert opt.local_step == 1
+
+
+def test_a_parameter_that_the_inner_optimizer_was_given_later_is_the_next_steps_error(make: Make) -> None:
+    model = linear()
+    opt = make(torch.optim.SGD(model.parameters(), lr=0.1))
+    opt.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    with pytest.raises(TensorError, match="close this averager and make a new one"):
+        opt.step()
+
+
+def test_a_parameter_that_takes_another_one_s_place_is_the_next_step_s_error(make: Make) -> None:
+    model = linear()
+    opt = make(torch.optim.SGD(model.parameters(), lr=0.1))
+    train(model, opt, 1)
+    opt.load_state_dict(opt.state_dict())
+    opt.param_groups[0]["params"][1] = model.bias = torch.nn.Parameter(torch.ones(7))  # another head
+    with pytest.raises(TensorError, match="the inner optimizer has other parameters than when the averager was made"):
+        opt.step()
+
+
+def test_sparse_gradients_cannot_be_clipped_and_that_is_reported(make: Make) -> None:
+    model = torch.nn.Embedding(4, 3, sparse=True)
+    opt = make(torch.optim.SGD(model.parameters(), lr=0.1), strategy=LocalSGD(9, max_norm=1.0))
+    model(torch.tensor([1])).sum().backward()
+    with pytest.raises(TensorError, match="a sparse gradient cannot be clipped; leave max_norm out"):
+        opt.step()
+    assert opt.local_step == 0
+
+
+def test_a_state_that_cannot_travel_is_an_error_with_a_remedy(make: Make) -> None:
+    model = linear()
+    inner = torch.optim.SGD(model.parameters())
+    inner.state[model.weight]["odd"] = print
+    with pytest.raises(StateError, match="share_state=False"):
+        make(inner)
+    train(model, make(inner, share_state=False), 1)
+
+
+def test_closed_it_says_so_and_the_inner_optimizer_trains_on(make: Make) -> None:
+    model = linear()
+    with make(torch.optim.SGD(model.parameters())) as opt:
+        train(model, opt, 2)
+    opt.close()
+    uses: list[Callable[[], object]] = [
+        lambda: opt.step(),
+        lambda: opt.average_now(),
+        lambda: opt.load_state_dict(opt.state_dict()),
+        lambda: opt.peers,
+        lambda: opt.status,
+        lambda: opt.endpoint,
+        lambda: opt.wait_for_peers(2, 1.0),
+    ]
+    for use in uses:
+        with pytest.raises(ClosedError, match="the averager of run 'alone' has been closed"):
+            use()
+    assert opt.state_dict()["averaging"]["local_step"] == 2
+    train(model, opt.optimizer, 1)
+
+
+def test_a_peer_that_fails_is_the_next_steps_error(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = linear()
+    opt = make(torch.optim.SGD(model.parameters()))
+    train(model, opt, 1)
+
+    async def break_down(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(MemoryDiscovery, "store", break_down)
+    with suppress(ClosedError):  # its thread may have ended already
+        opt.load_state_dict(opt.state_dict())  # declares the state again
+    with pytest.raises(ClosedError, match="ended after ZeroDivisionError"):
+        opt._thread.run(asyncio.Event().wait())
+    with pytest.raises(ClosedError, match="ended after ZeroDivisionError"):
+        train(model, opt, 1)
+    assert opt.local_step == 1
+
+
+@pytest.mark.parametrize("strategy", [LocalSGD(2), DiLoCo(2), GradientAveraging(8)])
+def test_a_strategy_serves_one_averager_and_another_only_if_that_could_not_start(
+    make: Make, strategy: Strategy
+) -> None:
+    def optimizer() -> torch.optim.Optimizer:
+        return torch.optim.SGD(linear().parameters(), lr=0.1)
+
+    with pytest.raises(ConfigError, match="without a dot"):
+        make(optimizer(), strategy=strategy, run_id="a.b")
+    with pytest.raises(NoSeedAnsweredError):
+        DecentralizedAverager(optimizer(), strategy=strategy, run_id="alone", join=["127.0.0.1:9"], join_timeout=0.01)
+    opt = make(optimizer(), strategy=strategy)
+    tensors = opt.state_dict()["averaging"]["strategy"]["tensors"]
+    assert len(tensors) == (2 if isinstance(strategy, DiLoCo) else 0)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"belongs to another averager.*make a new one for each"):
+            make(optimizer(), strategy=strategy)
+        opt.close()
+
+
+def test_it_starts_before_anything_runs_or_not_at_all(make: Make) -> None:
+    def params() -> list[torch.nn.Parameter]:
+        return list(linear().parameters())
+
+    with pytest.raises(ConfigError, match="auxiliary"):
+        make(torch.optim.SGD(params()), mode=Mode.AUXILIARY)
+    with pytest.raises(ConfigError, match="auxiliary"):
+        make(torch.optim.SGD(params()), mode="auxiliary")
+    with pytest.raises(ConfigError, match="strategy must be a Strategy object"):
+        make(torch.optim.SGD(params()), strategy=LocalSGD)
+    with pytest.raises(ConfigError, match="weight"):
+        make(torch.optim.SGD(params()), weight=float("nan"))
+    with pytest.raises(ConfigError, match="the first argument must be an optimizer, not Linear"):
+        make(linear())
+    for buffers in (linear().named_buffers(), [torch.ones(1)]):
+        with pytest.raises(ConfigError, match=r"such as dict\(model.named_buffers\(\)\), not (generator|list)"):
+            make(torch.optim.SGD(params()), buffers=buffers)
+    with pytest.raises(ConfigError, match="buffer 'mean' must be a tensor, not NoneType"):
+        make(torch.optim.SGD(params()), buffers={"mean": None})
+    with pytest.raises(ConfigError, match="LBFGS evaluates the model during its step"):
+        make(torch.optim.LBFGS(params()), strategy=GradientAveraging(8))
+    inner = torch.optim.SGD(params(), lr=0.1)
+    with pytest.raises(ConfigError, match="StepLR; a scheduler that already exists is stepped by the training loop"):
+        make(inner, scheduler=torch.optim.lr_scheduler.StepLR(inner, 2))
+    for scheduler, made in ((torch.optim.lr_scheduler.ReduceLROnPlateau, "ReduceLROnPlateau"), (id, "int")):
+        with pytest.raises(ConfigError, match=f"cannot drive {made}; make it with the averager as its optimizer"):
+            make(inner, scheduler=scheduler)
+    with pytest.raises(ConfigError, match="without a dot"):
+        make(torch.optim.SGD(params()), run_id="a.b")
+    with pytest.raises(TensorError, match="'group0.param1' does not require a gradient"):
+        make(torch.optim.SGD([torch.nn.Parameter(torch.ones(1)), torch.ones(1)]))

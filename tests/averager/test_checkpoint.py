@@ -1,0 +1,46 @@
+"""torch.distributed.checkpoint saves a site with FSDP2 and loads it in new processes, which go on as if never ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.checkpoint_rank import FURTHER, SAVED
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(directory: Path, action: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [sys.executable, *launch, "-m", "tests.support.checkpoint_rank", str(directory), action]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT, env=env)
+
+
+def told(ended: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert ended.returncode == 0, ended.stderr
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.long
+def test_training_goes_on_as_if_it_had_never_ended(tmp_path: Path) -> None:
+    first, again = (told(run(tmp_path / "checkpoint", action)) for action in ("save", "load"))
+    assert first["begun"] == again["begun"] == [SAVED, SAVED // 2]
+    assert first["local"] == again["local"] == SAVED + FURTHER
+    assert first["global"] == again["global"]
+    assert first["values"] == again["values"]
+
+
+@pytest.mark.long
+def test_another_number_of_ranks_is_named(tmp_path: Path) -> None:
+    told(run(tmp_path / "checkpoint", "save"))
+    ended = run(tmp_path / "checkpoint", "load", ranks=3)
+    assert ended.returncode != 0
+    assert "rank 2" in ended.stderr

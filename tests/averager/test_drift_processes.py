@@ -1,0 +1,118 @@
+"""Peers that differ are named over gRPC: in the log, in receipts, in the status, and by the commands."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from averaging import DiLoCo, GradientAveraging, LocalSGD, Mode, OnDrift, PeerConfig, Strategy
+from averaging.errors import DriftError
+from averaging.observe.explanation import Round, describe, explain
+from averaging.observe.receipt_log import read
+from averaging.observe.receipts import Receipt
+from tests.support.training import SGD, Run, Start, gather_until, step
+
+DECAYING = partial(SGD, weight_decay=0.5)
+
+
+def train(run: Run, steps: int) -> None:
+    def each(number: int) -> None:
+        for seed in range(steps):
+            step(run, number, seed, batch_size=4)
+
+    run.each(each)
+
+
+def last(run: Run, number: int) -> Receipt:
+    receipt = run.averagers[number].last_receipt
+    assert receipt is not None
+    return receipt
+
+
+def test_it_is_named_everywhere(start: Start, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    run, files = start(), [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    run.add(GradientAveraging(8), SGD, receipts=files[0])
+    odd = run.add(GradientAveraging(8), DECAYING, receipts=files[1])
+    run.meet()
+    run.each(lambda number: gather_until(run, number, 4))
+    text = f"{odd.endpoint} has weight_decay = 0.5, the others 0"
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert sum(text in warning for warning in warnings) == 2  # once at each peer
+    assert len([warning for warning in warnings if f"drift: {odd.endpoint} differs in '" in warning]) == 2
+    for averager in run.averagers:
+        assert f"DRIFT: {text}" in str(averager.status)
+        assert f"DRIFT: {text}" in str(averager.status.peer)
+    assert last(run, 0).drift == last(run, 1).drift
+    receipts = [receipt for file in files for receipt in read(file.read_bytes().splitlines(keepends=True)).receipts]
+    assert json.loads(files[0].read_text().splitlines()[-1])["drift"][0]["name"] == "weight_decay"
+    assert f"DRIFT: {text}" in describe(Round((last(run, 0),)))  # as `averaging watch` shows it
+    assert any(re.match(rf"drift: {odd.endpoint} in \d rounds?, first: {text}", line) for line in explain(receipts))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: GradientAveraging(12),
+        lambda: DiLoCo(2, fragments=1),
+        lambda: DiLoCo(4, fragments=2, delay=1, alpha=0.5),
+        lambda: LocalSGD(2),
+        lambda: LocalSGD(2, statistics=True),
+    ],
+)
+def test_equal_peers_a_client_and_a_newcomer_are_not_named(start: Start, make: Callable[[], Strategy]) -> None:
+    run, receipts = start(), list[Receipt]()
+    momentum = partial(SGD, momentum=0.9)
+    for mode in (Mode.NODE, Mode.NODE, Mode.CLIENT):
+        run.add(make(), momentum, mode=mode, on_round=receipts.append, group_wait=3.0)
+        run.meet()
+        train(run, 8)
+    assert [receipt.drift for receipt in receipts if receipt.drift] == []
+    assert any(receipt.averaged and len(receipt.members) > 1 for receipt in receipts)
+
+
+def test_it_raises_where_it_was_told_to(start: Start) -> None:
+    run = start()
+    run.add(GradientAveraging(8), SGD, on_drift="raise")
+    odd = run.add(GradientAveraging(8), DECAYING, on_drift=OnDrift.RAISE)
+    run.meet()
+
+    def until_the_first_round(number: int) -> str:
+        try:
+            gather_until(run, number, 1)
+        except DriftError as error:
+            return str(error)
+        return ""
+
+    first, second = run.each(until_the_first_round)
+    assert first == ""
+    assert second.endswith(f"{odd.endpoint} has weight_decay = 0.5, the others 0 (on_drift='raise')")
+
+
+def test_the_option_has_a_name_in_files_and_in_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('run_id = "run"\non_drift = "adopt"\n')
+    assert PeerConfig.from_toml(file, environ={}).on_drift is OnDrift.ADOPT
+    assert PeerConfig.from_toml(file, environ={"AVERAGING_ON_DRIFT": "raise"}).on_drift is OnDrift.RAISE
+
+
+def test_what_a_loop_writes_at_one_peer_is_replaced_by_what_most_have(start: Start) -> None:
+    run = start()
+    for _ in range(2):
+        run.add(GradientAveraging(8), SGD)
+    run.add(GradientAveraging(12), SGD, on_drift="adopt")
+    for averager in run.averagers:
+        averager.strategy.target_batch_size = 12  # type: ignore[attr-defined]
+    run.meet()
+    train(run, 1)
+    with torch.no_grad():
+        next(run.models[2].parameters()).add_(5.0)
+    train(run, 3)
+    finishes = run.each(lambda number: run.averagers[number].finish(30.0))
+    assert all(finish.alike for finish in finishes), finishes

@@ -1,0 +1,177 @@
+"""Peers that should be equal and are not are named in their next round; others are not named."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
+
+from averaging import DecentralizedAverager, Drift, DriftKind
+from tests.strategies.test_one_origin_simulated import scenario
+from tests.support.training_run import STRATEGIES, Run, Site, agree
+
+ODD = "peer-2:1"
+
+
+def run_of(strategy: str, *, seed: int = 1, count: int = 4, until: float = 12.0, **odd: Any) -> Run:
+    """Peers that start at the same moment and join the first; the last but one is another one."""
+    names = [f"peer-{number}:1" for number in range(count)]
+    sites = [Site(name, names[:1] if name != names[0] else [], 0.0, **(odd if name == ODD else {})) for name in names]
+    return Run(seed, strategy, sites, until=until)
+
+
+def drift_in(run: Run) -> set[tuple[str, str, str]]:
+    """What the receipts say: who says of whom that what differs."""
+    return {
+        (site.name, drift.endpoint, drift.name)
+        for site in run.sites
+        for receipt in site.receipts
+        for drift in receipt.drift
+    }
+
+
+def write(opt: DecentralizedAverager, step: int, *, at: Callable[[int], bool] = lambda step: step > 8) -> None:
+    """A loop that writes parameters at one peer."""
+    if at(step):
+        with torch.no_grad():
+            for group in opt.param_groups:
+                for parameter in group["params"]:
+                    parameter.add_(0.5)
+
+
+def change_decay(opt: DecentralizedAverager, step: int) -> None:
+    """A loop that changes a hyperparameter at one peer."""
+    opt.param_groups[0]["weight_decay"] = min(0.5, step / 40)
+
+
+FAULTS: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "learning rate": ({"hyperparameters": {"lr": 0.01}}, {"lr"}),
+    "weight decay": ({"hyperparameters": {"weight_decay": 0.5}}, {"weight_decay"}),
+    "momentum": ({"hyperparameters": {"momentum": 0.8}}, {"momentum"}),
+    "a loop that changes the decay": ({"tamper": change_decay}, {"weight_decay"}),
+    "a loop that writes parameters": ({"tamper": write}, {"'group0.param0'"}),
+    "another scheduler": ({"scheduler": partial(StepLR, step_size=5)}, {"lr"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("fault", "strategy"),
+    [
+        (fault, strategy)
+        for fault, (options, _) in FAULTS.items()
+        for strategy in STRATEGIES
+        # With DiLoCo what is written at one peer counts as its local steps, and all peers get the average of it.
+        if strategy != "diloco" or options.get("tamper") is not write
+    ],
+)
+def test_all_members_name_the_peer_that_differs_and_the_first_difference(fault: str, strategy: str) -> None:
+    options, first = FAULTS[fault]
+    run = run_of(strategy, **options)
+    run.simulate()
+    found = drift_in(run)
+    assert {site.name for site in run.sites} == {sayer for sayer, _, _ in found}
+    assert {of_whom for _, of_whom, _ in found} == {ODD}
+    assert first <= {name for _, _, name in found} <= first | {"'group0.param0'"}
+    for site in run.sites:
+        drifts = next(receipt.drift for receipt in site.receipts if receipt.drift)
+        assert drifts[0].name in first
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_peers_of_unequal_speed_with_one_schedule_are_equal(strategy: str) -> None:
+    """The schedule counts local steps, of which the peers have made different numbers; some come later."""
+    names = [f"peer-{number}:1" for number in range(4)]
+    schedule = partial(CosineAnnealingLR, T_max=60)
+    sites = [
+        Site(name, names[:1] if place else [], starts, step_seconds=seconds, scheduler=schedule)
+        for place, (name, starts, seconds) in enumerate(zip(names, (0, 0, 5, 9), (0.5, 0.2, 1.7, 0.3), strict=True))
+    ]
+    run = Run(3, strategy, sites, until=40.0)
+    assert len(run.simulate()) == 4
+    assert drift_in(run) == set()
+    assert any(receipt.averaged and len(receipt.members) == 4 for receipt in sites[3].receipts)
+
+
+SOME, ALL = range(5), range(5, 1000)
+"""Seeds of the usual tests, and of the long ones besides."""
+
+
+@pytest.mark.parametrize("seed", [*SOME, *(pytest.param(seed, marks=pytest.mark.long) for seed in ALL)])
+def test_no_peer_is_named_whatever_happens_to_a_run_of_equal_peers(seed: int) -> None:
+    """Deaths, late peers, cut networks and catching up leave no drift."""
+    run, disturb = scenario(seed)
+    rng = random.Random(seed)
+    schedule = rng.choice([None, partial(CosineAnnealingLR, T_max=50), partial(StepLR, step_size=7)])
+    for site in run.sites:
+        site.scheduler, site.step_seconds = schedule, rng.choice([0.5, 0.5, 0.3, 1.0])
+    run.simulate(disturb)
+    assert drift_in(run) == set()
+
+
+@pytest.mark.parametrize("strategy", ["gradients", "diloco"])
+@pytest.mark.parametrize("count", [3, 4])
+def test_a_peer_that_adopts_takes_over_what_most_have(strategy: str, count: int) -> None:
+    def write_once(opt: DecentralizedAverager, step: int) -> None:
+        if strategy == "gradients":
+            write(opt, step, at=lambda step: step == 9)
+        elif step == 9:
+            with torch.no_grad():
+                next(iter(opt.strategy._anchors.values())).add_(0.5)  # type: ignore[attr-defined]
+
+    run = run_of(strategy, count=count, until=25.0, tamper=write_once, options={"on_drift": "adopt"})
+    survivors = run.simulate()
+    assert {of_whom for _, of_whom, _ in drift_in(run)} == {ODD}
+    assert agree(survivors), survivors
+    assert all(site.finish is not None and site.finish.alike for site in survivors)
+    assert not survivors[0].receipts[-1].drift
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_peer_that_adopts_takes_over_hyperparameters(strategy: str) -> None:
+    hyperparameters = {"weight_decay": 0.5, "lr": 0.01}
+    run = run_of(strategy, until=20.0, hyperparameters=hyperparameters, options={"on_drift": "adopt"})
+    survivors = run.simulate()
+    assert agree(survivors), survivors
+    assert all(site.finish is not None and site.finish.alike for site in survivors)
+    assert next(receipt.drift for receipt in survivors[0].receipts if receipt.drift)[0].name == "lr"
+    assert not survivors[0].receipts[-1].drift
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_only_the_peer_that_differs_from_most_raises(strategy: str) -> None:
+    run = run_of(strategy, hyperparameters={"lr": 0.01}, options={"on_drift": "raise"})
+    for site in run.sites:
+        site.options = {"on_drift": "raise"}
+    survivors = run.simulate()
+    assert {site.name for site in run.sites} - {site.name for site in survivors} == {ODD}
+    (error,) = (site.error for site in run.sites if site.error is not None)
+    assert str(error).endswith(f"{ODD} has lr = 0.01, the others 0.1 (on_drift='raise')")
+    assert agree(survivors), survivors
+
+
+def test_rounding_is_reported_but_nobody_raises() -> None:
+    def round_differently(opt: DecentralizedAverager, step: int) -> None:
+        with torch.no_grad():
+            opt.param_groups[0]["params"][0].mul_(1 + 2**-22)
+
+    run = run_of("gradients", tamper=round_differently, options={"on_drift": "raise"})
+    assert len(run.simulate()) == 4
+    drifts = {drift for site in run.sites for receipt in site.receipts for drift in receipt.drift}
+    assert {(drift.endpoint, drift.kind) for drift in drifts} == {(ODD, DriftKind.ROUNDING)}
+
+
+def test_two_peers_name_the_one_that_came_later() -> None:
+    run = run_of("gradients", count=2)
+    run.sites[1].hyperparameters = {"weight_decay": 0.5}
+    run.simulate()
+    assert {(of_whom, name) for _, of_whom, name in drift_in(run)} == {
+        ("peer-1:1", "weight_decay"),
+        ("peer-1:1", "'group0.param0'"),
+    }
+    first: Drift = next(drift for receipt in run.sites[0].receipts for drift in receipt.drift)
+    assert (first.value, first.expected) == ("0.5", "0" if first.expected == "0" else "0.0")

@@ -1,0 +1,145 @@
+"""What an optimizer changes in its parameter groups travels with its state; hyperparameters do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
+
+from averaging.errors import StateError
+from averaging.training.group_progress import GroupProgress
+from averaging.training.optimizer_state import load_optimizer, pack_optimizer
+from tests.support.alone import Make, linear, train
+
+
+class Decaying(torch.optim.Optimizer):
+    """Counts in its groups; `decay` is a hyperparameter, and `count` an argument that its steps change."""
+
+    def __init__(self, params: Any, lr: float = 0.1, decay: float = 0.9, count: int = 0) -> None:
+        own = {"scale": 1.0, "trace": torch.zeros(()), "last": (0, 0.0)}
+        super().__init__(params, {"lr": lr, "decay": decay, "count": count, **own})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["count"] += 1
+            group["scale"] *= group["decay"]
+            group["trace"].add_(1)
+            group["last"] = group["count"], group["scale"]
+            group["late"] = "stepped"
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=group["lr"] * group["scale"])
+
+
+def decaying(lr: float = 0.1, **options: Any) -> Decaying:
+    return Decaying([torch.nn.Parameter(torch.ones(3))], lr, **options)
+
+
+def stepped(optimizer: torch.optim.Optimizer, times: int) -> GroupProgress:
+    progress = GroupProgress(optimizer)
+    for _ in range(times):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.ones_like(parameter)
+        with progress.observed():
+            optimizer.step()
+    return progress
+
+
+def travel(optimizer: torch.optim.Optimizer, progress: GroupProgress) -> tuple[dict[str, torch.Tensor], Any]:
+    tensors, packed = pack_optimizer(optimizer, progress)
+    copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    return copies, msgpack.unpackb(msgpack.packb(packed), strict_map_key=False)
+
+
+def of_group(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+
+
+def test_what_the_steps_change_travels_and_hyperparameters_stay() -> None:
+    donor, newcomer = decaying(), decaying(lr=0.5, decay=0.8)
+    known = GroupProgress(newcomer)
+    load_optimizer(newcomer, *travel(donor, stepped(donor, 3)), known)
+    assert of_group(newcomer) == of_group(donor) | {"lr": 0.5, "decay": 0.8}
+    assert newcomer.param_groups[0]["trace"] is not donor.param_groups[0]["trace"]
+    assert known.keys == {"count", "scale", "trace", "last", "late"}
+
+
+def test_the_newcomer_passes_on_what_it_got_before_its_first_step() -> None:
+    donor, second, third = decaying(), decaying(), decaying()
+    known = GroupProgress(second)
+    load_optimizer(second, *travel(donor, stepped(donor, 3)), known)
+    load_optimizer(third, *travel(second, known))
+    assert of_group(third) == of_group(donor)
+
+
+def test_steps_made_before_anybody_looked_count_where_no_constructor_has_such_an_argument() -> None:
+    class Renamed(Decaying):
+        def __init__(self, params: Any, *rest: Any, **options: Any) -> None:
+            super().__init__(params, *rest, **options)
+
+    optimizer = Renamed([torch.nn.Parameter(torch.ones(3))])
+    stepped(optimizer, 2)
+    optimizer.param_groups[0]["lr"] = 0.3
+    optimizer.param_groups[0]["name"] = 5
+    (progress,) = GroupProgress(optimizer).values()
+    assert progress == {"scale": pytest.approx(0.81)}
+
+
+@pytest.mark.parametrize(
+    "make", [lambda o: StepLR(o, 1), lambda o: OneCycleLR(o, 1.0, total_steps=20)], ids=["StepLR", "OneCycleLR"]
+)
+def test_what_schedulers_change_is_no_progress_of_the_optimizer(make: Callable[[Any], Any]) -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))])
+    scheduler = make(optimizer)
+    optimizer.register_step_post_hook(lambda *_: scheduler.step())  # within the step
+    progress = stepped(optimizer, 3)
+    assert optimizer.param_groups[0]["lr"] != 1e-3
+    assert progress.values() == [{}]
+    assert GroupProgress(optimizer).values() == [{}]
+
+
+TRACE = {"tensor": "optimizer/group0/trace"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        (5, "which is invalid"),
+        ([5], "is unreadable"),
+        ([{"dict": [["count", 3]]}, {"dict": []}], "has 2 parameter groups, but this peer's has 1"),
+        ([{"dict": [["params", 3]]}], "'params' in parameter group 0 of its optimizer is 3"),
+        ([{"dict": [["count", "many"]]}], "'count' .* is 'many', which does not fit this peer's 0"),
+        ([{"dict": [["scale", float("nan")]]}], "'scale' .* is nan"),
+        ([{"dict": [["trace", TRACE]]}], "'trace' .* which does not fit"),
+        ([{"dict": [["last", {"tuple": [1]}]]}], r"'last' .* is \(1,\)"),
+        ([{"dict": [["new", {"list": [1]}]]}], r"'new' .* is \[1\]"),
+    ],
+)
+def test_progress_that_does_not_fit_is_refused_and_nothing_changes(groups: object, message: str) -> None:
+    newcomer = decaying()
+    before = of_group(newcomer)
+    packed = {"class": "Decaying", "state": {"dict": []}, "progress": groups}
+    with pytest.raises(StateError, match=message):
+        load_optimizer(newcomer, {"optimizer/group0/trace": torch.ones(2)}, packed)
+    assert of_group(newcomer) == before
+
+
+def test_a_state_without_progress_is_that_of_an_older_peer() -> None:
+    newcomer = decaying()
+    load_optimizer(newcomer, {}, {"class": "Decaying", "state": {"dict": []}})
+    assert newcomer.param_groups[0]["count"] == 0
+
+
+def test_a_checkpoint_knows_the_progress_too(make: Make) -> None:
+    model, other = linear(), linear()
+    opt, resumed = make(Decaying(model.parameters())), make(Decaying(other.parameters()))
+    train(model, opt, 2)
+    resumed.load_state_dict(opt.state_dict())
+    (progress,) = resumed._training.progress.values()
+    assert (progress["count"], progress["late"]) == (2, "stepped")

@@ -1,0 +1,150 @@
+"""A download over a connection that is cut: what travels in the second attempt, counted in bytes on the wire."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+import torch
+
+from averaging import Peer
+from averaging.protocol.messages import DownloadData
+from averaging.state import manifest as packing
+from averaging.state.assembler import StateAssembler
+from averaging.state.downloads import download
+from averaging.state.manifest import CHUNK_BYTES
+from averaging.transport.grpc import GrpcTransport, methods
+from averaging.transport.grpc import channel_options as headers
+from tests.support.listening import closed, listening
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
+
+TENSORS = {"a": torch.randn(1 << 20), "b": torch.randn(2 << 20)}
+TOTAL = 12 << 20
+CUT, PASSED = 5 << 20, 9 << 20
+"""The connection is cut when the reader has so much of what was passed on."""
+OVERHEAD = 64 << 10
+"""Of HTTP/2, metadata and frames included."""
+
+
+class Relay:
+    """Hands connections on to a peer; the first passes so many bytes from there, and is then cut when it is told.
+
+    Args:
+        rate: bytes per second from the peer.
+
+    Attributes:
+        counts: bytes that came from the peer, for each connection.
+        cut: to be set.
+    """
+
+    def __init__(self, endpoint: str, rate: float = 1e12) -> None:
+        self._rate = rate
+        self._host, _, port = endpoint.partition(":")
+        self._port = int(port)
+        self.counts: list[int] = []
+        self.cut = asyncio.Event()
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        number = len(self.counts)
+        self.counts.append(0)
+        from_peer, to_peer = await asyncio.open_connection(self._host, self._port)
+        up = asyncio.create_task(self._up(reader, to_peer))
+        try:
+            while (number or self.counts[0] < PASSED) and (piece := await from_peer.read(1 << 12)):
+                await asyncio.sleep(len(piece) / self._rate)
+                self.counts[number] += len(piece)
+                writer.write(piece)
+                await writer.drain()
+            if not number:
+                await self.cut.wait()
+        except ConnectionError:
+            return  # the reader has gone
+        finally:
+            up.cancel()
+            await asyncio.wait({up})
+            await closed(to_peer)
+
+    @staticmethod
+    async def _up(reader: asyncio.StreamReader, to_peer: asyncio.StreamWriter) -> None:
+        while piece := await reader.read(1 << 16):
+            to_peer.write(piece)
+            await to_peer.drain()
+
+
+@asynccontextmanager
+async def relaying(endpoint: str, rate: float = 1e12) -> AsyncIterator[tuple[Relay, str]]:
+    relay = Relay(endpoint, rate)
+    async with listening(relay.handle) as address:
+        yield relay, address
+
+
+@pytest.mark.asyncio
+async def test_after_a_cut_only_the_rest_travels() -> None:
+    readers: list[StateAssembler] = []
+    async with (
+        Peer(TENSORS, run_id="run", stall_timeout=5.0) as donor,
+        relaying(donor.endpoint) as (relay, endpoint),
+    ):
+
+        def read(reader: StateAssembler) -> None:
+            readers.append(reader)
+            if reader.received >= CUT:
+                relay.cut.set()
+
+        caller = GrpcTransport(None, max_message_bytes=4 << 20)
+        try:
+            found, _ = await download(caller, [endpoint], donor.schema, silence=10.0, on_progress=read)
+        finally:
+            await caller.close()
+    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in TENSORS.items())
+    assert len(relay.counts) == 2
+    assert relay.counts[1] <= TOTAL - CUT + CHUNK_BYTES + OVERHEAD
+    assert readers[-1].received == TOTAL
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("alone", [False, True])
+async def test_a_donor_behind_a_slow_link_is_left_for_another_one_and_else_read_to_the_end(
+    alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1/8 of 10 Mbit/s is expected, of an only donor 16 KiB/s, here in each second; messages are smaller likewise."""
+    monkeypatch.setattr(packing, "CHUNK_BYTES", 4 << 10)
+    tensors = {"w": torch.randn(50_000)}
+    readers: list[StateAssembler] = []
+    async with (
+        Peer(tensors, run_id="run") as donor,
+        relaying(donor.endpoint, rate=48e3) as (_, slow),
+    ):
+        caller = GrpcTransport(None, max_message_bytes=4 << 20)
+        try:
+            names = [slow] if alone else [slow, donor.endpoint]
+            found, name = await download(caller, names, donor.schema, silence=1.0, on_progress=readers.append)
+        finally:
+            await caller.close()
+    assert torch.equal(found.tensors["w"], tensors["w"])
+    assert name == names[-1]
+    received = [reader.received for reader in dict.fromkeys(readers)]
+    assert received[-1] == 200_000
+    assert len(received) == 1 if alone else 0 < received[0] < 100_000
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "told", ["", "5", "-1 " + "0" * 64, "4 " + "0" * 64, "9" * 30 + " " + "0" * 64, "4 " + "z" * 64, "4  x", "\u0661 "]
+)
+async def test_whatever_the_header_says_all_is_sent(told: str) -> None:
+    async with (
+        Peer([torch.ones(3)], run_id="run") as donor,
+        grpc.aio.insecure_channel(donor.endpoint) as channel,
+    ):
+        call: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(methods.DOWNLOAD_STATE.path)
+        value = told if told.isascii() else told.encode()
+        name = headers.RESUME if told.isascii() else f"{headers.RESUME}-bin"
+        [message] = [methods.DOWNLOAD_STATE.decode_reply(raw) async for raw in call(b"", metadata=((name, value),))]
+    assert isinstance(message, DownloadData)
+    assert message.tensor_part is not None
+    assert message.tensor_part.buffer == torch.ones(3).numpy().tobytes()

@@ -1,0 +1,85 @@
+"""The cost of a peer's end for the others: by SIGTERM, by SIGKILL, and with its own signal handler."""
+
+from __future__ import annotations
+
+import json
+import signal
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from tests.support.processes import JsonProcess
+from tests.support.selection import rest_is_long
+
+BOUND = 5.0
+"""Seconds that a survivor's round may take, on a busy machine; a record of a dead peer stays for 15, and a round would
+wait for 30."""
+
+
+def start(stack: ExitStack, **options: Any) -> JsonProcess:
+    arguments = json.dumps({"peers": 3, **options})
+    return stack.enter_context(JsonProcess("python", "-m", "tests.support.leaving_worker", arguments))
+
+
+def three(stack: ExitStack, strategy: str, **of_the_last: Any) -> list[JsonProcess]:
+    """Three peers that have averaged once."""
+    peers = [start(stack, strategy=strategy)]
+    seed = peers[0].expect("ready")["endpoint"]
+    peers += [start(stack, strategy=strategy, join=[seed]), start(stack, strategy=strategy, join=[seed], **of_the_last)]
+    for peer in peers[1:]:
+        peer.expect("ready")
+    for peer in peers:
+        while len(peer.expect("round")["members"]) < 3:
+            continue
+    return peers
+
+
+def slowest_after(survivors: list[JsonProcess], number: int) -> float:
+    """The longest of the survivors' rounds until each has averaged so often without the third."""
+    seconds: list[float] = []
+    for peer in survivors:
+        done = 0
+        while done < number:
+            event = peer.expect("round")
+            seconds.append(event["seconds"])
+            done += event["outcome"] == "averaged" and len(event["members"]) == 2
+    return max(seconds)
+
+
+@pytest.mark.parametrize("strategy", rest_is_long(("diloco", "gradients", "local")))
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
+def test_nobody_waits_for_a_peer_whose_process_was_ended(strategy: str, number: signal.Signals) -> None:
+    with ExitStack() as stack:
+        *survivors, ended = three(stack, strategy)
+        ended.signal(number)
+        assert ended.wait() == -number
+        assert slowest_after(survivors, 3) < BOUND
+        if number == signal.SIGTERM:
+            assert "the averager of run 'run' has left on SIGTERM" in ended.stderr
+
+
+@pytest.mark.parametrize("strategy", rest_is_long(("local", "gradients", "diloco")))
+def test_a_script_that_handles_sigterm_goes_on_and_ends_as_it_wants(strategy: str) -> None:
+    """After its peer has left, local steps still work."""
+    with ExitStack() as stack:
+        *survivors, ended = three(stack, strategy, handles=True)
+        ended.signal(signal.SIGTERM)
+        ended.expect("handled")
+        left = ended.expect("left")
+        assert left == {
+            "event": "left",
+            "steps": 1,
+            "finish": "left the run before its end, so the weights of the other peers are unknown",
+        }
+        assert ended.wait() == 0
+        assert slowest_after(survivors, 3) < BOUND
+
+
+@pytest.mark.long
+def test_leaving_on_sigterm_can_be_switched_off() -> None:
+    with ExitStack() as stack:
+        peers = three(stack, "local", leave_on_sigterm=False)
+        peers[2].signal(signal.SIGTERM)
+        assert peers[2].wait() == -signal.SIGTERM
+        assert "has left" not in peers[2].stderr

@@ -1,0 +1,197 @@
+"""What the averager knows of the model: buffers become equal, and `finish` and a warning name what differs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from averaging import DiLoCo, GradientAveraging, LocalSGD, Strategy
+from averaging.errors import StateError, TensorError
+from averaging.observe.status import Finish
+from tests.support.training import PATIENCE, SGD, Run
+
+STRATEGIES: list[Callable[[], Strategy]] = [
+    partial(LocalSGD, 3),
+    partial(LocalSGD, 3, overlap=True),
+    partial(DiLoCo, 3),
+    partial(GradientAveraging, 8),
+]
+
+
+@pytest.fixture
+def run() -> Iterator[Run]:
+    run = Run()
+    yield run
+    for averager in run.averagers:
+        averager.close()
+
+
+def normed(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+class Counting(nn.Sequential):
+    """Has integer buffers only."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 1))
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.int64))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.get_buffer("seen")[inputs.numel() % 3] += 1
+        outputs: torch.Tensor = self[0](inputs)
+        return outputs
+
+
+def adapted(seed: int) -> nn.Module:
+    """A frozen base, which differs with the seed, and an adapter."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model[0].requires_grad_(False)
+    return model
+
+
+def trained(parameters: Iterator[torch.Tensor]) -> torch.optim.Optimizer:
+    return SGD([one for one in parameters if one.requires_grad])
+
+
+def train(run: Run, steps: int = 6) -> list[Finish]:
+    """Trains all peers, each with other data and another number of steps, to the end."""
+    run.meet()
+
+    def train_one(number: int) -> Finish:
+        model, opt = run.models[number], run.averagers[number]
+        generator = torch.Generator().manual_seed(number)
+        for _ in range(steps + number):
+            opt.zero_grad()
+            inputs = torch.randn(4 + number, 4, generator=generator) + 5 * number
+            torch.autograd.backward(model(inputs).square().mean())
+            opt.step(batch_size=4)
+        return opt.finish(PATIENCE)
+
+    return run.each(train_one)
+
+
+def differing(models: list[nn.Module]) -> list[str]:
+    """The names in the state dicts of two models whose values differ."""
+    ours, theirs = (model.state_dict() for model in models)
+    return [name for name in ours if not torch.equal(ours[name], theirs[name])]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_all_that_a_model_with_batch_norm_computes_with_is_equal_in_the_end(
+    run: Run, strategy: Callable[[], Strategy]
+) -> None:
+    for seed in range(2):
+        run.add(strategy(), SGD, normed(seed))
+    finishes = train(run)
+    assert differing(run.models) == []
+    assert [str(finish) for finish in finishes] == ["all 2 peers hold the same weights"] * 2
+    assert run.models[0].get_buffer("1.num_batches_tracked") >= 7  # the larger number of steps
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_integer_buffers_alone_take_the_largest(run: Run, strategy: Callable[[], Strategy]) -> None:
+    for _ in range(2):
+        run.add(strategy(), SGD, Counting())
+    assert all(finish.alike for finish in train(run))
+    assert differing(run.models) == []
+    counted = run.models[0].get_buffer("seen").tolist()
+    assert counted[1] >= 6  # batches of the first peer, with 16 elements
+    assert counted[2] >= 7  # batches of the other, with 20
+
+
+def test_a_buffer_that_is_left_out_is_named_in_the_end(run: Run) -> None:
+    for seed in range(2):
+        model = normed(seed)
+        run.add(LocalSGD(3), SGD, model, buffers={"1.running_mean": model.get_buffer("1.running_mean")})
+    finishes = train(run)
+    assert "1.running_var" in differing(run.models)
+    assert not any(finish.alike for finish in finishes)
+    assert all("hold other buffers" in str(finish) for finish in finishes)
+    assert list(finishes[0].differing.values()) == [("buffers",)]
+
+
+def test_peers_with_other_frozen_parameters_are_named_from_the_start_to_the_end(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    for seed in range(2):
+        run.add(LocalSGD(3), trained, adapted(seed))
+    named = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(named) == 1  # the newcomer names the first peer at once
+    assert named[0].startswith(f"{run.averagers[0].endpoint}: other values in parameters that the optimizer does not")
+    finishes = train(run)
+    assert f"{run.averagers[1].endpoint}: other values in parameters" in caplog.text
+    assert not any(finish.alike for finish in finishes)
+    assert "hold other frozen parameters" in str(finishes[0])
+    assert finishes[0].digest == finishes[1].digest  # what is trained is equal
+
+
+def test_frozen_parameters_that_change_are_named(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        run.add(LocalSGD(3), trained, adapted(0))
+    with torch.no_grad():
+        run.models[1].get_parameter("0.bias").add_(1.0)
+    finishes = train(run)
+    assert "parameters that the optimizer does not train have changed since the start" in caplog.text
+    assert all("hold other frozen parameters" in str(finish) for finish in finishes)
+
+
+def test_equal_frozen_parameters_are_no_news(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        run.add(LocalSGD(3), trained, adapted(0))
+    assert all(finish.alike for finish in train(run))
+    assert "does not train" not in caplog.text
+
+
+def test_without_the_model_the_end_says_what_was_not_compared(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    for seed in range(2):
+        run.add(LocalSGD(3), SGD, normed(seed), gives_model=False)
+    assert caplog.text.count("made without model=") == 2
+    finishes = train(run)
+    assert "buffers and frozen parameters were not compared" in str(finishes[0])
+
+
+def test_two_parameters_of_one_shape_in_another_order_are_refused_by_name(run: Run) -> None:
+    class Reordered(nn.Module):
+        def __init__(self, names: str) -> None:
+            super().__init__()
+            for name in names:
+                self.register_parameter(name, nn.Parameter(torch.zeros(4)))
+
+    run.add(LocalSGD(3), SGD, Reordered("ab"))
+    with pytest.raises(StateError, match="averages 'a' where this peer has 'b'"):
+        run.add(LocalSGD(3), SGD, Reordered("ba"))
+    assert run.add(LocalSGD(3), SGD, nn.DataParallel(Reordered("ab"))).model_version
+
+
+def test_a_replaced_parameter_is_named_at_the_next_step(run: Run) -> None:
+    opt = run.add(LocalSGD(3), SGD, normed(0))
+    model = run.models[0]
+    model.load_state_dict({name: one.clone() for name, one in model.state_dict().items()}, assign=True)
+    with pytest.raises(TensorError, match=r"parameter '0.weight' of the model has been replaced .*assign=True"):
+        opt.step()
+
+
+@pytest.mark.parametrize("first_gives_it", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_peers_with_the_model_and_without_train_together_if_it_has_no_buffers(
+    run: Run, strategy: Callable[[], Strategy], first_gives_it: bool
+) -> None:
+    for gives_model in (first_gives_it, not first_gives_it):
+        torch.manual_seed(len(run.models))
+        run.add(strategy(), SGD, nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)), gives_model=gives_model)
+    assert all(finish.alike for finish in train(run))
+    assert differing(run.models) == []
+
+
+def test_a_peer_without_the_model_lacks_its_buffers_and_is_told_so(run: Run) -> None:
+    run.add(LocalSGD(3), SGD, normed(0), gives_model=False)
+    with pytest.raises(StateError, match="'buffer/1.running_mean' only here; give all peers of the run model=model"):
+        run.add(LocalSGD(3), SGD, normed(0))

@@ -1,0 +1,441 @@
+"""`averaging` as people and programs run it: real processes, real files, real signals."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from tests.support.processes import DEADLINE, JsonProcess, averaging_command, averaging_process
+from tests.support.selection import rest_is_long
+
+Start = Callable[..., JsonProcess]
+PAIR = ("--run-id", "demo", "--group-size", "2")
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts `averaging …`; whatever still runs at the end of the test is killed."""
+    with ExitStack() as stack:
+        yield lambda *arguments: stack.enter_context(averaging_process(*map(str, arguments)))
+
+
+def model(value: float) -> dict[str, torch.Tensor]:
+    return {
+        "layer.weight": torch.arange(600.0).reshape(20, 30) * value,
+        "layer.bias": torch.full((7,), value, dtype=torch.bfloat16),
+        "scale": torch.tensor(value, dtype=torch.float64),
+        "empty": torch.empty(0, 4),
+    }
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    """Three files with the same tensors, scaled by 1, 2 and 3."""
+    paths = [tmp_path / f"{name}.safetensors" for name in "abc"]
+    for value, path in enumerate(paths, 1):
+        save_file(model(float(value)), path, {"owner": path.stem})
+    return paths
+
+
+def assert_holds(path: Path, value: float) -> None:
+    found = load_file(path)
+    expected = model(value)
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
+
+
+def out(path: Path) -> Path:
+    return path.with_name(f"{path.stem}-mean.safetensors")
+
+
+def command(*arguments: str | Path | float) -> subprocess.CompletedProcess[str]:
+    """Runs `averaging …` to its end."""
+    return averaging_command(*map(str, arguments))
+
+
+def test_two_peers_average_their_files(start: Start, files: list[Path]) -> None:
+    first = start("peer", files[0], *PAIR, "--output", out(files[0]), "--gather", '{"loss": 0.25}')
+    ready = first.expect("ready")
+    second = start("peer", files[1], *PAIR, "--join", ready["join"], "--output", out(files[1]), "--weight", 3)
+    endpoints = {ready["endpoint"], second.expect("ready")["endpoint"]}
+    for process, path in zip((first, second), files, strict=False):
+        assert process.wait() == 0, process.stderr
+        assert process.stderr == ""
+        assert process.other_lines == []
+        assert [event["event"] for event in process.seen] == ["ready", "round", "done"]
+        ready, averaged, done = process.seen
+        assert ready["endpoint"] in endpoints
+        assert ready["join"] == ready["endpoint"]
+        assert ready["schema_hash"] == first.seen[0]["schema_hash"]
+        assert (ready["run_id"], ready["mode"], ready["tensors"]) == ("demo", "node", 4)
+        assert (averaged["round"], averaged["dropped"], averaged["dropped_reasons"]) == (1, [], {})
+        assert set(averaged["members"]) == endpoints
+        assert averaged["gathered"] == {
+            first.seen[0]["endpoint"]: {"loss": 0.25},
+            second.seen[0]["endpoint"]: None,
+        }
+        assert 0 < averaged["allreduce_seconds"] <= averaged["seconds"]
+        assert averaged["bytes_sent"] > 0
+        assert averaged["bytes_received"] > 0
+        assert (done["rounds"], done["output"]) == (1, str(out(path)))
+        assert_holds(out(path), (1 * 1 + 3 * 2) / 4)
+        with safe_open(out(path), framework="pt") as file:
+            assert file.metadata() == {"owner": path.stem}
+    assert out(files[0]).read_bytes()[-100:] == out(files[1]).read_bytes()[-100:]
+    assert_holds(files[0], 1.0)
+
+
+def test_counters_and_excluded_tensors_stay_as_they_are(start: Start, tmp_path: Path) -> None:
+    paths = [tmp_path / f"{name}.safetensors" for name in "ab"]
+    for value, path in enumerate(paths, 1):
+        layer = {"0.weight": torch.full((3,), float(value)), "head.weight": torch.full((2,), float(value))}
+        save_file(layer | {"1.num_batches_tracked": torch.tensor(10 * value)}, path)
+    first = start("peer", paths[0], *PAIR, "--output", out(paths[0]), "--exclude", "head.*")
+    ready = first.expect("ready")
+    assert (ready["tensors"], ready["kept"]) == (1, ["1.num_batches_tracked", "head.weight"])
+    second = start("peer", paths[1], *PAIR, "--output", out(paths[1]), "--only", "0.*", "--join", ready["join"])
+    for value, (process, path) in enumerate(zip((first, second), paths, strict=True), 1):
+        assert process.wait() == 0, process.stderr
+        found = load_file(out(path))
+        assert torch.equal(found["0.weight"], torch.full((3,), 1.5))
+        assert torch.equal(found["head.weight"], torch.full((2,), float(value)))
+        assert found["1.num_batches_tracked"].item() == 10 * value
+
+
+def test_files_with_other_names_are_refused_by_name(start: Start, tmp_path: Path) -> None:
+    paths = [tmp_path / f"{name}.safetensors" for name in "ab"]
+    for names, path in zip((("mean", "scale"), ("mean", "variance")), paths, strict=True):
+        save_file({name: torch.ones(3) for name in names}, path)
+    quick = (*PAIR, "--group-wait", "1", "--round-timeout", "5")
+    first = start("peer", paths[0], *quick)
+    second = start("peer", paths[1], *quick, "--join", first.expect("ready")["join"])
+    for process in (first, second):
+        assert process.wait() == 1
+    assert re.search("tensor '(scale|variance)' is '(scale|variance)' there", first.stderr + second.stderr)
+
+
+def test_a_client_and_an_auxiliary_peer_take_part(start: Start, files: list[Path]) -> None:
+    options = ("--run-id", "demo", "--group-size", "3", "--min-group-size", "3", "--rounds", "2")
+    node = start("peer", files[0], *options, "--output", out(files[0]), "--compression", "none")
+    join = ("--join", node.expect("ready")["join"])
+    client = start("peer", files[1], *options, *join, "--mode", "client", "--output", files[1], "--overwrite")
+    auxiliary = start("peer", files[2], *options, *join, "--mode", "auxiliary")
+    for process in (node, client, auxiliary):
+        assert process.wait() == 0, process.stderr
+        assert [event["round"] for event in process.events("round")] == [1, 2]
+        assert len(process.events("round")[0]["members"]) == 3
+    (ready,) = client.events("ready")
+    assert ready["endpoint"].startswith("client::")
+    assert (ready["join"], ready["mode"]) == (None, "client")
+    assert auxiliary.events("ready")[0]["mode"] == "auxiliary"
+    assert auxiliary.events("done")[0]["output"] is None
+    assert_holds(out(files[0]), 1.5)
+    assert_holds(files[1], 1.5)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_serving_peer_leaves_in_order(start: Start, files: list[Path], number: signal.Signals) -> None:
+    serve = (*PAIR, "--serve", "--group-wait", 2)
+    staying = start("peer", files[0], *serve, "--output", out(files[0]))
+    join = ("--join", staying.expect("ready")["join"])
+    leaving = start("peer", files[1], *serve, *join, "--rounds", 1, "--output", out(files[1]))
+    assert leaving.expect("serving")["output"] == str(out(files[1]))
+    assert_holds(out(files[1]), 1.5)
+    leaving.signal(number)
+    assert leaving.wait() == 0, leaving.stderr
+    (done,) = leaving.events("done")
+    assert done["rounds"] == len(leaving.events("round")) >= 1
+    assert_holds(out(files[1]), 1.5)
+    newcomer = start("peer", files[2], *PAIR, *join)
+    members = newcomer.expect("round")["members"]
+    assert newcomer.wait() == 0, newcomer.stderr
+    assert set(members) == {staying.seen[0]["endpoint"], newcomer.seen[0]["endpoint"]}
+    while staying.expect("round")["members"] != members:
+        pass
+    staying.signal(number)
+    assert staying.wait() == 0, staying.stderr
+    for process in (staying, leaving, newcomer):
+        assert process.events("error") == []
+        assert process.stderr == ""
+    assert_holds(out(files[0]), (1.5 + 3) / 2)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_without_serve_writes_nothing(
+    start: Start, files: list[Path], number: signal.Signals, code: int
+) -> None:
+    alone = start("peer", files[0], *PAIR, "--output", out(files[0]))
+    alone.expect("ready")
+    alone.signal(number)
+    assert alone.wait() == code
+    (error,) = alone.events("error")
+    assert error["message"] == f"stopped by {number.name} after 0 of 1 round; nothing was written"
+    assert alone.stderr == f"Error: {error['message']}\n"
+    assert not out(files[0]).exists()
+
+
+def test_a_peer_that_finds_nobody_says_so(files: list[Path]) -> None:
+    result = command("peer", files[0], *PAIR, "--round-timeout", 1, "--output", out(files[0]))
+    assert result.returncode == 1
+    assert "no group within 1." in result.stderr
+    assert "no other peer is in the run: start more peers of it, or wait longer" in result.stderr
+    assert re.search(r"\(this peer was given no --join, so the others must join 127\.0\.0\.1:\d+, or", result.stderr)
+    assert "Nothing was written" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not out(files[0]).exists()
+
+
+def test_peers_with_other_tensors_say_which(start: Start, files: list[Path], tmp_path: Path) -> None:
+    other = tmp_path / "other.safetensors"
+    save_file(model(1.0) | {"scale": torch.ones(2)}, other)
+    serving = start("peer", files[0], *PAIR, "--serve", "--group-wait", 1)
+    join = serving.expect("ready")["join"]
+    result = command("peer", other, *PAIR, "--join", join, "--group-wait", 1, "--round-timeout", 20)
+    assert result.returncode == 1
+    assert f"{join} averages something else: tensor 'scale' is float32[2]" in result.stderr
+    assert "float64[] as NONE there" in result.stderr
+    assert "give both the same tensors and options" in result.stderr
+
+
+def test_a_port_that_is_taken(files: list[Path]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        result = command("peer", files[0], *PAIR, "--listen", address)
+    assert result.returncode == 1
+    assert f"cannot listen on {address}: the port is taken" in result.stderr
+    assert "choose another port" in result.stderr
+
+
+def test_a_peer_that_is_waited_for_is_reported_while_a_peer_joins(start: Start, files: list[Path]) -> None:
+    arguments = ("peer", files[0], *PAIR, "--join", "127.0.0.1:1", "--join-timeout", 4)
+    told = start(*arguments)
+    assert told.wait() == 1
+    first, second = told.events("joining")
+    assert first["waiting_for"] == {"127.0.0.1:1": "connection refused"}
+    assert (first["timeout"], 1 <= first["seconds"] < second["seconds"] < 4) == (4, True)
+    result = command(*arguments)
+    lines = [line for line in result.stderr.splitlines() if line.startswith("joining: ")]
+    assert len(lines) == 2
+    assert lines[0].startswith("joining: no peer to join has answered for 1 s (127.0.0.1:1: connection refused)")
+    assert result.stdout == ""
+
+
+def test_nobody_to_join(files: list[Path]) -> None:
+    result = command("peer", files[0], *PAIR, "--join", "127.0.0.1:1", "--join-timeout", 1)
+    assert result.returncode == 1
+    assert "127.0.0.1:1: connection refused" in result.stderr
+    assert "Check the addresses" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_state_is_what_its_donor_holds(start: Start, files: list[Path], tmp_path: Path) -> None:
+    join = start("peer", files[1], *PAIR, "--serve").expect("ready")["join"]
+    target = tmp_path / "state.safetensors"
+    download = start("state", join, "--output", target)
+    assert download.wait() == 0, download.stderr
+    started, done = download.seen
+    nbytes = sum(tensor.nbytes for tensor in model(2.0).values())
+    assert started == {"event": "started", "version": 0, "tensors": 4, "bytes": nbytes}
+    assert done == started | {"event": "done", "user": {}, "output": str(target)}
+    found = load_file(target)
+    for name, tensor in load_file(files[1]).items():
+        assert torch.equal(found[name], tensor)
+        assert found[name].dtype == tensor.dtype
+    with safe_open(target, framework="pt") as file:
+        assert file.metadata() == {"averaging.version": "0", "averaging.user": "{}"}
+
+    again = command("state", join, "--output", target)
+    assert again.returncode == 2
+    assert "give --overwrite" in again.stderr
+    again = command("state", join, "--output", target, "--overwrite")
+    assert (again.returncode, again.stderr) == (0, "")
+    assert again.stdout.splitlines()[-1] == f"done: version 0, 4 tensors, 2.4 KiB, wrote {target}"
+
+    small = command("state", join, "--output", tmp_path / "none", "--max-bytes", 100)
+    assert small.returncode == 1
+    assert f"it announces {nbytes} bytes, more than the 100 of --max-bytes" in small.stderr
+    assert not (tmp_path / "none").exists()
+
+
+def test_two_donors_are_compared_before_one_is_believed(start: Start, files: list[Path], tmp_path: Path) -> None:
+    first, twin, other = (
+        start("peer", files[number], *PAIR, "--serve").expect("ready")["join"] for number in (0, 0, 1)
+    )
+    target = tmp_path / "state.safetensors"
+    odd = command("state", other, first, "--verify-donors", 2, "--output", target)
+    assert odd.returncode == 1
+    assert "fewer than 2 donors have the same state" in odd.stderr
+    assert not target.exists()
+    result = command("state", other, first, twin, "--verify-donors", 2, "--output", target)
+    assert result.returncode == 0, result.stderr
+    assert all(torch.equal(load_file(target)[name], tensor) for name, tensor in load_file(files[0]).items())
+    assert command("state", first, first, "--verify-donors", 2, "--output", target).returncode == 2
+
+
+def test_a_peer_that_shares_nothing(start: Start, files: list[Path], tmp_path: Path) -> None:
+    join = start("peer", files[0], *PAIR, "--serve", "--no-share-state").expect("ready")["join"]
+    result = command("state", join, "--output", tmp_path / "none")
+    assert result.returncode == 1
+    assert f"{join}: it shares no state" in result.stderr
+    assert not (tmp_path / "none").exists()
+
+
+def test_no_peer_to_download_from(tmp_path: Path) -> None:
+    result = command("state", "127.0.0.1:1", "--output", tmp_path / "none")
+    assert result.returncode == 1
+    assert "127.0.0.1:1: connection refused" in result.stderr
+    assert result.stderr.endswith("nothing was changed; check the address, and that a peer is up there\n")
+    assert "Traceback" not in result.stderr
+
+
+def test_a_donor_that_goes_silent(tmp_path: Path) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        result = command("state", address, "--output", tmp_path / "none", "--timeout", 1)
+    assert result.returncode == 1
+    assert f"{address}: silent for 1 s" in result.stderr
+
+
+def test_lines_for_people(start: Start, files: list[Path]) -> None:
+    join = start("peer", files[0], *PAIR, "--serve").expect("ready")["join"]
+    result = command("peer", files[1], *PAIR, "--join", join, "--output", out(files[1]))
+    assert (result.returncode, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
+    assert "is up in run demo: 4 tensors, 2.4 KiB, schema " in lines[0]
+    assert lines[2].startswith(f"  averaging peer {files[1]} --run-id demo --group-size 2 --join 127.0.0.1:")
+    assert lines[3].startswith("round 1 of 1: looking for a group, ")
+    assert lines[4].startswith(f"round 1 of 1: averaged with {join} in ")
+    assert lines[5:] == [f"done: 1 round, wrote {out(files[1])}"]
+
+
+def test_a_terminal_shows_progress(start: Start, files: list[Path]) -> None:
+    join = start("peer", files[0], *PAIR, "--serve").expect("ready")["join"]
+    master, slave = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "averaging", "peer", str(files[1]), *PAIR, "--join", join, "-v"],
+        stdout=slave,
+        stderr=slave,
+        env=os.environ | {"TERM": "xterm"},
+    ) as process:
+        os.close(slave)
+        shown = b""
+        while chunk := read_terminal(master):
+            shown += chunk
+        assert process.wait(DEADLINE) == 0, shown.decode()
+    os.close(master)
+    assert b"looking for a group" in shown
+    assert b"\x1b[?25l" in shown  # a spinner hides the cursor
+    assert f"averaged with {join} in".encode() in shown
+    assert b"INFO averaging" in shown
+    assert b"Traceback" not in shown
+
+
+@pytest.mark.parametrize(
+    "odd", rest_is_long([{"TERM": "dumb"}, {"TERM": "xterm", "PYTHONIOENCODING": "latin-1"}]), ids=str
+)
+def test_a_terminal_of_few_means_shows_what_is_waited_for(start: Start, files: list[Path], odd: dict[str, str]) -> None:
+    join = start("peer", files[0], *PAIR, "--serve").expect("ready")["join"]
+    master, slave = pty.openpty()
+    line = [sys.executable, "-m", "averaging", "peer", str(files[1]), *PAIR, "--join", join]
+    with subprocess.Popen(line, stdout=slave, stderr=slave, env=os.environ | odd) as process:
+        os.close(slave)
+        shown = b""
+        while chunk := read_terminal(master):
+            shown += chunk
+        assert process.wait(DEADLINE) == 0, shown
+    os.close(master)
+    assert b"looking for a group" in shown
+    assert f"averaged with {join} in".encode() in shown
+    assert b"Traceback" not in shown
+
+
+def test_a_terminal_that_is_closed_ends_no_peer(files: list[Path]) -> None:
+    master, slave = pty.openpty()
+    line = [sys.executable, "-m", "averaging", "peer", str(files[0]), *PAIR, "--serve"]
+    with subprocess.Popen(line, stdout=slave, stderr=slave, env=os.environ | {"TERM": "xterm"}) as process:
+        os.close(slave)
+        shown = b""
+        while b"looking for a group" not in shown and (chunk := read_terminal(master)):
+            shown += chunk
+        found = re.search(rb"--join (\S+)", shown)
+        assert found is not None, shown.decode()
+        os.close(master)  # whoever shrugs off SIGHUP, as with `disown`, goes on with a terminal that fails
+        try:
+            for _ in range(2):
+                result = command("peer", files[1], *PAIR, "--join", found[1].decode())
+                assert result.returncode == 0, result.stderr
+            process.terminate()
+            assert process.wait(DEADLINE) == 0
+        finally:
+            process.kill()
+
+
+def test_a_pipe_that_nobody_reads_holds_up_no_peer(start: Start, files: list[Path]) -> None:
+    serving = start("peer", files[0], *PAIR, "--serve")
+    join = serving.expect("ready")["join"]
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(1 << 12))
+    os.set_blocking(writer, True)
+    line = [sys.executable, "-m", "averaging", "peer", str(files[1]), *PAIR, "--serve", "--join", join, "--json"]
+    # Both streams are full: nobody can be told.
+    with subprocess.Popen(line, stdout=writer, stderr=writer) as process:
+        os.close(writer)
+        try:
+            for _ in range(3):
+                serving.expect("round")
+            process.terminate()
+            assert process.wait(DEADLINE) == 0
+        finally:
+            process.kill()
+            os.close(reader)
+
+
+@pytest.mark.parametrize("arguments", [("--no-such-option",), ("explain", "missing.jsonl")])
+def test_a_stderr_that_is_closed_leaves_no_error_on_stdout(arguments: tuple[str, ...]) -> None:
+    closing = ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-m", "averaging"]
+    result = subprocess.run([*closing, *arguments], stdout=subprocess.PIPE, timeout=DEADLINE, check=False)
+    assert (result.returncode, result.stdout) == (2, b"")
+
+
+def read_terminal(master: int) -> bytes:
+    """What came; nothing once all writers are gone, which Linux tells with an error."""
+    try:
+        return os.read(master, 1 << 16)
+    except OSError:
+        return b""
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    script = (
+        "import sys, click\n"
+        "from averaging.cli import main\n"
+        "main(['peer', '--help'], standalone_mode=False)\n"
+        "main(['state', '--help'], standalone_mode=False)\n"
+        "print(sorted({'torch', 'grpc', 'safetensors', 'numpy'} & set(sys.modules)))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE, check=True
+    )
+    assert result.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,325 @@
+"""What happens where a file cannot be written: an error that says what to do, nothing lost, and averaging goes on.
+
+The limit of a file's size is a real error of the system's (`EFBIG`), at the same place as a full disk's, and needs no
+rights; /dev/full is a full disk for what is written to a stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import logging
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import BinaryIO, TextIO
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+
+from averaging.cli import main
+from averaging.cli.console import CommandOutput
+from averaging.cli.error_reporting import CommandError, Stopped
+from averaging.cli.signals import run
+from averaging.cli.tensor_files import Output
+from averaging.observe.receipt_log import Watched, dumps
+from averaging.observe.receipts import Receipt
+from examples import digits
+from tests.cli.test_cli_session import AVERAGED, ScriptedPeer, play, while_looking
+
+TENSORS = {"w": torch.arange(10_000.0)}
+
+
+@contextlib.contextmanager
+def full_disk(nbytes: int = 16) -> Iterator[None]:
+    """No file can grow beyond so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_result_that_finds_no_room_leaves_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    path.write_bytes(b"old")
+    output = Output(path, overwrite=True)
+    with (
+        full_disk(),
+        pytest.raises(CommandError, match=r"unchanged\. Free disk space, or give another --output") as caught,
+    ):
+        output.write(TENSORS, None)
+    assert (caught.value.exit_code, path.read_bytes()) == (1, b"old")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_peer_that_serves_goes_on_and_writes_when_there_is_room(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "out"
+    disk = contextlib.ExitStack()
+
+    async def fill(_: ScriptedPeer) -> Receipt:
+        assert torch.equal(load_file(path)["w"], torch.ones(2))
+        disk.enter_context(full_disk())
+        return AVERAGED
+
+    async def free(_: ScriptedPeer) -> Receipt:
+        assert torch.equal(load_file(path)["w"], torch.ones(2))  # the last one that could be written
+        disk.close()
+        return AVERAGED
+
+    with disk:
+        session, peer = play([AVERAGED, fill, AVERAGED, free, while_looking], path, rounds=9, serve=True)
+        with pytest.raises(Stopped):
+            run(session.run)
+    assert torch.equal(load_file(path)["w"], peer.tensor)
+    assert (session.output, session.unwritten) == (str(path), "")
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [event["event"] for event in told] == ["ready", *["round"] * 2, "unwritten", "round", "unwritten", "round"]
+    assert [(event["round"], event["output"]) for event in told if event["event"] == "unwritten"] == [
+        (1, str(path)),
+        (2, str(path)),
+    ]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_peer_that_ends_with_its_result_unwritten_says_so(tmp_path: Path) -> None:
+    session, _ = play([AVERAGED], tmp_path / "out", serve=False)
+    with full_disk(), pytest.raises(CommandError, match="could not be written"):
+        run(session.run)
+    session, _ = play([AVERAGED, while_looking], tmp_path / "out", serve=True)
+    with full_disk(), pytest.raises(Stopped):
+        run(session.run)
+    assert session.output is None
+    assert "could not be written" in session.unwritten
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_certificates_are_replaced_both_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ca = CliRunner().invoke
+    assert ca(main, ["ca", "init"]).exit_code == 0
+    assert ca(main, ["ca", "issue", "a", "--host", "x"]).exit_code == 0
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
+    for command in (["init"], ["issue", "a", "--host", "y"], ["issue", "b", "--host", "y"]):
+        with full_disk(300):  # a key finds room, its certificate does not
+            result = ca(main, ["ca", *command, "--force"])
+        assert result.exit_code == 1
+        assert "ca cannot be written: File too large; nothing was replaced. Free disk space" in result.stderr
+        assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
+
+
+def test_a_full_stdout_is_reported_once_and_stops_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        report = CommandOutput(as_json=True)
+        for _ in range(3):
+            report.emit({"event": "round"}, "")
+        monkeypatch.undo()
+        told = capsys.readouterr().err
+        with contextlib.suppress(OSError):
+            full.close()
+    assert told == "cannot write to stdout: No space left on device; the command continues. Free space there\n"
+
+
+@contextlib.contextmanager
+def full_pipe(*, blocking: bool = True) -> Iterator[tuple[BinaryIO, TextIO]]:
+    """Both ends of a pipe that holds as many zeros as fit."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(1 << 12))
+    os.set_blocking(writer, blocking)
+    with os.fdopen(writer, "w") as full, os.fdopen(reader, "rb") as unread:
+        yield unread, full
+
+
+def next_line(reader: BinaryIO) -> bytes:
+    """The first line behind the zeros."""
+    return reader.readline().lstrip(b"\0")
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_pipe_that_nobody_reads_is_reported_once_and_stops_nothing(
+    blocking: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("averaging.cli.console.TIMEOUT", 0.1)
+    with full_pipe(blocking=blocking) as (reader, full):
+        monkeypatch.setattr(sys, "stdout", full)
+        report = CommandOutput(as_json=True)
+        for number in range(3):
+            report.emit({"event": "round", "round": number}, "")
+        monkeypatch.undo()
+        told = capsys.readouterr().err
+        # What waited for a reader is whole when one comes.
+        assert next_line(reader) == b'{"event": "round", "round": 0}\n'
+    assert told == "cannot write to stdout: it is full and is not read; the command continues. Free space there\n"
+
+
+def test_a_line_is_reported_where_no_more_threads_may_be_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with (tmp_path / "stdout").open("w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        monkeypatch.setattr(threading.Thread, "start", start)
+        report = CommandOutput(as_json=True)
+        for _ in range(2):
+            report.emit({"event": "round"}, "")
+        monkeypatch.undo()
+    assert (tmp_path / "stdout").read_text() == '{"event": "round"}\n' * 2
+
+
+def test_a_pipe_that_nobody_reads_keeps_no_watch_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Transport:
+        def __init__(self, *arguments: object, **options: object) -> None: ...
+
+        async def bind(self) -> None: ...
+
+        async def close(self) -> None:
+            closed.append(True)
+
+        async def watch_rounds(self, address: str, last: int) -> AsyncIterator[Watched]:
+            asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGTERM)
+            yield Watched(AVERAGED, 0)
+            raise AssertionError("it did not wait for the reader")
+
+    closed: list[bool] = []
+    monkeypatch.setattr("averaging.cli.console.TIMEOUT", 0.1)
+    monkeypatch.setattr("averaging.transport.grpc.GrpcTransport", Transport)
+    with full_pipe() as (reader, full):
+        monkeypatch.setattr(sys, "stdout", full)
+        main(["watch", "127.0.0.1:1", "--json"], standalone_mode=False)
+        monkeypatch.undo()
+        assert closed
+        assert next_line(reader) == dumps(AVERAGED).encode() + b"\n"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_stdout_of_the_other_commands_is_one_line(unbuffered: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    journal = tmp_path / "a.jsonl"
+    journal.write_text(dumps(AVERAGED) + "\n")
+    for command, code, told in (
+        (["explain", str(journal)], 1, "Error: cannot write to stdout: No space left on device; free space there\n"),
+        (["ca", "init", "--directory", str(tmp_path / "ca")], 0, "cannot write to stdout: No space left on device; "),
+    ):
+        with Path("/dev/full").open("w") as full:
+            line = [sys.executable, "-m", "averaging", *command]
+            result = subprocess.run(
+                line, stdout=full, stderr=subprocess.PIPE, env=environment, text=True, timeout=60, check=False
+            )
+        assert (result.returncode, len(result.stderr.splitlines())) == (code, 1), result.stderr
+        assert result.stderr.startswith(told)
+
+
+def test_a_full_stdout_ends_no_watch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    class Transport:
+        def __init__(self, *arguments: object, **options: object) -> None: ...
+
+        async def bind(self) -> None: ...
+
+        async def close(self) -> None: ...
+
+        async def watch_rounds(self, address: str, last: int) -> AsyncIterator[Watched]:
+            for _ in range(3):
+                yield Watched(AVERAGED, 0)
+            told.append(address)
+
+    told: list[str] = []
+    monkeypatch.setattr("averaging.transport.grpc.GrpcTransport", Transport)
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        main(["watch", "127.0.0.1:1", "--json"], standalone_mode=False)
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
+    assert told == ["127.0.0.1:1"]
+    message = "cannot write to stdout: No space left on device; the command continues. Free space there\n"
+    assert capsys.readouterr().err == message
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_reader_that_goes_away_stops_nothing(
+    as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        report = CommandOutput(as_json=as_json)
+        report.emit({"event": "ready"}, "ready")
+        assert os.read(reader, 100).rstrip() == (b'{"event": "ready"}' if as_json else b"ready")
+        os.close(reader)
+        for _ in range(2):
+            report.emit({"event": "round"}, "round")
+        monkeypatch.undo()
+    told = "cannot write to stdout: its reader has closed it; the command continues, Ctrl+C ends it\n"
+    assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("command", [["--version"], ["-h"], ["peer", "--help"], ["ca", "init", "-h"]])
+def test_help_that_finds_no_room_is_one_line(command: list[str], unbuffered: str) -> None:
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    line = [sys.executable, "-m", "averaging", *command]
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(
+            line, stdout=full, stderr=subprocess.PIPE, env=environment, text=True, timeout=60, check=False
+        )
+    told = "Error: cannot write this out: No space left on device; make room there\n"
+    assert (result.returncode, result.stderr) == (1, told)
+
+
+def test_a_closed_stdout_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)  # as Python starts where nobody has opened one
+    CommandOutput(as_json=True).emit({"event": "round"}, "")
+    CommandOutput(as_json=False).emit({}, "words")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_letters_that_stdout_lacks_stop_nothing(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    with io.TextIOWrapper(written, encoding=encoding) as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        with contextlib.suppress(CommandError):
+            main(["explain", "none"], standalone_mode=False)
+        CommandOutput(as_json=False).emit({}, "run \u2014")
+        assert written.getvalue() == b"run \\u2014\n"
+        monkeypatch.undo()
+
+
+def test_a_full_stderr_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Path("/dev/full").open("w") as full:
+        report = CommandOutput(as_json=True)
+        monkeypatch.setattr(sys, "stderr", full)
+        with report.logging(0):
+            logging.getLogger("averaging.observe").warning("a receipt could not be written")
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
+
+
+def test_the_model_of_an_example_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    digits.save(TENSORS, path, {"samples": "1"})
+    before = path.read_bytes()
+    with full_disk(), pytest.raises(SystemExit, match="could not be written: .* Free disk space"):
+        digits.save({"w": torch.zeros(20_000)}, path, {})
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,143 @@
+"""Receipts over gRPC and on the command line: watched as they come, written down, and explained."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from averaging import DecentralizedAverager, LocalSGD, Outcome, Peer, Receipt
+from averaging.errors import CallRefusedError
+from averaging.observe import receipt_log as receipt_book
+from averaging.observe.receipt_log import loads, read
+from tests.support.grpc_fakes import RECEIPT, FakePeer, client, serving
+from tests.support.processes import DEADLINE, JsonProcess, averaging_command, averaging_process
+
+
+@pytest.mark.asyncio
+async def test_a_watcher_gets_every_receipt_until_the_peer_leaves() -> None:
+    async with asyncio.timeout(DEADLINE), client() as watcher:
+        seen: list[Receipt] = []
+        given: list[Receipt] = []
+        watches = asyncio.Event()
+
+        async def watch(endpoint: str) -> None:
+            async with aclosing(watcher.watch_rounds(endpoint, last=5)) as watched:
+                async for one in watched:
+                    assert one.skipped == 0
+                    seen.append(one.receipt)
+                    watches.set()
+
+        async with (
+            Peer([torch.ones(5)], run_id="run", group_size=2) as first,
+            Peer([torch.zeros(5)], run_id="run", group_size=2, join=[first.endpoint]) as second,
+        ):
+            given.append((await asyncio.gather(first.average(gather=1), second.average()))[0])
+            watching = asyncio.create_task(watch(first.endpoint))
+            await watches.wait()
+            given.append((await asyncio.gather(first.average(), second.average()))[0])
+        await watching  # the first peer's leaving ends it, in order
+        assert [receipt.outcome for receipt in given] == [Outcome.AVERAGED] * 2
+        assert seen == [replace(receipt, gathered={}) for receipt in given]
+
+
+@pytest.mark.asyncio
+async def test_too_many_watchers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receipt_book, "MAX_WATCHERS", 0)
+    async with asyncio.timeout(DEADLINE), client() as watcher, Peer([torch.ones(5)], run_id="run") as peer:
+        with pytest.raises(CallRefusedError, match="watchers already"):
+            await anext(watcher.watch_rounds(peer.endpoint))
+
+
+@pytest.mark.asyncio
+async def test_a_slow_watcher_is_informed_what_it_missed() -> None:
+    async with asyncio.timeout(DEADLINE), serving(FakePeer()) as (_, endpoint), client() as watcher:
+        watched = [one async for one in watcher.watch_rounds(endpoint, 3)]
+    assert [one.skipped for one in watched] == [0, 1, 2]
+    assert {one.receipt.round for one in watched} == {RECEIPT.round}
+
+
+def explain(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return averaging_command("explain", *map(str, arguments))
+
+
+def test_peers_write_receipts_that_explain_shows(tmp_path: Path) -> None:
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for number in range(2):
+        save_file({"w": torch.full((1000,), float(number))}, tmp_path / f"{number}.safetensors")
+
+    def options(number: int) -> list[str]:
+        return [
+            str(tmp_path / f"{number}.safetensors"),
+            *("--run-id", "demo", "--group-size", "2", "--rounds", "2", "--receipts", str(files[number])),
+        ]
+
+    with averaging_process("peer", *options(0), "--serve") as first:
+        endpoint = first.expect("ready")["endpoint"]
+        with (
+            JsonProcess("python", "-m", "averaging", "watch", endpoint, "--last", "64", "--json") as watching,
+            averaging_process("peer", *options(1), "--join", endpoint) as second,
+        ):
+            rounds = [second.expect("round") for _ in range(2)]
+            assert second.wait() == 0
+            first.expect("serving")
+            for _ in range(2):
+                watching.expect(None)
+            first.signal(signal.SIGINT)
+            assert first.wait() == 0
+            assert watching.wait() == 0
+            assert watching.stderr == ""
+            watched = [loads(json.dumps(line)) for line in watching.seen]
+    with files[0].open("rb") as lines:
+        written = read(lines).receipts
+    assert watched == [replace(receipt, gathered={}) for receipt in written]
+    assert [receipt.averaged for receipt in written] == [True, True, False]  # it looked for another one until the end
+    assert [receipt.group_id.hex() for receipt in written[:2]] == [told["group_id"] for told in rounds]
+
+    told = explain(*files)
+    assert (told.returncode, told.stderr) == (0, "")
+    lines_told = told.stdout.splitlines()
+    assert [line[:15] for line in lines_told[1:3]] == ["round 1: 2 of 2", "round 2: 2 of 2"]
+    assert all(line.endswith("; all 2 agree") for line in lines_told[1:3])
+    assert "averages: the same in all of 2 rounds that can be compared" in lines_told
+    assert explain(files[0], tmp_path / "none").returncode == 2
+
+
+def test_a_full_disk_is_a_warning(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(3)}, tmp_path / "in.safetensors")
+    options = ["--run-id", "demo", "--round-timeout", "0.1", "--receipts", "/dev/full"]
+    with averaging_process("peer", str(tmp_path / "in.safetensors"), *options) as peer:
+        assert peer.wait() == 1  # since nobody was there
+        assert peer.stderr.count("to /dev/full: No space left on device") == 1
+
+
+def test_an_averager_writes_receipts_too(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    with DecentralizedAverager(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model=model,
+        run_id="run",
+        strategy=LocalSGD(every=1),
+        receipts=tmp_path / "receipts.jsonl",
+        round_timeout=0.2,
+    ) as opt:
+        opt.average_now()
+    with (tmp_path / "receipts.jsonl").open("rb") as lines:
+        (receipt,) = read(lines).receipts
+    assert receipt.outcome is Outcome.NO_GROUP
+
+
+def test_a_watcher_of_nobody(tmp_path: Path) -> None:
+    result = averaging_command("watch", "127.0.0.1:1")
+    assert (result.returncode, result.stdout) == (1, "")
+    told, error = result.stderr.splitlines()
+    assert told == "watching 127.0.0.1:1: one line per round; Ctrl+C ends this"
+    assert error.endswith("127.0.0.1:1: connection refused; check the address, and that a peer is up there")

@@ -1,0 +1,178 @@
+"""A wall clock that is set during a search neither delays the end of the search nor causes it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, cast
+
+import pytest
+import torch
+
+from averaging import Mode, Outcome, Peer, Receipt
+from averaging.matchmaking import Matchmaking, NoGroupError
+from averaging.matchmaking.rules import CLOCK_TOLERANCE, pack_looking
+from averaging.protocol.group import group_key, pack_gather
+from averaging.protocol.messages import CompressionType, JoinRequest, MessageCode, MessageFromLeader
+from averaging.tensors.schema import Schema, TensorSpec
+from averaging.testing import virtual_time
+from averaging.testing.discovery import MemoryDiscovery, MemoryRegistry
+from averaging.testing.transport import MemoryNetwork
+from averaging.transport.base import Transport
+from tests.support.fake_transport import OneLane
+
+LEADER, ME = "192.0.2.1:1", "192.0.2.3:1"
+TIMEOUT, STEP = 10.0, 1800.0
+
+
+class Clock:
+    """The wall clock."""
+
+    behind = 0.0
+
+    def __call__(self) -> float:
+        return virtual_time.clock() - self.behind
+
+
+def search_alone(mode: Mode, behind: float) -> Receipt:
+    """The receipt of a peer that finds no other, if its clock is set after a second."""
+    clock, rng = Clock(), random.Random(1)
+    registry = MemoryRegistry(clock=clock, rng=rng)
+    peer = Peer(
+        [torch.ones(2)],
+        run_id="run",
+        transport=MemoryNetwork(rng).transport(None if mode is Mode.CLIENT else ME),
+        discovery=lambda *_: MemoryDiscovery(registry),
+        clock=clock,
+        rng=rng,
+        mode=mode,
+        group_wait=3.0,
+        round_timeout=TIMEOUT,
+    )
+
+    async def main() -> Receipt:
+        async with peer:
+            searching = asyncio.create_task(peer.average())
+            await asyncio.sleep(1.0)
+            clock.behind = behind
+            return await searching
+
+    return virtual_time.run(main())
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_a_search_ends_in_time(mode: Mode) -> None:
+    receipt = search_alone(mode, STEP)
+    assert receipt.outcome is Outcome.NO_GROUP
+    assert receipt.seconds < TIMEOUT + CLOCK_TOLERANCE + 0.1
+
+
+@pytest.mark.parametrize("mode", [Mode.NODE, Mode.CLIENT])
+def test_a_clock_that_is_set_forward_does_not_end_the_search(mode: Mode) -> None:
+    clock, rng = Clock(), random.Random(1)
+    clock.behind = STEP
+    network, registry = MemoryNetwork(rng), MemoryRegistry(clock=virtual_time.clock, rng=rng)
+
+    def peer(endpoint: str | None, clock: Callable[[], float], **options: Any) -> Peer:
+        return Peer(
+            [torch.ones(2)],
+            run_id="run",
+            transport=network.transport(endpoint),
+            discovery=lambda *_: MemoryDiscovery(registry),
+            clock=clock,
+            rng=rng,
+            group_size=2,
+            group_wait=3.0,
+            round_timeout=TIMEOUT,
+            **options,
+        )
+
+    async def main() -> Receipt:
+        async with (
+            peer(None if mode is Mode.CLIENT else ME, clock, mode=mode) as one,
+            peer(LEADER, virtual_time.clock) as other,
+        ):
+            searching = asyncio.create_task(one.average())
+            await asyncio.sleep(1.0)
+            clock.behind = 0.0
+            await asyncio.sleep(1.0)
+            await other.average()
+            return await searching
+
+    receipt = virtual_time.run(main())
+    assert receipt.outcome is Outcome.AVERAGED, receipt
+    assert receipt.seconds < 6.0
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_a_search_ends_in_time_if_it_is_set_forward(mode: Mode) -> None:
+    receipt = search_alone(mode, -STEP)
+    assert receipt.outcome is Outcome.NO_GROUP
+    assert TIMEOUT - CLOCK_TOLERANCE - 0.1 < receipt.seconds < TIMEOUT + 0.1
+
+
+class SilentLeader(OneLane):
+    """The network: the leader accepts, the clock is set back, and the leader sends nothing more."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    async def join_group(self, endpoint: str, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
+        self._clock.behind = STEP
+        yield MessageFromLeader(MessageCode.ACCEPTED)
+        await asyncio.get_running_loop().create_future()
+
+
+def matchmaking_of(transport: Transport, discovery: MemoryDiscovery, clock: Clock) -> Matchmaking:
+    return Matchmaking(
+        "run",
+        ME,
+        Schema((TensorSpec("w", "float32", (3,), CompressionType.NONE),), 1024),
+        transport,
+        discovery,
+        group_size=4,
+        min_group_size=2,
+        group_wait=3.0,
+        clock=clock,
+        rng=random.Random(2),
+    )
+
+
+def test_a_follower_waits_no_longer_for_a_silent_leader() -> None:
+    async def main() -> float:
+        clock, loop = Clock(), asyncio.get_running_loop()
+        registry = MemoryRegistry(clock=clock, rng=random.Random(1))
+        async with MemoryDiscovery(registry) as discovery:
+            await discovery.store(group_key("run", ""), LEADER, pack_looking(True), clock() + 1.0)
+            matchmaking = matchmaking_of(cast(Transport, SilentLeader(clock)), discovery, clock)
+            with pytest.raises(NoGroupError):
+                await matchmaking.find_group(pack_gather(1.0, None, Mode.NODE), clock() + TIMEOUT)
+            return loop.time()
+
+    # It may have asked once more just before the end.
+    assert virtual_time.run(main()) < TIMEOUT + CLOCK_TOLERANCE + 3.0 + CLOCK_TOLERANCE
+
+
+def test_a_declaration_that_expires_while_it_is_replaced_is_not_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As with followers whose leader begins when their own declaration expires."""
+    clock = Clock()
+
+    class Late(MemoryDiscovery):
+        async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> None:
+            if value == pack_looking(False):
+                clock.behind -= expiration - clock()
+            await super().store(key, subkey, value, expiration)
+
+    async def main() -> None:
+        async with Late(MemoryRegistry(clock=clock, rng=random.Random(1))) as discovery:
+            matchmaking = matchmaking_of(MemoryNetwork(random.Random(3)).transport(ME), discovery, clock)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await matchmaking.find_group(pack_gather(1.0, None, Mode.NODE), clock() + TIMEOUT)
+
+    virtual_time.run(main())
+    assert clock.behind < 0
+    assert not caplog.records

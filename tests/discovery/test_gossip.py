@@ -1,0 +1,208 @@
+"""Gossip between many peers in virtual time: stored records reach all peers over a bad network."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from contextlib import aclosing
+
+import pytest
+
+from averaging.discovery.gossip.identity import Ed25519Identity
+from averaging.discovery.gossip.settings import GossipSettings
+from averaging.errors import ClosedError
+from averaging.protocol.messages import Rumour
+from averaging.testing import virtual_time
+from tests.support.gossip_swarm import KEY, PEERS, RUN, GossipSwarm, everywhere, in_an_hour, joined, now, until
+from tests.support.selection import rest_is_long
+
+# Spreading
+
+
+@pytest.mark.parametrize("count", [2, 8, pytest.param(64, marks=pytest.mark.long)])
+def test_a_new_record_reaches_every_peer_with_one_message_each(count: int) -> None:
+    swarm = GossipSwarm(1, settings=GossipSettings(exchange_interval=1e6))
+
+    async def main() -> None:
+        peers = await swarm.grow(count)
+        assert everywhere(peers, PEERS, set(swarm.hosts))()
+        before = swarm.network.calls["push"]
+        await peers[-1].store(KEY, "peer-x:1", b"here", in_an_hour())
+        seconds = await until(everywhere(peers, KEY, {"peer-x:1"}), within=1)
+        hops = math.ceil(math.log(count, swarm.settings.fanout)) + 1
+        assert seconds <= hops * (0.04 + swarm.settings.tick) + 0.01
+        assert swarm.network.calls["push"] - before == count - 1
+
+    swarm.simulate(main())
+
+
+def test_records_of_one_tick_travel_in_one_message() -> None:
+    swarm = GossipSwarm(1, settings=GossipSettings(exchange_interval=1e6))
+
+    async def main() -> None:
+        peers = await swarm.grow(16)
+        before = swarm.network.calls["push"]
+        for number in range(20):
+            await peers[3].store(KEY, f"a:{number + 1}", b"", in_an_hour())
+        await until(everywhere(peers, KEY, {f"a:{number + 1}" for number in range(20)}), within=1)
+        assert swarm.network.calls["push"] - before == 15
+
+    swarm.simulate(main())
+
+
+@pytest.mark.long
+def test_all_peers_read_what_all_store_at_once() -> None:
+    swarm = GossipSwarm(2)
+
+    async def main() -> None:
+        peers = await swarm.grow(64)
+        await asyncio.gather(
+            *(peer.store(KEY, f"peer-{number}:1", b"%d" % number, in_an_hour()) for number, peer in enumerate(peers))
+        )
+        names = {f"peer-{number}:1" for number in range(64)}
+        await until(everywhere(peers, KEY, names), within=3)
+        for peer in peers:
+            assert {entry.value for entry in peer.get(KEY).values()} == {b"%d" % number for number in range(64)}
+            assert peer.endpoints() == names
+            assert peer.knows("peer-7:1")
+            assert not peer.knows("peer-64:1")
+
+    swarm.simulate(main())
+
+
+def test_exchanges_bring_what_rumours_missed() -> None:
+    swarm = GossipSwarm(3)
+
+    async def main() -> None:
+        peers = await swarm.grow(16)
+        swarm.network.freeze("peer-5:1")
+        await peers[0].store(KEY, "a:1", b"", in_an_hour())
+        await asyncio.sleep(5)
+        assert peers[5].get(KEY) == {}
+        swarm.network.thaw("peer-5:1")
+        await until(everywhere(peers, KEY, {"a:1"}), within=10)
+
+    swarm.simulate(main())
+
+
+@pytest.mark.parametrize("signed", rest_is_long([False, True]))
+def test_sixty_four_peers_converge_although_a_fifth_of_the_messages_is_lost(signed: bool) -> None:
+    swarm = GossipSwarm(4, loss=0.2, settings=GossipSettings(tick=1.0))  # fewer messages, so that it is fast
+
+    async def main() -> None:
+        names = [f"peer-{number}:1" for number in range(64)]
+        for number, name in enumerate(names):
+            identity = Ed25519Identity(number.to_bytes(32, "little")) if signed else None
+            seeds = [names[number // 2]] if number else []
+            host = swarm.start(name, seeds, identity=identity, join_timeout=60.0)
+            if number % 16 == 0:  # the others join meanwhile
+                await joined(host)
+        await asyncio.gather(*(joined(host) for host in swarm.hosts.values()))
+        peers = [swarm[name] for name in names]
+        await until(everywhere(peers, PEERS, set(names)), within=20, step=1.0)
+        for number in range(8):
+            await peers[number].store(KEY, names[number], b"", in_an_hour())
+        await until(everywhere(peers, KEY, set(names[:8])), within=20, step=1.0)
+        for number in range(4):
+            await peers[number].withdraw(KEY, names[number])
+        await until(everywhere(peers, KEY, set(names[4:8])), within=20, step=1.0)
+        await asyncio.sleep(max(0.0, swarm.settings.peer_lifetime - now()))
+        # A renewal may be lost so often that the record before it expires, but it arrives.
+        await until(everywhere(peers, PEERS, set(names)), within=10, step=1.0)
+
+    swarm.simulate(main())
+
+
+def test_dead_peers_cut_no_peer_off_from_rumours() -> None:
+    swarm = GossipSwarm(5, settings=GossipSettings(exchange_interval=1e6, peer_lifetime=1000.0))
+
+    async def main() -> None:
+        await swarm.grow(64)
+        dead = swarm.rng.sample(sorted(swarm.hosts), 30)
+        for name in dead:
+            swarm.network.freeze(name) if swarm.rng.random() < 0.5 else await swarm.kill(name)
+        living = [host.discovery for name, host in swarm.hosts.items() if name not in dead]
+        await living[0].store(KEY, "a:1", b"", in_an_hour())
+        await until(everywhere(living, KEY, {"a:1"}), within=swarm.settings.rumour_timeout)
+
+    swarm.simulate(main())
+
+
+# Expiration, withdrawal, watching
+
+
+def test_a_withdrawal_reaches_all_peers_and_an_expiration_needs_no_message() -> None:
+    swarm = GossipSwarm(6)
+
+    async def main() -> None:
+        peers = await swarm.grow(8)
+        await peers[0].store(KEY, "a:1", b"", virtual_time.clock() + 5)
+        await peers[1].store(KEY, "b:1", b"", in_an_hour())
+        await until(everywhere(peers, KEY, {"a:1", "b:1"}), within=1)
+        await peers[1].withdraw(KEY, "b:1")
+        await peers[2].withdraw(KEY, "a:1")  # not its own
+        await until(everywhere(peers, KEY, {"a:1"}), within=1)
+        swarm.network.cut(*(frozenset([name]) for name in swarm.hosts))
+        await until(everywhere(peers, KEY, set()), within=5)
+
+    swarm.simulate(main())
+
+
+def test_a_withdrawal_beats_the_old_record_that_arrives_late() -> None:
+    swarm = GossipSwarm(7)
+
+    async def main() -> None:
+        a, b = await swarm.grow(2)
+        await a.store(KEY, "a:1", b"", virtual_time.clock() + 10)
+        (old,) = a.list_records(KEY)
+        await a.withdraw(KEY, "a:1")
+        await asyncio.sleep(1)
+        assert await b.push(RUN, (Rumour(old),)) == ()
+        assert b.get(KEY) == {}
+        await asyncio.sleep(8.9)
+        assert await b.push(RUN, (Rumour(old),)) == ()
+        assert b.get(KEY) == {}
+
+    swarm.simulate(main())
+
+
+def test_watching_merges_changes_and_sees_an_expiration_in_time() -> None:
+    swarm = GossipSwarm(8)
+
+    async def main() -> None:
+        a, b = await swarm.grow(2)
+        async with aclosing(b.watch(KEY)) as watching:
+            assert await anext(watching) == {}
+            expiration = virtual_time.clock() + 5
+            for number in range(10):
+                await a.store(KEY, "a:1", b"%d" % number, expiration)
+            await a.store(KEY, "b:1", b"", in_an_hour())
+            entries = await anext(watching)
+            assert entries["a:1"].value == b"9"
+            assert set(entries) == {"a:1", "b:1"}
+            assert set(await anext(watching)) == {"b:1"}
+            assert virtual_time.clock() == pytest.approx(expiration, abs=0.01)
+            await a.withdraw(KEY, "b:1")
+            assert await anext(watching) == {}
+
+    swarm.simulate(main())
+
+
+def test_watching_ends_when_the_discovery_is_left() -> None:
+    swarm = GossipSwarm(9)
+
+    async def main() -> None:
+        (a,) = await swarm.grow(1)
+
+        async def count() -> int:
+            return len([entries async for entries in a.watch(KEY)])
+
+        watcher = asyncio.create_task(count())
+        await asyncio.sleep(1)
+        await swarm.stop("peer-0:1")
+        assert await watcher == 1
+        with pytest.raises(ClosedError):
+            await a.store(KEY, "a:1", b"", in_an_hour())
+        await a.withdraw(KEY, "a:1")
+
+    swarm.simulate(main())

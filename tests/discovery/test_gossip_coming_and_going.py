@@ -1,0 +1,409 @@
+"""Gossip between peers that join, leave, die, return, or are cut off, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+
+import pytest
+
+from averaging.discovery.gossip import GossipDiscovery
+from averaging.discovery.gossip.record import Limits
+from averaging.discovery.gossip.settings import GossipSettings
+from averaging.errors import ClosedError, NoSeedAnsweredError
+from averaging.testing import virtual_time
+from tests.support.gossip_swarm import KEY, PEERS, RUN, GossipSwarm, everywhere, in_an_hour, joined, members, now, until
+
+
+def test_a_killed_peer_and_its_records_vanish_at_all_others() -> None:
+    swarm = GossipSwarm(10)
+
+    async def main() -> None:
+        peers = await swarm.grow(16)
+        await peers[3].store(KEY, "peer-3:1", b"", virtual_time.clock() + 20)
+        await until(everywhere(peers, KEY, {"peer-3:1"}), within=1)
+        await swarm.kill("peer-3:1")
+        rest = peers[:3] + peers[4:]
+        assert everywhere(rest, KEY, {"peer-3:1"})()
+        await until(everywhere(rest, KEY, set()), within=20)
+        names = {f"peer-{number}:1" for number in range(16)} - {"peer-3:1"}
+        await until(everywhere(rest, PEERS, names), within=swarm.settings.peer_lifetime)
+        assert not any(peer.knows("peer-3:1") for peer in rest)
+
+    swarm.simulate(main())
+
+
+def test_a_peer_without_a_presence_record_is_not_listed_although_other_records_of_it_last() -> None:
+    swarm = GossipSwarm(5)
+
+    async def main() -> None:
+        first, second = await swarm.grow(2)
+        await second.store(KEY, "peer-1:1", b"", in_an_hour())
+        await until(everywhere([first], KEY, {"peer-1:1"}), within=1)
+        swarm.network.freeze("peer-1:1")
+        lifetime = swarm.settings.peer_lifetime
+        await until(lambda: first.endpoints() == {"peer-0:1"}, within=lifetime + 1)
+        assert set(first.get(KEY)) == {"peer-1:1"}
+        swarm.network.thaw("peer-1:1")
+        await until(lambda: first.endpoints() == {"peer-0:1", "peer-1:1"}, within=lifetime)
+
+    swarm.simulate(main())
+
+
+def test_a_peer_that_stood_still_beyond_its_expiration_is_back_at_once() -> None:
+    """A rumour carries the late renewal; exchanges would take longer."""
+    quiet = GossipSettings(exchange_interval=1000.0, retry_interval=1000.0)
+    swarm = GossipSwarm(settings=quiet)
+
+    async def main() -> None:
+        await joined(swarm.start("a:1"))
+        swarm.settings = replace(quiet, peer_lifetime=3.0)
+        await joined(swarm.start("sleepy:1", ["a:1"]))
+        await until(lambda: members(swarm["a:1"]) == {"a:1", "sleepy:1"}, 1)
+        await until(lambda: members(swarm["a:1"]) == {"a:1"}, 3.5)
+        await until(lambda: members(swarm["a:1"]) == {"a:1", "sleepy:1"}, 8)
+
+    swarm.simulate(main())
+
+
+def test_a_presence_record_that_does_not_fit_is_logged_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    swarm = GossipSwarm(settings=GossipSettings(limits=Limits(records=2), peer_lifetime=3.0))
+
+    async def main() -> None:
+        await joined(swarm.start("a:1"))
+        await until(lambda: not members(swarm["a:1"]), 3.5)
+        for number in range(2):
+            await swarm["a:1"].store(KEY, f"{number}:1", b"", virtual_time.clock() + 8)
+        await until(lambda: "could not renew the record" in caplog.text, 8)
+        await until(lambda: members(swarm["a:1"]) == {"a:1"}, 11)
+
+    swarm.simulate(main())
+
+
+def test_a_peer_that_leaves_is_gone_at_once() -> None:
+    swarm = GossipSwarm(11)
+
+    async def main() -> None:
+        peers = await swarm.grow(16)
+        await peers[3].store(KEY, "peer-3:1", b"", in_an_hour())
+        await until(everywhere(peers, KEY, {"peer-3:1"}), within=1)
+        before = now()
+        await swarm.stop("peer-3:1")
+        assert now() - before <= swarm.settings.leave_timeout + 0.1
+        rest = peers[:3] + peers[4:]
+        names = {f"peer-{number}:1" for number in range(16)} - {"peer-3:1"}
+        await until(everywhere(rest, PEERS, names), within=0.5)
+        assert everywhere(rest, KEY, set())()
+
+    swarm.simulate(main())
+
+
+@pytest.mark.parametrize("gap", [-3.0, 0.0, 3.0])
+def test_two_peers_that_know_only_each_other_find_each_other_in_either_order(gap: float) -> None:
+    swarm = GossipSwarm(12)
+
+    async def main() -> None:
+        first, second = ("a:1", "b:1") if gap < 0 else ("b:1", "a:1")
+        one = swarm.start(first, [second])
+        await asyncio.sleep(abs(gap))
+        assert not one.joined.is_set()
+        other = swarm.start(second, [first])
+        await joined(one)
+        await joined(other)
+        assert now() - abs(gap) < 0.5
+        await until(everywhere([one.discovery, other.discovery], PEERS, {"a:1", "b:1"}), within=1)
+
+    swarm.simulate(main())
+
+
+def test_one_live_seed_is_enough_and_the_own_address_is_not_one() -> None:
+    swarm = GossipSwarm(13)
+
+    async def main() -> None:
+        await joined(swarm.start("a:1", ["a:1"]))
+        swarm.network.freeze("frozen:1")
+        await joined(swarm.start("b:1", ["dead:1", "frozen:1", "b:1", "a:1"]))
+        assert now() < 0.2
+        assert members(swarm["b:1"]) >= {"a:1", "b:1"}
+
+    swarm.simulate(main())
+
+
+def test_seeds_that_all_fail_are_named_with_the_reasons_in_time() -> None:
+    swarm = GossipSwarm(14)
+
+    async def main() -> None:
+        await joined(swarm.start("other:1", run_id="another"))
+        swarm.network.freeze("frozen:1")
+        host = swarm.start("a:1", ["dead:1", "other:1", "frozen:1"], join_timeout=3.0)
+        with pytest.raises(NoSeedAnsweredError) as caught:
+            await joined(host)
+        assert now() == pytest.approx(3.0, abs=0.1)
+        assert caught.value.reasons == {
+            "dead:1": "connection refused",
+            "other:1": "other:1 belongs to run 'another', not to 'run'; give both peers the same run id",
+            "frozen:1": "no answer",
+        }
+        assert "dead:1: connection refused; other:1 belongs to run 'another', not to 'run'; " in str(caught.value)
+        del swarm.hosts["a:1"]
+        # All tasks have ended: no seed is called any more.
+        calls = swarm.network.calls["exchange"]
+        await asyncio.sleep(20)
+        assert swarm.network.calls["exchange"] == calls
+
+    swarm.simulate(main())
+
+
+def test_a_peer_that_joined_after_its_presence_record_expired_is_seen_at_once() -> None:
+    swarm = GossipSwarm(18)
+
+    async def main() -> None:
+        waiting = swarm.start("a:1", ["late:1"], join_timeout=100.0)
+        await asyncio.sleep(60)
+        await joined(swarm.start("late:1"))
+        await joined(waiting)
+        await until(everywhere([swarm["a:1"], swarm["late:1"]], PEERS, {"a:1", "late:1"}), within=1)
+        assert swarm["late:1"].refused == {}
+
+    swarm.simulate(main())
+
+
+def test_a_peer_that_stood_still_while_it_joined_goes_on() -> None:
+    swarm = GossipSwarm(16)
+
+    async def main() -> None:
+        sleeper = swarm.start("a:1", ["late:1"], join_timeout=10.0)
+        await asyncio.sleep(5)
+        await joined(swarm.start("late:1"))
+        virtual_time.stand_still(60)
+        await joined(sleeper)
+        await until(everywhere([swarm["a:1"], swarm["late:1"]], PEERS, {"a:1", "late:1"}), within=1)
+
+    swarm.simulate(main())
+
+
+def test_all_join_a_run_that_stood_still_meanwhile() -> None:
+    swarm = GossipSwarm(17)
+
+    async def main() -> None:
+        await joined(swarm.start("seed:1"))
+        hosts = [swarm.start(f"peer-{number}:1", ["seed:1"], join_timeout=20.0) for number in range(32)]
+        await asyncio.sleep(0.03)
+        assert not any(host.joined.is_set() for host in hosts)
+        virtual_time.stand_still(25)
+        for host in hosts:
+            await joined(host)
+        everybody = [host.discovery for host in swarm.hosts.values()]
+        await until(everywhere(everybody, PEERS, set(swarm.hosts)), within=10)
+
+    swarm.simulate(main())
+
+
+def test_a_seed_that_comes_late_is_found() -> None:
+    swarm = GossipSwarm(15)
+
+    async def main() -> None:
+        await joined(swarm.start("a:1"))
+        await joined(swarm.start("b:1", ["a:1", "late:1"]))
+        await asyncio.sleep(60)
+        await joined(swarm.start("late:1"))
+        everybody = [host.discovery for host in swarm.hosts.values()]
+        await until(everywhere(everybody, PEERS, {"a:1", "b:1", "late:1"}), within=20)
+
+    swarm.simulate(main())
+
+
+def test_a_partitioned_run_becomes_one_again() -> None:
+    swarm = GossipSwarm(16)
+
+    async def main() -> None:
+        peers = await swarm.grow(32)
+        names = list(swarm.hosts)
+        left, right = frozenset(names[:16]), frozenset(names[16:])
+        swarm.network.cut(left, right)
+        # Much longer than the lifetime of a presence record
+        await until(lambda: all(members(swarm[name]) == set(left) for name in left), within=60)
+        await until(lambda: all(members(swarm[name]) == set(right) for name in right), within=60)
+        await peers[0].store(KEY, "left:1", b"", in_an_hour())
+        await peers[31].store(KEY, "right:1", b"", in_an_hour())
+        await until(everywhere(peers[:16], KEY, {"left:1"}), within=10)
+        swarm.network.heal()
+        await until(everywhere(peers, PEERS, set(names)), within=30, step=0.1)
+        await until(everywhere(peers, KEY, {"left:1", "right:1"}), within=10)
+
+    swarm.simulate(main())
+
+
+def test_expired_members_are_tried_again_even_without_a_seed() -> None:
+    swarm = GossipSwarm(17)
+
+    async def main() -> None:
+        a, b = await swarm.grow(2)
+        swarm.network.cut(frozenset(["peer-0:1"]))
+        await until(lambda: members(a) == {"peer-0:1"} and members(b) == {"peer-1:1"}, within=60)
+        await swarm.kill("peer-1:1")  # which had peer-0 as its seed
+        await joined(swarm.start("peer-1:1"))
+        await until(lambda: members(a) == {"peer-0:1", "peer-1:1"}, within=30)
+
+    swarm.simulate(main())
+
+
+def test_a_restarted_peer_takes_its_places_when_the_old_records_expire(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    swarm = GossipSwarm(18)
+
+    async def main() -> None:
+        peers = await swarm.grow(8)
+        await peers[3].store(KEY, "peer-3:1", b"old", virtual_time.clock() + 25)
+        await until(everywhere(peers, KEY, {"peer-3:1"}), within=1)
+        await swarm.kill("peer-3:1")
+        await joined(swarm.start("peer-3:1", ["peer-0:1"]))
+        peers[3] = swarm["peer-3:1"]
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            await peers[3].store(KEY, "peer-3:1", b"new", in_an_hour())
+            await asyncio.sleep(10)
+        own = [one for one in caplog.records if "restarted" in one.message and KEY in one.message]
+        assert len(own) == 1
+        assert all(peer.get(KEY)["peer-3:1"].value == b"old" for peer in peers)
+        assert all("peer-3:1" in members(peer) for peer in peers)
+        await until(lambda: all(peer.get(KEY)["peer-3:1"].value == b"new" for peer in peers), within=16)
+        await asyncio.sleep(60)
+        assert all("peer-3:1" in members(peer) for peer in peers)
+        assert all(peer.get(KEY)["peer-3:1"].value == b"new" for peer in peers)
+
+    swarm.simulate(main())
+
+
+def test_of_two_owners_of_a_place_in_a_partitioned_run_one_holds_it_afterwards() -> None:
+    swarm = GossipSwarm(19)
+
+    async def main() -> None:
+        peers = await swarm.grow(8)
+        names = list(swarm.hosts)
+        swarm.network.cut(frozenset(names[:4]), frozenset(names[4:]))
+        await peers[5].store(KEY, "x:1", b"first", in_an_hour())
+        await asyncio.sleep(0.1)
+        await peers[2].store(KEY, "x:1", b"second", in_an_hour())
+        await asyncio.sleep(1)
+        await peers[2].store(KEY, "x:1", b"second, renewed", in_an_hour())
+        await asyncio.sleep(5)
+        assert {peer.get(KEY)["x:1"].value for peer in peers} == {b"first", b"second, renewed"}
+        swarm.network.heal()
+        await until(lambda: all(peer.get(KEY)["x:1"].value == b"first" for peer in peers), within=20)
+        await asyncio.sleep(20)
+        await peers[5].withdraw(KEY, "x:1")
+        await until(lambda: all(peer.get(KEY)["x:1"].value == b"second, renewed" for peer in peers), within=1)
+
+    swarm.simulate(main())
+
+
+def test_a_bug_in_a_task_surfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    swarm = GossipSwarm(20)
+
+    async def main() -> None:
+        await swarm.grow(2)
+        host = swarm.hosts.pop("peer-1:1")
+
+        def broken(*_: object) -> None:
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(host.discovery._members, "pick", broken)
+        with pytest.raises(ExceptionGroup) as caught:
+            await host.task
+        assert caught.group_contains(ZeroDivisionError)
+
+    swarm.simulate(main())
+
+
+def test_an_error_in_the_body_is_not_wrapped_and_a_cancellation_passes() -> None:
+    swarm = GossipSwarm(21)
+
+    async def main() -> None:
+        for error in (KeyError("mine"), asyncio.CancelledError()):
+            swarm.start("a:1")
+            discovery = swarm["a:1"]
+            await swarm.stop("a:1")
+            transport = swarm.network.transport("b:1")
+            discovery = GossipDiscovery(RUN, "b:1", transport, clock=virtual_time.clock)
+            with pytest.raises(type(error)):
+                async with discovery:
+                    raise error
+
+    swarm.simulate(main())
+
+
+def test_a_peer_that_cancels_joining_is_withdrawn_and_can_return_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A seed may have its presence record by then, and would keep it until it expires."""
+    pushed: list[float] = []
+
+    def join_for(seconds: float) -> None:
+        swarm = GossipSwarm(23)
+
+        async def main() -> None:
+            [seed] = await swarm.grow(1)
+            leaving = swarm.start("a:1", ["peer-0:1"])
+            await asyncio.sleep(seconds)
+            if not leaving.joined.is_set() and "a:1" in members(seed):
+                pushed.append(seconds)
+            leaving.task.cancel()
+            await asyncio.wait([leaving.task])
+            await asyncio.sleep(0.1)
+            assert members(seed) == {"peer-0:1"}
+            await joined(swarm.start("a:1", ["peer-0:1"]))
+            await until(lambda: "a:1" in members(seed), 1.0)
+
+        swarm.simulate(main())
+
+    for milliseconds in range(1, 120, 3):
+        join_for(milliseconds / 1000)
+    assert pushed
+    assert caplog.messages == []
+
+
+def test_a_leaving_peer_writes_no_more_records() -> None:
+    """They would outlive the peer, and the others would take it for a member."""
+    swarm = GossipSwarm(settings=GossipSettings(peer_refresh=0.3))
+
+    async def main() -> None:
+        await swarm.grow(3)
+        swarm.network.freeze("peer-2:1")  # so that leaving takes a while
+        leaving, start = swarm["peer-1:1"], now()
+        stopping = asyncio.create_task(swarm.stop("peer-1:1"))
+        await until(lambda: "peer-1:1" not in members(leaving), 1.0)
+        with pytest.raises(ClosedError):
+            await leaving.store(KEY, "peer-1:1", b"", virtual_time.clock() + 60.0)
+        await stopping
+        assert now() - start > 0.5
+        assert "peer-1:1" not in members(leaving)
+        assert "peer-1:1" not in members(swarm["peer-0:1"])
+        swarm.network.thaw("peer-2:1")
+
+    swarm.simulate(main())
+
+
+def test_leaving_a_frozen_network_ends_in_time() -> None:
+    swarm = GossipSwarm(22)
+
+    async def main() -> None:
+        await swarm.grow(8)
+        for number in range(1, 8):
+            swarm.network.freeze(f"peer-{number}:1")
+        before = now()
+        await swarm.stop("peer-0:1")
+        assert swarm.settings.leave_timeout <= now() - before < swarm.settings.leave_timeout + 0.2
+
+    swarm.simulate(main())
+
+
+def test_it_is_entered_only_once() -> None:
+    swarm = GossipSwarm()
+
+    async def main() -> None:
+        await joined(swarm.start("a:1"))
+        with pytest.raises(ClosedError, match="only once"):
+            await swarm["a:1"].__aenter__()
+
+    swarm.simulate(main())

@@ -1,0 +1,168 @@
+"""Joining a run through seeds that refuse, fail or are late, in virtual time: the result, when, and what is logged."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from averaging.discovery.gossip.bootstrap import DEFINITE_SECONDS, Waiting, all_refuse
+from averaging.errors import CallRefusedError, JoinRefusedError, NoSeedAnsweredError
+from averaging.protocol.messages import Digest, ExchangeReply
+from averaging.testing import virtual_time
+from tests.support.gossip_swarm import NO_AVERAGING, GossipSwarm, joined, members, now
+
+
+def test_a_refusal_is_final_only_after_a_while() -> None:
+    since = {"a:1": 10.0, "b:1": 10.2}
+    assert not all_refuse(["a:1"], (), since, 10.0)
+    assert all_refuse(["a:1"], (), since, 10.0 + DEFINITE_SECONDS)
+    assert not all_refuse(["a:1", "b:1"], (), since, 10.0 + DEFINITE_SECONDS)
+    assert all_refuse(["a:1", "b:1"], (), since, 10.3 + DEFINITE_SECONDS)
+    assert not all_refuse(["a:1", "late:1"], (), since, 99.0)
+    assert all_refuse(["a:1", "own:1"], ("own:1",), since, 99.0)
+    assert not all_refuse(["own:1"], ("own:1",), since, 99.0)
+    assert not all_refuse([], (), {}, 99.0)
+
+
+@pytest.mark.parametrize("endpoint", ["a:1", None], ids=["node", "client"])
+def test_a_wrong_run_ends_the_join_at_once(endpoint: str | None) -> None:
+    swarm = GossipSwarm(50)
+
+    async def main() -> None:
+        await joined(swarm.start("x:1", run_id="another"))
+        await joined(swarm.start("y:1", run_id="another"))
+        began = now()
+        host = swarm.start(endpoint, ["x:1", "y:1"], join_timeout=60.0)
+        with pytest.raises(JoinRefusedError, match="cannot be in one run as they are configured") as caught:
+            await joined(host)
+        assert DEFINITE_SECONDS <= now() - began < 2
+        assert set(caught.value.reasons) == {"x:1", "y:1"}
+        for seed, reason in caught.value.reasons.items():
+            assert reason == f"{seed} belongs to run 'another', not to 'run'; give both peers the same run id"
+        swarm.hosts.pop(host.transport.endpoint)
+
+    swarm.simulate(main())
+
+
+def test_one_wrong_seed_does_not_fail_the_join_while_another_may_answer() -> None:
+    swarm = GossipSwarm(51)
+
+    async def main() -> None:
+        await joined(swarm.start("wrong:1", run_id="another"))
+        host = swarm.start("a:1", ["wrong:1", "late:1"], join_timeout=20.0)
+        await asyncio.sleep(15)
+        assert not host.task.done()
+        await joined(swarm.start("late:1"))
+        await joined(host)
+        assert now() < 19
+        assert members(swarm["a:1"]) >= {"a:1", "late:1"}
+
+    swarm.simulate(main())
+
+
+def test_joining_waits_for_a_silent_seed_although_the_other_one_refuses() -> None:
+    swarm = GossipSwarm(52)
+
+    async def main() -> None:
+        await joined(swarm.start("wrong:1", run_id="another"))
+        began = now()
+        host = swarm.start("a:1", ["wrong:1", "dead:1"], join_timeout=5.0)
+        with pytest.raises(NoSeedAnsweredError, match="answered within 5 s") as caught:
+            await joined(host)
+        assert not isinstance(caught.value, JoinRefusedError)
+        assert now() - began == pytest.approx(5.0, abs=0.3)
+        del swarm.hosts["a:1"]
+
+    swarm.simulate(main())
+
+
+def test_a_seed_that_is_restarted_in_the_right_run_is_joined() -> None:
+    swarm = GossipSwarm(53)
+
+    async def main() -> None:
+        await joined(swarm.start("b:1", run_id="another"))
+        host = swarm.start("a:1", ["b:1"], join_timeout=20.0)
+        await asyncio.sleep(0.1)
+        await swarm.stop("b:1")
+        await joined(swarm.start("b:1"))
+        await joined(host)
+
+    swarm.simulate(main())
+
+
+# What is logged meanwhile
+
+
+def test_unanswered_seeds_are_reported_after_a_second_and_then_at_growing_intervals(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    swarm = GossipSwarm(54)
+    reports: list[tuple[float, Waiting]] = []
+
+    async def main() -> None:
+        swarm.network.freeze("frozen:1")
+        host = swarm.start(
+            "a:1",
+            ["dead:1", "frozen:1"],
+            join_timeout=40.0,
+            on_joining=lambda waiting: reports.append((now(), waiting)),
+        )
+        with pytest.raises(NoSeedAnsweredError):
+            await joined(host)
+        del swarm.hosts["a:1"]
+
+    with caplog.at_level(logging.INFO, "averaging.discovery.gossip.bootstrap"):
+        swarm.simulate(main())
+    assert [moment for moment, _ in reports] == [pytest.approx(after, abs=0.1) for after in (1, 3, 7, 15, 31)]
+    assert [waiting.seconds for _, waiting in reports] == [pytest.approx(after, abs=0.1) for after in (1, 3, 7, 15, 31)]
+    assert all(waiting.reasons == {"dead:1": "connection refused", "frozen:1": "no answer"} for _, waiting in reports)
+    assert caplog.messages[0] == (
+        "no peer to join has answered for 1 s (dead:1: connection refused; frozen:1: no answer); giving up after 40 s"
+    )
+    assert len(caplog.messages) == len(reports)
+
+
+def test_nothing_is_reported_if_a_seed_answers_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    swarm = GossipSwarm(55)
+
+    async def main() -> None:
+        await joined(swarm.start("a:1"))
+        await joined(swarm.start("b:1", ["dead:1", "a:1"], on_joining=lambda _: pytest.fail("no seed is awaited")))
+        await asyncio.sleep(20)
+
+    with caplog.at_level(logging.INFO, "averaging.discovery.gossip.bootstrap"):
+        swarm.simulate(main())
+    assert caplog.messages == []
+
+
+# Clocks
+
+
+class Broken:
+    """A seed that begins to answer and fails; its clock is far off."""
+
+    async def exchange(self, digest: Digest) -> AsyncGenerator[ExchangeReply, None]:
+        if digest.complete:
+            raise CallRefusedError("broken:1", "is broken")
+        yield ExchangeReply(differs=True, sent=virtual_time.clock() - 75)
+
+
+def test_the_error_names_clocks_that_differ_too_much_if_no_seed_answered() -> None:
+    swarm = GossipSwarm(56)
+
+    async def main() -> None:
+        await swarm.network.transport("broken:1").serve(NO_AVERAGING, Broken())  # type: ignore[arg-type]
+        host = swarm.start("a:1", ["broken:1"], join_timeout=2.0)
+        with pytest.raises(NoSeedAnsweredError) as caught:
+            await joined(host)
+        assert "(broken:1: is broken)" in str(caught.value)
+        hint = (
+            "The clocks are too far apart: that of broken:1 is 75 s behind this peer's; set them, for example with NTP."
+        )
+        assert str(caught.value).endswith(hint)
+        del swarm.hosts["a:1"]
+
+    swarm.simulate(main())

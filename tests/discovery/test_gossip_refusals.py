@@ -1,0 +1,207 @@
+"""Which records and calls gossip refuses, and what is logged about it; in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+
+from averaging.discovery.gossip import GossipDiscovery
+from averaging.discovery.gossip.identity import Author, Ed25519Identity, UnsignedIdentity
+from averaging.discovery.gossip.record import Limits, Reason
+from averaging.discovery.gossip.settings import GossipSettings
+from averaging.errors import CallRefusedError, ConfigError
+from averaging.protocol.messages import Digest, Record, Rumour
+from averaging.testing import virtual_time
+from tests.support.gossip_swarm import KEY, RUN, GossipSwarm, everywhere, in_an_hour, joined, members, until
+
+
+def push_from(swarm: GossipSwarm, *records: Record) -> asyncio.Task[list[str]]:
+    async def push() -> list[str]:
+        stranger = swarm.network.transport("stranger:1")
+        refusals = await stranger.push("peer-0:1", RUN, tuple(Rumour(record) for record in records))
+        return [refusal.reason for refusal in refusals]
+
+    return asyncio.create_task(push())
+
+
+def test_forged_foreign_and_oversized_records_are_refused_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    swarm = GossipSwarm(23)
+
+    async def main() -> None:
+        await joined(swarm.start("peer-0:1", identity=Ed25519Identity()))
+        peer = swarm["peer-0:1"]
+        await peer.store(KEY, "mine:1", b"mine", in_an_hour())
+        stranger = Author(RUN, Ed25519Identity(), Limits())
+        clock = virtual_time.clock()
+        good = stranger.write(KEY, "a:1", b"", clock + 100, clock, None)
+        foreign = stranger.write(KEY, "mine:1", b"stolen", clock + 100, clock + 1, None)
+        oversized = replace(good, value=b"x" * 1025)
+        unsigned = replace(good, signature=b"")
+        forged = replace(good, owner=peer.list_records(KEY)[0].owner)
+        too_far = replace(good, expiration=clock + 10_000)
+        takes_back = stranger.withdraw(foreign, clock + 2)
+        with caplog.at_level(logging.WARNING):
+            for _ in range(3):
+                reasons = await push_from(swarm, unsigned, forged, oversized, too_far)
+                assert reasons == [Reason.FORGED, Reason.FORGED, Reason.OVERSIZED, Reason.TOO_FAR]
+        assert await push_from(swarm, foreign) == [Reason.FOREIGN]
+        assert await push_from(swarm, takes_back, good) == []
+        assert {subkey: entry.value for subkey, entry in peer.get(KEY).items()} == {"mine:1": b"mine", "a:1": b""}
+        assert peer.refused == {Reason.FORGED: 6, Reason.OVERSIZED: 3, Reason.TOO_FAR: 3, Reason.FOREIGN: 1}
+        assert len([one for one in caplog.records if "refused a record" in one.message]) == 4
+
+    swarm.simulate(main())
+
+
+def test_a_peer_logs_that_others_refuse_its_records(caplog: pytest.LogCaptureFixture) -> None:
+    swarm = GossipSwarm(30)
+
+    async def main() -> None:
+        await joined(swarm.start("peer-0:1"))
+        swarm.settings = GossipSettings(limits=Limits(records_per_owner=1000))  # for the second peer only
+        await joined(swarm.start("peer-1:1", ["peer-0:1"]))
+        for number in range(300):
+            await swarm["peer-1:1"].store(KEY, f"a:{number}", b"", in_an_hour())
+        with caplog.at_level(logging.WARNING):
+            await asyncio.sleep(1)
+        expected = [one.message for one in caplog.records if "peer-0:1 refuses this peer's record" in one.message]
+        assert len(expected) == 1
+        assert Reason.OWNER_FULL in expected[0]
+        assert len(swarm["peer-0:1"].get(KEY)) == 255
+
+    swarm.simulate(main())
+
+
+@pytest.mark.parametrize(("ahead", "expected"), [(-600.0, [Reason.EXPIRED]), (0.0, [])])
+def test_a_peer_logs_that_its_clock_is_behind_and_not_that_a_record_was_late(
+    caplog: pytest.LogCaptureFixture, ahead: float, expected: list[Reason]
+) -> None:
+    swarm = GossipSwarm(31, latency=(0.01, 0.02))
+    caplog.set_level(logging.WARNING)
+
+    async def main() -> None:
+        await joined(swarm.start("peer-0:1"))
+        await joined(swarm.start("peer-1:1", ["peer-0:1"], clock=lambda: virtual_time.clock() + ahead))
+        await asyncio.sleep(11)  # until another warning may be logged
+        caplog.clear()
+        now = virtual_time.clock() + ahead
+        await swarm["peer-1:1"].store(KEY, "a:1", b"", now + 0.01)
+        await asyncio.sleep(0.008)  # it expires in transit
+        await swarm["peer-1:1"].store(KEY, "a:1", b"", now + 60)
+        await asyncio.sleep(1)
+
+    swarm.simulate(main())
+    found = [one.message for one in caplog.records if "refuses this peer's record of 'a:1'" in one.message]
+    assert [reason for message in found for reason in Reason if message.endswith(reason)] == expected
+
+
+@pytest.mark.parametrize("reachable", [True, False])
+def test_a_peer_logs_that_others_do_not_reach_it(caplog: pytest.LogCaptureFixture, reachable: bool) -> None:
+    swarm = GossipSwarm(32)
+    caplog.set_level(logging.WARNING)
+
+    async def main() -> None:
+        await swarm.grow(2)
+        behind = swarm.start("behind:1", ["peer-0:1"])
+        await joined(behind)
+        if not reachable:  # as behind a firewall: it can call and cannot be called
+            await behind.transport.close()
+        await asyncio.sleep(300)
+
+    swarm.simulate(main())
+    expected = [one.message for one in caplog.records if "can they reach behind:1?" in one.message]
+    assert len(expected) == (0 if reachable else 1)
+
+
+def test_records_over_the_bounds_are_refused_and_live_ones_stay() -> None:
+    swarm = GossipSwarm(24, settings=GossipSettings(limits=Limits(records=20, records_per_owner=10)))
+
+    async def main() -> None:
+        await joined(swarm.start("peer-0:1"))
+        clock = virtual_time.clock()
+        reasons = []
+        for _ in range(3):
+            author = Author(RUN, UnsignedIdentity(swarm.rng), Limits())
+            written = [author.write(KEY, f"{n}:1", b"", clock + 9, clock, None) for n in range(11)]
+            reasons.append(set(await push_from(swarm, *written)) - {Reason.FOREIGN})
+        assert reasons == [{Reason.OWNER_FULL}, {Reason.OWNER_FULL, Reason.FULL}, {Reason.FULL}] or reasons == [
+            {Reason.OWNER_FULL},
+            {Reason.FULL},
+            {Reason.FULL},
+        ]
+        assert len(swarm["peer-0:1"].get(KEY)) == 10
+        assert members(swarm["peer-0:1"]) == {"peer-0:1"}
+
+    swarm.simulate(main())
+
+
+def test_calls_of_another_run_and_calls_with_too_much_are_refused() -> None:
+    swarm = GossipSwarm(25)
+
+    async def main() -> None:
+        await joined(swarm.start("peer-0:1"))
+        stranger = swarm.network.transport("stranger:1")
+        record = Record(KEY, "a:1", b"", 1, in_an_hour(), owner=bytes(32), claimed=1)
+        with pytest.raises(CallRefusedError, match="belongs to run 'run', not to 'another'"):
+            await stranger.push("peer-0:1", "another", (Rumour(record),))
+        for stream in (stranger.exchange, stranger.subscribe):
+            with pytest.raises(CallRefusedError, match="belongs to run"):
+                async with aclosing(stream("peer-0:1", Digest("another", "", 0))) as replies:
+                    await anext(replies)
+        with pytest.raises(CallRefusedError, match="too many"):
+            await stranger.push("peer-0:1", RUN, (Rumour(record),) * 2000)
+        entries = tuple((number, 1) for number in range(40_000))
+        with pytest.raises(CallRefusedError, match="more than any peer may hold"):
+            async with aclosing(stranger.exchange("peer-0:1", Digest(RUN, "", 1, entries, True))) as replies:
+                await anext(replies)
+
+    swarm.simulate(main())
+
+
+def test_a_peer_that_has_left_refuses_all_calls() -> None:
+    swarm = GossipSwarm(27)
+
+    async def main() -> None:
+        host = swarm.start("peer-0:1")
+        await joined(host)
+        host.leave.set()
+        await asyncio.sleep(0.01)  # calls in progress may still end
+        stranger = swarm.network.transport("stranger:1")
+        with pytest.raises(CallRefusedError, match="has left the run"):
+            await stranger.push("peer-0:1", RUN, ())
+        for stream in (stranger.exchange, stranger.subscribe):
+            with pytest.raises(CallRefusedError, match="has left the run"):
+                async with aclosing(stream("peer-0:1", Digest(RUN, "", 0))) as replies:
+                    await anext(replies)
+
+    swarm.simulate(main())
+
+
+def test_no_peer_can_make_the_run_repeat_a_rumour() -> None:
+    swarm = GossipSwarm(26, settings=GossipSettings(exchange_interval=1e6))
+
+    async def main() -> None:
+        peers = await swarm.grow(8)
+        await asyncio.sleep(1)
+        before = swarm.network.calls["push"]
+        clock = virtual_time.clock()
+        record = Author(RUN, UnsignedIdentity(swarm.rng), Limits()).write(KEY, "a:1", b"", clock + 100, clock, None)
+        stranger = swarm.network.transport("stranger:1")
+        for _ in range(20):
+            for name in swarm.hosts:
+                await stranger.push(name, RUN, (Rumour(record, 1, 2**64 - 1),))
+        await until(everywhere(peers, KEY, {"a:1"}), within=1)
+        await asyncio.sleep(5)
+        pushed_by_peers = swarm.network.calls["push"] - before - 160
+        assert pushed_by_peers <= 8 * (swarm.settings.fanout + 1)
+
+    swarm.simulate(main())
+
+
+def test_a_peer_needs_an_endpoint() -> None:
+    with pytest.raises(ConfigError, match="cannot be a peer's endpoint"):
+        GossipDiscovery(RUN, "nowhere", GossipSwarm().network.transport("nowhere"))

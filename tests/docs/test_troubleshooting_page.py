@@ -1,0 +1,155 @@
+"""Each failure of docs/operate/troubleshooting.md is provoked; its error says what the page says."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from averaging.discovery.base import Diagnosis, KnownPeer
+from averaging.errors import AveragingError, JoinRefusedError, NoSeedAnsweredError
+from averaging.matchmaking.search_state import explain_absence
+from averaging.security.ca import issue, make_authority
+from tests.support.certificates import NOW, stored, write
+from tests.support.pages import ROOT
+from tests.support.peers import enter
+from tests.support.ports import free_address
+
+PAGE = (ROOT / "docs" / "operate" / "troubleshooting.md").read_text()
+ENTRIES = dict(
+    re.findall(r"^### ([^\n]*)\n\n```text\n([^`]*?)\n```\n\nCause: .*?\n\nRemedy: ", PAGE, re.DOTALL | re.MULTILINE)
+)
+MEANING = re.compile(
+    r"'\w+'|\b(?:token|certificate|authority|expired|not valid yet|clocks|host|TLS|closed the connection|refused|name|"
+    r"port|b\.example\.org|NTP|no other peer|none of them|did not answer|other machines)\b"
+)
+"""What carries the meaning of a message."""
+
+
+def agree(page: str, error: str) -> bool:
+    """Whether an error has all that carries the meaning of the page's message."""
+    return set(MEANING.findall(page)) <= set(MEANING.findall(error))
+
+
+def token(directory: Path, text: str) -> dict[str, Path]:
+    """A file of tokens, as an option."""
+    path = directory / text
+    path.touch(mode=0o600)
+    path.write_text(text)
+    return {"token_file": path}
+
+
+def aged(directory: Path, days: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two peers, each with its own clock: the certificate of one was issued so many days ago, for one day."""
+    run = make_authority("run", NOW - timedelta(days=5), 10)
+
+    def options(age: float) -> dict[str, Any]:
+        issued = issue(run, "peer", ("127.0.0.1",), NOW - timedelta(days=age), 1)
+        return {**stored(directory / str(age), run, issued), "clock": lambda: time.time() - age * 86400}
+
+    return options(days), options(0)
+
+
+RUN, RIGHT, WRONG = {"run_id": "demo"}, "0123456789abcdef", "fedcba9876543210"
+
+JOINS: dict[str, Callable[[Path], tuple[dict[str, Any], dict[str, Any]]]] = {
+    "Another run": lambda _: (RUN, {"run_id": "other"}),
+    "No token": lambda path: (token(path, RIGHT), {}),
+    "A wrong token": lambda path: (token(path, RIGHT), token(path, WRONG)),
+    "Another authority": lambda path: (write(path / "foreign", "127.0.0.1", of="foreign"), write(path, "127.0.0.1")),
+    "An expired certificate": lambda path: aged(path, 3),
+    "A certificate that is not valid yet": lambda path: aged(path, -3),
+    "A certificate for another host": lambda path: (
+        write(path, "localhost") | {"listen": "localhost:0"},
+        write(path, "127.0.0.1"),
+    ),
+    "The other peer does not speak TLS": lambda path: ({}, write(path, "127.0.0.1")),
+    "The other peer hangs up": lambda path: (write(path, "127.0.0.1"), {}),
+}
+"""Options of the peer that is up, and of the one that joins it."""
+
+SOON = {"The other peer hangs up": NoSeedAnsweredError}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("entry", JOINS)
+async def test_a_join_fails_as_the_page_says(entry: str, tmp_path: Path) -> None:
+    listens, joins = JOINS[entry](tmp_path)
+    async with AsyncExitStack() as stack:
+        first = await enter(stack, {"w": torch.zeros(1)}, **{"run_id": "demo", **listens})
+        seed = f"127.0.0.1:{first.endpoint.rpartition(':')[2]}"
+        with pytest.raises(SOON.get(entry, JoinRefusedError)) as raised:
+            await enter(
+                stack,
+                {"w": torch.zeros(1)},
+                join=[seed],
+                **{"run_id": "demo", "join_timeout": 2.0 if entry in SOON else 60.0} | joins,
+            )
+    assert agree(ENTRIES[entry], str(raised.value)), raised.value
+
+
+@asynccontextmanager
+async def failing(tmp_path: Path, entry: str) -> AsyncGenerator[dict[str, Any], None]:
+    """Options with which a peer does not join or start."""
+    own = free_address()
+    async with AsyncExitStack() as stack:
+        match entry:
+            case "Nobody answers":
+                yield {"join": [own], "join_timeout": 1.0}
+            case "The peer joins itself":
+                yield {
+                    "listen": own,
+                    "join": [own.replace("127.0.0.1", "localhost"), "127.0.0.1:9"],
+                    "join_timeout": 1.0,
+                }
+            case "The port is taken":
+                yield {"listen": (await enter(stack, {"w": torch.zeros(1)})).endpoint}
+            case "Other machines can connect without TLS":
+                yield {"listen": "0.0.0.0:0", "advertise": own}
+            case _:
+                yield write(tmp_path, "b.example.org")
+
+
+ALONE = [
+    "Nobody answers",
+    "The peer joins itself",
+    "The port is taken",
+    "Other machines can connect without TLS",
+    "The own certificate does not name the own host",
+]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("entry", ALONE)
+async def test_a_peer_does_not_start_as_the_page_says(entry: str, tmp_path: Path) -> None:
+    async with failing(tmp_path, entry) as options, AsyncExitStack() as stack:
+        with pytest.raises(AveragingError) as raised:
+            await enter(stack, {"w": torch.zeros(1)}, **options)
+    assert agree(ENTRIES[entry], str(raised.value)), raised.value
+
+
+OTHER = "127.0.0.1:4222"
+
+DIAGNOSES = {
+    "Nobody else is there": Diagnosis({}),
+    "Others are there, and not ready": Diagnosis({OTHER: KnownPeer(0.0, {})}),
+    "Others do not answer": Diagnosis({}, silent={OTHER: "connection refused"}),
+    "Clocks are apart": Diagnosis({}, clock_offsets={OTHER: 40.0}),
+}
+
+
+@pytest.mark.parametrize("entry", DIAGNOSES)
+def test_a_search_ends_without_a_group_as_the_page_says(entry: str) -> None:
+    assert agree(ENTRIES[entry], explain_absence("run.0b", DIAGNOSES[entry]))
+
+
+def test_every_entry_is_provoked_and_has_message_cause_and_remedy() -> None:
+    assert set(ENTRIES) == {*JOINS, *ALONE, *DIAGNOSES}
+    assert re.findall(r"^### (.*)$", PAGE, re.MULTILINE) == list(ENTRIES)

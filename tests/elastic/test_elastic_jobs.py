@@ -1,0 +1,282 @@
+"""Real torchrun jobs, gloo inside, workers that checkpoint: nodes come, stop, die and come back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.support.elastic_jobs import PATIENCE, Job, Node
+from tests.support.ports import free_address
+from tests.support.processes import JsonProcess, averaging_process
+
+pytestmark = pytest.mark.timeout(600)
+
+long = pytest.mark.long
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def register(stack: ExitStack, endpoint: str) -> JsonProcess:
+    process = stack.enter_context(averaging_process("register", "--listen", endpoint, "--json"))
+    assert process.expect("ready")["endpoint"] == endpoint
+    return process
+
+
+def end(*nodes: Node) -> None:
+    for node in nodes:
+        assert node.wait(PATIENCE) == 0, node.stderr
+
+
+def test_the_register_alone(stack: ExitStack) -> None:
+    process = register(stack, free_address())
+    process.signal(signal.SIGTERM)
+    assert process.wait() == 0, process.stderr
+
+
+def test_a_job_of_one_node(stack: ExitStack, tmp_path: Path) -> None:
+    node = Job(stack, tmp_path, "1", endpoint="localhost:0", steps=2, pace=0.0).node()
+    start = node.expect("start", PATIENCE)
+    end(node)
+    named = ("rank", "world", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")
+    assert [start[name] for name in named] == [0, 1, 0, 0, 0, 1, 1]
+    assert (start["restarts"], start["most"], start["run_id"]) == (0, 3, "job")
+
+
+@long
+@pytest.mark.parametrize("nproc", ["2", "cpu", "auto"])
+def test_workers_of_a_node(stack: ExitStack, tmp_path: Path, nproc: str) -> None:
+    node = Job(stack, tmp_path, "1", nproc=nproc, steps=2, pace=0.0).node()
+    count = 2 if nproc == "2" else os.cpu_count() or 1
+    starts = [node.expect("start", PATIENCE) for _ in range(count)]
+    end(node)
+    assert {start["rank"] for start in starts} == set(range(count))
+    assert {start["world"] for start in starts} == {count}
+
+
+@long
+def test_standalone_is_torchs_own_and_still_works(stack: ExitStack, tmp_path: Path) -> None:
+    job = Job(stack, tmp_path, "1", steps=2, pace=0.0)
+    job.options = ["--standalone", "--nnodes=1", "--nproc-per-node=2"]
+    end(job.node())
+
+
+@long
+@pytest.mark.parametrize("nnodes", ["2", "2:3", "1:2"])
+def test_fixed_and_elastic_starts(stack: ExitStack, tmp_path: Path, nnodes: str) -> None:
+    job = Job(stack, tmp_path, nnodes, nproc="2")
+    nodes = [job.node(), job.node()]
+    for node in nodes:
+        node.until_step(1, world=4)
+    job.finish(*nodes)
+    assert {event["GROUP_RANK"] for node in nodes for event in node.events("start") if event["world"] == 4} == {0, 1}
+
+
+@long
+def test_a_worker_that_is_killed_costs_one_restart_of_all(stack: ExitStack, tmp_path: Path) -> None:
+    job = Job(stack, tmp_path, "2", nproc="2")
+    nodes = [job.node(), job.node()]
+    killed = nodes[0].until_step(5)
+    os.kill(killed["pid"], signal.SIGKILL)
+    again = nodes[0].expect("start", PATIENCE)
+    nodes[0].until_step(again["step"] + 2)
+    job.finish(*nodes)
+    assert again["step"] >= killed["step"] - 1  # the checkpoint may be a step behind
+    # The other node restarts for its own workers' failure, or because this one waits for it: that is not counted.
+    assert nodes[0].starts() == [(4, 0), (4, 1)]
+    assert nodes[1].starts() in ([(4, 0), (4, 1)], [(4, 0), (4, 0)])
+
+
+@long
+def test_a_node_that_is_killed_and_comes_back_costs_no_restart(stack: ExitStack, tmp_path: Path) -> None:
+    """Twice, with one restart: torch alone would end the job at the second time."""
+    job = Job(stack, tmp_path, "1:2", conf={"last_call_timeout": 20}, max_restarts=1)
+    register(stack, job.endpoint)
+    stays, other = job.node(), job.node()
+    step = other.until_step(5, world=2)["step"]
+    for _ in range(2):
+        other.signal_all(signal.SIGKILL)
+        alone = stays.until_step(step + 1, world=1)["step"]
+        other = job.node()
+        step = other.until_step(alone + 2, world=2)["step"]
+        stays.until_step(step, world=2)
+    job.finish(stays, other)
+    assert stays.starts()[-5:] == [(2, 0), (1, 0), (2, 0), (1, 0), (2, 0)]
+    assert stays.stderr.count("this restart is not counted against --max-restarts") == 2
+
+
+@long
+def test_the_death_of_rank_0s_node(stack: ExitStack, tmp_path: Path) -> None:
+    """If it hosts the register as well, another node of its machine takes that over, with what the nodes hold."""
+    job = Job(stack, tmp_path, "2:3")
+    nodes = [job.node() for _ in range(3)]
+    ranks = {node.until_step(3, world=3)["rank"]: node for node in nodes}
+    first = ranks.pop(0)
+    first.signal_all(signal.SIGKILL)
+    for node in ranks.values():
+        node.until_step(4, world=2)
+    job.finish(*ranks.values())
+    for node in ranks.values():
+        assert [world for world, _ in node.starts()][-2:] == [3, 2]
+    assert max(restarts for node in ranks.values() for _, restarts in node.starts()) == 0
+
+
+@long
+def test_a_node_that_joins_late_is_no_restart(stack: ExitStack, tmp_path: Path) -> None:
+    job = Job(stack, tmp_path, "1:2", max_restarts=0)
+    early = job.node()
+    early.until_step(3, world=1)
+    late = job.node()
+    late.until_step(6, world=2)
+    job.finish(early, late)
+    assert early.starts() == [(1, 0), (2, 0)]
+    assert early.stderr.count("--max-restarts is 0, torchrun's default") == 1
+
+
+@long
+def test_a_node_that_is_stopped_for_longer_than_its_heartbeat(stack: ExitStack, tmp_path: Path) -> None:
+    job = Job(stack, tmp_path, "2", max_restarts=1)
+    register(stack, job.endpoint)
+    nodes = [job.node(), job.node()]
+    step = nodes[1].until_step(5)["step"]
+    nodes[1].signal_all(signal.SIGSTOP)
+    # To the other node's rendezvous it is gone after 4 s of silence; the workers there wait in the collective.
+    with pytest.raises(AssertionError, match="no 'end' within"):
+        nodes[0].expect("end", timeout=10.0)
+    nodes[1].signal_all(signal.SIGCONT)
+    nodes[1].until_step(step + 2)
+    job.finish(*nodes)
+    assert all(node.starts()[-1][0] == 2 for node in nodes)
+
+
+@long
+def test_a_register_that_dies_and_comes_back_restarts_no_worker(stack: ExitStack, tmp_path: Path) -> None:
+    job = Job(stack, tmp_path, "2:3", max_restarts=0, conf={"is_host": "false"})
+    process = register(stack, job.endpoint)
+    nodes = [job.node(), job.node()]
+    step = nodes[0].until_step(5, world=2)["step"]
+    process.kill()
+    process.wait()
+    late = job.node()
+    step = nodes[0].until_step(step + 100, world=2)["step"]  # 5 s without it
+    register(stack, job.endpoint)
+    late.until_step(step + 5, world=3)
+    job.finish(*nodes, late)
+    assert all(node.starts() == [(2, 0), (3, 0)] for node in nodes)
+    assert "brought back version" in nodes[0].stderr + nodes[1].stderr
+
+
+@long
+def test_a_register_that_stays_away_ends_nothing_that_trains(stack: ExitStack, tmp_path: Path) -> None:
+    job = Job(stack, tmp_path, "2", max_restarts=0, conf={"close_timeout": 1, "is_host": "false"})
+    process = register(stack, job.endpoint)
+    nodes = [job.node(), job.node()]
+    step = nodes[0].until_step(5, world=2)["step"]
+    process.kill()
+    nodes[0].until_step(step + 100)
+    late = job.node()
+    while "no register answers" not in late.stderr:
+        step = nodes[0].until_step(step + 1)["step"]
+    job.finish(*nodes)
+    assert all(node.starts() == [(2, 0)] for node in nodes)
+    assert "Training goes on" in nodes[0].stderr
+    assert f"no register answers at {job.endpoint}" in late.stderr
+
+
+@long
+def test_clocks_that_differ_by_20_s_are_named_and_evict_nobody(stack: ExitStack, tmp_path: Path) -> None:
+    job = Job(stack, tmp_path, "2", max_restarts=0)
+    right = job.node()
+    fast = job.node(launcher=("python", str(Path(__file__).with_name("elastic_fast_clock.py")), "20"))
+    step = right.until_step(1)["step"]
+    right.until_step(step + 200)  # 10 s, while a heartbeat must come in 4 s
+    job.finish(right, fast)
+    assert all(node.starts() == [(2, 0)] for node in (right, fast))
+    told = right.stderr + fast.stderr
+    assert "s ahead of that of this node" in told or "s behind that of this node" in told
+
+
+@long
+def test_a_job_id_in_use_by_another_world(stack: ExitStack, tmp_path: Path) -> None:
+    job = Job(stack, tmp_path, "1:2")
+    node = job.node()
+    node.until_step(2)
+    other = Job(stack, tmp_path, "3", endpoint=job.endpoint).node()
+    assert other.wait(PATIENCE) != 0
+    assert "in use by another job (--nnodes=1:2" in other.stderr.splitlines()[-1]
+    assert "Traceback" not in other.stderr
+    job.finish(node)
+
+
+def test_a_job_without_an_id_is_alone(stack: ExitStack, tmp_path: Path) -> None:
+    """Two scripts that both leave it out would otherwise be one job."""
+    endpoint = free_address()
+    register(stack, endpoint)
+    jobs = [Job(stack, tmp_path / name, "1:2", endpoint=endpoint) for name in "ab"]
+    for job in jobs:
+        job.checkpoint.parent.mkdir()
+        job.options.remove("--rdzv-id=job")
+    first = jobs[0].node()
+    first.until_step(1, world=1)
+    other = jobs[1].node()
+    assert other.wait(PATIENCE) != 0
+    assert other.stderr.splitlines()[-1].startswith("torchrun: another job without --rdzv-id uses this register")
+    assert "Traceback" not in other.stderr
+    jobs[0].finish(first)
+    again = jobs[1].node()
+    again.until_step(1, world=1)
+    jobs[1].finish(again)
+
+
+@long
+def test_a_register_that_nobody_answers_for(stack: ExitStack, tmp_path: Path) -> None:
+    endpoint = free_address()
+    node = Job(stack, tmp_path, "2", endpoint=endpoint, conf={"is_host": "false", "join_timeout": 3}).node()
+    assert node.wait(PATIENCE) != 0
+    assert f"no register answers at {endpoint}" in node.stderr
+    assert "start it, or correct --rdzv-endpoint" in node.stderr
+
+
+@long
+def test_elastic_launch_gives_back_what_each_rank_returned(stack: ExitStack, tmp_path: Path) -> None:
+    script = Path(__file__).with_name("elastic_launching.py")
+    process = stack.enter_context(JsonProcess(sys.executable, str(script), str(tmp_path / "checkpoint")))
+    assert process.expect("returned", PATIENCE)["values"] == {"0": 3, "1": 3}
+    assert process.wait() == 0, process.stderr
+
+
+@long
+def test_every_serving_peer_is_a_register(stack: ExitStack, tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    save_file({"w": torch.zeros(2)}, tmp_path / "w.safetensors")
+    tokens = tmp_path / "tokens"
+    tokens.touch(mode=0o600)
+    tokens.write_text("a-token-0123456789")
+    peer = stack.enter_context(
+        averaging_process(
+            "peer",
+            str(tmp_path / "w.safetensors"),
+            "--run-id=demo",
+            "--serve",
+            "--json",
+            "--listen=127.0.0.1:0",
+            f"--token-file={tokens}",
+        )
+    )
+    endpoint = peer.expect("ready")["endpoint"]
+    job = Job(stack, tmp_path, "2", steps=3, pace=0.0, endpoint=endpoint, conf={"token_file": tokens})
+    end(job.node(), job.node())
+    stranger = Job(stack, tmp_path, "1:2", endpoint=endpoint).node()
+    assert stranger.wait(PATIENCE) != 0
+    assert "the register refuses this node" in stranger.stderr

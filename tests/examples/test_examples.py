@@ -1,0 +1,283 @@
+"""The examples, as a reader runs them, with fewer steps."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import examples.explorers.__main__ as explorers
+import examples.sites.__main__ as sites
+from examples import digits, diloco, three_lines
+
+ROOT = Path(__file__).parents[2]
+
+DEADLINE = 110.0
+"""Seconds for one example, most of which take about 10 on two idle cores; tests run on slow and shared machines."""
+
+
+class Example:
+    """A running example; at the end of the block it is killed if it still runs."""
+
+    def __init__(self, name: str, *arguments: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", f"examples.{name}", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+        )
+        self._limit = threading.Timer(DEADLINE, self._process.kill)
+        self._limit.start()
+        self.printed = ""
+
+    def read_until(self, text: str) -> str:
+        """The next line with `text` in it."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.printed += line
+            if text in line:
+                return line.rstrip()
+        raise AssertionError(f"ended without {text!r}: {self.printed}")
+
+    def end(self, code: int) -> str:
+        """All that it printed, once it has ended with that exit code."""
+        assert self._process.stdout is not None
+        self.printed += self._process.stdout.read()
+        assert self._process.wait() == code, self.printed
+        assert "Traceback" not in self.printed
+        return self.printed
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def interrupt(self) -> None:
+        """As Ctrl+C does."""
+        self._process.send_signal(signal.SIGINT)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._limit.cancel()
+        with self._process:
+            self._process.kill()
+
+
+@pytest.mark.long
+def test_unequal_peers_one_of_them_a_client_learn_the_digits_and_end_with_the_same_bytes() -> None:
+    with Example("digits", "--peers", "3", "--steps", "20") as example:
+        printed = example.end(0)
+    rows = re.findall(r"│ (\d+) +│ (\d+) +│ (\w+) +│ (\d+) +│ ([\d.]+)% +│ (\w+) +│", printed)
+    assert [(number, size, mode) for number, size, mode, *_ in rows] == [
+        ("1", "64", "node"),
+        ("2", "32", "node"),
+        ("3", "16", "client"),
+    ]
+    assert all(int(samples) > 0 for *_, samples, _, _ in rows)
+    # Guessing is right in a tenth of the cases.
+    assert all(float(accuracy) > 75 for *_, accuracy, _ in rows)
+    assert len({digest for *_, digest in rows}) == 1
+    assert "All parameters and running statistics are the same bytes." in printed
+    for peer in (1, 2, 3):
+        assert re.search(rf"peer {peer}: Global step 20: \d+ samples", printed)
+
+
+@pytest.mark.long
+def test_two_peers_make_the_same_outer_steps_and_tensorboard_shows_the_rounds(tmp_path: Path) -> None:
+    arguments = ["--wait-for=2", "--steps=60", "--every=20", f"--tensorboard={tmp_path}"]
+    with Example("diloco", *arguments) as founder:
+        endpoint = founder.read_until("--join ").split("--join ")[1]
+        with Example("diloco", "--join", endpoint, *arguments) as newcomer:
+            printed = [newcomer.end(0), founder.end(0)]
+    results = set()
+    for lines in printed:
+        assert lines.count("averaged with 1 other ") == 3
+        assert "3 outer steps so far" in lines
+        results.update(re.findall(r"Done: ([\d.]+) bits per byte", lines))
+    assert len(results) == 1  # after the last outer step there was none of one's own
+    assert float(results.pop()) < 5.0  # an untrained model needs more than 8
+    folders = sorted(tmp_path.iterdir())
+    assert len(folders) == 2
+    for folder in folders:
+        events = EventAccumulator(str(folder)).Reload()
+        assert [event.value for event in events.Scalars("round/members")] == [2, 2, 2]
+        assert all(event.value > 0 for event in events.Scalars("round/bytes_sent"))
+        assert all(event.value > 0 for event in events.Scalars("round/seconds"))
+        assert [event.value for event in events.Scalars("averaging/local_step")] == [20, 40, 60]
+        assert [event.step for event in events.Scalars("loss/own text")] == list(range(1, 61))
+        assert [event.step for event in events.Scalars("loss/held-out text")] == [20, 40, 60]
+
+
+@pytest.mark.long
+def test_explorers_follow_a_trainer_and_one_is_killed_and_comes_back(tmp_path: Path) -> None:
+    plot = tmp_path / "folder" / "plot.png"
+    with Example("explorers", "--steps=6", f"--plot={plot}") as example:
+        printed = example.end(0)
+    assert re.search(r"killed.*step   3: .*started again.*step   6: reward +\d", printed, re.DOTALL)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.long
+def test_the_reward_of_the_explorers_rises(tmp_path: Path) -> None:
+    with Example("explorers", "--steps=30", f"--plot={tmp_path / 'plot.png'}") as example:
+        [(first, last)] = re.findall(r"The mean reward rose from (\d+) to (\d+)", example.end(0))
+    assert int(first) < 60
+    assert int(last) > 2 * int(first)
+
+
+@pytest.mark.long
+def test_ctrl_c_ends_the_trainer_and_its_explorers() -> None:
+    with Example("explorers") as example:
+        example.read_until("step   6")
+        children = psutil.Process(example.pid).children()
+        assert len(children) == 5  # the explorers, and the guard that ends them if the trainer cannot
+        example.interrupt()
+        assert example.end(130).endswith("Stopped.\n")
+    assert not [child for child in children if child.is_running()]
+
+
+@pytest.mark.long
+def test_three_lines_find_each_other_and_leave_in_order_after_ctrl_c() -> None:
+    with Example("three_lines", "--steps=10000000") as founder:
+        endpoint = founder.read_until("--join ").split("--join ")[1]
+        with Example("three_lines", "--steps=10000000", "--join", endpoint) as newcomer:
+            for example in (newcomer, founder):
+                example.read_until("1 other peers")
+            for example in (newcomer, founder):
+                example.interrupt()
+                assert example.end(130).endswith("Stopped.\n")
+
+
+@pytest.mark.long
+def test_ctrl_c_ends_all_peers_that_were_started() -> None:
+    with Example("digits", "--peers=2", "--steps=1000000") as example:
+        example.read_until("Global step")
+        example.interrupt()
+        printed = example.end(130)
+    assert printed.endswith("Stopped.\n")
+    ports = re.findall(r"--join 127\.0\.0\.1:(\d+)", printed)
+    assert len(ports) == 1  # the other one is a client
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(ports[0])))
+
+
+@pytest.fixture
+def threads_as_they_were() -> Iterator[None]:
+    """The examples decide how many threads torch has; other tests in this process have as many as before."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("threads_as_they_were")
+def test_a_peer_that_is_alone_comes_to_the_end_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    digits.main(["--steps=3", "--batch-size=32", "--target-batch-size=64", f"--save={tmp_path / 'model'}"])
+    assert "Global step 3: 192 samples of this peer's" in capsys.readouterr().out
+    assert (tmp_path / "model").exists()
+    diloco.main(["--steps=5", "--every=4", "--fragments=2", "--delay=1", "--alpha=0.5", "--compression=float16"])
+    printed = capsys.readouterr().out
+    assert "step 5: " in printed
+    assert "2 outer steps so far" in printed
+    # In a process of its own, at whose end it leaves.
+    with Example("three_lines", "--steps=100") as plain:
+        plain.end(0)
+
+
+Main = Callable[[list[str]], None]
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "told"),
+    [
+        (digits.main, "--steps 0", "argument --steps: must be a whole number above 0, not '0'"),
+        (digits.main, "--batch-size many", "--batch-size: must be a whole number above 0, not 'many'"),
+        (digits.main, "--peers 2 --join 127.0.0.1:1", "remove --join, --advertise and --save"),
+        (digits.main, "--save nowhere/model", "there is no folder nowhere"),
+        (digits.main, "--save .", "--save . is a folder; give the name of a file"),
+        (digits.main, f"--save {'n' * 300}", "cannot be looked at (File name too long); give another name"),
+        (digits.main, "--client-mode", "--client-mode needs --join"),
+        (digits.main, "--listen 0.0.0.0:0", "other peers cannot dial"),
+        (diloco.main, "--every 20 --fragments 3", "every must be a multiple of fragments"),
+        (diloco.main, "--fragments 30 --every 30", "use at most 24"),
+        (diloco.main, "--delay 20", "delay must be less"),
+        (diloco.main, "--alpha 2", "alpha must be from 0 to 1"),
+        (diloco.main, "--compression zip", "invalid choice: 'zip'"),
+        (diloco.main, "--run-id a.b", "without a dot"),
+        (three_lines.main, "--join nowhere", "'nowhere' is not an address; give HOST:PORT"),
+    ],
+)
+@pytest.mark.usefixtures("threads_as_they_were")
+def test_what_cannot_work_is_said_in_one_line(
+    main: Main, arguments: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments.split())
+    assert ended.value.code == 2
+    usage, line = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"usage: python -m examples\.\w+ \[options\]", usage)
+    assert told in line
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "module", "extra"),
+    [
+        (digits.main, [], "sklearn.datasets", "examples"),
+        (digits.main, ["--peers=2"], "sklearn.datasets", "examples"),
+        (diloco.main, ["--tensorboard=runs"], "torch.utils.tensorboard", "tensorboard"),
+    ],
+)
+@pytest.mark.usefixtures("threads_as_they_were")
+def test_a_missing_package_is_named_with_its_remedy(
+    main: Main, arguments: list[str], module: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(SystemExit, match=re.escape(f"python -m pip install 'averaging[{extra}]'")):
+        main(arguments)
+
+
+@pytest.mark.usefixtures("threads_as_they_were")
+@pytest.mark.parametrize("tensorflow", [False, True])
+def test_a_folder_for_tensorboard_that_cannot_be_made_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensorflow: bool
+) -> None:
+    class FailedPreconditionError(Exception):
+        """Like TensorFlow's: no OSError."""
+
+    def refuse(_: Path) -> None:
+        raise FailedPreconditionError
+
+    if tensorflow:
+        monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", refuse)
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="file: .*; give another --tensorboard folder"):
+        diloco.main([f"--tensorboard={tmp_path / 'file'}", "--steps=1"])
+
+
+def test_the_commands_of_the_page_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
+    modules = (digits, diloco, explorers, sites, three_lines)
+    mains: dict[str, Main] = {module.__name__.partition(".")[2]: module.main for module in modules}
+    pages = "".join((ROOT / "docs" / "how-to" / page).read_text() for page in ("examples.md", "gpus.md"))
+    commands = re.findall(r"^(?:python|torchrun .*) -m examples\.(\w+)(.*)$", pages, re.MULTILINE)
+    assert {name for name, _ in commands} == set(mains)
+    for name, arguments in commands:
+        with pytest.raises(SystemExit) as ended:
+            mains[name]([*arguments.split(), "--help"])  # an option before it that is not known is an error
+        assert ended.value.code == 0
+        assert f"python -m examples.{name}" in capsys.readouterr().out

@@ -1,0 +1,485 @@
+"""Complete runs: the server, environments and ranks in separate processes that are killed and restarted."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import psutil
+import pytest
+
+from averaging.errors import ConfigError, FeedError, FeedRefusedError, FeedUnreachableError
+from averaging.rl.feed import BatchFeed, FeedEnvironment
+from tests.support import certificates
+from tests.support.feeds import DEADLINE, Feed, a_group, a_rank, environment, names, registration
+from tests.support.processes import JsonProcess, all_expect
+from tests.support.selection import rest_is_long
+
+
+@pytest.fixture
+def feed(tmp_path: Path) -> Iterator[Feed]:
+    with Feed(tmp_path / "feed.sqlite") as feed:
+        yield feed
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def start(stack: ExitStack, ranks: int, store: Path, url: str, **changes: Any) -> list[JsonProcess]:
+    options = {"poll": 0.05, "retry_timeout": 30.0} | changes.pop("options", {})
+    processes = [
+        stack.enter_context(a_rank(r, ranks, store, url, registration(**changes), **options)) for r in range(ranks)
+    ]
+    all_expect(processes, "up")
+    return processes
+
+
+def step(processes: Sequence[JsonProcess]) -> dict[str, Any]:
+    """Returns the next batch, which must be the same at all ranks."""
+    for process in processes:
+        process.send("next")
+    batches = all_expect(processes, "batch")
+    assert all(batch == batches[0] for batch in batches), "the ranks got different batches"
+    return batches[0]
+
+
+def posted(url: str, *groups: int, **options: Any) -> None:
+    with FeedEnvironment(url, environment(), **options) as env:
+        for name in groups:
+            env.post(a_group(name))
+
+
+def names_of(event: dict[str, Any]) -> list[int]:
+    return [group["tokens"][0][0] for group in event["groups"]]
+
+
+def test_one_process_iterates_to_the_end(feed: Feed) -> None:
+    with BatchFeed(feed.url, registration(num_steps=3), poll=0.05) as batches:
+        poster = threading.Thread(target=posted, args=(feed.url, *range(6)))
+        poster.start()
+        seen = [(batch.step, names(batch), batch.sequences) for batch in batches]
+        poster.join()
+    assert seen == [(1, [0, 1], 4), (2, [2, 3], 4), (3, [4, 5], 4)]
+    assert list(batches) == [], "it has ended"
+    assert batches.step == 3
+    group = a_group(7)
+    assert [f for f in group.__struct_fields__ if getattr(group, f) is None]
+
+
+def test_three_ranks_get_the_same_batch_for_the_same_step(feed: Feed, stack: ExitStack, tmp_path: Path) -> None:
+    ranks = start(stack, 3, tmp_path / "ranks", feed.url, num_steps=4)
+    for rank in ranks:
+        rank.send("next")  # environments can register from the first request on
+    posted(feed.url, *range(8))
+    batches = all_expect(ranks, "batch")
+    assert batches[0] == batches[1] == batches[2]
+    assert (batches[0]["step"], names_of(batches[0])) == (1, [0, 1])
+    for number in range(2, 5):
+        batch = step(ranks)
+        assert (batch["step"], names_of(batch)) == (number, [2 * number - 2, 2 * number - 1])
+    for rank in ranks:
+        rank.send("next")
+    assert {event["step"] for event in all_expect(ranks, "end")} == {4}
+    for rank in ranks:
+        rank.send("leave")
+    assert [rank.wait() for rank in ranks] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("dead", rest_is_long([0, 1, 2], 2))
+def test_when_a_rank_dies_all_others_raise(dead: int, feed: Feed, stack: ExitStack, tmp_path: Path) -> None:
+    ranks = start(stack, 3, tmp_path / "ranks", feed.url)
+    for rank in ranks:
+        rank.send("next")
+    posted(feed.url, *range(4))
+    all_expect(ranks, "batch")
+    step(ranks)
+    left = [rank for number, rank in enumerate(ranks) if number != dead]
+    for rank in left:
+        rank.send("next")  # there is no batch, so they wait
+    ranks[dead].kill()
+    for rank in left:
+        failed = rank.expect("failed")
+        assert failed["kind"] == "FeedError"
+        assert "another rank, which has ended or hangs" in failed["message"]
+        rank.send("next")
+        assert "this BatchFeed is closed" in rank.expect("failed")["message"]
+
+
+def test_when_a_rank_hangs_all_others_raise(feed: Feed, stack: ExitStack, tmp_path: Path) -> None:
+    ranks = start(stack, 3, tmp_path / "ranks", feed.url, options={"rank_timeout": 8.0})
+    for rank in ranks:
+        rank.send("next")
+    posted(feed.url, *range(4))
+    all_expect(ranks, "batch")
+    for rank in ranks[:2]:  # the last rank goes on training
+        rank.send("next")
+    for rank in ranks[:2]:
+        failed = rank.expect("failed")
+        assert failed["kind"] == "FeedError"
+        assert "another rank, which has ended or hangs" in failed["message"]
+
+
+def test_when_a_rank_leaves_all_others_raise(feed: Feed, stack: ExitStack, tmp_path: Path) -> None:
+    ranks = start(stack, 3, tmp_path / "ranks", feed.url)
+    for rank in ranks:
+        rank.send("next")
+    posted(feed.url, *range(4))
+    all_expect(ranks, "batch")
+    ranks[1].send("close")
+    ranks[1].expect("closed")
+    for rank in (ranks[0], ranks[2]):
+        rank.send("next")
+        assert rank.expect("failed")["kind"] == "FeedError"
+
+
+def test_some_of_the_ranks(feed: Feed, stack: ExitStack, tmp_path: Path) -> None:
+    """The process group has another rank 0 than the job."""
+    options = {"poll": 0.05}
+    ranks = [
+        stack.enter_context(a_rank(r, 3, tmp_path / "ranks", feed.url, registration(), members=(1, 2), **options))
+        for r in range(3)
+    ]
+    all_expect(ranks, "up")
+    for rank in ranks[1:]:
+        rank.send("next")
+    posted(feed.url, *range(2))
+    batches = all_expect(ranks[1:], "batch")
+    assert batches[0] == batches[1]
+    assert names_of(batches[0]) == [0, 1]
+
+
+def test_an_error_of_rank_0_is_raised_at_all_ranks(feed: Feed, stack: ExitStack, tmp_path: Path) -> None:
+    with BatchFeed(feed.url, registration(8)) as other:
+        other._register()
+    ranks = start(stack, 2, tmp_path / "ranks", feed.url)
+    for rank in ranks:
+        rank.send("next")
+    for rank in ranks:
+        assert "serves a run with batch_size 8, not 4" in rank.expect("failed")["message"]
+
+
+def test_ranks_with_different_registrations_raise(feed: Feed, stack: ExitStack, tmp_path: Path) -> None:
+    ranks = [stack.enter_context(a_rank(r, 2, tmp_path / "ranks", feed.url, registration(4 + r))) for r in range(2)]
+    for rank in ranks:
+        rank.send("next")
+    for rank in ranks:
+        failed = rank.expect("failed")
+        assert (failed["kind"], "different registrations" in failed["message"]) == ("ConfigError", True)
+
+
+def test_a_server_that_is_killed_loses_nothing(feed: Feed, stack: ExitStack, tmp_path: Path) -> None:
+    """The server is killed repeatedly while groups are posted and trained. Each is trained once, in order."""
+    count = 24
+    ranks = start(stack, 2, tmp_path / "ranks", feed.url, options={"retry_timeout": DEADLINE})
+    for rank in ranks:
+        rank.send("next")
+    poster = threading.Thread(target=posted, args=(feed.url, *range(count)), kwargs={"retry_timeout": DEADLINE})
+    poster.start()
+    trained = names_of(all_expect(ranks, "batch")[0])
+    for number in range(2, count // 2 + 1):
+        for rank in ranks:
+            rank.send("next")
+        if number % 4 == 0:
+            feed.kill()
+            feed.start()
+        batches = all_expect(ranks, "batch")
+        assert batches[0] == batches[1]
+        assert batches[0]["step"] == number
+        trained += names_of(batches[0])
+    poster.join()
+    assert trained == list(range(count))
+
+
+def test_a_trainer_resumes_from_its_checkpoint(feed: Feed, stack: ExitStack, tmp_path: Path) -> None:
+    """Trainer and server are killed after step 5. From the checkpoint of step 4 it gets batch 5 again, and then 6."""
+    (trainer,) = start(stack, 1, tmp_path / "1", feed.url, save_checkpoint_interval=2)
+    trainer.send("next")
+    posted(feed.url, *range(12))
+    batches = [trainer.expect("batch")]
+    batches += [step([trainer]) for _ in range(4)]
+    trainer.kill()
+    feed.kill()
+    feed.start()
+    (trainer,) = start(stack, 1, tmp_path / "2", feed.url, save_checkpoint_interval=2, starting_step=4)
+    assert step([trainer]) == batches[4]
+    assert names_of(step([trainer])) == [10, 11]
+    (late,) = start(stack, 1, tmp_path / "3", feed.url, save_checkpoint_interval=2, starting_step=2)
+    late.send("next")
+    failed = late.expect("failed")
+    assert failed["kind"] == "FeedRefusedError"
+    assert "the batch of step 3 is forgotten" in failed["message"]
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_trainer_that_outlived_its_job_gets_an_error(
+    reset: bool, feed: Feed, stack: ExitStack, tmp_path: Path
+) -> None:
+    """Its successor gets each batch once, whatever the old one says it has saved."""
+    old = start(stack, 2, tmp_path / "old", feed.url)
+    for rank in old:
+        rank.send("next")
+    posted(feed.url, *range(8))
+    first = all_expect(old, "batch")[0]
+    (new,) = start(stack, 1, tmp_path / "new", feed.url)
+    assert step([new]) == first
+    if reset:
+        httpx.get(f"{feed.url}/reset_data")
+    for rank in old:
+        rank.send("next")
+    for rank in old:
+        failed = rank.expect("failed")
+        assert failed["message"].count("another trainer has registered since, as number 2") == 1
+    if reset:
+        new.send("next")
+        posted(feed.url, 8, 9)
+        assert names_of(new.expect("batch")) == [8, 9]
+    else:
+        assert [names_of(step([new])) for _ in range(3)] == [[2, 3], [4, 5], [6, 7]]
+
+
+def test_an_environment_that_is_killed_takes_its_old_place(feed: Feed) -> None:
+    with BatchFeed(feed.url, registration(), poll=0.05) as batches:
+        batches._register()
+        batches._request_batch()
+        config = environment(min_batch_allocation=0.5)
+        first, other = (FeedEnvironment(feed.url, config, key=key) for key in ("a", None))
+        assert [each.register().env_id for each in (first, other)] == [0, 1]
+        first._connection.close()  # as if it were killed: it does not disconnect
+        again = FeedEnvironment(feed.url, config, key="a")
+        assert again.register().env_id == 0
+        for each in (again, other):
+            each.post(a_group(each.register().env_id))
+        assert names(next(batches)) == [0, 1]
+        again.close()
+        other.close()
+
+
+def test_a_trainer_goes_on_while_the_disk_is_full(feed: Feed, tmp_path: Path) -> None:
+    """The server may write no further byte, then again, and is killed: each group is trained once."""
+    with BatchFeed(feed.url, registration(save_checkpoint_interval=3), poll=0.05) as batches:
+        batches._register()
+        batches._request_batch()
+        with FeedEnvironment(feed.url, environment(), retry_timeout=DEADLINE) as env:
+            for name in range(12):
+                env.post(a_group(name, length=2000))
+            server = psutil.Process(feed.process.pid)
+            _, most = server.rlimit(psutil.RLIMIT_FSIZE)
+            server.rlimit(psutil.RLIMIT_FSIZE, (4096, most))
+            for _ in range(5):
+                group = msgspec.json.encode(a_group(99))
+                reply = httpx.post(f"{feed.url}/scored_data", content=group)
+                assert (reply.status_code, "cannot be written" in reply.text) == (503, True)
+            trained = [names(next(batches)) for _ in range(5)]
+            server.rlimit(psutil.RLIMIT_FSIZE, (most, most))
+            env.post(a_group(12), a_group(13))
+        feed.kill()
+        feed.start()
+        trained += [names(next(batches)) for _ in range(2)]
+        assert trained == [[2 * i, 2 * i + 1] for i in range(7)]
+
+
+@pytest.mark.parametrize("lost", ["feed.sqlite-wal", "feed.sqlite"])
+def test_a_killed_server_does_not_start_with_a_part_of_its_store(lost: str, feed: Feed, tmp_path: Path) -> None:
+    with BatchFeed(feed.url, registration(), poll=0.05) as batches:
+        batches._register()
+        batches._request_batch()
+        posted(feed.url, 0, 1)
+        feed.kill()
+        (tmp_path / lost).rename(tmp_path / "elsewhere")
+        command = [sys.executable, "-m", "averaging", "feed", "--listen", "127.0.0.1:0", "--store", "feed.sqlite"]
+        failed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE)
+        assert failed.returncode == 2
+        assert "feed.sqlite-wal" in failed.stderr
+        assert "put it back" in failed.stderr
+        (tmp_path / "elsewhere").rename(tmp_path / lost)
+        feed.start()
+        assert names(next(batches)) == [0, 1]
+
+
+def test_clients_log_why_there_is_no_batch(feed: Feed, caplog: pytest.LogCaptureFixture) -> None:
+    with BatchFeed(feed.url, registration(5)) as batches, FeedEnvironment(feed.url, environment()) as env:
+        batches._register()
+        batches._request_batch()
+        env.register()
+        for _ in range(2):
+            batches._request_batch()
+    said = [record.name for record in caplog.records if "batch_size 5 is not a multiple" in record.getMessage()]
+    assert said == ["averaging.rl.feed.environment", "averaging.rl.feed.trainer"]
+
+
+def test_a_trainer_can_say_which_checkpoint_it_saved(feed: Feed, stack: ExitStack, tmp_path: Path) -> None:
+    (trainer,) = start(stack, 1, tmp_path / "1", feed.url)
+    trainer.send("saved 0")
+    trainer.send("next")
+    posted(feed.url, *range(8))
+    first = trainer.expect("batch")
+    step([trainer])
+    step([trainer])
+    (resumed,) = start(stack, 1, tmp_path / "2", feed.url)
+    assert step([resumed]) == first, "no checkpoint was saved, so the batches come again"
+    resumed.send("saved 1")
+    step([resumed])
+    (late,) = start(stack, 1, tmp_path / "3", feed.url)
+    late.send("next")
+    assert "the batch of step 1 is forgotten" in late.expect("failed")["message"]
+
+
+def test_after_a_reset_the_run_continues_at_the_trainers_step(feed: Feed) -> None:
+    with BatchFeed(feed.url, registration(), poll=0.05) as batches, FeedEnvironment(feed.url, environment()) as env:
+        batches._register()
+        httpx.get(f"{feed.url}/batch")
+        for name in range(4):
+            env.post(a_group(name))
+        assert [next(batches).step for _ in range(2)] == [1, 2]
+        httpx.get(f"{feed.url}/reset_data")
+        poster = threading.Thread(target=lambda: (env.post(a_group(7)), env.post(a_group(8))))  # type: ignore[func-returns-value]
+        poster.start()
+        batch = next(batches)
+        poster.join()
+        assert (batch.step, names(batch)) == (3, [7, 8]), "the environment has registered again, and so has the trainer"
+        assert env.status().current_step == 3
+
+
+def test_a_post_repeated_with_its_key_is_taken_once(feed: Feed) -> None:
+    with BatchFeed(feed.url, registration(), poll=0.05) as batches:
+        poster = threading.Thread(target=lambda: posts.extend(repeated()))
+        posts: list[int] = []
+
+        def repeated() -> Iterator[int]:
+            for name in (0, 0, 1):  # a restarted process does not know whether the post was acknowledged
+                with FeedEnvironment(feed.url, environment()) as env:
+                    env.post(a_group(name), key=f"item {name}")
+                    yield env.status().current_step
+            other = pytest.raises(FeedRefusedError, match="this Idempotency-Key was used for other data before")
+            with FeedEnvironment(feed.url, environment()) as env, other:
+                env.post(a_group(2), key="item 0")
+
+        poster.start()
+        assert names(next(batches)) == [0, 1]
+        poster.join()
+        assert len(posts) == 3
+
+
+def test_large_groups_arrive_unchanged(feed: Feed) -> None:
+    """Both directions are compressed."""
+    groups = [a_group(name, length=50_000) for name in range(2)]
+    with BatchFeed(feed.url, registration(), poll=0.05) as batches, FeedEnvironment(feed.url, environment()) as env:
+        poster = threading.Thread(target=env.post, args=groups)
+        poster.start()
+        batch = next(batches)
+        poster.join()
+    assert [group["tokens"] for group in batch.groups] == [group.tokens for group in groups]
+    assert [group["masks"] for group in batch.groups] == [group.masks for group in groups]
+
+
+def test_an_unreachable_server_is_an_error_after_the_timeout() -> None:
+    url = "http://127.0.0.1:9"
+    began = time.monotonic()
+    with pytest.raises(FeedUnreachableError, match=r"gave up .*127.0.0.1:9 cannot be reached .*check that the feed"):
+        next(BatchFeed(url, registration(), retry_timeout=0.3))
+    with FeedEnvironment(url, environment(), retry_timeout=0.3) as env, pytest.raises(FeedUnreachableError):
+        env.register()
+    assert time.monotonic() - began < DEADLINE
+
+
+def test_the_environment_waits_for_a_trainer(feed: Feed) -> None:
+    env = FeedEnvironment(feed.url, environment(), start_timeout=0.0)
+    with env, pytest.raises(FeedError, match="has no trainer after 0 s: wait for trainer to start"):
+        env.post(a_group(0))
+
+
+def test_the_environment_waits_while_the_queue_is_full(tmp_path: Path) -> None:
+    with (
+        Feed(tmp_path / "store", "--queue-groups", "2") as feed,
+        BatchFeed(feed.url, registration(), poll=0.05) as batches,
+    ):
+        poster = threading.Thread(target=posted, args=(feed.url, *range(8)))
+        poster.start()
+        assert [names(next(batches)) for _ in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        poster.join()
+
+
+def test_with_tls_and_a_token(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(certificates.TOKEN)
+    token.chmod(0o600)
+    files = certificates.write(tmp_path, *certificates.HERE)
+    options: dict[str, Any] = files | {"token_file": token}
+    arguments = [argument for name, file in options.items() for argument in (f"--{name.replace('_', '-')}", str(file))]
+    with Feed(tmp_path / "store", *arguments) as feed:
+        with BatchFeed(feed.url, registration(), poll=0.05, **options) as batches:
+            poster = threading.Thread(target=posted, args=(feed.url, 0, 1), kwargs=options)
+            poster.start()
+            assert names(next(batches)) == [0, 1]
+            poster.join()
+        wrong = tmp_path / "wrong"
+        wrong.write_text("another-token-0123456789")
+        wrong.chmod(0o600)
+        with pytest.raises(FeedRefusedError, match="answers 401: this server requires a token"):
+            next(BatchFeed(feed.url, registration(), **options | {"token_file": wrong}))
+        with pytest.raises(FeedUnreachableError, match="cannot be reached"):
+            next(BatchFeed(feed.url, registration(), retry_timeout=0.2))  # without tls_ca
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://a", ""])
+def test_an_invalid_address_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="give http://HOST:PORT or https://HOST:PORT"):
+        BatchFeed(url, registration())
+
+
+@pytest.mark.long
+def test_the_command_and_its_exit_codes(tmp_path: Path) -> None:
+    with Feed(tmp_path / "store") as feed:
+        with BatchFeed(feed.url, registration(), poll=0.05) as batches:
+            poster = threading.Thread(target=posted, args=(feed.url, 0, 1))
+            poster.start()
+            next(batches)
+            poster.join()
+        assert feed.process.expect("batch") == {"event": "batch", "step": 1, "groups": 2, "sequences": 4}
+        address = feed.url.removeprefix("http://")
+        command = [sys.executable, "-m", "averaging", "feed", "--listen", address, "--store", ":memory:"]
+        taken = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
+        assert taken.returncode == 1
+        assert f"Error: cannot listen on {address}: Address already in use; choose another port" in taken.stderr
+        command[-1] = str(tmp_path / "store")
+        taken = subprocess.run(
+            [*command[:4], *command[6:]], capture_output=True, text=True, timeout=DEADLINE, check=False
+        )
+        assert taken.returncode == 2
+        assert "another process uses it; give another file" in taken.stderr
+        feed.process.signal(signal.SIGTERM)
+        assert feed.process.wait() == 0
+        assert feed.process.seen[-1] == {"event": "done"}
+    command = [sys.executable, "-m", "averaging", "feed", "--listen", "127.0.0.1:0", "--store", str(tmp_path / "store")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("serving at http://127.0.0.1:")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=DEADLINE)
+    assert (process.returncode, out, err) == (0, "stopped\n", "")
+
+
+def test_without_the_extra_the_command_names_it(tmp_path: Path) -> None:
+    (tmp_path / "uvicorn.py").write_text("raise ModuleNotFoundError('no', name='uvicorn')")
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from averaging.cli import main; main(['feed', '--json'])"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE, check=False
+    )
+    assert ended.returncode == 2
+    assert ended.stderr == "Error: uvicorn is not installed; run: pip install 'averaging[feed]'\n"
+    assert json.loads(ended.stdout)["event"] == "error"

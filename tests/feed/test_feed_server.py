@@ -1,0 +1,708 @@
+"""The answers of the server, above all to invalid requests. The server runs in the test's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import socket
+import ssl
+import time
+import zlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from averaging.errors import ConfigError, ListenError
+from averaging.rl.feed import FeedServer, Limits
+from averaging.rl.feed.messages import Registration
+from averaging.rl.feed.run_state import RunState
+from averaging.rl.feed.server import _network
+from tests.support import certificates
+from tests.support.certificates import OLD_TOKEN, TOKEN
+from tests.support.feeds import environment, registration
+
+REGISTRATION = {name: getattr(registration(), name) for name in Registration.__struct_fields__}
+ENVIRONMENT = {
+    name: getattr(environment(), name) for name in ("max_token_length", "desired_name", "weight", "group_size")
+}
+GROUP: dict[str, Any] = {"tokens": [[1, 2], [3]], "masks": [[-100, 2], [3]], "scores": [1, -0.5]}
+
+
+@asynccontextmanager
+async def serving(**options: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """Yields a client of a server with its store in memory."""
+    async with FeedServer(":memory:", **options) as server, httpx.AsyncClient(base_url=server.url) as client:
+        yield client
+
+
+async def begin(client: httpx.AsyncClient) -> None:
+    """Registers a trainer, requests its first batch, and registers an environment."""
+    assert (await client.post("/register", json=REGISTRATION)).status_code == 200
+    assert (await client.get("/batch")).json() == {"batch": None}
+    assert (await client.post("/register-env", json=ENVIRONMENT)).json()["env_id"] == 0
+
+
+@pytest.mark.asyncio
+async def test_a_run_route_by_route() -> None:
+    async with serving() as client:
+        assert (await client.get("/")).json() == {"message": "AtroposLib API"}
+        assert (await client.get("/info")).json() == {"batch_size": -1, "max_token_len": -1}
+        assert (await client.get("/wandb_info")).json() == {"group": None, "project": None}
+        assert (await client.get("/status")).json() == {"current_step": 0, "queue_size": 0}
+        assert (await client.get("/latest_example")).json()["tokens"] == []
+        assert (await client.get("/batch")).json() == {
+            "status": "error",
+            "message": "Trainer not registered. Call /register first.",
+            "batch": [],
+        }
+        reply = await client.post("/register", json=REGISTRATION)
+        assert 0 <= reply.json()["uuid"] < 1 << 128
+        assert (await client.get("/info")).json() == {"batch_size": 4, "max_token_len": 64}
+        assert (await client.get("/wandb_info")).json() == {"group": "group", "project": "project"}
+        reply = await client.post("/register-env", json=ENVIRONMENT)
+        assert reply.json() == {"status": "wait for trainer to start"}
+        assert (await client.get("/batch")).json() == {"batch": None}
+        reply = await client.post("/register-env", json=ENVIRONMENT | {"min_batch_allocation": 0.5})
+        assert reply.json() == {
+            "status": "success",
+            "env_id": 0,
+            "wandb_name": "env_0",
+            "checkpoint_dir": "checkpoints",
+            "starting_step": 0,
+            "checkpoint_interval": 1,
+            "num_steps": 1000,
+        }
+        assert (await client.post("/scored_data", json=GROUP | {"env_id": 0})).json() == {"status": "received"}
+        half = {"tokens": [[9]], "masks": [[9]], "scores": [True], "env_id": 0}
+        assert (await client.post("/scored_data", json=half)).json() == {"status": "buffered", "buffer_size": 1}
+        reply = await client.post("/scored_data_list", json=[half, GROUP, half])
+        assert reply.json() == {"status": "received", "groups_processed": 3, "buffered": 2, "last_buffer_size": 1}
+        assert (await client.get("/status")).json() == {"current_step": 0, "queue_size": 4}
+        status = (await client.request("GET", "/status-env", json={"env_id": 0})).json()
+        assert status == {
+            "current_step": 0,
+            "queue_size": 3,
+            "unallocated_fraction": 0.5,
+            "self_queue_size": 2,
+            "max_group_size": 2,
+            "env_weight": 1.0,
+        }
+        batch = (await client.get("/batch")).json()
+        assert batch["step"] == 1
+        assert [group["scores"] for group in batch["batch"]] == [[1.0, -0.5], [1.0], [1.0]]
+        assert batch["batch"][0]["overrides"] is None, "trainers expect all fields"
+        assert (await client.get("/status")).json() == {"current_step": 1, "queue_size": 1}
+        assert (await client.get("/latest_example")).json()["tokens"] == [[1, 2], [3]]
+        assert (await client.post("/disconnect-env", json={"env_id": 0})).json() == {"status": "success"}
+        assert (await client.post("/disconnect-env", json={"env_id": 7})).json()["status"] == "failure"
+        reply = await client.get("/reset_data")
+        assert (reply.status_code, reply.text) == (200, "Reset successful")
+        assert (await client.get("/batch")).json()["status"] == "error"
+        assert (await client.get("/latest_example")).json()["tokens"] == []
+
+
+BAD = [
+    ("/register", {k: v for k, v in REGISTRATION.items() if k != "num_steps"}, "missing required field `num_steps`"),
+    ("/register", REGISTRATION | {"batch_size": 0}, "batch_size must be from 1"),
+    ("/register", REGISTRATION | {"batch_size": "many"}, "Expected `int`"),
+    ("/register", REGISTRATION | {"starting_step": -1}, "starting_step must be at least 0"),
+    ("/register", REGISTRATION | {"starting_step": 2**63}, "at most 9007199254740992"),
+    ("/register", REGISTRATION | {"num_steps": 2**64}, "num_steps"),
+    ("/register", REGISTRATION | {"checkpoint_dir": "d" * 5000}, "may have 4096 characters, not 5000"),
+    ("/register-env", ENVIRONMENT | {"weight": 1e300}, "weight must be finite and at most"),
+    ("/register-env", ENVIRONMENT | {"max_token_length": -(2**64)}, "max_token_length"),
+    ("/scored_data", GROUP | {"tokens": [[1, 2], [-1]]}, "Expected `int` >= 0 - at `$.tokens[1][0]`"),
+    ("/scored_data", GROUP | {"tokens": [[1, 2**31], [3]]}, "Expected `int` <= 2147483647 - at `$.tokens[0][1]`"),
+    ("/scored_data", GROUP | {"masks": [[-101, 2], [3]]}, "Expected `int` >= -100 - at `$.masks[0][0]`"),
+    ("/scored_data", GROUP | {"distill_token_ids": [[[2**40]]]}, "`$.distill_token_ids[0][0][0]`"),
+    ("/scored_data", GROUP | {"env_id": 2**70}, "env_id"),
+    ("/scored_data", GROUP | {"advantages": [[1.0], ["nan"]]}, "an advantage or logprob is not finite"),
+    ("/scored_data_list", [GROUP, GROUP | {"distill_logprobs": [[["-inf"]]]}], "an advantage or logprob is not finite"),
+    ("/register-env", ENVIRONMENT | {"group_size": 0}, "group_size must be from 1"),
+    ("/register-env", ENVIRONMENT | {"group_size": 5}, "group_size 5 is above the run's batch_size 4"),
+    ("/register-env", ENVIRONMENT | {"min_batch_allocation": 1.5}, "min_batch_allocation must be from 0 to 1"),
+    ("/register-env", ENVIRONMENT | {"desired_name": "n" * 2000}, "desired_name may have 1024 characters"),
+    ("/register-env", {}, "missing required field"),
+    ("/scored_data", GROUP | {"masks": [[1, 2]]}, "2 sequences in tokens, 1 in masks and 2 scores"),
+    ("/scored_data", GROUP | {"scores": [1]}, "2 sequences in tokens, 2 in masks and 1 scores"),
+    ("/scored_data", GROUP | {"masks": [[1, 2], [3, 4]]}, "sequence 1 has 1 tokens and 2 masks"),
+    ("/scored_data", {"tokens": [], "masks": [], "scores": []}, "at least one sequence"),
+    ("/scored_data", {"tokens": [[1]] * 5, "masks": [[1]] * 5, "scores": [0] * 5}, "more than the run's batch_size, 4"),
+    ("/scored_data", GROUP | {"env_id": 0, "tokens": [[1]] * 3, "masks": [[1]] * 3, "scores": [0] * 3}, "group_size"),
+    ("/scored_data", GROUP | {"messages": [[{"role": "user"}], []]}, "lacks its role or its content"),
+    ("/scored_data", GROUP | {"tokens": [["a", 2], [3]]}, "Expected `int`, got `str` - at `$.tokens[0][0]`"),
+    ("/scored_data", {"tokens": [[1]]}, "missing required field `masks`"),
+    ("/scored_data", [GROUP], "Expected `object`, got `array`"),
+    ("/scored_data_list", [GROUP, GROUP | {"scores": [1]}], "1 scores"),
+    ("/scored_data_list", GROUP, "Expected `array`, got `object`"),
+]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("path", "body", "expected"), BAD, ids=lambda value: str(value)[:50])
+async def test_invalid_fields_are_refused_with_a_reason(path: str, body: object, expected: str) -> None:
+    async with serving() as client:
+        if path != "/register":
+            await begin(client)
+        reply = await client.post(path, json=body)
+        assert reply.status_code == 422, reply.text
+        assert reply.json()["status"] == "error"
+        assert expected in reply.json()["message"]
+        assert (await client.get("/status")).json()["queue_size"] == 0, "nothing of a list was taken"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (b'{"tokens": [[1]], "masks": [[1]], "scores": [NaN]}', "JSON has neither NaN nor Infinity"),
+        (b'{"tokens": [[1]], "masks": [[1]], "scores": [-Infinity]}', "JSON has neither NaN nor Infinity"),
+        (b'{"tokens": [[1]], "masks": [[1]], "scores": [1e999]}', "Number out of range - at `$.scores[0]`"),
+        (b'{"tokens": [[' + b"9" * 5000 + b']], "masks": [[1]], "scores": [1]}', "out of range - at `$.tokens[0][0]`"),
+        (b'{"tokens": [[1]], "masks": [[1]], "scores": [1], "images": ' + b"[" * 100_000, "recursion"),
+        (
+            b'{"tokens": [[1]], "masks": [[1]], "scores": [1], "messages": [[{"role": "\xff"}]]}',
+            "the body cannot be used",
+        ),
+        (b"", "the body cannot be used"),
+        (b"tokens=1", "malformed"),
+    ],
+)
+async def test_invalid_json_is_refused(body: bytes, expected: str) -> None:
+    async with serving() as client:
+        await begin(client)
+        reply = await client.post("/scored_data", content=body)
+        assert reply.status_code == 422, reply.text
+        assert expected in reply.json()["message"]
+
+
+@pytest.mark.asyncio
+async def test_large_finite_numbers_are_taken() -> None:
+    async with serving() as client:
+        await begin(client)
+        reply = await client.post("/scored_data", json=GROUP | {"advantages": [[1e308, 1e308], [-1e308]]})
+        assert reply.json() == {"status": "received"}
+
+
+@pytest.mark.asyncio
+async def test_an_environment_that_nobody_registered_is_asked_to_register() -> None:
+    async with serving() as client:
+        await begin(client)
+        for env_id in (1, -1):
+            reply = await client.post("/scored_data", json=GROUP | {"env_id": env_id})
+            assert (reply.status_code, reply.json()["status"]) == (404, "error")
+            assert f"no environment with env_id {env_id}; register it with /register-env" in reply.json()["message"]
+            assert (await client.request("GET", "/status-env", json={"env_id": env_id})).status_code == 404
+        assert (await client.request("GET", "/status-env")).status_code == 422
+        assert (await client.get("/status-env?env_id=x")).status_code == 422
+        assert (await client.get("/status-env?env_id=1")).status_code == 404
+
+
+@pytest.mark.asyncio
+async def test_the_status_of_an_environment_by_body_or_query() -> None:
+    async with serving() as client:
+        await begin(client)
+        body = await client.request("GET", "/status-env", json={"env_id": 0})
+        for path, content in (("/status-env?env_id=0", None), ("/status-env?env_id=7", {"env_id": 0})):
+            reply = await client.request("GET", path, json=content)
+            assert (reply.status_code, reply.json()) == (200, body.json())
+
+
+@pytest.mark.asyncio
+async def test_unknown_paths_and_methods_get_json_errors() -> None:
+    async with serving() as client:
+        for method, path, status in (("GET", "/nothing", 404), ("DELETE", "/batch", 405), ("GET", "/scored_data", 405)):
+            reply = await client.request(method, path)
+            assert (reply.status_code, reply.json()["status"]) == (status, "error")
+        assert (await client.get("/batch?step=soon")).status_code == 422
+        assert (await client.get("/batch?step=-1")).status_code == 422
+
+
+@pytest.mark.asyncio
+async def test_gzip_both_ways() -> None:
+    async with serving() as client:
+        await begin(client)
+        group = {"tokens": [list(range(500))] * 4, "masks": [list(range(500))] * 4, "scores": [0.0] * 4}
+        headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+        reply = await client.post("/scored_data", content=gzip.compress(json.dumps(group).encode()), headers=headers)
+        assert reply.json() == {"status": "received"}
+        latest = await client.get("/latest_example", headers={"Accept-Encoding": "identity"})
+        assert "Content-Encoding" not in latest.headers
+        batch = await client.get("/batch", headers={"Accept-Encoding": "gzip"})
+        assert batch.headers["Content-Encoding"] == "gzip"
+        assert batch.json()["batch"][0]["tokens"] == group["tokens"]
+        assert "Content-Encoding" not in (await client.get("/info", headers={"Accept-Encoding": "gzip"})).headers
+
+
+def bomb(nbytes: int) -> bytes:
+    """Returns a group that is compressed to few bytes, and grows to `nbytes` of white space and more."""
+    packer = zlib.compressobj(9, wbits=31)
+    return b"".join((packer.compress(b" " * nbytes), packer.compress(json.dumps(GROUP).encode()), packer.flush()))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("content", "headers", "status", "expected"),
+    [
+        (b" " * 70_000, {}, 413, "more than 65536 bytes; send fewer groups at once"),
+        (bomb(50_000_000), {"Content-Encoding": "gzip"}, 413, "more than 65536 bytes"),
+        (bomb(100)[:-9], {"Content-Encoding": "gzip"}, 400, "not one whole gzip stream"),
+        (bomb(100) + bomb(100), {"Content-Encoding": "gzip"}, 400, "not one whole gzip stream"),
+        (b"{}" * 100, {"Content-Encoding": "gzip"}, 400, "the body is not gzip"),
+        (b"{}", {"Idempotency-Key": "k" * 300}, 422, ""),
+    ],
+    ids=("large", "bomb", "cut", "two", "no gzip", "key"),
+)
+async def test_bodies_are_bounded(content: bytes, headers: dict[str, str], status: int, expected: str) -> None:
+    async with serving(limits=Limits(body_bytes=1 << 16)) as client:
+        await begin(client)
+        reply = await client.post("/scored_data", content=content, headers=headers)
+        assert (reply.status_code, reply.json()["status"]) == (status, "error"), reply.text
+        assert expected in reply.json()["message"]
+        ok = await client.post(
+            "/scored_data", content=bomb(60_000), headers={"Content-Encoding": "gzip", "Idempotency-Key": "k" * 200}
+        )
+        assert ok.json() == {"status": "received"}
+        assert (
+            await client.post("/scored_data", json=GROUP, headers={"Idempotency-Key": "k" * 201})
+        ).status_code == 422
+
+
+@pytest.mark.asyncio
+async def test_all_bodies_together_are_bounded() -> None:
+    async with FeedServer(":memory:", limits=Limits(body_bytes=1 << 16)) as server:
+        host, _, port = server.url.removeprefix("http://").partition(":")
+        head = b"POST /scored_data HTTP/1.1\r\nHost: x\r\nContent-Length: 60001\r\n\r\n"
+        connections = [await asyncio.open_connection(host, int(port)) for _ in range(5)]
+        for _, writer in connections:
+            writer.write(head + b" " * 60_000)  # the last byte does not come
+        async with asyncio.timeout(30):
+            replies = [asyncio.create_task(reader.read(1000)) for reader, _ in connections]
+            done, others = await asyncio.wait(replies, return_when=asyncio.FIRST_COMPLETED)
+        (reply,) = [task.result() for task in done]
+        assert reply.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 1" in reply.lower()
+        for _, writer in connections:
+            writer.close()
+        await asyncio.wait(others)
+        async with httpx.AsyncClient(base_url=server.url) as client:  # the closed connections do not count any more
+            assert (await client.post("/scored_data", content=b" " * 60_000)).status_code == 422
+
+
+@pytest.mark.asyncio
+async def test_a_request_has_limited_time() -> None:
+    async with FeedServer(":memory:", limits=Limits(seconds=0.2)) as server:
+        host, _, port = server.url.removeprefix("http://").partition(":")
+        head = b"POST /scored_data HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n"
+        for sent, expected in ((head + b"\r\n{", b"408 "), (head, b""), (b"", b"")):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(sent)
+            async with asyncio.timeout(30):
+                try:
+                    received = await reader.read(100)
+                except ConnectionError:
+                    received = b""
+            assert expected in received, sent
+            assert bool(expected) == bool(received)
+            writer.close()
+
+
+@pytest.mark.asyncio
+async def test_connections_are_bounded() -> None:
+    async with (
+        FeedServer(":memory:", limits=Limits(connections=1)) as server,
+        httpx.AsyncClient(base_url=server.url) as first,
+        httpx.AsyncClient(base_url=server.url) as second,
+    ):
+        assert (await first.get("/status")).status_code == 200
+        assert (await second.get("/status")).status_code == 503
+        assert (await first.get("/status")).status_code == 200, "an open connection is not affected"
+
+
+@pytest.mark.asyncio
+async def test_one_address_does_not_take_all_connections() -> None:
+    """Sockets without a request stay open for the time of a request."""
+    async with FeedServer(":memory:", limits=Limits(connections=8)) as server:
+        host, _, port = server.url.removeprefix("http://").partition(":")
+        idle = [await asyncio.open_connection(host, int(port), local_addr=("127.0.0.2", 0)) for _ in range(12)]
+        async with asyncio.timeout(30):
+            refused = [await reader.read() for reader, _ in idle[4:]]
+        assert all(reply.startswith(b"HTTP/1.1 503 ") and b"too many connections" in reply for reply in refused)
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            assert (await client.get("/status")).status_code == 200
+            for _, writer in idle:
+                writer.close()
+            for _, writer in idle:
+                await writer.wait_closed()
+        elsewhere = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
+        async with httpx.AsyncClient(base_url=server.url, transport=elsewhere) as client:
+            assert (await client.get("/status")).status_code == 200, "closed connections do not count"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("192.0.2.1", "192.0.2.2", False),
+        ("2001:db8::1", "2001:db8::2:3:4:5", True),
+        ("2001:db8::1", "2001:db8:0:1::1", False),
+        ("::ffff:192.0.2.1", "::ffff:192.0.2.2", False),
+        ("fe80::1%eth0", "fe80::2%eth1", True),
+    ],
+)
+def test_addresses_that_one_client_can_have(one: str, other: str, same: bool) -> None:
+    assert (_network((one, 1)) == _network((other, 2))) == same
+
+
+def becomes_closed(port: int) -> bool:
+    """Waits until this process has no connection to that port. Returns False if it still has one after 30 s."""
+    ends = time.monotonic() + 30
+    while time.monotonic() < ends:
+        if not any(port in each.raddr for each in psutil.Process().net_connections("tcp")):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_stops_reading_is_disconnected() -> None:
+    async with FeedServer(":memory:", limits=Limits(seconds=0.2)) as server:
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            tokens = [[2**31 - 1] * 600_000]
+            await client.post("/scored_data", json={"tokens": tokens, "masks": tokens, "scores": [0.0]})
+        host, _, port = server.url.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(b"GET /latest_example HTTP/1.1\r\nHost: x\r\n\r\n")
+            at = connection.getsockname()[1]
+            assert await asyncio.to_thread(becomes_closed, at), "the connection is still open"
+
+
+@pytest.mark.asyncio
+async def test_each_request_needs_a_token(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(f"{TOKEN}\n{OLD_TOKEN}\n")
+    file.chmod(0o600)
+    async with serving(token_file=file) as client:
+        assert (await client.get("/")).status_code == 200, "a health check needs no token"
+        for path in ("/status", "/metrics", "/batch", "/reset_data"):
+            for headers in (
+                {},
+                {"Authorization": "Bearer wrong-token-0123456789"},
+                {"Authorization": f"Basic {TOKEN}"},
+            ):
+                reply = await client.get(path, headers=headers)
+                assert (reply.status_code, reply.json()["status"]) == (401, "error")
+                assert "Authorization: Bearer TOKEN" in reply.json()["message"]
+        assert (await client.post("/scored_data", content=b"x" * 100_000)).status_code == 401
+        assert (await client.get("/status", auth=("any", TOKEN))).status_code == 200, "the password of a URL is a token"
+        assert (await client.get("/status", auth=(TOKEN, "wrong"))).status_code == 401
+        for token in (TOKEN, OLD_TOKEN):
+            assert (await client.get("/status", headers={"Authorization": f"Bearer {token}"})).status_code == 200
+
+
+@pytest.mark.asyncio
+async def test_tls_with_certificates_or_a_token(tmp_path: Path) -> None:
+    files: dict[str, Any] = dict(certificates.write(tmp_path, *certificates.HERE))
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    token.chmod(0o600)
+    stranger = ssl.create_default_context(cafile=files["tls_ca"])
+    member = ssl.create_default_context(cafile=files["tls_ca"])
+    member.load_cert_chain(files["tls_cert"], files["tls_key"])
+    async with FeedServer(":memory:", **files) as server:
+        assert server.url.startswith("https://127.0.0.1:")
+        async with httpx.AsyncClient(base_url=server.url, verify=member) as client:
+            assert (await client.get("/status")).status_code == 200
+        async with httpx.AsyncClient(base_url=server.url, verify=stranger) as client:
+            with pytest.raises(httpx.TransportError):
+                await client.get("/status")
+    async with (
+        FeedServer(":memory:", **files, token_file=token, listen="127.0.0.1:0") as server,
+        httpx.AsyncClient(base_url=server.url, verify=stranger) as client,
+    ):
+        assert (await client.get("/status")).status_code == 401
+        assert (await client.get("/status", headers={"Authorization": f"Bearer {TOKEN}"})).status_code == 200
+
+
+@pytest.mark.asyncio
+async def test_a_full_queue_answers_503_with_retry_after() -> None:
+    async with serving(limits=Limits(queue_groups=2)) as client:
+        await begin(client)
+        for _ in range(2):
+            assert (await client.post("/scored_data", json=GROUP)).status_code == 200
+        full = await client.post("/scored_data", json=GROUP)
+        assert (full.status_code, full.headers["Retry-After"]) == (503, "1")
+        assert full.json()["message"].startswith("the queue is full: 2 groups and ")
+        assert (await client.get("/batch")).json()["step"] == 1
+        assert (await client.post("/scored_data", json=GROUP)).status_code == 200
+
+
+@pytest.mark.asyncio
+async def test_metrics() -> None:
+    async with serving() as client:
+        await begin(client)
+        for _ in range(2):
+            await client.post("/scored_data", json=GROUP, headers={"Idempotency-Key": "k"})
+        await client.post("/scored_data_list", json=[GROUP, GROUP])
+        await client.get("/batch")
+        await client.get("/nothing")
+        reply = await client.get("/metrics")
+        assert reply.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        lines = reply.text.splitlines()
+        for line in (
+            'averaging_feed_requests_total{route="/scored_data",status="200"} 2.0',
+            "averaging_feed_received_groups_total 3.0",
+            "averaging_feed_received_sequences_total 6.0",
+            "averaging_feed_repeated_posts_total 1.0",
+            "averaging_feed_delivered_batches_total 1.0",
+            "averaging_feed_delivered_sequences_total 4.0",
+            "averaging_feed_step 1.0",
+            "averaging_feed_waiting_groups 1.0",
+            "averaging_feed_queued_sequences 2.0",
+            "averaging_feed_connected_environments 1.0",
+            'averaging_feed_request_duration_seconds_count{route="/batch"} 2.0',
+        ):
+            assert line in lines
+        assert all(line.startswith(("#", "averaging_feed_")) for line in lines)
+
+
+@pytest.mark.asyncio
+async def test_events() -> None:
+    events: list[Any] = []
+    async with serving(on_event=events.append) as client:
+        await begin(client)
+        await client.post("/register", json=REGISTRATION)
+        await client.post("/scored_data_list", json=[GROUP, GROUP])
+        await client.get("/batch")
+        await client.get("/reset_data")
+    assert events == [
+        {"event": "registered", "batch_size": 4, "starting_step": 0, "num_steps": 1000},
+        {"event": "environment", "env_id": 0, "name": "env_0"},
+        {"event": "trainer", "registration": 2},
+        {"event": "batch", "step": 1, "groups": 2, "sequences": 4},
+        {"event": "reset"},
+    ]
+
+
+@pytest.mark.asyncio
+async def test_errors_of_the_start_name_the_cause(tmp_path: Path) -> None:
+    async with FeedServer(tmp_path / "store") as server:
+        address = server.url.removeprefix("http://")
+        with pytest.raises(ListenError, match=f"cannot listen on {address}: .*choose another port or port 0"):
+            await FeedServer(":memory:", listen=address).__aenter__()
+        with pytest.raises(ConfigError, match="another process uses it"):
+            await FeedServer(tmp_path / "store").__aenter__()
+    with pytest.raises(ListenError, match="cannot listen on unknown.invalid:0"):
+        await FeedServer(":memory:", listen="unknown.invalid:0", insecure=True).__aenter__()
+    with pytest.raises(ConfigError, match="the limit seconds must be above 0 and finite, not 0"):
+        Limits(seconds=0)
+    with pytest.raises(ConfigError, match="other machines can reach 0.0.0.0:0, and without TLS"):
+        FeedServer(":memory:", listen="0.0.0.0:0")
+    async with FeedServer(tmp_path / "store", listen="0.0.0.0:0", insecure=True):
+        pass  # the failed start has released the store
+
+
+@pytest.mark.asyncio
+async def test_an_exception_of_on_event_does_not_reach_the_client(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(event: object) -> None:
+        raise ValueError("no room for it")
+
+    async with serving(on_event=fail) as client:
+        assert (await client.post("/register", json=REGISTRATION)).status_code == 200
+    assert "on_event has failed" in caplog.text
+    assert "no room for it" in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_an_internal_error_is_answered_and_logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: RunState, env_id: int) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(RunState, "status_env", fail)
+    async with serving() as client:
+        await begin(client)
+        reply = await client.request("GET", "/status-env", json={"env_id": 0})
+        assert (reply.status_code, reply.json()["message"]) == (500, "internal error of this server; see its log")
+        assert (await client.get("/info")).json()["batch_size"] == 4, "the server goes on"
+    assert "ZeroDivisionError" in caplog.text
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Sec-Fetch-Site": "same-site"}, 403),
+        ({"Sec-Fetch-Site": "same-origin"}, 200),
+        ({"Sec-Fetch-Site": "none"}, 200),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Referer": "http://evil.example/page"}, 403),
+        ({"Referer": "http://[evil"}, 403),
+        ({"Host": "feed:8000", "Origin": "http://feed:8000"}, 200),
+        ({"Host": "evil.example:8000", "Origin": "http://evil.example:8000"}, 403),
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "127.0.0.1.evil.example"}, 403),
+        ({"Host": "[evil.example"}, 403),
+        ({"Host": "Feed.example.org.:80"}, 200),
+        ({"Host": "192.0.2.7"}, 200),
+        ({"Host": "[::1]:8000"}, 200),
+        ({"Host": "run.localhost"}, 200),
+    ],
+    ids=str,
+)
+async def test_requests_of_web_pages_are_refused(method: str, headers: dict[str, str], status: int) -> None:
+    """Also of a page whose name points to this machine, so that its requests have the same origin as the server."""
+    async with serving(hosts=["feed.example.org"]) as client:
+        assert (await client.request(method, "/status", headers=headers)).status_code == status
+
+
+@pytest.mark.asyncio
+async def test_with_a_token_the_server_may_have_any_name(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    token.chmod(0o600)
+    async with serving(token_file=token) as client:
+        assert (await client.get("/status", auth=("any", TOKEN), headers={"Host": "feed.example"})).status_code == 200
+
+
+@pytest.mark.asyncio
+async def test_head_changes_nothing() -> None:
+    async with serving() as client:
+        await begin(client)
+        await client.post("/scored_data_list", json=[GROUP, GROUP])
+        for path in ("/reset_data", "/batch"):
+            assert (await client.head(path)).status_code == 405
+        assert (await client.head("/status")).status_code == 200
+        assert (await client.get("/batch")).json()["step"] == 1, "the run is still there"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("inner", [b"[],", b"{},", b'"a":1,', b"7,"])
+async def test_the_objects_of_a_body_are_bounded(inner: bytes) -> None:
+    """60 KiB of gzip may hold 20 million lists, which take gigabytes."""
+    brackets = (b"{", b"}") if b":" in inner else (b"[", b"]")
+    images = brackets[0] + inner * 2_000_000 + b'"b"'
+    images += (b":1" if b":" in inner else b"") + brackets[1]
+    body = json.dumps(GROUP).encode()[:-1] + b',"images":' + images + b"}"
+    async with serving(limits=Limits(body_objects=1 << 20)) as client:
+        await begin(client)
+        before = psutil.Process().memory_info().rss
+        packed = await asyncio.to_thread(gzip.compress, body, 1)
+        reply = await client.post("/scored_data", content=packed, headers={"Content-Encoding": "gzip"})
+        assert (reply.status_code, reply.json()["status"]) == (413, "error"), reply.text
+        assert "more than 1048576 objects; send fewer groups at once" in reply.json()["message"]
+        assert psutil.Process().memory_info().rss - before < 4 * len(body)
+
+
+@pytest.mark.asyncio
+async def test_a_key_stands_for_all_fields_but_the_environment() -> None:
+    key = {"Idempotency-Key": "k"}
+    async with serving() as client:
+        await begin(client)
+        await client.post("/register-env", json=ENVIRONMENT)
+        for env_id in (0, 1):  # an environment that is restarted may have another env_id
+            reply = await client.post("/scored_data", json=GROUP | {"env_id": env_id}, headers=key)
+            assert reply.json() == {"status": "received"}
+        for name, value in (
+            *(("scores", [1, 2]), ("advantages", [[1.0, 2.0], [3.0]]), ("images", "other"), ("overrides", [{}, {}])),
+            *(("messages", [[{"role": "user", "content": "x"}], []]), ("generation_params", {"top_k": 3})),
+        ):
+            reply = await client.post("/scored_data", json=GROUP | {name: value}, headers=key)
+            assert (reply.status_code, "used for other data" in reply.json()["message"]) == (422, True), name
+        assert (await client.get("/status")).json()["queue_size"] == 1
+
+
+@pytest.mark.asyncio
+async def test_only_who_registered_an_environment_may_disconnect_it() -> None:
+    """It is known by its address, and by its key if it has sent one."""
+    keys: list[dict[str, str]] = [{}, {"Environment-Key": "mine"}]
+    async with FeedServer(":memory:") as server:
+        elsewhere = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
+        async with (
+            httpx.AsyncClient(base_url=server.url) as client,
+            httpx.AsyncClient(base_url=server.url, transport=elsewhere) as other,
+        ):
+            await begin(client)
+            await client.post("/register-env", json=ENVIRONMENT, headers=keys[1])
+            for caller, env_id, headers, succeeds in (
+                (other, 0, {}, False),
+                (other, 0, {"Environment-Key": "other"}, False),
+                (client, 0, {}, True),
+                (client, 1, {}, False),
+                (client, 1, {"Environment-Key": "other"}, False),
+                (other, 1, keys[1], True),
+            ):
+                reply = await caller.post("/disconnect-env", json={"env_id": env_id}, headers=headers)
+                assert reply.json()["status"] == ("success" if succeeds else "failure")
+                assert succeeds or f"only who registered environment {env_id}" in reply.json()["error"]
+
+
+@pytest.mark.asyncio
+async def test_an_environment_that_posts_nothing_does_not_stop_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    events: list[Any] = []
+    async with serving(limits=Limits(env_timeout=0.05), on_event=events.append) as client:
+        await begin(client)
+        reserved = ENVIRONMENT | {"desired_name": "a\x1bb", "min_batch_allocation": 0.5}
+        assert (await client.post("/register-env", json=reserved)).json()["env_id"] == 1
+        await client.post("/scored_data_list", json=[GROUP | {"env_id": 0}] * 4)
+        async with asyncio.timeout(30):
+            while (await client.get("/batch")).json()["batch"] is None:
+                pass
+        silent, batch = events[-2:]
+        assert (silent, batch["event"]) == ({"event": "silent", "env_id": 1, "name": "a\x1bb_0"}, "batch")
+        assert (await client.get("/status")).json()["silent_environments"] == ["a\x1bb_0"]
+        assert "averaging_feed_silent_environments 1.0" in (await client.get("/metrics")).text
+        assert (await client.post("/register-env", json=reserved)).json()["env_id"] == 1, "its old place"
+        assert (await client.get("/status")).json()["silent_environments"] == ["a\x1bb_0"], "it has posted nothing yet"
+        await client.post("/scored_data", json=GROUP | {"env_id": 1})
+        assert {"event": "returned", "env_id": 1, "name": "a\x1bb_0"} in events
+        assert "silent_environments" not in (await client.get("/status")).json()
+    lines = [record.getMessage() for record in caplog.records if "environment 1" in record.getMessage()]
+    assert ["posts nothing" in lines[0], "is back" in lines[1]] == [True, True]
+    assert all(line.isprintable() for line in lines)
+
+
+@pytest.mark.asyncio
+async def test_a_batch_that_can_never_be_formed_is_said_everywhere(caplog: pytest.LogCaptureFixture) -> None:
+    expected = "no batch can be formed: batch_size 10 is not a multiple of the group size 4; "
+    run = REGISTRATION | {"batch_size": 10}
+    async with serving() as client:
+        assert (await client.post("/register", json=run)).json().keys() == {"uuid", "registration"}
+        assert (await client.get("/batch")).json() == {"batch": None}
+        replies = [
+            await client.post("/register-env", json=ENVIRONMENT | {"group_size": 4}),
+            await client.post("/register", json=run),
+            await client.get("/batch"),
+            await client.get("/status"),
+        ]
+        assert [reply.json()["warning"].startswith(expected) for reply in replies] == [True] * 4
+        assert sum(record.getMessage().startswith(expected) for record in caplog.records) == 1
+        await client.post("/register-env", json=ENVIRONMENT | {"group_size": 6})
+        assert "warning" not in (await client.get("/status")).json()
+
+
+@pytest.mark.asyncio
+async def test_a_trainer_with_an_earlier_registration_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving() as client:
+        numbers = [(await client.post("/register", json=REGISTRATION)).json()["registration"] for _ in range(2)]
+        assert numbers == [1, 2]
+        await client.post("/scored_data_list", json=[GROUP, GROUP])
+        for _ in range(2):
+            old = await client.get("/batch?step=1&registration=1")
+        assert caplog.text.count("a request for a batch is refused: this trainer has registration 1") == 1
+        assert (old.status_code, old.json()["status"]) == (409, "error")
+        assert "another trainer has registered since" in old.json()["message"]
+        assert (await client.post("/register?registration=1", json=REGISTRATION)).status_code == 409
+        assert (await client.get("/batch?step=1&registration=2")).json()["step"] == 1
+        for _ in range(3):  # no number is so large that trainers cannot send it any more
+            reply = await client.post(f"/register?registration={10**18 - 1}", json=REGISTRATION)
+        assert (await client.get(f"/batch?step=2&registration={reply.json()['registration']}")).status_code == 200

@@ -1,0 +1,246 @@
+"""Foreign followers of our peer: every verdict, what becomes of those that were accepted, what members tell."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import msgpack
+import pytest
+
+from averaging import Mode
+from averaging.errors import ConfigError
+from averaging.protocol.group import MAX_GATHER_BYTES
+from tests.support.foreign import RUN, Foreign, begun, ends_together, gather, our_peer
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(60),
+    pytest.mark.usefixtures("nothing_is_left_behind"),
+]
+
+NAN = float("nan")
+
+
+# Verdicts
+
+
+async def test_a_peer_that_does_not_look_for_a_group(foreign: Foreign) -> None:
+    follower = await foreign.peer()
+    async with our_peer() as us:
+        assert await us.asks_to_join(follower, schema_hash=b"", endpoint="") == "NOT_LOOKING_FOR_GROUP"
+
+
+VIOLATIONS: dict[str, dict[str, Any]] = {
+    "no hash": {"schema_hash": b""},
+    "no endpoint": {"endpoint": ""},
+    "no address": {"endpoint": "somewhere"},
+    "no port": {"endpoint": "127.0.0.1:0"},
+    "expiration nan": {"expiration": NAN},
+    "expiration inf": {"expiration": math.inf},
+    "expiration -inf": {"expiration": -math.inf},
+    "gather no msgpack": {"gather": b"\xc1"},
+    "gather no array": {"gather": msgpack.packb({"weight": 1.0})},
+    "gather too short": {"gather": msgpack.packb([1.0, None, 0])},
+    "weight negative": {"gather": gather(-1.0)},
+    "weight nan": {"gather": gather(NAN)},
+    "weight text": {"gather": msgpack.packb(["1", None, 0, b""])},
+    "bandwidth infinite": {"gather": gather(1.0, math.inf)},
+    "mode unknown": {"gather": gather(mode=3)},
+    "a node in client mode": {"gather": gather(mode=1)},
+    "a client that accepts calls": {"endpoint": "client::1"},
+    "gather too large": {"gather": gather(user=b"x" * MAX_GATHER_BYTES)},
+}
+
+
+@pytest.mark.parametrize("fields", VIOLATIONS.values(), ids=VIOLATIONS)
+async def test_a_request_that_is_none(foreign: Foreign, fields: dict[str, Any]) -> None:
+    follower = await foreign.peer()
+    async with our_peer() as us, us.averaging():
+        also_wrong: dict[str, Any] = {"schema_hash": b"another", "expiration": time.time() - 60}
+        assert await us.asks_to_join(follower, **(also_wrong | fields)) == "PROTOCOL_VIOLATION"
+
+
+async def test_other_tensors_and_an_expiration_before_ours(foreign: Foreign) -> None:
+    follower = await foreign.peer()
+    async with our_peer() as us, us.averaging():
+        too_soon = us.peer.status.declared_expiration - 0.001
+        assert await us.asks_to_join(follower, schema_hash=b"x", expiration=too_soon) == "BAD_SCHEMA_HASH"
+        assert (
+            await us.asks_to_join(follower, expiration=too_soon, endpoint=us.endpoint, client_mode=False)
+            == "BAD_EXPIRATION_TIME"
+        )
+        assert await us.asks_to_join(follower, expiration=us.peer.status.declared_expiration) == "ACCEPTED"
+
+
+async def test_an_endpoint_that_is_there_already(foreign: Foreign) -> None:
+    first, second = await foreign.peer(), await foreign.peer()
+    async with our_peer(group_size=3) as us, us.averaging():
+        assert await us.asks_to_join(first, endpoint=us.endpoint) == "DUPLICATE_ENDPOINT"
+        assert await us.asks_to_join(first) == "ACCEPTED"
+        assert await us.asks_to_join(second, endpoint=first.endpoint) == "DUPLICATE_ENDPOINT"
+
+
+async def test_a_follower_that_leaves_makes_room(foreign: Foreign) -> None:
+    first, second = await foreign.peer(), await foreign.peer()
+    async with our_peer(group_size=3) as us, us.averaging() as receipt:
+        assert await us.asks_to_join(first) == "ACCEPTED"
+        await first.leave(leader=us.endpoint)
+        await us.accepts_at_last(first, refusal="DUPLICATE_ENDPOINT")
+        assert await us.asks_to_join(second) == "ACCEPTED"
+        group = await us.begins(first, second)
+        await ends_together(us, receipt, group, first, second)
+
+
+async def test_a_full_group_and_an_assembled_one(foreign: Foreign) -> None:
+    """Our group is full and cannot begin as long as a leader that our peer asked may still take it in."""
+    leader, first, second, third = [await foreign.peer() for _ in range(4)]
+    async with our_peer(group_size=3) as us:
+        await us.declare(leader.endpoint)
+        async with us.averaging() as receipt:
+            await leader.next_request()
+            assert await us.asks_to_join(first) == "ACCEPTED"
+            assert await us.asks_to_join(second) == "ACCEPTED"
+            assert await us.asks_to_join(third) == "GROUP_IS_FULL"
+            await leader.answer(follower=us.endpoint, code="NOT_LOOKING_FOR_GROUP")
+            group = await us.begins(first, second)
+            assert await us.asks_to_join(third) == "NOT_LOOKING_FOR_GROUP"
+            await ends_together(us, receipt, group, first, second)
+
+
+# What becomes of those that were accepted
+
+
+async def test_too_few_at_the_leaders_time(foreign: Foreign) -> None:
+    follower = await foreign.peer()
+    async with our_peer(group_size=3, min_group_size=3, group_wait=0.3) as us, us.averaging():
+        assert await us.asks_to_join(follower) == "ACCEPTED"
+        assert await us.fates(follower) == [{"code": "GROUP_DISBANDED"}]
+        assert await follower.next_message(leader=us.endpoint) == {}
+
+
+async def test_enough_at_the_leaders_time(foreign: Foreign) -> None:
+    follower = await foreign.peer()
+    async with our_peer(group_size=3, group_wait=0.3) as us, us.averaging() as receipt:
+        declared = us.peer.status.declared_expiration
+        assert await us.asks_to_join(follower) == "ACCEPTED"
+        group = await us.begins(follower)
+        assert time.time() >= declared
+        assert await follower.next_message(leader=us.endpoint) == {}
+        await ends_together(us, receipt, group, follower)
+
+
+async def test_a_group_of_clients_or_without_tensors_never_begins(foreign: Foreign) -> None:
+    auxiliary = await foreign.peer()
+    async with our_peer(group_wait=0.3, mode=Mode.AUXILIARY) as us, us.averaging():
+        assert await us.asks_to_join(auxiliary, gather(mode=2)) == "ACCEPTED"
+        assert await us.fates(auxiliary) == [{"code": "GROUP_DISBANDED"}]
+
+
+async def test_a_leader_that_gives_up(foreign: Foreign) -> None:
+    follower = await foreign.peer()
+    async with our_peer(group_size=3) as us, us.averaging() as receipt:
+        assert await us.asks_to_join(follower) == "ACCEPTED"
+        receipt.cancel()
+        assert await us.fates(follower) == [{"code": "GROUP_DISBANDED"}]
+
+
+async def test_a_leader_that_is_accepted_elsewhere(foreign: Foreign) -> None:
+    leader, follower = await foreign.peer(), await foreign.peer()
+    async with our_peer(group_size=3) as us:
+        await us.declare(leader.endpoint)
+        async with us.averaging() as receipt:
+            await leader.next_request()
+            assert await us.asks_to_join(follower) == "ACCEPTED"
+            await leader.answer(follower=us.endpoint, code="ACCEPTED")
+            disbanded = {"code": "GROUP_DISBANDED", "suggested_leader": leader.endpoint}
+            assert await us.fates(follower) == [disbanded]
+            # Whoever asks now is sent to the leader, unless something else is wrong with the request.
+            request = {"schema_hash": us.peer.schema.hash, "expiration": time.time() + 60}
+            verdict = await follower.ask(leader=us.endpoint, **request)
+            assert verdict == {"code": "NOT_A_LEADER", "suggested_leader": leader.endpoint}
+            assert await us.asks_to_join(follower, expiration=time.time()) == "BAD_EXPIRATION_TIME"
+            group = begun(us, leader)
+            await leader.begin(group=group)
+            await ends_together(us, receipt, group, leader)
+
+
+async def test_two_that_ask_each_other(foreign: Foreign) -> None:
+    other = await foreign.peer()
+    async with our_peer() as us:
+        await us.declare(other.endpoint)
+        async with us.averaging() as receipt:
+            await other.next_request()
+            assert await us.asks_to_join(other, expiration=time.time() + 1) == "BAD_EXPIRATION_TIME"
+            await other.answer(follower=us.endpoint, code="ACCEPTED")
+            group = begun(us, other)
+            await other.begin(group=group)
+            await ends_together(us, receipt, group, other)
+
+
+# Declarations
+
+
+async def test_a_declaration_is_renewed_when_its_time_is_over() -> None:
+    async with our_peer(group_wait=0.2) as us, us.averaging():
+        declared = us.peer.status.declared_expiration
+        entry = await us.declares(us.key, after=declared)
+        assert time.time() >= declared
+        assert msgpack.unpackb(entry.value) is True
+
+
+async def test_the_first_bit_is_dropped_where_nobody_is() -> None:
+    async with our_peer(group_wait=0.2, group_bits="01") as us, us.averaging():
+        await us.declares(f"{RUN}.0b1")
+
+
+async def test_bits_are_kept_where_somebody_was(foreign: Foreign) -> None:
+    """A client declares nothing, and is somebody all the same."""
+    client = await foreign.client()
+    async with our_peer(group_wait=3.0, group_bits="01", group_size=3, min_group_size=3) as us, us.averaging():
+        declared, key = us.peer.status.declared_expiration, us.key
+        assert await us.asks_to_join(client, gather(mode=1)) == "ACCEPTED"
+        assert await us.fates(client) == [{"code": "GROUP_DISBANDED"}]
+        await us.declares(key, after=declared)
+
+
+# What members tell
+
+
+async def test_the_largest_gather_and_none_at_all(foreign: Foreign) -> None:
+    first, second = await foreign.peer(), await foreign.peer()
+    empty = len(gather(user=b"x" * 60_000)) - 60_000
+    largest = gather(user=b"x" * (MAX_GATHER_BYTES - empty))
+    assert len(largest) == MAX_GATHER_BYTES
+    async with our_peer(group_size=3) as us, us.averaging() as receipt:
+        assert await us.asks_to_join(first, largest) == "ACCEPTED"
+        assert await us.asks_to_join(second, b"") == "ACCEPTED"
+        group = await us.begins(first, second)
+        await ends_together(us, receipt, group, first, second)
+        assert (await receipt).gathered == {
+            us.endpoint: None,
+            first.endpoint: b"x" * (MAX_GATHER_BYTES - empty),
+            second.endpoint: None,
+        }
+
+
+async def test_our_own_gather_is_limited_too(foreign: Foreign) -> None:
+    async with our_peer() as us:
+        with pytest.raises(ConfigError, match="65536"):
+            await us.peer.average(gather=b"x" * MAX_GATHER_BYTES)
+
+
+UNREADABLE = [b"\xc1", b"", b"\x91", 7, "text", None, [b"a"]]
+
+
+@pytest.mark.parametrize("user", UNREADABLE, ids=repr)
+async def test_an_unreadable_user_spoils_nothing(foreign: Foreign, user: object) -> None:
+    first, second = await foreign.peer(), await foreign.peer()
+    async with our_peer(group_size=3) as us, us.averaging() as receipt:
+        assert await us.asks_to_join(first, msgpack.packb([1.0, None, 0, user])) == "ACCEPTED"
+        wrapped = msgpack.packb(msgpack.ExtType(0x40, msgpack.packb([1, 5, 0, msgpack.packb("told")])))
+        assert await us.asks_to_join(second, wrapped) == "ACCEPTED"
+        group = await us.begins(first, second)
+        await ends_together(us, receipt, group, first, second)
+        assert (await receipt).gathered == {us.endpoint: None, first.endpoint: None, second.endpoint: "told"}

@@ -1,0 +1,199 @@
+"""Foreign leaders: whom our peer asks, what it says, where it goes when it is sent on, what it does not believe."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import msgpack
+import pytest
+
+from tests.support.foreign import EARLIER, OUR_TIME, Foreign, ForeignPeer, Ours, begun, ends_together, gather, our_peer
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(60),
+    pytest.mark.usefixtures("nothing_is_left_behind"),
+]
+
+
+async def test_what_our_peer_says_to_a_leader(foreign: Foreign) -> None:
+    leader = await foreign.peer()
+    async with our_peer(bandwidth=2e6) as us:
+        await us.declare(leader.endpoint)
+        async with us.averaging(weight=3, gather={"loss": 0.5}):
+            request = await leader.next_request()
+            declared = us.peer.status.declared_expiration
+    user = msgpack.packb({"loss": 0.5})
+    assert msgpack.unpackb(request.pop("gather")) == [3.0, 2e6, 0, user]
+    assert request == {"endpoint": us.endpoint, "schema_hash": us.peer.schema.hash, "expiration": declared}
+
+
+async def test_whom_our_peer_asks_and_in_which_order(foreign: Foreign) -> None:
+    """The earliest first; not those that do not look or wait longer, and nobody else once it is in a group."""
+    first, second, third, later, quiet, garbled = [await foreign.peer() for _ in range(6)]
+    async with our_peer() as us:
+        await us.declare(quiet.endpoint, EARLIER - 3.0, looking=False)
+        await us.declare(garbled.endpoint, EARLIER - 3.0, looking={"perhaps": 1})
+        times = {later: OUR_TIME + 30.0, third: EARLIER, second: EARLIER - 1.0, first: EARLIER - 2.0}
+        for leader, seconds in times.items():
+            await us.declare(leader.endpoint, seconds)
+        async with us.averaging() as receipt:
+            await first.next_request()
+            await first.answer(follower=us.endpoint, code="GROUP_IS_FULL")
+            await second.next_request()
+            await second.answer(follower=us.endpoint, code="ACCEPTED")
+            group = begun(us, second)
+            await second.begin(group=group)
+            await ends_together(us, receipt, group, second)
+        entry = us.discovery.get(us.key)[us.endpoint]
+        assert msgpack.unpackb(entry.value) is False  # it does not look any more
+        for other in (third, later, quiet, garbled):
+            assert await other.pending_requests() == 0
+
+
+async def test_equal_expirations_are_decided_by_the_endpoint(foreign: Foreign) -> None:
+    """The lesser endpoint leads: 127.0.0.1 before localhost."""
+    other = await foreign.peer()
+    async with our_peer(advertise="localhost:0") as us, us.averaging() as receipt:
+        declared = us.peer.status.declared_expiration
+        await us.declare_until(other.endpoint, declared)
+        assert (await other.next_request())["expiration"] == declared
+        await other.answer(follower=us.endpoint, code="ACCEPTED")
+        group = begun(us, other)
+        await other.begin(group=group)
+        await ends_together(us, receipt, group, other)
+    other = await foreign.peer(host="localhost")
+    async with our_peer() as us, us.averaging() as receipt:
+        declared = us.peer.status.declared_expiration
+        await us.declare_until(other.endpoint, declared)
+        assert await us.asks_to_join(other, expiration=declared) == "ACCEPTED"
+        group = await us.begins(other)
+        await ends_together(us, receipt, group, other)
+        assert await other.pending_requests() == 0
+
+
+@pytest.mark.parametrize("code", ["NOT_A_LEADER", "GROUP_DISBANDED"])
+async def test_three_redirects_in_a_row_and_no_more(foreign: Foreign, code: str) -> None:
+    chain = [await foreign.peer() for _ in range(5)]
+    async with our_peer() as us:
+        await us.declare(chain[0].endpoint)
+        for named in chain[1:]:
+            await us.name(named.endpoint)
+        async with us.averaging() as receipt:
+            for asked, suggested in itertools.pairwise(chain):
+                await redirect(us, asked, code, suggested.endpoint)
+            # Not the fifth: the first is asked again, after a pause.
+            await chain[0].next_request()
+            assert await chain[4].pending_requests() == 0
+            await chain[0].answer(follower=us.endpoint, code="ACCEPTED")
+            group = begun(us, chain[0])
+            await chain[0].begin(group=group)
+            await ends_together(us, receipt, group, chain[0])
+
+
+async def redirect(us: Ours, asked: ForeignPeer, code: str, suggested: str) -> float:
+    """`asked` is asked and sends our peer to `suggested`; returns when it was about to do so."""
+    await asked.next_request()
+    now = time.time()
+    if code == "GROUP_DISBANDED":
+        await asked.answer(follower=us.endpoint, code="ACCEPTED")
+    await asked.answer(follower=us.endpoint, code=code, suggested_leader=suggested)
+    return now
+
+
+@pytest.mark.parametrize("code", ["NOT_A_LEADER", "GROUP_DISBANDED"])
+async def test_a_circle_of_redirects(foreign: Foreign, code: str) -> None:
+    first, second = await foreign.peer(), await foreign.peer()
+    async with our_peer() as us:
+        await us.declare(first.endpoint)
+        await us.name(second.endpoint)
+        async with us.averaging() as receipt:
+            redirected = await redirect(us, first, code, second.endpoint)
+            await redirect(us, second, code, first.endpoint)
+            await (
+                first.next_request()
+            )  # since it is declared, not because of the redirect: after the pause of one that refused
+            assert time.time() - redirected > 0.09
+            assert await second.pending_requests() == 0
+            await first.answer(follower=us.endpoint, code="ACCEPTED")
+            group = begun(us, first)
+            await first.begin(group=group)
+            await ends_together(us, receipt, group, first)
+
+
+@pytest.mark.parametrize("code", ["NOT_A_LEADER", "GROUP_DISBANDED"])
+@pytest.mark.parametrize("suggested", ["a stranger", "our peer", "client::1", "nonsense"])
+async def test_a_redirect_to_nobody_of_this_run(foreign: Foreign, suggested: str, code: str) -> None:
+    leader, stranger = await foreign.peer(), await foreign.peer()
+    async with our_peer() as us:
+        await us.declare(leader.endpoint)
+        suggested = {"a stranger": stranger.endpoint, "our peer": us.endpoint}.get(suggested, suggested)
+        async with us.averaging() as receipt:
+            await redirect(us, leader, code, suggested)
+            await leader.next_request()
+            assert await stranger.pending_requests() == 0
+            await leader.answer(follower=us.endpoint, code="ACCEPTED")
+            group = begun(us, leader)
+            await leader.begin(group=group)
+            await ends_together(us, receipt, group, leader)
+
+
+async def test_a_suggestion_beside_the_beginning_is_not_followed(foreign: Foreign) -> None:
+    leader, other = await foreign.peer(), await foreign.peer()
+    async with our_peer() as us:
+        await us.declare(leader.endpoint)
+        await us.name(other.endpoint)
+        async with us.averaging() as receipt:
+            await leader.next_request()
+            await leader.answer(follower=us.endpoint, code="ACCEPTED")
+            group = begun(us, leader)
+            await leader.answer(follower=us.endpoint, code="BEGIN_ALLREDUCE", suggested_leader=other.endpoint, **group)
+            await ends_together(us, receipt, group, leader)
+        assert await other.pending_requests() == 0
+
+
+BROKEN_GROUPS: dict[str, dict[str, Any]] = {
+    "without our peer": {"ordered_group_endpoints": ["127.0.0.1:1", "127.0.0.1:2"]},
+    "of one": {"ordered_group_endpoints": [], "gathered": []},
+    "without an id": {"group_id": b""},
+    "a gather too few": {"gathered": [gather()]},
+    "an unreadable gather": {"gathered": [gather(), b"\xc1"]},
+    "a negative weight": {"gathered": [gather(), gather(-1.0)]},
+}
+
+
+async def is_taken_in(us: Ours, leader: ForeignPeer, follower: ForeignPeer) -> None:
+    """`leader` accepts our peer, which follows it as soon as it has sent its own follower there."""
+    await leader.next_request()
+    assert await us.asks_to_join(follower) == "ACCEPTED"
+    await leader.answer(follower=us.endpoint, code="ACCEPTED")
+    assert await us.fates(follower) == [{"code": "GROUP_DISBANDED", "suggested_leader": leader.endpoint}]
+
+
+@pytest.mark.parametrize("fields", BROKEN_GROUPS.values(), ids=BROKEN_GROUPS)
+async def test_a_beginning_that_makes_no_sense(foreign: Foreign, fields: dict[str, Any]) -> None:
+    """Our peer leaves such a leader and finds another group."""
+    leader, follower = await foreign.peer(), await foreign.peer()
+    async with our_peer() as us:
+        await us.declare(leader.endpoint)
+        async with us.averaging() as receipt:
+            await is_taken_in(us, leader, follower)
+            await leader.answer(follower=us.endpoint, code="BEGIN_ALLREDUCE", **(begun(us, leader) | fields))
+            await us.accepts_at_last(follower, refusal="NOT_A_LEADER")
+            group = await us.begins(follower)
+            await ends_together(us, receipt, group, follower)
+
+
+@pytest.mark.parametrize("code", ["INTERNAL_ERROR", "NOT_DECLARED", "ACCEPTED", "AVERAGED_PART"])
+async def test_a_leader_that_fails_after_accepting(foreign: Foreign, code: str) -> None:
+    leader, follower = await foreign.peer(), await foreign.peer()
+    async with our_peer() as us:
+        await us.declare(leader.endpoint)
+        async with us.averaging() as receipt:
+            await is_taken_in(us, leader, follower)
+            await leader.answer(follower=us.endpoint, code=code)
+            await us.accepts_at_last(follower, refusal="NOT_A_LEADER")
+            group = await us.begins(follower)
+            await ends_together(us, receipt, group, follower)

@@ -1,0 +1,544 @@
+"""Rounds of many peers in virtual time: groups become full, no peer waits for ever, and the mean is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, aclosing, suppress
+from typing import Any
+
+import pytest
+import torch
+
+from averaging import Mode, Outcome, Peer, Receipt, Topic
+from averaging.config import PeerOptions
+from averaging.discovery.gossip.record import Limits
+from averaging.errors import PeerUnreachableError, SchemaMismatchError
+from averaging.matchmaking.rules import pack_looking
+from averaging.matchmaking.schema_differences import MAX_REMEMBERED, LoggedDifferences
+from averaging.peer import rounds
+from averaging.peer.round_options import all_of
+from averaging.protocol.group import pack_gather
+from averaging.protocol.messages import JoinRequest, MessageCode
+from averaging.testing import virtual_time
+from tests.support import leaks
+from tests.support.selection import rest_is_long
+from tests.support.swarm import Swarm, groups_of, scalars, spread
+
+
+@pytest.mark.parametrize("seed", rest_is_long(range(20), 4))
+def test_sixteen_peers_fill_groups_of_four_within_seconds(seed: int) -> None:
+    swarm = Swarm(seed)
+    tensors = scalars(16, seed)
+    peers = [swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=4, group_wait=10.0) for n in range(16)]
+    receipts = [receipts[0] for receipts in swarm.simulate(swarm.average_together(peers))]
+    assert len(groups_of(receipts)) == 4
+    for receipt in receipts:
+        assert len(receipt.members) == 4
+        assert receipt.seconds < 3.0
+
+
+@pytest.mark.parametrize("seeds", [range(100), pytest.param(range(100, 1000), marks=pytest.mark.long)], ids=len)
+def test_mutual_requests_end_without_a_deadlock(seeds: range) -> None:
+    """Two to five peers that start at the same moment, some with the very same expiration, all find a group."""
+    for seed in seeds:
+        rng = random.Random(seed)
+        count = rng.randrange(2, 6)
+        # No delay between declarations: expirations are equal, so that only the endpoints decide who leads.
+        swarm = Swarm(seed, delay=rng.choice([0.0, 0.005, 0.05]), latency=rng.choice([(0.01, 0.01), (0.001, 0.05)]))
+        tensors = scalars(count, seed)
+        peers = [swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=count, group_wait=5.0) for n in range(count)]
+        receipts = [receipts[0] for receipts in swarm.simulate(swarm.average_together(peers))]
+        for receipt in receipts:
+            assert receipt.outcome is Outcome.AVERAGED, f"seed {seed}: {receipt}"
+            assert len(receipt.members) == count, f"seed {seed}: {receipt}"
+            assert receipt.seconds < 2.0, f"seed {seed}: {receipt}"  # by the rule, not by a declaration running out
+
+
+@pytest.mark.parametrize("seed", rest_is_long(range(10), 3))
+def test_a_group_that_is_not_full_begins_when_its_leader_s_declaration_expires(seed: int) -> None:
+    swarm = Swarm(seed)
+    tensors = scalars(3, seed)
+    peers = [swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=8, group_wait=5.0) for n in range(3)]
+    for receipts in swarm.simulate(swarm.average_together(peers)):
+        assert len(receipts[0].members) == 3
+        assert 4.5 < receipts[0].seconds < 6.0
+
+
+def test_the_receipt_says_that_no_other_peer_is_in_the_run() -> None:
+    swarm = Swarm(1)
+    tensor = torch.ones(2)
+    peer = swarm.peer("peer:1", [tensor], group_wait=2.0, round_timeout=7.0)
+    receipt: Receipt = swarm.simulate(swarm.average_together([peer]))[0][0]
+    assert receipt.outcome is Outcome.NO_GROUP
+    assert receipt.reason == "no other peer is in the run: start more peers of it, or wait longer"
+    assert 7.0 <= receipt.seconds < 7.5
+    assert tensor.tolist() == [1.0, 1.0]
+
+
+def test_peers_that_have_left_are_counted() -> None:
+    """Also if this peer has declared itself again since."""
+    swarm = Swarm(1)
+    waiting = swarm.peer("peer:1", [torch.ones(2)], round_timeout=9.0, group_wait=2.0, min_group_size=3)
+    leaving = swarm.peer("peer:2", [torch.ones(2)], round_timeout=1.0, group_wait=2.0, min_group_size=3)
+
+    async def main() -> None:
+        async with waiting:
+            search = asyncio.create_task(waiting.average())
+            async with leaving:
+                await leaving.average()
+            receipt = await search
+        assert receipt.outcome is Outcome.NO_GROUP
+        assert "1 other seen, but not lately under run.0b" in receipt.reason
+
+    swarm.simulate(main())
+
+
+def test_the_receipt_names_the_first_difference_of_the_tensors() -> None:
+    swarm = Swarm(1)
+    peers = [
+        swarm.peer("peer:1", [torch.zeros(2), torch.zeros(3)], group_wait=2.0),
+        swarm.peer("peer:2", [torch.zeros(2), torch.zeros(4)], group_wait=2.0),
+    ]
+    for receipts in swarm.simulate(swarm.average_together(peers)):
+        assert receipts[0].outcome is Outcome.NO_GROUP
+        assert "tensor 'tensor_1' is float32[" in receipts[0].reason
+        assert receipts[0].seconds < 3.0  # before the timeout
+
+
+def test_a_schema_difference_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Not in every search, and not in every phase of a topic."""
+    swarm = Swarm(1)
+    peers = [swarm.peer(f"peer:{n}", [torch.zeros(n)], group_wait=2.0) for n in (1, 2)]
+
+    async def main() -> None:
+        async with peers[0], peers[1]:
+            topics = [peer.topic("other", {"w": torch.zeros(n)}) for n, peer in enumerate(peers, 1)]
+            for step in range(5):
+                await asyncio.gather(*(peer.average() for peer in peers))
+                phases = zip(peers, topics, strict=True)
+                await asyncio.gather(
+                    *(peer.average(topic, phase=f"{step}", search_timeout=2.0) for peer, topic in phases)
+                )
+
+    swarm.simulate(main())
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert told
+    assert len(told) == len(set(told)) <= 4  # of each peer: its own tensors and those of the topic
+
+
+def test_the_number_of_remembered_differences_is_limited() -> None:
+    logged = LoggedDifferences()
+    first, second, *others = [SchemaMismatchError(f"peer:{n}", "another") for n in range(MAX_REMEMBERED + 1)]
+    assert all(logged.add(difference) for difference in (first, second, *others))
+    assert not logged.add(second)
+    assert logged.add(first)
+
+
+def test_a_peer_with_other_tensors_that_has_left_does_not_end_the_search() -> None:
+    swarm = Swarm(1)
+    options: PeerOptions = {"group_size": 2, "group_wait": 2.0, "round_timeout": 20.0}
+    other = swarm.peer("peer:1", [torch.zeros(4)], **options)
+    peer, late = (swarm.peer(f"peer:{n}", [torch.zeros(3)], **options) for n in (2, 3))
+
+    async def main() -> Receipt:
+        async with peer, late:
+            searching = asyncio.create_task(peer.average())
+            async with other:
+                await late.discovery.store("run.0b", late.endpoint, pack_looking(False), virtual_time.clock() + 3.0)
+                differing = asyncio.create_task(other.average())
+                await asyncio.sleep(1.0)
+                differing.cancel()
+            await asyncio.sleep(6.0)
+            await late.average()
+            return await searching
+
+    receipt = swarm.simulate(main())
+    assert receipt.outcome is Outcome.AVERAGED, receipt
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_clients_and_auxiliaries_join_nodes(seed: int) -> None:
+    swarm = Swarm(seed)
+    modes = [Mode.NODE, Mode.NODE, Mode.CLIENT, Mode.CLIENT, Mode.AUXILIARY, Mode.AUXILIARY]
+    tensors = scalars(len(modes), seed)
+    mean = torch.stack(tensors[:4]).mean(dim=0)
+    before = [tensor.clone() for tensor in tensors]
+    peers = [
+        swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=6, group_wait=5.0, mode=mode)
+        for n, mode in enumerate(modes)
+    ]
+    for receipts in swarm.simulate(swarm.average_together(peers)):
+        assert len(receipts[0].members) == 6
+        assert receipts[0].dropped == ()
+    for tensor in tensors[:4]:
+        torch.testing.assert_close(tensor, mean, rtol=1e-9, atol=1e-9)
+    for tensor, untouched in zip(tensors[4:], before[4:], strict=True):
+        assert torch.equal(tensor, untouched)
+
+
+def test_a_client_asks_peers_with_later_declarations_than_its_own() -> None:
+    """It cannot lead, so no peer would ask it instead."""
+    swarm = Swarm(1)
+    client = swarm.peer("", [torch.ones(2)], group_size=2, round_timeout=4.0, mode=Mode.CLIENT)
+    node = swarm.peer("peer:1", [torch.ones(2)], group_size=2, group_wait=5.0)
+
+    async def main() -> Receipt:
+        async with client, node:
+            searching = asyncio.create_task(client.average())
+            await asyncio.sleep(1.0)
+            assert node.discovery.get("run.0b") == {}  # a client declares nothing
+            await node.average()
+            return await searching
+
+    assert swarm.simulate(main()).outcome is Outcome.AVERAGED
+
+
+def test_two_auxiliaries_do_not_begin_without_tensors() -> None:
+    swarm = Swarm(1)
+    tensors = scalars(4, 1)
+    modes = [Mode.AUXILIARY, Mode.AUXILIARY, Mode.NODE, Mode.CLIENT]
+    peers = [
+        swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=2, group_wait=2.0, round_timeout=60.0, mode=mode)
+        for n, mode in enumerate(modes)
+    ]
+    for receipts in swarm.simulate(swarm.average_together(peers)):
+        assert receipts[0].outcome is Outcome.AVERAGED
+
+
+def test_a_full_group_of_auxiliaries_is_disbanded_at_once() -> None:
+    swarm = Swarm(1)
+    *auxiliaries, node = [
+        swarm.peer(f"peer:{n + 1}", [torch.ones(2)], group_size=2, group_wait=10.0, round_timeout=20.0, mode=mode)
+        for n, mode in enumerate((Mode.AUXILIARY, Mode.AUXILIARY, Mode.NODE))
+    ]
+
+    async def main() -> Receipt:
+        async with auxiliaries[0], auxiliaries[1], node:
+            averaging = [asyncio.create_task(peer.average()) for peer in auxiliaries]
+            await asyncio.sleep(1.0)
+            receipt = await node.average()
+            for task in averaging:
+                task.cancel()
+            await asyncio.gather(*averaging, return_exceptions=True)
+        return receipt
+
+    receipt = swarm.simulate(main())
+    assert receipt.outcome is Outcome.AVERAGED
+    assert receipt.seconds < 3.0
+
+
+def test_no_peer_waits_for_one_that_has_left() -> None:
+    swarm = Swarm(1)
+    first, second, leaves = [
+        swarm.peer(f"peer:{n + 1}", [torch.ones(2)], group_wait=50.0, round_timeout=60.0) for n in range(3)
+    ]
+
+    async def main() -> list[Receipt]:
+        async with first, second:
+            async with leaves:
+                for peer in (first, second, leaves):
+                    peer.progress.announce(b"")
+                for peer in (first, second, leaves):
+                    assert len(await peer.progress.until(lambda seen: len(seen) >= 2, 10.0)) >= 2
+                averaging = [
+                    asyncio.create_task(peer.average(start_size=all_of(frozenset, peer.progress.announcements)))
+                    for peer in (first, second)
+                ]
+                await asyncio.sleep(5.0)
+                assert not any(task.done() for task in averaging)
+            return await asyncio.gather(*averaging)
+
+    for receipt in swarm.simulate(main()):
+        assert len(receipt.members) == 2
+        assert receipt.seconds < 10.0
+
+
+@pytest.mark.parametrize("group_wait", [45.0, 55.0])  # it leads, or it follows
+def test_an_auxiliary_makes_a_group_begin_neither_later_nor_sooner(group_wait: float) -> None:
+    """It waits for all training peers, and they do not wait for it."""
+    swarm = Swarm(1)
+    trains = [swarm.peer(f"peer:{n + 1}", [torch.ones(2)], group_wait=50.0, round_timeout=60.0) for n in range(2)]
+    auxiliary = swarm.peer("peer:3", [torch.ones(2)], group_wait=group_wait, round_timeout=60.0, mode=Mode.AUXILIARY)
+
+    async def main() -> list[Receipt]:
+        async with auxiliary, trains[0], trains[1]:
+            for peer in trains:
+                peer.progress.announce(b"")
+            for peer in trains:
+                assert await peer.progress.until(bool, 10.0)
+            averaging = [asyncio.create_task(auxiliary.average())]
+            for peer in trains:
+                averaging.append(
+                    asyncio.create_task(peer.average(start_size=all_of(frozenset, peer.progress.announcements)))
+                )
+                await asyncio.sleep(3.0)
+            return await asyncio.gather(*averaging)
+
+    for receipt in swarm.simulate(main()):
+        assert len(receipt.members) == 3
+        assert receipt.seconds < 10.0
+
+
+def test_every_receipt_has_what_members_gathered() -> None:
+    swarm = Swarm(1)
+    tensors = scalars(3, 1)
+    peers = [swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=3) for n in range(3)]
+
+    async def main() -> list[Receipt]:
+        async with AsyncExitStack() as stack:
+            for peer in peers:
+                await stack.enter_async_context(peer)
+            return await asyncio.gather(*(p.average(weight=n, gather={"step": n}) for n, p in enumerate(peers)))
+
+    for receipt in swarm.simulate(main()):
+        assert receipt.gathered == {f"peer:{n + 1}": {"step": n} for n in range(3)}
+
+
+@pytest.mark.parametrize("patience", [0.1, 10.0])
+def test_the_gather_of_a_follower_that_has_left_is_not_kept(patience: float) -> None:
+    """It may have 64 KiB, and one caller may use many endpoints, so a leader would run out of memory."""
+    swarm = Swarm(1)
+    peer = swarm.peer("peer:1", [torch.zeros(2)], group_size=4, min_group_size=4, group_wait=2.0)
+
+    async def join_and_go(number: int) -> None:
+        gather = pack_gather(1.0, None, Mode.NODE, bytes(1000))
+        request = JoinRequest(f"stranger:{number}", peer.schema.hash, virtual_time.clock() + 60.0, gather)
+        call = swarm.network.transport("stranger:1").join_group("peer:1", request)
+        with suppress(TimeoutError, PeerUnreachableError):
+            async with asyncio.timeout(patience), aclosing(call) as replies:
+                assert [reply.code async for reply in replies][1:] in ([], [MessageCode.GROUP_DISBANDED])
+
+    async def main() -> None:
+        async with peer:
+            averaging = asyncio.create_task(peer.average())
+            await asyncio.sleep(0.1)
+            for number in range(1, 9):
+                await join_and_go(number)
+            await asyncio.sleep(1.0)
+            kept = {path: size for path, size in leaks.sizes(peer).items() if path.endswith("._gathered")}
+            assert list(kept.values()) == [1]
+            averaging.cancel()
+
+    swarm.simulate(main())
+
+
+async def average_together(peers: Sequence[Peer], topics: Sequence[Topic], step: int) -> list[Receipt]:
+    pairs = zip(peers, topics, strict=True)
+    receipts = await asyncio.gather(*(peer.average(topic, phase=str(step)) for peer, topic in pairs))
+    assert {receipt.outcome for receipt in receipts} == {Outcome.AVERAGED}, f"step {step}"
+    return receipts
+
+
+def test_a_key_for_every_step_does_not_use_up_a_peers_records() -> None:
+    """A peer may have a few hundred records, and declarations may outlive the steps in which they were made."""
+    swarm = Swarm(1)
+    swarm.registry.limits = Limits(records_per_owner=10)
+    peers = [swarm.peer(f"peer:{n + 1}", [torch.zeros(2)], group_size=2, group_wait=60.0) for n in range(2)]
+
+    async def main() -> None:
+        async with peers[0], peers[1]:
+            topics = [peer.topic("gradients", {"w": torch.zeros(2)}) for peer in peers]
+            for step in range(30):
+                await average_together(peers, topics, step)
+                await asyncio.sleep(2.0)
+
+    swarm.simulate(main())
+
+
+@pytest.mark.long
+def test_quick_steps_do_not_use_up_a_peers_records_either() -> None:
+    """Their records have a shorter lifetime: at 30 steps per second a whole run had stopped every 8 s."""
+    swarm = Swarm(1, latency=(0.0005, 0.002), delay=0.002)
+    peers = [swarm.peer(f"peer:{n + 1}", [torch.zeros(2)], group_size=2, group_wait=60.0) for n in range(2)]
+
+    async def main() -> None:
+        async with peers[0], peers[1]:
+            topics = [peer.topic("gradients", {"w": torch.zeros(2)}) for peer in peers]
+            for step in range(600):
+                receipts = await average_together(peers, topics, step)
+                assert max(receipt.seconds for receipt in receipts) < 0.1, f"step {step}"
+
+    swarm.simulate(main())
+
+
+def test_a_topic_of_its_own_for_every_average_leaves_little_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "MAX_LASTING", 8)
+    swarm = Swarm(1)
+    peer = swarm.peer("peer:1", [torch.zeros(2)])
+
+    async def main() -> None:
+        async with peer:
+            before = leaks.sizes(peer)
+            for number in range(50):
+                await peer.average(peer.topic(f"of{number}", {"w": torch.zeros(2)}), search_timeout=0.0)
+            grown = leaks.sizes(peer) - before
+        assert max(grown.values()) <= 8, grown
+
+    swarm.simulate(main())
+
+
+@pytest.mark.parametrize(("size", "rounds"), [(2, 4), (4, 3), (8, 2), pytest.param(8, 3, marks=pytest.mark.long)])
+def test_a_grid_of_groups_reaches_the_exact_mean(size: int, rounds: int) -> None:
+    swarm, count = Swarm(3), size**rounds
+    tensors = scalars(count, 3)
+    mean = torch.stack(tensors).mean(dim=0)
+    digits = (size - 1).bit_length()
+
+    def bits(number: int) -> str:
+        return "".join(format(number // size**axis % size, f"0{digits}b") for axis in range(rounds - 1))
+
+    peers = [
+        swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=size, group_bits=bits(n), group_wait=30.0)
+        for n in range(count)
+    ]
+    for receipts in swarm.simulate(swarm.average_together(peers, rounds)):
+        assert [len(receipt.members) for receipt in receipts] == [size] * rounds
+    assert spread(tensors) < 1e-9
+    torch.testing.assert_close(torch.stack(tensors).mean(dim=0), mean, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("mode", [Mode.NODE, Mode.CLIENT])
+def test_the_first_bit_is_dropped_if_no_other_peer_is_seen(mode: Mode) -> None:
+    swarm = Swarm(2)
+    tensors = scalars(2, 2)
+    peers = [
+        swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=2, group_bits=bits, group_wait=2.0, mode=mode)
+        for n, (bits, mode) in enumerate([("0011", Mode.NODE), ("1011", mode)])
+    ]
+    for receipts in swarm.simulate(swarm.average_together(peers)):
+        assert receipts[0].outcome is Outcome.AVERAGED
+        assert receipts[0].seconds > 2.0
+
+
+def test_a_dropped_bit_is_back_at_the_next_search() -> None:
+    """Otherwise a peer that was alone once would always look under a shorter key than all others."""
+    swarm = Swarm(2)
+    (tensor,) = scalars(1, 2)
+    peer = swarm.peer("peer:1", [tensor], group_bits="0011", group_wait=2.0, round_timeout=5.0)
+    keys: list[str] = []
+
+    async def main() -> None:
+        async with peer:
+            for _ in range(2):
+                keys.append(peer.status.group_key)
+                searching = asyncio.create_task(peer.average())
+                await asyncio.sleep(1.0)
+                keys.append(peer.status.group_key)
+                await asyncio.sleep(2.0)
+                keys.append(peer.status.group_key)
+                await searching
+
+    swarm.simulate(main())
+    whole, shorter = "0b0011", "0b011"
+    found = [key.rpartition(".")[2] for key in keys]
+    assert found[:3] == [whole, whole, shorter]
+    assert found[4:] == [whole, shorter]
+
+
+@pytest.mark.parametrize("seed", rest_is_long(range(30), 8))
+def test_all_survivors_end_whichever_peers_die_and_calls_break(seed: int) -> None:
+    """Peers die and calls break at random; every round of a survivor ends in bounded time with a receipt."""
+    rng = random.Random(seed)
+    swarm = Swarm(seed, loss=rng.choice([0.0, 0.002, 0.02]))
+    count = rng.randrange(4, 24)
+    tensors = scalars(count, seed)
+    peers = [
+        swarm.peer(
+            f"peer:{n + 1}",
+            [tensors[n]],
+            group_size=rng.choice([2, 4]),
+            group_wait=3.0,
+            round_timeout=20.0,
+            stall_timeout=2.0,
+        )
+        for n in range(count)
+    ]
+    receipts: dict[int, list[Receipt]] = {n: [] for n in range(count)}
+    dead: set[int] = set()
+
+    async def live(number: int, peer: Peer, dies_at: float) -> None:
+        try:
+            async with asyncio.timeout(dies_at), peer:
+                for _ in range(4):
+                    receipts[number].append(await peer.average())
+        except TimeoutError:
+            dead.add(number)
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for number, peer in enumerate(peers):
+                dies_at = rng.uniform(0.01, 8.0) if rng.random() < 0.3 else 1e6
+                tasks.create_task(live(number, peer, dies_at))
+                if dies_at < 1e6:
+                    asyncio.get_running_loop().call_later(dies_at - 0.005, swarm.network.kill, f"peer:{number + 1}")
+
+    swarm.simulate(main())
+    for number in set(range(count)) - dead:
+        assert len(receipts[number]) == 4
+        for receipt in receipts[number]:
+            assert receipt.seconds < 2 * 20.0 + 5.0
+            assert receipt.reason or receipt.averaged
+
+
+@pytest.mark.long
+def test_a_hundred_peers_keep_the_mean_to_1e6_when_none_dies() -> None:
+    swarm = Swarm(0, latency=(0.001, 0.3), delay=0.2)
+    tensors = scalars(100, 0)
+    mean = torch.stack(tensors).mean(dim=0)
+    before = spread(tensors)
+    peers = [
+        swarm.peer(f"peer:{n + 1}", [tensors[n]], group_size=4, group_bits="0000", group_wait=5.0) for n in range(100)
+    ]
+    swarm.simulate(swarm.average_together(peers, 4))
+    assert spread(tensors) < before / 4
+    torch.testing.assert_close(torch.stack(tensors).mean(dim=0), mean, rtol=1e-6, atol=1e-6)
+
+
+SWAPPED = {"x": torch.zeros(4), "y": torch.full((4,), 100.0)}, {"y": torch.full((4,), 100.0), "x": torch.zeros(4)}
+
+
+@pytest.mark.parametrize("modes", [(Mode.NODE, Mode.NODE), (Mode.NODE, Mode.CLIENT)])
+@pytest.mark.parametrize("share_state", [True, False])
+def test_tensors_of_one_shape_in_another_order_are_refused_by_name(modes: tuple[Mode, Mode], share_state: bool) -> None:
+    swarm = Swarm(2)
+    peers = [
+        swarm.peer(f"peer:{n}", tensors, mode=mode, share_state=share_state, group_wait=2.0)
+        for n, (tensors, mode) in enumerate(zip(SWAPPED, modes, strict=True), 1)
+    ]
+    receipts = [receipt for [receipt] in swarm.simulate(swarm.average_together(peers))]
+    assert {receipt.outcome for receipt in receipts} == {Outcome.NO_GROUP}
+    assert re.search("tensor '[xy]' is '[xy]' there", " ".join(receipt.reason for receipt in receipts))
+    assert all(peer.own_tensors[list(peer.tensor_names).index("x")].sum() == 0 for peer in peers)
+
+
+def test_wrappers_prefixes_and_tensors_without_names_keep_nobody_apart() -> None:
+    swarm = Swarm(3)
+    zeros, ones = [torch.zeros(3), torch.ones(3)], [torch.ones(3), torch.zeros(3)]
+    sets: list[Any] = [
+        dict(zip(("0.weight", "buffer/0.mean"), zeros, strict=True)),
+        dict(zip(("module.0.weight", "buffer/module.0.mean"), ones, strict=True)),
+        dict(zip(("group0.param0", "buffer/_orig_mod.0.mean"), ones, strict=True)),
+        ones,
+    ]
+    peers = [swarm.peer(f"peer:{n}", tensors, group_size=4, group_wait=2.0) for n, tensors in enumerate(sets, 1)]
+    for [receipt] in swarm.simulate(swarm.average_together(peers)):
+        assert (receipt.outcome, len(receipt.members)) == (Outcome.AVERAGED, 4)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("mode", [Mode.AUXILIARY, Mode.NODE])
+def test_a_leader_without_names_mixes_nobody_who_has_others(seed: int, mode: Mode) -> None:
+    """An auxiliary has none, since nothing of its tensors is in the average."""
+    swarm = Swarm(seed)
+    unnamed = [torch.zeros(4), torch.full((4,), 100.0)]
+    peers = [swarm.peer("peer:1", unnamed if mode is Mode.NODE else SWAPPED[1], mode=mode, group_wait=2.0)]
+    # Members would change their tensors at once, so each peer has its own.
+    sets = [{name: tensor.clone() for name, tensor in tensors.items()} for tensors in (*SWAPPED, SWAPPED[0])]
+    peers += [swarm.peer(f"peer:{n}", tensors, group_wait=3.0) for n, tensors in enumerate(sets, 2)]
+    receipts = [receipt for [receipt] in swarm.simulate(swarm.average_together(peers))]
+    mixed = {"peer:3", "peer:2"}, {"peer:3", "peer:4"}
+    assert not any(pair <= set(receipt.members) for receipt in receipts for pair in mixed)
+    assert any(receipt.averaged for receipt in receipts)

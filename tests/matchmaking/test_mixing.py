@@ -1,0 +1,130 @@
+"""How many rounds of small groups bring all peers to the same values, and what failures cost.
+
+Source: Ryabinin et al., Moshpit SGD (2021), arXiv:2103.03239, and the averaging experiments published with it: rounds
+until the variance of standard normal values is below 1e-9, mean of 10 runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from tests.support.mixing import Failure, GroupBits, Values, average_at_random, bits_rounds, grid_rounds, random_rounds
+from tests.support.selection import rest_is_long
+from tests.support.swarm import Swarm, scalars
+
+SEEDS = range(10)
+MANY = range(300)
+PUBLISHED = {(8, 3, 0.005): 7.7, (8, 3, 0.01): 8.5, (32, 2, 0.005): 5.4, (32, 2, 0.01): 5.8}
+"""Rounds by side of the grid, axes, and the probability with which each peer fails in a round."""
+
+
+def mean(rounds: list[int]) -> float:
+    return float(np.mean(rounds))
+
+
+def noise(rounds: list[int]) -> float:
+    """Standard error of a mean of 10 runs, such as the published ones, with the spread of these."""
+    return float(np.std(rounds, ddof=1)) / math.sqrt(10)
+
+
+@pytest.mark.parametrize(("side", "axes"), [(2, 5), (3, 3), (4, 3), (5, 2), (8, 3), (32, 2)])
+def test_a_full_grid_reaches_the_exact_mean_after_one_round_per_axis(side: int, axes: int) -> None:
+    peers = GroupBits(side, axes, seed=1)
+    exact = math.fsum(peers.values) / len(peers.values)
+    for _ in range(axes):
+        assert set(Counter(peers.bits).values()) == {side}
+        assert peers.values.var() > 1e-6
+        peers.round()
+    np.testing.assert_allclose(peers.values, exact, rtol=1e-12, atol=0.0)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("side", "axes"), [(8, 3), (32, 2)])
+def test_without_failures_one_round_per_axis_is_enough(side: int, axes: int, seed: int) -> None:
+    assert bits_rounds(side, axes, seed) == axes
+
+
+@pytest.mark.parametrize(("side", "axes", "probability"), PUBLISHED)
+def test_the_authors_grid_gives_the_published_rounds(side: int, axes: int, probability: float) -> None:
+    """So the figures are of a rule by which the others of a group average without the peer that failed."""
+    rounds = [grid_rounds(side, axes, seed, probability) for seed in MANY]
+    assert abs(mean(rounds) - PUBLISHED[side, axes, probability]) < 2 * noise(rounds)
+
+
+@pytest.mark.parametrize(("side", "axes", "probability"), rest_is_long(PUBLISHED, 2))
+def test_lost_contributions_cost_no_more_rounds_than_published(side: int, axes: int, probability: float) -> None:
+    """The published mean is one of 10 runs, which others like them miss by their standard error."""
+    rounds = [bits_rounds(side, axes, seed, probability) for seed in SEEDS]
+    alike = [grid_rounds(side, axes, seed, probability) for seed in MANY]
+    assert mean(rounds) <= PUBLISHED[side, axes, probability] + noise(alike)
+
+
+@pytest.mark.parametrize("failure", [Failure.SHARD, Failure.PLACE])
+@pytest.mark.parametrize(("side", "axes"), rest_is_long([(8, 3), (32, 2)]))
+def test_no_failure_costs_what_a_group_spoiled_by_it_would(side: int, axes: int, failure: Failure) -> None:
+    """With its shard or its place a failure costs more rounds than its contribution alone, but fewer than that."""
+    rounds = [bits_rounds(side, axes, seed, 0.01, failure) for seed in SEEDS]
+    spoiled = [grid_rounds(side, axes, seed, 0.01, spoils=True) for seed in SEEDS]
+    assert mean(rounds) < mean(spoiled) - 3 * math.hypot(noise(rounds), noise(spoiled))
+
+
+@pytest.mark.parametrize(("count", "groups", "published"), [(512, 64, 10.2), (1024, 32, 6.2)])
+def test_equal_random_groups_need_the_published_rounds(count: int, groups: int, published: float) -> None:
+    rounds = [random_rounds(count, groups, seed) for seed in MANY]
+    assert abs(mean(rounds) - published) < 2 * noise(rounds)
+
+
+@pytest.mark.parametrize(("count", "groups"), [(4, 2), (6, 2), (6, 3), (8, 4)])
+def test_equal_random_groups_shrink_the_variance_exactly_so_on_average_over_all_groupings(
+    count: int, groups: int
+) -> None:
+    values = np.random.default_rng(count).standard_normal(count)
+    orders = np.array(list(itertools.permutations(values)))
+    variances = orders.reshape(len(orders), groups, -1).mean(axis=2).var(axis=1)
+    assert math.isclose(variances.mean() / values.var(), (groups - 1) / (count - 1), rel_tol=1e-12)
+
+
+@pytest.mark.parametrize(("count", "groups"), [(512, 64), (1024, 32), (60, 20), (100, 10)])
+def test_equal_random_groups_shrink_the_variance_by_groups_less_one_over_peers_less_one(
+    count: int, groups: int
+) -> None:
+    rng = np.random.default_rng(count)
+
+    def shrinkage(values: Values) -> float:
+        return float(average_at_random(values, groups, rng).var() / values.var())
+
+    draws = [shrinkage(rng.standard_normal(count)) for _ in range(2000)]
+    error = np.std(draws, ddof=1) / math.sqrt(len(draws))
+    assert abs(np.mean(draws) - (groups - 1) / (count - 1)) < 4 * error
+    assert error < 0.02 * np.mean(draws)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("count", [5, 6, 9, 10])
+def test_matchmaking_leaves_alone_whom_the_model_leaves_alone(count: int, seed: int) -> None:
+    """More peers than fit into a group: full ones, one of the rest, and nobody for a single peer that is left."""
+    swarm = Swarm(seed)
+    peers = [
+        swarm.peer(f"peer:{n + 1}", [tensor], group_size=4, group_wait=5.0, round_timeout=8.0)
+        for n, tensor in enumerate(scalars(count, seed))
+    ]
+    sizes = Counter(len(receipts[0].members) for receipts in swarm.simulate(swarm.average_together(peers)))
+    assert sizes.pop(4) == count // 4 * 4
+    assert sizes == {2: 2} if count % 4 == 2 else sizes == {0: 1}
+
+
+@pytest.mark.parametrize("failure", Failure)
+def test_only_a_peer_that_kept_its_key_leaves_somebody_alone_later(failure: Failure) -> None:
+    """It comes where a full group is due, and the place it left empty moves on through the grid: hence the rounds."""
+    peers = GroupBits(8, 3, seed=1)
+    peers.round(0.01, failure)
+    alone = []
+    for _ in range(5):
+        peers.round()
+        alone.append(peers.alone)
+    assert all(alone) if failure is Failure.PLACE else not any(alone)

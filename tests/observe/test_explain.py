@@ -1,0 +1,265 @@
+"""Receipts in words, of one peer and of several, and `averaging explain`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
+
+from averaging.cli import main
+from averaging.observe.explanation import describe, explain, merge
+from averaging.observe.receipt_log import dumps
+from averaging.observe.receipts import Account, DropCode, Dropped, Outcome, Receipt, Straggler
+from tests.support.receipts import SILENT, A, B, C, D, receipt, receipts
+
+WELL = "round 17: 4 of 4 in 2.50 s (all-reduce 1.50 s)"
+WITHOUT_D = "round 17: 3 of 4 in 2.50 s (all-reduce 1.50 s)"
+NO_GROUP = Receipt(
+    3, Outcome.NO_GROUP, "no other peer is in the run", seconds=60.0, run_id="demo", endpoint=A, started=1.7e9
+)
+
+
+def line(*told: Receipt) -> str:
+    (one,) = merge(told)
+    return describe(one, {A, B, C} if len(told) > 1 else {A})
+
+
+def test_a_round_that_went_well() -> None:
+    assert line(receipt()) == WELL
+    assert line(receipt(topic="momentum/3")).startswith("round 17 of momentum/3: 4 of 4")
+
+
+def test_who_was_dropped_and_why() -> None:
+    assert line(receipt(dropped=(SILENT,))) == (
+        f"{WITHOUT_D}; 10.0.0.7:5001 dropped, sent nothing for 4.1 s, deadline 4.0 s = 3 × its median"
+    )
+
+
+def test_attempts_that_came_to_nothing() -> None:
+    assert line(NO_GROUP) == "round 3: no group after 60.0 s: no other peer is in the run"
+    assert line(receipt(outcome=Outcome.CANCELLED, reason="x")) == "round 17: cancelled after 2.5 s: x"
+    assert line(receipt(outcome=Outcome.FAILED, reason="x")) == "round 17: failed after 2.5 s: x"
+
+
+def test_who_was_waited_for_and_what_was_kept() -> None:
+    assert line(receipt(straggler=Straggler(B, 0.94, "averages"), kept_local=7)) == (
+        f"{WELL}; waited 0.9 s for the averages of {B}; 7 elements kept the local value"
+    )
+
+
+def test_several_peers_agree() -> None:
+    assert line(*(receipt(name) for name in (A, B, C))) == f"{WELL}; all 3 agree"
+
+
+def test_several_peers_differ() -> None:
+    other = receipt(C)
+    accounts = tuple(
+        replace(account, digest="ffffffff") if account.endpoint == B else account for account in other.accounts
+    )
+    assert line(receipt(A), receipt(B), replace(other, accounts=accounts)) == (
+        f"{WELL}; DIFFERENT AVERAGES of {B}: 00000002 at {A}, {B}, ffffffff at {C}"
+    )
+
+
+def test_what_only_one_has_whole_cannot_be_compared() -> None:
+    lacking = tuple(replace(account, digest="") for account in receipt().accounts)
+    told = line(receipt(A), receipt(B, accounts=lacking))
+    assert "agree" not in told
+    assert "DIFFERENT" not in told
+
+
+def test_it_is_reported_who_dropped_a_member_if_not_all_have() -> None:
+    lost = Dropped(D, "connection lost", DropCode.CONNECTION_LOST)
+    told = line(receipt(A, dropped=(SILENT,)), receipt(B, dropped=(lost,)), receipt(C))
+    assert f"; {D} dropped by {A}, {B}, sent nothing for 4.1 s, deadline 4.0 s = 3 × its median; or connection" in told
+    told = line(*(receipt(name, dropped=(SILENT,)) for name in (A, B, C)))
+    assert f"; {D} dropped, sent" in told
+
+
+def test_whom_most_others_have_dropped_accuses_nobody() -> None:
+    frozen = receipt(
+        C,
+        outcome=Outcome.FAILED,
+        reason="all other members were lost",
+        dropped=tuple(Dropped(name, "silence", DropCode.SILENT) for name in (A, B)),
+        members=(A, B, C),
+        accounts=(),
+    )
+    others = [receipt(name, members=(A, B, C), dropped=(Dropped(C, "silent for 4 s"),)) for name in (A, B)]
+    assert line(*others, frozen) == (
+        "round 17: 2 of 3 in 2.50 s (all-reduce 1.50 s); 10.0.0.3:5001 failed after 2.5 s: all other members were "
+        "lost; 10.0.0.3:5001 dropped, silent for 4 s; all 2 agree"
+    )
+
+
+def test_two_that_dropped_each_other_are_both_notified() -> None:
+    pair: dict[str, Any] = {"members": (A, B), "outcome": Outcome.FAILED, "reason": "lost"}
+    (one,) = merge([receipt(A, dropped=(Dropped(B, "x"),), **pair), receipt(B, dropped=(Dropped(A, "y"),), **pair)])
+    assert set(one.dropped) == {A, B}
+
+
+def test_a_peer_whose_receipt_is_missing_is_named() -> None:
+    (one,) = merge([receipt(A), receipt(B)])
+    assert describe(one, {A, B, C}).endswith(f"no receipt of {C}")
+    assert describe(one, {A, B}).endswith("all 2 agree")
+
+
+def test_peers_that_count_differently_and_receipts_that_come_twice() -> None:
+    group = {"group_id": b"x" * 20}
+    told = [receipt(A, 3, **group), receipt(A, 3, **group), receipt(B, 17, **group)]
+    (one,) = merge(told)
+    assert len(one.receipts) == 2
+    assert describe(one).startswith("round 3/17: ")
+
+
+def test_late_parts_count_before_late_averages() -> None:
+    (one,) = merge(
+        [
+            receipt(A, straggler=Straggler(B, 9.0, "averages")),
+            receipt(B, straggler=Straggler(D, 2.0, "parts")),
+            receipt(C, straggler=Straggler(D, 3.0, "parts")),
+        ]
+    )
+    assert one.straggler == Straggler(D, 3.0, "parts")
+
+
+def test_what_it_comes_to() -> None:
+    told = [
+        NO_GROUP,
+        *(receipt(name, 4, dropped=(SILENT,)) for name in (A, B)),
+        *(receipt(name, 5, dropped=(Dropped(D, "gone", DropCode.CONNECTION_LOST),)) for name in (A, B)),
+        *(receipt(name, 6, straggler=Straggler(D, seconds, "parts")) for name, seconds in ((A, 0.5), (B, 0.75))),
+    ]
+    lines = list(explain(told))
+    assert lines[0] == (f"run demo, receipts of {A}, {B}, from 2023-11-14 22:13:20 to 2023-11-14 22:14:22 UTC")
+    assert [text.split(":")[0] for text in lines[1:5]] == [f"round {number}" for number in (3, 4, 5, 6)]
+    assert lines[5:] == [
+        "total of 4 rounds: 3 averaged, 1 without a group",
+        f"dropped: {D} in 2 rounds (silent 1, connection lost 1)",
+        "slowest phase: allreduce, 9.00 s of 15.0 s (60%; median 1.50 s)",
+        "last to arrive: no peer regularly",
+        f"straggler: {D} in 1 round, maximum 0.8 s, total 0.8 s",
+        "bytes: 18.0 MiB sent, 12.0 MiB received",
+        "averages: the same in all of 3 rounds that can be compared",
+        "states: no round has receipts of several peers to compare",
+    ]
+    assert list(explain(told, summary_only=True)) == [lines[0], *lines[5:]]
+
+
+def test_where_nothing_can_be_compared_nothing_is_said_to_be_the_same() -> None:
+    told = [receipt(A, 4), receipt(B, 5)]
+    assert list(explain(told))[-2:] == [
+        f"{what}: no round has receipts of several peers to compare" for what in ("averages", "states")
+    ]
+
+
+def test_equal_averages_of_different_states_are_not_called_the_same() -> None:
+    """As of gradients, where peers began with different parameters."""
+    told = [receipt(A, 4, state="aa"), receipt(B, 4, state="bb"), receipt(A, 5, state="cc"), receipt(B, 5, state="cc")]
+    lines = list(explain(told))
+    assert f"DIFFERENT STATES: aa at {A}, bb at {B}" in lines[1]
+    assert "agree" not in lines[1]
+    assert "all 2 agree" in lines[2]
+    assert lines[-2:] == [
+        "averages: the same in all of 2 rounds that can be compared",
+        "states: DIFFERENT in 1 of 2 rounds that can be compared",
+    ]
+
+
+def told_of_straggler(shares: Sequence[float], rounds: int, held: int) -> str:
+    """The hint about D, if there is one."""
+    accounts = tuple(Account(name, share=share) for name, share in zip((A, B, C, D), shares, strict=True))
+    straggler = Straggler(D, 0.5, "parts")
+    told = [receipt(A, n, accounts=accounts, straggler=straggler if n < held else None) for n in range(rounds)]
+    return "\n".join(text for text in explain(told, summary_only=True) if text.startswith("hint"))
+
+
+def test_a_narrow_link_is_suspected_where_shares_do_not_match_it() -> None:
+    equal, matching = (0.25,) * 4, (1 / 3, 1 / 3, 1 / 3, 0.0)
+    assert told_of_straggler(equal, 4, 2) == (
+        f"hint: {D} reduces as much as the others; if its link is slower, set `bandwidth` at every peer to that of its "
+        "own link"
+    )
+    assert not told_of_straggler(equal, 4, 1)
+    assert not told_of_straggler(equal, 1, 1)
+    assert not told_of_straggler(matching, 4, 4)
+
+
+@given(st.lists(receipts, max_size=4))
+def test_any_receipts_are_printable_lines(told: list[Receipt]) -> None:
+    assert all(text.isprintable() for text in explain(told))
+
+
+def run(*arguments: str | Path, stdin: str = "") -> Result:
+    return CliRunner().invoke(main, ["explain", *map(str, arguments)], input=stdin)
+
+
+def test_files_are_put_together(tmp_path: Path) -> None:
+    for name in (A, B):
+        (tmp_path / name).write_text(dumps(receipt(name)) + "\n")
+    result = run(tmp_path / A, tmp_path / B)
+    assert result.exit_code == 0
+    assert result.stderr == ""
+    assert f"{WELL}; all 2 agree" in result.stdout.splitlines()
+    assert WELL in run("-", stdin=dumps(receipt())).stdout.splitlines()
+    assert WELL not in run(tmp_path / A, "--summary").stdout
+
+
+def test_no_receipts(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("")
+    result = run(tmp_path / "empty")
+    assert (result.exit_code, result.stdout) == (0, "no receipts: there was no round\n")
+
+
+def test_a_last_line_that_is_cut_off_is_passed_over(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(dumps(receipt()) + "\n" + dumps(receipt())[:99])
+    result = run(file)
+    assert result.exit_code == 0
+    assert WELL in result.stdout
+    assert "a.jsonl: the last line is incomplete" in result.stderr
+
+
+def test_bad_lines_are_reported_with_their_numbers_and_the_rest_is_explained(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text("\n".join([dumps(receipt()), "\x1b[2J", *["{}"] * 7]) + "\n")
+    result = run(file)
+    assert result.exit_code == 2
+    assert WELL in result.stdout
+    assert "a.jsonl: line 2: it is not JSON" in result.stderr
+    assert "line 6" in result.stderr
+    assert "and 3 more lines" in result.stderr
+    assert "8 lines that cannot be read are missing above" in result.stderr
+    assert "\x1b" not in result.stderr
+
+
+@pytest.mark.parametrize("content", ['{"event": "ready"}\n{"event": "done"}\n', "\x00\x01\n", "\x00\x01", "{}"])
+def test_what_is_no_file_of_receipts(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "other"
+    file.write_text(content)
+    result = run(file)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "other is not a file of receipts: line 1: it is not" in result.stderr
+
+
+def test_a_closed_stdin_is_reported() -> None:
+    command = [sys.executable, "-m", "averaging", "explain", "-"]
+    done = subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", *command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "Error: stdin is closed; pipe receipts into this command, or give a file of them\n"
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    for path, why in ((tmp_path / "none", "No such file"), (tmp_path, "Is a directory")):
+        result = run(path)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert why in result.stderr
+    assert run().exit_code == 2

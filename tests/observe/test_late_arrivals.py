@@ -1,0 +1,139 @@
+"""What `averaging explain` says of members that arrive late, by the parts that carry the meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from averaging.observe.explanation import describe, describe_late, explain, last_to_arrive, merge
+from averaging.observe.receipts import Account, LateArrival, Receipt
+from tests.support.receipts import A, B, C, D, receipt, receipts
+
+LATE = LateArrival(D, 9.0)
+
+
+def told(*given: Receipt) -> list[str]:
+    return list(describe_late([one.receipts for one in merge(given)]))
+
+
+def a_round(
+    number: int,
+    *tellers: str,
+    late: LateArrival | None = LATE,
+    rates: Sequence[float | None] = (50.0, 52.0, 48.0, 5.0),
+    **changes: Any,
+) -> list[Receipt]:
+    """Receipts of a round of 10 s, for 9 of which the others waited for D."""
+    accounts = tuple(Account(name, step_rate=rate) for name, rate in zip((A, B, C, D), rates, strict=True))
+    changes = {"seconds": 10.0, "accounts": accounts, "last_to_arrive": late, **changes}
+    return [receipt(teller, number, **changes) for teller in tellers]
+
+
+def rounds(count: int, *tellers: str, **changes: Any) -> list[Receipt]:
+    return [one for number in range(count) for one in a_round(number, *tellers, **changes)]
+
+
+def test_a_member_that_is_regularly_last_is_named_with_what_that_costs_and_its_step_rate() -> None:
+    first, second, third = told(*rounds(4, A, B, C))
+    assert first.startswith(f"last to arrive: {D} in 4 of 4 rounds")
+    assert "9.00 s after the others" in first
+    assert "total 36.0 s" in first
+    assert "90% of the time of the others" in first
+    assert second.startswith("step rate: ")
+    assert f"{D} 5 steps/s" in second
+    assert "others 50 steps/s" in second
+    assert third.startswith("hint: ")
+    assert D in third
+
+
+def remedy(topic: str, **changes: Any) -> str:
+    return told(*rounds(3, A, topic=topic, **changes))[-1]
+
+
+def test_the_remedy_fits_the_strategy() -> None:
+    local, diloco, gradients = (remedy(topic) for topic in ("", "pseudogradient-0of1/3-ab", "gradients/3-ab"))
+    for text in (local, diloco):
+        assert "fewer local steps" in text
+        assert "0.1 times" in text
+        assert "GradientAveraging" in text
+    assert "group_size" in local
+    assert "group_size" not in diloco  # who is in another group has no part in a step
+    assert "target_batch_size" in gradients
+    assert "every" not in gradients
+    assert "samples/s" in told(*rounds(3, A, topic="gradients/3-ab"))[1]
+
+
+def test_without_step_rates_a_remedy_is_reported_all_the_same() -> None:
+    for rates in ((None,) * 4, (50.0, 50.0, 50.0, None), (None, None, None, 5.0)):
+        lines = told(*rounds(3, A, rates=rates))
+        assert [line.split(":")[0] for line in lines] == ["last to arrive", "hint"]
+        assert "times" not in lines[1]
+
+
+def test_whoever_steps_as_fast_as_the_others_is_late_for_another_reason() -> None:
+    text = remedy("", rates=(50.0, 52.0, 48.0, 47.0))
+    assert "as fast as" in text
+    assert "fewer local steps" not in text
+
+
+def test_a_single_late_arrival_is_reported_without_a_hint() -> None:
+    assert [line.split(":")[0] for line in told(*a_round(1, A), *a_round(2, A, late=None))] == ["last to arrive"]
+    assert [line.split(":")[0] for line in told(*a_round(1, A))] == ["last to arrive"]
+    many = [*a_round(1, A), *a_round(2, A), *(one for n in range(3, 6) for one in a_round(n, A, late=None))]
+    assert [line.split(":")[0] for line in told(*many)] == ["last to arrive"]
+
+
+def test_rounds_without_that_member_do_not_count() -> None:
+    without = [receipt(A, number, members=(A, B, C)) for number in range(10, 30)]
+    lines = told(*rounds(3, A), *without)
+    assert f"{D} in 3 of 3 rounds" in lines[0]
+    assert lines[-1].startswith("hint: ")
+
+
+def test_nobody_stands_out() -> None:
+    assert told(*rounds(3, A, B, C, D, late=None, rates=(50.0, 50.0, 50.0, 50.0))) == [
+        "last to arrive: no peer regularly"
+    ]
+    assert told() == ["last to arrive: no peer regularly"]
+
+
+def test_most_of_the_receipts_decide_who_came_last() -> None:
+    other = LateArrival(B, 99.0)
+    tell = [replace(receipt(name), last_to_arrive=late) for name, late in ((A, LATE), (B, LATE), (C, other), (D, None))]
+    assert last_to_arrive(tell) == LATE
+    assert last_to_arrive([receipt()]) is None
+    stranger = replace(receipt(), last_to_arrive=LateArrival("stranger:1", 9.0))
+    assert last_to_arrive([stranger]) is None
+
+
+def test_a_slow_peer_learns_it_from_its_own_receipts() -> None:
+    """It found all others looking, and cannot know for how long they had been."""
+    accounts = tuple(
+        Account(name, waited=0.01 if name == D else None, step_rate=rate)
+        for name, rate in zip((A, B, C, D), (50.0, 52.0, 48.0, 5.0), strict=True)
+    )
+    own = [receipt(D, number, accounts=accounts) for number in range(3)]
+    lines = told(*own)
+    assert [line.split(":")[0] for line in lines] == ["last to arrive", "step rate", "hint"]
+    assert D in lines[0]
+    assert "time of the others" not in lines[0]
+    equal = tuple(replace(account, step_rate=50.0) for account in accounts)
+    assert told(*(replace(one, accounts=equal) for one in own)) == ["last to arrive: no peer regularly"]
+    assert f"{D} in 3 of 3" in told(*own, *rounds(3, A))[0]  # others know better
+
+
+def test_it_is_in_the_line_of_a_round_and_in_the_summary() -> None:
+    one = receipt(last_to_arrive=LateArrival(D, 0.0421))
+    assert f"{D} arrived 42 ms after the others" in describe(merge([one])[0])
+    assert f"{D} arrived 42 ms after the others" in str(one)
+    assert "arrived" not in str(receipt())
+    assert any(line.startswith("last to arrive: ") for line in explain([one], summary_only=True))
+
+
+@given(st.lists(receipts, max_size=4))
+def test_any_receipts_are_reported(given: list[Receipt]) -> None:
+    assert all(isinstance(line, str) for line in told(*given))

@@ -1,0 +1,188 @@
+"""Receipts as JSON lines: there and back, what is no receipt, and files that cannot be written."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+
+from averaging.observe import receipt_log
+from averaging.observe.receipt_log import ReceiptLog, dumps, loads, read
+from averaging.observe.receipts import DropCode, LateArrival, Receipt
+from tests.support.receipts import SILENT, A, receipt, receipts
+
+RECEIPT = receipt(A, dropped=(SILENT,))
+
+
+@given(receipts)
+def test_there_and_back(one: Receipt) -> None:
+    line = dumps(one)
+    assert line.isascii()
+    assert line.isprintable()
+    assert loads(line) == one
+
+
+def test_the_form_has_plain_names_and_types() -> None:
+    told = json.loads(dumps(RECEIPT))
+    assert told["version"] == 1
+    assert told["group_id"] == "11" * 20
+    assert told["role"] == "follower"
+    assert told["dropped"] == [
+        {
+            "endpoint": SILENT.endpoint,
+            "reason": "sent nothing for 4.1 s, deadline 4.0 s = 3 × its median",
+            "code": "silent",
+            "waited": 4.12,
+            "deadline": 4.0,
+            "basis": "3 × its median",
+        }
+    ]
+    assert set(told) == {"version", *Receipt.__slots__}
+
+
+def test_what_cannot_be_json_is_reported_in_json() -> None:
+    told = json.loads(dumps(receipt(gathered={"a": b"\x00\xff", "b": float("nan")})))
+    assert told["gathered"] == {"a": "00ff", "b": None}
+
+
+def test_fields_and_codes_of_later_releases_are_passed_over() -> None:
+    told = json.loads(dumps(RECEIPT)) | {"colour": "red"}
+    told["dropped"][0] |= {"code": "bored", "mood": 3}
+    (dropped,) = loads(json.dumps(told)).dropped
+    assert dropped.code is DropCode.OTHER
+
+
+def test_lines_from_before_arrivals_and_step_rates_were_reported_are_read() -> None:
+    told = json.loads(dumps(receipt(A, last_to_arrive=LateArrival(A, 9.0))))
+    del told["last_to_arrive"]
+    for account in told["accounts"]:
+        del account["waited"], account["step_rate"]
+    assert loads(json.dumps(told)) == receipt(A)
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("{", "not JSON"),
+        ('{"version": NaN}', "NaN is not a JSON number"),
+        ("[" * 100_000, "nested too deeply"),
+        ("[1]", 'not a JSON object with "version"'),
+        ('{"event": "round"}', 'not a JSON object with "version"'),
+        ('{"version": 2}', "has format version 2; this release reads version 1"),
+        ('{"version": 1, "outcome": "averaged"}', "missing required field `round`"),
+        ('{"version": 1, "outcome": "averaged", "round": "3"}', r"Expected `int`, got `str` - at `\$.round`"),
+        ('{"version": 1, "outcome": "won", "round": 3}', r"Invalid enum value 'won' - at `\$.outcome`"),
+        ('{"version": 1, "outcome": "failed", "round": 3, "group_id": "xy"}', "not a receipt: .*hex"),
+        ('{"version": 1, "outcome": "failed", "round": 3, "group_id": 7}', "not a receipt"),
+        ('{"version": 1, "outcome": "failed", "round": 3, "dropped": [{"endpoint": 1}]}', r"\$.dropped\[0\]"),
+    ],
+    ids=lambda value: value[:40],
+)
+def test_what_is_no_receipt(line: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        loads(line)
+
+
+def test_bad_lines_are_numbered_and_a_last_one_may_be_cut_off() -> None:
+    good = dumps(RECEIPT).encode()
+    found = read(io.BytesIO(b"\n".join([good, b"", b"garbage", good, good[:50]])))
+    assert found.receipts == [RECEIPT, RECEIPT]
+    assert list(found.bad) == [3]
+    assert found.cut_off
+    assert read(io.BytesIO(good)) == receipt_log.Recorded([RECEIPT], {}, False)
+    assert list(read(io.BytesIO(good[:50] + b"\n")).bad) == [1]
+
+
+def written(path: Path) -> receipt_log.Recorded:
+    with path.open("rb") as file:
+        return read(file)
+
+
+def test_every_receipt_is_in_the_file_at_once_and_files_are_added_to(tmp_path: Path) -> None:
+    path = tmp_path / "receipts.jsonl"
+    for number in range(2):
+        book = ReceiptLog(path)
+        for index in range(2):
+            book.append(RECEIPT)
+            assert len(written(path).receipts) == 2 * number + index + 1
+        book.close()
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_a_file_that_is_moved_away_or_removed_is_begun_anew(tmp_path: Path, moved: bool) -> None:
+    path, old = tmp_path / "receipts.jsonl", tmp_path / "receipts.jsonl.1"
+    book = ReceiptLog(path)
+    book.append(RECEIPT)
+    if moved:
+        path.rename(old)
+    else:
+        path.unlink()
+    book.append(RECEIPT)
+    book.append(RECEIPT)
+    book.close()
+    with path.open("rb") as file:
+        assert len(read(file).receipts) == 2
+
+
+def test_a_line_that_was_cut_off_spoils_no_further_one(tmp_path: Path) -> None:
+    path = tmp_path / "receipts.jsonl"
+    path.write_bytes(dumps(RECEIPT).encode()[:50])
+    book = ReceiptLog(path)
+    book.append(RECEIPT)
+    book.append(RECEIPT)
+    book.close()
+    found = written(path)
+    assert found.receipts == [RECEIPT, RECEIPT]
+    assert list(found.bad) == [1]
+
+
+def test_a_full_disk_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    book = ReceiptLog("/dev/full")
+    for _ in range(3):
+        book.append(RECEIPT)
+    book.close()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "could not write the receipt of round 17 to /dev/full: No space left on device" in record.message
+    assert "averaging continues" in record.message
+
+
+def test_a_disk_that_is_freed_is_written_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "later" / "receipts.jsonl"
+    book = ReceiptLog(path)
+    book.append(RECEIPT)
+    book.append(RECEIPT)
+    path.parent.mkdir()
+    book.append(RECEIPT)
+    book.close()
+    assert [record.message.split(str(path))[-1] for record in caplog.records][1:] == [" again; 2 are missing"]
+    assert written(path).receipts == [RECEIPT]
+
+
+def test_a_line_of_which_a_part_fits_is_closed_before_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "receipts.jsonl"
+    whole = os.write
+    book = ReceiptLog(path)
+    monkeypatch.setattr(os, "write", lambda file, data: whole(file, data[:30]))
+    book.append(RECEIPT)
+    monkeypatch.undo()
+    book.append(RECEIPT)
+    book.close()
+    assert "only 30 of" in caplog.records[0].message
+    found = written(path)
+    assert found.receipts == [RECEIPT]
+    assert list(found.bad) == [1]
+
+
+def test_a_pipe_that_nobody_reads_does_not_block(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    ReceiptLog(pipe).append(RECEIPT)
+    assert "could not write the receipt" in caplog.text

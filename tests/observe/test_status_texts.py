@@ -1,0 +1,127 @@
+"""What people read of receipts and of a status: short as text, a table in a notebook, all of it in repr."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from averaging.common.sanitize import duration
+from averaging.observe.receipts import Account, Dropped, LateArrival, Outcome, Receipt
+from averaging.observe.status import Finish, PeerStatus, TrainingStatus
+from tests.support.receipts import A, B, C, D, receipt
+
+EVIL = "\x1b[2J<script>\n"
+
+
+def status(**changes: Any) -> PeerStatus:
+    values: dict[str, Any] = {
+        "endpoint": A,
+        "run_id": "demo",
+        "mode": "node",
+        "software": "averaging 0",
+        "started": 1.7e9,
+        "schema_hash": b"x" * 32,
+        "group_key": "demo.0b",
+        "looking": False,
+        "declared_expiration": 0.0,
+        "leader": "",
+        "group_id": b"",
+        "members": (),
+        "last_round": None,
+        "rounds": 17,
+        "state_version": 18,
+        "known_peers": 4,
+    }
+    return PeerStatus(**values | changes)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0 ms"),
+        (0.00042, "0.4 ms"),
+        (0.0123, "12 ms"),
+        (0.534, "0.53 s"),
+        (12.14, "12.1 s"),
+        (840.0, "14 min"),
+        (11600.0, "3.2 h"),
+    ],
+)
+def test_durations_are_in_the_unit_that_fits(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_a_receipt_of_a_small_model_has_small_units() -> None:
+    small = receipt(seconds=0.012, allreduce_seconds=0.004, bytes_sent=388, bytes_received=3 << 10)
+    assert str(small) == "round 17: averaged with 3 others in 12 ms (all-reduce 4 ms, 388 bytes out, 3.0 KiB in)"
+
+
+def test_one_byte_is_not_many() -> None:
+    assert "1 byte out, 0 bytes in" in str(receipt(bytes_sent=1, bytes_received=0))
+
+
+def test_a_receipt_and_both_kinds_of_status_say_who_came_late() -> None:
+    late = receipt(last_to_arrive=LateArrival(D, 0.912))
+    told = f"{D} arrived 0.91 s after the others"
+    assert str(late).endswith(told)
+    assert f"{told} in round 17" in str(status(last_round=late))
+    assert str(TrainingStatus(3, None, 0.0, frozenset((A, D)), False, late, status())).endswith(told)
+    failed = replace(late, outcome=Outcome.FAILED, reason="all others were lost")
+    assert "all others were lost" in str(failed)
+
+
+def test_the_table_of_a_receipt_has_the_wait_and_the_step_rate_of_each_member() -> None:
+    accounts = (Account(A, waited=0.0023, step_rate=49.73), Account(B, step_rate=5.0), Account(D, waited=0.0))
+    table = receipt(accounts=accounts, last_to_arrive=LateArrival(D, 0.912), phases={"looking": 0.00042})._repr_html_()
+    assert "waited 2 ms, 49.7 steps/s" in table
+    assert "5 steps/s" in table
+    assert "waited 0 ms" in table
+    assert f"<th>last to arrive</th><td>{D}, 0.91 s after the others</td>" in table
+    assert "<th>looking</th><td>0.4 ms</td>" in table
+    assert "3.0 MiB" in table
+    samples = receipt(accounts=accounts, topic="gradients/17-ab")._repr_html_()
+    assert "49.7 samples/s" in samples
+    assert "last to arrive" not in samples
+
+
+def test_a_status_is_one_short_line() -> None:
+    assert str(status()) == f"{A} of run demo: idle; 17 rounds averaged, state version 18, 3 other peers known"
+    assert "averaging with 2 others" in str(status(members=(A, B, C)))
+    assert f"looking for a group, following {B}" in str(status(looking=True, leader=B))
+    trains = TrainingStatus(1200, 40, 12.0, frozenset((A, B)), False, receipt(), status())
+    told = (
+        "step 1200 (global step 40, 12 gathered for the next), with 1 other; round 17: averaged with 3 others in 2.50 s"
+    )
+    assert str(trains).startswith(told)
+    assert str(TrainingStatus(3, None, 0.0, frozenset((A,)), True, None, status())) == "step 3, alone; no round yet"
+
+
+def test_repr_has_everything() -> None:
+    for shown in (
+        receipt(),
+        status(last_round=receipt()),
+        TrainingStatus(3, 1, 0.0, frozenset((A,)), True, None, status()),
+    ):
+        assert repr(shown).startswith(type(shown).__name__ + "(")
+        assert "demo" in repr(shown)
+
+
+def test_a_notebook_shows_tables_in_which_strangers_write_nothing_but_text() -> None:
+    lost = receipt(outcome=Outcome.FAILED, reason=EVIL, dropped=(Dropped(D, EVIL),), run_id=EVIL)
+    late = receipt(last_to_arrive=LateArrival(EVIL, 9.0))
+    shown: list[Receipt | PeerStatus | TrainingStatus | Finish] = [
+        lost,
+        late,
+        status(last_round=late),
+        status(run_id=EVIL, leader=EVIL, looking=True),
+        TrainingStatus(3, 1, 0.0, frozenset((A, EVIL)), False, lost, status()),
+        Finish("ab", {EVIL: EVIL}, (EVIL,), lost),
+    ]
+    for one in shown:
+        table = one._repr_html_()
+        assert table.startswith("<table>")
+        assert "<script" not in table
+        assert "\x1b" not in table + str(one)
+        assert "\n" not in str(one)

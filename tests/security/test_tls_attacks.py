@@ -1,0 +1,255 @@
+"""Attacks on the connections of a run with TLS: old versions, plaintext, changed handshakes, old sessions, chains."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import socket
+import ssl
+from collections import Counter
+from contextlib import AsyncExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+from averaging import Outcome, Peer
+from averaging.discovery.gossip.certified_identity import CertifiedIdentity
+from averaging.discovery.gossip.identity import Author
+from averaging.discovery.gossip.record import Limits
+from averaging.errors import NoSeedAnsweredError, PeerUnreachableError
+from averaging.security.ca import Issued, issue
+from averaging.security.credentials import Credentials, Tls
+from tests.support.certificates import HERE, NOW, TOKEN, authority, certificate, secure, tls, write
+from tests.support.grpc_fakes import REQUEST, FakePeer, client, serving
+from tests.support.listening import listening
+from tests.support.peers import average, swarm
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
+
+PATIENCE = 20.0
+HANDSHAKE, ALERT = 22, 21
+TLS_1_0, TLS_1_1, TLS_1_2, TLS_1_3 = 0x0301, 0x0302, 0x0303, 0x0304
+SUPPORTED_VERSIONS = 43
+PROTOCOL_VERSION_ALERT = bytes([ALERT, 3, 1, 0, 2, 2, 70])
+HTTP2_SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+
+
+def client_hello(version: int) -> bytes:
+    """A whole first message of a caller that speaks no later version."""
+    suites = b"\xc0\x2b\xc0\x2c\xc0\x09\xc0\x0a\xc0\x13\xc0\x14\x00\x2f\x00\x35"
+    curves, formats, signatures = "000a00040002 0017", "000b00020100", "000d000600040403 0804"
+    extensions = bytes.fromhex(curves + formats + signatures + "0010000500030268 32")  # the last for HTTP/2
+    body = version.to_bytes(2, "big") + bytes(32) + b"\x00" + len(suites).to_bytes(2, "big") + suites + b"\x01\x00"
+    body += len(extensions).to_bytes(2, "big") + extensions
+    message = b"\x01" + len(body).to_bytes(3, "big") + body
+    return bytes([HANDSHAKE, 3, 1]) + len(message).to_bytes(2, "big") + message
+
+
+def versions_place(hello: bytes) -> slice:
+    """Where a ClientHello lists the versions that its sender speaks."""
+    at = 5 + 4 + 2 + 32
+    at += 1 + hello[at]  # session id
+    at += 2 + int.from_bytes(hello[at : at + 2], "big")  # cipher suites
+    at += 1 + hello[at]  # compression methods
+    at += 2
+    while True:
+        kind, length = (int.from_bytes(hello[at + k : at + k + 2], "big") for k in (0, 2))
+        if kind == SUPPORTED_VERSIONS:
+            return slice(at + 5, at + 4 + length)
+        at += 4 + length
+
+
+def versions(hello: bytes) -> set[int]:
+    """The versions of TLS that a ClientHello offers, without the meaningless ones of RFC 8701."""
+    found = hello[versions_place(hello)]
+    offered = {int.from_bytes(found[at : at + 2], "big") for at in range(0, len(found), 2)}
+    return {version for version in offered if version & 0x0F0F != 0x0A0A}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("version", "taken"), [(TLS_1_0, False), (TLS_1_1, False), (TLS_1_2, True)])
+async def test_a_caller_that_speaks_an_old_version_is_turned_away(version: int, taken: bool) -> None:
+    async with serving(FakePeer(), credentials=secure(*HERE)) as (_, endpoint), asyncio.timeout(PATIENCE):
+        host, _, port = endpoint.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        with closing(writer):
+            writer.write(client_hello(version))
+            answer = await reader.read(1)
+    assert (answer == bytes([HANDSHAKE])) is taken
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("answer", [PROTOCOL_VERSION_ALERT, HTTP2_SETTINGS, b""], ids=["alert", "plaintext", "silence"])
+async def test_a_peer_never_falls_back_to_an_old_version_or_to_plaintext(answer: bytes, tmp_path: Path) -> None:
+    """Whatever a listener answers, each attempt of the peer begins with the same offer, and no token is sent."""
+    heard: list[bytes] = []
+
+    async def downgrade(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.append(first := await reader.read(1 << 16))
+        writer.write(answer)
+        await writer.drain()
+        heard[-1] = first + await reader.read(1 << 16) if answer else first
+
+    token = tmp_path / "token"
+    token.touch(mode=0o600)
+    token.write_text(TOKEN)
+    async with listening(downgrade) as endpoint:
+        options = write(tmp_path, *HERE) | {"token_file": token}
+        peer = Peer([torch.zeros(1)], run_id="run", join=[endpoint], join_timeout=2.0, **options)  # type: ignore[arg-type]
+        with pytest.raises(NoSeedAnsweredError):
+            await peer.__aenter__()
+    assert len(heard) >= 2  # it has tried again
+    for sent in filter(None, heard):
+        assert sent[0] == HANDSHAKE
+        assert versions(sent) == {TLS_1_2, TLS_1_3}
+        assert TOKEN.encode() not in sent
+
+
+@pytest.mark.asyncio
+async def test_a_handshake_that_is_changed_on_the_line_fails() -> None:
+    """Somebody on the line takes TLS 1.3 out of the offer: neither side goes on with 1.2."""
+    offered: list[set[int]] = []
+    service = FakePeer()
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, change: bool) -> None:
+        while data := await reader.read(1 << 16):
+            if change and not offered:
+                place = versions_place(data)
+                offered.append(versions(data))
+                changed = data[place].replace(TLS_1_3.to_bytes(2, "big"), TLS_1_2.to_bytes(2, "big"))
+                data = data[: place.start] + changed + data[place.stop :]
+            writer.write(data)
+            await writer.drain()
+        writer.close()
+
+    async with serving(service, credentials=secure(*HERE)) as (_, endpoint):
+
+        async def between(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            host, _, port = endpoint.rpartition(":")
+            there, back = await asyncio.open_connection(host, int(port))
+            with closing(back):
+                await asyncio.gather(
+                    pass_on(reader, back, change=True), pass_on(there, writer, change=False), return_exceptions=True
+                )
+
+        async with listening(between) as address, client(credentials=secure(*HERE)) as caller:
+            with pytest.raises(PeerUnreachableError):
+                await caller.get_schema(address)
+            assert offered == [{TLS_1_2, TLS_1_3}]
+            await caller.get_schema(address)  # the next one is left alone
+
+
+def context_of(issued: Issued, directory: Path, version: ssl.TLSVersion) -> ssl.SSLContext:
+    """For a caller of that certificate; it believes everybody."""
+    chain = directory / "chain.pem"
+    chain.write_bytes(issued.certificate + issued.key)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.minimum_version = context.maximum_version = version
+    context.load_cert_chain(chain)
+    context.set_alpn_protocols(["h2"])
+    return context
+
+
+def talk(context: ssl.SSLContext, endpoint: str, session: ssl.SSLSession | None = None) -> ssl.SSLSocket:
+    """Connects, and reads the first bytes of HTTP/2, with which come the tickets of TLS 1.3."""
+    host, _, port = endpoint.rpartition(":")
+    plain = socket.create_connection((host, int(port)), PATIENCE)
+    connection: socket.socket = plain
+    try:
+        connection = context.wrap_socket(plain, session=session)
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + HTTP2_SETTINGS)
+        if not connection.recv(9):
+            raise ConnectionError("it hung up")
+    except BaseException:
+        connection.close()
+        raise
+    assert isinstance(connection, ssl.SSLSocket)
+    return connection
+
+
+@pytest.mark.asyncio
+async def test_nobody_comes_back_with_a_session_from_before_its_certificate_expired(tmp_path: Path) -> None:
+    until = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=5)
+    issued = issue(authority("run"), "peer", HERE, until - datetime.timedelta(days=1), 1)
+    contexts = [context_of(issued, tmp_path, version) for version in (ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3)]
+    sessions: list[ssl.SSLSession | None] = []
+    async with serving(FakePeer(), credentials=secure(*HERE)) as (_, endpoint):
+        for context in contexts:
+            with closing(await asyncio.to_thread(talk, context, endpoint)) as first:
+                sessions.append(first.session)
+        # BoringSSL asks the system for the time, so the test has to wait for the end of the certificate.
+        await asyncio.sleep((until - datetime.datetime.now(datetime.UTC)).total_seconds() + 1.1)
+        for context, session in zip(contexts, sessions, strict=True):
+            assert session is not None
+            with pytest.raises(OSError):  # noqa: PT011 - reset, an end, or an alert
+                (await asyncio.to_thread(talk, context, endpoint, session)).close()
+
+
+def chain_of_a_member() -> Tls:
+    """What a member with a certificate for another host makes itself: one for this host, issued by its own."""
+    own, believed = certificate("b.example.org"), tls("b.example.org")
+    made = issue(own, "peer", HERE, NOW, 1)
+    key = load_pem_private_key(made.key, None)
+    assert isinstance(key, EllipticCurvePrivateKey)
+    leaf = x509.load_pem_x509_certificate(made.certificate)
+    chain = made.certificate + own.certificate
+    return Tls(believed.ca_pem, chain, made.key, believed.authorities, leaf, key, "chain.pem")
+
+
+@pytest.mark.asyncio
+async def test_a_member_is_no_authority() -> None:
+    """Neither as a caller, nor as a listener, nor in discovery."""
+    service, fake = FakePeer(), Credentials(tls=chain_of_a_member())
+    async with (
+        serving(service, credentials=secure(*HERE)) as (_, honest),
+        serving(service, credentials=fake) as (_, liar),
+        client(credentials=fake) as caller,
+        client(credentials=secure(*HERE)) as other,
+    ):
+        for calling, endpoint in ((caller, honest), (other, liar)):
+            with pytest.raises(PeerUnreachableError):
+                await calling.get_schema(endpoint)
+        await other.get_schema(honest)
+    now = NOW.timestamp() + 1
+    for written, believed in ((tls(*HERE), True), (chain_of_a_member(), False)):
+        author = Author("run", CertifiedIdentity(written, lambda: now), Limits())
+        record = author.write("run.0b", "127.0.0.1:1", b"\xc3", now + 60, now, None)
+        assert CertifiedIdentity(tls(*HERE), lambda: now).verify("run", record) is believed
+
+
+@pytest.mark.asyncio
+async def test_members_average_while_others_knock_with_bad_certificates(tmp_path: Path) -> None:
+    bad = [secure(*HERE, age=2), secure(*HERE, age=-1), secure(*HERE, of="foreign"), Credentials()]
+    bad.append(Credentials(tls=chain_of_a_member()))
+    refused: Counter[int] = Counter()
+
+    async def knock(number: int, endpoints: list[str]) -> None:
+        while True:
+            for endpoint in endpoints:
+                async with client(credentials=bad[number]) as caller:
+                    with pytest.raises(PeerUnreachableError):
+                        await anext(caller.join_group(endpoint, replace(REQUEST, endpoint="127.0.0.1:1")))
+                refused[number] += 1
+
+    async with AsyncExitStack() as stack:
+        tensors = [{"w": torch.full((1000,), float(number))} for number in range(2)]
+        peers = await swarm(stack, tensors, **write(tmp_path, *HERE))
+        knocking = [asyncio.create_task(knock(number, [p.endpoint for p in peers])) for number in range(len(bad))]
+        for _ in range(5):
+            for receipt in await average(*peers):
+                assert receipt.outcome is Outcome.AVERAGED
+                assert receipt.seconds < PATIENCE / 2
+                assert len(receipt.members) == 2
+        while len(refused) < len(bad):
+            await asyncio.wait(knocking, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
+            assert not any(task.done() for task in knocking)
+        for task in knocking:
+            task.cancel()
+        await asyncio.gather(*knocking, return_exceptions=True)
+        assert {name for peer in peers for name in peer.discovery.endpoints()} == {peer.endpoint for peer in peers}

@@ -1,0 +1,587 @@
+"""Donors that are cut, change or disagree: what is kept of them, and whom a downloader believes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+from unittest.mock import Mock
+
+import msgpack
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from averaging.errors import PeerUnreachableError, StateError
+from averaging.protocol.messages import DownloadData, Resume, WireTensor
+from averaging.state.assembler import Fingerprint, ReceivedState, StateAssembler
+from averaging.state.downloads import MAX_COMPARED, TRIES_PER_DONOR, choose, download
+from averaging.state.manifest import BASE_ITEMS, State, check_state, pack, read_manifest, seal
+from averaging.tensors.schema import Schema, describe
+from averaging.testing import virtual_time
+from averaging.timing.learned_deadlines import MIN_WAITS, Deadlines
+from tests.support.fake_transport import OneLane
+
+NAMES = ("a", "b", "c", "d")
+
+
+def state(seed: int, version: int = 3, extra: float = 0.0) -> State:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {name: torch.randn(5, generator=generator) for name in NAMES}
+    return State(version, {**tensors, "moment": torch.full((2,), extra)})
+
+
+SCHEMA = describe(NAMES, [torch.zeros(5)] * len(NAMES), part_size_bytes=1024)
+
+
+@dataclass
+class Donors:
+    """A transport behind which every donor has a list of states, one per call, and stops after so many messages."""
+
+    states: dict[str, list[State]]
+    cuts: dict[str, list[int]] = field(default_factory=dict)
+    calls: list[str] = field(default_factory=list)
+    clean: bool = False
+    resumes: bool = False
+
+    async def download_state(self, endpoint: str, resume: Resume | None = None) -> AsyncGenerator[DownloadData, None]:
+        self.calls.append(endpoint)
+        queue = self.states[endpoint]
+        cuts = self.cuts.get(endpoint) or [99]
+        cut = cuts.pop(0) if len(cuts) > 1 else cuts[0]
+        sealed = seal(queue.pop(0) if len(queue) > 1 else queue[0])
+        for number, message in enumerate(pack(sealed, resume if self.resumes else None)):
+            if number == cut:
+                if self.clean:
+                    return
+                raise PeerUnreachableError(endpoint, "connection lost")
+            yield message
+
+    async def fetch(
+        self,
+        schema: Schema | None = SCHEMA,
+        verify_donors: int = 1,
+        declared: Mapping[str, float] | None = None,
+        members: Mapping[str, str] | None = None,
+    ) -> tuple[State, str]:
+        readers: list[StateAssembler] = []
+        return await download(
+            cast(Any, self),
+            list(self.states),
+            schema,
+            silence=5.0,
+            declared=declared,
+            verify_donors=verify_donors,
+            members=members,
+            on_progress=readers.append,
+        )
+
+
+def equal(found: State, expected: State) -> bool:
+    same = [torch.equal(found.tensors[name], tensor) for name, tensor in expected.tensors.items()]
+    return all(same) and list(found.tensors) == list(expected.tensors) and found.version == expected.version
+
+
+@pytest.mark.asyncio
+async def test_a_cut_download_goes_on_at_the_next_donor_with_what_is_there() -> None:
+    donors = Donors({"x:1": [state(1)], "y:1": [state(1)]}, cuts={"x:1": [3]})
+    found, donor = await donors.fetch()
+    assert donor == "y:1"
+    assert equal(found, state(1))
+
+
+@pytest.mark.asyncio
+async def test_a_peer_that_could_not_deliver_is_reported_in_the_log_only_where_no_error_reports_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    donors = Donors({"x:1": [state(1)], "y:1": [state(1)]}, cuts={"x:1": [0], "y:1": [0, 99]})
+    with pytest.raises(StateError, match="x:1: connection lost.*y:1: connection lost"):
+        await donors.fetch()
+    assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
+    await donors.fetch()
+    [told] = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    assert told == "could not download the state from x:1: connection lost; downloaded it from y:1"
+
+
+@pytest.mark.asyncio
+async def test_one_donor_that_is_cut_and_delivers_more_each_time_is_asked_again() -> None:
+    donors = Donors({"x:1": [state(1)]}, cuts={"x:1": [1, 2, 4, 99]})
+    found, _ = await donors.fetch()
+    assert equal(found, state(1))
+    assert len(donors.calls) == 4
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("cuts", "calls"), [([2], 2), ([0], 1), ([1, 2, 3, 4], TRIES_PER_DONOR)])
+async def test_one_that_delivers_nothing_more_is_given_up(cuts: list[int], calls: int) -> None:
+    donors = Donors({"x:1": [state(1)]}, cuts={"x:1": cuts})
+    with pytest.raises(StateError, match="x:1: connection lost.*nothing was changed"):
+        await donors.fetch()
+    assert len(donors.calls) == calls
+
+
+@pytest.mark.asyncio
+async def test_one_that_ends_too_early_on_purpose_is_not_asked_again() -> None:
+    donors = Donors({"x:1": [state(1)]}, cuts={"x:1": [2]}, clean=True)
+    with pytest.raises(StateError, match="ended after 2 of 5"):
+        await donors.fetch()
+    assert donors.calls == ["x:1"]
+
+
+@pytest.mark.asyncio
+async def test_one_that_was_started_anew_since_it_declared_its_version_comes_after_all_others() -> None:
+    donors = Donors({"x:1": [state(1, version=0)], "y:1": [state(2, version=3)]})
+    found, donor = await donors.fetch(declared={"x:1": 4.0, "y:1": 3.0})
+    assert (donor, donors.calls) == ("y:1", ["x:1", "y:1"])
+    assert equal(found, state(2, version=3))
+    donors.cuts = {"y:1": [0]}
+    found, donor = await donors.fetch(declared={"x:1": 4.0, "y:1": 3.0})
+    assert donor == "x:1"
+    assert equal(found, state(1, version=0))
+
+
+@pytest.mark.asyncio
+async def test_another_state_is_not_mixed_with_what_was_kept() -> None:
+    donors = Donors({"x:1": [state(1)], "y:1": [state(2)]}, cuts={"x:1": [3]})
+    found, _ = await donors.fetch()
+    assert equal(found, state(2))
+
+
+@pytest.mark.asyncio
+async def test_one_donor_that_leaves_out_what_is_there_delivers_all_in_the_end() -> None:
+    donors = Donors({"x:1": [state(1)]}, cuts={"x:1": [1, 1, 2, 99]}, resumes=True)
+    found, _ = await donors.fetch()
+    assert equal(found, state(1))
+    assert len(donors.calls) == 4
+
+
+SIZES = st.lists(st.sampled_from([0, 1, 3, 8, 20]), max_size=6)
+
+
+@given(SIZES, st.lists(st.integers(0, 80), max_size=3), st.integers(1, 9))
+def test_whatever_is_cut_and_resumed_comes_whole_and_once(sizes: list[int], cuts: list[int], chunk: int) -> None:
+    """A state cut after so many messages again and again, with chunks of so many bytes."""
+    sealed = seal(State(1, {f"t{n}": torch.arange(size, dtype=torch.uint8) + n for n, size in enumerate(sizes)}))
+    held, received = ReceivedState(), 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("averaging.state.manifest.CHUNK_BYTES", chunk)
+        for cut in [*cuts, 1000]:
+            reader = StateAssembler(None, held=held)
+            for message in list(pack(sealed, held.resume))[:cut]:
+                reader.feed(message)
+                received += len(message.tensor_part.buffer) if message.tensor_part else 0
+            held = max(held, reader.held, key=lambda held: held.nbytes)
+    found = reader.finish()
+    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in sealed.state.tensors.items())
+    assert received == reader.received == sum(sizes)
+
+
+def with_skipped(message: DownloadData, skipped: object) -> DownloadData:
+    return replace(message, metadata=msgpack.packb(msgpack.unpackb(message.metadata) | {"skipped": skipped}))
+
+
+@pytest.mark.parametrize("skipped", [-1, 1, 20, 40, 1 << 62, 1 << 63])
+def test_what_was_not_asked_for_may_not_be_left_out(skipped: int) -> None:
+    message = with_skipped(next(pack(seal(state(1)))), skipped)
+    with pytest.raises(StateError, match=f"skipped {skipped} bytes that this peer does not have"):
+        StateAssembler(SCHEMA).feed(message)
+
+
+@pytest.mark.parametrize("other", [state(2), state(1, extra=1.0)])
+def test_a_donor_with_other_tensors_may_leave_nothing_out(other: State) -> None:
+    first = StateAssembler(SCHEMA)
+    for message in pack(seal(state(1))):
+        first.feed(message)
+    asked = first.held.resume
+    assert asked is not None
+    assert asked.offset == first.nbytes
+    whole = list(pack(seal(other), asked))
+    assert "skipped" not in msgpack.unpackb(whole[0].metadata)
+    with pytest.raises(StateError, match="skipped 88 bytes that this peer does not have"):
+        StateAssembler(SCHEMA, held=first.held).feed(with_skipped(whole[0], asked.offset))
+
+
+@pytest.mark.parametrize("offset", [0, 1, 20, 87, 88, 89, 1 << 59])
+def test_a_donor_leaves_nothing_out_for_an_odd_question(offset: int) -> None:
+    for fingerprint in (b"", bytes(32)):
+        assert list(pack(seal(state(1)), Resume(offset, fingerprint))) == list(pack(seal(state(1))))
+
+
+@pytest.mark.asyncio
+async def test_what_is_kept_is_read_over_without_a_buffer() -> None:
+    messages = list(pack(seal(state(1))))
+    first = StateAssembler(SCHEMA)
+    for message in messages[:3]:
+        first.feed(message)
+    again = StateAssembler(SCHEMA, held=first.held)
+    for message in messages:
+        again.feed(message)
+    found = again.finish()
+    assert equal(found, state(1))
+    old, new = ([reader.held.tensors[key] for key in first.held.tensors] for reader in (first, again))
+    assert [tensor.data_ptr() for tensor in old] == [tensor.data_ptr() for tensor in new]
+    assert again.received == first.nbytes
+
+
+def test_the_bytes_announced_are_counted_once_however_often_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    counting = Mock(side_effect=len)
+    monkeypatch.setattr("averaging.state.assembler.nbytes_of", counting)
+    reader = StateAssembler(SCHEMA)
+    for message in pack(seal(state(1))):
+        reader.feed(message)
+        assert reader.nbytes == len(NAMES) + 1
+    assert counting.call_count == 1
+
+
+@pytest.mark.asyncio
+async def test_enough_donors_that_agree_are_believed_and_the_odd_one_is_not_asked() -> None:
+    donors = Donors({"odd:1": [state(9)], "x:1": [state(1)], "y:1": [state(1, extra=7.0)]})
+    found, donor = await donors.fetch(verify_donors=2)
+    assert donor == "x:1"
+    assert equal(found, state(1))
+    assert donors.calls == ["odd:1", "x:1", "y:1", "x:1"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "others", [{"y:1": [state(2)]}, {"y:1": [state(1, version=4)]}, {}, {"y:1": [state(1, extra=1.0)], "schema": []}]
+)
+async def test_too_few_that_agree_are_named(others: dict[str, list[State]]) -> None:
+    schema = None if "schema" in others else SCHEMA
+    donors = Donors({"x:1": [state(1)]} | {name: states for name, states in others.items() if states})
+    with pytest.raises(StateError, match="fewer than 2 donors have the same state.*x:1: version 3 with digest"):
+        await donors.fetch(schema, verify_donors=2)
+
+
+@pytest.mark.asyncio
+async def test_donors_that_were_started_anew_since_they_declared_their_versions_do_not_outvote_the_others() -> None:
+    begun = {"x:1": [state(1, version=0)], "y:1": [state(1, version=0)], "z:1": [state(1, version=0)]}
+    declared = {"x:1": 9.0, "y:1": 9.0, "z:1": 9.0, "v:1": 9.0, "w:1": 9.0}
+    donors = Donors({**begun, "v:1": [state(2, version=9)], "w:1": [state(2, version=9)]})
+    found, _ = await donors.fetch(verify_donors=2, declared=declared)
+    assert equal(found, state(2, version=9))
+    donors = Donors({**begun, "v:1": [state(2, version=9)]})
+    with pytest.raises(StateError, match="y:1: version 0 with .*, not 9 as declared: probably restarted.*v:1: vers"):
+        await donors.fetch(verify_donors=2, declared=declared)
+    donors = Donors(dict(begun))  # the whole run was
+    found, _ = await donors.fetch(verify_donors=2, declared=declared)
+    assert equal(found, state(1, version=0))
+
+
+@pytest.mark.asyncio
+async def test_donors_that_move_on_meanwhile_are_compared_anew() -> None:
+    moving = [state(1), state(2, version=4)]
+    donors = Donors({"x:1": [*moving], "y:1": [*moving]})
+    found, _ = await donors.fetch(verify_donors=2)
+    assert equal(found, state(2, version=4))
+
+
+@pytest.mark.asyncio
+async def test_donors_that_announce_one_state_and_deliver_another_are_refused() -> None:
+    donors = Donors({"x:1": [state(1), state(2)] * 9, "y:1": [state(1), state(2)] * 9})
+    with pytest.raises(StateError, match="as when donors were compared"):
+        await donors.fetch(verify_donors=2)
+
+
+@given(st.lists(st.integers(0, 3), max_size=8), st.integers(2, 4))
+def test_the_choice_is_that_of_the_most(versions: Sequence[int], wanted: int) -> None:
+    announced = {f"peer:{number}": Fingerprint(version, ()) for number, version in enumerate(versions)}
+    chosen = choose(announced, wanted)
+    most = max((versions.count(version) for version in versions), default=0)
+    assert len(chosen) == (most if most >= wanted else 0)
+    assert len({announced[donor] for donor in chosen}) <= 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=8), st.integers(2, 4))
+def test_the_endpoints_of_one_member_count_as_one_donor(donors: Sequence[tuple[int, int]], wanted: int) -> None:
+    announced = {f"peer:{number}": Fingerprint(version, ()) for number, (version, _) in enumerate(donors)}
+    members = {f"peer:{number}": str(member) for number, (_, member) in enumerate(donors)}
+    most = max((len({m for v, m in donors if v == version}) for version, _ in donors), default=0)
+    chosen = choose(announced, wanted, members)
+    assert len({members[donor] for donor in chosen}) == (most if most >= wanted else 0)
+
+
+@pytest.mark.asyncio
+async def test_one_attacker_with_many_endpoints_is_not_believed_and_hides_no_honest_donor() -> None:
+    false = {f"192.0.2.1:{number}": [state(9)] for number in range(1, MAX_COMPARED + 10)}
+    donors = Donors(false | {"192.0.2.2:1": [state(1)], "192.0.2.3:1": [state(1)]})
+    _, donor = await donors.fetch(verify_donors=2, members={name: name.partition(":")[0] for name in donors.states})
+    assert donor == "192.0.2.2:1"
+
+
+@dataclass
+class Slow(OneLane):
+    """A transport whose donors begin to send only after so many seconds, call by call; the last number holds."""
+
+    seconds: dict[str, list[float]]
+    calls: list[str] = field(default_factory=list)
+
+    async def download_state(self, endpoint: str, resume: Resume | None = None) -> AsyncGenerator[DownloadData, None]:
+        self.calls.append(endpoint)
+        times = self.seconds[endpoint]
+        await asyncio.sleep(times.pop(0) if len(times) > 1 else times[0])
+        for message in pack(seal(state(1))):
+            yield message
+
+
+def fetch_slowly(slow: Slow, donors: Sequence[str], verify_donors: int = 1) -> tuple[float, str]:
+    """Downloads after three quick ones from x:1; returns how long it took, and the donor."""
+
+    async def main() -> tuple[float, str]:
+        deadlines = Deadlines(1.0, 10.0)
+        transport = cast(Any, slow)
+        for _ in range(MIN_WAITS):
+            await download(transport, ["x:1"], SCHEMA, silence=10.0, deadlines=deadlines)
+        slow.calls.clear()
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        _, donor = await download(
+            transport, donors, SCHEMA, silence=10.0, deadlines=deadlines, verify_donors=verify_donors
+        )
+        return loop.time() - began, donor
+
+    found: tuple[float, str] = virtual_time.run(main())
+    return found
+
+
+def test_a_donor_that_is_silent_for_longer_than_usual_costs_little() -> None:
+    slow = Slow({"x:1": [0.1] * MIN_WAITS + [60.0], "y:1": [0.1]})
+    seconds, donor = fetch_slowly(slow, ["x:1", "y:1"])
+    assert donor == "y:1"
+    assert seconds == pytest.approx(1.1, abs=0.2)
+
+
+@pytest.mark.parametrize("verify_donors", [1, 2])
+def test_an_only_donor_that_takes_longer_than_ever_is_waited_for(verify_donors: int) -> None:
+    slow = Slow({"x:1": [0.1] * MIN_WAITS + [8.0], "y:1": [0.1] if verify_donors > 1 else [60.0]})
+    seconds, donor = fetch_slowly(slow, ["x:1", "y:1"], verify_donors)
+    assert donor == "x:1"
+    assert seconds < 20
+
+
+class Preparing(Slow):
+    """Donors that may answer, so soon, that they live."""
+
+    def __init__(self, seconds: dict[str, list[float]], answers: dict[str, float]) -> None:
+        super().__init__(seconds)
+        self.answers = answers
+
+    async def get_schema(self, endpoint: str) -> Schema:
+        if endpoint not in self.answers:
+            raise PeerUnreachableError(endpoint, "connection lost")
+        await asyncio.sleep(self.answers[endpoint])
+        return SCHEMA
+
+
+@pytest.mark.parametrize("verify_donors", [1, 2])
+def test_a_donor_that_lives_is_given_time_to_prepare_a_large_state(
+    verify_donors: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is asked after all others, and those that do not answer are not asked again."""
+    others = {"y:1": [0.1]} if verify_donors > 1 else {}
+    donors = Preparing({"dead:1": [999.0], "x:1": [60.0], "hung:1": [999.0], **others}, {"x:1": 1.0, "hung:1": 99.0})
+
+    async def main() -> tuple[float, str]:
+        names, loop = list(donors.seconds), asyncio.get_running_loop()
+        began = loop.time()
+        _, donor = await download(cast(Any, donors), names, SCHEMA, silence=10.0, verify_donors=verify_donors)
+        return loop.time() - began, donor
+
+    seconds, donor = virtual_time.run(main())
+    assert donor == "x:1"
+    assert donors.calls.count("dead:1") == donors.calls.count("hung:1") == 1
+    if verify_donors == 1:
+        assert donors.calls == ["dead:1", "x:1", "hung:1", "x:1"]
+        assert seconds == pytest.approx(3 * 10.0 + 10.0 / 3 + 60.0, abs=2.0)  # "hung:1" has a third to answer
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert any("x:1 answers but has not begun to send its state" in line for line in told)
+
+
+def test_a_donor_that_lives_and_never_begins_is_given_up_in_the_end() -> None:
+    donors = Preparing({"x:1": [9999.0]}, {"x:1": 1.0})
+
+    async def main() -> float:
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(StateError, match=r"x:1: silent for 100 s, deadline 100 s = 10 × timeout"):
+            await download(cast(Any, donors), ["x:1"], SCHEMA, silence=10.0)
+        return asyncio.get_running_loop().time() - began
+
+    assert virtual_time.run(main()) == pytest.approx(10.0 + 1.0 + 100.0 + 1.0, abs=2.0)
+    assert donors.calls == ["x:1"] * 2
+
+
+@pytest.mark.parametrize("version", [-1, 2**63, 2**64 - 1, 1e300, float("inf")])
+def test_a_version_that_no_message_can_hold_is_refused(version: float) -> None:
+    first = next(pack(seal(state(1))))
+    told = msgpack.unpackb(first.metadata) | {"version": version}
+    with pytest.raises(StateError, match="its (version|metadata) is"):
+        StateAssembler(SCHEMA).feed(replace(first, metadata=msgpack.packb(told)))
+
+
+@pytest.mark.asyncio
+async def test_of_many_donors_a_bounded_number_is_compared() -> None:
+    donors = Donors({f"donor-{number}:1": [state(1)] for number in range(20)})
+    found, _ = await donors.fetch(verify_donors=2)
+    assert equal(found, state(1))
+    assert len(donors.calls) == MAX_COMPARED + 1 == 17
+    assert len(set(donors.calls)) == MAX_COMPARED
+
+
+@pytest.mark.asyncio
+async def test_donors_that_go_on_all_the_time_are_compared_three_times() -> None:
+    going_on = [state(version, version) for version in range(1, 20)]
+    donors = Donors({"x:1": list(going_on), "y:1": list(going_on)})
+    with pytest.raises(StateError, match="as when donors were compared"):
+        await donors.fetch(verify_donors=2)
+    assert len(donors.calls) == 3 * (2 + 2)  # both are compared, and both are read
+
+
+@pytest.mark.parametrize("version", [None, "3", "9" * 400, b"-" + b"9" * 400, [3]])
+def test_a_version_is_a_number(version: object) -> None:
+    first = next(pack(seal(state(1))))
+    told = msgpack.unpackb(first.metadata) | {"version": version}
+    with pytest.raises(StateError, match="its metadata is unreadable"):
+        StateAssembler(SCHEMA).feed(replace(first, metadata=msgpack.packb(told)))
+
+
+@pytest.mark.parametrize("name", [None, 3, ["w"]])
+def test_a_tensor_s_name_is_a_string(name: object) -> None:
+    first = next(pack(seal(state(1))))
+    told = msgpack.unpackb(first.metadata)
+    told["tensors"][0][0] = name
+    with pytest.raises(StateError, match="its metadata is unreadable"):
+        StateAssembler(SCHEMA).feed(replace(first, metadata=msgpack.packb(told)))
+
+
+@pytest.mark.parametrize("user", [msgpack.packb({"step": 3}), [["step", 3]]])
+def test_what_the_application_reports_of_a_state_is_a_map(user: object) -> None:
+    """And none that is packed once more, as in a `gather`."""
+    first = next(pack(seal(state(1))))
+    told = msgpack.unpackb(first.metadata) | {"user": user}
+    with pytest.raises(StateError, match=f"user is {type(user).__name__}, not a map"):
+        StateAssembler(SCHEMA).feed(replace(first, metadata=msgpack.packb(told)))
+
+
+@pytest.mark.parametrize("user", [None, {}])
+def test_an_application_that_reports_nothing_gives_an_empty_map(user: object) -> None:
+    first = next(pack(seal(state(1))))
+    told = msgpack.unpackb(first.metadata) | {"user": user}
+    assert read_manifest(msgpack.packb(told), BASE_ITEMS).user == {}
+
+
+@pytest.mark.parametrize(("chunks", "pieces"), [(2, [21]), (9, [10, 11]), (1, [19, 1])])
+def test_neither_a_byte_nor_a_chunk_more_comes_than_was_announced(chunks: int, pieces: list[int]) -> None:
+    """Of a tensor of 20 bytes: who sent on and on would fill the memory. It is refused as it comes, not at the end."""
+    reader = StateAssembler(SCHEMA)
+    first = next(pack(seal(state(1))))
+    assert first.tensor_part is not None
+    messages = [DownloadData(tensor_part=WireTensor(bytes(length))) for length in pieces]
+    messages[0] = replace(first, tensor_part=replace(first.tensor_part, buffer=bytes(pieces[0]), chunks=chunks))
+    for message in messages[:-1]:
+        reader.feed(message)
+    with pytest.raises(StateError, match="is longer than announced"):
+        reader.feed(messages[-1])
+
+
+@pytest.mark.parametrize("digests", [-1, 1])
+def test_every_tensor_has_one_digest(digests: int) -> None:
+    first = next(pack(seal(state(1))))
+    told = msgpack.unpackb(first.metadata)
+    told["digest"] = told["digest"][:-1] if digests < 0 else [*told["digest"], bytes(32)]
+    with pytest.raises(StateError, match="tensors and [0-9]+ digests"):
+        StateAssembler(SCHEMA).feed(replace(first, metadata=msgpack.packb(told)))
+
+
+@pytest.mark.parametrize("nothing", [DownloadData(), DownloadData(tensor_part=WireTensor(b""))])
+def test_a_donor_that_goes_on_sending_nothing_is_silent(nothing: DownloadData) -> None:
+    class Idle:
+        async def download_state(self, endpoint: str, resume: Resume | None) -> AsyncGenerator[DownloadData, None]:
+            first = next(iter(pack(seal(state(1)))))
+            assert first.tensor_part is not None
+            yield replace(first, tensor_part=replace(first.tensor_part, buffer=b"", chunks=2**31 - 1))
+            while True:
+                await asyncio.sleep(0.5)
+                yield nothing
+
+    async def main() -> None:
+        async with asyncio.timeout(100):
+            await download(cast(Any, Idle()), ["x:1"], SCHEMA, silence=5.0)
+
+    with pytest.raises(StateError, match=r"x:1: silent for 5 s"):
+        virtual_time.run(main())
+
+
+def test_two_tensors_of_one_name_are_refused() -> None:
+    first = next(pack(seal(state(1))))
+    told = msgpack.unpackb(first.metadata)
+    told["tensors"], told["digest"] = told["tensors"] * 2, told["digest"] * 2
+    with pytest.raises(StateError, match="two of its tensors have the same name"):
+        StateAssembler(None).feed(replace(first, metadata=msgpack.packb(told)))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "user", "words"),
+    [
+        ({"w": torch.zeros(1)}, {}, "'w' has the name of an averaged tensor"),
+        ({"z": torch.zeros(1, dtype=torch.complex64)}, {}, "'z' is torch.complex64; .*bool can be shared"),
+        ({}, {"model": object()}, "msgpack cannot pack"),
+        ({}, {"step": 2**65}, "msgpack cannot pack"),
+        ({}, {1.5: 2}, "newcomers could not read the state's user dict: a dict has the key 1.5; keys can be text, by"),
+        ({}, {"table": [{(1, (2,)): 3}]}, "a dict has the key .1, .2,.."),
+        ({}, {"table": dict.fromkeys(range(1025))}, "a dict has 1025 integers as keys, more than 1024; use text"),
+    ],
+)
+def test_what_cannot_be_packed_is_named(tensors: dict[str, torch.Tensor], user: dict[str, Any], words: str) -> None:
+    with pytest.raises(StateError, match=words):
+        check_state(["w"], tensors, user)
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["averaged", "of the application"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_state_that_is_not_finite_is_refused_and_the_next_donor_asked(value: float, place: int) -> None:
+    poisoned = [torch.ones(5), torch.ones(5)]
+    poisoned[place][3] = value
+    states = {"x:1": poisoned, "y:1": [torch.ones(5), torch.ones(5)]}
+
+    class Donors:
+        async def download_state(self, endpoint: str, resume: Resume | None) -> AsyncGenerator[DownloadData, None]:
+            for message in pack(seal(State(1, dict(zip("ab", states[endpoint], strict=True))))):
+                yield message
+
+    schema = describe(["a"], [torch.ones(5)], part_size_bytes=1024)
+
+    async def main(finite: bool) -> str:
+        _, donor = await download(cast(Any, Donors()), ["x:1", "y:1"], schema, silence=5.0, finite=finite)
+        return donor
+
+    assert virtual_time.run(main(True)) == "y:1"
+    assert virtual_time.run(main(False)) == "x:1"
+
+
+def feed_names(names: Sequence[str], **changed: object) -> None:
+    """Feeds the first message of a donor whose averaged tensors have these names."""
+    named = dict(zip(names, state(0).tensors.values(), strict=False))
+    first = next(pack(seal(State(3, named))))
+    metadata = msgpack.packb({**msgpack.unpackb(first.metadata), **changed})
+    StateAssembler(SCHEMA).feed(DownloadData(metadata))
+
+
+@pytest.mark.parametrize("names", [("a", "c", "b", "d"), ("b", "a", "c", "d"), ("a", "b", "c", "e")])
+def test_a_state_with_other_names_is_refused_by_name(names: Sequence[str]) -> None:
+    place = next(place for place, name in enumerate(names) if name != NAMES[place])
+    with pytest.raises(StateError, match=f"averages '{names[place]}' where this peer has '{NAMES[place]}'"):
+        feed_names(names)
+
+
+def test_a_state_whose_tensors_have_no_names_or_wrappers_prefixes_is_accepted() -> None:
+    feed_names([f"_orig_mod.{name}" for name in NAMES])
+    feed_names([f"group0.param{place}" for place in range(4)])
+
+
+def test_other_software_may_name_tensors_in_its_own_way_but_not_mix_them() -> None:
+    feed_names(["t0", "t1", "t2", "t3"], named=None)
+    with pytest.raises(StateError, match="averages 'b' where this peer has 'a'"):
+        feed_names(["b", "a", "c", "d"], named=None)

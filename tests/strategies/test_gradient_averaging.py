@@ -1,0 +1,402 @@
+"""GradientAveraging besides its arithmetic: lone, late and new peers, and refused gradients."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from averaging import DiLoCo, GradientAveraging, LocalSGD, Mode, Outcome, Strategy
+from averaging.errors import ConfigError, PeerUnreachableError, TensorError
+from averaging.protocol import group
+from averaging.strategies.catch_up import FIRST_PAUSE
+from averaging.training.history import Progress
+from tests.support.training import (
+    PATIENCE,
+    SGD,
+    Start,
+    backward,
+    batch_of,
+    equal,
+    gather_until,
+    model_of,
+    parameters_of,
+    step,
+    steps,
+)
+
+
+def test_a_peer_alone_gathers_its_batch_and_says_that_it_is_alone(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = start()
+    opt = run.add(GradientAveraging(12), SGD)
+    before = run.parameters()[0]
+    for seed in range(2):
+        step(run, 0, seed, batch_size=4)
+    assert equal(run.parameters()[0], before)
+    assert (opt.global_step, opt.local_step, opt.status.samples, opt.status.alone) == (0, 2, 8.0, True)
+    step(run, 0, 2, batch_size=4)
+    assert (opt.global_step, opt.local_step, opt.status.samples) == (1, 3, 0.0)
+
+    plain = model_of(0)
+    inputs, targets = (torch.cat(tensors) for tensors in zip(*(batch_of(seed, 4) for seed in range(3)), strict=True))
+    backward(plain, (inputs, targets))
+    SGD(plain.parameters()).step()
+    for ours, theirs in zip(run.parameters()[0], parameters_of(plain), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    for seed in range(3, 9):
+        step(run, 0, seed, batch_size=4)
+    assert [record.getMessage() for record in caplog.records if "alone and trains on" in record.getMessage()] != []
+    assert len([record for record in caplog.records if "alone" in record.getMessage()]) == 1
+
+
+def test_gradients_may_be_of_another_dtype_than_their_parameters(start: Start) -> None:
+    run = start()
+    opt = run.add(GradientAveraging(4), SGD, model_of(0, torch.bfloat16))
+    dtype = torch.float32 if hasattr(torch.Tensor, "grad_dtype") else torch.bfloat16  # older torch has no `grad_dtype`
+    for parameter in run.models[0].parameters():
+        parameter.grad_dtype = dtype
+        parameter.grad = torch.full_like(parameter, 0.5, dtype=dtype)
+    opt.step(batch_size=4)
+    assert opt.global_step == 1
+    assert [p.grad.dtype for p in run.models[0].parameters() if p.grad is not None] == [dtype] * 4
+
+
+def test_gradients_of_a_model_that_was_left_for_a_checkpoint_are_dropped(start: Start) -> None:
+    run = start()
+    opt = run.add(GradientAveraging(16), SGD)
+    before = run.parameters()
+    checkpoint = opt.state_dict()
+    for parameter in run.models[0].parameters():
+        parameter.grad = torch.full_like(parameter, 1e6)  # the loss has gone through the roof
+    opt.step(batch_size=8)
+    opt.load_state_dict(checkpoint)
+    assert opt.status.samples == 0
+    for parameter in run.models[0].parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for _ in range(2):
+        opt.step(batch_size=8)
+    assert opt.global_step == 1
+    assert equal(run.parameters()[0], before[0])
+
+
+def test_a_newcomer_goes_on_from_the_global_step_of_the_run(start: Start) -> None:
+    run = start()
+    adam = partial(torch.optim.AdamW, lr=0.01)
+    run.add(GradientAveraging(4), adam)
+    gather_until(run, 0, 5)
+    newcomer = run.add(GradientAveraging(8), adam, model_of(9))
+    assert newcomer.global_step == 5
+    assert equal(*run.parameters())
+    run.meet()
+    run.averagers[0].strategy.target_batch_size = 8  # type: ignore[attr-defined]
+    run.each(lambda number: gather_until(run, number, 8))
+    assert [opt.global_step for opt in run.averagers] == [8, 8]
+    assert equal(*run.parameters())
+    assert all(len(opt.last_receipt.members) == 2 for opt in run.averagers if opt.last_receipt)
+
+
+def test_peers_of_the_same_speed_do_not_gather_more_than_the_batch(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first peer waits for the batches in progress at the others instead of computing another one."""
+    run = start()
+    for _ in range(3):
+        opt = run.add(GradientAveraging(12), SGD)
+        # Batches take long compared with the delay of announcements.
+        monkeypatch.setattr(opt._training, "now", lambda: 1000 * time.time())
+    run.meet()
+    batches = [0, 0, 0]
+
+    def train(number: int) -> None:
+        while (run.averagers[number].global_step or 0) < 8:
+            batches[number] += 1
+            backward(run.models[number], batch_of(1000 * number + batches[number], 4))
+            run.wait_for_progress(number, run.averagers[number].global_step or 0, of=2)
+            run.averagers[number].step(batch_size=4)
+
+    run.each(train)
+    assert all(equal(run.parameters()[0], other) for other in run.parameters())
+    assert sum(batches) <= 1.5 * 3 * 8  # at first no peer knows the batch sizes of the others
+
+
+def test_a_peer_that_missed_a_step_takes_over_the_state_of_another(start: Start) -> None:
+    run = start()
+    for _ in range(3):
+        run.add(GradientAveraging(8), SGD, group_wait=1.0)
+    run.meet()
+
+    def train(number: int) -> None:
+        if number < 2:
+            gather_until(run, number, 3)
+
+    run.each(train)  # the third peer still computes its first batch
+    slow = run.averagers[2]
+    assert slow.global_step == 0
+    run.wait_for_progress(2, 3)
+    step(run, 2, 77, batch_size=4)
+    assert slow.global_step == 3
+    assert slow.status.samples == 0  # its gradients belonged to the parameters of step 0
+    assert equal(run.parameters()[2], run.parameters()[0])
+    run.each(lambda number: gather_until(run, number, 5))
+    assert all(equal(run.parameters()[0], other) for other in run.parameters())
+
+
+def test_one_that_is_ahead_and_cannot_be_reached_is_reported_once_and_not_asked_at_each_step(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now, asked = [0.0], []
+    run = start()
+    for _ in range(3):
+        run.add(GradientAveraging(1000), SGD, group_wait=1.0)
+    run.meet()
+    late = run.averagers[2]
+    monkeypatch.setattr(late._training, "monotonic", lambda: now[0])
+    transport = late._peer._transport
+    reach = transport.download_state
+
+    async def refused(endpoint: str, resume: Any = None) -> Any:
+        asked.append(endpoint)
+        raise PeerUnreachableError(endpoint, "connection refused")
+        yield
+
+    monkeypatch.setattr(transport, "download_state", refused)
+    run.each(lambda number: gather_until(run, number, 1, samples=500) if number < 2 else None)
+    run.wait_for_progress(2, 1, of=2)
+    ahead = {peer.endpoint for peer in run.averagers[:2]}
+    for count in (2, 4):
+        while len(asked) < count:  # downloads fail while it makes steps
+            step(run, 2, 0, batch_size=4)
+        for seed in range(20):
+            step(run, 2, seed, batch_size=4)
+        assert (len(asked), set(asked)) == (count, ahead)
+        now[0] += FIRST_PAUSE
+    warnings = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    assert len([warning for warning in warnings if "connection refused" in warning]) == 1, warnings
+    monkeypatch.setattr(transport, "download_state", reach)
+    now[0] += FIRST_PAUSE
+    step(run, 2, 25, batch_size=4)
+    assert late.global_step == 1
+
+
+def test_a_client_trains_along(start: Start) -> None:
+    run = start()
+    for mode in (Mode.NODE, Mode.NODE, Mode.CLIENT):
+        run.add(GradientAveraging(12), SGD, mode=mode)
+    run.meet()
+    run.each(lambda number: gather_until(run, number, 4))
+    assert all(equal(run.parameters()[0], other) for other in run.parameters())
+    assert all(len(opt.last_receipt.members) == 3 for opt in run.averagers if opt.last_receipt)
+
+
+def test_parameters_for_which_nobody_has_a_gradient_are_passed_over(start: Start) -> None:
+    """Otherwise AdamW would decay them; a gradient at one peer suffices for a step."""
+    run = start()
+    adam = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+    for _ in range(2):
+        run.add(GradientAveraging(8), adam)
+    run.meet()
+    before = run.parameters()[0]
+
+    def train(number: int) -> None:
+        while not run.averagers[number].global_step:
+            backward(run.models[number], batch_of(number, 4))
+            parameters = list(run.models[number].parameters())
+            parameters[0].grad = None
+            if number == 0:
+                parameters[1].grad = None
+            run.averagers[number].step(batch_size=4)
+
+    run.each(train)
+    after = run.parameters()[0]
+    assert torch.equal(after[0], before[0])
+    assert all(not torch.equal(after[place], before[place]) for place in (1, 2, 3))
+    assert equal(*run.parameters())
+
+
+def test_most_of_a_model_of_many_tensors_may_lack_gradients(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a mixture of experts. The list of lacking gradients must fit into `gather`."""
+    monkeypatch.setattr(group, "MAX_GATHER_BYTES", 256)
+    run = start()
+    adam = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+    for _ in range(2):
+        run.add(GradientAveraging(2), adam, torch.nn.ParameterList([torch.ones(1) for _ in range(600)]))
+    run.meet()
+
+    def train(number: int) -> None:
+        while not run.averagers[number].global_step:
+            parameters = list(run.models[number].parameters())
+            parameters[200 * number + 100].grad = torch.ones(1)
+            run.averagers[number].step(batch_size=1)
+
+    run.each(train)
+    changed = [place for place, parameter in enumerate(run.parameters()[0]) if parameter.item() != 1]
+    assert changed == [100, 300]
+    assert equal(*run.parameters())
+
+
+def test_gradients_that_cannot_be_averaged_are_refused_and_cost_nothing(start: Start) -> None:
+    run = start()
+    opt = run.add(GradientAveraging(8), SGD)
+    with pytest.raises(ConfigError, match=r"opt.step\(batch_size=n\)"):
+        step(run, 0, 0)
+    backward(run.models[0], batch_of(0, 4))
+    weight = next(run.models[0].parameters())
+    assert weight.grad is not None
+    weight.grad[0, 0] = torch.nan
+    with pytest.raises(TensorError, match=r"gradient of '0.weight' holds NaN"):
+        opt.step(batch_size=4)
+    weight.grad = torch.ones(7, 5).to_sparse()
+    with pytest.raises(TensorError, match=r"gradient of '0.weight' is torch.sparse_coo; make it dense"):
+        opt.step(batch_size=4)
+    assert opt.status.samples == 0
+    for seed in range(2):
+        step(run, 0, seed, batch_size=4)
+    assert opt.global_step == 1
+
+
+def test_the_scheduler_follows_the_global_steps_also_at_a_newcomer(start: Start) -> None:
+    run = start()
+    schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.1)
+    opt = run.add(GradientAveraging(8), SGD, scheduler=schedule)
+    for seed in range(6):
+        step(run, 0, seed, batch_size=4)
+    assert opt.global_step == 3
+    assert opt.param_groups[0]["lr"] == pytest.approx(0.005)
+    newcomer = run.add(GradientAveraging(8), SGD, scheduler=schedule)
+    assert newcomer.param_groups[0]["lr"] == pytest.approx(0.005)
+
+
+def test_a_grad_scaler_and_closures_work(start: Start) -> None:
+    run = start()
+    opt = run.add(GradientAveraging(4), SGD)
+    plain = model_of(0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    inputs, targets = batch_of(0, 4)
+    scaler.scale((run.models[0](inputs) - targets).pow(2).mean()).backward()
+    scaler.step(opt, batch_size=4)
+    scaler.update()
+    loss = opt.step(lambda: backward(run.models[0], batch_of(1, 4)).item(), batch_size=4)
+    assert opt.global_step == 2
+    assert loss > 0
+    reference = SGD(plain.parameters())
+    for seed in range(2):
+        backward(plain, batch_of(seed, 4))
+        reference.step()
+    for ours, theirs in zip(run.parameters()[0], parameters_of(plain), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_clipping_bounds_what_is_averaged(start: Start) -> None:
+    run = start()
+    run.add(GradientAveraging(4, max_norm=0.01), partial(torch.optim.SGD, lr=1.0))
+    before = run.parameters()[0]
+    step(run, 0, 0, batch_size=4)
+    moved = torch.cat([(a - b).flatten() for a, b in zip(run.parameters()[0], before, strict=True)])
+    assert moved.norm() == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_what_is_gathered_after_a_failed_round_is_clipped_as_one_batch(
+    start: Start, monkeypatch: pytest.MonkeyPatch, interrupted: bool
+) -> None:
+    run = start()
+    for _ in range(2):
+        run.add(GradientAveraging(8, max_norm=0.01), partial(torch.optim.SGD, lr=1.0), group_wait=0.3)
+    run.meet()
+    step(run, 1, 1, batch_size=4)
+
+    def gathered(announcements: Mapping[str, bytes]) -> bool:
+        return any(one is not None and one.samples == 4 for one in map(Progress.unpack, announcements.values()))
+
+    assert gathered(run.averagers[0]._training.wait_for_announcements(gathered, PATIENCE))
+    run.averagers[0]._training.refresh()
+    if interrupted:
+        with monkeypatch.context() as patch:
+            patch.setattr(run.averagers[0]._training, "average", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                step(run, 0, 2, batch_size=4)
+    else:
+        step(run, 0, 2, batch_size=4)  # the batch is complete, but the other peer does not join
+        assert run.averagers[0].last_receipt is not None
+        assert run.averagers[0].last_receipt.outcome is Outcome.NO_GROUP
+    assert run.averagers[0].status.samples == 4.0
+    run.averagers[1].close()
+    run.averagers[0]._training.refresh()
+    step(run, 0, 3, batch_size=4)
+    assert run.averagers[0].global_step == 1
+
+    plain = model_of(0)
+    inputs, targets = (torch.cat(tensors) for tensors in zip(batch_of(2, 4), batch_of(3, 4), strict=True))
+    backward(plain, (inputs, targets))
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+    partial(torch.optim.SGD, lr=1.0)(plain.parameters()).step()
+    for ours, theirs in zip(run.parameters()[0], parameters_of(plain), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_buffers_are_averaged_along_and_counters_reach_newcomers(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = start()
+
+    def add(strategy: GradientAveraging) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
+        run.add(strategy, SGD, model, buffers=dict(model.named_buffers()))
+
+    for _ in range(2):
+        add(GradientAveraging(8))
+    run.meet()
+    run.each(lambda number: gather_until(run, number, 2, samples=(4, 2)[number]))
+    buffers = [dict(model.named_buffers()) for model in run.models]
+    assert torch.equal(buffers[0]["1.running_mean"], buffers[1]["1.running_mean"])
+    assert buffers[0]["1.running_mean"].abs().sum() > 0
+    counted = {
+        opt.endpoint: one["1.num_batches_tracked"].item() for opt, one in zip(run.averagers, buffers, strict=True)
+    }  # a faster peer gathers more of each global batch
+    assert all(counted.values())
+    caplog.set_level(logging.INFO, "averaging.peer")
+    add(GradientAveraging(8))
+    (donor,) = [name for name in counted if f"took over the state of {name}," in caplog.text]
+    assert dict(run.models[2].named_buffers())["1.num_batches_tracked"].item() == counted[donor]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [partial(GradientAveraging, 8), partial(DiLoCo, 2), partial(LocalSGD, 2), partial(LocalSGD, 2, overlap=True), None],
+)
+def test_buffers_are_not_compressed(start: Start, strategy: Callable[..., Strategy] | None) -> None:
+    """A codec with one scale for all values rounds a small variance to 0, by whose root the layer divides."""
+    run = start()
+    constants = 10.0 ** -torch.arange(5.0)
+    for _ in range(2):
+        model: torch.nn.Module = model_of(0)
+        model.register_buffer("constants", constants.clone())
+        buffers = dict(model.named_buffers())
+        chosen = LocalSGD(9) if strategy is None else strategy(compression="int8", error_feedback=True)
+        run.add(chosen, SGD, model, buffers=buffers, compression="int8", group_size=2)
+    run.meet()
+
+    def train(number: int) -> None:
+        opt = run.averagers[number]
+        if strategy is None:
+            opt.average_now()
+        elif isinstance(opt.strategy, GradientAveraging):
+            gather_until(run, number, 1)
+        else:
+            steps(run, number, range(2))
+            opt.strategy.finish(opt._training)
+
+    run.each(train)
+    for opt, model in zip(run.averagers, run.models, strict=True):
+        assert opt.last_receipt is not None
+        assert opt.last_receipt.averaged
+        torch.testing.assert_close(model.get_buffer("constants"), constants, rtol=1e-6, atol=0)

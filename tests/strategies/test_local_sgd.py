@@ -1,0 +1,382 @@
+"""LocalSGD besides its arithmetic: late changes, statistics, slower peers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+from functools import partial
+
+import pytest
+import torch
+
+from averaging import DiLoCo, LocalSGD, Outcome, Peer, Receipt
+from averaging.common.event_loop_thread import EventLoopThread
+from averaging.protocol.group import group_key
+from tests.support.training import PATIENCE, SGD, Start, backward, batch_of, equal, model_of, pushed, step, steps
+
+
+def test_overlap_adds_the_change_when_it_arrives(start: Start) -> None:
+    """Two peers at 1 and 3 average to 2, and their steps during the round are kept."""
+    run = start()
+    for value in (1.0, 3.0):
+        model = torch.nn.Linear(1, 1, bias=False)
+        opt = run.add(LocalSGD(2, overlap=True), partial(torch.optim.SGD, lr=1.0), model)
+        with torch.no_grad():
+            model.weight.fill_(value)
+        assert opt.local_step == 0
+    run.meet()
+
+    def move(number: int, gradient: float) -> None:
+        weight = next(run.models[number].parameters())
+        weight.grad = torch.full_like(weight, gradient)
+        run.averagers[number].step()
+
+    for _ in range(2):
+        move(0, 0.0)  # the second of these begins the round, and does not wait for the other peer
+    move(0, -10.0)
+    assert next(run.models[0].parameters()).item() == 11.0
+    for _ in range(2):
+        move(1, 0.0)
+    for opt in run.averagers:
+        opt.strategy.finish(opt._training)
+    assert [next(model.parameters()).item() for model in run.models] == [12.0, 2.0]
+    assert all(opt.last_receipt is not None and opt.last_receipt.averaged for opt in run.averagers)
+
+
+def test_overlap_adds_the_change_once_where_parameters_share_their_memory(start: Start) -> None:
+    run = start()
+    for value in (1.0, 3.0):
+        memory = torch.zeros(3)
+        model = torch.nn.ParameterList([torch.nn.Parameter(memory), torch.nn.Parameter(memory)])
+        run.add(LocalSGD(1, overlap=True), SGD, model, group_size=2)
+        memory.fill_(value)
+    run.meet()
+
+    def train(number: int) -> None:
+        run.averagers[number].step()  # without gradients
+        run.averagers[number].strategy.finish(run.averagers[number]._training)
+
+    run.each(train)
+    assert [parameter.tolist() for model in run.models for parameter in model.parameters()] == [[2.0] * 3] * 4
+
+
+def test_an_interrupt_ends_the_wait_for_a_late_change_and_not_the_round(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start()
+    for value in (1.0, 3.0):
+        memory = torch.zeros(3)
+        run.add(LocalSGD(1, overlap=True), SGD, torch.nn.ParameterList([torch.nn.Parameter(memory)]), group_size=2)
+        memory.fill_(value)
+    run.meet()
+    first, second = run.averagers
+
+    def interrupted(begun: object) -> Receipt:
+        raise KeyboardInterrupt
+
+    first.step()  # begins a round; there are no gradients
+    with monkeypatch.context() as patch:
+        patch.setattr(first._training, "receipt_of", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            first.average_now()
+    first.step()  # the other peer has not joined yet
+    second.step()
+    for averager in run.averagers:
+        averager.strategy.finish(averager._training)
+        assert averager.last_receipt is not None
+        assert averager.last_receipt.averaged
+    assert [parameter.tolist() for model in run.models for parameter in model.parameters()] == [[2.0] * 3] * 2
+
+
+def test_a_newcomer_gets_what_a_peer_has_learnt_alone(start: Start) -> None:
+    run = start()
+    run.add(LocalSGD(4), SGD)
+    steps(run, 0, range(8))
+    learnt = run.parameters()[0]
+    steps(run, 0, range(8, 10))
+    newcomer = run.add(LocalSGD(4), SGD, model_of(3))
+    assert newcomer.local_step == 8
+    assert equal(run.parameters()[1], learnt)
+
+
+def test_a_newcomers_turn_comes_after_all_its_steps(start: Start) -> None:
+    """Its state is from right after a round, with others or alone."""
+    run = start()
+    run.add(LocalSGD(4), SGD)
+    steps(run, 0, range(5))
+    run.add(LocalSGD(4), SGD)
+    assert run.averagers[1].strategy.state().user == {"since": 0}
+    run.meet()
+    run.each(lambda number: steps(run, number, range(3 + number)))
+    newcomer = run.add(LocalSGD(4), SGD)
+    assert newcomer.local_step == 8
+    assert newcomer.strategy.state().user == {"since": 0}
+    steps(run, 2, range(3))
+    assert newcomer.last_receipt is None
+
+
+def test_the_optimizers_statistics_are_averaged_if_asked(start: Start) -> None:
+    adam = partial(torch.optim.AdamW, lr=0.01)
+    run = start()
+    for _ in range(2):
+        run.add(LocalSGD(3, statistics=True), adam)
+    run.meet()
+    run.each(lambda number: steps(run, number, range(100 * number, 100 * number + 3)))
+    first, second = (opt.state_dict()["state"] for opt in run.averagers)
+    for place in range(4):
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(first[place][name], second[place][name])
+    assert equal(*run.parameters())
+
+
+def test_a_second_moment_stays_positive_when_a_change_comes_late(start: Start) -> None:
+    run = start()
+    adam = partial(torch.optim.Adam, lr=0.01, betas=(0.9, 0.95))
+    for _ in range(2):
+        run.add(LocalSGD(2, overlap=True, statistics=True), adam, torch.nn.Linear(3, 1, bias=False))
+    run.meet()
+    for gradient in [10.0] * 2 + [0.0] * 20:  # the second of these begins the round, and does not wait for the other
+        pushed(run, 0, gradient)
+    for _ in range(2):
+        pushed(run, 1, 1e-3)
+    for opt in run.averagers:
+        opt.strategy.finish(opt._training)
+        assert opt.last_receipt is not None
+        assert opt.last_receipt.averaged
+    (state,) = run.averagers[0].state_dict()["state"].values()
+    # The mean of both, decayed by 20 steps without a gradient.
+    mean = (0.05 + 0.05 * 0.95) * (100 + 1e-6) / 2
+    torch.testing.assert_close(state["exp_avg_sq"], torch.full((1, 3), mean * 0.95**20))
+
+
+def test_a_running_variance_stays_positive_when_a_change_comes_late(start: Start) -> None:
+    """Otherwise its root, in evaluation, would be NaN."""
+    run = start()
+    for variance in (100.0, 0.0):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 1, bias=False))
+        model.register_buffer("running_var", torch.zeros(3))
+        model.register_buffer("running_mean", torch.zeros(3))
+        run.add(LocalSGD(2, overlap=True), SGD, model, buffers=dict(model.named_buffers()))
+        model.get_buffer("running_var").fill_(variance)
+        model.get_buffer("running_mean").copy_(variance * torch.tensor([1.0, -1.0, 0.0]))
+    run.meet()
+    buffers = dict(run.models[0].named_buffers())
+    for _ in range(2):
+        pushed(run, 0, 0.0)  # the second of these begins the round, and does not wait for the other
+    buffers["running_var"].mul_(0.1)
+    buffers["running_mean"].mul_(0.1)
+    for _ in range(2):
+        pushed(run, 1, 0.0)
+    for opt in run.averagers:
+        opt.strategy.finish(opt._training)
+        assert opt.last_receipt is not None
+        assert opt.last_receipt.averaged
+    torch.testing.assert_close(buffers["running_var"], torch.full((3,), 5.0))  # the mean, decayed since
+    torch.testing.assert_close(buffers["running_mean"], torch.tensor([-40.0, 40.0, 0.0]))  # the whole change
+
+
+def test_statistics_are_not_compressed(start: Start) -> None:
+    """A codec with one scale for all values rounds a small second moment to 0, by which Adam divides."""
+    run = start()
+    for _ in range(2):
+        torch.manual_seed(0)
+        strategy = LocalSGD(2, statistics=True, compression="int8", error_feedback=True)
+        run.add(strategy, partial(torch.optim.Adam, lr=0.01, betas=(0.9, 0.95)), torch.nn.Embedding(6, 4))
+    run.meet()
+
+    def train(number: int) -> None:
+        for iteration in range(40):  # some rows occur at one peer only, and only in the first steps
+            run.models[number].zero_grad()
+            rows = torch.tensor([number, 2, 3] if iteration < 2 else [2, 3])
+            loss: torch.Tensor = run.models[number](rows).pow(2).sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            run.averagers[number].step()
+
+    before = run.parameters()[0][0]
+    run.each(train)
+    for (after,) in run.parameters():
+        assert (after - before).abs().max() < 0.6
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_statistics_that_come_later_are_averaged_from_then_on(start: Start, overlap: bool) -> None:
+    run = start()
+    for _ in range(2):
+        run.add(LocalSGD(2, statistics=True, overlap=overlap), partial(torch.optim.AdamW, lr=0.01), round_timeout=2.0)
+    run.meet()
+
+    def step_without_head(number: int, seed: int) -> None:
+        backward(run.models[number], batch_of(100 * number + seed, 4))
+        if number == 1:
+            for parameter in run.models[number][2].parameters():  # type: ignore[index]
+                parameter.grad = None
+        run.averagers[number].step()
+
+    def apart(number: int) -> None:
+        for seed in range(2):
+            step_without_head(number, seed)
+        if overlap:  # the round has ended before the next one is due
+            run.averagers[number].strategy.finish(run.averagers[number]._training)
+
+    def together(number: int) -> None:
+        steps(run, number, range(100 * number + 2, 100 * number + 4))
+        run.averagers[number].strategy.finish(run.averagers[number]._training)
+
+    run.each(apart)
+    run.each(together)  # both begin when both rounds have failed
+    assert [(opt.last_receipt or Receipt(0, Outcome.FAILED)).averaged for opt in run.averagers] == [True, True]
+    first, second = (opt.state_dict()["state"] for opt in run.averagers)
+    for place in range(4):
+        torch.testing.assert_close(first[place]["exp_avg"], second[place]["exp_avg"])
+
+
+def test_a_slower_peer_comes_early_rather_than_too_late(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others' declarations expire before it has made all its steps, so it averages earlier."""
+    run = start()
+    for every in (2, 1000):
+        run.add(LocalSGD(every), SGD, group_wait=20.0)
+    run.meet()
+    now = [1000.0]
+    slow = run.averagers[1]._training
+    monkeypatch.setattr(slow, "now", lambda: now[0])
+    monkeypatch.setattr(slow, "declared_until", lambda topic, phase="": now[0] + 5.0)
+    waiting = threading.Thread(target=steps, args=(run, 0, range(2)))
+    waiting.start()
+    for seed in range(2):  # two, to measure the time per step
+        step(run, 1, 50 + seed)
+        now[0] += 1.0
+    waiting.join(PATIENCE)
+    assert equal(*run.parameters())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_peer_that_has_waited_for_a_round_that_is_over_is_no_reason_for_the_next_one(
+    start: Start, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    """Otherwise rounds would follow each other at once, each early because of the last."""
+    run = start()
+    for every in (2, 1000):
+        run.add(LocalSGD(every, overlap=overlap), SGD, group_wait=20.0)
+    run.meet()
+    opt = run.averagers[1]
+    now = [time.time()]
+    monkeypatch.setattr(opt._training, "now", lambda: now[0])
+    topic = opt._training.topic("", opt._training.tensors)
+
+    async def wait_until_seen(waits: bool) -> None:
+        async with aclosing(opt._peer.discovery.watch(group_key("test", ""))) as changes:
+            async for _ in changes:
+                if (opt._peer.declared_until(topic) is not None) == waits:
+                    return
+
+    def slow_step(seed: int) -> None:
+        step(run, 1, seed)
+        now[0] += 1.0
+
+    waiting = threading.Thread(target=steps, args=(run, 0, range(2)))
+    waiting.start()
+    opt._thread.run(asyncio.wait_for(wait_until_seen(True), PATIENCE))
+    for seed in range(2):  # averages early in the second
+        slow_step(seed)
+    waiting.join(PATIENCE)
+    for averager in run.averagers:
+        averager.strategy.finish(averager._training)
+    assert opt.last_receipt is not None
+    assert opt.last_receipt.averaged
+    opt._thread.run(asyncio.wait_for(wait_until_seen(False), PATIENCE))
+    receipt = opt.last_receipt
+    slow_step(2)
+    opt.strategy.finish(opt._training)
+    assert opt.last_receipt is receipt
+
+
+def test_nobody_comes_early_for_an_auxiliary(start: Start) -> None:
+    """An auxiliary looks for a group all the time."""
+    run = start()
+    opt = run.add(LocalSGD(1000), SGD)
+    shapes = dict(run.models[0].named_parameters())
+    auxiliary = Peer(shapes, run_id="test", join=[opt.endpoint], mode="auxiliary", group_wait=PATIENCE)
+    thread = EventLoopThread(auxiliary, "the auxiliary")
+    topic = opt._training.topic("", opt._training.tensors)
+
+    async def declared(by: str) -> float | None:
+        async with aclosing(opt._peer.discovery.watch(group_key("test", ""))) as changes:
+            async for looking in changes:
+                if by in looking:
+                    break
+        return opt._peer.declared_until(topic)
+
+    def awaited_once_looking(by: str) -> float | None:
+        return opt._thread.run(asyncio.wait_for(declared(by), PATIENCE))
+
+    try:
+        thread.start(auxiliary.average())
+        assert awaited_once_looking(auxiliary.endpoint) is None
+        trains = run.add(LocalSGD(1000), SGD, group_wait=PATIENCE)
+        run.meet()
+        trains._training.begin(start_size=8, search_timeout=PATIENCE)
+        assert awaited_once_looking(trains.endpoint) is not None
+    finally:
+        thread.close()
+
+
+@pytest.mark.parametrize("strategy", [LocalSGD, DiLoCo])
+def test_nobody_waits_any_more_for_a_peer_that_leaves(
+    start: Start, strategy: Callable[[int], LocalSGD | DiLoCo]
+) -> None:
+    run = start()
+    for _ in range(3):
+        run.add(strategy(1), SGD, group_wait=PATIENCE, round_timeout=PATIENCE)
+    run.meet()
+    leaves = run.averagers[2]
+    waiting = [threading.Thread(target=step, args=(run, number, number)) for number in range(2)]
+
+    async def both_wait() -> None:
+        phase = leaves.strategy.history.phase
+        prefix = "test." if strategy is LocalSGD else f"test/pseudogradient-0of1/{phase}."
+        async with aclosing(leaves._peer.discovery.watch(prefix + "0b")) as changes:
+            async for looking in changes:
+                if len(looking) == 2:
+                    return
+
+    for thread in waiting:
+        thread.start()
+    leaves._thread.run(asyncio.wait_for(both_wait(), PATIENCE))
+    leaves.close()
+    for thread, opt in zip(waiting, run.averagers, strict=False):
+        thread.join(PATIENCE)
+        assert opt.last_receipt is not None
+        assert len(opt.last_receipt.members) == 2
+        assert opt.last_receipt.seconds < PATIENCE / 2
+
+
+def test_nobody_hears_a_complaint_of_a_peer_that_averages(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    run = start()
+    for _ in range(2):
+        run.add(DiLoCo(2), SGD)
+    run.meet()
+    with caplog.at_level(logging.WARNING, "averaging"):
+        run.each(lambda number: steps(run, number, range(8)))
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("averaging")] == []
+
+
+def test_a_peer_whose_partners_have_ended_their_training_waits_for_nobody(start: Start) -> None:
+    run = start()
+    for number in range(2):
+        run.add(LocalSGD(2), SGD, model_of(number), group_wait=PATIENCE / 4)
+    run.meet()
+    run.each(lambda number: steps(run, number, range(4)))
+
+    def finish_late(number: int) -> float:
+        began = time.monotonic()
+        if number == 1:
+            steps(run, 1, range(4, 16))
+        run.averagers[number].finish(PATIENCE)
+        return time.monotonic() - began
+
+    assert max(run.each(finish_late)) < PATIENCE / 4
+    assert equal(*run.parameters())

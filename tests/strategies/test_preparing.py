@@ -1,0 +1,114 @@
+"""One member has to copy its tensors before it can send them; the others do not."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+import pytest
+
+from averaging.allreduce import RoundResult
+from averaging.errors import RoundError
+from averaging.observe.receipts import DropCode
+from averaging.tensors.schema import ReplyForm
+from averaging.testing import virtual_time
+from averaging.timing.learned_deadlines import Deadlines
+from tests.support.rounds import STALL_TIMEOUT, Simulation, assert_close, nodes
+
+PREPARING = STALL_TIMEOUT / 2
+SLOWEST = "peer:2"
+
+
+def simulated(
+    reply: ReplyForm = ReplyForm.AVERAGE, deadlines: dict[str, Deadlines] | None = None, *, proven: bool = False
+) -> Simulation:
+    shapes = [(200,), (7, 3)]
+    simulation = Simulation(1, nodes(4), shapes, part_size_bytes=64, reply=reply, deadlines=deadlines, proven=proven)
+    simulation.preparing[SLOWEST] = partial(asyncio.sleep, PREPARING)
+    return simulation
+
+
+@pytest.mark.parametrize("reply", list(ReplyForm))
+def test_parts_of_others_are_accepted_while_a_member_prepares(reply: ReplyForm) -> None:
+    simulation = simulated(reply)
+    received = 0
+
+    async def look(_: object) -> None:
+        nonlocal received
+        await asyncio.sleep(PREPARING * 0.9)
+        received = simulation.rounds[SLOWEST].result().bytes_received
+
+    virtual_time.run(simulation.run(look))
+    assert received > 0
+    for name, result in simulation.results.items():
+        assert result.dropped == ()
+        assert_close(simulation.tensors[name], simulation.mean(), 1e-6)
+
+
+def test_a_member_that_prepares_names_no_straggler_for_that_time() -> None:
+    simulation = simulated()
+    simulation.preparing["peer:1"] = partial(asyncio.sleep, PREPARING * 1.1)
+    virtual_time.run(simulation.run())
+    assert [result.straggler for result in simulation.results.values()] == [None] * 4
+
+
+def test_the_deadline_of_a_first_part_begins_with_the_round_even_while_preparing() -> None:
+    """Two members prepare equally long at first; then one takes longer by more than the shortest deadline."""
+    deadlines = {member.endpoint: Deadlines(STALL_TIMEOUT, 30.0) for member in nodes(4)}
+    for seconds in (5.0, 5.0, 5.0, 5.0, 6.5):
+        simulation = simulated(deadlines=deadlines)
+        simulation.preparing["peer:1"] = partial(asyncio.sleep, 5.0)
+        simulation.preparing[SLOWEST] = partial(asyncio.sleep, seconds)
+        virtual_time.run(simulation.run())
+        assert [result.dropped for result in simulation.results.values()] == [()] * 4
+
+
+def test_the_round_goes_on_without_a_member_that_dies_while_it_prepares() -> None:
+    simulation = simulated()
+    survivors = ["peer:1", SLOWEST, "peer:3"]
+
+    async def leave(tasks: dict[str, asyncio.Task[RoundResult]]) -> None:
+        await asyncio.sleep(PREPARING / 2)
+        await simulation.cancel(tasks["peer:4"])
+
+    virtual_time.run(simulation.run(leave))
+    for name in survivors:
+        assert [lost.endpoint for lost in simulation.results[name].dropped] == ["peer:4"]
+        simulation.assert_between_the_means(name, survivors)
+
+
+@pytest.mark.parametrize("proven", [True, False])
+@pytest.mark.parametrize("cancelled", [True, False], ids=["cancelled", "failed"])
+def test_a_member_that_gives_up_while_preparing_announces_it(cancelled: bool, proven: bool) -> None:
+    simulation = simulated(proven=proven)
+    took = 0.0
+
+    async def fail() -> None:
+        await asyncio.sleep(PREPARING)
+        raise RoundError("no memory")
+
+    async def end(tasks: dict[str, asyncio.Task[RoundResult]]) -> None:
+        nonlocal took
+        if cancelled:
+            await asyncio.sleep(PREPARING)
+            await simulation.cancel(tasks[SLOWEST])
+        await asyncio.wait(list(tasks.values()))
+        took = asyncio.get_running_loop().time()
+
+    simulation.preparing[SLOWEST] = partial(asyncio.sleep, 60.0) if cancelled else fail
+    virtual_time.run(simulation.run(end))
+    # No deadline has to pass, but without proof of the sender the shortest one, since the member may still come.
+    assert took < PREPARING + STALL_TIMEOUT / 2 + (0.0 if proven else STALL_TIMEOUT)
+    assert type(simulation.failures[SLOWEST]) is (asyncio.CancelledError if cancelled else RoundError)
+    for result in simulation.results.values():
+        codes = {lost.endpoint: lost.code for lost in result.dropped}
+        assert codes == {SLOWEST: DropCode.CANCELLED if cancelled else DropCode.INTERNAL_ERROR}
+
+
+def test_the_rounds_deadline_holds_while_a_member_prepares() -> None:
+    simulation = simulated()
+    simulation.preparing[SLOWEST] = partial(asyncio.sleep, 1000.0)
+    virtual_time.run(simulation.run())
+    assert not simulation.results[SLOWEST].received_any
+    for name in ("peer:1", "peer:3", "peer:4"):
+        assert [lost.endpoint for lost in simulation.results[name].dropped] == [SLOWEST]

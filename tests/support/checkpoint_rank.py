@@ -1,0 +1,66 @@
+"""A rank that trains with FSDP2, saves with torch.distributed.checkpoint and goes on; or loads and goes on from there.
+
+Run by torchrun as `-m tests.support.checkpoint_rank DIRECTORY save|load`. Rank 0 prints one line of JSON: the steps
+and the parameters in the end.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from averaging import DecentralizedAverager, DiLoCo, DistributedCheckpoint
+
+SAVED, FURTHER = 5, 4
+"""Steps before the checkpoint, and after it; an outer step is made in every second one."""
+
+
+def main(directory: str, action: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(0 if action == "save" else 1)
+    model = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 3))
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer)
+    fully_shard(model)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    strategy = DiLoCo(every=2)
+    with DecentralizedAverager(
+        inner, model=model, run_id="run", strategy=strategy, process_group=dist.group.WORLD
+    ) as opt:
+
+        def step() -> None:
+            torch.manual_seed(100 * opt.local_step + dist.get_rank())
+            opt.zero_grad()
+            torch.autograd.backward(model(torch.randn(8, 4)).square().mean())
+            opt.step()
+
+        state = {"training": DistributedCheckpoint(model, opt)}
+        if action == "save":
+            for _ in range(SAVED):
+                step()
+            save(state, checkpoint_id=directory)
+        else:
+            load(state, checkpoint_id=directory)
+        begun = opt.local_step, opt.global_step
+        for _ in range(FURTHER):
+            step()
+        whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in model.parameters()]
+        if dist.get_rank() == 0:
+            values = [one.double().flatten().tolist() for one in whole]
+            print(json.dumps({"begun": begun, "local": opt.local_step, "global": opt.global_step, "values": values}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

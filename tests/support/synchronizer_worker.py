@@ -1,0 +1,118 @@
+"""A trainer or an explorer in a process of its own: `python -m tests.support.synchronizer_worker '{"role": …}'`.
+
+With `collective` the weights travel in a weight sync group, else from the memory of the synchronizer. It prints JSON
+lines: `ready`, `version` with the value of the weights for each version that a trainer sent or an explorer got, `lost`
+or `none` if a transfer did not come about, and `end`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from averaging import CallRefusedError, PeerUnreachableError, RunningStatus, StateError, Synchronizer, WeightGroupError
+from averaging.rl.synchronizer.collective import WeightReceiver, WeightSender
+from averaging.rl.synchronizer.remote import RemoteSynchronizer
+
+PAUSE = 0.02
+"""Seconds before another try, so that a test gets no thousands of lines."""
+
+
+def report(event: str, **values: Any) -> None:
+    print(json.dumps({"event": event, **values}), flush=True)
+
+
+def weights(value: float) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((1000,), value), "half": torch.full((3, 2), value, dtype=torch.bfloat16)}
+
+
+def value_of(state: dict[str, torch.Tensor]) -> float:
+    """The value of all elements; of two versions mixed it would be NaN."""
+    found = {float(element) for tensor in state.values() for element in tensor.flatten()}
+    return found.pop() if len(found) == 1 else float("nan")
+
+
+async def train(synchronizer: RemoteSynchronizer, options: dict[str, Any]) -> None:
+    now = weights(options.get("value", 0.0))
+    sender = WeightSender(lambda: now)
+    await synchronizer.add_module(sender)
+    await synchronizer.set_trainer_status(RunningStatus.RUNNING)
+    report("ready")
+    if options.get("idle"):
+        await asyncio.Event().wait()
+    step = options.get("step", 0)
+    while step < options.get("steps", 1 << 30):
+        await asyncio.sleep(PAUSE)
+        for tensor in now.values():
+            tensor.fill_(step + 1)
+        if not options["collective"]:
+            version = await synchronizer.set_model_state_dict(now, step + 1)
+        else:
+            try:
+                found = await synchronizer.ready_to_nccl_sync("trainer", step + 1)
+                if found is None:
+                    raise WeightGroupError("not ready")
+                version = found
+                await sender.send(version)
+            except WeightGroupError as error:
+                report("lost", error=str(error))
+                with suppress(CallRefusedError):
+                    await synchronizer.coordinate_weight_sync_setup(20.0)
+                continue
+        step += 1
+        report("version", version=version, value=value_of(now))
+    await synchronizer.set_trainer_status(RunningStatus.STOPPED)
+
+
+async def explore(synchronizer: RemoteSynchronizer, options: dict[str, Any]) -> None:
+    receiver = WeightReceiver()
+    await synchronizer.add_module(receiver)
+    await synchronizer.set_explorer_status(RunningStatus.RUNNING)
+    report("ready")
+    version = 0
+    while await synchronizer.trainer_requires_weight_sync() is not None:
+        if options["collective"]:
+            found = await synchronizer.ready_to_nccl_sync("explorer", 0)
+            if found is None:
+                report("none")
+                await asyncio.sleep(PAUSE)
+                with suppress(CallRefusedError):
+                    await synchronizer.coordinate_weight_sync_setup(20.0)
+                continue
+            with suppress(WeightGroupError, StateError):
+                report("version", version=found, value=value_of(await receiver.receive(found)))
+        else:
+            await synchronizer.wait_new_model_state_dict(version)
+            version = await get_newer(synchronizer, version)
+    if not options["collective"]:  # the trainer may stop just after it has set its last version
+        await get_newer(synchronizer, version)
+    await synchronizer.set_explorer_status(RunningStatus.STOPPED, RunningStatus.RUNNING)
+
+
+async def get_newer(synchronizer: RemoteSynchronizer, version: int) -> int:
+    """Reports the newest version if it is newer than `version`; returns it."""
+    if await synchronizer.get_latest_model_version() > version:
+        state, version = await synchronizer.get_model_state_dict()
+        assert isinstance(state, dict)
+        report("version", version=version, value=value_of(state))
+    return version
+
+
+async def main(options: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    connected = Synchronizer.connect(options["endpoint"], name=options["name"])
+    async with connected as synchronizer:
+        try:
+            await (train if options["role"] == "trainer" else explore)(synchronizer, options)
+        except PeerUnreachableError as error:
+            report("unreachable", error=str(error))
+    report("end")
+
+
+if __name__ == "__main__":
+    asyncio.run(main(json.loads(sys.argv[1])))

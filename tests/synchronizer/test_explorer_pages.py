@@ -1,0 +1,68 @@
+"""docs/how-to/explorers.md and docs/operate/grpcurl-explorers.md: run as written, and print what the pages say."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from averaging import RemoteSynchronizer, Synchronizer
+from tests.docs.test_grpcurl_page import ADDRESS, PROGRAMS, agrees, cases_of
+from tests.support.pages import ROOT, blocks_of, run_page
+from tests.support.ports import free_address
+from tests.support.processes import DEADLINE
+
+PAGE = (ROOT / "docs" / "how-to" / "explorers.md").read_text()
+GRPCURL = (ROOT / "docs" / "operate" / "grpcurl-explorers.md").read_text()
+
+SERVE, *CASES = cases_of(blocks_of(GRPCURL))
+
+
+def test_the_scripts_run_and_print_what_the_page_says(tmp_path: Path) -> None:
+    run_page(PAGE, tmp_path)
+
+
+def test_the_page_names_all_methods_of_both_classes() -> None:
+    [table] = re.findall(r"## What the methods do\n(.*?)\n##", PAGE, re.DOTALL)
+    named = set(re.findall(r"`(\w+)\(", table))
+    assert named <= set(dir(Synchronizer)) & set(dir(RemoteSynchronizer))
+    remote = {name for name, value in vars(RemoteSynchronizer).items() if not name.startswith("_") and callable(value)}
+    assert remote == named
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The page's synchronizer, at a free port."""
+    folder = tmp_path_factory.mktemp("page")
+    [script] = [block for block in blocks_of(GRPCURL) if block.language == "python"]
+    endpoint = free_address()
+    (folder / script.title).write_text(script.text.replace(ADDRESS, endpoint))
+    assert SERVE[0] == f"python {script.title}"
+    command = [sys.executable, script.title]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True, env=None) as process:
+        try:
+            assert process.stdout is not None
+            assert "the synchronizer is at" in process.stdout.readline()
+            yield endpoint
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(("command", "expected"), CASES, ids=lambda value: value[-70:])
+def test_grpcurl_prints_what_the_page_says(command: str, expected: str, endpoint: str) -> None:
+    program, *arguments = shlex.split(command.replace(ADDRESS, endpoint))
+    result = subprocess.run(
+        [*PROGRAMS[program], *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    printed = result.stdout.replace(endpoint, ADDRESS)
+    assert agrees(expected, printed), printed

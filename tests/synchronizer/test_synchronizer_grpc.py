@@ -1,0 +1,489 @@
+"""`averaging.v1.Synchronizer` between processes and event loops: the same methods, sessions, cuts, TLS, tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from averaging import (
+    CallRefusedError,
+    ConfigError,
+    DecentralizedAverager,
+    LocalSGD,
+    Peer,
+    PeerUnreachableError,
+    ProtocolViolationError,
+    RpcChannel,
+    RpcServer,
+    RunningStatus,
+    Synchronizer,
+    SynchronizerConfig,
+    SyncTimeoutError,
+    TLSFiles,
+    UnauthenticatedError,
+    WeightReceiver,
+)
+from averaging.rl.synchronizer import methods
+from averaging.rl.synchronizer.remote import RemoteSynchronizer
+from averaging.rl.synchronizer.service import SynchronizerService
+from averaging.rpc import read_credentials
+from averaging.wire import synchronizer_pb2 as wire
+from tests.support.certificates import TOKEN, write
+from tests.support.fault_proxy import Fault, FaultProxy
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
+
+RUNNING, REQUIRE_SYNC, STOPPED = RunningStatus
+
+LIMIT = 20.0
+"""Seconds for what takes a moment."""
+
+
+def state(value: float = 1.0, count: int = 6) -> dict[str, torch.Tensor]:
+    return {
+        "w": torch.full((count,), value),
+        "empty": torch.zeros(0, 3),
+        "half": torch.full((2, 2), value, dtype=torch.bfloat16),
+        "step": torch.tensor(7),
+    }
+
+
+def same(found: object, expected: dict[str, torch.Tensor]) -> bool:
+    assert isinstance(found, dict)
+    return list(found) == list(expected) and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@asynccontextmanager
+async def served(config: SynchronizerConfig | None = None) -> AsyncGenerator[tuple[Synchronizer, str], None]:
+    """A synchronizer and the endpoint at which it is served."""
+    async with Synchronizer(config=config) as synchronizer, RpcServer("127.0.0.1:0", [synchronizer]) as server:
+        yield synchronizer, server.endpoint
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Waits until what other tasks and processes do has an effect here."""
+    async with asyncio.timeout(LIMIT):
+        while not condition():  # noqa: ASYNC110 - of other processes
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.asyncio
+async def test_all_methods_from_elsewhere() -> None:
+    async with AsyncExitStack() as stack:
+        synchronizer, endpoint = await stack.enter_async_context(served())
+        trainer = await stack.enter_async_context(Synchronizer.connect(endpoint, name="trainer"))
+        explorer = await stack.enter_async_context(Synchronizer.connect(endpoint, name="explorer"))
+        assert await trainer.trainer_requires_weight_sync() is False
+        with pytest.raises(ConfigError, match="status must be one of running, require_sync, stopped, not 'ready'"):
+            await trainer.set_trainer_status("ready")
+        with pytest.raises(ConfigError, match="old_status must be one of"):
+            await trainer.set_explorer_status("running", "ready")
+        await trainer.set_trainer_status("RUNNING")
+        assert await trainer.trainer_requires_weight_sync() is False
+        await explorer.set_explorer_status(RUNNING)
+        assert await explorer.explorer_requires_sync() is False
+        assert await explorer.get_state_dict_meta() is None
+        assert await explorer.get_model_state_dict() == (None, 0)
+
+        waiting = asyncio.ensure_future(explorer.wait_new_model_state_dict(0))
+        await until(synchronizer.explorer_requires_sync)
+        assert await trainer.set_model_state_dict(state(), 3) == 3
+        assert await waiting == 3
+        found, version = await explorer.get_model_state_dict()
+        assert version == 3
+        assert same(found, state())
+        assert [name async for name, _ in explorer.get_model_state_dict_iterator()] == list(state())
+        assert await explorer.get_state_dict_meta() == await synchronizer.get_state_dict_meta()
+        assert await explorer.get_latest_model_version() == 3
+        assert await explorer.get_latest_model_path() is None
+
+        waiting = asyncio.ensure_future(explorer.wait_new_model_state_dict(3))
+        await until(synchronizer.explorer_requires_sync)
+        await trainer.notify_no_new_model_state_dict()
+        assert await waiting == 3
+        with pytest.raises(SyncTimeoutError):
+            await explorer.wait_new_model_state_dict(3, timeout=0.05)
+        assert synchronizer.explorer_status_counts[RUNNING] == 1
+
+        ready = (trainer.ready_to_nccl_sync("trainer", 4), explorer.ready_to_nccl_sync("explorer", 0))
+        assert list(await asyncio.gather(*ready)) == [4, 4]
+        await explorer.set_explorer_status(STOPPED, RUNNING)
+        assert await trainer.ready_to_nccl_sync("trainer", 5) is None
+        await trainer.set_model_state_dict("s3://weights", 6)
+        assert await explorer.get_model_state_dict() == ("s3://weights", 6)
+        with pytest.raises(ConfigError, match="is a path"):
+            await anext(explorer.get_model_state_dict_iterator())
+        with pytest.raises(CallRefusedError, match="no explorer of 'explorer 2' is running"):
+            await explorer.wait_new_model_state_dict(6)
+        with pytest.raises(CallRefusedError, match="'trainer' or 'explorer'"):
+            await explorer.ready_to_nccl_sync("judge", 0)
+
+
+@pytest.mark.asyncio
+async def test_on_a_peer_with_tls_and_token_and_by_namespace(tmp_path: Path) -> None:
+    files = write(tmp_path, "127.0.0.1")
+    tokens = tmp_path / "tokens"
+    tokens.touch(mode=0o600)
+    tokens.write_text(TOKEN)
+    peer = Peer({"w": torch.ones(3)}, run_id="demo", token_file=tokens, **files)  # type: ignore[arg-type]
+    first = Synchronizer(peer)
+    tls = TLSFiles(files["tls_ca"], files["tls_cert"], files["tls_key"])
+    async with peer, first, AsyncExitStack() as stack:
+        other = Synchronizer.get_actor(SynchronizerConfig(namespace="other"), peer=peer)
+        assert Synchronizer.get_actor(namespace="other", peer=peer) is other
+        assert Synchronizer.get_actor(namespace="", peer=peer) is first
+        stack.push_async_callback(other.close)
+        with pytest.raises(ConfigError, match="namespace 'other' already"):
+            Synchronizer(peer, SynchronizerConfig(namespace="other"))
+
+        remote = await stack.enter_async_context(
+            Synchronizer.connect(peer.endpoint, namespace="other", tls=tls, token_file=tokens)
+        )
+        await remote.set_model_state_dict(state(), 5)
+        assert await remote.get_latest_model_version() == 5
+        assert first.model_version == 0
+        with pytest.raises(UnauthenticatedError):
+            async with Synchronizer.connect(peer.endpoint, tls=tls):
+                pass
+        with pytest.raises(PeerUnreachableError):
+            async with Synchronizer.connect(peer.endpoint, token_file=tokens, timeout=2.0):
+                pass
+        with pytest.raises(CallRefusedError, match="no synchronizer in namespace 'third' here; there are '', 'other'"):
+            async with Synchronizer.connect(peer.endpoint, namespace="third", tls=tls, token_file=tokens):
+                pass
+    with pytest.raises(ConfigError, match="before `async with`"):
+        async with Peer([torch.ones(1)], run_id="demo") as running:
+            Synchronizer(running)
+    with pytest.raises(ConfigError, match="mode 'node'"):
+        Synchronizer(Peer([torch.ones(1)], run_id="demo", mode="client", join=["127.0.0.1:1"]))
+
+
+@pytest.mark.asyncio
+async def test_the_versions_of_a_peer_are_handed_out_until_a_trainer_sets_a_state() -> None:
+    weights = torch.ones(3)
+    peer = Peer({"w": weights}, run_id="demo")
+    synchronizer = Synchronizer(peer)
+    async with peer, synchronizer, Synchronizer.connect(peer.endpoint) as explorer:
+        await explorer.set_explorer_status(RUNNING)
+        await until(lambda: synchronizer.model_state_dict is not None)
+        assert same((await explorer.get_model_state_dict())[0], {"w": torch.ones(3)})
+        with peer.tensors():
+            weights.fill_(2.0)
+        await peer.commit()
+        version = await explorer.wait_new_model_state_dict(0)
+        assert version == peer.version == 1
+        assert same((await explorer.get_model_state_dict())[0], {"w": torch.full((3,), 2.0)})
+        await synchronizer.set_model_state_dict(state(), 8)
+        await peer.commit()
+        assert await explorer.wait_new_model_state_dict(1) == 8
+        assert synchronizer.trainer_requires_weight_sync() is None, "the peer is no trainer any more"
+
+
+@pytest.mark.asyncio
+async def test_on_the_port_of_an_averager() -> None:
+    """It runs in the averager's own event loop, in which nobody enters it."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    synchronizer = Synchronizer()
+    averager = DecentralizedAverager(optimizer, run_id="demo", strategy=LocalSGD(every=9), services=[synchronizer])
+    try:
+        async with (
+            Synchronizer.connect(averager.endpoint) as trainer,
+            Synchronizer.connect(averager.endpoint) as explorer,
+        ):
+            await trainer.add_module(WeightReceiver())
+            await explorer.set_explorer_status(RUNNING)
+            assert await trainer.set_model_state_dict(state(), 4) == 4
+            assert same((await explorer.get_model_state_dict())[0], state())
+    finally:
+        await asyncio.to_thread(averager.close)
+    assert synchronizer.ended
+
+
+@pytest.mark.asyncio
+async def test_a_peer_whose_versions_are_handed_out_is_no_side_of_a_transfer() -> None:
+    peer = Peer({"w": torch.ones(3)}, run_id="demo")
+    synchronizer = Synchronizer(peer)
+    async with peer, synchronizer:
+        await synchronizer.set_explorer_status(RUNNING)
+        trainer = asyncio.ensure_future(synchronizer.ready_to_nccl_sync("trainer", 4))
+        await until(lambda: synchronizer.trainer_status is REQUIRE_SYNC)
+        assert await synchronizer.ready_to_nccl_sync("explorer", 0) == await trainer == 4
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("end", ["closed", "cancelled"])
+async def test_nothing_of_a_session_that_ends_is_left_counted(end: str) -> None:
+    async with served() as (synchronizer, endpoint):
+        await synchronizer.set_trainer_status(RUNNING)
+        explorer = Synchronizer.connect(endpoint)
+        await explorer.__aenter__()
+        await explorer.set_explorer_status(RUNNING)
+        waiting = asyncio.ensure_future(explorer.wait_new_model_state_dict(0))
+        await until(synchronizer.explorer_requires_sync)
+        if end == "cancelled":
+            waiting.cancel()
+            await until(lambda: synchronizer.explorer_status_counts[RUNNING])
+        await explorer.__aexit__()
+        with pytest.raises((PeerUnreachableError, asyncio.CancelledError)):
+            await waiting
+        await until(lambda: not any(synchronizer.explorer_status_counts.values()))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("fault", [Fault.CUT, Fault.HALF_OPEN])
+async def test_waits_end_when_the_link_is_cut_and_the_session_comes_back(
+    fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("averaging.rl.synchronizer.remote.SILENCE_SECONDS", 2.0)
+    config = SynchronizerConfig(silence_timeout=2.0)
+    with FaultProxy() as proxy:
+        async with (
+            Synchronizer(config=config) as synchronizer,
+            RpcServer(f"127.0.0.1:{proxy.target}", [synchronizer]),
+            Synchronizer.connect(f"127.0.0.1:{proxy.port}") as explorer,
+        ):
+            await synchronizer.set_trainer_status(RUNNING)
+            await explorer.set_explorer_status(RUNNING)
+            waiting = asyncio.ensure_future(explorer.wait_new_model_state_dict(0))
+            await until(synchronizer.explorer_requires_sync)
+            proxy.arm(fault)
+            with pytest.raises(PeerUnreachableError):
+                await waiting
+            await until(lambda: not any(synchronizer.explorer_status_counts.values()))
+            await synchronizer.set_model_state_dict(state(), 1)
+            proxy.heal()
+            async with asyncio.timeout(LIMIT):
+                while True:
+                    try:
+                        assert await explorer.wait_new_model_state_dict(0) == 1
+                        break
+                    except PeerUnreachableError:
+                        continue
+            assert synchronizer.explorer_status_counts == {RUNNING: 1, REQUIRE_SYNC: 0, STOPPED: 0}
+
+
+@pytest.mark.asyncio
+async def test_a_state_that_is_cut_off_leaves_the_former_one() -> None:
+    large = state(2.0, 1 << 21)
+    with FaultProxy() as proxy:
+        async with (
+            Synchronizer(state_dict=state()) as synchronizer,
+            RpcServer(f"127.0.0.1:{proxy.target}", [synchronizer]),
+            Synchronizer.connect(f"127.0.0.1:{proxy.port}") as trainer,
+        ):
+            proxy.arm(Fault.CUT, after=3 << 20)
+            with pytest.raises(PeerUnreachableError):
+                await trainer.set_model_state_dict(large, 1)
+            assert synchronizer.model_version == 0
+            proxy.heal()
+            await _again(trainer, large)
+            assert same((await trainer.get_model_state_dict())[0], large)
+
+
+async def _again(trainer: RemoteSynchronizer, large: dict[str, torch.Tensor]) -> None:
+    async with asyncio.timeout(LIMIT):
+        while True:
+            try:
+                assert await trainer.set_model_state_dict(large, 1) == 1
+                return
+            except PeerUnreachableError:
+                continue
+
+
+class Pausing(SynchronizerService):
+    """Stops in the middle of the first download until it is told to go on."""
+
+    def __init__(self, synchronizer: Synchronizer) -> None:
+        super().__init__([synchronizer])
+        self.paused, self.goes_on = asyncio.Event(), asyncio.Event()
+
+    async def _get_model_state_dict(self, request: wire.SyncRequest) -> AsyncGenerator[wire.SyncStatePart, None]:
+        async with aclosing(super()._get_model_state_dict(request)) as parts:
+            async for part in parts:
+                if part.data and not self.goes_on.is_set():
+                    self.paused.set()
+                    await self.goes_on.wait()
+                yield part
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("event", ["cut", "half open", "published"])
+async def test_what_happens_in_the_middle_of_a_download(event: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends with an error, or with exactly the version that it began with."""
+    monkeypatch.setattr("averaging.rl.synchronizer.remote.SILENCE_SECONDS", 1.0)
+    old, new = state(2.0, 1 << 20), state(3.0, 1 << 20)
+    with FaultProxy() as proxy:
+        async with Synchronizer() as synchronizer:
+            await synchronizer.set_model_state_dict(old, 2)
+            service = Pausing(synchronizer)
+            async with (
+                RpcServer(f"127.0.0.1:{proxy.target}", [service]),
+                Synchronizer.connect(f"127.0.0.1:{proxy.port}") as explorer,
+            ):
+                reading = asyncio.ensure_future(explorer.get_model_state_dict())
+                await service.paused.wait()
+                await synchronizer.set_model_state_dict(new, 3)
+                if event == "published":
+                    service.goes_on.set()
+                    found, version = await reading
+                    assert version == 2
+                    assert same(found, old)
+                else:
+                    proxy.arm(Fault.CUT if event == "cut" else Fault.HALF_OPEN)
+                    with pytest.raises(PeerUnreachableError):
+                        await reading
+                    service.goes_on.set()
+                    proxy.heal()
+                async with asyncio.timeout(LIMIT):
+                    while True:
+                        try:
+                            found, version = await explorer.get_model_state_dict()
+                            break
+                        except PeerUnreachableError:
+                            continue
+                assert version == 3
+                assert same(found, new)
+
+
+@pytest.mark.asyncio
+async def test_slow_readers_get_whole_versions_or_an_error() -> None:
+    """While newer versions come, each reader ends with exactly one of them."""
+    async with served() as (synchronizer, endpoint), AsyncExitStack() as stack:
+        explorers = [await stack.enter_async_context(Synchronizer.connect(endpoint)) for _ in range(8)]
+        await synchronizer.set_model_state_dict(state(0.0, 1 << 20), 0)
+
+        async def publish() -> None:
+            for version in range(1, 30):
+                await synchronizer.set_model_state_dict(state(version, 1 << 20), version)
+                await asyncio.sleep(0)
+
+        async def read(explorer: RemoteSynchronizer) -> None:
+            for _ in range(3):
+                found, version = await explorer.get_model_state_dict()
+                assert same(found, state(version, 1 << 20))
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(publish())
+            for explorer in explorers:
+                tasks.create_task(read(explorer))
+
+
+@pytest.mark.asyncio
+async def test_messages_of_strangers_are_refused() -> None:
+    head = wire.SyncStateHead(has_tensors=True, tensors=[wire.SyncTensor(name="w", dtype="float32", shape=[2])])
+    config = SynchronizerConfig(max_state_bytes=1000, silence_timeout=0.5)
+    async with served(config) as (synchronizer, endpoint), RpcChannel(endpoint) as channel:
+
+        async def send(*parts: wire.SyncStatePart) -> AsyncGenerator[wire.SyncStatePart, None]:
+            for part in parts:
+                yield part
+
+        with pytest.raises(CallRefusedError, match="number of an open session"):
+            await channel.call(methods.SET_MODEL_STATE_DICT, send(wire.SyncStatePart(head=head)), LIMIT)
+        request = wire.SyncStatusRequest(status=wire.RUNNING, session=b"guess")
+        with pytest.raises(CallRefusedError, match="number of an open session"):
+            await channel.call(methods.SET_EXPLORER_STATUS, request, LIMIT)
+        for method in (methods.NOTIFY_NO_NEW_MODEL_STATE_DICT, methods.COORDINATE_WEIGHT_SYNC_TEARDOWN):
+            with pytest.raises(CallRefusedError, match="number of an open session"):
+                await channel.call(method, wire.SyncRequest(), LIMIT)
+        with pytest.raises(CallRefusedError, match="number of an open session"):
+            await channel.call(methods.COORDINATE_WEIGHT_SYNC_SETUP, wire.SyncTimeoutRequest(), LIMIT)
+        group = wire.SyncGroupRequest(master_address="127.0.0.1", master_port=1)
+        with pytest.raises(CallRefusedError, match="number of an open session"):
+            await channel.call(methods.SETUP_WEIGHT_SYNC_GROUP, group, LIMIT)
+        async with Synchronizer.connect(endpoint) as remote:
+            assert remote._session is not None
+            number = remote._session.number
+
+            async def refused(match: str, *parts: wire.SyncStatePart) -> None:
+                parts[0].session = number
+                with pytest.raises(CallRefusedError, match=match):
+                    await channel.call(methods.SET_MODEL_STATE_DICT, send(*parts), LIMIT)
+
+            def of(**tensor: object) -> wire.SyncStatePart:
+                tensors = [wire.SyncTensor(**({"name": "w", "dtype": "float32", "shape": [2]} | tensor))]  # type: ignore[arg-type]
+                return wire.SyncStatePart(head=wire.SyncStateHead(has_tensors=True, tensors=tensors))
+
+            part = wire.SyncStatePart
+            await refused("without a head", part(data=b"abc"))
+            await refused("dtype 'object'", of(dtype="object"))
+            await refused("at most 1000 are accepted", of(shape=[1 << 40]))
+            await refused("invalid shape", of(shape=[1 << 40, 1 << 40]))
+            await refused("invalid shape", of(shape=[1 << 47, 1 << 47, 0]))
+            await refused("invalid shape", of(shape=[1 << 60]))
+            await refused("more bytes", of(), part(data=bytes(9)))
+            await refused("fewer bytes", of(), part(data=bytes(7)), part(digest=bytes(32)))
+            await refused("digest is not that", of(), part(data=bytes(8)), part(digest=bytes(32)))
+            await refused("ends before its digest", of(), part(data=bytes(8)))
+            twice = wire.SyncStateHead(has_tensors=True, tensors=[*head.tensors, *head.tensors])
+            await refused("same name", part(head=twice))
+            request = wire.SyncStatusRequest(status=wire.SYNC_STATUS_UNSET, session=number)
+            with pytest.raises(CallRefusedError, match="give RUNNING"):
+                await channel.call(methods.SET_TRAINER_STATUS, request, LIMIT)
+        assert synchronizer.get_model_state_dict() == (None, 0)
+
+        async def silent() -> AsyncGenerator[wire.SyncFromModule, None]:
+            yield wire.SyncFromModule(hello=wire.SyncHello(explorers_running=1))
+            await asyncio.Event().wait()
+
+        with pytest.raises(CallRefusedError, match=r"nothing came from you for 0\.5 s"):
+            async for _ in channel.stream(methods.ATTEND, silent()):
+                pass
+        assert not any(synchronizer.explorer_status_counts.values())
+
+        async def many() -> AsyncGenerator[wire.SyncFromModule, None]:
+            yield wire.SyncFromModule(hello=wire.SyncHello(explorers_running=1 << 31))
+
+        with pytest.raises(CallRefusedError, match="at most 10000"):
+            async for _ in channel.stream(methods.ATTEND, many()):
+                pass
+        assert not any(synchronizer.explorer_status_counts.values())
+
+
+@pytest.mark.asyncio
+async def test_reflection_knows_the_service_and_a_token_is_needed(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.touch(mode=0o600)
+    tokens.write_text(TOKEN)
+    credentials = read_credentials(token_file=tokens)
+    async with (
+        Synchronizer() as synchronizer,
+        RpcServer("127.0.0.1:0", [synchronizer]) as open_server,
+        RpcServer("127.0.0.1:0", [synchronizer], credentials=credentials) as closed_server,
+        grpc.aio.insecure_channel(open_server.endpoint) as foreign,
+        RpcChannel(closed_server.endpoint) as stranger,
+    ):
+        reflection = reflection_pb2_grpc.ServerReflectionStub(foreign)
+        call = reflection.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+        names = [service.name async for reply in call for service in reply.list_services_response.service]
+        assert "averaging.v1.Synchronizer" in names
+        with pytest.raises(UnauthenticatedError):
+            await stranger.call(methods.GET_LATEST_MODEL_VERSION, wire.SyncRequest(), LIMIT)
+
+
+class Liar(SynchronizerService):
+    """Sends other values than it announces."""
+
+    async def _get_model_state_dict(self, request: wire.SyncRequest) -> AsyncGenerator[wire.SyncStatePart, None]:
+        async with aclosing(super()._get_model_state_dict(request)) as parts:
+            async for part in parts:
+                yield wire.SyncStatePart(data=bytes(len(part.data))) if part.data else part
+
+
+@pytest.mark.asyncio
+async def test_a_damaged_download_is_noticed() -> None:
+    async with (
+        Synchronizer(state_dict=state()) as synchronizer,
+        RpcServer("127.0.0.1:0", [Liar([synchronizer])]) as server,
+        Synchronizer.connect(server.endpoint) as explorer,
+    ):
+        with pytest.raises(ProtocolViolationError, match="digest is not that of its bytes"):
+            await explorer.get_model_state_dict()

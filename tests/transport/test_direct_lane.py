@@ -1,0 +1,955 @@
+"""The direct lane: how it is granted, what it does with wrong tickets and frames, and when gRPC carries the parts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from averaging import Outcome, Peer, Receipt
+from averaging.errors import CallRefusedError, NotServedError, PeerUnreachableError, ProtocolViolationError
+from averaging.protocol.messages import AveragingData, MessageCode
+from averaging.security.credentials import Credentials
+from averaging.transport.base import is_alive
+from averaging.transport.direct import lanes, opening
+from averaging.transport.direct import sealing as tickets
+from averaging.transport.direct import serving as direct_serving
+from averaging.transport.direct import serving as quotas
+from averaging.transport.direct.frames import (
+    FROM_CALLEE,
+    FROM_CALLER,
+    HELLO_BYTES,
+    MAX_HEAD_BYTES,
+    NONCE_BYTES,
+    Buffers,
+    Kind,
+    commitment_to,
+    pack_header,
+    pack_hello,
+)
+from averaging.transport.direct.link import Link
+from averaging.transport.direct.opening import OPEN, Grant, Request
+from averaging.transport.direct.transport import DirectTransport
+from averaging.transport.grpc import GrpcTransport
+from averaging.transport.grpc.client import call_unary
+from tests.support.certificates import HERE, secure, write
+from tests.support.grpc_fakes import (
+    LANE,
+    MAX_MESSAGE_BYTES,
+    MAX_PART_BYTES,
+    FakePeer,
+    Prepared,
+    client,
+    endless,
+    floods,
+    number_of,
+    part,
+    parts,
+    read_all,
+    serving,
+)
+from tests.support.listening import closed, listening
+from tests.support.peers import average, swarm
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left_behind", "direct")
+
+PATIENCE = 10.0
+MIB = 1 << 20
+
+
+@pytest.fixture
+def direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LANE, "direct")
+
+
+@pytest.fixture(params=["plain", "sealed"])
+def credentials(request: pytest.FixtureRequest) -> Credentials | None:
+    return secure(*HERE) if request.param == "sealed" else None
+
+
+def transport_of(transport: GrpcTransport) -> Prepared:
+    assert isinstance(transport, Prepared)
+    return transport
+
+
+def lane_of(caller: GrpcTransport, endpoint: str) -> tuple[str, str]:
+    lane = caller.lane(endpoint)
+    assert lane is not None
+    return lane.name, lane.reason
+
+
+async def send_parts(caller: GrpcTransport, endpoint: str, count: int = 3, nbytes: int = 4096) -> list[int]:
+    """Sends parts in nobody's name, so that any certificate will do; returns the numbers of the replies."""
+
+    async def nameless() -> AsyncGenerator[AveragingData, None]:
+        for number in range(count):
+            yield replace(part(number, nbytes), endpoint="")
+
+    async with aclosing(caller.aggregate_part(endpoint, nameless())) as replies, asyncio.timeout(PATIENCE):
+        return [number_of(reply) async for reply in replies]
+
+
+# Streams
+
+
+@pytest.mark.asyncio
+async def test_streams_follow_each_other_on_one_connection(credentials: Credentials | None) -> None:
+    async with serving(FakePeer(), credentials=credentials) as (callee, endpoint):
+        async with client(credentials=credentials) as caller:
+            links = set()
+            for count in (1, 40, 3):
+                assert await send_parts(caller, endpoint, count, MIB) == list(range(count))
+                assert lane_of(caller, endpoint) == ("sealed" if credentials else "direct", "")
+                links.add(transport_of(caller)._lanes._lanes[endpoint].link)
+            assert len(links) == 1
+        assert await every_connection_ends(callee)
+
+
+async def every_connection_ends(callee: GrpcTransport) -> bool:
+    listener = transport_of(callee)._listener
+    assert listener is not None
+    async with asyncio.timeout(PATIENCE):
+        while listener._connections:
+            await asyncio.wait(listener._connections)
+    assert not listener._admitted._taken
+    assert not listener._newcomers._taken
+    assert not listener._held._hosts
+    return True
+
+
+@pytest.mark.asyncio
+async def test_messages_of_all_kinds_pass(credentials: Credentials | None) -> None:
+    sent = [
+        part(1, 8),
+        AveragingData(MessageCode.CANCELLED, b"group", "a:1", metadata=b"m" * 1024),
+        part(2, 0),
+        AveragingData(MessageCode.NO_CODE),
+        part(3, MAX_PART_BYTES),
+    ]
+
+    async def messages() -> AsyncGenerator[AveragingData, None]:
+        for one in sent:
+            yield one
+
+    if credentials is not None:  # its certificate is not for a
+        sent[:] = [replace(one, endpoint="") for one in sent]
+    async with (
+        serving(FakePeer(), credentials=credentials) as (_, endpoint),
+        client(credentials=credentials) as caller,
+        aclosing(caller.aggregate_part(endpoint, messages())) as replies,
+        asyncio.timeout(PATIENCE),
+    ):
+        assert [reply async for reply in replies] == sent
+
+
+@pytest.mark.asyncio
+async def test_the_buffers_of_parts_are_used_again() -> None:
+    async with serving(FakePeer()) as (callee, endpoint), client() as caller:
+        async with aclosing(caller.aggregate_part(endpoint, parts(64, MIB))) as replies, asyncio.timeout(PATIENCE):
+            async for reply in replies:
+                assert reply.tensor_part is not None
+                kept = bytes(reply.tensor_part.buffer[:8])  # what it holds is what was sent, also when it is used again
+                assert kept == number_of(reply).to_bytes(4, "little") * 2
+        for transport in (callee, caller):
+            assert len(transport_of(transport)._buffers._kept) < 10
+
+
+@pytest.mark.asyncio
+async def test_an_average_that_is_kept_is_not_overwritten() -> None:
+    async with (
+        serving(FakePeer()) as (_, endpoint),
+        client() as caller,
+        aclosing(caller.aggregate_part(endpoint, parts(40, MIB))) as replies,
+        asyncio.timeout(PATIENCE),
+    ):
+        kept = [reply async for reply in replies]
+    assert kept == [part(number, MIB) for number in range(40)]
+
+
+@pytest.mark.asyncio
+async def test_an_error_of_the_service_reaches_the_caller(caplog: pytest.LogCaptureFixture) -> None:
+    failures: list[Exception] = [RuntimeError("secret"), ProtocolViolationError("the third part is odd")]
+
+    async def fails(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+        yield await anext(messages)
+        raise failures.pop()
+
+    async with serving(FakePeer(aggregate=fails)) as (_, endpoint), client() as caller:
+        for reason in ("the third part is odd", "internal error; see the log of that peer"):
+            with pytest.raises(CallRefusedError, match=reason):
+                await send_parts(caller, endpoint, 5)
+            assert lane_of(caller, endpoint) == ("direct", "")
+    assert [record.levelno for record in caplog.records if "stream of parts" in record.message] == [logging.ERROR]
+
+
+@pytest.mark.asyncio
+async def test_an_error_of_the_messages_is_raised_and_the_callee_sees_a_lost_connection() -> None:
+    async def breaks() -> AsyncGenerator[AveragingData, None]:
+        yield part(0)
+        raise ZeroDivisionError
+
+    service = FakePeer()
+    async with serving(service) as (_, endpoint), client() as caller:
+        with pytest.raises(ZeroDivisionError):
+            await read_all(caller.aggregate_part(endpoint, breaks()))
+        await asyncio.wait_for(service.closed.wait(), PATIENCE)
+
+
+@pytest.mark.asyncio
+async def test_a_caller_that_closes_while_the_service_reads_nothing_closes_it() -> None:
+    async def reads_nothing(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+        yield await anext(messages)
+        await asyncio.Event().wait()
+
+    service = FakePeer(aggregate=reads_nothing)
+    async with serving(service) as (_, endpoint), client() as caller:
+        async with aclosing(caller.aggregate_part(endpoint, endless_parts())) as replies:
+            await anext(replies)
+            lane = transport_of(caller)._lanes._lanes[endpoint]
+            await until(lambda: lane.link is None or lane.link._writer is not None)  # all buffers are full
+        await asyncio.wait_for(service.closed.wait(), 1.0)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Lets the event loop run until the condition holds."""
+    async with asyncio.timeout(PATIENCE):
+        while not condition():  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.005)
+
+
+async def endless_parts() -> AsyncGenerator[AveragingData, None]:
+    while True:
+        yield part(7, MIB)
+
+
+@pytest.mark.asyncio
+async def test_a_reader_that_takes_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct_serving, "WRITE_SECONDS", 0.2)
+    monkeypatch.setattr(direct_serving, "WRITE_BYTES_PER_SECOND", 1 << 30)
+    service = FakePeer(aggregate=floods)
+    async with (
+        serving(service) as (_, endpoint),
+        client() as caller,
+        aclosing(caller.aggregate_part(endpoint, parts(1))) as replies,
+    ):
+        await anext(replies)
+        await asyncio.wait_for(service.closed.wait(), PATIENCE)
+        with pytest.raises(PeerUnreachableError, match="connection lost"):
+            await asyncio.wait_for(read_all(replies), PATIENCE)
+
+
+@pytest.mark.asyncio
+async def test_closing_waits_for_streams_and_not_for_idle_connections() -> None:
+    may_end = asyncio.Event()
+
+    async def ends_late(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+        async for message in messages:
+            yield message
+        await may_end.wait()
+        yield part(9)
+
+    service = FakePeer(aggregate=ends_late)
+    async with serving(service) as (callee, endpoint), client() as caller, client() as idle:
+        await transport_of(idle).opened(endpoint)
+        async with aclosing(caller.aggregate_part(endpoint, parts(1))) as replies, asyncio.timeout(PATIENCE):
+            assert number_of(await anext(replies)) == 0
+            closing = asyncio.create_task(callee.close(PATIENCE))
+            await asyncio.sleep(0)
+            may_end.set()
+            assert number_of(await anext(replies)) == 9
+            assert await anext(replies, None) is None
+            await closing
+
+
+# Signs of life
+
+
+@pytest.mark.asyncio
+async def test_a_callee_that_reads_nothing_is_alive(credentials: Credentials | None) -> None:
+    """Its sign of life does not wait behind the parts that fill the connection, and comes between two replies."""
+
+    async def reads_nothing(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+        yield await anext(messages)
+        await may_go_on.wait()
+        for number in range(5):
+            yield replace(part(number, MIB), endpoint="")
+        await checked.wait()  # the connection ends soon after the stream
+
+    async def nameless() -> AsyncGenerator[AveragingData, None]:
+        while True:
+            yield replace(part(7, MIB), endpoint="")
+
+    may_go_on, checked = asyncio.Event(), asyncio.Event()
+    service = FakePeer(aggregate=reads_nothing)
+    async with (
+        serving(service, credentials=credentials) as (_, endpoint),
+        client(credentials=credentials) as caller,
+        aclosing(caller.aggregate_part(endpoint, nameless())) as replies,
+        asyncio.timeout(PATIENCE),
+    ):
+        assert number_of(await anext(replies)) == 7
+        for _ in range(3):
+            assert await is_alive(caller, endpoint)
+        may_go_on.set()
+        checks = [asyncio.create_task(is_alive(caller, endpoint)) for _ in range(5)]
+        assert [number_of(await anext(replies)) for _ in range(5)] == list(range(5))
+        assert all([await check for check in checks])
+        checked.set()
+
+
+@pytest.mark.asyncio
+async def test_a_connection_that_stalls_gives_no_sign_of_life_although_grpc_does() -> None:
+    async def passes_the_greeting(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", port)
+        back.write(await reader.readexactly(HELLO_BYTES + len(READY)))
+        writer.write(await there.readexactly(len(WELCOME)))
+        with suppress(OSError):
+            while await reader.read(1 << 16):
+                pass
+        await closed(back)
+
+    async with serving(FakePeer()) as (callee, endpoint), client() as caller:
+        port = transport_of(callee).direct_port
+        async with listening(passes_the_greeting) as relay:
+            transport_of(callee)._direct_advertise = int(relay.rpartition(":")[2])
+            async with aclosing(caller.aggregate_part(endpoint, endless(asyncio.Event()))) as replies:
+                reply = asyncio.create_task(anext(replies))
+                await until(lambda: transport_of(caller)._lanes.in_use(endpoint) is not None)
+                await caller.get_schema(endpoint)
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(is_alive(caller, endpoint), 0.3)
+                reply.cancel()
+                await asyncio.gather(reply, return_exceptions=True)
+
+
+@pytest.mark.asyncio
+async def test_a_connection_that_the_callee_has_lost_is_not_alive() -> None:
+    async with (
+        serving(FakePeer()) as (callee, endpoint),
+        client() as caller,
+        aclosing(caller.aggregate_part(endpoint, endless(asyncio.Event()))) as replies,
+    ):
+        await anext(replies)
+        listener = transport_of(callee)._listener
+        assert listener is not None
+        listener._links.clear()
+        assert not await asyncio.wait_for(is_alive(caller, endpoint), PATIENCE)
+
+
+# Tickets
+
+
+@asynccontextmanager
+async def asked(credentials: Credentials | None = None) -> AsyncIterator[tuple[str, Grant, FakePeer]]:
+    """A peer that has granted a connection to `NONCE`: its host, what it answered, and its service."""
+    service = FakePeer()
+    async with serving(service, credentials=credentials) as (_, endpoint), client(credentials=credentials) as caller:
+        request = Request(commitment_to(NONCE), b"" if credentials is None else os.urandom(32))
+        yield endpoint.partition(":")[0], await call_unary(caller._channels, endpoint, OPEN, request), service
+
+
+async def greet(host: str, port: int, hello: bytes, more: bytes = b"") -> bytes:
+    """Sends the first bytes of a connection; returns what is answered until it says nothing more for a moment."""
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        writer.write(hello + more)
+        try:
+            return await asyncio.wait_for(reader.read(64), 0.5)
+        except TimeoutError:
+            return b"nothing"
+        except ConnectionResetError:
+            return b""
+    finally:
+        writer.close()
+
+
+NONCE = bytes(range(NONCE_BYTES))
+READY = pack_header(Kind.READY, 0, 0)
+WELCOME = pack_header(Kind.WELCOME, 0, 0)
+
+
+@pytest.mark.asyncio
+async def test_a_ticket_admits_once() -> None:
+    async with asked() as (host, grant, _):
+        assert await greet(host, grant.port, pack_hello(NONCE, grant.ticket), READY) == WELCOME
+        assert await greet(host, grant.port, pack_hello(NONCE, grant.ticket), READY) == b""
+
+
+@pytest.mark.asyncio
+async def test_a_late_ticket_admits_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tickets, "VALID_SECONDS", 0.0)
+    async with asked() as (host, grant, _):
+        assert await greet(host, grant.port, pack_hello(NONCE, grant.ticket), READY) == b""
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "hello",
+    [
+        pack_hello(NONCE, os.urandom(32)),
+        pack_hello(os.urandom(32), os.urandom(32)),
+        b"GET / HTTP/1.1\r\nHost: a.example.org\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(64),
+        bytes(HELLO_BYTES),
+    ],
+    ids=["another ticket", "another nonce", "a browser", "gRPC", "zeros"],
+)
+async def test_a_stranger_is_disconnected(hello: bytes) -> None:
+    async with asked() as (host, grant, service):
+        assert await greet(host, grant.port, hello, READY) == b""
+        assert not service.started.is_set()
+
+
+@pytest.mark.asyncio
+async def test_a_ticket_without_the_keys_admits_nobody() -> None:
+    async with asked(secure(*HERE)) as (host, grant, service):
+        assert len(grant.public_key) == 32
+        assert await greet(host, grant.port, pack_hello(NONCE, grant.ticket), READY + bytes(16)) == b""
+        assert not service.started.is_set()
+
+
+@pytest.mark.asyncio
+async def test_a_key_that_everybody_knows_is_refused() -> None:
+    credentials = secure(*HERE)
+    async with serving(FakePeer(), credentials=credentials) as (_, endpoint), client(credentials=credentials) as caller:
+        for key, reason in ((b"", "a public key of 0 bytes"), (bytes(32), "known to everybody")):
+            with pytest.raises(CallRefusedError, match=reason):
+                await call_unary(caller._channels, endpoint, OPEN, Request(os.urandom(32), key))
+
+
+@pytest.mark.asyncio
+async def test_who_connects_and_says_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("averaging.transport.direct.listener.HANDSHAKE_SECONDS", 0.2)
+    async with asked() as (host, grant, _):
+        hello = pack_hello(NONCE, grant.ticket)
+        for first in (b"", hello[:20], hello):
+            assert await greet(host, grant.port, first) == b""
+
+
+# A callee that would have the caller speak to somebody else
+
+
+@asynccontextmanager
+async def hears(seen: bytearray) -> AsyncIterator[int]:
+    """The port of a service that keeps what it is sent."""
+
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while len(seen) < HELLO_BYTES and (data := await reader.read(1024)):
+            seen.extend(data)
+
+    async with listening(listen) as address:
+        yield int(address.rpartition(":")[2])
+
+
+@pytest.mark.asyncio
+async def test_a_callee_chooses_nothing_that_the_caller_sends_to_a_port() -> None:
+    command = b"\r\nSET a 1\r\nSET b 2\r\nSAVE\r\n".ljust(32)
+    sent = []
+    for _ in range(2):
+        asked_with: list[Request] = []
+
+        async def answers(request: Request, known: list[Request] = asked_with) -> Grant:
+            known.append(request)
+            return Grant(port, command)
+
+        seen = bytearray()
+        async with hears(seen) as port:
+            with pytest.raises(PeerUnreachableError):
+                await opened_by(answers)
+        nonce = bytes(seen[5:37])
+        assert bytes(seen[:HELLO_BYTES]) == pack_hello(nonce, command)
+        assert asked_with == [Request(commitment_to(nonce))]  # all that the callee knew as it chose
+        assert b"SET" not in seen
+        sent.append(bytes(seen[5:HELLO_BYTES]))
+    assert sent[0] != sent[1]
+
+
+async def opened_by(ask: Callable[[Request], Any]) -> Link:
+    """Opens a connection to a callee at this machine that answers as `ask` does."""
+    async with client() as caller:
+        return await opening.open_link(
+            "127.0.0.1:1", ask, transport_of(caller)._dialling, sealed=False, max_body=MIB, buffers=Buffers()
+        )
+
+
+@pytest.mark.asyncio
+async def test_who_knows_the_ticket_and_not_the_nonce_is_not_admitted() -> None:
+    async with asked() as (host, grant, service):
+        for hello in (pack_hello(bytes(NONCE_BYTES), grant.ticket), pack_hello(grant.ticket, grant.ticket)):
+            assert await greet(host, grant.port, hello, READY) == b""
+        assert not service.started.is_set()
+        assert await greet(host, grant.port, pack_hello(NONCE, grant.ticket), READY) == WELCOME
+
+
+@pytest.mark.asyncio
+async def test_a_nonce_is_for_one_connection() -> None:
+    async with serving(FakePeer()) as (_, endpoint), client() as caller:
+        request = Request(commitment_to(NONCE))
+        await call_unary(caller._channels, endpoint, OPEN, request)
+        with pytest.raises(CallRefusedError, match="a nonce that was used"):
+            await call_unary(caller._channels, endpoint, OPEN, request)
+
+
+@pytest.mark.asyncio
+async def test_other_versions_have_no_lane_and_say_so() -> None:
+    async def answers(_: Request) -> Grant:
+        return Grant(1, bytes(32), version=0)
+
+    with pytest.raises(NotServedError, match="its direct lane has version 1, and this peer's 2"):
+        await opened_by(answers)
+    async with serving(FakePeer()) as (_, endpoint), client() as caller:
+        with pytest.raises(CallRefusedError, match="version 1 of the direct lane; this peer has version 2"):
+            await call_unary(caller._channels, endpoint, OPEN, Request(commitment_to(NONCE), version=0))
+
+
+# Floods
+
+
+CALLERS = 64
+
+
+@asynccontextmanager
+async def flood(caller: GrpcTransport, endpoint: str, callee: GrpcTransport, frames: bytes) -> AsyncIterator[None]:
+    """Callers that greet as they should, and then send frames as fast as they are taken."""
+    port = transport_of(callee).direct_port
+
+    async def send() -> None:
+        nonce = os.urandom(NONCE_BYTES)
+        grant = await call_unary(caller._channels, endpoint, OPEN, Request(commitment_to(nonce)))
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            writer.write(pack_hello(nonce, grant.ticket) + READY)
+            await reader.readexactly(len(WELCOME))
+            with suppress(OSError):
+                while True:
+                    writer.write(frames)
+                    await writer.drain()
+        finally:
+            await closed(writer)
+
+    async with asyncio.TaskGroup() as tasks:
+        floods = [tasks.create_task(send()) for _ in range(CALLERS)]
+        yield
+        for one in floods:
+            one.cancel()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", [Kind.ALIVE, Kind.END, Kind.READY], ids=lambda kind: kind.name)
+async def test_a_flood_of_control_frames_ends_at_once_and_leaves_nothing(kind: Kind) -> None:
+    """The kernel would take megabytes of each, and their end would be known only once all of it was read."""
+    frames = pack_header(kind, 0, 0) * 8192
+    async with serving(FakePeer()) as (callee, endpoint), client() as caller, client() as honest:
+        listener = transport_of(callee)._listener
+        assert listener is not None
+        async with flood(caller, endpoint, callee, frames):
+            await until(lambda: listener.tickets._hosts.total() >= CALLERS and not listener._connections)
+            assert await send_parts(honest, endpoint) == [0, 1, 2]
+        assert lane_of(honest, endpoint) == ("direct", "")
+        assert sum(listener._admitted._taken.values()) == len(listener._links) == 1
+
+
+@pytest.mark.asyncio
+async def test_a_stream_that_brings_no_average_is_the_last_on_its_connection(credentials: Credentials | None) -> None:
+    """Both sides know it, so no caller begins a stream that the callee will not read."""
+
+    async def refuses(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+        async for _ in messages:
+            pass
+        yield AveragingData(MessageCode.BAD_GROUP_ID)
+
+    async def nameless() -> AsyncGenerator[AveragingData, None]:
+        yield replace(part(0), endpoint="")
+
+    service = FakePeer(aggregate=refuses)
+    async with (
+        serving(service, credentials=credentials) as (callee, endpoint),
+        client(credentials=credentials) as caller,
+    ):
+        async with aclosing(caller.aggregate_part(endpoint, nameless())) as replies, asyncio.timeout(PATIENCE):
+            assert [reply.code async for reply in replies] == [MessageCode.BAD_GROUP_ID]
+        assert not transport_of(caller)._lanes.is_ready(endpoint)
+        service.aggregate = None
+        assert await send_parts(caller, endpoint) == [0, 1, 2]
+        assert lane_of(caller, endpoint) == ("sealed" if credentials else "direct", "")
+        listener = transport_of(callee)._listener
+        assert listener is not None
+        assert len(listener._links) == 1
+
+
+# Limits per host
+
+
+@pytest.mark.asyncio
+async def test_tickets_of_a_host_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tickets, "MAX_PER_HOST", 2)
+    async with serving(FakePeer()) as (_, endpoint), client() as caller:
+        for _ in range(2):
+            await call_unary(caller._channels, endpoint, OPEN, Request(os.urandom(32)))
+        with pytest.raises(CallRefusedError, match="too many direct connections were requested"):
+            await call_unary(caller._channels, endpoint, OPEN, Request(os.urandom(32)))
+        assert await send_parts(caller, endpoint) == [0, 1, 2]
+        assert lane_of(caller, endpoint)[0] == "grpc"
+        assert "too many direct connections" in lane_of(caller, endpoint)[1]
+
+
+@pytest.mark.asyncio
+async def test_half_open_connections_of_a_host_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("averaging.transport.direct.listener.MAX_NEWCOMERS_PER_HOST", 2)
+    async with asked() as (host, grant, _), AsyncExitStack() as stack:
+        for _ in range(2):
+            _, writer = await asyncio.open_connection(host, grant.port)
+            stack.callback(writer.close)
+        assert await greet(host, grant.port, pack_hello(NONCE, grant.ticket), READY) == b""
+
+
+@pytest.mark.asyncio
+async def test_connections_of_a_host_are_bounded_and_grpc_carries_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("averaging.transport.direct.listener.MAX_CONNECTIONS_PER_HOST", 1)
+    async with serving(FakePeer()) as (_, endpoint), client() as first, client() as second:
+        assert await send_parts(first, endpoint) == [0, 1, 2]
+        assert await send_parts(second, endpoint) == [0, 1, 2]
+        assert lane_of(first, endpoint) == ("direct", "")
+        assert lane_of(second, endpoint)[0] == "grpc"
+        assert "did not accept the connection" in lane_of(second, endpoint)[1]
+
+
+@pytest.mark.asyncio
+async def test_bytes_that_no_round_has_asked_for_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three parts of a mebibyte two fit; the connection of the third is closed, and later ones are served."""
+    may_end = asyncio.Event()
+
+    async def reads_one(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+        first = await anext(messages)
+        yield first
+        await may_end.wait()
+
+    limits = quotas.HeldLimits(2 * MIB + 4096, 1 << 30)
+    service = FakePeer(aggregate=reads_one)
+    async with serving(service) as (callee, endpoint), AsyncExitStack() as stack:
+        listener = transport_of(callee)._listener
+        assert listener is not None
+        monkeypatch.setattr(listener._held, "_limits", limits)
+        callers = [await stack.enter_async_context(client()) for _ in range(3)]
+        calls = [
+            await stack.enter_async_context(aclosing(caller.aggregate_part(endpoint, parts(1, MIB))))
+            for caller in callers
+        ]
+        for call in calls[:2]:
+            assert number_of(await asyncio.wait_for(anext(call), PATIENCE)) == 0
+        with pytest.raises(PeerUnreachableError, match="connection lost"):
+            await asyncio.wait_for(anext(calls[2]), PATIENCE)
+        may_end.set()
+        for call in calls[:2]:
+            await asyncio.wait_for(read_all(call), PATIENCE)
+        again = await stack.enter_async_context(client())
+        assert await send_parts(again, endpoint, 1, MIB) == [0]
+
+
+@pytest.mark.asyncio
+async def test_a_round_that_has_accepted_a_sender_bounds_its_bytes_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(FakePeer()) as (callee, endpoint), client() as caller:
+        listener = transport_of(callee)._listener
+        assert listener is not None
+        monkeypatch.setattr(listener._held, "_limits", quotas.HeldLimits(2 * MIB, 1 << 30))
+        assert await send_parts(caller, endpoint, 20, MIB) == list(range(20))
+        assert not listener._held._hosts
+
+
+# When gRPC carries the parts
+
+
+@pytest.mark.asyncio
+async def test_a_peer_without_the_lane_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(LANE)
+    async with serving(FakePeer()) as (_, endpoint):
+        monkeypatch.setenv(LANE, "direct")
+        async with client() as caller:
+            for _ in range(2):
+                assert await send_parts(caller, endpoint) == [0, 1, 2]
+                assert lane_of(caller, endpoint) == ("grpc", lanes.NOT_SERVED)
+            lane = transport_of(caller)._lanes._lanes[endpoint]
+            assert lane.retry_at > asyncio.get_running_loop().time() + lanes.MAX_PAUSE_SECONDS
+
+
+@pytest.mark.asyncio
+async def test_a_blocked_port_is_named_and_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(FakePeer()) as (callee, endpoint), client() as caller:
+        with socket.socket() as blocked:
+            blocked.bind(("127.0.0.1", 0))  # and does not listen
+            transport_of(callee)._direct_advertise = port = blocked.getsockname()[1]
+            assert await send_parts(caller, endpoint) == [0, 1, 2]
+            name, reason = lane_of(caller, endpoint)
+            assert name == "grpc"
+            assert f"its direct port {port} cannot be reached" in reason
+            assert await send_parts(caller, endpoint) == [0, 1, 2]
+            assert transport_of(caller)._lanes._lanes[endpoint].failures == 1  # not asked again so soon
+        transport_of(callee)._direct_advertise = None
+        transport_of(caller)._lanes._lanes[endpoint].retry_at = 0.0
+        assert await send_parts(caller, endpoint) == [0, 1, 2]
+        assert lane_of(caller, endpoint) == ("direct", "")
+
+
+@pytest.mark.asyncio
+async def test_a_port_that_swallows_everything_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def swallows(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(1024):
+            pass
+
+    monkeypatch.setattr(opening, "CONNECT_SECONDS", 0.3)
+    async with serving(FakePeer()) as (callee, endpoint), listening(swallows) as silent, client() as caller:
+        transport_of(callee)._direct_advertise = int(silent.rpartition(":")[2])
+        assert await send_parts(caller, endpoint) == [0, 1, 2]
+        assert "no answer at its direct port" in lane_of(caller, endpoint)[1]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("answer", [b"SSH-2.0-OpenSSH_9.6\r\n", bytes(100), b""])
+async def test_something_else_at_the_port(answer: bytes) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(answer)
+
+    async with serving(FakePeer()) as (callee, endpoint), listening(serve) as other, client() as caller:
+        transport_of(callee)._direct_advertise = int(other.rpartition(":")[2])
+        assert await send_parts(caller, endpoint) == [0, 1, 2]
+        assert lane_of(caller, endpoint)[0] == "grpc"
+
+
+def test_the_pause_after_failures_grows_to_its_limit() -> None:
+    pauses = [lanes.pause_after(failures) for failures in (1, 2, 3, 100)]
+    assert pauses == [10.0, 20.0, 40.0, 600.0]
+
+
+@pytest.mark.asyncio
+async def test_a_connection_that_was_lost_while_idle_is_replaced() -> None:
+    async with client() as caller:
+        async with serving(FakePeer()) as (_, endpoint):
+            assert await send_parts(caller, endpoint) == [0, 1, 2]
+        lane = transport_of(caller)._lanes._lanes[endpoint]
+        await until(lambda: lane.link is None)
+        async with serving(FakePeer(), listen=endpoint):
+            assert await send_parts(caller, endpoint) == [0, 1, 2]
+            assert lane_of(caller, endpoint) == ("direct", "")
+
+
+@pytest.mark.asyncio
+async def test_a_connection_that_was_lost_in_a_stream_is_asked_for_after_a_pause() -> None:
+    async def breaks(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+        yield await anext(messages)
+        raise PeerUnreachableError("a:1", "made up")
+
+    service = FakePeer(aggregate=breaks)
+    async with serving(service) as (_, endpoint), client() as caller:
+        with pytest.raises(PeerUnreachableError, match="connection lost"):
+            await read_all(caller.aggregate_part(endpoint, endless(asyncio.Event())))
+        service.aggregate = None
+        assert await send_parts(caller, endpoint) == [0, 1, 2]
+        assert lane_of(caller, endpoint) == ("grpc", "the direct connection had ended: connection lost")
+
+
+@pytest.mark.asyncio
+async def test_an_old_connection_is_replaced_between_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(FakePeer()) as (_, endpoint), client() as caller:
+        await send_parts(caller, endpoint)
+        first = transport_of(caller)._lanes._lanes[endpoint].link
+        monkeypatch.setattr(lanes, "MAX_AGE_SECONDS", -1.0)
+        await transport_of(caller).opened(endpoint)
+        monkeypatch.undo()
+        second = transport_of(caller)._lanes._lanes[endpoint].link
+        assert first is not None
+        assert first.lost
+        assert second is not first
+
+
+@pytest.mark.asyncio
+async def test_two_streams_to_one_peer_do_not_share_a_connection() -> None:
+    async with (
+        serving(FakePeer()) as (_, endpoint),
+        client() as caller,
+        aclosing(caller.aggregate_part(endpoint, endless(asyncio.Event()))) as replies,
+    ):
+        await anext(replies)
+        assert await send_parts(caller, endpoint) == [0, 1, 2]
+        assert lane_of(caller, endpoint) == ("grpc", lanes.IN_USE)
+
+
+@pytest.mark.asyncio
+async def test_an_address_that_is_not_dialled_gets_no_direct_connection_either() -> None:
+    caller = DirectTransport(None, max_message_bytes=MAX_MESSAGE_BYTES, max_part_bytes=MAX_PART_BYTES)
+    for endpoint in ("169.254.169.254:80", "client::0b7c", "not an address"):
+        caller.prepare_lane(endpoint)
+        await asyncio.gather(*(lane.opening for lane in caller._lanes._lanes.values() if lane.opening))
+        assert not caller._lanes.is_ready(endpoint)
+    assert "is not dialled" in caller._lanes.reason("169.254.169.254:80")
+    await caller.close()
+
+
+# Frames
+
+
+def link_pair(
+    *, max_body: int = MIB, accepted: frozenset[Kind] = FROM_CALLER, **options: Any
+) -> tuple[Link, socket.socket]:
+    """A link, and the other end of its connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        other = socket.create_connection(listener.getsockname())
+        end, _ = listener.accept()
+    end.setblocking(False)
+    return Link(end, "a:1", accepted=accepted, max_body=max_body, buffers=Buffers(), **options), other
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "header",
+    [
+        pack_header(Kind.PART, MAX_HEAD_BYTES + 1, 0),
+        pack_header(Kind.PART, 0, MIB + 1),
+        pack_header(Kind.PART, 0, (1 << 32) - 1),
+        pack_header(Kind.END, 0, 1),
+        pack_header(Kind.END, 1, 0),
+        pack_header(Kind.ALIVE, 0, 0),
+        pack_header(Kind.ERROR, 0, 0),
+        pack_header(Kind.WELCOME, 0, 0),
+        pack_header(Kind.END, 0, 0).replace(b"\x04\x00", b"\x04\x01"),
+        b"\xff" * 8,
+        bytes(8),
+    ],
+    ids=[
+        "a large head",
+        "a large body",
+        "4 GiB",
+        "a body at the end",
+        "a head at the end",
+        "ALIVE of a caller",
+        "ERROR of a caller",
+        "WELCOME of a caller",
+        "not zero",
+        "ones",
+        "zeros",
+    ],
+)
+async def test_a_wrong_header_ends_the_connection_before_memory_is_taken(header: bytes) -> None:
+    link, other = link_pair()
+    with other:
+        other.sendall(header)
+        with pytest.raises(PeerUnreachableError, match="connection lost: "):
+            await asyncio.wait_for(link.read(), PATIENCE)
+        assert not link._buffers._kept
+        assert link.lost
+
+
+@pytest.mark.asyncio
+async def test_frames_that_arrived_before_the_end_are_read() -> None:
+    link, other = link_pair()
+    with other:
+        other.sendall(pack_header(Kind.PART, 1, 3) + b"bodh" + pack_header(Kind.END, 0, 0))
+    assert [tuple(await asyncio.wait_for(link.read(), PATIENCE)) for _ in range(2)] == [
+        (Kind.PART, b"h", b"bod"),
+        (Kind.END, b"", b""),
+    ]
+    with pytest.raises(PeerUnreachableError, match="connection lost$"):
+        await link.read()
+
+
+@pytest.mark.asyncio
+async def test_a_frame_may_arrive_byte_by_byte() -> None:
+    link, other = link_pair()
+    with other:
+        for byte in pack_header(Kind.PART, 2, 3) + b"bodhe":
+            other.sendall(bytes([byte]))
+            await asyncio.sleep(0)
+        assert tuple(await asyncio.wait_for(link.read(), PATIENCE)) == (Kind.PART, b"he", b"bod")
+    link.close()
+
+
+@pytest.mark.asyncio
+async def test_a_callee_sends_alive_only_as_often_as_it_is_asked() -> None:
+    link, other = link_pair(accepted=FROM_CALLEE)
+    alive = pack_header(Kind.ALIVE, 0, 0)
+    with other:
+        questions = [asyncio.create_task(link.alive()) for _ in range(2)]
+        await asyncio.sleep(0)
+        other.sendall(alive)
+        await asyncio.wait_for(asyncio.gather(*questions), PATIENCE)
+        other.sendall(alive + pack_header(Kind.END, 0, 0))
+        assert (await asyncio.wait_for(link.read(), PATIENCE)).kind is Kind.END
+        other.sendall(alive)
+        with pytest.raises(PeerUnreachableError, match="an ALIVE that was not asked for"):
+            await asyncio.wait_for(link.read(), PATIENCE)
+
+
+# Peers
+
+
+def lanes_in(receipts: list[Receipt]) -> set[tuple[str, str]]:
+    return {
+        (account.lane, account.lane_reason)
+        for receipt in receipts
+        for account in receipt.accounts
+        if account.endpoint != receipt.endpoint
+    }
+
+
+@pytest.mark.asyncio
+async def test_peers_use_the_lane_from_their_first_round_on() -> None:
+    async with AsyncExitStack() as stack:
+        peers = await swarm(stack, [{"w": torch.full((1_200_000,), float(n))} for n in range(3)])
+        for _ in range(2):
+            receipts = await average(*peers)
+            assert [receipt.outcome for receipt in receipts] == [Outcome.AVERAGED] * 3
+            assert not any(receipt.dropped for receipt in receipts)
+        assert lanes_in(receipts) == {("direct", "")}
+        for peer in peers:
+            with peer.tensors() as (tensor,):
+                assert torch.equal(tensor, torch.ones_like(tensor))
+
+
+@pytest.mark.asyncio
+async def test_a_peer_without_the_lane_is_in_one_group_with_others_that_have_it() -> None:
+    async with AsyncExitStack() as stack:
+        tensors = [{"w": torch.full((1_200_000,), float(n))} for n in range(3)]
+        options: dict[str, Any] = {"group_size": 3}
+        first = await stack.enter_async_context(Peer(tensors[0], run_id="run", **options))
+        peers = [first]
+        for number, listen in ((1, "auto"), (2, None)):
+            peers.append(
+                await stack.enter_async_context(
+                    Peer(tensors[number], run_id="run", join=[first.endpoint], direct_listen=listen, **options)
+                )
+            )
+        for _ in range(2):
+            receipts = await average(*peers)
+            assert [receipt.outcome for receipt in receipts] == [Outcome.AVERAGED] * 3
+        without = peers[2].endpoint
+        for receipt in receipts:
+            for account in receipt.accounts:
+                if account.endpoint == receipt.endpoint:
+                    assert (account.lane, account.lane_reason) == ("", "")
+                elif receipt.endpoint == without:
+                    assert (account.lane, account.lane_reason) == ("grpc", "")
+                elif account.endpoint == without:
+                    assert (account.lane, account.lane_reason) == ("grpc", lanes.NOT_SERVED)
+                else:
+                    assert account.lane == "direct"
+
+
+@pytest.mark.asyncio
+async def test_with_tls_the_lane_is_sealed(tmp_path: Path) -> None:
+    files = write(tmp_path, *HERE)
+    async with AsyncExitStack() as stack:
+        tensors = [{"w": torch.full((1_200_000,), float(n))} for n in range(2)]
+        peers = await swarm(stack, tensors, **files)
+        for _ in range(2):
+            receipts = await average(*peers)
+            assert [receipt.outcome for receipt in receipts] == [Outcome.AVERAGED] * 2
+        assert lanes_in(receipts) == {("sealed", "")}

@@ -1,0 +1,362 @@
+"""The bytes of every message: there and back, and what is no such message."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from averaging.errors import ProtocolViolationError
+from averaging.observe.drift import Drift, DriftKind
+from averaging.observe.receipt_log import Watched
+from averaging.observe.receipts import Account, DropCode, Dropped, LateArrival, Outcome, Receipt, Role, Straggler
+from averaging.observe.status import PeerStatus
+from averaging.protocol.aggregation import MAX_TRIM, Aggregation, Kind
+from averaging.protocol.messages import (
+    AveragingData,
+    CompressionType,
+    Digest,
+    DownloadData,
+    ExchangeReply,
+    JoinRequest,
+    MessageCode,
+    MessageFromLeader,
+    Record,
+    Refusal,
+    Rumour,
+    WireTensor,
+)
+from averaging.tensors.schema import DTYPES, ReplyForm, Schema, TensorSpec
+from averaging.timing.learned_deadlines import Learned, Phase
+from averaging.transport.grpc import methods
+from averaging.transport.grpc.conversion import decode_averaging_data, decode_rumours
+from averaging.transport.grpc.methods import Method
+from averaging.transport.grpc.status_conversion import decode_schema, decode_status
+from averaging.wire import averaging_pb2, gossip_pb2, runtime_pb2, status_pb2
+from tests.support.spelling import spelled
+
+METHODS: list[Method[Any, Any]] = [method for method in vars(methods).values() if isinstance(method, Method)]
+
+
+def several(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.lists(strategy, max_size=3).map(tuple)
+
+
+names = st.text(st.characters(codec="utf-8"), max_size=20)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+uint32, uint64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
+codes = st.sampled_from(MessageCode)
+tensors = st.builds(
+    WireTensor,
+    buffer=st.binary(),
+    size=several(uint32),
+    dtype=names,
+    compression=st.sampled_from(CompressionType).map(int) | st.integers(-(2**31), 2**31 - 1),
+    chunks=st.integers(0, 2**31 - 1),
+    requires_grad=st.booleans(),
+)
+averaging_data = st.builds(
+    AveragingData, codes, st.binary(), names, tensor_part=st.none() | st.just(WireTensor(compression=0)) | tensors
+)
+records = st.builds(Record, names, names, st.binary(), uint64, st.floats(), st.booleans(), claimed=uint64).map(
+    lambda record: dataclasses.replace(record, owner=record.value + b"o", signature=b"s" + record.value)
+)
+digests = st.builds(Digest, names, names, uint64, several(st.tuples(uint64, uint64)), st.booleans(), st.floats())
+specs = st.builds(TensorSpec, names, st.sampled_from(sorted(DTYPES)), several(uint64), st.sampled_from(CompressionType))
+receipts = st.builds(
+    Receipt,
+    round=uint64,
+    outcome=st.sampled_from(Outcome),
+    reason=names,
+    members=several(names),
+    dropped=several(
+        st.builds(
+            Dropped,
+            names,
+            names,
+            st.sampled_from(DropCode),
+            st.none() | st.floats(),
+            st.none() | st.floats(),
+            names,
+        )
+    ),
+    seconds=st.floats(),
+    allreduce_seconds=st.floats(),
+    bytes_sent=uint64,
+    bytes_received=uint64,
+    kept_local=uint64,
+    state_version=st.integers(-(2**63), 2**63 - 1),
+    run_id=names,
+    endpoint=names,
+    topic=names,
+    started=st.floats(),
+    group_id=st.binary(),
+    role=st.none() | st.sampled_from(Role),
+    accounts=several(
+        st.builds(
+            Account,
+            names,
+            st.sampled_from(Role),
+            names,
+            st.floats(),
+            st.floats(),
+            uint64,
+            uint64,
+            names,
+            st.none() | finite,
+            st.none() | finite,
+        )
+    ),
+    phases=st.dictionaries(names, st.floats(), max_size=3),
+    straggler=st.none() | st.builds(Straggler, names, st.floats(), names),
+    digest=names,
+    state=names,
+    last_to_arrive=st.none() | st.builds(LateArrival, names, finite),
+    drift=several(st.builds(Drift, names, st.sampled_from(DriftKind), names, names, names, st.none() | finite)),
+)
+statuses = st.builds(
+    PeerStatus,
+    endpoint=names,
+    run_id=names,
+    mode=names,
+    software=names,
+    started=st.floats(),
+    schema_hash=st.binary(),
+    group_key=names,
+    looking=st.booleans(),
+    declared_expiration=st.floats(),
+    leader=names,
+    group_id=st.binary(min_size=1),
+    members=several(names),
+    last_round=st.none() | receipts,
+    rounds=uint64,
+    state_version=st.integers(-(2**63), 2**63 - 1),
+    known_peers=uint32,
+    deadlines=several(
+        st.builds(Learned, names, st.sampled_from(Phase), uint32, uint32, st.floats(), st.floats(), names)
+    ),
+)
+aggregations = (
+    st.sampled_from([Aggregation(), Aggregation(Kind.MEDIAN)])
+    | st.integers(1, MAX_TRIM).map(lambda count: Aggregation(Kind.TRIMMED, float(count)))
+    | st.floats(0, exclude_min=True, allow_infinity=False).map(lambda distance: Aggregation(Kind.CLIP, distance))
+)
+MESSAGES: dict[str, tuple[st.SearchStrategy[Any], st.SearchStrategy[Any]]] = {
+    "rpc_join_group": (
+        st.builds(JoinRequest, names, st.binary(), st.floats(), st.binary(), st.booleans()),
+        st.builds(MessageFromLeader, codes, st.binary(), names, several(names), several(st.binary())),
+    ),
+    "rpc_aggregate_part": (averaging_data, averaging_data),
+    "rpc_download_state": (st.none(), st.builds(DownloadData, st.binary(), st.none() | tensors)),
+    "Exchange": (digests, st.builds(ExchangeReply, several(records), several(uint64), st.booleans())),
+    "Push": (
+        st.tuples(names, several(st.builds(Rumour, records, uint64, uint64))),
+        several(st.builds(Refusal, names, names, names)),
+    ),
+    "Subscribe": (digests, several(records)),
+    "ListRecords": (names, several(records)),
+    "GetStatus": (st.none(), statuses),
+    "WatchRounds": (uint32, st.builds(Watched, receipts, uint64)),
+    "GetSchema": (
+        st.none(),
+        st.builds(Schema, several(specs), uint64, st.sampled_from(ReplyForm), names, aggregations),
+    ),
+}
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@given(data=st.data())
+def test_there_and_back(method: Method[Any, Any], data: st.DataObject) -> None:
+    requests, replies = MESSAGES[method.name]
+    request, reply = data.draw(requests), data.draw(replies)
+    raw_request, raw_reply = method.encode_request(request), method.encode_reply(reply)
+    assert isinstance(raw_request, bytes)  # all that gRPC takes
+    assert isinstance(raw_reply, bytes)
+    assert spelled(method.read_request(raw_request)) == spelled(request)
+    assert spelled(method.read_reply(raw_reply)) == spelled(reply)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@given(raw=st.binary(max_size=200))
+def test_any_bytes_are_read_or_a_violation(method: Method[Any, Any], raw: bytes) -> None:
+    for decode in (method.decode_request, method.decode_reply):
+        with contextlib.suppress(ProtocolViolationError):
+            decode(raw)
+
+
+def test_the_methods_are_those_of_the_protos() -> None:
+    declared = {
+        f"/{service.full_name}/{method.name}"
+        for file in (averaging_pb2, gossip_pb2, status_pb2)
+        for service in file.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+    }
+    assert {method.path for method in METHODS} == declared
+
+
+def test_the_codes_are_those_of_the_protos() -> None:
+    assert dict(averaging_pb2.MessageCode.items()) == {code.name: code.value for code in MessageCode}
+    assert dict(runtime_pb2.CompressionType.items()) == {code.name: code.value for code in CompressionType}
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (averaging_pb2.AveragingData(code=99).SerializeToString(), "unknown message code 99"),  # type: ignore[arg-type]
+        (
+            averaging_pb2.AveragingData(tensor_part=runtime_pb2.Tensor(chunks=-1)).SerializeToString(),
+            "a tensor in -1 chunks",
+        ),
+        (b"\x00", "1 bytes that are not a AveragingData"),
+        (b"\x1a\x01\xff", "not a AveragingData"),  # an endpoint that is not UTF-8
+    ],
+)
+def test_impossible_averaging_data(raw: bytes, words: str) -> None:
+    with pytest.raises(ProtocolViolationError, match=words):
+        decode_averaging_data(raw)
+
+
+def test_a_rumour_needs_a_record() -> None:
+    with pytest.raises(ProtocolViolationError, match="without a record"):
+        decode_rumours(gossip_pb2.Rumours(run_id="run", rumours=[gossip_pb2.Rumour()]).SerializeToString())
+
+
+def test_an_unknown_outcome_or_role() -> None:
+    with pytest.raises(ProtocolViolationError, match="unknown role 'king'"):
+        decode_status(
+            status_pb2.PeerStatus(last_round=status_pb2.Receipt(outcome="failed", role="king")).SerializeToString()
+        )
+    with pytest.raises(ProtocolViolationError, match="unknown outcome 'won'"):
+        decode_status(status_pb2.PeerStatus(last_round=status_pb2.Receipt(outcome="won")).SerializeToString())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_arrivals_and_step_rates_that_are_no_numbers_are_taken_for_unknown(value: float) -> None:
+    account = status_pb2.MemberAccount(endpoint="a:1", role="leader", waited=value, step_rate=value)
+    late = status_pb2.LateArrival(endpoint="a:1", seconds=value)
+    told = status_pb2.Receipt(outcome="averaged", accounts=[account], last_to_arrive=late)
+    receipt = decode_status(status_pb2.PeerStatus(last_round=told).SerializeToString()).last_round
+    assert receipt is not None
+    assert receipt.last_to_arrive is None
+    assert [(one.waited, one.step_rate) for one in receipt.accounts] == [(None, None)]
+
+
+def test_a_wait_of_which_only_later_releases_know_is_left_out() -> None:
+    told = [status_pb2.LearnedDeadline(endpoint="a:1", phase=phase) for phase in ("nap", "part")]
+    status = decode_status(status_pb2.PeerStatus(deadlines=told).SerializeToString())
+    assert [one.phase for one in status.deadlines] == [Phase.PART]
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        (status_pb2.Schema(reply="echo"), "unknown reply form 'echo'"),
+        (status_pb2.Schema(reply="delta", tensors=[status_pb2.TensorSpec(name="w", dtype="int3")]), "dtype 'int3'"),
+        (
+            status_pb2.Schema(
+                reply="delta", tensors=[status_pb2.TensorSpec(name="w", dtype="float32", compression="ZIP")]
+            ),
+            "unknown compression 'ZIP'",
+        ),
+        (status_pb2.Schema(reply="delta", aggregation="trimmed:0"), "unknown aggregation 'trimmed:0'"),
+        (status_pb2.Schema(reply="delta", schema_hash=b"another"), "does not match its own hash"),
+    ],
+)
+def test_an_impossible_schema(schema: status_pb2.Schema, words: str) -> None:
+    with pytest.raises(ProtocolViolationError, match=words):
+        decode_schema(schema.SerializeToString())
+
+
+def test_a_tensor_has_as_many_dimensions_as_pytorch_computes_with() -> None:
+    fits, more = (AveragingData(tensor_part=WireTensor(b"", (1,) * dimensions, "float32")) for dimensions in (64, 65))
+    assert methods.AGGREGATE_PART.read_request(methods.AGGREGATE_PART.encode_request(fits)) == fits
+    with pytest.raises(ProtocolViolationError, match="65 dimensions; at most 64 are accepted"):
+        methods.AGGREGATE_PART.read_request(methods.AGGREGATE_PART.encode_request(more))
+
+
+MANY = 1 << 20
+TENSOR = runtime_pb2.Tensor(size=[1] * MANY)
+
+
+@pytest.mark.parametrize(
+    ("method", "raw"),
+    [
+        (methods.PUSH, b"\x12\0" * MANY),
+        (methods.EXCHANGE, b"\x22\0" * (MANY // 4)),
+        (methods.SUBSCRIBE, b"\x22\0" * (MANY // 4)),
+        (methods.AGGREGATE_PART, averaging_pb2.AveragingData(tensor_part=TENSOR).SerializeToString()),
+    ],
+    ids=["rumours", "digest", "subscription", "dimensions"],
+)
+def test_what_a_request_repeats_is_counted_before_it_is_taken(method: Method[Any, Any], raw: bytes) -> None:
+    with pytest.raises(ProtocolViolationError, match=r"a message with \d+ .*; at most \d+ are accepted"):
+        method.read_request(raw)
+
+
+@pytest.mark.parametrize(
+    ("method", "raw"),
+    [
+        (methods.JOIN_GROUP, b"\x22\0" * MANY),
+        (methods.JOIN_GROUP, b"\x2a\0" * MANY),
+        (methods.AGGREGATE_PART, averaging_pb2.AveragingData(tensor_part=TENSOR).SerializeToString()),
+        (methods.DOWNLOAD_STATE, averaging_pb2.DownloadData(tensor_part=TENSOR).SerializeToString()),
+        (methods.EXCHANGE, b"\x0a\0" * MANY),
+        (methods.EXCHANGE, gossip_pb2.ExchangeReply(wanted=[1] * (MANY // 8)).SerializeToString()),
+        (methods.PUSH, b"\x0a\0" * (MANY // 2)),
+        (methods.SUBSCRIBE, b"\x0a\0" * MANY),
+        (methods.LIST_RECORDS, b"\x0a\0" * MANY),
+        (
+            methods.GET_SCHEMA,
+            b"\x22\x07average" + b"\x12\0" * MANY,
+        ),
+    ],
+)
+def test_what_a_reply_repeats_is_counted_before_it_is_taken(method: Method[Any, Any], raw: bytes) -> None:
+    with pytest.raises(ProtocolViolationError, match=r"a message with \d+ .*; at most \d+ are accepted"):
+        method.read_reply(raw)
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if method.max_request_bytes is not None])
+def test_requests_are_no_longer_than_they_can_be(method: Method[Any, Any]) -> None:
+    # Of a field that nobody knows: what is read of it does not count.
+    raw = b"\xfa\x7f" + bytes([0x80, 0x80, 0x80, 0x03]) + bytes(6 << 20)
+    with pytest.raises(ProtocolViolationError, match=r"a message of \d+ bytes in .*; at most \d+ are accepted"):
+        method.read_request(raw)
+
+
+@pytest.mark.parametrize("method", [methods.EXCHANGE, methods.PUSH, methods.SUBSCRIBE], ids=lambda method: method.name)
+def test_replies_of_discovery_are_no_longer_than_they_can_be(method: Method[Any, Any]) -> None:
+    raw = b"\xfa\x7f" + bytes([0x80, 0x80, 0x80, 0x03]) + bytes(6 << 20)  # as above
+    with pytest.raises(ProtocolViolationError, match=r"a message of \d+ bytes in .*; at most \d+ are accepted"):
+        method.read_reply(raw)
+
+
+def test_the_largest_of_discovery_fit() -> None:
+    record = Record(
+        key="k" * 256,
+        subkey="s" * 256,
+        value=bytes(1024),
+        version=2**63 - 1,
+        expiration=1.0,
+        withdrawn=True,
+        owner=bytes(32),
+        signature=bytes(64 + 4096),
+        claimed=2**63 - 1,
+    )
+    request = ("r" * 128, (Rumour(record, 2**64 - 1, 2**64 - 1),) * 1024)
+    assert methods.PUSH.read_request(methods.PUSH.encode_request(request)) == request
+    refusals = (Refusal("k" * 256, "s" * 256, "r" * 256),) * 1024
+    assert methods.PUSH.read_reply(methods.PUSH.encode_reply(refusals)) == refusals
+    reply = ExchangeReply((record,) * 128, (2**64 - 1,) * (1 << 15), sent=1.7e9)
+    assert methods.EXCHANGE.read_reply(methods.EXCHANGE.encode_reply(reply)) == reply
+    assert methods.SUBSCRIBE.read_reply(methods.SUBSCRIBE.encode_reply((record,) * 1024)) == (record,) * 1024
+    digest = Digest("r" * 128, "e" * 256, 2**64 - 1, ((2**64 - 1, 2**63 - 1),) * (1 << 15), True, 1.7e9)
+    for method in (methods.EXCHANGE, methods.SUBSCRIBE):
+        assert method.read_request(method.encode_request(digest)) == digest
+    request_to_join = JoinRequest("e" * 300, bytes(32), 1.0, bytes(64 << 10), True)
+    assert methods.JOIN_GROUP.read_request(methods.JOIN_GROUP.encode_request(request_to_join)) == request_to_join

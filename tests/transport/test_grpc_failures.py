@@ -1,0 +1,192 @@
+"""Calls that are refused, services that fail, messages that are malformed: who sees what of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from typing import cast
+
+import grpc
+import pytest
+
+from averaging.errors import CallRefusedError, ClosedError, ProtocolViolationError
+from averaging.protocol.messages import AveragingData, JoinRequest, MessageFromLeader
+from averaging.tensors.schema import Schema, TensorSpec
+from averaging.transport.grpc import methods
+from averaging.transport.grpc.error_mapping import refuse
+from tests.support.grpc_fakes import (
+    DIGEST,
+    MAX_MESSAGE_BYTES,
+    REQUEST,
+    FakeGossip,
+    FakePeer,
+    client,
+    endless,
+    number_of,
+    part,
+    parts,
+    read_all,
+    serving,
+)
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
+
+
+@asynccontextmanager
+async def foreign(endpoint: str) -> AsyncIterator[grpc.aio.Channel]:
+    """A client that knows nothing of this library."""
+    async with grpc.aio.insecure_channel(endpoint) as channel:
+        yield channel
+
+
+@pytest.mark.asyncio
+async def test_a_failure_of_the_service_is_refused_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def fails(_: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
+        raise ZeroDivisionError("a secret")
+        yield
+
+    async with serving(FakePeer(join=fails)) as (_, endpoint), client() as caller:
+        with pytest.raises(CallRefusedError, match="internal error") as raised:
+            await anext(caller.join_group(endpoint, REQUEST))
+    assert "secret" not in str(raised.value)
+    (record,) = [record for record in caplog.records if record.name == "averaging.transport"]
+    assert record.levelno >= logging.WARNING
+    assert "/DecentralizedAveraging/rpc_join_group" in record.getMessage()
+    assert record.exc_info is not None
+    assert record.exc_info[0] is ZeroDivisionError
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("error", [ProtocolViolationError, ClosedError])
+async def test_a_refusal_of_the_service_is_reported_with_its_text(error: type[Exception]) -> None:
+    async def refuses(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+        yield await anext(messages)
+        raise error("a:1 is not a member\nof this group" + "!" * 10_000)
+
+    async with (
+        serving(FakePeer(aggregate=refuses)) as (_, endpoint),
+        client() as caller,
+        aclosing(caller.aggregate_part(endpoint, endless())) as replies,
+    ):
+        await anext(replies)
+        with pytest.raises(CallRefusedError, match="a:1 is not a member of this group!") as raised:
+            await anext(replies)
+    assert len(str(raised.value)) < 400
+
+
+@pytest.mark.asyncio
+async def test_the_last_reply_and_the_end_survive_a_failing_write() -> None:
+    """The callee answers and ends while the caller is writing: its answer counts, not the write that fails."""
+
+    async def answers_the_first(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+        yield await anext(messages)
+        yield part(77)
+
+    async def megabytes() -> AsyncGenerator[AveragingData, None]:
+        while True:
+            yield part(5, 1 << 20)
+
+    async with serving(FakePeer(aggregate=answers_the_first)) as (_, endpoint), client() as caller:
+        for _ in range(30):
+            async with aclosing(caller.aggregate_part(endpoint, megabytes())) as replies:
+                assert [number_of(reply) async for reply in replies] == [5, 77]
+
+
+@pytest.mark.asyncio
+async def test_what_the_senders_messages_raise_is_raised_at_the_caller() -> None:
+    async def breaks() -> AsyncGenerator[AveragingData, None]:
+        yield part(0)
+        raise KeyError("the sender's own")
+
+    service = FakePeer()
+    async with serving(service) as (_, endpoint), client() as caller:
+        with pytest.raises(KeyError, match="the sender's own"):
+            await read_all(caller.aggregate_part(endpoint, breaks()))
+        await asyncio.wait_for(service.closed.wait(), 5)
+
+
+@pytest.mark.asyncio
+async def test_a_peer_without_gossip_refuses_it() -> None:
+    async with serving(FakePeer()) as (_, endpoint), client() as caller:
+        with pytest.raises(CallRefusedError, match="does not serve this"):
+            await caller.push(endpoint, "run", ())
+        with pytest.raises(CallRefusedError, match="does not serve this"):
+            await anext(caller.subscribe(endpoint, DIGEST))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("method", ["JOIN_GROUP", "EXCHANGE", "SUBSCRIBE"])
+async def test_a_malformed_request_is_refused(method: str) -> None:
+    async with serving(FakePeer(), FakeGossip()) as (_, endpoint), foreign(endpoint) as channel:
+        start: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(getattr(methods, method).path)
+        call = start(b"\xff\xff\xff")
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await call.read()
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("raw", [b"\xff\xff\xff", b"\x08\x63"], ids=["not protobuf", "unknown code"])
+async def test_a_malformed_part_is_refused(raw: bytes) -> None:
+    service = FakePeer()
+    async with serving(service) as (_, endpoint), foreign(endpoint) as channel:
+        call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(methods.AGGREGATE_PART.path)()
+        await call.write(raw)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await call.read()
+        assert service.closed.is_set()
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.asyncio
+async def test_a_malformed_reply_is_a_violation() -> None:
+    schema = Schema((TensorSpec("w", "int3", (1,)),), 1024)
+    async with serving(FakePeer(schema=schema)) as (_, endpoint), client() as caller:
+        with pytest.raises(
+            ProtocolViolationError, match=f"{endpoint} answered with .*'w' has the unknown dtype 'int3'"
+        ):
+            await caller.get_schema(endpoint)
+
+
+@pytest.mark.asyncio
+async def test_messages_that_are_too_large() -> None:
+    async def swells(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+        yield part(number_of(await anext(messages)), MAX_MESSAGE_BYTES * 2)
+
+    large = 4 * MAX_MESSAGE_BYTES
+    async with serving(FakePeer(aggregate=swells), limit=large) as (_, endpoint), client() as caller:
+        with pytest.raises(ProtocolViolationError, match=f"{endpoint} sent a message of 83886.. bytes, limit 4194304"):
+            await anext(caller.aggregate_part(endpoint, parts(1)))
+    async with serving(FakePeer()) as (_, endpoint), client(large) as caller:
+        with pytest.raises(CallRefusedError, match="the message is too large for it: 8"):
+            await anext(caller.aggregate_part(endpoint, parts(1, 2 * MAX_MESSAGE_BYTES)))
+    async with serving(FakePeer()) as (_, endpoint), client() as caller:
+        with pytest.raises(CallRefusedError, match="the message is too large to be sent: 8"):
+            await anext(caller.aggregate_part(endpoint, parts(1, 2 * MAX_MESSAGE_BYTES)))
+
+
+class LostContext:
+    """The context of a call whose caller is gone: every operation on it fails."""
+
+    aborted = False
+
+    def peer(self) -> str:
+        return "ipv4:192.0.2.7:4222"
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        self.aborted = True
+        raise grpc.aio.InternalError("Failed")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("error", "answered"), [(grpc.aio.InternalError("a write"), False), (ProtocolViolationError("no member"), True)]
+)
+async def test_a_caller_that_is_gone_gets_no_answer_and_nobody_complains(error: Exception, answered: bool) -> None:
+    """On the wire the cancellation comes first in all but one lost call of some hundreds, so this one is made up."""
+    context = LostContext()
+    with pytest.raises(asyncio.CancelledError):
+        await refuse(cast("grpc.aio.ServicerContext[bytes, bytes]", context), "/a/b", error)
+    assert context.aborted is answered

@@ -1,0 +1,439 @@
+"""Taking an address, what everybody can ask a peer, and how a transport is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, nullcontext
+from typing import Any
+
+import grpc
+import pytest
+from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from averaging.common.addresses import is_endpoint
+from averaging.errors import ClosedError, ConfigError, ListenError, PeerUnreachableError
+from averaging.protocol.messages import JoinRequest, MessageFromLeader
+from averaging.security.credentials import Credentials
+from averaging.transport.base import Transport
+from averaging.transport.grpc import GrpcTransport
+from averaging.transport.grpc.channel_options import channel_options
+from averaging.transport.grpc.channels import Channels
+from averaging.transport.grpc.dialling import check_listen, resolve, warn_of_loopback
+from averaging.transport.grpc.server import Server
+from tests.support.grpc_fakes import ACCEPTED, MAX_MESSAGE_BYTES, REQUEST, FakeGossip, FakePeer, client, serving
+from tests.support.ports import free_address
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
+
+GRACE = 30.0
+"""Seconds for which calls may go on where a peer closes; no test waits them out."""
+
+
+def transport(listen: str | None, advertise: str | None = None) -> GrpcTransport:
+    return GrpcTransport(listen, advertise, max_message_bytes=MAX_MESSAGE_BYTES, credentials=Credentials(insecure=True))
+
+
+class Taken:
+    """A server that takes no port."""
+
+    def __init__(self, *_: object) -> None:
+        self.port = 4222
+
+
+async def bound(listen: str | None, advertise: str | None = None) -> str:
+    one: Transport = transport(listen, advertise)
+    try:
+        return await one.bind()
+    finally:
+        await one.close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("listen", "advertise", "host"),
+    [
+        ("127.0.0.1:0", None, "127.0.0.1"),
+        ("localhost:0", None, "localhost"),
+        ("0.0.0.0:0", "192.0.2.7:0", "192.0.2.7"),
+        ("127.0.0.1:0", "peer.example.org:0", "peer.example.org"),
+    ],
+)
+async def test_the_endpoint_has_the_port_that_was_taken(listen: str, advertise: str | None, host: str) -> None:
+    endpoint = await bound(listen, advertise)
+    assert endpoint.startswith(f"{host}:")
+    assert is_endpoint(endpoint)
+
+
+@pytest.mark.asyncio
+async def test_an_advertised_port_is_kept() -> None:
+    assert await bound("127.0.0.1:0", "[2001:db8::7]:4222") == "[2001:db8::7]:4222"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("listen", "advertise", "join", "words"),
+    [
+        ("127.0.0.1:0", None, ["192.0.2.7:4222"], "and 192.0.2.7:4222 is elsewhere"),
+        ("here.example.org:0", None, ["192.0.2.7:4222"], "here.example.org is 127.0.0.1 here, where only peers on"),
+        ("here.example.org:0", None, [], "here.example.org is 127.0.0.1 here, where only peers on this machine can"),
+        ("127.0.0.1:0", None, [], None),
+        ("127.0.0.1:0", None, ["192.0.2.7:4222", "[::1]:4222"], None),
+        ("127.0.0.1:0", None, ["here.example.org:4222"], None),
+        ("localhost:0", None, ["localhost:4222"], None),
+        ("127.0.0.1:0", "192.0.2.8:4222", ["192.0.2.7:4222"], None),
+        ("0.0.0.0:0", "here.example.org:0", ["192.0.2.7:4222"], None),
+    ],
+)
+async def test_a_peer_on_loopback_is_warned_that_others_will_not_call_it(
+    listen: str,
+    advertise: str | None,
+    join: list[str],
+    words: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loop = asyncio.get_running_loop()
+    look_up = loop.getaddrinfo
+
+    async def found(host: str, port: int | None, **more: Any) -> object:
+        # A name that stands in /etc/hosts for the machine itself, as many systems have it.
+        return await look_up("127.0.0.1" if host == "here.example.org" else host, port, **more)
+
+    monkeypatch.setattr(loop, "getaddrinfo", found)
+    one = GrpcTransport(
+        listen, advertise, max_message_bytes=MAX_MESSAGE_BYTES, credentials=Credentials(insecure=True), given=join
+    )
+    # Name and port of this machine's are gRPC's business.
+    monkeypatch.setattr("averaging.transport.grpc.transport.Server", Taken)
+    await one.bind()
+    assert [record.getMessage() for record in caplog.records if words is None] == []
+    assert words is None or words in caplog.text
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("host", ["192.0.2.8", "[2001:db8::8]", "here.example.org", "nowhere.example.org"])
+async def test_a_peer_that_others_can_call_gets_no_message(
+    host: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def found(host: str, *_: object, **__: object) -> object:
+        if host == "nowhere.example.org":
+            raise socket.gaierror("no such name")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("192.0.2.8", 0))]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", found)
+    for join in ([], ["192.0.2.7:4222"]):
+        await warn_of_loopback(f"{host}:4222", join)
+    assert not caplog.records
+
+
+@pytest.mark.asyncio
+async def test_a_client_takes_no_address() -> None:
+    one = transport(None)
+    endpoint = await one.bind()
+    assert endpoint.startswith("client::")
+    assert is_endpoint(endpoint)
+    await one.serve(FakePeer(), FakeGossip())
+    await one.close()
+    assert endpoint != await bound(None)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", "[0::0]:0", "0:0"])
+async def test_all_addresses_need_one_that_is_advertised(listen: str) -> None:
+    with pytest.raises(ConfigError, match="other peers cannot dial; give `advertise`"):
+        await bound(listen)
+    with pytest.raises(ConfigError, match="other peers cannot dial"):
+        await bound(listen, "0.0.0.0:4222")
+
+
+@pytest.mark.parametrize(
+    ("listen", "advertise"), [("127.0.0.1", None), ("::1:80", None), ("127.0.0.1:0", "x"), (None, "a:1")]
+)
+def test_arguments_that_cannot_work(listen: str | None, advertise: str | None) -> None:
+    with pytest.raises(ConfigError):
+        transport(listen, advertise)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("listen", "words"),
+    [
+        ("no-such-host.invalid:0", "no-such-host.invalid is unknown"),
+        ("203.0.113.9:0", "this machine has no such address"),
+    ],
+)
+async def test_an_address_that_cannot_be_had(listen: str, words: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ListenError, match=f"cannot listen on {listen}: {words}"):
+        await bound(listen)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.asyncio
+async def test_a_link_local_address_needs_its_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> OSError:
+        return OSError(errno.EINVAL, "Invalid argument")  # as Linux does, where it has IPv6
+
+    monkeypatch.setattr("averaging.transport.grpc.dialling._try_to_bind", refuse)
+    with pytest.raises(ListenError, match=r"a link-local one needs its interface, as in \[fe80::7%eth0\]:4222"):
+        await bound("[fe80::7]:4222")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
+async def test_a_port_that_is_taken(host: str, capfd: pytest.CaptureFixture[str]) -> None:
+    async with serving(FakePeer()) as (_, endpoint):
+        port = endpoint.rpartition(":")[2]
+        with pytest.raises(ListenError, match=f"cannot listen on {host}:{port}: the port is taken; .*another port"):
+            await bound(f"{host}:{port}", "192.0.2.7:0")
+    with socket.create_server(("127.0.0.1", 0), reuse_port=True) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ListenError, match="the port is taken"):
+            await bound(f"{host}:{port}", "192.0.2.7:0")
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.asyncio
+async def test_a_look_up_of_a_name_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(*_: object, **__: object) -> object:
+        return await asyncio.Event().wait()
+
+    assert await resolve("x" * 64 + ".example.org") == ()  # no name at all
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", never)
+    monkeypatch.setattr("averaging.transport.grpc.dialling.RESOLVE_SECONDS", 0.01)
+    assert await asyncio.wait_for(resolve("here.example.org"), 30) == ()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.EADDRINUSE, "the port is taken"),  # in one family is enough
+        (errno.EADDRNOTAVAIL, None),  # not each address of a name needs to be here
+    ],
+)
+async def test_a_name_of_which_one_address_cannot_be_had(
+    number: int, words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def found(*_: object, **__: object) -> object:
+        return [
+            (family, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 4222)) for family in (socket.AF_INET, socket.AF_INET6)
+        ]
+
+    def attempt(family: int, _: object) -> OSError | None:
+        return OSError(number, "no") if family == socket.AF_INET else None
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", found)
+    monkeypatch.setattr("averaging.transport.grpc.dialling._try_to_bind", attempt)
+    with pytest.raises(ListenError, match=words) if words else nullcontext():
+        await check_listen("here.example.org:4222", None)
+
+
+@pytest.mark.asyncio
+async def test_a_port_taken_after_the_probe() -> None:
+    async with serving(FakePeer()) as (_, endpoint):
+        with pytest.raises(ListenError, match=f"cannot listen on {endpoint}; choose another port"):
+            Server(endpoint, MAX_MESSAGE_BYTES)
+
+
+@pytest.mark.asyncio
+async def test_closing_gives_the_port_back_whether_or_not_it_was_served() -> None:
+    endpoint = await bound(free_address())
+    async with serving(FakePeer(), listen=endpoint), client() as caller:
+        await caller.get_schema(endpoint)
+    assert await bound(endpoint) == endpoint
+
+
+@pytest.mark.asyncio
+async def test_health_reflection_and_channelz_answer() -> None:
+    ours = {"DecentralizedAveraging", "averaging.v1.Status", "averaging.v1.Gossip"}
+    async with serving(FakePeer(), FakeGossip()) as (_, endpoint), grpc.aio.insecure_channel(endpoint) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for service in ("", *ours):
+            answer = await health.Check(health_pb2.HealthCheckRequest(service=service))
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING, service
+
+        reflection = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+        await reflection.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        listed = {service.name for service in (await reflection.read()).list_services_response.service}
+        assert ours < listed
+        for service in listed:
+            await reflection.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol=service))
+            assert (await reflection.read()).file_descriptor_response.file_descriptor_proto, service
+        await reflection.done_writing()
+        assert await reflection.read() is grpc.aio.EOF
+
+        channelz = channelz_pb2_grpc.ChannelzStub(channel)
+        servers = (await channelz.GetServers(channelz_pb2.GetServersRequest())).server
+        assert any(server.data.calls_started for server in servers)
+
+
+@pytest.mark.asyncio
+async def test_without_gossip_its_health_is_unknown() -> None:
+    async with serving(FakePeer()) as (_, endpoint), grpc.aio.insecure_channel(endpoint) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(service="averaging.v1.Gossip")
+            )
+    assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("grace", [0.0, 0.2])
+async def test_close_ends_a_hanging_call(grace: float) -> None:
+    service = FakePeer()
+    async with (
+        serving(service) as (server, endpoint),
+        client() as caller,
+        aclosing(caller.join_group(endpoint, REQUEST)) as replies,
+    ):
+        await anext(replies)
+        start = time.monotonic()
+        await asyncio.wait_for(server.close(grace), GRACE)
+        assert grace <= time.monotonic() - start
+        assert service.closed.is_set()
+        with pytest.raises(PeerUnreachableError, match=endpoint):
+            await anext(replies)
+
+
+@pytest.mark.asyncio
+async def test_close_waits_for_what_a_call_does_as_it_ends() -> None:
+    ended = []
+
+    async def tidies_up(_: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
+        try:
+            yield ACCEPTED
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.05)
+            ended.append("tidied up")
+
+    async with (
+        serving(FakePeer(join=tidies_up)) as (server, endpoint),
+        client() as caller,
+        aclosing(caller.join_group(endpoint, REQUEST)) as replies,
+    ):
+        await anext(replies)
+        await server.close(0.0)
+        assert ended == ["tidied up"]
+
+
+@pytest.mark.asyncio
+async def test_close_ends_a_health_watch_quietly() -> None:
+    async with serving(FakePeer()) as (server, endpoint), grpc.aio.insecure_channel(endpoint) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=""))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        await server.close()
+
+
+async def takes_no_more_calls(endpoint: str) -> None:
+    """Returns when a peer has begun to close."""
+    async with client() as caller:
+        while True:
+            try:
+                await caller.get_schema(endpoint)
+            except PeerUnreachableError:
+                return
+
+
+@pytest.mark.asyncio
+async def test_a_call_that_ends_within_the_grace_is_finished() -> None:
+    async def join(_: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
+        yield ACCEPTED
+        await closing.wait()
+        yield ACCEPTED
+
+    closing = asyncio.Event()
+    async with (
+        serving(FakePeer(join=join)) as (server, endpoint),
+        client() as caller,
+        aclosing(caller.join_group(endpoint, REQUEST)) as replies,
+    ):
+        await anext(replies)
+        closed = asyncio.create_task(server.close(GRACE))
+        async with asyncio.timeout(GRACE / 2):
+            await takes_no_more_calls(endpoint)
+            closing.set()
+            assert [reply async for reply in replies] == [ACCEPTED]
+            await closed
+
+
+@pytest.mark.asyncio
+async def test_a_cancelled_close_has_no_more_patience() -> None:
+    service = FakePeer()
+    async with (
+        serving(service) as (server, endpoint),
+        client() as caller,
+        aclosing(caller.join_group(endpoint, REQUEST)) as replies,
+    ):
+        await anext(replies)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(server.close(GRACE), 0.1)
+        assert service.closed.is_set()
+    assert await bound(endpoint) == endpoint
+
+
+@pytest.mark.asyncio
+async def test_closing_ends_the_calls_it_has_made() -> None:
+    """They fail; the tasks that wait for them are not cancelled."""
+
+    async def waits() -> None:
+        begun.set()
+        await anext(replies)
+
+    begun = asyncio.Event()
+    async with serving(FakePeer()) as (_, endpoint), client() as caller:
+        replies = caller.join_group(endpoint, REQUEST)
+        await anext(replies)
+        waiting = asyncio.ensure_future(waits())
+        await begun.wait()
+        await caller.close()
+        with pytest.raises(PeerUnreachableError, match="this peer closed the connection"):
+            await waiting
+        with pytest.raises(ClosedError):
+            await caller.get_schema(endpoint)
+        await caller.close()
+
+
+@pytest.mark.asyncio
+async def test_serve_needs_an_address() -> None:
+    with pytest.raises(ClosedError, match="bind"):
+        await transport("127.0.0.1:0").serve(FakePeer(), None)
+
+
+@pytest.mark.asyncio
+async def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "no_grpc_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    async with serving(FakePeer()) as (_, endpoint), client() as caller:
+        await caller.get_schema(endpoint)
+
+
+@pytest.mark.asyncio
+async def test_channels_long_unused_are_closed() -> None:
+    channels = Channels(channel_options(MAX_MESSAGE_BYTES), max_idle=2)
+
+    async def channel_to(port: int) -> grpc.aio.Channel:
+        async with channels.call(f"127.0.0.1:{port}") as line:
+            return line.channel
+
+    async with channels.call("127.0.0.1:1") as busy:
+        two, three = await channel_to(2), await channel_to(3)
+        assert await channel_to(2) is two
+        await channel_to(4)
+        assert await channel_to(2) is two
+        assert three.get_state() is grpc.ChannelConnectivity.SHUTDOWN
+        assert busy.channel.get_state() is not grpc.ChannelConnectivity.SHUTDOWN
+    await channels.close()
+
+
+def test_importing_leaves_the_environment_alone() -> None:
+    assert "GRPC_VERBOSITY" not in os.environ

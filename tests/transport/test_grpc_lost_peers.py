@@ -1,0 +1,466 @@
+"""Peers that are not there, die or are cut off: what the other end of a call sees, and how soon."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import socket
+import ssl
+import struct
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from pathlib import Path
+from typing import cast
+
+import grpc
+import pytest
+
+from averaging.common.addresses import parse_address
+from averaging.errors import PeerUnreachableError, ProtocolViolationError
+from averaging.protocol.messages import AveragingData
+from averaging.transport.direct import DirectTransport
+from averaging.transport.grpc import channel_options, methods
+from averaging.transport.grpc import client as grpc_client
+from averaging.transport.grpc.channels import Channels, target
+from averaging.transport.grpc.client import call_both_ways
+from tests.support.certificates import HERE, secure, write
+from tests.support.grpc_fakes import (
+    MAX_MESSAGE_BYTES,
+    REQUEST,
+    SERVING,
+    FakePeer,
+    client,
+    endless,
+    floods,
+    number_of,
+    parts,
+    read_all,
+    serving,
+)
+from tests.support.listening import closed, listening
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
+
+NOTICED = 0.75 * channel_options.KEEPALIVE_SECONDS
+"""Seconds in which a loss that the system tells of must be noticed: before a ping without an answer would tell it."""
+
+
+SENDER = """
+import asyncio, sys
+from contextlib import aclosing
+from tests.support.grpc_fakes import client, part
+
+async def main():
+    async def parts():
+        yield part(1)
+        await asyncio.Event().wait()
+
+    async with client() as caller, aclosing(caller.aggregate_part(sys.argv[1], parts())) as replies:
+        async for _ in replies:
+            print("replied", flush=True)
+
+asyncio.run(main())
+"""
+
+REDUCER = """
+import asyncio
+from tests.support.grpc_fakes import FakePeer, serving
+
+async def main():
+    async with serving(FakePeer()) as (_, endpoint):
+        print(endpoint, flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@asynccontextmanager
+async def process(code: str, *arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A Python process that runs `code`; killed at the end."""
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, *arguments, stdout=asyncio.subprocess.PIPE, cwd=Path(__file__).parents[2]
+    )
+    try:
+        yield child
+    finally:
+        if child.returncode is None:
+            await kill(child)
+
+
+async def kill(child: asyncio.subprocess.Process) -> None:
+    child.kill()
+    await child.wait()
+
+
+async def line_of(child: asyncio.subprocess.Process) -> str:
+    assert child.stdout is not None
+    return (await asyncio.wait_for(child.stdout.readline(), 60)).decode().strip()
+
+
+@asynccontextmanager
+async def relayed(
+    endpoint: str, ended: asyncio.Semaphore | None = None
+) -> AsyncIterator[tuple[str, Callable[[], None]]]:
+    """Another address for `endpoint`, and what resets the connections through it; `ended` is released for each.
+
+    Direct connections go through a relay of their own, and are reset too.
+    """
+    async with AsyncExitStack() as stack:
+        address, cut = await stack.enter_async_context(relayed_port(endpoint, ended))
+        transport = SERVING.get(endpoint)
+        if not isinstance(transport, DirectTransport):
+            yield address, cut
+            return
+        direct = f"127.0.0.1:{transport.direct_port}"
+        beside, cut_beside = await stack.enter_async_context(relayed_port(direct, None))
+        transport._direct_advertise = parse_address(beside)[1]
+
+        def cut_both() -> None:
+            cut()
+            cut_beside()
+
+        yield address, cut_both
+
+
+@asynccontextmanager
+async def relayed_port(endpoint: str, ended: asyncio.Semaphore | None) -> AsyncIterator[tuple[str, Callable[[], None]]]:
+    """See `relayed`, for one port."""
+    host, port = parse_address(endpoint)
+    writers: set[asyncio.StreamWriter] = set()
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        to_reader, to_writer = await asyncio.open_connection(host, port)
+        writers.update((writer, to_writer))
+        try:
+            await asyncio.gather(copy(reader, to_writer), copy(to_reader, writer))
+        finally:
+            writers.difference_update((writer, to_writer))
+            await closed(to_writer)
+            if ended is not None:
+                ended.release()
+
+    def cut() -> None:
+        while writers:
+            writer = writers.pop()
+            raw = writer.get_extra_info("socket")
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # RST instead of FIN
+            writer.transport.abort()
+
+    async with listening(relay) as address:
+        try:
+            yield address, cut
+        finally:
+            cut()
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("lane")
+async def test_a_client_killed_in_a_stream_closes_the_service() -> None:
+    ended = []
+
+    async def echoes(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+        async for message in messages:
+            yield message
+        ended.append("the end of the messages")
+
+    service = FakePeer(aggregate=echoes)
+    async with serving(service) as (_, endpoint), process(SENDER, endpoint) as child:
+        assert await line_of(child) == "replied"
+        await kill(child)
+        await asyncio.wait_for(service.closed.wait(), NOTICED)
+    assert not ended, "a lost caller must not look like one that has sent everything"
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("lane")
+async def test_a_server_killed_in_a_stream_is_unreachable() -> None:
+    async with process(REDUCER) as child, client() as caller:
+        endpoint = await line_of(child)
+        async with aclosing(caller.aggregate_part(endpoint, endless(asyncio.Event()))) as replies:
+            assert number_of(await anext(replies)) == 0
+            await kill(child)
+            with pytest.raises(PeerUnreachableError, match=f"{endpoint}: connection lost"):
+                await asyncio.wait_for(anext(replies), NOTICED)
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("lane")
+async def test_a_server_killed_while_parts_are_written_is_unreachable() -> None:
+    async with process(REDUCER) as child, client() as caller:
+        endpoint = await line_of(child)
+        async with aclosing(caller.aggregate_part(endpoint, endless())) as replies:
+            await anext(replies)
+            await kill(child)
+            with pytest.raises(PeerUnreachableError, match=f"{endpoint}: connection lost"):
+                await asyncio.wait_for(read_all(replies), NOTICED)
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("lane")
+async def test_a_connection_reset_while_parts_are_written_is_lost() -> None:
+    for _ in range(10):
+        async with (
+            serving(FakePeer()) as (_, endpoint),
+            relayed(endpoint) as (relay, cut),
+            client() as caller,
+            aclosing(caller.aggregate_part(relay, endless())) as replies,
+        ):
+            await anext(replies)
+            cut()
+            with pytest.raises(PeerUnreachableError, match=f"^{relay}: connection lost$"):
+                await asyncio.wait_for(read_all(replies), NOTICED)
+
+
+@pytest.fixture
+def without_garbage_collection() -> Iterator[None]:
+    """What is part of a circle of references stays."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("without_garbage_collection")
+async def test_a_channel_that_has_reconnected_and_is_given_up_is_disconnected() -> None:
+    """Another call had it reconnect before the lost one was read; gRPC keeps the connection while a call exists."""
+    channels, ended = Channels(channel_options.channel_options(MAX_MESSAGE_BYTES)), asyncio.Semaphore(0)
+    async with serving(FakePeer()) as (_, endpoint), relayed(endpoint, ended) as (relay, cut):
+        messages = endless(asyncio.Event())
+        async with aclosing(call_both_ways(channels, relay, methods.AGGREGATE_PART, messages)) as replies:
+            await anext(replies)
+            async with channels.call(relay) as line:
+                cut()
+                await line.channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+                await asyncio.wait_for(line.channel.channel_ready(), NOTICED)
+            with pytest.raises(PeerUnreachableError, match="connection lost"):
+                await anext(replies)
+        for _ in ("the one that was cut", "the one after it"):
+            await asyncio.wait_for(ended.acquire(), NOTICED)
+        await channels.close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("closed_meanwhile", [False, True])
+async def test_a_channel_that_one_call_gives_up_carries_the_others_to_their_end(closed_meanwhile: bool) -> None:
+    channels = Channels(channel_options.channel_options(MAX_MESSAGE_BYTES))
+    async with serving(FakePeer()) as (_, endpoint):
+        async with channels.call(endpoint) as line:
+            with contextlib.suppress(PeerUnreachableError):
+                async with channels.call(endpoint) as same:
+                    assert same is line
+                    raise PeerUnreachableError(endpoint, "it ended the call")
+            async with channels.call(endpoint) as other:
+                assert other is not line
+            assert line.channel.get_state() is not grpc.ChannelConnectivity.SHUTDOWN
+            call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = line.channel.unary_unary(methods.GET_SCHEMA.path)
+            assert await call(b"")
+            if closed_meanwhile:
+                await channels.close()
+                assert line.channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
+        assert line.channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
+        await channels.close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("lane")
+async def test_a_caller_lost_while_the_service_writes_closes_it() -> None:
+    service = FakePeer(aggregate=floods)
+    async with (
+        serving(service) as (_, endpoint),
+        relayed(endpoint) as (relay, cut),
+        client() as caller,
+        aclosing(caller.aggregate_part(relay, endless(asyncio.Event()))) as replies,
+    ):
+        await anext(replies)
+        cut()
+        await asyncio.wait_for(service.closed.wait(), NOTICED)
+
+
+@pytest.mark.asyncio
+async def test_a_quiet_call_outlives_the_pings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC sends no more than one a second; without the server's consent it would end the call at the third."""
+    monkeypatch.setattr(channel_options, "KEEPALIVE_SECONDS", 0.2)
+    async with (
+        serving(FakePeer()) as (_, endpoint),
+        client() as caller,
+        aclosing(caller.join_group(endpoint, REQUEST)) as replies,
+    ):
+        await anext(replies)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(replies), 5)
+
+
+class Ending:
+    """A call whose status is grpcio's own about a failed write, until it has been asked for `tries` times."""
+
+    def __init__(self, tries: int, code: grpc.StatusCode) -> None:
+        self._tries = tries
+        self._code = code
+
+    async def code(self) -> grpc.StatusCode:
+        self._tries -= 1
+        return self._code if self._tries < 0 else grpc.StatusCode.INTERNAL
+
+    async def details(self) -> str:
+        return "Socket closed" if self._tries < 0 else "Internal error from Core"
+
+
+@pytest.mark.asyncio
+async def test_the_status_behind_a_failed_write_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the wire the write fails first in one lost connection of some hundreds, so the call here is made up."""
+    monkeypatch.setattr(grpc_client, "STATUS_TRIES", 5)
+
+    async def status(tries: int, code: grpc.StatusCode) -> grpc.StatusCode | None:
+        try:
+            await grpc_client.raise_for_callee_status(cast("grpc_client.StreamCall", Ending(tries, code)))
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+        return None
+
+    assert await status(3, grpc.StatusCode.OK) is None
+    assert await status(3, grpc.StatusCode.ABORTED) is grpc.StatusCode.ABORTED
+    assert await status(5, grpc.StatusCode.OK) is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.asyncio
+async def test_nobody_listens() -> None:
+    async with serving(FakePeer()) as (_, endpoint):
+        pass
+    async with client() as caller, asyncio.timeout(channel_options.CONNECT_SECONDS):  # none of them waits that out
+        with pytest.raises(PeerUnreachableError, match=f"^{endpoint}: connection refused$"):
+            await caller.get_schema(endpoint)
+        with pytest.raises(PeerUnreachableError, match="connection refused"):
+            await anext(caller.join_group(endpoint, REQUEST))
+        with pytest.raises(PeerUnreachableError, match="connection refused"):
+            await anext(caller.aggregate_part(endpoint, endless()))
+
+
+@pytest.mark.asyncio
+async def test_a_peer_that_comes_up_is_reached_at_once() -> None:
+    async with serving(FakePeer()) as (_, endpoint), client() as caller:
+        await caller.get_schema(endpoint)
+        for name in (endpoint, endpoint.replace("127.0.0.1", "localhost")):
+            await caller.get_schema(name)
+    async with client() as caller:
+        with pytest.raises(PeerUnreachableError):
+            await caller.get_schema(endpoint)
+        async with serving(FakePeer(), listen=endpoint):
+            await asyncio.wait_for(caller.get_schema(endpoint), channel_options.CONNECT_SECONDS)
+        async with serving(FakePeer(), listen=endpoint):
+            await asyncio.wait_for(caller.get_schema(endpoint), channel_options.CONNECT_SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "scheme"),
+    [
+        ("192.0.2.7:80", "ipv4:192.0.2.7:80"),
+        ("[2001:db8::7]:80", "ipv6:%5B2001%3Adb8%3A%3A7%5D%3A80"),
+        ("peer.example.org:80", "dns:///peer.example.org:80"),
+        ("unix:80", "dns:///unix:80"),
+        ("a%2fb?c#d:80", "dns:///a%252fb%3Fc%23d:80"),
+    ],
+)
+def test_a_name_is_a_host_and_a_port_and_no_other_kind_of_target(endpoint: str, scheme: str) -> None:
+    assert target(endpoint) == scheme
+
+
+@pytest.mark.parametrize("endpoint", ["[[::1]]:80", "[[169.254.169.254]]:80", "[]127.0.0.1[]:80"])
+def test_brackets_hide_no_address_from_the_rule_of_whom_to_dial(endpoint: str) -> None:
+    with pytest.raises(ProtocolViolationError, match="not the address of a peer"):
+        target(endpoint)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "[nonsense]", "%2e%2f", "unix", "127.0.0.1.", "1.2"])
+async def test_a_strange_host_is_unreachable(host: str) -> None:
+    async with client() as caller:
+        with pytest.raises(PeerUnreachableError) as raised:
+            await asyncio.wait_for(caller.get_schema(f"{host}:1"), 10)
+    assert len(str(raised.value)) < 200
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", ["client::0b7c", "", "unix:/tmp/socket", "127.0.0.1:0", "dns:///a:1", "a:1,b:2", "x"])
+async def test_what_is_no_address_is_never_dialled(name: str) -> None:
+    async with client() as caller:
+        for call in (caller.join_group(name, REQUEST), caller.aggregate_part(name, parts(1))):
+            with pytest.raises(ProtocolViolationError):
+                await anext(call)
+        with pytest.raises(ProtocolViolationError):
+            await caller.get_schema(name)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"SSH-2.0-OpenSSH_9.6\r\n", b""])
+async def test_something_else_listens_there(answer: bytes) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(answer)
+
+    async with listening(serve) as address, client() as caller:
+        with pytest.raises(PeerUnreachableError) as raised:
+            await caller.get_schema(address)
+    assert len(str(raised.value)) < 100
+
+
+@contextlib.contextmanager
+def dropping() -> Iterator[str]:
+    """An address where requests to connect stay without an answer, as behind a firewall: the queue for them is full."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        address = listener.getsockname()
+        for _ in range(8):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(address)
+        yield f"127.0.0.1:{address[1]}"
+
+
+@pytest.mark.asyncio
+async def test_where_requests_to_connect_are_dropped_there_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_options, "CONNECT_SECONDS", 0.5)
+    for credentials in (None, secure(*HERE)):
+        with dropping() as address:
+            async with client(credentials=credentials) as caller:
+                with pytest.raises(PeerUnreachableError, match="no answer to the connection"):
+                    await asyncio.wait_for(caller.get_schema(address), 10)
+
+
+@pytest.mark.asyncio
+async def test_who_accepts_a_connection_and_says_nothing_gives_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(1024):
+            pass
+
+    monkeypatch.setattr(channel_options, "CONNECT_SECONDS", 0.5)
+    async with listening(serve) as address:
+        for credentials in (None, secure(*HERE)):
+            async with client(credentials=credentials) as caller:
+                with pytest.raises(PeerUnreachableError, match="no answer to the connection"):
+                    await asyncio.wait_for(caller.get_schema(address), 10)
+
+
+@pytest.mark.asyncio
+async def test_a_web_server_with_tls_is_not_a_peer(tmp_path: Path) -> None:
+    files = write(tmp_path, *HERE)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files["tls_cert"], files["tls_key"])
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):  # the caller hangs up
+            await writer.start_tls(context)
+            await reader.read(1)
+
+    async with listening(serve) as address, client(credentials=secure(*HERE)) as caller:
+        with pytest.raises(PeerUnreachableError, match="what answers there is not a peer"):
+            await caller.get_schema(address)

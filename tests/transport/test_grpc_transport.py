@@ -1,0 +1,324 @@
+"""Every method over loopback sockets, and how calls end when all goes well."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+
+import pytest
+
+from averaging.protocol.messages import (
+    AveragingData,
+    DownloadData,
+    ExchangeReply,
+    JoinRequest,
+    MessageCode,
+    MessageFromLeader,
+    Refusal,
+    Rumour,
+    WireTensor,
+)
+from averaging.transport.grpc.channel_options import channel_options
+from averaging.transport.grpc.channels import Channels
+from averaging.transport.grpc.client import call_unary
+from averaging.transport.grpc.methods import LIST_RECORDS
+from tests.support.grpc_fakes import (
+    ACCEPTED,
+    BEGIN,
+    DIGEST,
+    RECORD,
+    REQUEST,
+    SCHEMA,
+    STATUS,
+    FakeGossip,
+    FakePeer,
+    client,
+    number_of,
+    part,
+    parts,
+    serving,
+)
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
+
+MIB = 1 << 20
+
+MAX_UNREAD = 16
+"""Messages of a mebibyte that may be on their way while nobody reads: a window of 4 MiB, and a few in buffers."""
+
+
+@pytest.mark.asyncio
+async def test_verdict_comes_at_once_and_the_group_later() -> None:
+    assembled = asyncio.Event()
+
+    async def join(_: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
+        yield ACCEPTED
+        await assembled.wait()
+        yield BEGIN
+
+    service = FakePeer(join=join)
+    async with (
+        serving(service) as (_, endpoint),
+        client() as caller,
+        aclosing(caller.join_group(endpoint, REQUEST)) as replies,
+    ):
+        assert await anext(replies) == ACCEPTED
+        assembled.set()
+        assert await anext(replies) == BEGIN
+        assert await anext(replies, None) is None
+    assert service.requests == [REQUEST]
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("lane")
+async def test_fifty_parts_of_a_mebibyte_go_up_and_come_back() -> None:
+    async with (
+        serving(FakePeer()) as (_, endpoint),
+        client() as caller,
+        aclosing(caller.aggregate_part(endpoint, parts(50, MIB))) as replies,
+    ):
+        numbers: list[int] = []
+        async for reply in replies:
+            assert reply == part(len(numbers), MIB)
+            numbers.append(number_of(reply))
+    assert numbers == list(range(50))
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("lane")
+async def test_a_reply_comes_before_the_last_part_is_sent() -> None:
+    async def sends_the_next_after_a_reply() -> AsyncGenerator[AveragingData, None]:
+        for number in range(3):
+            yield part(number)
+            await answered.acquire()
+
+    answered = asyncio.Semaphore(0)
+    async with (
+        serving(FakePeer()) as (_, endpoint),
+        client() as caller,
+        aclosing(caller.aggregate_part(endpoint, sends_the_next_after_a_reply())) as replies,
+    ):
+        async for _ in replies:
+            answered.release()
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("lane")
+async def test_the_service_sees_the_end_of_the_parts() -> None:
+    async def counts(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+        count = len([message async for message in messages])
+        yield part(count)
+
+    async with (
+        serving(FakePeer(aggregate=counts)) as (_, endpoint),
+        client() as caller,
+        aclosing(caller.aggregate_part(endpoint, parts(7))) as replies,
+    ):
+        assert [number_of(reply) async for reply in replies] == [7]
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("lane")
+async def test_a_service_that_ends_early_ends_the_upload() -> None:
+    async def answers_the_first(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+        yield await anext(messages)
+
+    closed = asyncio.Event()
+
+    async def endless() -> AsyncGenerator[AveragingData, None]:
+        try:
+            while True:
+                yield part(1, MIB)
+        finally:
+            closed.set()
+
+    async with serving(FakePeer(aggregate=answers_the_first)) as (_, endpoint), client() as caller:
+        async with aclosing(caller.aggregate_part(endpoint, endless())) as replies:
+            assert [number_of(reply) async for reply in replies] == [1]
+        assert closed.is_set()
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("lane")
+async def test_the_messages_of_a_refused_sender_are_read_to_the_end() -> None:
+    """Some clients lose the answer if a write fails."""
+    sent = 0
+
+    async def messages() -> AsyncGenerator[AveragingData, None]:
+        nonlocal sent
+        for _ in range(20):
+            sent += 1
+            yield part(1, 64)
+
+    async def refuses(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+        await anext(messages)
+        yield AveragingData(MessageCode.BAD_GROUP_ID)
+
+    async with (
+        serving(FakePeer(aggregate=refuses)) as (_, endpoint),
+        client() as caller,
+        aclosing(caller.aggregate_part(endpoint, messages())) as replies,
+    ):
+        assert [reply.code async for reply in replies] == [MessageCode.BAD_GROUP_ID]
+    assert sent == 20
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("lane")
+async def test_codes_and_messages_without_a_part_pass() -> None:
+    cancelled = AveragingData(MessageCode.CANCELLED, b"group", "a:1")
+
+    async def gives_up() -> AsyncGenerator[AveragingData, None]:
+        yield cancelled
+
+    async with (
+        serving(FakePeer()) as (_, endpoint),
+        client() as caller,
+        aclosing(caller.aggregate_part(endpoint, gives_up())) as replies,
+    ):
+        assert [reply async for reply in replies] == [cancelled]
+
+
+@pytest.mark.asyncio
+async def test_download_state() -> None:
+    chunks = (
+        DownloadData(b"metadata", WireTensor(b"1234", (2, 1), "float32", 0, 2)),
+        DownloadData(tensor_part=WireTensor(b"5678")),
+        DownloadData(tensor_part=WireTensor(b"", (0,), "float32", 17, requires_grad=True)),
+    )
+    async with (
+        serving(FakePeer(state=chunks)) as (_, endpoint),
+        client() as caller,
+        aclosing(caller.download_state(endpoint)) as replies,
+    ):
+        assert [reply async for reply in replies] == list(chunks)
+
+
+@pytest.mark.asyncio
+async def test_a_peer_that_shares_no_state_sends_an_empty_stream() -> None:
+    async with (
+        serving(FakePeer()) as (_, endpoint),
+        client() as caller,
+        aclosing(caller.download_state(endpoint)) as replies,
+    ):
+        assert [reply async for reply in replies] == []
+
+
+@pytest.mark.asyncio
+async def test_status_and_schema() -> None:
+    async with serving(FakePeer()) as (_, endpoint), client() as caller:
+        assert await caller.get_status(endpoint) == STATUS
+        assert await caller.get_schema(endpoint) == SCHEMA
+
+
+@pytest.mark.asyncio
+async def test_gossip() -> None:
+    gossip = FakeGossip()
+    rumours = (Rumour(RECORD, 1, 2**64 - 1), Rumour(RECORD))
+    async with serving(FakePeer(), gossip) as (_, endpoint), client() as caller:
+        async with aclosing(caller.exchange(endpoint, DIGEST)) as replies:
+            assert [reply async for reply in replies] == [
+                ExchangeReply(records=(RECORD,)),
+                ExchangeReply(wanted=(1, 2**64 - 1), differs=True),
+            ]
+        assert await caller.push(endpoint, "run", rumours) == (Refusal("run.0b", "a:1", "somebody else's"),)
+        async with aclosing(caller.subscribe(endpoint, DIGEST)) as heard:
+            assert [records async for records in heard] == [(RECORD, RECORD), ()]
+        channels = Channels(channel_options(MIB))
+        listed = await call_unary(channels, endpoint, LIST_RECORDS, "run.all_averagers")
+        await channels.close()
+    assert gossip.digests == [DIGEST, DIGEST]
+    assert gossip.pushed == [("run", rumours)]
+    assert [record.key for record in listed] == ["run.all_averagers"]
+
+
+@pytest.mark.asyncio
+async def test_a_caller_that_closes_the_call_closes_the_service() -> None:
+    service = FakePeer()
+    async with serving(service) as (_, endpoint), client() as caller:
+        async with aclosing(caller.join_group(endpoint, REQUEST)) as replies:
+            await anext(replies)
+        await asyncio.wait_for(service.closed.wait(), 5)
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("lane")
+async def test_a_caller_that_is_cancelled_closes_the_service() -> None:
+    async def reads_on() -> None:
+        async with aclosing(caller.aggregate_part(endpoint, parts_without_end())) as replies:
+            async for _ in replies:
+                pass
+
+    async def parts_without_end() -> AsyncGenerator[AveragingData, None]:
+        yield part(0)
+        await asyncio.Event().wait()
+
+    service = FakePeer()
+    async with serving(service) as (_, endpoint), client() as caller:
+        reading = asyncio.create_task(reads_on())
+        await service.started.wait()
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        await asyncio.wait_for(service.closed.wait(), 5)
+
+
+class Flood:
+    """64 parts; it tells when the first and when too many of them are asked for."""
+
+    def __init__(self) -> None:
+        self.begun, self.too_many = asyncio.Event(), asyncio.Event()
+
+    async def parts(self) -> AsyncGenerator[AveragingData, None]:
+        for number in range(64):
+            self.begun.set()
+            if number == MAX_UNREAD:
+                self.too_many.set()
+            yield part(number, MIB)
+
+    async def is_held_back(self) -> bool:
+        """Whether no more are asked for than may be unread; half a second is enough for all of them."""
+        await self.begun.wait()
+        try:
+            await asyncio.wait_for(self.too_many.wait(), 0.5)
+        except TimeoutError:
+            return True
+        return False
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("lane")
+async def test_a_service_that_does_not_read_holds_the_sender_back() -> None:
+    async def reads_late(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+        await may_read.wait()
+        async for message in messages:
+            yield message
+
+    may_read, flood = asyncio.Event(), Flood()
+    service = FakePeer(aggregate=reads_late)
+    async with (
+        serving(service) as (_, endpoint),
+        client() as caller,
+        aclosing(caller.aggregate_part(endpoint, flood.parts())) as replies,
+    ):
+        first = asyncio.create_task(anext(replies))
+        await service.started.wait()
+        assert await flood.is_held_back()
+        may_read.set()
+        assert number_of(await first) == 0
+        assert [number_of(reply) async for reply in replies] == list(range(1, 64))
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("lane")
+async def test_a_caller_that_does_not_read_holds_the_service_back() -> None:
+    flood = Flood()
+    async with (
+        serving(FakePeer(aggregate=lambda _: flood.parts())) as (_, endpoint),
+        client() as caller,
+        aclosing(caller.aggregate_part(endpoint, parts(1))) as replies,
+    ):
+        assert number_of(await anext(replies)) == 0
+        assert await flood.is_held_back()
+        assert [number_of(reply) async for reply in replies] == list(range(1, 64))

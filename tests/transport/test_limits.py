@@ -1,0 +1,473 @@
+"""What strangers and slow peers can take of a peer: headers, connections, streams, time. All of it is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+import grpc
+import pytest
+import torch
+
+from averaging import Peer
+from averaging.errors import BusyError, CallRefusedError, PeerUnreachableError
+from averaging.peer.service import DOWNLOADS_PER_HOST, MAX_DOWNLOADS, HostQuota
+from averaging.protocol.messages import AveragingData, Digest, ExchangeReply, MessageCode, Record
+from averaging.state.downloads import download
+from averaging.transport.grpc import GrpcTransport, channel_options, channels, methods, server, unread_replies
+from averaging.transport.grpc.authentication import Callers
+from tests.support.grpc_fakes import (
+    MAX_MESSAGE_BYTES,
+    RECORD,
+    REQUEST,
+    FakeGossip,
+    FakePeer,
+    client,
+    floods,
+    part,
+    parts,
+    serving,
+)
+from tests.support.listening import listening
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
+
+PATIENCE = 20.0
+
+
+@pytest.mark.asyncio
+async def test_headers_that_are_too_large_are_refused() -> None:
+    async with serving(FakePeer()) as (_, endpoint), grpc.aio.insecure_channel(endpoint) as channel:
+        call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(methods.GET_STATUS.path)
+        await call(b"", metadata=(("x", "v" * (channel_options.MAX_METADATA_BYTES // 2)),))
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await call(b"", metadata=(("x", "v" * channel_options.MAX_METADATA_BYTES),))
+    assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+@pytest.mark.asyncio
+async def test_what_grpc_itself_compressed_is_not_unpacked() -> None:
+    async with serving(FakePeer()) as (_, endpoint), grpc.aio.insecure_channel(endpoint) as channel:
+        call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(methods.GET_SCHEMA.path)
+        await call(b"")
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await call(bytes(4096), compression=grpc.Compression.Gzip)
+    assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_neither_side_unpacks() -> None:
+    for told in (channel_options.server_options(1 << 20), channel_options.channel_options(1 << 20)):
+        assert dict(told)["grpc.compression_enabled_algorithms_bitset"] == 1
+
+
+@pytest.mark.asyncio
+async def test_a_request_longer_than_its_method_needs_is_refused() -> None:
+    request = b"\xfa\x7f" + bytes([0x80, 0x80, 0x10]) + bytes(1 << 18)  # a field that nobody knows
+    async with serving(FakePeer()) as (_, endpoint), grpc.aio.insecure_channel(endpoint) as channel:
+        call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(methods.GET_SCHEMA.path)
+        with pytest.raises(grpc.aio.AioRpcError, match="at most 65536 are accepted") as raised:
+            await call(request)
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.asyncio
+async def test_a_connection_carries_so_many_calls_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_options, "MAX_STREAMS", 4)
+    peer = FakePeer()
+    async with serving(peer) as (_, endpoint), client() as caller, AsyncExitStack() as stack:
+        calls = [await stack.enter_async_context(aclosing(caller.join_group(endpoint, REQUEST))) for _ in range(5)]
+        for call in calls[:4]:
+            await anext(call)
+        fifth = asyncio.ensure_future(anext(calls[4]))
+        assert not (await asyncio.wait({fifth}, timeout=0.5))[0]
+        assert len(peer.requests) == 4
+        await calls[0].aclose()
+        await asyncio.wait_for(fifth, PATIENCE)
+
+
+@pytest.mark.asyncio
+async def test_so_many_connections_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_options, "MAX_CONNECTIONS", 2)
+    async with serving(FakePeer()) as (_, endpoint), AsyncExitStack() as stack:
+        callers = [await stack.enter_async_context(client()) for _ in range(3)]
+        for caller in callers[:2]:
+            await caller.get_schema(endpoint)
+        with pytest.raises(PeerUnreachableError):
+            await callers[2].get_schema(endpoint)
+        await callers[0].get_schema(endpoint)
+
+
+@pytest.mark.asyncio
+async def test_who_connects_and_says_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_options, "HANDSHAKE_SECONDS", 0.5)
+    async with serving(FakePeer()) as (_, endpoint):
+        host, _, port = endpoint.partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        try:
+            assert await asyncio.wait_for(_read_to_the_end(reader), PATIENCE)
+        finally:
+            writer.close()
+            await writer.wait_closed()
+
+
+async def _read_to_the_end(reader: asyncio.StreamReader) -> bool:
+    while await reader.read(1024):
+        pass
+    return True
+
+
+@pytest.mark.asyncio
+async def test_a_connection_without_calls_is_closed_and_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_options, "IDLE_SECONDS", 0.3)
+    async with serving(FakePeer()) as (_, endpoint), client() as caller, grpc.aio.insecure_channel(endpoint) as channel:
+        await caller.get_schema(endpoint)
+        call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(methods.GET_STATUS.path)
+        await call(b"")
+        async with asyncio.timeout(PATIENCE):
+            while (state := channel.get_state()) is grpc.ChannelConnectivity.READY:
+                await channel.wait_for_state_change(state)
+        await caller.get_schema(endpoint)
+
+
+@pytest.mark.asyncio
+async def test_a_connection_that_a_router_may_have_forgotten_is_not_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines = channels.Channels(channel_options.channel_options(MAX_MESSAGE_BYTES))
+    async with serving(FakePeer()) as (_, endpoint):
+        async with lines.call(endpoint) as first:
+            pass
+        async with lines.call(endpoint) as again:
+            assert again is first
+            monkeypatch.setattr(channels, "UNUSED_SECONDS", -1.0)
+            async with lines.call(endpoint) as beside:
+                assert beside is first
+        async with lines.call(endpoint) as another:
+            assert another is not first
+        assert first.channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
+        await lines.close()
+
+
+class Context:
+    """Of a call."""
+
+    def __init__(self, peer: str) -> None:
+        self._peer = peer
+
+    def peer(self) -> str:
+        return self._peer
+
+
+def test_a_host_has_so_many_calls_in_progress() -> None:
+    callers = Callers(authenticated=False, max_calls_per_host=2)
+    one, again, other = (
+        cast("grpc.aio.ServicerContext[Any, Any]", Context(peer))
+        for peer in ("ipv4:192.0.2.7:1", "ipv4:192.0.2.7:2", "ipv6:%5B2001:db8::7%5D:1")
+    )
+    path = methods.GET_STATUS.path
+    with callers.call(one, path), callers.call(other, path):
+        with callers.call(again, path):
+            with pytest.raises(BusyError, match="2 calls of your host are in progress"), callers.call(one, path):
+                pass
+            with callers.call(other, path):
+                pass
+        with callers.call(one, path):
+            pass
+    assert not callers._calls
+
+
+@pytest.mark.asyncio
+async def test_a_host_with_too_many_calls_is_notified(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        server, "Callers", lambda authenticated: Callers(authenticated=authenticated, max_calls_per_host=1)
+    )
+    async with (
+        serving(FakePeer()) as (_, endpoint),
+        client() as caller,
+        aclosing(caller.join_group(endpoint, REQUEST)) as held,
+    ):
+        await anext(held)
+        with pytest.raises(CallRefusedError, match="1 calls of your host are in progress; no more are taken"):
+            await caller.get_schema(endpoint)
+
+
+@asynccontextmanager
+async def a_reader_that_takes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> AsyncIterator[tuple[GrpcTransport, AsyncGenerator[AveragingData, None]]]:
+    """A peer that was flooding a reader until it gave it up, and the reader's call."""
+
+    monkeypatch.setattr(unread_replies, "WRITE_SECONDS", 0.3)
+    monkeypatch.setattr(unread_replies, "WRITE_BYTES_PER_SECOND", 1 << 30)
+    peer = FakePeer(aggregate=floods)
+    async with (
+        serving(peer) as (listening, endpoint),
+        client() as caller,
+        aclosing(caller.aggregate_part(endpoint, parts(1))) as replies,
+    ):
+        await anext(replies)
+        await asyncio.wait_for(peer.closed.wait(), PATIENCE)
+        yield listening, replies
+
+
+@pytest.mark.asyncio
+async def test_a_reader_that_takes_nothing_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with a_reader_that_takes_nothing(monkeypatch) as (_, replies):
+        with pytest.raises(CallRefusedError, match="the caller took no answer for too long"):
+            async for _ in replies:
+                pass
+    (record,) = [record for record in caplog.records if record.name == "averaging.transport"]
+    assert record.levelno == logging.WARNING
+    assert "reads no reply to /DecentralizedAveraging/rpc_aggregate_part and is cut off" in record.getMessage()
+
+
+@pytest.mark.asyncio
+async def test_averages_that_are_being_sent_do_not_count_as_unread_replies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a ping to a member of a round would fail while it reads averages slowly."""
+    monkeypatch.setattr(unread_replies, "MAX_UNREAD_BYTES", 1)
+    sent = 0
+
+    async def counts(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+        nonlocal sent
+        async for reply in floods(messages):
+            sent += 1
+            yield reply
+
+    async with (
+        serving(FakePeer(aggregate=counts)) as (_, endpoint),
+        client() as caller,
+        aclosing(caller.aggregate_part(endpoint, parts(1))) as replies,
+        asyncio.timeout(PATIENCE),
+    ):
+        await anext(replies)
+        before = 0
+        while before < sent:  # until the window is full and a write waits for the reader
+            before = sent
+            await caller.get_schema(endpoint)
+
+
+NARROW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)]
+"""For a caller that takes no more than 64 KiB of a reply before it is read."""
+
+
+class Talkative(FakeGossip):
+    """Answers with 3 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = asyncio.Semaphore(0)
+
+    def list_records(self, key: str) -> tuple[Record, ...]:
+        self.asked.release()
+        return (replace(RECORD, value=bytes(3 << 20)),)
+
+    async def exchange(self, digest: Digest) -> AsyncGenerator[ExchangeReply, None]:
+        yield ExchangeReply(records=self.list_records(""))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("method", [methods.LIST_RECORDS, methods.EXCHANGE], ids=["one reply", "a stream of replies"])
+async def test_replies_that_a_host_does_not_read_are_bounded(
+    method: methods.Method[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those whose callers have been given up, since gRPC keeps them. Other hosts are answered."""
+    monkeypatch.setattr(unread_replies, "MAX_UNREAD_BYTES", 9 << 20)
+    monkeypatch.setattr(unread_replies, "WRITE_SECONDS", 0.2)
+    monkeypatch.setattr(unread_replies, "WRITE_BYTES_PER_SECOND", 1 << 30)
+    gossip = Talkative()
+    async with (
+        serving(FakePeer(), gossip) as (_, endpoint),
+        called_from("127.0.0.2", endpoint) as other_host,
+        grpc.aio.insecure_channel(endpoint, NARROW) as channel,
+        asyncio.timeout(PATIENCE),
+    ):
+        start: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(method.path)
+        unread = []
+        for _ in range(3):
+            unread.append(start(b""))
+            await gossip.asked.acquire()
+        for pause in (0.0, 0.5):
+            await asyncio.sleep(pause)
+            with pytest.raises(
+                grpc.aio.AioRpcError, match="9 MiB of replies to your host are unread; read them"
+            ) as told:
+                await start(b"").read()
+            assert told.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        async with grpc.aio.insecure_channel(other_host) as other:
+            elsewhere: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = other.unary_stream(method.path)
+            assert len(cast("bytes", await elsewhere(b"").read())) > 3 << 20
+        for call in unread:
+            call.cancel()
+        while True:
+            try:
+                assert len(cast("bytes", await start(b"").read())) > 3 << 20
+                break
+            except grpc.aio.AioRpcError:  # the loss of the callers is on its way
+                await asyncio.sleep(0.01)
+
+
+@pytest.mark.asyncio
+async def test_a_connection_that_reads_nothing_does_not_shut_out_others_of_its_host(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(unread_replies, "MAX_UNREAD_BYTES", 9 << 20)
+    gossip, options = Talkative(), [*NARROW, ("grpc.use_local_subchannel_pool", 1)]
+    path = methods.LIST_RECORDS.path
+    async with (
+        serving(FakePeer(), gossip) as (_, endpoint),
+        grpc.aio.insecure_channel(endpoint, options) as silent,
+        grpc.aio.insecure_channel(endpoint, options) as honest,
+        asyncio.timeout(PATIENCE),
+    ):
+        ask: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = honest.unary_stream(path)
+        neglect: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = silent.unary_stream(path)
+        unread = []
+        for _ in range(3):
+            unread.append(neglect(b""))
+            await gossip.asked.acquire()
+        assert len(cast("bytes", await ask(b"").read())) > 3 << 20
+        monkeypatch.setattr(unread_replies, "UNREAD_SECONDS", 0.0)
+        assert len(cast("bytes", await ask(b"").read())) > 3 << 20
+        for call in unread:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await call.read()
+    assert "9 MiB of replies are unread" in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_a_sender_that_opens_a_stream_and_sends_nothing_is_sent_away() -> None:
+    async def nothing() -> AsyncGenerator[AveragingData, None]:
+        await asyncio.Event().wait()
+        yield part(0)
+
+    async with (
+        Peer([torch.zeros(1)], run_id="run", stall_timeout=0.5) as peer,
+        client() as caller,
+        asyncio.timeout(PATIENCE),
+        aclosing(caller.aggregate_part(peer.endpoint, nothing())) as replies,
+    ):
+        assert [reply.code async for reply in replies] == [MessageCode.CANCELLED]
+
+
+class Line(HostQuota):
+    """Tells when somebody waits in it."""
+
+    def __init__(self, in_all: int, per_host: int) -> None:
+        super().__init__(in_all, per_host)
+        self.waited = asyncio.Semaphore(0)
+
+    async def enter(self, host: str) -> None:
+        if not self._may_enter(host):
+            self.waited.release()
+        await super().enter(host)
+
+
+@pytest.mark.asyncio
+async def test_so_many_download_the_state_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = torch.zeros(64 << 18)  # 64 MiB, more than fits on the way
+    async with Peer([large], run_id="run", stall_timeout=2.0) as peer, client(limit=32 << 20) as caller:
+        monkeypatch.setattr("averaging.peer.service.MAX_DOWNLOADS", 1)
+        line = Line(1, 4)
+        monkeypatch.setattr(peer._entered.service, "_downloads", line)
+        async with aclosing(caller.download_state(peer.endpoint)) as first:
+            await anext(first)
+            assert line.waited.locked()
+            with pytest.raises(CallRefusedError, match="1 downloads of the state of .* are in progress; ask another"):
+                await anext(caller.download_state(peer.endpoint))
+            await line.waited.acquire()
+            waiting = asyncio.ensure_future(anext(second := caller.download_state(peer.endpoint)))
+            await asyncio.wait_for(line.waited.acquire(), PATIENCE)
+        assert (await asyncio.wait_for(waiting, PATIENCE)).metadata
+        await second.aclose()
+
+
+@asynccontextmanager
+async def called_from(host: str, endpoint: str) -> AsyncIterator[str]:
+    """An endpoint on 127.0.0.1 that leads to another one, whose peer sees calls from `host`."""
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        where, _, port = endpoint.rpartition(":")
+        there, back = await asyncio.open_connection(where, int(port), local_addr=(host, 0))
+        ways = [asyncio.create_task(pass_on(*ends)) for ends in ((reader, back), (there, writer))]
+        try:
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            back.transport.abort()  # at once: another cancellation may come at the next await
+            for way in ways:
+                way.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+
+    async with listening(handle) as address:
+        yield address
+
+
+@pytest.mark.asyncio
+async def test_one_host_s_idle_downloads_keep_no_other_from_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = torch.arange(64 << 18, dtype=torch.float32)  # 64 MiB, more than fits on the way
+    async with (
+        Peer({"w": large}, run_id="run") as peer,
+        called_from("127.0.0.2", peer.endpoint) as other_host,
+        AsyncExitStack() as stack,
+    ):
+        # Several connections, and each leaves what comes unread.
+        callers = [await stack.enter_async_context(client(limit=32 << 20)) for _ in range(4)]
+        idle = [callers[number % 4].download_state(peer.endpoint) for number in range(MAX_DOWNLOADS)]
+        line = Line(MAX_DOWNLOADS, DOWNLOADS_PER_HOST)
+        monkeypatch.setattr(peer._entered.service, "_downloads", line)
+        asked = [asyncio.ensure_future(anext(one)) for one in idle]
+        async with asyncio.timeout(PATIENCE):
+            for _ in range(MAX_DOWNLOADS - DOWNLOADS_PER_HOST):
+                await line.waited.acquire()
+            while sum(one.done() for one in asked) < DOWNLOADS_PER_HOST:
+                await asyncio.wait([one for one in asked if not one.done()], return_when=asyncio.FIRST_COMPLETED)
+        honest = await stack.enter_async_context(client(limit=32 << 20))
+        began = time.monotonic()
+        state, _ = await download(honest, [other_host], peer.schema, silence=PATIENCE)
+        assert time.monotonic() - began < PATIENCE / 2  # they would have waited for 15 s, and then been sent away
+        assert torch.equal(state.tensors["w"], large)
+        assert sum(one.done() for one in asked) == DOWNLOADS_PER_HOST
+        for one in asked:
+            one.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        for call in idle:
+            await call.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_host_that_has_its_places_is_notified() -> None:
+    large = torch.zeros(64 << 18)
+    async with Peer([large], run_id="run", stall_timeout=1.0) as peer, AsyncExitStack() as stack:
+        caller = await stack.enter_async_context(client(limit=32 << 20))
+        for _ in range(DOWNLOADS_PER_HOST):
+            call = await stack.enter_async_context(aclosing(caller.download_state(peer.endpoint)))
+            await anext(call)
+        with pytest.raises(CallRefusedError, match="4 downloads of your host of the state of .*; ask another donor"):
+            await anext(caller.download_state(peer.endpoint))
+
+
+def test_the_limits_let_a_run_through() -> None:
+    assert channel_options.MAX_CALLS_PER_HOST >= channel_options.MAX_STREAMS
+    told = dict(channel_options.server_options(MAX_MESSAGE_BYTES))
+    assert told["grpc.keepalive_time_ms"] >= told["grpc.http2.min_ping_interval_without_data_ms"]
+    assert (
+        dict(channel_options.channel_options(MAX_MESSAGE_BYTES))["grpc.keepalive_time_ms"]
+        == told["grpc.keepalive_time_ms"]
+    )
+
+
+@pytest.mark.asyncio
+async def test_a_reader_that_takes_nothing_does_not_keep_a_peer_from_closing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_reader_that_takes_nothing(monkeypatch) as (listening, _):
+        await asyncio.wait_for(listening.close(0.1), PATIENCE)

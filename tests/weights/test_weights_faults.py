@@ -1,0 +1,206 @@
+"""Faults in the middle of a transfer: a follower ends with exactly one published version, bit for bit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import AsyncExitStack
+
+import pytest
+
+from averaging import RpcServer, WeightPublisher
+from averaging.rpc import RpcHandler
+from averaging.weights.follower_tasks import FollowerOptions, FollowerTasks
+from averaging.weights.messages import FETCH
+from averaging.wire.weights_pb2 import WeightsFetchRequest, WeightsReply
+from tests.support.fault_proxy import Fault, FaultProxy
+from tests.support.processes import JsonProcess
+from tests.support.weights_worker import weights_of
+from tests.weights.test_weights import LIMIT, follow, has, holds, same, state, stepped
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
+
+RATE = 12e6
+"""Bytes per second of the slow links: a version takes half a second."""
+
+
+class Moment:
+    """When a follower has received a share of a version.
+
+    Args:
+        share: of the bytes.
+        action: called at once.
+    """
+
+    def __init__(self, share: float, action: Callable[[], object] = lambda: None) -> None:
+        self._share, self._action = share, action
+        self.reached = asyncio.Event()
+        self.armed = False
+
+    def __call__(self, received: int, total: int) -> None:
+        if self.armed and received >= self._share * total:
+            self.armed = False
+            self._action()
+            self.reached.set()
+
+    async def comes(self) -> None:
+        async with asyncio.timeout(LIMIT):
+            await self.reached.wait()
+
+
+async def tell(process: JsonProcess, event: str) -> None:
+    await asyncio.to_thread(process.expect, event)
+
+
+async def slow(stack: AsyncExitStack, proxy: FaultProxy, moment: Moment, **options: float) -> FollowerTasks:
+    tasks = FollowerTasks(
+        FollowerOptions(join=[f"127.0.0.1:{proxy.port}"], run_id="", listen=None, **options),  # type: ignore[arg-type]
+        on_progress=moment,
+    )
+    return await stack.enter_async_context(tasks)
+
+
+def worker(port: int, version: int) -> JsonProcess:
+    return JsonProcess("python", "-m", "tests.support.weights_worker", str(port), str(version))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("share", [0.1, 0.5])
+@pytest.mark.parametrize("first", [True, False], ids=["whole", "difference"])
+async def test_the_publisher_is_killed(share: float, first: bool) -> None:
+    version = 1 if first else 2
+    with FaultProxy(RATE) as proxy, worker(proxy.target, 1) as trainer:
+        # What is in the buffers of its machine is lost too.
+        def die() -> None:
+            trainer.kill()
+            proxy.arm(Fault.CUT)
+
+        moment = Moment(share, die)
+        await tell(trainer, "published")
+        async with AsyncExitStack() as stack:
+            moment.armed = first
+            follower = await slow(stack, proxy, moment)
+            if not first:
+                await has(follower, 1)
+                moment.armed = True
+                trainer.send("")
+            await moment.comes()
+            async with asyncio.timeout(LIMIT):
+                await follower.store.changes.wait(lambda: not follower.connected)
+            if first:
+                assert follower.newest is None
+            else:
+                assert holds(follower, weights_of(1))
+            await asyncio.to_thread(trainer.wait)
+            # It starts again from its checkpoint, with the version that was being published.
+            with worker(proxy.target, version) as restarted:
+                await tell(restarted, "published")
+                await has(follower, version)
+                assert holds(follower, weights_of(version))
+                restarted.send("")
+                await has(follower, version + 1)
+                assert holds(follower, weights_of(version + 1))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "fault", [Fault.CUT, Fault.STALL, Fault.HALF_OPEN, Fault.CORRUPT], ids=lambda fault: fault.value
+)
+async def test_the_link_fails_in_the_middle_of_a_difference(fault: Fault) -> None:
+    publisher = WeightPublisher()
+    with FaultProxy(RATE) as proxy:
+        moment = Moment(0.3, lambda: proxy.arm(fault))
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(RpcServer(f"127.0.0.1:{proxy.target}", [publisher], grace=0.0))
+            await publisher.commit(weights_of(1), 1)
+            follower = await slow(stack, proxy, moment, stall_timeout=0.5)
+            await has(follower, 1)
+            whole = follower.bytes_received
+            moment.armed = True
+            await publisher.commit(weights_of(2), 2)
+            await moment.comes()
+            await asyncio.to_thread(proxy.struck.wait, LIMIT)
+            assert holds(follower, weights_of(1))
+            if fault in (Fault.STALL, Fault.HALF_OPEN):
+                async with asyncio.timeout(LIMIT):
+                    await follower.store.changes.wait(lambda: follower.retries > 0)
+            proxy.heal()
+            await has(follower, 2)
+            assert holds(follower, weights_of(2))
+            difference = follower.bytes_received - whole
+            assert difference < 0.8 * whole
+            assert publisher.bytes_sent - whole < 1.8 * difference, "what had arrived was not sent again"
+
+
+@pytest.mark.asyncio
+async def test_version_3_is_published_while_2_travels() -> None:
+    moment, publisher = Moment(0.2), WeightPublisher()
+    with FaultProxy(RATE) as proxy:
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(RpcServer(f"127.0.0.1:{proxy.target}", [publisher], grace=0.0))
+            await publisher.commit(weights_of(1), 1)
+            follower = await slow(stack, proxy, moment)
+            await has(follower, 1)
+            moment.armed = True
+            await publisher.commit(weights_of(2), 2)
+            await moment.comes()
+            await publisher.commit(weights_of(3), 3)
+            seen: list[int] = []
+            async with asyncio.timeout(LIMIT):
+                while not seen or seen[-1] < 3:
+                    await follower.wait_newer(seen[-1] if seen else 1, None)
+                    assert follower.newest is not None
+                    seen.append(follower.newest.manifest.version)
+                    assert same(follower.newest.tensors(), weights_of(seen[-1]))
+            assert seen in ([2, 3], [3])
+
+
+class Silent:
+    """Takes requests and sends nothing, or only that it waits itself."""
+
+    def __init__(self, pause: float | None) -> None:
+        self._pause = pause
+        self.asked = 0
+
+    def rpc_handlers(self) -> Iterable[RpcHandler]:
+        return [FETCH.streams(self.fetch)]
+
+    async def fetch(self, _: WeightsFetchRequest) -> AsyncGenerator[WeightsReply, None]:
+        self.asked += 1
+        while True:
+            await asyncio.sleep(self._pause or 3600)
+            yield WeightsReply()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("pause", [None, 0.05], ids=["silent", "always-waiting"])
+async def test_a_source_that_sends_nothing_is_left(pause: float | None) -> None:
+    publisher, weights, silent = WeightPublisher(copies=1, fan_out=8), state(), Silent(pause)
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(RpcServer("127.0.0.1:0", [publisher], grace=0.0))
+        other = await stack.enter_async_context(RpcServer("127.0.0.1:0", [silent], grace=0.0))
+        front = await follow(stack, server.endpoint)
+        publisher._followers = dict.fromkeys(publisher._followers, other.endpoint)
+        await publisher.commit(weights, 1)
+        await has(front, 1)
+        follower = await follow(stack, server.endpoint, stall_timeout=0.3)
+        await has(follower, 1)
+        assert holds(follower, weights)
+        assert silent.asked == 1
+
+
+@pytest.mark.asyncio
+async def test_followers_go_on_with_another_publisher_of_the_same_weights() -> None:
+    first, second, weights = WeightPublisher(), WeightPublisher(), state()
+    async with AsyncExitStack() as stack:
+        other = await stack.enter_async_context(RpcServer("127.0.0.1:0", [second]))
+        async with RpcServer("127.0.0.1:0", [first], grace=0.0) as server:
+            await first.commit(weights, 1)
+            await second.commit(weights, 1)
+            follower = await follow(stack, server.endpoint, other.endpoint)
+            await has(follower, 1)
+        weights = stepped(weights)
+        await second.commit(weights, 2)
+        await has(follower, 2)
+        assert holds(follower, weights)
+        assert second.bytes_sent < 0.1 * first.bytes_sent, "a difference to what the other one has sent"

@@ -1,0 +1,186 @@
+"""Plans of transfers, compared with a dumb reference on random layouts, and the division of samples over ranks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from averaging.errors import DataLostError
+from averaging.rl.workers.data_manager import DataManager
+from averaging.rl.workers.methods import Channels
+from averaging.rl.workers.payload import Step, pack, unpack
+from averaging.rl.workers.redistributor import OwnerTracker, Redistributor, balance, part_of, receptions
+from averaging.rl.workers.samples import Sample
+from tests.support.memory_workers import MemoryWorkers
+
+Held = dict[tuple[str, str], set[str]]
+"""Workers by sample and tensor."""
+
+WORKERS = ["w0", "w1", "w2", "w3"]
+KEYS = ["prompt", "answer", "reward"]
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[Held, dict[str, list[str]], list[str]]:
+    """Who holds what, which samples each worker wants, and which tensors."""
+    ids = [f"s{n}" for n in range(draw(st.integers(1, 6)))]
+    owners = st.sets(st.sampled_from(WORKERS), min_size=1)
+    held = {(sample, key): draw(owners) for sample in ids for key in KEYS}
+    wanted = {worker: draw(st.lists(st.sampled_from(ids), unique=True)) for worker in WORKERS}
+    return held, wanted, draw(st.lists(st.sampled_from(KEYS), min_size=1, unique=True))
+
+
+def tracker_of(held: Held) -> OwnerTracker:
+    tracker = OwnerTracker()
+    for (sample, key), workers in held.items():
+        for worker in workers:
+            tracker.add(worker, [sample], [key])
+    return tracker
+
+
+def reference(held: Held, wanted: dict[str, list[str]], keys: list[str]) -> set[tuple[str, str, str]]:
+    """What must be received: (worker, sample, tensor)."""
+    return {
+        (worker, sample, key)
+        for worker, ids in wanted.items()
+        for sample in ids
+        for key in keys
+        if worker not in held[sample, key]
+    }
+
+
+def transfers(steps: list[Step]) -> list[tuple[str, str, str, str]]:
+    """The single transfers of a plan, from the definition of its steps: (source, worker, sample, tensor)."""
+    found = []
+    for step in steps:
+        match step.comm_type:
+            case "bcast":
+                assert step.srcs == [step.root]
+                [ids] = step.ids
+                pairs = [(step.root, worker, ids) for worker in step.dsts]
+            case "scatter":
+                assert step.srcs == [step.root]
+                pairs = [(step.root, worker, ids) for worker, ids in zip(step.dsts, step.ids, strict=True)]
+            case "gather":
+                assert step.dsts == [step.root]
+                pairs = [(source, step.root, ids) for source, ids in zip(step.srcs, step.ids, strict=True)]
+            case _:
+                raise AssertionError(step)
+        found += [(source, worker, sample, key) for source, worker, ids in pairs for sample in ids for key in step.keys]
+    return found
+
+
+@given(layouts())
+def test_each_missing_tensor_is_sent_once_by_an_owner(layout: tuple[Held, dict[str, list[str]], list[str]]) -> None:
+    held, wanted, keys = layout
+    steps = Redistributor(tracker_of(held)).plan(wanted, keys)
+    planned = transfers([unpack(pack(step), Step) for step in steps])
+    assert len(planned) == len(set(planned))
+    assert {(worker, sample, key) for _, worker, sample, key in planned} == reference(held, wanted, keys)
+    assert len(planned) == len(reference(held, wanted, keys))
+    for source, _, sample, key in planned:
+        assert source in held[sample, key]
+    received = [
+        (source, worker, sample, key)
+        for worker in WORKERS
+        for source, ids, names in receptions(steps, worker)
+        for sample in ids
+        for key in names
+    ]
+    assert Counter(received) == Counter(planned)
+
+
+@given(layouts())
+def test_data_managers_execute_a_plan(layout: tuple[Held, dict[str, list[str]], list[str]]) -> None:
+    held, wanted, keys = layout
+    values = {place: torch.tensor([n, n + 1]) for n, place in enumerate(held)}
+
+    async def main() -> None:
+        network = MemoryWorkers()
+        managers = {worker: DataManager(worker, Channels(network.connect)) for worker in WORKERS}
+        for worker, manager in managers.items():
+            manager.endpoints = {name: f"{name}:1" for name in WORKERS}
+            network.serve_data(f"{worker}:1", manager)
+            for (sample, key), workers in held.items():
+                if worker in workers:
+                    manager.store([Sample(sample, {key: values[sample, key]})])
+        steps = Redistributor(tracker_of(held)).plan(wanted, keys)
+        await asyncio.gather(*(manager.redistribute(steps) for manager in managers.values()))
+        for worker, manager in managers.items():
+            batch = manager.get(wanted[worker], keys)
+            for key in keys:
+                assert [tensor.tolist() for tensor in batch[key]] == [
+                    values[sample, key].tolist() for sample in wanted[worker]
+                ]
+
+    asyncio.run(main())
+
+
+def test_one_source_for_several_workers_is_a_bcast_and_several_sources_for_one_are_a_gather() -> None:
+    tracker = OwnerTracker()
+    tracker.add("w0", ["a", "b"], ["x"])
+    tracker.add("w1", ["c"], ["x"])
+    plan = Redistributor(tracker).plan
+    [step] = plan({"w2": ["a", "b"], "w3": ["a", "b"]}, ["x"])
+    assert step == Step("bcast", "w0", ["w0"], ["w2", "w3"], [["a", "b"]], ["x"])
+    [step] = plan({"w2": ["a"], "w3": ["b"]}, ["x"])
+    assert step == Step("scatter", "w0", ["w0"], ["w2", "w3"], [["a"], ["b"]], ["x"])
+    [step] = plan({"w2": ["a", "b", "c"]}, ["x"])
+    assert step == Step("gather", "w2", ["w0", "w1"], ["w2"], [["a", "b"], ["c"]], ["x"])
+
+
+def test_owners_share_the_work() -> None:
+    tracker = OwnerTracker()
+    for worker in ("w0", "w1"):
+        tracker.add(worker, [f"s{n}" for n in range(10)], ["x"])
+    planned = transfers(Redistributor(tracker).plan({"w2": [f"s{n}" for n in range(10)]}, ["x"]))
+    assert Counter(source for source, *_ in planned) == {"w0": 5, "w1": 5}
+
+
+def test_what_nobody_holds_is_named() -> None:
+    tracker = OwnerTracker()
+    tracker.add("w0", ["a"], ["x"])
+    tracker.add("w1", ["a"], ["x"])
+    tracker.remove_worker("w0")
+    assert Redistributor(tracker).plan({"w1": ["a"]}, ["x"]) == []
+    assert tracker.missing(["a"], ["x", "y"]) == {"a": ["y"]}
+    tracker.remove_worker("w1")
+    with pytest.raises(DataLostError, match="no worker holds 'x' of sample a, which w2 needs"):
+        Redistributor(tracker).plan({"w2": ["a"]}, ["x"])
+
+
+def test_a_computed_tensor_makes_copies_outdated() -> None:
+    tracker = OwnerTracker()
+    tracker.add("w0", ["a"], ["x"])
+    tracker.replace("w1", ["a"], ["x"])
+    assert tracker.owners("a", "x") == {"w1"}
+    tracker.remove(["a"])
+    assert len(tracker) == 0
+
+
+@given(st.integers(0, 40), st.integers(1, 9))
+def test_a_dataset_is_divided_without_overlap(count: int, parts: int) -> None:
+    found = [list(part_of(range(count), rank, parts)) for rank in range(parts)]
+    assert [item for part in found for item in part] == list(range(count))
+    sizes = [len(part) for part in found]
+    assert len(sizes) == parts
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.integers(1, 6))
+def test_samples_are_balanced_over_ranks(lengths: list[int], ranks: int) -> None:
+    samples = {f"s{n}": length for n, length in enumerate(lengths)}
+    found = balance(samples, range(ranks))
+    assert sorted(sample for ids in found.values() for sample in ids) == sorted(samples)
+    sizes = [len(ids) for ids in found.values()]
+    assert max(sizes) - min(sizes) <= 1
+    for ids in found.values():
+        assert ids == sorted(ids, key=lambda sample: int(sample[1:]))
+    if ranks > 1 and len(lengths) % ranks == 0:
+        totals = [sum(samples[sample] for sample in ids) for ids in found.values()]
+        assert max(totals) - min(totals) <= 2 * max(lengths)

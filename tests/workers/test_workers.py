@@ -1,0 +1,426 @@
+"""Master and model workers on real sockets: the requests of a master, 10,000 of them, tokens, strangers."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, ExitStack, aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from averaging import CallRefusedError, Peer, RpcChannel, TLSFiles, UnauthenticatedError
+from averaging.errors import ConfigError, MasterRefusedError, WorkerError, WorkerLostError
+from averaging.rl.workers import (
+    Average,
+    Compute,
+    Handle,
+    KeySpec,
+    MasterWorker,
+    ModelWorker,
+    ParamRealloc,
+    Payload,
+    Plan,
+    SampleBatch,
+    worker_link,
+)
+from averaging.rl.workers.master_session import encode_payload
+from averaging.rl.workers.methods import FETCH_DATA, FETCH_PARAMETERS, REQUEST_REPLY_STREAM
+from averaging.rl.workers.payload import Save as SaveData
+from averaging.rl.workers.payload import pack, unpack
+from averaging.rl.workers.plan import Model
+from averaging.rpc import Credentials, EventLoopThread, RpcMethod, read_credentials
+from averaging.security.credentials import local_credentials
+from averaging.wire.workers_pb2 import Attach, FetchDataRequest, MasterMessage
+from averaging.wire.workers_pb2 import Payload as Message
+from tests.support.certificates import TOKEN, write
+from tests.support.worker_backends import Actor, Log, Recorded, Reward, dataset, ppo
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
+
+
+class Site:
+    """Two actors and a reward, each in a thread."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self.log = Log()
+        self.endpoints: dict[str, str] = {}
+        self.workers: dict[str, ModelWorker] = {}
+
+    def start(
+        self, name: str, credentials: Credentials | None = None, save_folder: Path | None = None, **backends: Any
+    ) -> None:
+        worker = ModelWorker(
+            name,
+            backends,
+            listen="127.0.0.1:0",
+            dataset=dataset(),
+            credentials=credentials,
+            save_folder=save_folder,
+        )
+        thread = EventLoopThread(worker, name)
+        self._stack.callback(thread.close)
+        self.workers[name] = worker
+        self.endpoints[name] = worker.endpoint
+
+    def start_ppo(self, credentials: Credentials | None = None) -> None:
+        for name in ("a0", "a1"):
+            self.start(name, credentials, actor=Actor(name, self.log))
+        self.start("r0", credentials, reward=Reward("r0", self.log))
+
+    def plan(self, **options: Any) -> Plan:
+        return ppo(self.endpoints, ["a0", "a1"], ["r0"], **options)
+
+    def master(self, **options: Any) -> MasterWorker:
+        master = MasterWorker(options.pop("plan", None) or self.plan(), attach_timeout=20.0, **options)
+        self._stack.callback(master.close)
+        return master
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    with ExitStack() as stack:
+        yield Site(stack)
+
+
+def test_ppo_with_hooks(site: Site) -> None:
+    site.start_ppo()
+    reference = Recorded("x0", site.log)
+    site.start("x0", ref=reference)
+    hooks = (Average(every=2), ParamRealloc(source="actor", target="ref", eta=0.5))
+    plan = site.plan(train_hooks=hooks, models=(Model("ref", ("x0",)),), keys={"prompt": KeySpec("int64", (None,))})
+    with site.master(plan=plan) as master:
+        assert [spec.dataset_size for spec in master.spec()] == [32, 32]
+        results = list(master.run(4))
+    assert [result.step for result in results] == [1, 2, 3, 4]
+    assert results[3].stats["actor_train"]["average/members"] == 2
+    assert torch.allclose(reference.weight, torch.full((3,), 0.5 * 4 + 0.25 * 3 + 0.125 * 2 + 0.0625 * 1))
+    # Computations of a worker share one thread, which is not that of its event loop.
+    assert site.log.threads == {f"computations of {name}" for name in ("a0", "a1", "r0", "x0")}
+
+
+def test_the_requests_of_a_master(site: Site) -> None:
+    site.start_ppo()
+    actors = ["actor@dp0-tp0-pp0", "actor@dp1-tp0-pp0"]
+    with site.master() as master:
+        configs = [{"hidden": 3, "rank": 0}, {"hidden": 3, "rank": 1}]
+        assert master.call(actors, Handle.MODEL_CONFIG) == configs
+        assert master.call(actors, Handle.MODEL_CONFIG, no_syn=False) == configs
+        fetched = master.call(["a0", "a1"], Handle.FETCH, [{"count": 2}] * 2)
+        assert [one["ids"] for one in fetched] == [["sample-0", "sample-1"], ["sample-32", "sample-33"]]
+        assert [one["dp_rank"] for one in fetched] == [0, 1]
+        assert fetched[0]["seqlens"] == [1, 2]
+        again = master.call(["a0"], Handle.FETCH, [{"ids": ["sample-0", "sample-40"]}])
+        assert again[0]["ids"] == ["sample-40"]  # also one of the other part; ids already known are skipped
+        ids = master.request(actors, Handle.INITIALIZE, [Compute("actor", "actor", 2)] * 2)
+        assert master.poll(ids) is None  # it waits for flush
+        assert master.call(["a0", "a1"], Handle.FLUSH) == [1, 1]
+        assert [reply.data for reply in master.gather(ids)] == [0, 0]
+        with pytest.raises(ConfigError, match="was taken already"):
+            master.gather(ids)
+        single = master.post(Payload("a0", Handle.SPEC, master.new_id()))
+        [reply] = master.gather([single])
+        assert reply.data == {"n_datasets": 1, "dataset_size": 32}
+        blocked = master.post(Payload(actors[0], Handle.GENERATE, master.new_id(), data=Compute("g", "actor")))
+        with pytest.raises(TimeoutError, match="1 of 1 replies are missing: of a0"):
+            master.gather([blocked], timeout=0.05)
+        master.call(["a0"], Handle.FLUSH)
+        with pytest.raises(WorkerError, match="generate of actor@dp0-tp0-pp0 has failed at a0") as error:
+            master.gather([blocked])
+        assert (error.value.worker, error.value.request) == ("a0", "generate")
+        first = master.request(["a0", "a1", "r0"], Handle.SPEC)
+        while len(taken := master.poll_batch()) < 3:
+            first += master.request(["a0"], Handle.SPEC)
+        assert {one.request_id for one in taken} <= set(first)
+        with pytest.raises(ConfigError, match="1 handlers got data for 2"):
+            master.call(["a0"], Handle.SPEC, [None, None])
+
+
+def test_the_coroutines_of_a_master(site: Site) -> None:
+    site.start_ppo()
+    with site.master() as master:
+
+        async def main() -> None:
+            specs = await asyncio.gather(*(master.call_async(["a0", "r0"], Handle.SPEC) for _ in range(20)))
+            assert all([spec["dataset_size"] for spec in one] == [32, 0] for one in specs)
+            ids = master.request(["a0", "a1"], Handle.SPEC)
+            assert [reply.request_id for reply in await master.gather_async(ids)] == ids
+            ids = master.request(["a0", "a1"], Handle.SPEC)
+            found = {(await master.poll_async(ids)).request_id for _ in ids}
+            assert found == set(ids)
+            with pytest.raises(WorkerError, match="knows no request 'dance'"):
+                await master.call_async(["a0"], "dance")
+
+        asyncio.run(main())
+
+
+def test_ten_thousand_requests_leave_nothing_behind(site: Site) -> None:
+    site.start_ppo()
+    with site.master() as master:
+        master.initialize()
+        shards = [f"actor@dp{rank}-tp0-pp0" for rank in (0, 1)]
+
+        def some(count: int) -> None:
+            """As many requests, half of them blocking."""
+            for _ in range(count // 100):
+                ids = master.request(shards * 25, Handle.EMPTY, [Compute("none", "actor")] * 50)
+                ids += master.request(["a0", "a1"] * 24, Handle.SPEC)
+                assert sum(master.call(["a0", "a1"], Handle.FLUSH)) == 50
+                assert len(master.gather(ids)) == 98
+
+        some(1000)
+        before = measure(site, master)
+        some(10_000)
+        after = measure(site, master)
+    assert after[0] == before[0] == 0
+    assert after[1] - before[1] < 300  # of 10,000 requests, each of which has several objects
+
+
+def measure(site: Site, master: MasterWorker) -> tuple[int, int]:
+    """Requests that are remembered, and all objects."""
+    client = master._client
+    master.call(["a0", "a1", "r0"], Handle.SPEC)  # takes along the last ids that are received
+    master.call(["a0", "a1", "r0"], Handle.SPEC)
+    gc.collect()
+    remembered = len(client) + sum(len(link._outstanding) for link in client.links.values())
+    books = sum(max(0, len(worker._book) - 1) for worker in site.workers.values())
+    return remembered + books, len(gc.get_objects())
+
+
+def test_tensors_never_travel_through_the_master(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight samples of 1 MB go from worker to worker, and the streams of the master stay small."""
+
+    class Large(Actor):
+        def generate(self, batch: Any, step: int) -> dict[str, list[torch.Tensor]]:
+            return {"answer": [torch.full((125_000,), float(len(prompt))) for prompt in batch["prompt"]]}
+
+        def train_step(self, batch: Any, step: int) -> dict[str, float]:
+            return {"reward": float(batch.stacked("reward").sum()), "bytes": 4.0 * batch.stacked("answer").numel()}
+
+    for name in ("a0", "a1"):
+        site.start(name, actor=Large(name, site.log))
+    site.start("r0", reward=Reward("r0", site.log))
+    sizes: list[int] = []
+    take = worker_link.WorkerLink._take
+
+    def measured(link: worker_link.WorkerLink, message: Any) -> None:
+        sizes.append(message.ByteSize())
+        take(link, message)
+
+    encode = encode_payload
+
+    def encoded(payload: Payload) -> Message:
+        message = encode(payload)
+        sizes.append(message.ByteSize())
+        return message
+
+    monkeypatch.setattr(worker_link.WorkerLink, "_take", measured)
+    monkeypatch.setattr(worker_link, "encode_payload", encoded)
+    with site.master() as master:
+        [result] = master.run(1)
+    assert result.stats["actor_train"]["bytes"] == 4 * 4 * 125_000
+    assert sum(sizes) < 20_000
+
+
+def test_a_second_master_is_refused_and_a_later_one_is_not(site: Site) -> None:
+    site.start_ppo()
+    with site.master() as first:
+        list(first.run(1))
+        with pytest.raises(MasterRefusedError, match=r"refuses this master: .* serves another master .* lives; end"):
+            site.master()
+        assert first.step().step == 2
+    with site.master() as second:
+        assert [result.step for result in second.run(3)] == [3]
+
+
+def test_a_worker_that_is_not_there(site: Site) -> None:
+    site.start_ppo()
+    site.endpoints["a1"] = "127.0.0.1:1"
+    with pytest.raises(WorkerLostError, match=r"a1 \(127.0.0.1:1.*\) cannot be reached within 0.5 s; start"):
+        MasterWorker(site.plan(), attach_timeout=0.5)
+
+
+def test_tokens(site: Site, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.touch(mode=0o600)
+    tokens.write_text(TOKEN)
+    known = read_credentials(token_file=tokens)
+    site.start_ppo(known)
+    with site.master(credentials=known) as master:
+        assert len(list(master.run(2))) == 2
+    with pytest.raises(WorkerLostError, match="does not accept this peer's token: .*give the master the cred"):
+        MasterWorker(site.plan(), attach_timeout=1000.0)
+
+
+def test_tls(site: Site, tmp_path: Path) -> None:
+    """The tensors between workers are encrypted too: they have the same channels."""
+    mine, others = (tmp_path / name for name in ("mine", "others"))
+    for directory, authority in ((mine, "run"), (others, "other")):
+        directory.mkdir()
+        files = write(directory, "127.0.0.1", of=authority)
+        tls = TLSFiles(files["tls_ca"], files["tls_cert"], files["tls_key"])
+        if authority == "run":
+            known = read_credentials(tls=tls)
+        else:
+            strange = read_credentials(tls=tls)
+    site.start_ppo(known)
+    with site.master(credentials=known) as master:
+        assert len(list(master.run(2))) == 2
+    for wrong in (None, strange):
+        with pytest.raises(WorkerLostError, match="cannot be reached"):
+            MasterWorker(site.plan(), credentials=wrong, attach_timeout=5.0)
+
+
+async def stream(channel: RpcChannel, *messages: MasterMessage) -> list[Any]:
+    """What a worker answers to messages of a stranger."""
+
+    async def sent() -> AsyncIterator[MasterMessage]:
+        for message in messages:
+            yield message
+
+    async with aclosing(channel.stream(REQUEST_REPLY_STREAM, sent())) as replies:
+        return [reply async for reply in replies]
+
+
+@pytest.mark.asyncio
+async def test_what_strangers_send() -> None:
+    async with AsyncExitStack() as stack:
+        worker = ModelWorker("a0", {"actor": Actor("a0", Log())}, listen="127.0.0.1:0")
+        await stack.enter_async_context(worker)
+        mine = local_credentials("workers")
+        channel = await stack.enter_async_context(RpcChannel(worker.endpoint, credentials=mine))
+        attach = MasterMessage(attach=Attach(master="m", worker="a0", placement=b"\x80"))
+        with pytest.raises(CallRefusedError, match="does not begin with attach"):
+            await stream(channel, MasterMessage(ping=1))
+        with pytest.raises(CallRefusedError, match="no Placement"):
+            await stream(channel, MasterMessage(attach=Attach(master="m", worker="a0", placement=b"\xc1")))
+        with pytest.raises(CallRefusedError, match="attaches twice"):
+            await stream(channel, attach, attach)
+        with pytest.raises(CallRefusedError, match="0 hooks and data for 1"):
+            await stream(channel, attach, MasterMessage(requests=[Message(post_hook_data=[b"\xc0"])]))
+        [attached, error] = await stream(
+            channel,
+            attach,
+            MasterMessage(requests=[Message(handler="a0", handle_name="x", request_id="1", no_syn=True)]),
+        )
+        assert attached.HasField("attached")
+        assert "knows no request 'x'" in error.replies[0].error
+        [refused] = await stream(channel, MasterMessage(attach=Attach(master="m", worker="b", placement=b"\x80")))
+        assert refused.refused.startswith("this is 'a0', not 'b'")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("method", [REQUEST_REPLY_STREAM, FETCH_DATA, FETCH_PARAMETERS])
+async def test_without_credentials_only_this_user_is_served(method: RpcMethod[Any, Any], tmp_path: Path) -> None:
+    """Another user of the machine can connect, and does not have the token."""
+    other = tmp_path / "token"
+    other.touch(mode=0o600)
+    other.write_text(TOKEN)
+    async with ModelWorker("a0", {"actor": Actor("a0", Log())}, listen="127.0.0.1:0") as worker:
+        for credentials in (Credentials(), read_credentials(token_file=other)):
+            async with RpcChannel(worker.endpoint, credentials=credentials) as channel:
+                request = stranger() if method.requests_stream else method.request()
+                with pytest.raises(UnauthenticatedError, match="(requires a|accept this peer's) token"):
+                    async with aclosing(channel.stream(method, request)) as replies:
+                        await anext(replies)
+
+
+async def stranger() -> AsyncIterator[MasterMessage]:
+    yield MasterMessage(attach=Attach(master="m", worker="a0", placement=b"\x80"))
+
+
+@pytest.mark.asyncio
+async def test_a_master_that_sends_no_more_still_gets_its_replies() -> None:
+    """As grpcurl: attach, requests, end. A blocking request that was not flushed is not waited for."""
+
+    class Slow(Actor):
+        def model_config(self) -> dict[str, Any]:
+            session = worker._session
+            while session is None or not session.ends:  # it is answered after the end has arrived
+                session = worker._session
+            return {"lives": session.lives(session.heard, 15.0)}
+
+    async with AsyncExitStack() as stack:
+        worker = ModelWorker("a0", {"actor": Slow("a0", Log())}, listen="127.0.0.1:0")
+        await stack.enter_async_context(worker)
+        mine = local_credentials("workers")
+        channel = await stack.enter_async_context(RpcChannel(worker.endpoint, credentials=mine))
+        placement = pack({"shards": [[{"model": "actor"}, {}]]})
+        attach = MasterMessage(attach=Attach(master="m", worker="a0", placement=placement))
+        shard = "actor@dp0-tp0-pp0"
+        config = Message(handler=shard, handle_name="model_config", request_id="1", no_syn=True)
+        blocking = Message(handler=shard, handle_name="generate", request_id="2", no_syn=True)
+        [_, reply] = await stream(channel, attach, MasterMessage(requests=[config, blocking]))
+        assert unpack(reply.replies[0].data, object) == {"lives": False}  # another master could take its place
+
+
+@pytest.mark.asyncio
+async def test_one_tensor_many_times_in_a_request_is_sent_once() -> None:
+    """A request of 1 MiB could name one sample and one tensor so often that their product fills the memory."""
+    async with ModelWorker("a0", {}, listen="127.0.0.1:0") as worker:
+        worker._open.data.update(SampleBatch(["s"], {"k": [torch.ones(2)]}))
+        async with RpcChannel(worker.endpoint, credentials=local_credentials("workers")) as channel:
+            request = FetchDataRequest(caller="b", ids=["s"] * 100_000, keys=["k"] * 100_000)
+            async with aclosing(channel.stream(FETCH_DATA, request)) as replies:
+                assert [(reply.id, reply.key) async for reply in replies] == [("s", "k")]
+            for request in (FetchDataRequest(ids=map(str, range(1001))), FetchDataRequest(keys=map(str, range(257)))):
+                with pytest.raises(CallRefusedError, match="256 and 1000 are allowed"):
+                    async with aclosing(channel.stream(FETCH_DATA, request)) as replies:
+                        await anext(replies)
+
+
+def test_a_hook_saves_only_below_the_folder_of_the_worker(site: Site, tmp_path: Path) -> None:
+    folder = tmp_path / "ckpt"
+    folder.mkdir()
+    (folder / "out").symlink_to(tmp_path)
+    shard = "actor@dp0-tp0-pp0"
+
+    def save(master: MasterWorker, path: str) -> None:
+        request = Payload(shard, Handle.EMPTY, master.new_id(), data=Compute("save", "actor"))
+        request.post_hooks, request.post_hook_data = ["save"], [SaveData(path)]
+        ids = [master.post(request), *master.request(["a0"], Handle.FLUSH)]
+        master.gather(ids)
+
+    site.start("a0", actor=Actor("a0", site.log), save_folder=folder)
+    site.start("a1", actor=Actor("a1", site.log))
+    site.start("r0", reward=Reward("r0", site.log))
+    with site.master() as master:
+        master.initialize()
+        for path in ("step-1", str(folder / "step-2" / "x")):
+            save(master, path)
+        for path in ("../x", str(tmp_path / "x"), "a/../../x", "out/x", "/etc/passwd", "a\0b", str(folder) + "-2"):
+            with pytest.raises(WorkerError, match=r"is not below .*ckpt, the folder|is no path"):
+                save(master, path)
+        shard = "actor@dp1-tp0-pp0"
+        request = Payload(shard, Handle.EMPTY, master.new_id(), data=Compute("save", "actor"))
+        request.post_hooks, request.post_hook_data = ["save"], [SaveData("x")]
+        ids = [master.post(request), *master.request(["a1"], Handle.FLUSH)]
+        with pytest.raises(WorkerError, match=r"a1 has no folder for 'x'; give ModelWorker\(save_folder=…\)"):
+            master.gather(ids)
+    saved = [line[2] for line in site.log.lines if line[1] == "actor.save"]
+    assert saved == [str(folder / "step-1"), str(folder / "step-2" / "x")]
+
+
+@pytest.mark.asyncio
+async def test_a_peer_serves_a_worker_on_its_port(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.touch(mode=0o600)
+    tokens.write_text(TOKEN)
+    worker = ModelWorker("a0", {})
+    async with worker, Peer([torch.zeros(1)], run_id="demo", token_file=tokens, services=[worker]) as peer:
+        request = FetchDataRequest(caller="b")
+        async with (
+            RpcChannel(peer.endpoint, credentials=read_credentials(token_file=tokens)) as channel,
+            aclosing(channel.stream(FETCH_DATA, request)) as replies,
+        ):
+            assert [reply async for reply in replies] == []
+        async with RpcChannel(peer.endpoint) as channel:
+            with pytest.raises(UnauthenticatedError):
+                async with aclosing(channel.stream(FETCH_DATA, request)) as replies:
+                    await anext(replies)
+    with pytest.raises(ConfigError, match="no server of its own"):
+        _ = worker.endpoint

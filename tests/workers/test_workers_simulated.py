@@ -1,0 +1,789 @@
+"""Master and model workers on virtual time: order, hooks, deadlocks between sites, silence, restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from averaging import Outcome, Peer, Receipt
+from averaging.errors import ConfigError, MasterRefusedError, ProtocolViolationError, WorkerError, WorkerLostError
+from averaging.rl.workers import (
+    Average,
+    Backend,
+    Call,
+    Compute,
+    Evaluate,
+    Handle,
+    HookName,
+    KeySpec,
+    Model,
+    ModelWorker,
+    Offload,
+    ParamRealloc,
+    Payload,
+    Plan,
+    SampleBatch,
+    Save,
+    Topology,
+)
+from averaging.rl.workers.methods import REQUEST_REPLY_STREAM
+from averaging.rl.workers.payload import pack
+from averaging.rl.workers.plan import Hook
+from averaging.rl.workers.redistributor import OwnerTracker
+from averaging.rl.workers.request_client import RequestClient
+from averaging.rl.workers.step_runner import StepRunner
+from averaging.rl.workers.worker_link import Inventory
+from averaging.testing import virtual_time
+from averaging.wire.workers_pb2 import Attached, MasterMessage, WorkerMessage
+from tests.support.memory_workers import MemoryWorkers
+from tests.support.swarm import Swarm
+from tests.support.worker_backends import Actor, Log, Recorded, Reward, dataset, ppo
+
+
+class Site:
+    """The workers of one site in memory."""
+
+    def __init__(self) -> None:
+        self.network = MemoryWorkers()
+        self.log = Log()
+        self.workers: dict[str, ModelWorker] = {}
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Site:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._stack.aclose()
+
+    async def start(self, name: str, **backends: Backend) -> ModelWorker:
+        """Starts a worker, or starts it again."""
+        worker = ModelWorker(
+            name, backends, dataset=dataset(), save_folder="/saved", connect=self.network.connect, inline=True
+        )
+        self.workers[name] = await self._stack.enter_async_context(worker)
+        self.network.serve(f"{name}:1", worker)
+        return worker
+
+    async def start_ppo(self) -> None:
+        """Two actors and a reward."""
+        for name in ("a0", "a1"):
+            await self.start(name, actor=Actor(name, self.log))
+        await self.start("r0", reward=Reward("r0", self.log))
+
+    def plan(self, *train_hooks: Hook, **options: Any) -> Plan:
+        return ppo(self.endpoints, ["a0", "a1"], ["r0"], train_hooks=train_hooks, **options)
+
+    @property
+    def endpoints(self) -> dict[str, str]:
+        return {name: f"{name}:1" for name in self.workers}
+
+    @asynccontextmanager
+    async def master(
+        self, plan: Plan, *, attach: bool = True
+    ) -> AsyncGenerator[tuple[RequestClient, StepRunner], None]:
+        tracker = OwnerTracker()
+        client = RequestClient(plan, connect=self.network.connect, on_lost=tracker.remove_worker)
+        async with client:
+            await client.attach(10.0)
+            yield client, StepRunner(plan, client, tracker)
+
+
+def simulate(scenario: Callable[[Site], Coroutine[Any, Any, Any]]) -> Any:
+    async def main() -> Any:
+        async with Site() as site:
+            result = await scenario(site)
+        assert site.network.calls == 0
+        return result
+
+    return virtual_time.run(main())
+
+
+async def until_lost(client: RequestClient, worker: str, lost: bool = True) -> None:
+    """Waits until a worker is lost, or attached again."""
+    link = client.links[worker]
+    while (link.lost is not None) is not lost:
+        await link.changed.wait()
+
+
+def post(client: RequestClient, handler: str, handle: str, call: str, *hooks: str, mesh: int = 1) -> str:
+    """Posts a blocking request with hooks that need no data."""
+    request = Payload(handler, handle, client.new_id(), data=Compute(call, call, mesh))
+    request.post_hooks, request.post_hook_data = list(hooks), [None] * len(hooks)
+    return client.post(request)
+
+
+def test_ppo() -> None:
+    async def scenario(site: Site) -> None:
+        await site.start_ppo()
+        async with site.master(site.plan()) as (client, runner):
+            await runner.initialize()
+            results = [await runner.step() for _ in range(3)]
+            await client.call(["a0"], Handle.SPEC)  # so that clear_data_cache has arrived
+            assert len(client) == 0
+        assert [result.step for result in results] == [1, 2, 3]
+        samples = [sample for result in results for sample in result.samples]
+        assert len(samples) == len(set(samples)) == 24
+        # The prompts are n, n + 1, …; the answers of step s are larger by s - 1; the reward is their sum.
+        for result in results:
+            numbers = [int(sample.partition("-")[2]) for sample in result.samples]
+            rewards = [sum(range(n, n + 1 + n % 5)) + (result.step - 1) * (1 + n % 5) for n in numbers]
+            assert result.stats["actor_train"]["reward"] == pytest.approx(sum(rewards) / 8)
+        for worker in ("a0", "a1"):
+            assert site.log.kinds(worker) == ["actor.initialize", *["actor.generate", "actor.train_step"] * 3]
+        assert site.log.kinds("r0") == ["reward.initialize", *["reward.inference"] * 3]
+        trained = [line for line in site.log.lines if line[1] == "actor.train_step"]
+        assert sorted(sample for line in trained for sample in line[2:]) == sorted(samples)
+
+    simulate(scenario)
+
+
+def test_hooks_run_in_order() -> None:
+    async def scenario(site: Site) -> None:
+        await site.start_ppo()
+        hooks = (Evaluate(), Average(every=2), Save(path="ckpt/{step}", every=2), Offload())
+        async with site.master(site.plan(*hooks)) as (_, runner):
+            await runner.initialize()
+            results = [await runner.step() for _ in range(2)]
+        assert results[0].stats["actor_train"]["evaluate/step"] == 1
+        assert "average/members" not in results[0].stats["actor_train"]
+        assert results[1].stats["actor_train"]["average/members"] == 2
+        step = ["actor.generate", "actor.train_step", "actor.evaluate"]
+        second = [*step, "actor.average", "actor.save", "actor.offload"]
+        assert site.log.kinds("a0") == ["actor.initialize", *step, "actor.offload", *second]
+        assert ("a0", "actor.save", "/saved/ckpt/2") in site.log.lines
+
+    simulate(scenario)
+
+
+@pytest.mark.parametrize("arrivals", list(itertools.permutations(["actor", "critic", "reward"])))
+def test_requests_that_arrive_in_opposite_order_run_in_the_same(arrivals: tuple[str, ...]) -> None:
+    """Each worker holds all models, whose calls would meet in a collective."""
+
+    async def scenario(site: Site) -> None:
+        meeting = {name: asyncio.Barrier(2) for name in arrivals}
+
+        class Collective(Recorded):
+            async def inference(self, batch: SampleBatch, step: int) -> dict[str, Any]:
+                self.note("inference")
+                async with asyncio.timeout(60.0):
+                    await meeting[self.shard.model].wait()
+                return {}
+
+        for worker in ("w0", "w1"):
+            await site.start(worker, **{name: Collective(worker, site.log) for name in arrivals})
+        models = tuple(Model(name, ("w0", "w1")) for name in arrivals)
+        calls = (Call("all", "actor", "inference", ("prompt",), ("x",)),)
+        async with site.master(Plan(site.endpoints, models, calls, 2, ("prompt",))) as (client, runner):
+            await runner.initialize()
+            ids = []
+            for rank, order in ((0, arrivals), (1, tuple(reversed(arrivals)))):
+                mesh = {"actor": 2, "critic": 2, "reward": 1}
+                ids += [
+                    post(client, f"{name}@dp{rank}-tp0-pp0", Handle.INFERENCE, name, mesh=mesh[name]) for name in order
+                ]
+            await client.request(["w0", "w1"], Handle.FLUSH)
+            await client.gather(ids)
+        expected = ["reward.inference", "actor.inference", "critic.inference"]
+        for worker in ("w0", "w1"):
+            assert site.log.kinds(worker)[3:] == expected
+
+    simulate(scenario)
+
+
+def test_all_pre_hooks_run_before_the_first_computation_and_replies_come_one_by_one() -> None:
+    async def scenario(site: Site) -> None:
+        release = asyncio.Event()
+
+        class Waiting(Recorded):
+            async def inference(self, batch: SampleBatch, step: int) -> dict[str, Any]:
+                if self.shard.model == "b":
+                    await release.wait()
+                return {"x": [torch.zeros(1)] * len(batch)}
+
+        await site.start("w0", a=Waiting("w0", site.log), b=Waiting("w0", site.log))
+        await site.start("w1", a=Waiting("w1", site.log))
+        models = (Model("a", ("w0",)), Model("b", ("w0",)))
+        plan = Plan(site.endpoints, models, (Call("a", "a", "inference", ("prompt",), ("x",)),), 1, ("prompt",))
+        async with site.master(plan) as (client, runner):
+            await runner.initialize()
+            await client.call(["w0"], Handle.FETCH, [{"count": 1, "ids": []}])
+            waits = Payload("b@dp0-tp0-pp0", Handle.INFERENCE, client.new_id(), data=Compute("b", "b"))
+            # Its data comes from a worker that does not have it yet.
+            step = {"comm_type": "bcast", "root": "w1", "srcs": ["w1"], "dsts": ["w0"], "ids": [["s"]], "keys": ["k"]}
+            waits.pre_hooks, waits.pre_hook_data = ["data_transfer"], [{"steps": [step]}]
+            second = client.post(waits)
+            first = post(client, "a@dp0-tp0-pp0", Handle.INFERENCE, "a")
+            await client.request(["w0"], Handle.FLUSH)
+            await asyncio.sleep(10.0)
+            assert [client.poll([first]), client.poll([second])] == [None, None]
+            data = site.workers["w1"]._open.data
+            data.update(SampleBatch(["s"], {"k": [torch.ones(2)]}))
+            reply = await client.poll_async([first, second])
+            assert reply.request_id == first
+            assert client.poll_batch([second]) == []
+            release.set()
+            assert (await client.gather([second]))[0].data["keys"] == []
+
+    simulate(scenario)
+
+
+class Averaging(Backend):
+    """Joins a round of its model with the other sites."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+        self.receipts: list[Receipt] = []
+
+    async def train_step(self, batch: SampleBatch, step: int) -> dict[str, float]:
+        return {}
+
+    async def average(self) -> dict[str, float]:
+        receipt = await self.peer.average()
+        self.receipts.append(receipt)
+        return {"members": len(receipt.members)}
+
+
+ROUND_TIMEOUT = 20.0
+
+
+def two_sites(flush_each: bool) -> tuple[list[list[Receipt]], float]:
+    """Actor and critic of two sites average after a train step. Their requests arrive in opposite order at the sites.
+
+    Args:
+        flush_each: Flushes after each request, as if there were no flush.
+
+    Returns:
+        The receipts of all four, and the seconds until all are there.
+    """
+    swarms = {"actor": Swarm(1), "critic": Swarm(2)}
+
+    def peer(site: int, model: str) -> Peer:
+        tensor = torch.full((3,) if model == "actor" else (4,), float(site))
+        options: dict[str, Any] = {"group_wait": 5.0, "round_timeout": ROUND_TIMEOUT, "group_size": 2}
+        return swarms[model].peer(f"{model}-{site}:1", [tensor], **options)
+
+    async def run_site(number: int, order: Sequence[str]) -> list[list[Receipt]]:
+        async with Site() as site, AsyncExitStack() as stack:
+            backends = {
+                model: Averaging(await stack.enter_async_context(peer(number, model))) for model in ("actor", "critic")
+            }
+            await site.start("w0", **backends)
+            models = (Model("actor", ("w0",)), Model("critic", ("w0",)))
+            calls = (Call("actor_train", "actor", "train_step", ("prompt",)),)
+            async with site.master(Plan(site.endpoints, models, calls, 1, ("prompt",))) as (client, runner):
+                await runner.initialize()
+                ids = []
+                for model in order:
+                    # At one site the actor's mesh could be the larger one, at the other the critic's.
+                    mesh = 1 + (order[0] == model)
+                    ids.append(
+                        post(client, f"{model}@dp0-tp0-pp0", Handle.TRAIN_STEP, model, HookName.AVERAGE, mesh=mesh)
+                    )
+                    if flush_each:
+                        await client.request(["w0"], Handle.FLUSH)
+                await client.request(["w0"], Handle.FLUSH)
+                await client.gather(ids)
+            return [backend.receipts for backend in backends.values()]
+
+    async def main() -> tuple[list[list[Receipt]], float]:
+        sites = await asyncio.gather(run_site(0, ["actor", "critic"]), run_site(1, ["critic", "actor"]))
+        return [receipts for site in sites for receipts in site], asyncio.get_running_loop().time()
+
+    found = virtual_time.run(main())
+    assert [swarm.network.errors for swarm in swarms.values()] == [[], []]
+    return found
+
+
+def test_rounds_in_opposite_order_are_a_deadlock_without_flush() -> None:
+    receipts, seconds = two_sites(flush_each=True)
+    assert [[receipt.outcome for receipt in of_model] for of_model in receipts] == [[Outcome.NO_GROUP]] * 4
+    assert seconds >= 2 * ROUND_TIMEOUT  # each site has waited in vain for both of its rounds, until their time was up
+
+
+def test_with_flush_all_sites_enter_the_rounds_in_the_same_order() -> None:
+    receipts, seconds = two_sites(flush_each=False)
+    assert [[len(receipt.members) for receipt in of_model] for of_model in receipts] == [[2]] * 4
+    assert seconds < 6.0
+
+
+@pytest.mark.parametrize("eta", [0.0, 0.25, 1.0])
+def test_param_realloc(eta: float) -> None:
+    """From two actors to references at the same workers and at another one."""
+
+    async def scenario(site: Site) -> None:
+        actors, references = {}, {}
+        for name in ("a0", "a1"):
+            actors[name], references[name] = Actor(name, site.log), Recorded(name, site.log)
+            await site.start(name, actor=actors[name], ref=references[name])
+        references["r0"] = Recorded("r0", site.log)
+        await site.start("r0", reward=Reward("r0", site.log), ref=references["r0"])
+        for reference in references.values():
+            reference.weight += 8
+        ref = Model("ref", ("a0", "a1", "r0"))
+        hook = ParamRealloc(source="actor", target="ref", eta=eta, every=2)
+        async with site.master(site.plan(hook, models=(ref,))) as (_, runner):
+            await runner.initialize()
+            await runner.step()
+            assert all(float(reference.weight[0]) == 8 for reference in references.values())
+            await runner.step()
+        assert [float(actor.weight[0]) for actor in actors.values()] == [2, 2]
+        for reference in references.values():
+            assert torch.equal(reference.weight, torch.full((3,), eta * 2 + (1 - eta) * 8))
+        for worker in site.workers.values():
+            assert worker._open.parameters._published == {}
+
+    simulate(scenario)
+
+
+def test_param_realloc_into_the_model_that_makes_the_call() -> None:
+    async def scenario(site: Site) -> None:
+        await site.start_ppo()
+        site.workers["a0"]._backends["actor"].weight += 4  # type: ignore[attr-defined]
+        source = Recorded("r0", site.log)
+        source.weight += 40
+        await site.start("x0", best=source)
+        hook = ParamRealloc(source="best", target="actor", eta=0.5)
+        async with site.master(site.plan(hook, models=(Model("best", ("x0",)),))) as (_, runner):
+            await runner.initialize()
+            await runner.step()
+        weights = [float(site.workers[name]._backends["actor"].weight[0]) for name in ("a0", "a1")]  # type: ignore[attr-defined]
+        assert weights == [0.5 * 40 + 0.5 * 5, 0.5 * 40 + 0.5 * 1]
+
+    simulate(scenario)
+
+
+def test_param_realloc_of_models_that_differ() -> None:
+    async def scenario(site: Site) -> None:
+        await site.start_ppo()
+        other = Recorded("x0", site.log)
+        other.weight = torch.zeros(4)
+        await site.start("x0", ref=other)
+        hook = ParamRealloc(source="actor", target="ref")
+        async with site.master(site.plan(hook, models=(Model("ref", ("x0",)),))) as (_, runner):
+            await runner.initialize()
+            with pytest.raises(WorkerError, match=r"'weight' is torch.float32\[3\] at the source and .*\[4\]") as error:
+                await runner.step()
+            assert error.value.worker == "x0"
+
+    simulate(scenario)
+
+
+def test_only_dp_heads_give_output_and_all_shards_of_a_rank_get_the_same_input() -> None:
+    async def scenario(site: Site) -> None:
+        seen: dict[str, list[list[int]]] = {}
+
+        class Shard(Recorded):
+            async def generate(self, batch: SampleBatch, step: int) -> dict[str, Any]:
+                seen[self.worker] = [tensor.tolist() for tensor in batch["prompt"]]
+                return {"answer": [tensor + (0 if self.shard.is_dp_head else 1000) for tensor in batch["prompt"]]}
+
+            async def train_step(self, batch: SampleBatch, step: int) -> dict[str, float]:
+                return {"largest": max(float(tensor.max()) for tensor in batch["answer"])}
+
+        names = [f"w{n}" for n in range(8)]
+        for name in names:
+            await site.start(name, actor=Shard(name, site.log))
+        await site.start("r0", reward=Reward("r0", site.log))
+        plan = Plan(
+            site.endpoints,
+            (Model("actor", tuple(names), Topology(dp=2, tp=2, pp=2)), Model("reward", ("r0",))),
+            site_calls(),
+            8,
+            ("prompt",),
+        )
+        async with site.master(plan) as (_, runner):
+            await runner.initialize()
+            result = await runner.step()
+        assert result.stats["actor_train"]["largest"] < 1000
+        assert [seen[name] for name in names] == [seen["w0"]] * 4 + [seen["w4"]] * 4
+        assert seen["w0"] != seen["w4"]
+
+    def site_calls() -> tuple[Call, ...]:
+        return ppo({"x": "127.0.0.1:1"}, ["x"], ["x"]).calls
+
+    simulate(scenario)
+
+
+def test_a_worker_that_dies_is_named_at_once_and_its_samples_go_to_another_rank() -> None:
+    """During a generation. The samples of the dataset that it held are loaded by the other one."""
+
+    async def scenario(site: Site) -> None:
+        began = asyncio.Event()
+
+        class Slow(Actor):
+            async def generate(self, batch: SampleBatch, step: int) -> Any:  # type: ignore[override]
+                if self.worker == "a1" and step == 2:
+                    began.set()
+                    await asyncio.sleep(1000)
+                return Actor.generate(self, batch, step)
+
+        for name in ("a0", "a1"):
+            await site.start(name, actor=Slow(name, site.log))
+        await site.start("r0", reward=Reward("r0", site.log))
+        calls = ppo(site.endpoints, ["a0", "a1"], ["r0"]).calls
+        calls = tuple(Call(c.name, c.model, c.interface, c.inputs, c.outputs, on_lost="reassign") for c in calls)
+        plan = Plan(site.endpoints, (Model("actor", ("a0", "a1")), Model("reward", ("r0",))), calls, 8, ("prompt",))
+        async with site.master(plan) as (client, runner):
+            await runner.initialize()
+            await runner.step()
+            step = asyncio.create_task(runner.step())
+            await began.wait()
+            died = asyncio.get_running_loop().time()
+            site.network.kill("a1:1")
+            result = await step
+            assert asyncio.get_running_loop().time() - died < 1.0
+            assert result.lost == ["a1"]
+            assert len(result.samples) == 8
+            assert "a1 at a1:1 is lost: a1:1: connection refused" in str(client.links["a1"].lost)
+            trained = [line[2:] for line in site.log.lines if line[:2] == ("a0", "actor.train_step")]
+            assert sorted(trained[-1]) == sorted(result.samples)
+            assert (await runner.step()).lost == ["a1"]
+
+    simulate(scenario)
+
+
+def test_a_silent_worker_is_lost_at_its_learned_deadline() -> None:
+    async def scenario(site: Site) -> None:
+        began = asyncio.Event()
+
+        class Slow(Actor):
+            async def generate(self, batch: SampleBatch, step: int) -> Any:  # type: ignore[override]
+                began.set()
+                await asyncio.sleep(60.0)  # longer than any deadline: a long computation is no silence
+                return Actor.generate(self, batch, step)
+
+        for name in ("a0", "a1"):
+            await site.start(name, actor=Slow(name, site.log))
+        await site.start("r0", reward=Reward("r0", site.log))
+        async with site.master(site.plan()) as (client, runner):
+            await runner.initialize()
+            await runner.step()
+            step = asyncio.create_task(runner.step())
+            await asyncio.sleep(5.0)
+            frozen = asyncio.get_running_loop().time()
+            site.network.freeze("r0:1")
+            await until_lost(client, "r0")
+            # A ping is due each second, and an answer after at most 2 s.
+            assert 1.9 < asyncio.get_running_loop().time() - frozen < 3.5
+            assert "silent for 3 s" in str(client.links["r0"].lost)
+            with pytest.raises(WorkerLostError, match="rew_inf .* no data-parallel rank of it is left") as error:
+                await step
+            assert error.value.worker == "r0"
+            # Nothing is lost: when the worker answers again, the step runs for the same samples.
+            site.network.thaw("r0:1")
+            await asyncio.sleep(20.0)
+            assert client.links["r0"].lost is None
+            result = await runner.step()
+            assert result.step == 2
+
+    simulate(scenario)
+
+
+def test_a_train_step_ends_with_an_error_if_a_worker_dies() -> None:
+    async def scenario(site: Site) -> None:
+        class Dying(Actor):
+            async def train_step(self, batch: SampleBatch, step: int) -> Any:  # type: ignore[override]
+                if self.worker == "a1":
+                    site.network.kill("a1:1")
+                await asyncio.sleep(1000)
+
+        for name in ("a0", "a1"):
+            await site.start(name, actor=Dying(name, site.log))
+        await site.start("r0", reward=Reward("r0", site.log))
+        async with site.master(site.plan()) as (_, runner):
+            await runner.initialize()
+            with pytest.raises(WorkerLostError, match="a1 at a1:1 is lost") as error:
+                await runner.step()
+            assert error.value.worker == "a1"
+            with pytest.raises(WorkerLostError, match="actor_train .* needs all its workers"):
+                await runner.step()
+
+    simulate(scenario)
+
+
+def test_a_broken_connection_loses_no_request_and_repeats_none() -> None:
+    async def scenario(site: Site) -> None:
+        class Slow(Actor):
+            async def generate(self, batch: SampleBatch, step: int) -> Any:  # type: ignore[override]
+                await asyncio.sleep(3.0)
+                return Actor.generate(self, batch, step)
+
+        for name in ("a0", "a1"):
+            await site.start(name, actor=Slow(name, site.log))
+        await site.start("r0", reward=Reward("r0", site.log))
+        async with site.master(site.plan()) as (client, runner):
+            await runner.initialize()
+            step = asyncio.create_task(runner.step())
+            for _ in range(5):
+                await asyncio.sleep(1.0)
+                for name in ("a0", "a1", "r0"):
+                    site.network.break_streams(f"{name}:1")
+            result = await step
+            assert result.lost == []
+            assert len(client) == 0
+        for worker in ("a0", "a1"):
+            assert site.log.kinds(worker) == ["actor.initialize", "actor.generate", "actor.train_step"]
+
+    simulate(scenario)
+
+
+def test_a_worker_that_comes_back_takes_the_parameters_of_another_rank() -> None:
+    async def scenario(site: Site) -> None:
+        await site.start_ppo()
+        models = (Model("actor", ("a0", "a1"), replicated=True), Model("reward", ("r0",)))
+        plan = Plan(site.endpoints, models, site.plan().calls, 8, ("prompt",))
+        async with site.master(plan) as (client, runner):
+            await runner.initialize()
+            await runner.step()
+            site.network.kill("a1:1")
+            await until_lost(client, "a1")
+            again = Actor("a1", site.log)
+            await site.start("a1", actor=again)
+            await until_lost(client, "a1", False)
+            result = await runner.step()
+            assert (result.step, result.lost) == (2, [])
+            assert torch.equal(again.weight, torch.full((3,), 2.0))
+
+    simulate(scenario)
+
+
+def test_a_second_master_is_refused_while_the_first_lives() -> None:
+    async def scenario(site: Site) -> None:
+        await site.start_ppo()
+        async with site.master(site.plan()) as (first, runner):
+            await runner.initialize()
+            await asyncio.sleep(7.0)
+            second = RequestClient(site.plan(), connect=site.network.connect)
+            async with second:
+                with pytest.raises(
+                    MasterRefusedError, match=rf"serves another master \({first.name[:8]}\) since 7 s, which lives"
+                ):
+                    await second.attach(60.0)
+            await runner.step()
+
+    simulate(scenario)
+
+
+def test_a_master_that_starts_again_goes_on_with_what_the_workers_hold() -> None:
+    async def scenario(site: Site) -> None:
+        reached = asyncio.Event()
+
+        class Reached(Reward):
+            async def inference(self, batch: SampleBatch, step: int) -> Any:  # type: ignore[override]
+                if step == 3 and not reached.is_set():
+                    reached.set()
+                    await asyncio.sleep(1.0)
+                return Reward.inference(self, batch, step)
+
+        for name in ("a0", "a1"):
+            await site.start(name, actor=Actor(name, site.log))
+        await site.start("r0", reward=Reached("r0", site.log))
+        async with site.master(site.plan()) as (_, runner):
+            await runner.initialize()
+            for _ in range(2):
+                await runner.step()
+            unfinished = asyncio.create_task(runner.step())
+            await reached.wait()
+            unfinished.cancel()
+            await asyncio.wait([unfinished])
+        async with site.master(site.plan()) as (_, runner):
+            await runner.initialize()
+            assert runner.step_number == 2
+            result = await runner.step()
+            assert result.step == 3
+        initialized = [line for line in site.log.lines if line[1].endswith("initialize")]
+        assert len(initialized) == 3
+        trained = [sample for line in site.log.lines if line[1] == "actor.train_step" for sample in line[2:]]
+        assert len(trained) == len(set(trained)) == 24
+        numbers = sorted(int(sample.partition("-")[2]) for sample in trained)
+        assert numbers == [*range(12), *range(32, 44)]  # none was skipped
+
+    simulate(scenario)
+
+
+def test_a_master_that_hangs_is_replaced_after_its_silence() -> None:
+    async def scenario(site: Site) -> None:
+        await site.start_ppo()
+        tracker = OwnerTracker()
+        hanging = RequestClient(site.plan(), connect=site.network.connect, ping_seconds=1000.0, on_lost=lambda _: None)
+        async with hanging:
+            await hanging.attach(10.0)
+            await asyncio.sleep(16.0)
+            async with site.master(site.plan()) as (client, _):
+                await client.call(["a0"], Handle.SPEC)
+                assert hanging.links["a0"].inventory is None or hanging.links["a0"].refused is not None
+        assert len(tracker) == 0
+
+    simulate(scenario)
+
+
+def test_syn_and_ack_all_or_none() -> None:
+    async def scenario(site: Site) -> None:
+        await site.start_ppo()
+        async with site.master(site.plan()) as (client, _):
+            data = [Compute("actor", "actor", 2)] * 2
+            actors = ["actor@dp0-tp0-pp0", "actor@dp1-tp0-pp0"]
+            ids = await client.request(actors, Handle.INITIALIZE, data, no_syn=False)
+            await client.request(["a0", "a1"], Handle.FLUSH)
+            assert [reply.data for reply in await client.gather(ids)] == [0, 0]
+            specs = await client.call(actors, Handle.MODEL_CONFIG, no_syn=False)
+            assert specs == [{"hidden": 3, "rank": 0}, {"hidden": 3, "rank": 1}]
+            site.network.freeze("a1:1")
+            with pytest.raises(WorkerLostError, match="a1 at a1:1 is lost: silent"):
+                await client.request(actors, Handle.TRAIN_STEP, data, no_syn=False)
+            assert await client.call(["a0"], Handle.FLUSH) == [0]
+            assert len(site.workers["a0"]._book) <= 1
+            site.network.thaw("a1:1")
+
+    simulate(scenario)
+
+
+def test_clear_errors() -> None:
+    async def scenario(site: Site) -> None:
+        await site.start_ppo()
+        wrong = ppo({"a0": "a0:1", "a1": "r0:1", "r0": "r0:1"}, ["a0", "a1"], ["r0"])
+        with pytest.raises(MasterRefusedError, match="a1 refuses this master: this is 'r0', not 'a1'; correct"):
+            async with site.master(wrong):
+                pass
+        with pytest.raises(MasterRefusedError, match="a0 has no backend of model 'reward'; it has actor"):
+            async with site.master(ppo({"a0": "a0:1"}, ["a0"], ["a0"])):
+                pass
+        with pytest.raises(
+            WorkerLostError, match=r"x \(x:1: connection refused\) cannot be reached within 10 s; start it, or correct"
+        ):
+            async with site.master(ppo(site.endpoints | {"x": "x:1"}, ["x"], ["r0"])):
+                pass
+        async with site.master(site.plan()) as (client, runner):
+            with pytest.raises(ConfigError, match="'ghost' is neither a worker nor a shard"):
+                await client.call(["ghost"], Handle.SPEC)
+            with pytest.raises(WorkerError, match="a0 knows no request 'dance'"):
+                await client.call(["a0"], "dance")
+            with pytest.raises(WorkerError, match="holds no part of a dataset"):
+                await client.call(["r0"], Handle.FETCH, [{"count": 1}])
+            with pytest.raises(WorkerError, match="fetch of a0 has failed at a0: .* is no Fetch"):
+                await client.call(["a0"], Handle.FETCH, [{"count": "many"}])
+            request = post(client, "reward@dp0-tp0-pp0", Handle.TRAIN_STEP, "reward")
+            await client.request(["r0"], Handle.FLUSH)
+            with pytest.raises(WorkerError, match="'reward' at r0 is not initialized; send initialize"):
+                await client.gather([request])
+            await runner.initialize()
+            request = post(client, "reward@dp0-tp0-pp0", Handle.TRAIN_STEP, "reward")
+            await client.request(["r0"], Handle.FLUSH)
+            with pytest.raises(WorkerError, match="Reward, the backend of 'reward', has no method 'train_step'"):
+                await client.gather([request])
+            step = {"comm_type": "bcast", "root": "z", "srcs": ["z"], "dsts": ["a0"], "ids": [["s"]], "keys": ["k"]}
+            unknown = Payload("actor@dp0-tp0-pp0", Handle.INFERENCE, client.new_id(), data=Compute("a", "actor"))
+            unknown.pre_hooks, unknown.pre_hook_data = ["data_transfer"], [{"steps": [step]}]
+            client.post(unknown)
+            await client.request(["a0"], Handle.FLUSH)
+            with pytest.raises(WorkerError, match="tensors of 'z', which is not in its plan"):
+                await client.gather([unknown.request_id])
+            assert (await runner.step()).step == 1
+
+    simulate(scenario)
+
+
+@pytest.mark.parametrize(
+    ("key", "spec", "message"),
+    [
+        (
+            "prompt",
+            KeySpec("float32", (None,)),
+            r"'prompt' of sample \S+ is int64\[\d\]; the plan says float32\[any\]",
+        ),
+        (
+            "reward",
+            KeySpec("float32", (2,)),
+            r"'reward' of sample \S+ is float32\[\]; the plan says float32\[2\]",
+        ),
+    ],
+)
+def test_tensors_of_a_wrong_dtype_or_shape(key: str, spec: KeySpec, message: str) -> None:
+    async def scenario(site: Site) -> None:
+        await site.start_ppo()
+        async with site.master(site.plan(keys={key: spec})) as (_, runner):
+            await runner.initialize()
+            with pytest.raises(WorkerError, match=message):
+                await runner.step()
+        async with site.master(site.plan()) as (_, runner):
+            await runner.initialize()
+            assert len((await runner.step()).samples) == 8
+
+    simulate(scenario)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ({}, "Wrong.generate returned no 'answer'"),
+        ({"answer": [torch.zeros(1)]}, "samples have 1 tensors 'answer'; give one each"),
+        ({"answer": [1, 2, 3, 4]}, "something else than tensors for 'answer'"),
+        ([], "must return a mapping of names to tensors"),
+    ],
+)
+def test_a_backend_that_returns_something_else(result: Any, message: str) -> None:
+    async def scenario(site: Site) -> None:
+        class Wrong(Actor):
+            def generate(self, batch: SampleBatch, step: int) -> Any:
+                return result
+
+        for name in ("a0", "a1"):
+            await site.start(name, actor=Wrong(name, site.log))
+        await site.start("r0", reward=Reward("r0", site.log))
+        async with site.master(site.plan()) as (_, runner):
+            await runner.initialize()
+            with pytest.raises(WorkerError, match=message):
+                await runner.step()
+
+    simulate(scenario)
+
+
+def test_a_dataset_that_is_too_small() -> None:
+    async def scenario(site: Site) -> None:
+        await site.start_ppo()
+        async with site.master(site.plan(batch_size=65)) as (_, runner):
+            await runner.initialize()
+            with pytest.raises(WorkerError, match="no further samples at a0, a1: a step needs 65, and 64 are there"):
+                await runner.step()
+
+    simulate(scenario)
+
+
+def test_a_worker_that_ends_each_stream_at_once_makes_no_busy_loop() -> None:
+    async def scenario(site: Site) -> None:
+        await site.start_ppo()
+        async with site.master(site.plan()):
+            attached = 0
+
+            async def ending(messages: Any) -> AsyncGenerator[WorkerMessage, None]:
+                nonlocal attached
+                attached += 1
+                yield WorkerMessage(attached=Attached(incarnation="x", inventory=pack(Inventory({}, {}, {}))))
+
+            site.network.replace("a0:1", REQUEST_REPLY_STREAM.path, ending)
+            site.network.break_streams("a0:1")
+            await asyncio.sleep(60.0)
+            assert attached <= 121
+
+    simulate(scenario)
+
+
+def test_who_opens_a_stream_and_does_not_attach_is_refused() -> None:
+    async def scenario(site: Site) -> None:
+        await site.start_ppo()
+
+        async def nothing() -> AsyncGenerator[MasterMessage, None]:
+            await asyncio.Event().wait()
+            yield MasterMessage()
+
+        with pytest.raises(ProtocolViolationError, match="does not begin with attach"):
+            await anext(site.network.connect("a0:1").stream(REQUEST_REPLY_STREAM, nothing()))
+        assert asyncio.get_running_loop().time() == pytest.approx(10.0)
+
+    simulate(scenario)
