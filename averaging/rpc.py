@@ -1,7 +1,7 @@
 """Serves and calls gRPC methods of packages above the core.
 
 ```python
-GET = RpcMethod("/averaging.v1.Register/Get", register_pb2.GetRequest, register_pb2.Entry)
+GET = RpcMethod("/averaging.register.v1.Register/Get", register_pb2.GetRequest, register_pb2.Entry)
 
 class Register:
     def rpc_handlers(self):

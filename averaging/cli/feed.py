@@ -155,7 +155,7 @@ def _run(listen: str, store: str, given: dict[str, Any], report: CommandOutput) 
     try:
         from averaging.rl.feed import FeedServer, Limits
     except ModuleNotFoundError as error:
-        raise CommandError(f"{error.name} is not installed; run: pip install 'averaging[feed]'", WRONG_USAGE) from None
+        raise CommandError(f"{error.name} is not installed; run: pip install 'averaging[rl]'", WRONG_USAGE) from None
     from averaging.cli import signals
     from averaging.errors import AveragingError
 

@@ -1,4 +1,4 @@
-"""A register over gRPC: `averaging.v1.Register`, on the port of a peer or on its own port."""
+"""A register over gRPC: `averaging.register.v1.Register`, on the port of a peer or on its own port."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Iterable
 
 from averaging.elastic.register import MAX_VALUE_BYTES, Entry, MemoryRegister, Register, Written
 from averaging.rpc import RpcChannel, RpcHandler, RpcMethod
-from averaging.wire.register_pb2 import RegisterEntry, RegisterGetRequest, RegisterSetReply, RegisterSetRequest
+from averaging.wire import register_pb2 as wire
 
 MESSAGE_BYTES = MAX_VALUE_BYTES + 4096
 
 GET = RpcMethod(
-    "/averaging.v1.Register/Get",
-    RegisterGetRequest,
-    RegisterEntry,
+    "/averaging.register.v1.Register/Get",
+    wire.GetRequest,
+    wire.Entry,
     max_request_bytes=4096,
     max_reply_bytes=MESSAGE_BYTES,
 )
 COMPARE_AND_SET = RpcMethod(
-    "/averaging.v1.Register/CompareAndSet",
-    RegisterSetRequest,
-    RegisterSetReply,
+    "/averaging.register.v1.Register/CompareAndSet",
+    wire.SetRequest,
+    wire.SetReply,
     max_request_bytes=MESSAGE_BYTES,
     max_reply_bytes=MESSAGE_BYTES,
 )
@@ -43,12 +43,12 @@ class RegisterService:
         """See `RpcService`."""
         return [GET.answers(self._get), COMPARE_AND_SET.answers(self._compare_and_set)]
 
-    async def _get(self, request: RegisterGetRequest) -> RegisterEntry:
+    async def _get(self, request: wire.GetRequest) -> wire.Entry:
         return _message(await self.register.get(request.key))
 
-    async def _compare_and_set(self, request: RegisterSetRequest) -> RegisterSetReply:
+    async def _compare_and_set(self, request: wire.SetRequest) -> wire.SetReply:
         written = await self.register.compare_and_set(request.key, request.value, request.token or None)
-        return RegisterSetReply(entry=_message(written.entry), done=written.done)
+        return wire.SetReply(entry=_message(written.entry), done=written.done)
 
 
 class GrpcRegister:
@@ -60,18 +60,18 @@ class GrpcRegister:
 
     async def get(self, key: str) -> Entry | None:
         """See `Register`."""
-        return _entry(await self._channel.call(GET, RegisterGetRequest(key=key), self._timeout))
+        return _entry(await self._channel.call(GET, wire.GetRequest(key=key), self._timeout))
 
     async def compare_and_set(self, key: str, value: bytes, token: bytes | None) -> Written:
         """See `Register`."""
-        request = RegisterSetRequest(key=key, value=value, token=token or b"")
+        request = wire.SetRequest(key=key, value=value, token=token or b"")
         reply = await self._channel.call(COMPARE_AND_SET, request, self._timeout)
         return Written(_entry(reply.entry), reply.done)
 
 
-def _message(entry: Entry | None) -> RegisterEntry:
-    return RegisterEntry(token=entry.token, value=entry.value) if entry else RegisterEntry()
+def _message(entry: Entry | None) -> wire.Entry:
+    return wire.Entry(token=entry.token, value=entry.value) if entry else wire.Entry()
 
 
-def _entry(message: RegisterEntry) -> Entry | None:
+def _entry(message: wire.Entry) -> Entry | None:
     return Entry(message.value, message.token) if message.token else None

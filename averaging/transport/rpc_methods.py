@@ -13,7 +13,7 @@ from averaging.errors import ConfigError
 DEFAULT_REQUEST_BYTES = 64 << 10
 """Default maximum size of a request."""
 
-RESERVED = ("grpc.", "averaging.v1.Direct", "averaging.v1.Gossip", "averaging.v1.Status")
+RESERVED = ("grpc.", "averaging.direct.v1.Direct", "averaging.gossip.v1.Gossip", "averaging.status.v1.Status")
 """Prefixes of the services that every peer has, some of which are answered without a token."""
 
 _PATH = re.compile(r"/([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)/([A-Za-z_]\w*)", re.ASCII)
@@ -65,7 +65,7 @@ class RpcMethod(Generic[Request, Reply]):
     """One gRPC method, for both server and caller.
 
     ```python
-    GET = RpcMethod("/averaging.v1.Register/Get", register_pb2.GetRequest, register_pb2.Entry)
+    GET = RpcMethod("/averaging.register.v1.Register/Get", register_pb2.GetRequest, register_pb2.Entry)
     ```
 
     Attributes:

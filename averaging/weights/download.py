@@ -15,7 +15,7 @@ from averaging.rpc import RpcChannel
 from averaging.weights.layout import ranges_of
 from averaging.weights.messages import FETCH
 from averaging.weights.snapshot import Incoming
-from averaging.wire.weights_pb2 import WeightsFetchRequest, WeightsRange
+from averaging.wire import weights_pb2 as wire
 
 logger = logging.getLogger("averaging.rl.synchronizer")
 
@@ -173,12 +173,12 @@ class Downloads:
     ) -> str:
         """Receives some pieces. `begin` is called when the source has begun to send, or to wait for pieces itself."""
         base = incoming.differs_from
-        request = WeightsFetchRequest(
+        request = wire.FetchRequest(
             run_id=self._run_id,
             follower=source.publisher.follower,
             digest=incoming.manifest.digest,
             base=b"" if base is None else base.manifest.digest,
-            pieces=[WeightsRange(first=first, count=count) for first, count in ranges_of(share)],
+            pieces=[wire.Range(first=first, count=count) for first, count in ranges_of(share)],
             failed=source.failed,
             local=source.publisher.is_local,
         )

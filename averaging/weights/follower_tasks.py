@@ -27,7 +27,7 @@ from averaging.weights.layout import Layout, Manifest
 from averaging.weights.messages import FETCH, FOLLOW, read_version
 from averaging.weights.snapshot import Incoming, Snapshot
 from averaging.weights.store import Changes, Store
-from averaging.wire.weights_pb2 import WeightsFollowRequest
+from averaging.wire import weights_pb2 as wire
 
 logger = logging.getLogger("averaging.rl.synchronizer")
 
@@ -261,7 +261,7 @@ class FollowerTasks:
         publisher = Publisher(options.dial(address, loopback=options.loopback), os.urandom(NAME_BYTES))
         # A loopback endpoint is of no use to the followers of a publisher elsewhere.
         reachable = self._endpoint and (publisher.is_local or not is_loopback(parse_address(self._endpoint)[0]))
-        request = WeightsFollowRequest(
+        request = wire.FollowRequest(
             run_id=options.run_id, follower=publisher.follower, endpoint=self._endpoint if reachable else ""
         )
         try:

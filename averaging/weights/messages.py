@@ -1,4 +1,4 @@
-"""The methods of `averaging.v1.Weights`, and manifests as messages."""
+"""The methods of `averaging.weights.v1.Weights`, and manifests as messages."""
 
 from __future__ import annotations
 
@@ -14,42 +14,39 @@ from averaging.weights.layout import (
     WeightSpec,
     check_layout,
 )
-from averaging.wire.weights_pb2 import (
-    WeightsFetchRequest,
-    WeightsFollowRequest,
-    WeightsReply,
-    WeightsShard,
-    WeightsTensor,
-    WeightsVersion,
-)
+from averaging.wire import weights_pb2 as wire
 
 FOLLOW = RpcMethod(
-    "/averaging.v1.Weights/Follow", WeightsFollowRequest, WeightsVersion, replies_stream=True, max_request_bytes=4096
+    "/averaging.weights.v1.Weights/Follow",
+    wire.FollowRequest,
+    wire.Version,
+    replies_stream=True,
+    max_request_bytes=4096,
 )
 FETCH = RpcMethod(
-    "/averaging.v1.Weights/Fetch", WeightsFetchRequest, WeightsReply, replies_stream=True, max_request_bytes=1 << 20
+    "/averaging.weights.v1.Weights/Fetch", wire.FetchRequest, wire.Reply, replies_stream=True, max_request_bytes=1 << 20
 )
 
-NOTHING_YET = WeightsVersion()
+NOTHING_YET = wire.Version()
 """The first message of a publisher that has no version yet."""
 
 
-def version_message(manifest: Manifest) -> WeightsVersion:
+def version_message(manifest: Manifest) -> wire.Version:
     """Encodes a manifest."""
-    return WeightsVersion(
+    return wire.Version(
         version=manifest.version,
         digest=manifest.digest,
         piece_bytes=manifest.layout.piece_bytes,
         tensors=[
-            WeightsTensor(name=spec.name, dtype=spec.dtype, shape=spec.shape, whole=spec.whole, offset=spec.offset)
+            wire.Tensor(name=spec.name, dtype=spec.dtype, shape=spec.shape, whole=spec.whole, offset=spec.offset)
             for spec in manifest.layout.tensors
         ],
         piece_digests=b"".join(manifest.piece_digests),
-        shards=[WeightsShard(endpoint=shard.endpoint, digest=shard.digest) for shard in manifest.shards],
+        shards=[wire.Shard(endpoint=shard.endpoint, digest=shard.digest) for shard in manifest.shards],
     )
 
 
-def read_version(message: WeightsVersion, max_bytes: int, known: Layout | None = None) -> Manifest | None:
+def read_version(message: wire.Version, max_bytes: int, known: Layout | None = None) -> Manifest | None:
     """Decodes and checks a manifest from another peer.
 
     Args:
@@ -86,7 +83,7 @@ def read_version(message: WeightsVersion, max_bytes: int, known: Layout | None =
     return manifest
 
 
-def _read_shards(message: WeightsVersion) -> tuple[Shard, ...]:
+def _read_shards(message: wire.Version) -> tuple[Shard, ...]:
     if len(message.shards) > MAX_SHARDS:
         raise ProtocolViolationError(f"{len(message.shards)} parts; at most {MAX_SHARDS} are accepted")
     shards = tuple(Shard(each.endpoint, each.digest) for each in message.shards)

@@ -24,7 +24,7 @@ from averaging.weights.shards import is_divided
 from averaging.weights.snapshot import Snapshot, StateCopy, copy_state, seal
 from averaging.weights.store import Store
 from averaging.weights.tree import PUBLISHER, Tree
-from averaging.wire.weights_pb2 import WeightsFetchRequest, WeightsFollowRequest, WeightsReply, WeightsVersion
+from averaging.wire import weights_pb2 as wire
 
 # How the ranks of a divided model agree on the version that they publish.
 
@@ -308,7 +308,7 @@ class WeightPublisher:
             reason = f"the publisher belongs to run {self._run_id!r}, not to {run_id[:64]!r}; give both the same run id"
             raise WrongRunError("the publisher", reason)
 
-    async def _follow(self, request: WeightsFollowRequest) -> AsyncGenerator[WeightsVersion, None]:
+    async def _follow(self, request: wire.FollowRequest) -> AsyncGenerator[wire.Version, None]:
         self._check_run(request.run_id)
         name = request.follower
         if name in self._followers:
@@ -337,17 +337,17 @@ class WeightPublisher:
             newest = self._store.newest
         return newest
 
-    async def _fetch(self, request: WeightsFetchRequest) -> AsyncGenerator[WeightsReply, None]:
+    async def _fetch(self, request: wire.FetchRequest) -> AsyncGenerator[wire.Reply, None]:
         self._check_run(request.run_id)
         source = self._source_for(request)
         if source:
-            yield WeightsReply(source=source)
+            yield wire.Reply(source=source)
             return
         async with aclosing(self._store.send(request)) as replies:
             async for reply in replies:
                 yield reply
 
-    def _source_for(self, request: WeightsFetchRequest) -> str:
+    def _source_for(self, request: wire.FetchRequest) -> str:
         """The endpoint of the follower from which the caller gets the version; empty if from here."""
         digest = request.digest
         if not self._store.holds(digest):

@@ -16,7 +16,7 @@ from averaging.weights.differences import Coding, encode
 from averaging.weights.layout import Layout, indices_of
 from averaging.weights.places import Place, Places
 from averaging.weights.snapshot import Incoming, Snapshot
-from averaging.wire.weights_pb2 import WeightsFetchRequest, WeightsPiece, WeightsReply
+from averaging.wire import weights_pb2 as wire
 
 BATCH_BYTES = 4 << 20
 """Bytes of the pieces that are encoded at once in a thread."""
@@ -135,7 +135,7 @@ class Store:
         self._incoming = incoming
         self.changes.happened()
 
-    async def send(self, request: WeightsFetchRequest) -> AsyncGenerator[WeightsReply, None]:
+    async def send(self, request: wire.FetchRequest) -> AsyncGenerator[wire.Reply, None]:
         """Sends the requested pieces, those that are not here yet as soon as they arrive.
 
         Raises:
@@ -157,7 +157,7 @@ class Store:
             done = 0
             while done < len(indices):
                 batch = _available(source, indices, done)
-                replies = [WeightsReply()]
+                replies = [wire.Reply()]
                 if batch:
                     replies = _grouped(batch, await self._encode(source, base, request.base, batch))
                 elif source is not self._incoming:
@@ -245,16 +245,16 @@ def _or_raw(encoded: Encoded, source: Snapshot | Incoming, index: int) -> Encode
     return encoded if encoded[0] is not Coding.RAW else (Coding.RAW, source.piece(index).tobytes())
 
 
-def _grouped(batch: Iterable[int], encoded: Iterable[Encoded]) -> list[WeightsReply]:
+def _grouped(batch: Iterable[int], encoded: Iterable[Encoded]) -> list[wire.Reply]:
     """Messages of about `MESSAGE_BYTES`."""
-    replies: list[WeightsReply] = []
+    replies: list[wire.Reply] = []
     size = 0
     for index, (coding, data) in zip(batch, encoded, strict=True):
         if not replies or size + len(data) > MESSAGE_BYTES:
-            replies.append(WeightsReply())
+            replies.append(wire.Reply())
             size = 0
         replies[-1].pieces.append(
-            WeightsPiece(index=index, coding=cast("WeightsPiece.Coding.ValueType", coding.value), data=data)
+            wire.Piece(index=index, coding=cast("wire.Piece.Coding.ValueType", coding.value), data=data)
         )
         size += len(data)
     return replies

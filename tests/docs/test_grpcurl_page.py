@@ -85,7 +85,7 @@ def address(directory: Path) -> Iterator[str]:
         address = peer.expect("ready")["endpoint"]
         deadline = time.monotonic() + DEADLINE
         while '"looking": true' not in run(
-            f"grpcurl -plaintext {ADDRESS} averaging.v1.Status/GetStatus", address, directory
+            f"grpcurl -plaintext {ADDRESS} averaging.status.v1.Status/GetStatus", address, directory
         ):
             assert time.monotonic() < deadline, peer.stderr
         yield address

@@ -481,5 +481,5 @@ def test_without_the_extra_the_command_names_it(tmp_path: Path) -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE, check=False
     )
     assert ended.returncode == 2
-    assert ended.stderr == "Error: uvicorn is not installed; run: pip install 'averaging[feed]'\n"
+    assert ended.stderr == "Error: uvicorn is not installed; run: pip install 'averaging[rl]'\n"
     assert json.loads(ended.stdout)["event"] == "error"

@@ -84,10 +84,10 @@ def test_the_commands_of_the_security_page_work(directory: Path, start: Start, m
     assert load_file(page / "now.safetensors")["w"].tolist() == [1.0] * 1000
     script = grpcurl.replace("a.example.org:4222", endpoint).replace("grpcurl ", f"{shlex.quote(GRPCURL)} ")
     for method, told in (
-        ("averaging.v1.Status/GetStatus", f'"endpoint": "{endpoint}"'),
-        ("list", "averaging.v1.Gossip"),
+        ("averaging.status.v1.Status/GetStatus", f'"endpoint": "{endpoint}"'),
+        ("list", "averaging.gossip.v1.Gossip"),
     ):
-        line = script.replace("averaging.v1.Status/GetStatus", method)
+        line = script.replace("averaging.status.v1.Status/GetStatus", method)
         looked = subprocess.run(["bash", "-euc", line], capture_output=True, text=True, timeout=DEADLINE, check=True)
         assert told in looked.stdout
 
@@ -166,7 +166,7 @@ def test_grpcurl_needs_what_peers_need(directory: Path, start: Start) -> None:
     endpoint = served.expect("ready")["endpoint"]
     tls = ("-cacert", "ca/ca.pem", "-cert", "ca/b.pem", "-key", "ca/b.key")
     token = ("-H", f"authorization: Bearer {(directory / 'token').read_text().strip()}")
-    status, join = "averaging.v1.Status/GetStatus", "DecentralizedAveraging/rpc_join_group"
+    status, join = "averaging.status.v1.Status/GetStatus", "DecentralizedAveraging/rpc_join_group"
     assert '"run_id": "demo"' in grpcurl(endpoint, *tls, status).stdout
     refused = grpcurl(endpoint, *tls, join)
     assert refused.returncode != 0

@@ -23,15 +23,15 @@ from averaging.rl.synchronizer.state_stream import (
     parts_of,
     tensors_of,
 )
-from averaging.wire.synchronizer_pb2 import SyncStateHead, SyncStatePart, SyncTensor
+from averaging.wire import synchronizer_pb2 as wire
 
 LIMIT = 1 << 26
 
 
-def received(parts: list[SyncStatePart], limit: int = LIMIT) -> Received:
+def received(parts: list[wire.StatePart], limit: int = LIMIT) -> Received:
     assembler = StateAssembler(limit)
     for part in parts:
-        assembler.add(SyncStatePart.FromString(part.SerializeToString()))
+        assembler.add(wire.StatePart.FromString(part.SerializeToString()))
     return assembler.result()
 
 
@@ -93,13 +93,13 @@ def test_one_changed_message_is_an_error(seed: int, data: st.DataObject) -> None
         case "twice":
             parts.insert(place, parts[place])
         case "cut" if parts[place].data:
-            parts[place] = SyncStatePart(data=parts[place].data[:-1])
+            parts[place] = wire.StatePart(data=parts[place].data[:-1])
         case "flipped" if parts[place].data:
             raw = bytearray(parts[place].data)
             raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-            parts[place] = SyncStatePart(data=bytes(raw))
+            parts[place] = wire.StatePart(data=bytes(raw))
         case _:
-            parts[place] = SyncStatePart(digest=bytes(32))
+            parts[place] = wire.StatePart(digest=bytes(32))
     with pytest.raises(ProtocolViolationError):
         received(parts)
 
@@ -107,7 +107,7 @@ def test_one_changed_message_is_an_error(seed: int, data: st.DataObject) -> None
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_state_or_an_error(raw: bytes) -> None:
     try:
-        part = SyncStatePart.FromString(raw)
+        part = wire.StatePart.FromString(raw)
     except Exception:
         return  # of protobuf, which the service maps
     try:
@@ -119,35 +119,35 @@ def test_any_bytes_are_a_state_or_an_error(raw: bytes) -> None:
 @pytest.mark.parametrize(
     ("tensors", "reason"),
     [
-        ([SyncTensor(name="w", dtype="float32", shape=[1 << 30])], "at most 67108864 are accepted"),
-        ([SyncTensor(name="w", dtype="float32", shape=[1 << 47])], "invalid shape"),
-        ([SyncTensor(name="w", dtype="float32", shape=[1 << 47] * 64)], "invalid shape"),
+        ([wire.Tensor(name="w", dtype="float32", shape=[1 << 30])], "at most 67108864 are accepted"),
+        ([wire.Tensor(name="w", dtype="float32", shape=[1 << 47])], "invalid shape"),
+        ([wire.Tensor(name="w", dtype="float32", shape=[1 << 47] * 64)], "invalid shape"),
         # They have no elements, and their strides overflow.
-        ([SyncTensor(name="w", dtype="float32", shape=[1 << 47, 1 << 47, 0])], "invalid shape"),
-        ([SyncTensor(name="w", dtype="float32", shape=[0, 1 << 63])], "invalid shape"),
-        ([SyncTensor(name="w", dtype="float32", shape=[1 << 48])], "invalid shape"),
-        ([SyncTensor(name="w", dtype="float32", shape=[1] * 65)], "invalid shape"),
-        ([SyncTensor(name="w", dtype="qint8")], "dtype 'qint8'"),
-        ([SyncTensor(name="", dtype="float32")], "a name of 0"),
-        ([SyncTensor(name="w" * 2000, dtype="float32")], "a name of 2000"),
-        ([SyncTensor(name="w", dtype="int8")] * 2, "same name"),
-        ([SyncTensor(name="w", dtype="int8")] * 100_001, "100001 tensors"),
+        ([wire.Tensor(name="w", dtype="float32", shape=[1 << 47, 1 << 47, 0])], "invalid shape"),
+        ([wire.Tensor(name="w", dtype="float32", shape=[0, 1 << 63])], "invalid shape"),
+        ([wire.Tensor(name="w", dtype="float32", shape=[1 << 48])], "invalid shape"),
+        ([wire.Tensor(name="w", dtype="float32", shape=[1] * 65)], "invalid shape"),
+        ([wire.Tensor(name="w", dtype="qint8")], "dtype 'qint8'"),
+        ([wire.Tensor(name="", dtype="float32")], "a name of 0"),
+        ([wire.Tensor(name="w" * 2000, dtype="float32")], "a name of 2000"),
+        ([wire.Tensor(name="w", dtype="int8")] * 2, "same name"),
+        ([wire.Tensor(name="w", dtype="int8")] * 100_001, "100001 tensors"),
     ],
 )
-def test_layouts_that_are_refused_before_memory_is_taken(tensors: list[SyncTensor], reason: str) -> None:
-    head = SyncStateHead(has_tensors=True, tensors=tensors)
+def test_layouts_that_are_refused_before_memory_is_taken(tensors: list[wire.Tensor], reason: str) -> None:
+    head = wire.StateHead(has_tensors=True, tensors=tensors)
     with pytest.raises(ProtocolViolationError, match=reason):
-        StateAssembler(LIMIT).add(SyncStatePart(head=head))
+        StateAssembler(LIMIT).add(wire.StatePart(head=head))
 
 
 def test_a_head_that_contradicts_itself_is_refused() -> None:
     for head in (
-        SyncStateHead(has_tensors=True, path="x"),
-        SyncStateHead(path="x" * 5000),
-        SyncStateHead(tensors=[SyncTensor(name="w", dtype="int8")]),
+        wire.StateHead(has_tensors=True, path="x"),
+        wire.StateHead(path="x" * 5000),
+        wire.StateHead(tensors=[wire.Tensor(name="w", dtype="int8")]),
     ):
         with pytest.raises(ProtocolViolationError, match="invalid path"):
-            StateAssembler(LIMIT).add(SyncStatePart(head=head))
+            StateAssembler(LIMIT).add(wire.StatePart(head=head))
 
 
 def test_meta_travels() -> None:

@@ -1,4 +1,4 @@
-"""`averaging.v1.Synchronizer` between processes and event loops: the same methods, sessions, cuts, TLS, tokens."""
+"""`averaging.synchronizer.v1.Synchronizer` between processes and loops: methods, sessions, cuts, TLS, tokens."""
 
 from __future__ import annotations
 
@@ -305,7 +305,7 @@ class Pausing(SynchronizerService):
         super().__init__([synchronizer])
         self.paused, self.goes_on = asyncio.Event(), asyncio.Event()
 
-    async def _get_model_state_dict(self, request: wire.SyncRequest) -> AsyncGenerator[wire.SyncStatePart, None]:
+    async def _get_model_state_dict(self, request: wire.Request) -> AsyncGenerator[wire.StatePart, None]:
         async with aclosing(super()._get_model_state_dict(request)) as parts:
             async for part in parts:
                 if part.data and not self.goes_on.is_set():
@@ -378,41 +378,41 @@ async def test_slow_readers_get_whole_versions_or_an_error() -> None:
 
 @pytest.mark.asyncio
 async def test_messages_of_strangers_are_refused() -> None:
-    head = wire.SyncStateHead(has_tensors=True, tensors=[wire.SyncTensor(name="w", dtype="float32", shape=[2])])
+    head = wire.StateHead(has_tensors=True, tensors=[wire.Tensor(name="w", dtype="float32", shape=[2])])
     config = SynchronizerConfig(max_state_bytes=1000, silence_timeout=0.5)
     async with served(config) as (synchronizer, endpoint), RpcChannel(endpoint) as channel:
 
-        async def send(*parts: wire.SyncStatePart) -> AsyncGenerator[wire.SyncStatePart, None]:
+        async def send(*parts: wire.StatePart) -> AsyncGenerator[wire.StatePart, None]:
             for part in parts:
                 yield part
 
         with pytest.raises(CallRefusedError, match="number of an open session"):
-            await channel.call(methods.SET_MODEL_STATE_DICT, send(wire.SyncStatePart(head=head)), LIMIT)
-        request = wire.SyncStatusRequest(status=wire.RUNNING, session=b"guess")
+            await channel.call(methods.SET_MODEL_STATE_DICT, send(wire.StatePart(head=head)), LIMIT)
+        request = wire.StatusRequest(status=wire.RUNNING, session=b"guess")
         with pytest.raises(CallRefusedError, match="number of an open session"):
             await channel.call(methods.SET_EXPLORER_STATUS, request, LIMIT)
         for method in (methods.NOTIFY_NO_NEW_MODEL_STATE_DICT, methods.COORDINATE_WEIGHT_SYNC_TEARDOWN):
             with pytest.raises(CallRefusedError, match="number of an open session"):
-                await channel.call(method, wire.SyncRequest(), LIMIT)
+                await channel.call(method, wire.Request(), LIMIT)
         with pytest.raises(CallRefusedError, match="number of an open session"):
-            await channel.call(methods.COORDINATE_WEIGHT_SYNC_SETUP, wire.SyncTimeoutRequest(), LIMIT)
-        group = wire.SyncGroupRequest(master_address="127.0.0.1", master_port=1)
+            await channel.call(methods.COORDINATE_WEIGHT_SYNC_SETUP, wire.TimeoutRequest(), LIMIT)
+        group = wire.GroupRequest(master_address="127.0.0.1", master_port=1)
         with pytest.raises(CallRefusedError, match="number of an open session"):
             await channel.call(methods.SETUP_WEIGHT_SYNC_GROUP, group, LIMIT)
         async with Synchronizer.connect(endpoint) as remote:
             assert remote._session is not None
             number = remote._session.number
 
-            async def refused(match: str, *parts: wire.SyncStatePart) -> None:
+            async def refused(match: str, *parts: wire.StatePart) -> None:
                 parts[0].session = number
                 with pytest.raises(CallRefusedError, match=match):
                     await channel.call(methods.SET_MODEL_STATE_DICT, send(*parts), LIMIT)
 
-            def of(**tensor: object) -> wire.SyncStatePart:
-                tensors = [wire.SyncTensor(**({"name": "w", "dtype": "float32", "shape": [2]} | tensor))]  # type: ignore[arg-type]
-                return wire.SyncStatePart(head=wire.SyncStateHead(has_tensors=True, tensors=tensors))
+            def of(**tensor: object) -> wire.StatePart:
+                tensors = [wire.Tensor(**({"name": "w", "dtype": "float32", "shape": [2]} | tensor))]  # type: ignore[arg-type]
+                return wire.StatePart(head=wire.StateHead(has_tensors=True, tensors=tensors))
 
-            part = wire.SyncStatePart
+            part = wire.StatePart
             await refused("without a head", part(data=b"abc"))
             await refused("dtype 'object'", of(dtype="object"))
             await refused("at most 1000 are accepted", of(shape=[1 << 40]))
@@ -423,15 +423,15 @@ async def test_messages_of_strangers_are_refused() -> None:
             await refused("fewer bytes", of(), part(data=bytes(7)), part(digest=bytes(32)))
             await refused("digest is not that", of(), part(data=bytes(8)), part(digest=bytes(32)))
             await refused("ends before its digest", of(), part(data=bytes(8)))
-            twice = wire.SyncStateHead(has_tensors=True, tensors=[*head.tensors, *head.tensors])
+            twice = wire.StateHead(has_tensors=True, tensors=[*head.tensors, *head.tensors])
             await refused("same name", part(head=twice))
-            request = wire.SyncStatusRequest(status=wire.SYNC_STATUS_UNSET, session=number)
+            request = wire.StatusRequest(status=wire.UNSET, session=number)
             with pytest.raises(CallRefusedError, match="give RUNNING"):
                 await channel.call(methods.SET_TRAINER_STATUS, request, LIMIT)
         assert synchronizer.get_model_state_dict() == (None, 0)
 
-        async def silent() -> AsyncGenerator[wire.SyncFromModule, None]:
-            yield wire.SyncFromModule(hello=wire.SyncHello(explorers_running=1))
+        async def silent() -> AsyncGenerator[wire.FromModule, None]:
+            yield wire.FromModule(hello=wire.Hello(explorers_running=1))
             await asyncio.Event().wait()
 
         with pytest.raises(CallRefusedError, match=r"nothing came from you for 0\.5 s"):
@@ -439,8 +439,8 @@ async def test_messages_of_strangers_are_refused() -> None:
                 pass
         assert not any(synchronizer.explorer_status_counts.values())
 
-        async def many() -> AsyncGenerator[wire.SyncFromModule, None]:
-            yield wire.SyncFromModule(hello=wire.SyncHello(explorers_running=1 << 31))
+        async def many() -> AsyncGenerator[wire.FromModule, None]:
+            yield wire.FromModule(hello=wire.Hello(explorers_running=1 << 31))
 
         with pytest.raises(CallRefusedError, match="at most 10000"):
             async for _ in channel.stream(methods.ATTEND, many()):
@@ -464,18 +464,18 @@ async def test_reflection_knows_the_service_and_a_token_is_needed(tmp_path: Path
         reflection = reflection_pb2_grpc.ServerReflectionStub(foreign)
         call = reflection.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
         names = [service.name async for reply in call for service in reply.list_services_response.service]
-        assert "averaging.v1.Synchronizer" in names
+        assert "averaging.synchronizer.v1.Synchronizer" in names
         with pytest.raises(UnauthenticatedError):
-            await stranger.call(methods.GET_LATEST_MODEL_VERSION, wire.SyncRequest(), LIMIT)
+            await stranger.call(methods.GET_LATEST_MODEL_VERSION, wire.Request(), LIMIT)
 
 
 class Liar(SynchronizerService):
     """Sends other values than it announces."""
 
-    async def _get_model_state_dict(self, request: wire.SyncRequest) -> AsyncGenerator[wire.SyncStatePart, None]:
+    async def _get_model_state_dict(self, request: wire.Request) -> AsyncGenerator[wire.StatePart, None]:
         async with aclosing(super()._get_model_state_dict(request)) as parts:
             async for part in parts:
-                yield wire.SyncStatePart(data=bytes(len(part.data))) if part.data else part
+                yield wire.StatePart(data=bytes(len(part.data))) if part.data else part
 
 
 @pytest.mark.asyncio

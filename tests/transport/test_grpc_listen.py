@@ -252,7 +252,7 @@ async def test_closing_gives_the_port_back_whether_or_not_it_was_served() -> Non
 
 @pytest.mark.asyncio
 async def test_health_reflection_and_channelz_answer() -> None:
-    ours = {"DecentralizedAveraging", "averaging.v1.Status", "averaging.v1.Gossip"}
+    ours = {"DecentralizedAveraging", "averaging.status.v1.Status", "averaging.gossip.v1.Gossip"}
     async with serving(FakePeer(), FakeGossip()) as (_, endpoint), grpc.aio.insecure_channel(endpoint) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         for service in ("", *ours):
@@ -279,7 +279,7 @@ async def test_without_gossip_its_health_is_unknown() -> None:
     async with serving(FakePeer()) as (_, endpoint), grpc.aio.insecure_channel(endpoint) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(service="averaging.v1.Gossip")
+                health_pb2.HealthCheckRequest(service="averaging.gossip.v1.Gossip")
             )
     assert raised.value.code() is grpc.StatusCode.NOT_FOUND
 

@@ -178,7 +178,7 @@ async def test_health_and_reflection_know_the_service() -> None:
         call = reflection.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
         told = [service.name async for reply in call for service in reply.list_services_response.service]
         assert "averaging.v1.Echo" in told
-        assert "averaging.v1.Gossip" not in told
+        assert "averaging.gossip.v1.Gossip" not in told
 
 
 @pytest.mark.asyncio
@@ -238,7 +238,7 @@ async def test_what_cannot_work_is_refused_at_once() -> None:
 def test_the_names_of_a_peers_own_services_are_taken() -> None:
     class Pretender:
         def rpc_handlers(self) -> Iterable[RpcHandler]:
-            method = RpcMethod("/averaging.v1.Status/Free", StringValue, StringValue)
+            method = RpcMethod("/averaging.status.v1.Status/Free", StringValue, StringValue)
             return [method.answers(Echo().say)]
 
     with pytest.raises(ConfigError, match="rename the service"):

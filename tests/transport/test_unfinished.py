@@ -364,7 +364,7 @@ async def test_a_method_with_one_request_takes_one(count: int) -> None:
         await caller.send(call, count * message(b""), end=True)
         told = await caller.ended(call)
     assert told["grpc-status"] == str(grpc.StatusCode.INVALID_ARGUMENT.value[0])
-    assert "in a request to /averaging.v1.Status/WatchRounds, which takes one" in told["grpc-message"]
+    assert "in a request to /averaging.status.v1.Status/WatchRounds, which takes one" in told["grpc-message"]
 
 
 @pytest.mark.asyncio

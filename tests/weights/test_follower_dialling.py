@@ -19,7 +19,7 @@ from averaging.weights.layout import Shard
 from averaging.weights.messages import FETCH, FOLLOW, version_message
 from averaging.weights.snapshot import copy_state, seal
 from averaging.weights.store import Store
-from averaging.wire.weights_pb2 import WeightsFollowRequest, WeightsVersion
+from averaging.wire import weights_pb2 as wire
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
@@ -36,7 +36,7 @@ class Naming:
         self._snapshot = replace(snapshot, manifest=replace(snapshot.manifest, shards=shards))
         self._store.add(self._snapshot)
 
-    async def _follow(self, _: WeightsFollowRequest) -> AsyncGenerator[WeightsVersion, None]:
+    async def _follow(self, _: wire.FollowRequest) -> AsyncGenerator[wire.Version, None]:
         yield version_message(self._snapshot.manifest)
         await asyncio.Event().wait()
 
@@ -61,7 +61,7 @@ async def test_a_part_is_not_dialled_where_no_peer_can_be(endpoint: str) -> None
 
 async def dial(channel: RpcChannel) -> None:
     async with channel:
-        async for _ in channel.stream(FOLLOW, WeightsFollowRequest()):
+        async for _ in channel.stream(FOLLOW, wire.FollowRequest()):
             pass
 
 

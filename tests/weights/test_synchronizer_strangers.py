@@ -28,7 +28,7 @@ from averaging.weights import publisher as publishing
 from averaging.weights.follower_tasks import FollowerOptions, FollowerTasks
 from averaging.weights.messages import FETCH, FOLLOW
 from averaging.wire import synchronizer_pb2 as wire
-from averaging.wire.weights_pb2 import WeightsFetchRequest, WeightsFollowRequest, WeightsRange
+from averaging.wire import weights_pb2
 from tests.transport.test_limits import NARROW, called_from
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
@@ -39,9 +39,9 @@ LIMIT = 20.0
 STATE = {"w": torch.ones(1 << 16)}
 
 
-def head_of(state: dict[str, torch.Tensor]) -> wire.SyncStateHead:
-    tensors = [wire.SyncTensor(name=name, dtype="float32", shape=tensor.shape) for name, tensor in state.items()]
-    return wire.SyncStateHead(has_tensors=True, tensors=tensors)
+def head_of(state: dict[str, torch.Tensor]) -> wire.StateHead:
+    tensors = [wire.Tensor(name=name, dtype="float32", shape=tensor.shape) for name, tensor in state.items()]
+    return wire.StateHead(has_tensors=True, tensors=tensors)
 
 
 class Uploads:
@@ -55,13 +55,13 @@ class Uploads:
         self.begun = asyncio.Semaphore(0)
         self._pause = pause
 
-    async def parts(self, stranger: RemoteSynchronizer) -> AsyncGenerator[wire.SyncStatePart, None]:
+    async def parts(self, stranger: RemoteSynchronizer) -> AsyncGenerator[wire.StatePart, None]:
         assert stranger._session is not None
-        yield wire.SyncStatePart(head=head_of(STATE), session=stranger._session.number, step=1)
+        yield wire.StatePart(head=head_of(STATE), session=stranger._session.number, step=1)
         self.begun.release()
         while self._pause is not None:
             await asyncio.sleep(self._pause)
-            yield wire.SyncStatePart(data=b"\0")
+            yield wire.StatePart(data=b"\0")
         await asyncio.Event().wait()
 
     async def send(self, endpoint: str, *, trains: bool = False) -> None:
@@ -142,8 +142,8 @@ async def test_one_address_cannot_take_all_sessions(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(sessions, name, most)
 
     async def attend(channel: RpcChannel) -> None:
-        async def messages() -> AsyncGenerator[wire.SyncFromModule, None]:
-            yield wire.SyncFromModule(hello=wire.SyncHello(name="stranger", explorers_running=1))
+        async def messages() -> AsyncGenerator[wire.FromModule, None]:
+            yield wire.FromModule(hello=wire.Hello(name="stranger", explorers_running=1))
             await asyncio.Event().wait()
 
         async with aclosing(channel.stream(methods.ATTEND, messages())) as answers:
@@ -205,9 +205,9 @@ async def test_explorers_are_not_called_to_addresses_at_which_no_trainer_can_be(
 async def test_a_call_that_says_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "HELLO_SECONDS", 0.1)
 
-    async def nothing() -> AsyncGenerator[wire.SyncFromModule, None]:
+    async def nothing() -> AsyncGenerator[wire.FromModule, None]:
         await asyncio.Event().wait()
-        yield wire.SyncFromModule()
+        yield wire.FromModule()
 
     async with served() as (_, endpoint), RpcChannel(endpoint) as channel:
         with pytest.raises(CallRefusedError, match=r"a call without a message for 0\.1 s"):
@@ -222,7 +222,7 @@ async def test_one_connection_cannot_take_all_places_of_followers(monkeypatch: p
     publisher = WeightPublisher(run_id="run")
 
     async def follow(channel: RpcChannel, number: int) -> None:
-        request = WeightsFollowRequest(run_id="run", follower=bytes([number]))
+        request = weights_pb2.FollowRequest(run_id="run", follower=bytes([number]))
         async with aclosing(channel.stream(FOLLOW, request)) as announcements:
             async for _ in announcements:
                 pass
@@ -250,8 +250,8 @@ async def test_fetches_that_nobody_reads_do_not_keep_followers_from_the_weights(
         server = await stack.enter_async_context(RpcServer("127.0.0.1:0", [publisher]))
         await publisher.commit({"w": torch.randn(1 << 18)}, 1)
         assert publisher.digest is not None
-        request = WeightsFetchRequest(
-            run_id="run", follower=b"x", digest=publisher.digest, pieces=[WeightsRange(count=1)], local=True
+        request = weights_pb2.FetchRequest(
+            run_id="run", follower=b"x", digest=publisher.digest, pieces=[weights_pb2.Range(count=1)], local=True
         ).SerializeToString()
         begun = publisher.bytes_sent
         narrow = [*NARROW, ("grpc.use_local_subchannel_pool", 1)]

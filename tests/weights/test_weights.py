@@ -38,7 +38,7 @@ from averaging import (
 from averaging.rpc import EventLoopThread, RpcHandler, read_credentials
 from averaging.weights.follower_tasks import FollowerOptions, FollowerTasks
 from averaging.weights.messages import FETCH
-from averaging.wire.weights_pb2 import WeightsFetchRequest, WeightsPiece, WeightsReply
+from averaging.wire import weights_pb2 as wire
 from tests.support.certificates import TOKEN, write
 from tests.support.ports import free_address, free_port
 
@@ -222,11 +222,11 @@ class Liar:
     def rpc_handlers(self) -> Iterable[RpcHandler]:
         return [FETCH.streams(self.fetch)]
 
-    async def fetch(self, request: WeightsFetchRequest) -> AsyncGenerator[WeightsReply, None]:
+    async def fetch(self, request: wire.FetchRequest) -> AsyncGenerator[wire.Reply, None]:
         self.asked += 1
         for each in request.pieces:
             for index in range(each.first, each.first + each.count):
-                yield WeightsReply(pieces=[WeightsPiece(index=index, data=bytes(1 << 20))])
+                yield wire.Reply(pieces=[wire.Piece(index=index, data=bytes(1 << 20))])
 
 
 @pytest.mark.asyncio

@@ -12,7 +12,7 @@ from averaging import RpcServer, WeightPublisher
 from averaging.rpc import RpcHandler
 from averaging.weights.follower_tasks import FollowerOptions, FollowerTasks
 from averaging.weights.messages import FETCH
-from averaging.wire.weights_pb2 import WeightsFetchRequest, WeightsReply
+from averaging.wire import weights_pb2 as wire
 from tests.support.fault_proxy import Fault, FaultProxy
 from tests.support.processes import JsonProcess
 from tests.support.weights_worker import weights_of
@@ -165,11 +165,11 @@ class Silent:
     def rpc_handlers(self) -> Iterable[RpcHandler]:
         return [FETCH.streams(self.fetch)]
 
-    async def fetch(self, _: WeightsFetchRequest) -> AsyncGenerator[WeightsReply, None]:
+    async def fetch(self, _: wire.FetchRequest) -> AsyncGenerator[wire.Reply, None]:
         self.asked += 1
         while True:
             await asyncio.sleep(self._pause or 3600)
-            yield WeightsReply()
+            yield wire.Reply()
 
 
 @pytest.mark.asyncio

@@ -1,7 +1,7 @@
 """Carries batches of scored rollouts from environments to the ranks of a trainer.
 
 The server and both clients use the HTTP API of atroposlib, so each also works with that library's counterpart.
-Needs `pip install 'averaging[feed]'`.
+Needs `pip install 'averaging[rl]'`.
 """
 
 from averaging.rl.feed.environment import FeedEnvironment

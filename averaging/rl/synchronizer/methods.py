@@ -1,4 +1,4 @@
-"""The gRPC methods of `averaging.v1.Synchronizer`, for both sides, and the checks of what they carry."""
+"""The gRPC methods of `averaging.synchronizer.v1.Synchronizer`, for both sides, and the checks of what they carry."""
 
 from __future__ import annotations
 
@@ -9,56 +9,52 @@ from averaging.rl.synchronizer.state_stream import MAX_PART_BYTES
 from averaging.rpc import RpcMethod, check_named
 from averaging.wire import synchronizer_pb2 as wire
 
-_SERVICE = "/averaging.v1.Synchronizer/"
+_SERVICE = "/averaging.synchronizer.v1.Synchronizer/"
 
 MAX_EXPLORERS = 10_000
 """Explorers of one member."""
 
-GET_STATUS = RpcMethod(f"{_SERVICE}GetStatus", wire.SyncRequest, wire.SyncStatus)
+GET_STATUS = RpcMethod(f"{_SERVICE}GetStatus", wire.Request, wire.Status)
 ATTEND = RpcMethod(
     f"{_SERVICE}Attend",
-    wire.SyncFromModule,
-    wire.SyncToModule,
+    wire.FromModule,
+    wire.ToModule,
     requests_stream=True,
     replies_stream=True,
     max_request_bytes=MAX_PART_BYTES,
     max_reply_bytes=MAX_PART_BYTES,
 )
-SET_TRAINER_STATUS = RpcMethod(f"{_SERVICE}SetTrainerStatus", wire.SyncStatusRequest, wire.SyncDone)
-TRAINER_REQUIRES_WEIGHT_SYNC = RpcMethod(
-    f"{_SERVICE}TrainerRequiresWeightSync", wire.SyncRequest, wire.SyncTrainerReply
-)
-SET_EXPLORER_STATUS = RpcMethod(f"{_SERVICE}SetExplorerStatus", wire.SyncStatusRequest, wire.SyncDone)
-EXPLORER_REQUIRES_SYNC = RpcMethod(f"{_SERVICE}ExplorerRequiresSync", wire.SyncRequest, wire.SyncExplorerReply)
+SET_TRAINER_STATUS = RpcMethod(f"{_SERVICE}SetTrainerStatus", wire.StatusRequest, wire.Done)
+TRAINER_REQUIRES_WEIGHT_SYNC = RpcMethod(f"{_SERVICE}TrainerRequiresWeightSync", wire.Request, wire.TrainerReply)
+SET_EXPLORER_STATUS = RpcMethod(f"{_SERVICE}SetExplorerStatus", wire.StatusRequest, wire.Done)
+EXPLORER_REQUIRES_SYNC = RpcMethod(f"{_SERVICE}ExplorerRequiresSync", wire.Request, wire.ExplorerReply)
 SET_MODEL_STATE_DICT = RpcMethod(
     f"{_SERVICE}SetModelStateDict",
-    wire.SyncStatePart,
-    wire.SyncVersion,
+    wire.StatePart,
+    wire.Version,
     requests_stream=True,
     max_request_bytes=MAX_PART_BYTES,
 )
 GET_MODEL_STATE_DICT = RpcMethod(
     f"{_SERVICE}GetModelStateDict",
-    wire.SyncRequest,
-    wire.SyncStatePart,
+    wire.Request,
+    wire.StatePart,
     replies_stream=True,
     max_reply_bytes=MAX_PART_BYTES,
 )
-GET_STATE_DICT_META = RpcMethod(
-    f"{_SERVICE}GetStateDictMeta", wire.SyncRequest, wire.SyncMeta, max_reply_bytes=MAX_PART_BYTES
-)
-WAIT_NEW_MODEL_STATE_DICT = RpcMethod(f"{_SERVICE}WaitNewModelStateDict", wire.SyncWaitRequest, wire.SyncWaitReply)
-NOTIFY_NO_NEW_MODEL_STATE_DICT = RpcMethod(f"{_SERVICE}NotifyNoNewModelStateDict", wire.SyncRequest, wire.SyncDone)
-GET_LATEST_MODEL_VERSION = RpcMethod(f"{_SERVICE}GetLatestModelVersion", wire.SyncRequest, wire.SyncVersion)
-GET_LATEST_MODEL_PATH = RpcMethod(f"{_SERVICE}GetLatestModelPath", wire.SyncPathRequest, wire.SyncPath)
+GET_STATE_DICT_META = RpcMethod(f"{_SERVICE}GetStateDictMeta", wire.Request, wire.Meta, max_reply_bytes=MAX_PART_BYTES)
+WAIT_NEW_MODEL_STATE_DICT = RpcMethod(f"{_SERVICE}WaitNewModelStateDict", wire.WaitRequest, wire.WaitReply)
+NOTIFY_NO_NEW_MODEL_STATE_DICT = RpcMethod(f"{_SERVICE}NotifyNoNewModelStateDict", wire.Request, wire.Done)
+GET_LATEST_MODEL_VERSION = RpcMethod(f"{_SERVICE}GetLatestModelVersion", wire.Request, wire.Version)
+GET_LATEST_MODEL_PATH = RpcMethod(f"{_SERVICE}GetLatestModelPath", wire.PathRequest, wire.Path)
 SETUP_WEIGHT_SYNC_GROUP = RpcMethod(
-    f"{_SERVICE}SetupWeightSyncGroup", wire.SyncGroupRequest, wire.SyncDone, max_request_bytes=MAX_PART_BYTES
+    f"{_SERVICE}SetupWeightSyncGroup", wire.GroupRequest, wire.Done, max_request_bytes=MAX_PART_BYTES
 )
-COORDINATE_WEIGHT_SYNC_SETUP = RpcMethod(f"{_SERVICE}CoordinateWeightSyncSetup", wire.SyncTimeoutRequest, wire.SyncDone)
-COORDINATE_WEIGHT_SYNC_TEARDOWN = RpcMethod(f"{_SERVICE}CoordinateWeightSyncTeardown", wire.SyncRequest, wire.SyncDone)
-READY_TO_NCCL_SYNC = RpcMethod(f"{_SERVICE}ReadyToNcclSync", wire.SyncReadyRequest, wire.SyncWaitReply)
+COORDINATE_WEIGHT_SYNC_SETUP = RpcMethod(f"{_SERVICE}CoordinateWeightSyncSetup", wire.TimeoutRequest, wire.Done)
+COORDINATE_WEIGHT_SYNC_TEARDOWN = RpcMethod(f"{_SERVICE}CoordinateWeightSyncTeardown", wire.Request, wire.Done)
+READY_TO_NCCL_SYNC = RpcMethod(f"{_SERVICE}ReadyToNcclSync", wire.ReadyRequest, wire.WaitReply)
 
-STATUSES: dict[RunningStatus, wire.SyncRunningStatus.ValueType] = {
+STATUSES: dict[RunningStatus, wire.RunningStatus.ValueType] = {
     RunningStatus.RUNNING: wire.RUNNING,
     RunningStatus.REQUIRE_SYNC: wire.REQUIRE_SYNC,
     RunningStatus.STOPPED: wire.STOPPED,
@@ -66,7 +62,7 @@ STATUSES: dict[RunningStatus, wire.SyncRunningStatus.ValueType] = {
 _FROM_WIRE = {number: status for status, number in STATUSES.items()}
 
 
-def status_from(number: wire.SyncRunningStatus.ValueType) -> RunningStatus:
+def status_from(number: wire.RunningStatus.ValueType) -> RunningStatus:
     """Returns the status with this number in messages.
 
     Raises:

@@ -52,13 +52,13 @@ class Attendance:
         number: Its number, which calls carry; empty until the synchronizer has given it.
     """
 
-    def __init__(self, endpoint: str, hello: wire.SyncHello) -> None:
+    def __init__(self, endpoint: str, hello: wire.Hello) -> None:
         self.number = b""
         self._endpoint = endpoint
         self._lost = asyncio.Event()
         self._reason = ""
-        self._outgoing: asyncio.Queue[wire.SyncFromModule] = asyncio.Queue()
-        self._outgoing.put_nowait(wire.SyncFromModule(hello=hello))
+        self._outgoing: asyncio.Queue[wire.FromModule] = asyncio.Queue()
+        self._outgoing.put_nowait(wire.FromModule(hello=hello))
         self._announced: Module | None = None
         self._commands: set[asyncio.Task[None]] = set()
 
@@ -67,17 +67,17 @@ class Attendance:
         if self._announced is None:
             self._announced = module
             sends = isinstance(module, SendsWeights)
-            kind = wire.SyncModule(sends_weights=sends, receives_weights=isinstance(module, ReceivesWeights))
-            self._outgoing.put_nowait(wire.SyncFromModule(module=kind))
+            kind = wire.Module(sends_weights=sends, receives_weights=isinstance(module, ReceivesWeights))
+            self._outgoing.put_nowait(wire.FromModule(module=kind))
 
-    async def outgoing(self) -> AsyncGenerator[wire.SyncFromModule, None]:
+    async def outgoing(self) -> AsyncGenerator[wire.FromModule, None]:
         """Yields what this process says, at least that it is alive."""
         while True:
             try:
                 async with asyncio.timeout(ALIVE_SECONDS):
                     message = await self._outgoing.get()
             except TimeoutError:
-                message = wire.SyncFromModule()
+                message = wire.FromModule()
             yield message
 
     async def until_lost(self, call: Awaitable[T]) -> T:
@@ -98,7 +98,7 @@ class Attendance:
             await asyncio.gather(calling, losing, return_exceptions=True)
         raise PeerUnreachableError(self._endpoint, self._reason)
 
-    def execute(self, command: wire.SyncCommand, module: Module | None) -> None:
+    def execute(self, command: wire.Command, module: Module | None) -> None:
         """Starts to carry out a command of the synchronizer, and replies at its end."""
         task = asyncio.ensure_future(self._execute(command, module))
         self._commands.add(task)
@@ -113,21 +113,21 @@ class Attendance:
         if self._commands:
             await asyncio.wait(self._commands)
 
-    async def _execute(self, command: wire.SyncCommand, module: Module | None) -> None:
-        reply = wire.SyncModuleReply(number=command.number)
+    async def _execute(self, command: wire.Command, module: Module | None) -> None:
+        reply = wire.ModuleReply(number=command.number)
         try:
             await _carry_out(command, module, reply)
         except Exception as error:
             reply.error = str(error) if isinstance(error, AveragingError) else repr(error)
-        self._outgoing.put_nowait(wire.SyncFromModule(reply=reply))
+        self._outgoing.put_nowait(wire.FromModule(reply=reply))
 
 
-async def _carry_out(command: wire.SyncCommand, module: Module | None, reply: wire.SyncModuleReply) -> None:
+async def _carry_out(command: wire.Command, module: Module | None, reply: wire.ModuleReply) -> None:
     kind = command.WhichOneof("command")
     if kind == "get_weight_sync_info" and isinstance(module, SendsWeights):
         host, port, meta = await result_of(module.get_weight_sync_info())
         reply.master_address, reply.master_port = host, port
-        reply.meta.CopyFrom(wire.SyncMeta(has_tensors=True, tensors=tensors_of(meta)))
+        reply.meta.CopyFrom(wire.Meta(has_tensors=True, tensors=tensors_of(meta)))
     elif kind == "set_state_dict_meta" and isinstance(module, ReceivesWeights):
         await result_of(module.set_state_dict_meta(meta_from(command.set_state_dict_meta.tensors)))
     elif kind == "setup_weight_sync_group" and isinstance(module, SendsWeights | ReceivesWeights):
@@ -263,7 +263,7 @@ class RemoteSynchronizer:
         head = next(parts)
         head.namespace, head.session, head.step = self._namespace, session.number, trainer_step
 
-        async def outgoing() -> AsyncGenerator[wire.SyncStatePart, None]:
+        async def outgoing() -> AsyncGenerator[wire.StatePart, None]:
             yield head
             for part in parts:
                 yield part
@@ -312,7 +312,7 @@ class RemoteSynchronizer:
             timeout: Seconds to wait; 0 for the `sync_timeout` there, which is also the maximum.
         """
         session = await self._open_session()
-        request = wire.SyncWaitRequest(
+        request = wire.WaitRequest(
             namespace=self._namespace, session=session.number, current_version=current_version, timeout=timeout
         )
         reply = await self._call(methods.WAIT_NEW_MODEL_STATE_DICT, request, waits=True)
@@ -331,7 +331,7 @@ class RemoteSynchronizer:
 
     async def get_latest_model_path(self, use_huggingface: bool = False) -> str | None:
         """See `Synchronizer.get_latest_model_path`."""
-        request = wire.SyncPathRequest(namespace=self._namespace, use_huggingface=use_huggingface)
+        request = wire.PathRequest(namespace=self._namespace, use_huggingface=use_huggingface)
         return (await self._call(methods.GET_LATEST_MODEL_PATH, request)).path or None
 
     # Weight sync groups
@@ -341,17 +341,17 @@ class RemoteSynchronizer:
     ) -> None:
         """See `Synchronizer.setup_weight_sync_group`."""
         session = await self._open_session()
-        request = wire.SyncGroupRequest(
+        request = wire.GroupRequest(
             namespace=self._namespace, session=session.number, master_address=master_address, master_port=master_port
         )
         if state_dict_meta is not None:
-            request.meta.CopyFrom(wire.SyncMeta(has_tensors=True, tensors=tensors_of(state_dict_meta)))
+            request.meta.CopyFrom(wire.Meta(has_tensors=True, tensors=tensors_of(state_dict_meta)))
         await self._call(methods.SETUP_WEIGHT_SYNC_GROUP, request, waits=True)
 
     async def coordinate_weight_sync_setup(self, timeout: float | None = None) -> None:
         """See `Synchronizer.coordinate_weight_sync_setup`."""
         session = await self._open_session()
-        request = wire.SyncTimeoutRequest(namespace=self._namespace, session=session.number, timeout=timeout or 0.0)
+        request = wire.TimeoutRequest(namespace=self._namespace, session=session.number, timeout=timeout or 0.0)
         await self._call(methods.COORDINATE_WEIGHT_SYNC_SETUP, request, waits=True)
 
     async def coordinate_weight_sync_teardown(self) -> None:
@@ -362,7 +362,7 @@ class RemoteSynchronizer:
     async def ready_to_nccl_sync(self, module: str, trainer_step: int) -> int | None:
         """See `Synchronizer.ready_to_nccl_sync`."""
         session = await self._open_session()
-        request = wire.SyncReadyRequest(
+        request = wire.ReadyRequest(
             namespace=self._namespace, session=session.number, module=module, trainer_step=trainer_step
         )
         reply = await self._call(methods.READY_TO_NCCL_SYNC, request, waits=True)
@@ -372,17 +372,17 @@ class RemoteSynchronizer:
 
     # Calls
 
-    def _request(self, session: Attendance | None = None) -> wire.SyncRequest:
-        return wire.SyncRequest(namespace=self._namespace, session=b"" if session is None else session.number)
+    def _request(self, session: Attendance | None = None) -> wire.Request:
+        return wire.Request(namespace=self._namespace, session=b"" if session is None else session.number)
 
     def _status(
         self, session: Attendance, status: RunningStatus, old: RunningStatus | None = None
-    ) -> wire.SyncStatusRequest:
-        return wire.SyncStatusRequest(
+    ) -> wire.StatusRequest:
+        return wire.StatusRequest(
             namespace=self._namespace,
             session=session.number,
             status=methods.STATUSES[status],
-            old_status=wire.SYNC_STATUS_UNSET if old is None else methods.STATUSES[old],
+            old_status=wire.UNSET if old is None else methods.STATUSES[old],
         )
 
     async def _call(
@@ -472,8 +472,8 @@ class RemoteSynchronizer:
             self._attached.clear()
             await session.close(reason)
 
-    def _hello(self) -> wire.SyncHello:
-        hello = wire.SyncHello(namespace=self._namespace, name=self._name)
+    def _hello(self) -> wire.Hello:
+        hello = wire.Hello(namespace=self._namespace, name=self._name)
         if self._trainer_status is not None:
             hello.trainer_status = methods.STATUSES[self._trainer_status]
         hello.explorers_running = self._explorers[RunningStatus.RUNNING]

@@ -1,4 +1,4 @@
-"""`averaging.v1.Synchronizer`: serves the synchronizers of a peer or a server by namespace."""
+"""`averaging.synchronizer.v1.Synchronizer`: serves the synchronizers of a peer or a server by namespace."""
 
 from __future__ import annotations
 
@@ -19,27 +19,7 @@ from averaging.rl.synchronizer.state_stream import ModelState, StateAssembler, m
 from averaging.rl.synchronizer.synchronizer import Synchronizer
 from averaging.rpc import Deadline, FairTimeout, RpcCaller, RpcHandler, rpc_caller
 from averaging.weights import LEAST_RATE, Place, Places
-from averaging.wire.synchronizer_pb2 import (
-    SYNC_STATUS_UNSET,
-    SyncDone,
-    SyncExplorerReply,
-    SyncFromModule,
-    SyncGroupRequest,
-    SyncMeta,
-    SyncPath,
-    SyncPathRequest,
-    SyncReadyRequest,
-    SyncRequest,
-    SyncStatePart,
-    SyncStatus,
-    SyncStatusRequest,
-    SyncTimeoutRequest,
-    SyncToModule,
-    SyncTrainerReply,
-    SyncVersion,
-    SyncWaitReply,
-    SyncWaitRequest,
-)
+from averaging.wire import synchronizer_pb2 as wire
 
 # Bounds how many states are kept in memory because somebody reads them slowly. Pure.
 
@@ -100,7 +80,7 @@ LATE_SECONDS, LATE_SECONDS_OF_TRAINER = 2.0, 10.0
 ALIVE_SECONDS = 1.0
 """Interval of the messages with which both ends of a session say that they are alive."""
 
-_DONE = SyncDone()
+_DONE = wire.Done()
 
 
 class SynchronizerService:
@@ -163,7 +143,7 @@ class SynchronizerService:
 
     # Sessions
 
-    async def _attend(self, messages: AsyncIterator[SyncFromModule]) -> AsyncGenerator[SyncToModule, None]:
+    async def _attend(self, messages: AsyncIterator[wire.FromModule]) -> AsyncGenerator[wire.ToModule, None]:
         first = await _first(messages)
         if first is None or not first.HasField("hello"):
             raise ProtocolViolationError("a session that does not begin with `hello`")
@@ -174,9 +154,9 @@ class SynchronizerService:
         session.place.lose = reading.cancel
         try:
             await _restore(synchronizer, session.member, first)
-            yield SyncToModule(session=session.number)
+            yield wire.ToModule(session=session.number)
             while not reading.done():
-                yield await session.next_command(ALIVE_SECONDS, reading) or SyncToModule()
+                yield await session.next_command(ALIVE_SECONDS, reading) or wire.ToModule()
             if session.place.lost:
                 raise BusyError("your host has the most sessions, and another one needs a place; try again later")
             reading.result()
@@ -188,7 +168,7 @@ class SynchronizerService:
             synchronizer.remove_member(session.member)
 
     async def _read(
-        self, messages: AsyncIterator[SyncFromModule], session: Session, synchronizer: Synchronizer
+        self, messages: AsyncIterator[wire.FromModule], session: Session, synchronizer: Synchronizer
     ) -> None:
         """Reads what the module says, until it is silent for too long or gone."""
         while True:
@@ -212,13 +192,13 @@ class SynchronizerService:
 
     # Statuses
 
-    async def _get_status(self, request: SyncRequest) -> SyncStatus:
+    async def _get_status(self, request: wire.Request) -> wire.Status:
         synchronizer = self._find(request.namespace)
         counts = synchronizer.explorer_status_counts
         stopped = synchronizer.trainer_status is RunningStatus.STOPPED
         came = not stopped or synchronizer.trainer_requires_weight_sync() is None
-        return SyncStatus(
-            trainer_status=methods.STATUSES[synchronizer.trainer_status] if came else SYNC_STATUS_UNSET,
+        return wire.Status(
+            trainer_status=methods.STATUSES[synchronizer.trainer_status] if came else wire.UNSET,
             explorers_running=counts[RunningStatus.RUNNING],
             explorers_require_sync=counts[RunningStatus.REQUIRE_SYNC],
             explorers_stopped=counts[RunningStatus.STOPPED],
@@ -227,17 +207,17 @@ class SynchronizerService:
             modules=synchronizer.module_count,
         )
 
-    async def _set_trainer_status(self, request: SyncStatusRequest) -> SyncDone:
+    async def _set_trainer_status(self, request: wire.StatusRequest) -> wire.Done:
         status = methods.status_from(request.status)
         member = self._member(request.session, request.namespace)
         await self._find(request.namespace).set_trainer_status(status, member=member)
         return _DONE
 
-    async def _trainer_requires_weight_sync(self, request: SyncRequest) -> SyncTrainerReply:
+    async def _trainer_requires_weight_sync(self, request: wire.Request) -> wire.TrainerReply:
         required = self._find(request.namespace).trainer_requires_weight_sync()
-        return SyncTrainerReply() if required is None else SyncTrainerReply(required=required)
+        return wire.TrainerReply() if required is None else wire.TrainerReply(required=required)
 
-    async def _set_explorer_status(self, request: SyncStatusRequest) -> SyncDone:
+    async def _set_explorer_status(self, request: wire.StatusRequest) -> wire.Done:
         status, old = methods.status_from(request.status), None
         if request.old_status:
             old = methods.status_from(request.old_status)
@@ -245,12 +225,12 @@ class SynchronizerService:
         await self._find(request.namespace).set_explorer_status(status, old, member=member)
         return _DONE
 
-    async def _explorer_requires_sync(self, request: SyncRequest) -> SyncExplorerReply:
-        return SyncExplorerReply(required=self._find(request.namespace).explorer_requires_sync())
+    async def _explorer_requires_sync(self, request: wire.Request) -> wire.ExplorerReply:
+        return wire.ExplorerReply(required=self._find(request.namespace).explorer_requires_sync())
 
     # The state
 
-    async def _set_model_state_dict(self, parts: AsyncIterator[SyncStatePart]) -> SyncVersion:
+    async def _set_model_state_dict(self, parts: AsyncIterator[wire.StatePart]) -> wire.Version:
         first = await _first(parts)
         if first is None:
             raise ProtocolViolationError("a state without messages")
@@ -261,11 +241,11 @@ class SynchronizerService:
         state = await self._receive(parts, assembler, synchronizer, session)
         member = self._member(first.session, first.namespace)  # it may have left meanwhile
         version = await synchronizer.adopt_model_state_dict(state, first.step, member)
-        return SyncVersion(version=version)
+        return wire.Version(version=version)
 
     async def _receive(
         self,
-        parts: AsyncIterator[SyncStatePart],
+        parts: AsyncIterator[wire.StatePart],
         assembler: StateAssembler,
         synchronizer: Synchronizer,
         session: Session,
@@ -299,7 +279,7 @@ class SynchronizerService:
             raise BusyError("the state of another caller is received instead; try again later")
         return assembler.result().state
 
-    async def _get_model_state_dict(self, request: SyncRequest) -> AsyncGenerator[SyncStatePart, None]:
+    async def _get_model_state_dict(self, request: wire.Request) -> AsyncGenerator[wire.StatePart, None]:
         state, version = self._find(request.namespace).get_model_state_dict()
         with self._pinned.reading(state) as pinned:
             for part in parts_of(state, version):
@@ -307,11 +287,11 @@ class SynchronizerService:
                     raise BusyError(f"version {version} is gone, because newer ones are read; ask for the newest one")
                 yield part
 
-    async def _get_state_dict_meta(self, request: SyncRequest) -> SyncMeta:
+    async def _get_state_dict_meta(self, request: wire.Request) -> wire.Meta:
         meta = await self._find(request.namespace).get_state_dict_meta()
-        return SyncMeta() if meta is None else SyncMeta(has_tensors=True, tensors=tensors_of(meta))
+        return wire.Meta() if meta is None else wire.Meta(has_tensors=True, tensors=tensors_of(meta))
 
-    async def _wait_new_model_state_dict(self, request: SyncWaitRequest) -> SyncWaitReply:
+    async def _wait_new_model_state_dict(self, request: wire.WaitRequest) -> wire.WaitReply:
         synchronizer = self._find(request.namespace)
         limit = synchronizer.config.sync_timeout
         if 0 < request.timeout < limit:
@@ -321,47 +301,47 @@ class SynchronizerService:
         try:
             version = await synchronizer.wait_new(request.current_version, member, limit, counted=counted)
         except SyncTimeoutError:
-            return SyncWaitReply(timed_out=True)
-        return SyncWaitReply(version=version)
+            return wire.WaitReply(timed_out=True)
+        return wire.WaitReply(version=version)
 
-    async def _notify_no_new_model_state_dict(self, request: SyncRequest) -> SyncDone:
+    async def _notify_no_new_model_state_dict(self, request: wire.Request) -> wire.Done:
         self._member(request.session, request.namespace)
         await self._find(request.namespace).notify_no_new_model_state_dict()
         return _DONE
 
-    async def _get_latest_model_version(self, request: SyncRequest) -> SyncVersion:
-        return SyncVersion(version=await self._find(request.namespace).get_latest_model_version())
+    async def _get_latest_model_version(self, request: wire.Request) -> wire.Version:
+        return wire.Version(version=await self._find(request.namespace).get_latest_model_version())
 
-    async def _get_latest_model_path(self, request: SyncPathRequest) -> SyncPath:
+    async def _get_latest_model_path(self, request: wire.PathRequest) -> wire.Path:
         path = await self._find(request.namespace).get_latest_model_path(request.use_huggingface)
-        return SyncPath(path=path or "")
+        return wire.Path(path=path or "")
 
     # Groups
 
-    async def _setup_weight_sync_group(self, request: SyncGroupRequest) -> SyncDone:
+    async def _setup_weight_sync_group(self, request: wire.GroupRequest) -> wire.Done:
         self._member(request.session, request.namespace)
         address, port = await methods.address_from(request.master_address, request.master_port)
         meta = meta_from(request.meta.tensors) if request.HasField("meta") else None
         await self._find(request.namespace).setup_weight_sync_group(address, port, meta)
         return _DONE
 
-    async def _coordinate_weight_sync_setup(self, request: SyncTimeoutRequest) -> SyncDone:
+    async def _coordinate_weight_sync_setup(self, request: wire.TimeoutRequest) -> wire.Done:
         synchronizer = self._find(request.namespace)
         limit = min(request.timeout, synchronizer.config.sync_timeout) if request.timeout > 0 else None
         member = self._member(request.session, request.namespace)
         await synchronizer.coordinate_weight_sync_setup(limit, member=member)
         return _DONE
 
-    async def _coordinate_weight_sync_teardown(self, request: SyncRequest) -> SyncDone:
+    async def _coordinate_weight_sync_teardown(self, request: wire.Request) -> wire.Done:
         self._member(request.session, request.namespace)
         await self._find(request.namespace).coordinate_weight_sync_teardown()
         return _DONE
 
-    async def _ready_to_nccl_sync(self, request: SyncReadyRequest) -> SyncWaitReply:
+    async def _ready_to_nccl_sync(self, request: wire.ReadyRequest) -> wire.WaitReply:
         synchronizer = self._find(request.namespace)
         member = self._member(request.session, request.namespace)
         version = await synchronizer.ready_to_nccl_sync(request.module, request.trainer_step, member=member)  # type: ignore[arg-type]
-        return SyncWaitReply() if version is None else SyncWaitReply(version=version)
+        return wire.WaitReply() if version is None else wire.WaitReply(version=version)
 
 
 async def _first(messages: AsyncIterator[Request]) -> Request | None:
@@ -377,7 +357,7 @@ async def _first(messages: AsyncIterator[Request]) -> Request | None:
         raise ProtocolViolationError(f"a call without a message for {HELLO_SECONDS:g} s") from None
 
 
-async def _restore(synchronizer: Synchronizer, member: str, first: SyncFromModule) -> None:
+async def _restore(synchronizer: Synchronizer, member: str, first: wire.FromModule) -> None:
     """Gives a module the statuses that it had before its connection broke."""
     hello = first.hello
     if hello.trainer_status:

@@ -13,15 +13,7 @@ from averaging.rl.synchronizer.modules import Module
 from averaging.rl.synchronizer.state_stream import Meta, meta_from, tensors_of
 from averaging.rpc import rpc_caller
 from averaging.weights import Place, Places
-from averaging.wire.synchronizer_pb2 import (
-    SyncCommand,
-    SyncDone,
-    SyncJoinGroup,
-    SyncMeta,
-    SyncModule,
-    SyncModuleReply,
-    SyncToModule,
-)
+from averaging.wire import synchronizer_pb2 as wire
 
 MAX_SESSIONS, MAX_SESSIONS_PER_HOST, MAX_SESSIONS_PER_CONNECTION = 1024, 256, 64
 MAX_NAME, MAX_ERROR = 100, 1000
@@ -43,13 +35,13 @@ class Session:
         self.member = f"{printable(name, MAX_NAME) or 'session'} {serial}"
         self.namespace = namespace
         self.place = place
-        self._commands: asyncio.Queue[SyncCommand] = asyncio.Queue()
-        self._asked: dict[int, asyncio.Future[SyncModuleReply]] = {}
+        self._commands: asyncio.Queue[wire.Command] = asyncio.Queue()
+        self._asked: dict[int, asyncio.Future[wire.ModuleReply]] = {}
         self._serials = itertools.count(1)
         self._gone = False
         self._module: Module | None = None
 
-    def attach(self, module: SyncModule) -> Module:
+    def attach(self, module: wire.Module) -> Module:
         """Returns the module that the process is, to be tracked.
 
         Raises:
@@ -66,7 +58,7 @@ class Session:
         """Whether the connection is open."""
         return not self._gone
 
-    async def ask(self, **command: Any) -> SyncModuleReply:
+    async def ask(self, **command: Any) -> wire.ModuleReply:
         """Gives the process a command and waits for its reply.
 
         Raises:
@@ -75,9 +67,9 @@ class Session:
         if self._gone:
             raise WeightGroupError(f"{self.member} is gone")
         number = next(self._serials)
-        future: asyncio.Future[SyncModuleReply] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[wire.ModuleReply] = asyncio.get_running_loop().create_future()
         self._asked[number] = future
-        self._commands.put_nowait(SyncCommand(number=number, **command))
+        self._commands.put_nowait(wire.Command(number=number, **command))
         try:
             reply = await future
         finally:
@@ -86,22 +78,22 @@ class Session:
             raise WeightGroupError(printable(reply.error, MAX_ERROR))
         return reply
 
-    def take(self, reply: SyncModuleReply) -> None:
+    def take(self, reply: wire.ModuleReply) -> None:
         """Takes the reply to a command. Late ones are ignored."""
         future = self._asked.get(reply.number)
         if future is not None and not future.done():
             future.set_result(reply)
 
-    async def next_command(self, seconds: float, until: asyncio.Future[Any]) -> SyncToModule | None:
+    async def next_command(self, seconds: float, until: asyncio.Future[Any]) -> wire.ToModule | None:
         """Returns the next command; None after `seconds`, or when `until` is done."""
         if self._commands.empty():
             getting = asyncio.ensure_future(self._commands.get())
             try:
                 await asyncio.wait([getting, until], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-                return SyncToModule(command=getting.result()) if getting.done() else None
+                return wire.ToModule(command=getting.result()) if getting.done() else None
             finally:
                 getting.cancel()
-        return SyncToModule(command=self._commands.get_nowait())
+        return wire.ToModule(command=self._commands.get_nowait())
 
     def close(self) -> None:
         """Ends the session; commands in progress fail."""
@@ -168,7 +160,7 @@ class _Member(_Plain):
     async def setup_weight_sync_group(
         self, master_address: str, master_port: int, world_size: int, group_name: str, timeout: float, rank: int
     ) -> None:
-        joined = SyncJoinGroup(
+        joined = wire.JoinGroup(
             master_address=master_address,
             master_port=master_port,
             rank=rank,
@@ -179,14 +171,14 @@ class _Member(_Plain):
         await self._session.ask(setup_weight_sync_group=joined)
 
     async def teardown_weight_sync_group(self) -> None:
-        await self._session.ask(teardown_weight_sync_group=SyncDone())
+        await self._session.ask(teardown_weight_sync_group=wire.Done())
 
 
 class _Sender(_Member):
     """A trainer."""
 
     async def get_weight_sync_info(self) -> tuple[str, int, Meta]:
-        reply = await self._session.ask(get_weight_sync_info=SyncDone())
+        reply = await self._session.ask(get_weight_sync_info=wire.Done())
         return *await address_from(reply.master_address, reply.master_port), meta_from(reply.meta.tensors)
 
 
@@ -194,5 +186,5 @@ class _Receiver(_Member):
     """An explorer."""
 
     async def set_state_dict_meta(self, state_dict_meta: Meta) -> None:
-        meta = SyncMeta(has_tensors=True, tensors=tensors_of(state_dict_meta))
+        meta = wire.Meta(has_tensors=True, tensors=tensors_of(state_dict_meta))
         await self._session.ask(set_state_dict_meta=meta)

@@ -16,7 +16,7 @@ import torch
 from averaging.errors import BusyError, ProtocolViolationError, TensorError
 from averaging.rpc import check_size
 from averaging.tensors import offload
-from averaging.wire.synchronizer_pb2 import SyncStateHead, SyncStatePart, SyncTensor
+from averaging.wire import synchronizer_pb2 as wire
 
 StateDict: TypeAlias = "dict[str, torch.Tensor]"
 ModelState: TypeAlias = "StateDict | str | None"
@@ -76,12 +76,12 @@ def meta_of(state: StateDict) -> Meta:
     return [(name, _name_of(tensor.dtype), tuple(tensor.shape)) for name, tensor in state.items()]
 
 
-def tensors_of(meta: Meta) -> list[SyncTensor]:
+def tensors_of(meta: Meta) -> list[wire.Tensor]:
     """Returns the messages that describe the tensors."""
-    return [SyncTensor(name=name, dtype=dtype, shape=shape) for name, dtype, shape in meta]
+    return [wire.Tensor(name=name, dtype=dtype, shape=shape) for name, dtype, shape in meta]
 
 
-def meta_from(tensors: Sequence[SyncTensor]) -> Meta:
+def meta_from(tensors: Sequence[wire.Tensor]) -> Meta:
     """Reads and checks what describes the tensors.
 
     Raises:
@@ -103,31 +103,31 @@ def meta_from(tensors: Sequence[SyncTensor]) -> Meta:
     return meta
 
 
-def parts_of(state: ModelState, version: int = 0) -> Iterator[SyncStatePart]:
+def parts_of(state: ModelState, version: int = 0) -> Iterator[wire.StatePart]:
     """Yields the messages of a state: the head, the bytes of the tensors in order, and the digest.
 
     Args:
         state: It must not be written meanwhile.
         version: Its version.
     """
-    head = SyncStateHead(version=version)
+    head = wire.StateHead(version=version)
     if isinstance(state, str):
         head.path = state
     if not isinstance(state, dict):
-        yield SyncStatePart(head=head)
+        yield wire.StatePart(head=head)
         return
     meta = meta_of(state)
     head.has_tensors = True
     head.tensors.extend(tensors_of(meta))
-    yield SyncStatePart(head=head)
+    yield wire.StatePart(head=head)
     digest = _digest_of(meta)
     for tensor in state.values():
         raw = _raw(tensor)
         for begin in range(0, len(raw), PIECE_BYTES):
             piece = bytes(raw[begin : begin + PIECE_BYTES])
             digest.update(piece)
-            yield SyncStatePart(data=piece)
-    yield SyncStatePart(digest=digest.digest())
+            yield wire.StatePart(data=piece)
+    yield wire.StatePart(digest=digest.digest())
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,14 +151,14 @@ class StateAssembler:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._head: SyncStateHead | None = None
+        self._head: wire.StateHead | None = None
         self._meta: Meta = []
         self._state: StateDict = {}
         self._raw = memoryview(b"")  # the bytes of the present tensor that have not arrived
         self.finished = False
         self.nbytes = 0
 
-    def add(self, part: SyncStatePart) -> None:
+    def add(self, part: wire.StatePart) -> None:
         """Takes the next message.
 
         Raises:
@@ -190,7 +190,7 @@ class StateAssembler:
             return Received(self._state, self._head.version)
         return Received(self._head.path or None, self._head.version)
 
-    def _begin(self, part: SyncStatePart) -> None:
+    def _begin(self, part: wire.StatePart) -> None:
         if not part.HasField("head"):
             raise ProtocolViolationError("a state without a head")
         head = part.head

@@ -26,7 +26,7 @@ BATCH_BYTES = 1 << 20
 """Requests or replies that wait are sent in one message until it has this size."""
 
 REQUEST_REPLY_STREAM = RpcMethod(
-    "/averaging.v1.Workers/request_reply_stream",
+    "/averaging.workers.v1.Workers/request_reply_stream",
     MasterMessage,
     WorkerMessage,
     requests_stream=True,
@@ -35,7 +35,7 @@ REQUEST_REPLY_STREAM = RpcMethod(
     max_reply_bytes=MESSAGE_BYTES,
 )
 FETCH_DATA = RpcMethod(
-    "/averaging.v1.Workers/fetch_data",
+    "/averaging.workers.v1.Workers/fetch_data",
     FetchDataRequest,
     NamedTensor,
     replies_stream=True,
@@ -43,7 +43,7 @@ FETCH_DATA = RpcMethod(
     max_reply_bytes=MESSAGE_BYTES,
 )
 FETCH_PARAMETERS = RpcMethod(
-    "/averaging.v1.Workers/fetch_parameters",
+    "/averaging.workers.v1.Workers/fetch_parameters",
     FetchParametersRequest,
     NamedTensor,
     replies_stream=True,

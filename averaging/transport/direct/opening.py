@@ -1,4 +1,4 @@
-"""`averaging.v1.Direct/Open`: how a connection is granted, on both sides, and how the caller makes it."""
+"""`averaging.direct.v1.Direct/Open`: how a connection is granted, on both sides, and how the caller makes it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from averaging.transport.grpc import (
 )
 from averaging.wire import direct_pb2
 
-SERVICE = "averaging.v1.Direct"
+SERVICE = "averaging.direct.v1.Direct"
 
 MAX_ADDRESSES = 4
 """Addresses of one host to which a connection is tried, one after the other."""

@@ -17,8 +17,8 @@ Request = TypeVar("Request")
 Reply = TypeVar("Reply")
 
 AVERAGING = "DecentralizedAveraging"
-GOSSIP = "averaging.v1.Gossip"
-STATUS = "averaging.v1.Status"
+GOSSIP = "averaging.gossip.v1.Gossip"
+STATUS = "averaging.status.v1.Status"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Method(Generic[Request, Reply]):
 
     @property
     def path(self) -> str:
-        """The path in HTTP/2, such as `/averaging.v1.Gossip/Push`."""
+        """The path in HTTP/2, such as `/averaging.gossip.v1.Gossip/Push`."""
         return f"/{self.service}/{self.name}"
 
 

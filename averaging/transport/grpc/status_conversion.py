@@ -1,4 +1,4 @@
-"""Converts a peer's status and schema to and from the messages of `averaging.v1.Status`."""
+"""Converts a peer's status and schema to and from the messages of `averaging.status.v1.Status`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from averaging.transport.grpc.channel_options import MAX_DIMENSIONS, MAX_TENSORS
 from averaging.transport.grpc.conversion import parse
 from averaging.wire import status_pb2
 
-# Converts receipts to and from the messages of `averaging.v1.Status`. `gathered` is not sent.
+# Converts receipts to and from the messages of `averaging.status.v1.Status`. `gathered` is not sent.
 
 
 def encode_watch_request(last: int) -> bytes:
