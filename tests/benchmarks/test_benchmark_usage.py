@@ -131,7 +131,7 @@ def test_recorded_results_are_overwritten_only_on_purpose(benchmark: object, mon
     assert Path("runs/benchmarks") in (folder, *folder.parents)
 
 
-NAMES = ["allreduce", "codecs", "convergence", "convergence_tuning", "gossip", "overlap", "recovery", "scale", "wan"]
+NAMES = ["allreduce", "codecs", "convergence", "convergence.tuning", "gossip", "overlap", "recovery", "scale", "wan"]
 
 
 def interrupted(module: str, folder: Path, *lines: str) -> subprocess.CompletedProcess[str]:

@@ -272,7 +272,7 @@ def test_a_folder_for_tensorboard_that_cannot_be_made_is_reported(
 
 def test_the_commands_of_the_page_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
     modules = (digits, diloco, explorers, sites, three_lines)
-    mains: dict[str, Main] = {module.__name__.partition(".")[2]: module.main for module in modules}
+    mains: dict[str, Main] = {module.__name__.split(".")[1]: module.main for module in modules}
     pages = "".join((ROOT / "docs" / "how-to" / page).read_text() for page in ("examples.md", "gpus.md"))
     commands = re.findall(r"^(?:python|torchrun .*) -m examples\.(\w+)(.*)$", pages, re.MULTILINE)
     assert {name for name, _ in commands} == set(mains)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import averaging.rl.synchronizer
+import averaging.weights
 from averaging import PeerUnreachableError, ProtocolViolationError, RpcServer
 from averaging.rpc import RpcChannel, RpcHandler
 from averaging.weights.follower_shards import ShardTasks
@@ -84,7 +85,10 @@ async def test_a_part_is_dialled_on_loopback_only_if_its_publisher_is_there_or_t
         )
 
 
-def test_all_connections_of_this_room_are_opened_in_one_place_or_to_the_user_s_address() -> None:
-    folder = Path(averaging.rl.synchronizer.__file__).parent
-    places = {file.name: file.read_text().count("RpcChannel(") for file in folder.glob("*.py")}
+def test_all_connections_are_opened_in_one_place_or_to_the_user_s_address() -> None:
+    places = {
+        file.name: file.read_text().count("RpcChannel(")
+        for room in (averaging.weights, averaging.rl.synchronizer)
+        for file in Path(str(room.__file__)).parent.glob("*.py")
+    }
     assert {name: count for name, count in places.items() if count} == {"follower_tasks.py": 1, "remote.py": 1}
