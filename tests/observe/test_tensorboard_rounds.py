@@ -46,7 +46,7 @@ def test_the_page_s_own_lines_write_each_round_and_the_averagers_status(
         return run.add(optimizer=SGD, **options)
 
     code = page.TENSORBOARD.replace("runs/a", str(tmp_path / "a")).replace("every=50", "every=2")
-    exec(code, {"LocalSGD": LocalSGD, "optimizer": None, "DecentralizedAverager": make})
+    exec(code, {"LocalSGD": LocalSGD, "model": None, "optimizer": None, "DecentralizedAverager": make})
     run.add(LocalSGD(every=2), SGD)
     run.meet()
     run.each(lambda number: steps(run, number, range(6)))
