@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 
 import grpc
@@ -89,6 +89,11 @@ async def numbers(*values: int) -> AsyncGenerator[Int64Value, None]:
         yield Int64Value(value=value)
 
 
+async def endless() -> AsyncGenerator[Int64Value, None]:
+    while True:
+        yield Int64Value(value=1)
+
+
 async def say(channel: RpcChannel, text: str, timeout: float = LIMIT) -> str:
     return (await channel.call(SAY, StringValue(value=text), timeout)).value
 
@@ -110,6 +115,32 @@ async def test_a_stream_that_its_caller_closes_is_closed_at_the_server() -> None
             assert (await anext(replies)).value == 0
         async with asyncio.timeout(LIMIT):
             await echo.closed.wait()
+
+
+@pytest.mark.asyncio
+async def test_grpc_has_left_the_event_loop_when_the_last_channel_is_closed() -> None:
+    """It would report to a closed loop else, and the error of that ends the reports to another loop of the process."""
+    servers = [RpcServer("127.0.0.1:0", [Echo()]) for _ in range(2)]
+    threads = [EventLoopThread(server, "a server") for server in servers]
+    endpoints = [server.endpoint for server in servers]
+
+    async def use() -> None:
+        async with RpcChannel(endpoints[0]) as first, RpcChannel(endpoints[1]) as second, AsyncExitStack() as stack:
+            for channel in (first, second) * 20:
+                for shape in (
+                    channel.stream(COUNT, Int64Value(value=-1)),
+                    channel.stream(DOUBLE, endless()),
+                ):
+                    replies = await stack.enter_async_context(aclosing(shape))
+                    await anext(replies)
+            with pytest.raises(PeerUnreachableError):
+                await say(first, "wait", 0.01)
+
+    before = asyncio.all_tasks()
+    await use()
+    assert asyncio.all_tasks() == before
+    for thread in threads:
+        await asyncio.to_thread(thread.close)
 
 
 @pytest.mark.asyncio

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from urllib.parse import quote
+from weakref import WeakKeyDictionary
 
 import grpc
 
@@ -19,6 +20,12 @@ from averaging.transport.grpc.dialling import Dialling
 
 MAX_IDLE = 256
 """Channels kept open without a call in progress. Of more, the least recently used is closed."""
+
+END_SECONDS = 1.0
+"""Maximum seconds for gRPC to report to an event loop that its operations have ended."""
+
+_users: WeakKeyDictionary[asyncio.AbstractEventLoop, int] = WeakKeyDictionary()
+"""The number of open `Channels` of each event loop."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +60,7 @@ class Channels:
         self._max_idle = max_idle
         self._connections: dict[str, PeerConnection] = {}  # least recently used first
         self._replaced: set[PeerConnection] = set()  # broken or unused; each is closed when its last call ends
+        self._loop: asyncio.AbstractEventLoop | None = None  # once it has opened a channel
         self._closed = False
 
     @asynccontextmanager
@@ -100,6 +108,9 @@ class Channels:
         return connection
 
     def _open(self, where: str) -> grpc.aio.Channel:
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            _users[self._loop] = _users.get(self._loop, 0) + 1
         if self._credentials is None:
             return grpc.aio.insecure_channel(where, self._options)
         return grpc.aio.secure_channel(where, self._credentials, self._options)
@@ -113,13 +124,36 @@ class Channels:
             await self._connections.pop(endpoint).channel.close()
 
     async def close(self) -> None:
-        """Closes all channels. Calls in progress end."""
+        """Closes all channels. Calls in progress end. The last user of an event loop waits until gRPC has left it."""
         self._closed = True
         connections = [*self._connections.values(), *self._replaced]
         self._connections.clear()
         self._replaced.clear()
         for connection in connections:
             await connection.channel.close()
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            _users[loop] -= 1
+        if not _users.get(asyncio.get_running_loop()):
+            await _last_reports()
+
+
+async def _last_reports() -> None:
+    """Waits until gRPC has reported the end of each call to this event loop.
+
+    A cancelled call is over for its caller at once, and gRPC reports its end to the loop later. If the loop is closed
+    by then, the report raises an error in whichever loop of this process has received it, and that loop does not see
+    the reports behind it until gRPC wakes it again (grpcio 1.85).
+    """
+    tasks = {task for task in asyncio.all_tasks() if _awaits_end(task)}
+    if tasks:
+        await asyncio.wait(tasks, timeout=END_SECONDS)
+
+
+def _awaits_end(task: asyncio.Task[object]) -> bool:
+    """Whether this is the task in which gRPC waits for the end of a call, at its caller or at its server."""
+    name = getattr(task.get_coro(), "__qualname__", "")
+    return name.endswith(("_AioCall._handle_status_once_received", "_handle_cancellation_from_core"))
 
 
 def target(endpoint: str) -> str:
