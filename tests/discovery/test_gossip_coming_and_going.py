@@ -34,6 +34,35 @@ def test_a_killed_peer_and_its_records_vanish_at_all_others() -> None:
     swarm.simulate(main())
 
 
+def test_the_presence_record_of_a_peer_whose_port_refuses_goes_at_once_and_reaches_no_newcomer() -> None:
+    swarm = GossipSwarm(53)
+
+    async def main() -> None:
+        rest = (await swarm.grow(3))[:2]
+        await swarm.kill("peer-2:1")
+        await until(everywhere(rest, PEERS, {"peer-0:1", "peer-1:1"}), within=15)
+        await joined(swarm.start("newcomer:1", ["peer-1:1"]))
+        for _ in range(200):
+            await asyncio.sleep(0.1)
+            assert not any("peer-2:1" in members(host.discovery) for host in swarm.hosts.values())
+
+    swarm.simulate(main())
+
+
+def test_a_live_peer_whose_port_refused_for_a_moment_is_back_with_its_next_sign_of_life() -> None:
+    swarm = GossipSwarm(54)
+
+    async def main() -> None:
+        peers = await swarm.grow(2)
+        swarm.network.refuse("peer-0:1", "peer-1:1")
+        await peers[0].store(KEY, "peer-0:1", b"", in_an_hour())  # which it sends to the other
+        await until(lambda: members(peers[0]) == {"peer-0:1"}, within=1)
+        swarm.network.heal()
+        await until(lambda: members(peers[0]) == {"peer-0:1", "peer-1:1"}, within=10 + 3)
+
+    swarm.simulate(main())
+
+
 def test_a_peer_without_a_presence_record_is_not_listed_although_other_records_of_it_last() -> None:
     swarm = GossipSwarm(5)
 

@@ -12,6 +12,7 @@ from averaging.discovery.gossip.bootstrap import Waiting
 from averaging.discovery.gossip.gossip_discovery import GossipDiscovery, peers_key
 from averaging.discovery.gossip.identity import Identity, UnsignedIdentity
 from averaging.discovery.gossip.settings import GossipSettings
+from averaging.errors import PeerUnreachableError
 from averaging.protocol.messages import Refusal, Rumour
 from averaging.testing import virtual_time
 from averaging.testing.transport import MemoryNetwork, MemoryTransport
@@ -28,8 +29,10 @@ class LossyTransport(MemoryTransport):
     """Also loses requests, before they have an effect; the network itself loses replies."""
 
     async def push(self, endpoint: str, run_id: str, rumours: tuple[Rumour, ...]) -> tuple[Refusal, ...]:
-        target = "nobody:1" if self._network.rng.random() < self._network.loss else endpoint
-        return await super().push(target, run_id, rumours)
+        if self._network.rng.random() < self._network.loss:
+            await asyncio.sleep(self._network._delay())
+            raise PeerUnreachableError(endpoint, "lost")  # not refused: nobody says that the port is closed
+        return await super().push(endpoint, run_id, rumours)
 
 
 class Host:

@@ -94,7 +94,12 @@ class GossipDiscovery:
         self._peers_key = peers_key(run_id)
         self._author = Author(run_id, identity or Ed25519Identity(), settings.limits)
         self._records = RecordStore(self._author, settings.limits, clock, self._on_change)
-        self._members = Membership(endpoint, join, rng, retry_lost=settings.retry_lost, max_lost=settings.max_lost)
+        self._members = Membership(
+            *(endpoint, join, rng),
+            retry_lost=settings.retry_lost,
+            max_lost=settings.max_lost,
+            on_refused=lambda refusing: self._records.drop(self._peers_key, refusing),
+        )
         self._streams = ClientStreams(endpoint, settings)
         self._rumours = Rumours(transport, run_id, self._members, settings, clock, self._on_refused)
         self._offsets = ClockOffsets(settings.limits.clock_tolerance, settings.exchange_timeout)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Container, Iterable, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -136,17 +136,26 @@ class Membership:
         rng: picks members.
         retry_lost: seconds for which an expired member is tried again.
         max_lost: number of expired members that are remembered.
+        on_refused: called with a member that has refused a connection.
 
     Attributes:
         stream_source: the member whose stream this peer reads, if it is a client.
     """
 
     def __init__(
-        self, endpoint: str, seeds: Sequence[str], rng: random.Random, *, retry_lost: float, max_lost: int
+        self,
+        endpoint: str,
+        seeds: Sequence[str],
+        rng: random.Random,
+        *,
+        retry_lost: float,
+        max_lost: int,
+        on_refused: Callable[[str], None] = lambda endpoint: None,
     ) -> None:
         self._endpoint = endpoint
         self._seeds = tuple(dict.fromkeys(seed for seed in seeds if seed != endpoint))
         self._rng, self._retry_lost, self._max_lost = rng, retry_lost, max_lost
+        self._on_refused = on_refused
         self._ring = BroadcastRing()
         self._suspects: dict[str, None] = {}  # ordered, so that simulations are reproducible
         self._lost: dict[str, float] = {}
@@ -218,6 +227,8 @@ class Membership:
             self._refusing.add(endpoint)
         if endpoint in self._ring or endpoint in self._seeds or endpoint in self._lost:
             self._failures[endpoint] = now, why
+        if refused and endpoint in self._ring:
+            self._on_refused(endpoint)
 
     def silent(self, now: float) -> dict[str, str]:
         """The members and seeds that did not answer within the last minute, and why; not those that are gone."""

@@ -8,9 +8,10 @@ withdrawn, the one that claimed the place first holds it; of equal claims, the s
 read. The others are kept, and when the holder's record goes, all peers read the next one without a message. Owners set
 the time of their claim themselves; docs/design/decisions/0001-gossip.md has the consequences.
 
-A record whose owner's clock is ahead is removed before it expires (`record.kept_until`). Peers received it at different
-times, so those that still hold it would send it to those that have removed it. Its version is therefore remembered
-until it expires, and neither that version nor an earlier one is accepted again.
+A record whose owner's clock is ahead is removed before it expires (`record.kept_until`), and so is the presence record
+of a peer whose port refuses connections. Peers remove it at different times, so those that still hold it would send it
+to those that have removed it. Its version is therefore remembered until it expires, and neither that version nor an
+earlier one is accepted again.
 """
 
 from __future__ import annotations
@@ -130,6 +131,16 @@ class RecordTable:
             if change is not None:
                 changes.append(change)
         return changes
+
+    def drop(self, key: str, subkey: str, now: float) -> Change | None:
+        """Removes the record that is read there before it expires: only a later version of it is accepted again."""
+        record = self.holder(key, subkey)
+        if record is None:
+            return None
+        number = record_id(key, subkey, record.owner)
+        self._remove(number, record)
+        self._remember_removal(number, record, now)
+        return self._update_readable(key, subkey)
 
     def holder(self, key: str, subkey: str) -> Record | None:
         """The record that is read there; None if there is none."""
@@ -379,6 +390,10 @@ class RecordStore:
         own = self.table().claims_of(self._author.owner)
         withdrawals = [self.withdraw(record.key, record.subkey) for record in own]
         return [record for record in withdrawals if record is not None]
+
+    def drop(self, key: str, subkey: str) -> None:
+        """Removes the record that is read there, as if it had expired; see `RecordTable.drop`."""
+        self._changed(self.table().drop(key, subkey, self._clock()), expired=True)
 
     def merge(self, record: Record, sender: str) -> Merged:
         """Merges a record from the network; refusals are counted, and logged once a minute."""
