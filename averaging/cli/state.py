@@ -172,7 +172,7 @@ def _metadata(state: State) -> dict[str, str]:
     import base64
     import json
 
-    import msgpack
+    from averaging.common import pack
 
     user = dict(state.user)
     version = {VERSION_KEY: str(state.version)}
@@ -182,4 +182,4 @@ def _metadata(state: State) -> dict[str, str]:
             return {**version, USER_KEY: text}
     except (TypeError, ValueError, RecursionError):
         pass
-    return {**version, PACKED_USER_KEY: base64.b64encode(msgpack.packb(user)).decode()}
+    return {**version, PACKED_USER_KEY: base64.b64encode(pack(user)).decode()}

@@ -28,7 +28,15 @@ from averaging.common.option_sources import (
     unknown_option,
     with_sources,
 )
-from averaging.common.safe_msgpack import MAX_INTEGER_KEYS, all_numbers_finite, check_keys, is_number, unpack
+from averaging.common.safe_msgpack import (
+    MAX_INTEGER_KEYS,
+    all_numbers_finite,
+    check_keys,
+    is_number,
+    pack,
+    pack_user,
+    unpack,
+)
 from averaging.common.sanitize import MAX_NAMES, counted, duration, html_table, listed, plain, size
 from averaging.common.tensor_names import (
     contradict,
@@ -73,6 +81,8 @@ __all__ = [
     "objection",
     "on_loop",
     "one_of",
+    "pack",
+    "pack_user",
     "parse_address",
     "parse_ip",
     "plain",

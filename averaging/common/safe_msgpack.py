@@ -1,4 +1,4 @@
-"""Decodes msgpack from untrusted peers in bounded memory and time.
+"""Encodes msgpack, and decodes it from untrusted peers in bounded memory and time.
 
 A few bytes can encode lists of many empty lists. Keys of a map can be chosen so that their hashes collide, which makes
 decoding quadratic. The hashes of text and bytes are randomised per process, the number of integer keys is limited, and
@@ -10,9 +10,12 @@ Pure.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from datetime import datetime
 from typing import Any, TypeGuard
 
-import msgpack
+import msgspec
+from msgspec.msgpack import Decoder, Encoder, Ext
 
 MAX_DEPTH = 64
 """Maximum nesting of lists and maps."""
@@ -48,12 +51,79 @@ _KEYS = bytes(
 """Kind of key by the first byte of an item; `_TEXT` includes bytes."""
 
 
+_BUILT_IN: dict[type, Callable[[Any], object]] = {
+    int: int.__int__,
+    float: float.__float__,
+    str: str.__str__,
+    bytes: bytes.__bytes__,
+}
+"""How the value of a subclass is read as that of the built-in class."""
+
+MAX_NESTING = 512
+"""Nesting of lists and dicts of the application that can be encoded. Other peers accept less, see `MAX_DEPTH`."""
+
+_TOO_DEEP = "it is nested too deeply, or contains itself"
+
+_PLAIN = (type(None), int, float, str, bytes, bytearray, memoryview, Ext)
+
+
+def _as_built_in(value: object) -> object:
+    """Converts subclasses of numbers, text and bytes, such as `numpy.float64`, which msgspec does not encode."""
+    for kind, convert in _BUILT_IN.items():
+        if isinstance(value, kind):
+            return convert(value)
+    raise TypeError(f"can not serialize {type(value).__name__!r} object")
+
+
+_ENCODER, _DECODER = Encoder(enc_hook=_as_built_in), Decoder()
+
+
+def pack(value: object) -> bytes:
+    """Encodes a value that this library has built; equal values have equal bytes if their maps have one order.
+
+    Raises:
+        TypeError: `value` contains an object that msgpack has no form for.
+        OverflowError: it contains an integer below -2^63 or above 2^64 - 1.
+        ValueError: it contains text with surrogates, is nested too deeply, or contains itself.
+    """
+    try:
+        return _ENCODER.encode(value)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+
+
+def pack_user(value: object) -> bytes:
+    """Like `pack`, for a value of the application: numbers, text, bytes, lists, dicts, aware datetimes and `Ext`.
+
+    msgspec encodes more, for example a set as a list, but a receiver would then get something else than was sent.
+    """
+    _check_types(value, MAX_NESTING)
+    return pack(value)
+
+
+def _check_types(value: object, levels: int) -> None:
+    if not levels:
+        raise ValueError(_TOO_DEEP)
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_types(key, levels - 1)
+            _check_types(item, levels - 1)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _check_types(item, levels - 1)
+    elif not isinstance(value, _PLAIN) and not (isinstance(value, datetime) and value.tzinfo):
+        raise TypeError(f"can not serialize {type(value).__name__!r} object")
+
+
 def unpack(packed: bytes, max_items: int) -> Any:
     """Decodes msgpack in time proportional to the number of bytes.
 
     Args:
         packed: untrusted bytes.
         max_items: maximum number of items (numbers, texts, lists, maps ...) at all depths together.
+
+    Returns:
+        The value; a timestamp becomes a datetime, any other extension an `Ext`.
 
     Raises:
         ValueError: `packed` is not msgpack, has more than `max_items` items or is deeper than `MAX_DEPTH`; or a map has
@@ -62,8 +132,8 @@ def unpack(packed: bytes, max_items: int) -> Any:
     """
     _check(packed, max_items)
     try:
-        return msgpack.unpackb(packed, strict_map_key=False)
-    except msgpack.UnpackException as error:
+        return _DECODER.decode(packed)
+    except msgspec.DecodeError as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
 
 

@@ -11,9 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Seque
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-import msgpack
-
-from averaging.common import unpack
+from averaging.common import pack, unpack
 from averaging.discovery.base import Diagnosis, Discovery, Entry
 from averaging.errors import ConfigError
 
@@ -45,8 +43,7 @@ class Holding:
 
     def pack(self) -> bytes:
         """For a record."""
-        packed: bytes = msgpack.packb([self.layout, self.shard, self.site])
-        return packed
+        return pack([self.layout, self.shard, self.site])
 
     @classmethod
     def unpack(cls, packed: bytes) -> Holding | None:

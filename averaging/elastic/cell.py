@@ -11,9 +11,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
 
-import msgpack
-
-from averaging.common import unpack
+from averaging.common import pack, unpack
 from averaging.elastic.register import Entry, Register
 from averaging.errors import ConfigError, PeerUnreachableError, ProtocolViolationError
 
@@ -108,7 +106,7 @@ class Seal:
         """Seals a write; `nonce` makes it differ from every other."""
         named = list(overruled), list(follows)
         fields = [origin, created, version, sent, writer, world, *named, rooted, ended, nonce, payload]
-        body: bytes = msgpack.packb(fields)
+        body = pack(fields)
         raw = self._mac(self._secrets[0], body) + body
         return Sealed(origin, created, version, sent, writer, world, overruled, follows, rooted, ended, payload, raw)
 

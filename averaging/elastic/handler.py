@@ -10,7 +10,6 @@ from datetime import timedelta
 from hashlib import sha256
 from typing import Generic, TypeVar
 
-import msgpack
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import (
@@ -29,7 +28,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _remove_participant_epilogue,
 )
 
-from averaging.common import parse_address
+from averaging.common import pack, parse_address
 from averaging.elastic.agent import RestartBudget, told_in_one_line
 from averaging.elastic.backend import LOG_INTERVAL, NAME, AveragingBackend
 from averaging.elastic.cell import Cell
@@ -246,7 +245,7 @@ class AveragingRendezvousHandler(DynamicRendezvousHandler):
         return self._round_store
 
     def _publish(self, place: bytes, port: int) -> None:
-        payload: bytes = msgpack.packb([place, self._this_node.addr, port])
+        payload = pack([place, self._this_node.addr, port])
         while not self._backend.run(lambda: self._replace(payload)):
             logger.debug("another node wrote the place of its store at the same time")
 

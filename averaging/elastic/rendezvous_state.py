@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
-import msgpack
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
-from averaging.common import unpack
+from averaging.common import pack, unpack
 from averaging.errors import ProtocolViolationError
 
 MAX_ADDRESS = 256
@@ -58,7 +57,7 @@ def encode_state(state: _RendezvousState) -> bytes:
         )
         for node in sorted(nodes)
     ]
-    encoded: bytes = msgpack.packb(
+    encoded: bytes = pack(
         [state.round, state.complete, state.closed, _microseconds(state.deadline), [list(row) for row in rows]]
     )
     return encoded

@@ -11,9 +11,7 @@ import random
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 
-import msgpack
-
-from averaging.common import CLIENT_PREFIX, contradict, is_endpoint
+from averaging.common import CLIENT_PREFIX, contradict, is_endpoint, pack
 from averaging.discovery import Entry
 from averaging.errors import ProtocolViolationError
 from averaging.matchmaking.response_history import Standing
@@ -351,8 +349,7 @@ def next_join_refusal(
 
 def pack_looking(looking: bool) -> bytes:
     """The value of a declaration."""
-    packed: bytes = msgpack.packb(looking)
-    return packed
+    return pack(looking)
 
 
 def unpack_looking(value: bytes) -> bool:

@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-import msgpack
 import xxhash
 
-from averaging.common import is_count, is_number
+from averaging.common import is_count, is_number, pack
 
 KEY = "averaging/state"
 """Key in a member's `gather` under which its packed fingerprint travels."""
@@ -143,7 +142,7 @@ def detach(user: Any) -> tuple[Any, Fingerprint | None]:
 def shorten(hyperparameters: Hyperparameters) -> Packed:
     """The hyperparameters as they travel, see `MAX_VALUES_BYTES`."""
     kept = dict(list(hyperparameters.items())[:MAX_NAMES])
-    packed = msgpack.packb({name: list(column) for name, column in kept.items()})
+    packed = pack({name: list(column) for name, column in kept.items()})
     if len(packed) <= MAX_VALUES_BYTES:
         return kept
     return {name: column if len(column) == 1 else digest_of(column) for name, column in kept.items()}

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-import msgpack
+from msgspec.msgpack import Ext
 
-from averaging.common import CLIENT_PREFIX, check_keys, is_number, unpack
+from averaging.common import CLIENT_PREFIX, check_keys, is_number, pack, pack_user, unpack
 from averaging.errors import UnprovenViolationError
 
 MAX_GATHER_BYTES = 64 * 1024
@@ -152,8 +152,7 @@ def pack_metadata(group: Group, conflicting: bytes = b"") -> bytes:
         msgpack of {"group": digest}, plus {"heard": conflicting} if there is one.
     """
     digests = {"group": group.digest} | ({"heard": conflicting} if conflicting else {})
-    packed: bytes = msgpack.packb(digests) if group.digest else b""
-    return packed
+    return pack(digests) if group.digest else b""
 
 
 def conflicting_digest(group: Group, metadata: bytes) -> bytes:
@@ -176,8 +175,8 @@ def pack_gather(weight: float, bandwidth: float | None, mode: Mode, user: Any = 
         ValueError: msgpack cannot pack `user`, other peers would refuse it, or the result is over 64 KiB.
     """
     try:
-        packed_user = msgpack.packb(user)
-        packed: bytes = msgpack.packb([float(weight), bandwidth, int(mode), packed_user])
+        packed_user = pack_user(user)
+        packed = pack([float(weight), bandwidth, int(mode), packed_user])
     except (TypeError, OverflowError) as error:
         raise ValueError(f"gather must consist of numbers, strings, bytes, lists and dicts: {error}") from None
     if len(packed) > MAX_GATHER_BYTES:
@@ -202,8 +201,8 @@ def unpack_gather(endpoint: str, gather: bytes) -> Member:
     if len(gather) > MAX_GATHER_BYTES:
         raise UnprovenViolationError(f"{endpoint} has a gather of {len(gather)} bytes, more than {MAX_GATHER_BYTES}")
     fields = _unpack(gather)
-    if isinstance(fields, msgpack.ExtType) and fields.code == _WRAPPED_ARRAY:
-        fields = _unpack(fields.data)
+    if isinstance(fields, Ext) and fields.code == _WRAPPED_ARRAY:
+        fields = _unpack(bytes(fields.data))
     if not isinstance(fields, list | tuple) or len(fields) != 4:
         raise UnprovenViolationError(f"{endpoint} has a gather that is not [weight, bandwidth, mode, user]")
     weight, bandwidth, mode, user = fields

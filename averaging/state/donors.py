@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-import msgpack
-
-from averaging.common import is_number, member_of, unpack
+from averaging.common import is_number, member_of, pack, unpack
 from averaging.discovery import Discovery, PublishedRecord
 from averaging.protocol import donors_key
 from averaging.timing import LATEST_FACTOR, SLOW_LINK, Deadline, Deadlines, FairTimeout, Phase
@@ -43,7 +41,7 @@ class Donors:
             discovery,
             self._key,
             endpoint,
-            lambda: msgpack.packb(float(version())),
+            lambda: pack(float(version())),
             lifetime=LIFETIME,
             refresh=REFRESH,
             pause=PAUSE,

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
-import msgpack
 import torch
 
-from averaging.common import check_keys, unpack
+from averaging.common import check_keys, pack_user, unpack
+from averaging.common import pack as pack_value
 from averaging.errors import ProtocolViolationError, StateError
 from averaging.protocol import DownloadData, Resume, WireTensor
 from averaging.tensors import DTYPES, Schema, check_size
@@ -88,8 +88,7 @@ class Manifest:
             "user": dict(self.user),
             "named": self.named,
         }
-        packed: bytes = msgpack.packb(fields | ({"skipped": self.skipped} if self.skipped else {}))
-        return packed
+        return pack_value(fields | ({"skipped": self.skipped} if self.skipped else {}))
 
 
 def max_items(schema: Schema | None) -> int:
@@ -140,7 +139,7 @@ def resume_at(tensors: Sequence[TensorInfo], offset: int) -> Resume:
         [name, DTYPE_NAMES[dtype], list(shape), digest]
         for name, dtype, shape, digest in tensors[: whole + (inside > 0)]
     ]
-    return Resume(offset, hashlib.sha256(msgpack.packb(described)).digest())
+    return Resume(offset, hashlib.sha256(pack_value(described)).digest())
 
 
 def can_skip(tensors: Sequence[TensorInfo], resume: Resume | None) -> int:
@@ -230,7 +229,7 @@ def check_state(averaged: Collection[str], tensors: Mapping[str, torch.Tensor], 
         if tensor.layout is not torch.strided or tensor.is_meta:
             raise StateError(f"state tensor {name!r} has no dense values; pass a dense one, such as its `to_dense()`")
     try:
-        packed: bytes = msgpack.packb(dict(user))
+        packed = pack_user(dict(user))
     except (TypeError, ValueError, OverflowError) as error:
         raise StateError(f"msgpack cannot pack the state's user dict: {error}") from None
     try:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import msgpack
 import torch
+from msgspec import msgpack
 
 from averaging.errors import StateError
 from averaging.protocol import DownloadData
@@ -146,7 +146,7 @@ class Snapshots:
     def _copy_once(self) -> State:
         if self._copy is None:
             copies = {name: _copied(tensor) for name, tensor in self._named().items()}
-            user = msgpack.unpackb(self._committed_user, strict_map_key=False)
+            user = msgpack.decode(self._committed_user)
             self._copy = State(self.version, copies, user)
         return self._copy
 

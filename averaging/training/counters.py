@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import msgpack
 import torch
 
-from averaging.common import unpack
+from averaging.common import pack, unpack
 
 KEY = "counters"
 """Key of the packed values in a member's `gather`. The rest of the map is what the strategy sends."""
@@ -45,7 +44,7 @@ class Counters:
         if not self or not (gather is None or isinstance(gather, dict)):
             return gather  # the application chose another form
         values = [value for counter in self._counters for value in counter.reshape(-1).tolist()]
-        return {**(gather or {}), KEY: msgpack.packb(values)}
+        return {**(gather or {}), KEY: pack(values)}
 
     @torch.no_grad()
     def take_largest(self, gathered: Iterable[Any]) -> None:

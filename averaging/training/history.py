@@ -8,9 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-import msgpack
-
-from averaging.common import is_count, is_number, unpack
+from averaging.common import is_count, is_number, pack, unpack
 from averaging.errors import StateError
 from averaging.observe import MAX_ITEMS, check_rate
 
@@ -215,8 +213,7 @@ class Progress:
         """For a record in discovery; `step_rate.INDEX` is the place of the rate in it."""
         ends = [int(self.stage), self.digest, self.rate, self.history.pack_trail(), int(self.made)]
         ends += [dict(self.parts)] if self.parts else []
-        packed: bytes = msgpack.packb([self.history.pack(), self.samples, self.computing, self.donates, *ends])
-        return packed
+        return pack([self.history.pack(), self.samples, self.computing, self.donates, *ends])
 
     @classmethod
     def unpack(cls, packed: bytes) -> Progress | None:

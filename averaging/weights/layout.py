@@ -10,9 +10,9 @@ from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
-import msgpack
 import torch
 
+from averaging.common import pack
 from averaging.errors import ProtocolViolationError, TensorError
 from averaging.rpc import check_size
 
@@ -143,8 +143,7 @@ class Layout:
         specs = [
             [spec.name, spec.dtype, list(spec.shape), list(spec.whole), list(spec.offset)] for spec in self.tensors
         ]
-        packed: bytes = msgpack.packb([self.piece_bytes, specs])
-        return packed
+        return pack([self.piece_bytes, specs])
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ import logging
 from collections.abc import Generator
 from contextlib import contextmanager
 
-import msgpack
 import pytest
 import torch
+from msgspec import msgpack
 
 from averaging.protocol.group import group_digest
 from tests.support.foreign import DEADLINE, Foreign, Message, as_bytes, begun, gather, our_peer
@@ -167,7 +167,7 @@ async def test_our_peer_gives_up(foreign: Foreign) -> None:
         first = await group.bad.next_stream()
         group_id, endpoint = group.announced["group_id"], group.us.endpoint
         digest = group_digest(group_id, group.announced["ordered_group_endpoints"], group.announced["gathered"])
-        assert msgpack.unpackb(first.pop("metadata")) == {"group": digest}
+        assert msgpack.decode(first.pop("metadata")) == {"group": digest}
         assert first == {"code": "PART_FOR_AVERAGING", "group_id": group_id, "endpoint": endpoint}
         await group.has_taken(len(messages))
         group.receipt.cancel()

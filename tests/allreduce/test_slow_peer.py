@@ -10,8 +10,8 @@ from functools import cache
 from statistics import median
 from typing import Any
 
-import msgpack
 import pytest
+from msgspec import msgpack
 
 from averaging import Peer
 from averaging.discovery.gossip import GossipDiscovery
@@ -112,7 +112,7 @@ def test_explain_names_it_and_what_to_do(strategy: str, remedy: str, tellers: Se
 
 def before_it_starts(run: Run, value: Any) -> Callable[[], Coroutine[Any, Any, None]]:
     """A member of discovery that takes the slow peer's place for progress, and announces this as its step rate."""
-    items = [*msgpack.unpackb(Progress(History(), rate=1.0).pack())[:INDEX], value]
+    items = [*msgpack.decode(Progress(History(), rate=1.0).pack())[:INDEX], value]
 
     async def announce() -> None:
         await asyncio.sleep(1.0)
@@ -130,7 +130,7 @@ def before_it_starts(run: Run, value: Any) -> Callable[[], Coroutine[Any, Any, N
         await transport.bind()
         async with discovery:
             while True:
-                await discovery.store(progress_key("run"), SLOW, msgpack.packb(items), virtual_time.clock() + 15.0)
+                await discovery.store(progress_key("run"), SLOW, msgpack.encode(items), virtual_time.clock() + 15.0)
                 await asyncio.sleep(5.0)
 
     return announce

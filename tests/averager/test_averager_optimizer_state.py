@@ -6,9 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import msgpack
 import pytest
 import torch
+from msgspec import msgpack
 
 from averaging.common.safe_msgpack import MAX_INTEGER_KEYS
 from averaging.errors import StateError
@@ -58,7 +58,7 @@ def step(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], tim
 def travel(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], Any]:
     tensors, packed = pack_optimizer(optimizer)
     copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    return copies, msgpack.unpackb(msgpack.packb(packed), strict_map_key=False)
+    return copies, msgpack.decode(msgpack.encode(packed))
 
 
 def test_the_copy_goes_on_exactly_as_the_original(make: Make) -> None:
@@ -177,7 +177,7 @@ GOOD = {"tensor": "optimizer/0/exp_avg"}
         {"class": "AdamW", "state": {"dict": [[2, {"dict": [["exp_avg", GOOD]]}]]}},
         {"class": "AdamW", "state": {"dict": [[0, {"dict": [["exp_avg", {"tensor": "lost"}]]}]]}},
         {"class": "AdamW", "state": {"dict": [[0, {"dict": [["exp_avg", {"tensor": "weight"}]]}]]}},
-        {"class": "AdamW", "state": {"dict": [[0, {"dict": [["exp_avg", msgpack.ExtType(1, b"")]]}]]}},
+        {"class": "AdamW", "state": {"dict": [[0, {"dict": [["exp_avg", msgpack.Ext(1, b"")]]}]]}},
     ],
 )
 def test_malformed_states_change_nothing(packed: object) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgpack
 import pytest
 import torch
+from msgspec import msgpack
 
 from averaging.training.counters import KEY, MAX_EACH, Counters, without_counters
 
@@ -40,18 +40,18 @@ def test_what_the_strategy_sends_stays_as_it_is() -> None:
         5,
         b"",
         b"\xc1",
-        *map(msgpack.packb, ([1], [1, 2, 3], [1, None], [1, 2.5], [1, True], [1, 2**53 + 1], {1: 2})),
+        *map(msgpack.encode, ([1], [1, 2, 3], [1, None], [1, 2.5], [1, True], [1, 2**53 + 1], {1: 2})),
     ],
 )
 def test_malformed_and_implausible_values_are_ignored(packed: Any) -> None:
     own = counts(1, 2)
-    Counters(own).take_largest([{KEY: packed}, None, "text", {KEY: msgpack.packb([7, 1])}])
+    Counters(own).take_largest([{KEY: packed}, None, "text", {KEY: msgpack.encode([7, 1])}])
     assert (own["buffer/a"].item(), own["buffer/b"].tolist()) == (7, [2])
 
 
 def test_a_value_that_does_not_fit_becomes_the_largest_that_does() -> None:
     own = {"buffer/a": torch.tensor(1, dtype=torch.int16)}
-    Counters(own).take_largest([{KEY: msgpack.packb([2**40])}])
+    Counters(own).take_largest([{KEY: msgpack.encode([2**40])}])
     assert own["buffer/a"].item() == 2**15 - 1
 
 
@@ -63,4 +63,4 @@ def test_tables_masks_and_bytes_are_no_counters() -> None:
     }
     assert not Counters(others)
     many = {f"buffer/{n}": torch.zeros(MAX_EACH, dtype=torch.int64) for n in range(9)}
-    assert len(msgpack.packb(Counters(many | others).added_to(None))) < 20_000
+    assert len(msgpack.encode(Counters(many | others).added_to(None))) < 20_000

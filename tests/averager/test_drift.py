@@ -6,11 +6,11 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import msgpack
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import msgpack
 
 from averaging.common.safe_msgpack import unpack
 from averaging.observe.drift import Drift, DriftCheck, DriftKind, HyperparameterLog
@@ -184,7 +184,7 @@ def test_the_peer_that_differs_from_most_names_itself() -> None:
 def test_many_groups_are_compared_by_digest() -> None:
     many = {**ADAM, "lr": tuple(0.1 * number for number in range(300))}
     short = shorten(many)
-    assert len(msgpack.packb({name: list(column) for name, column in short.items()})) < MAX_VALUES_BYTES
+    assert len(msgpack.encode({name: list(column) for name, column in short.items()})) < MAX_VALUES_BYTES
     assert short["lr"] == digest_of(many["lr"])
     assert found(many, many) == ()
     (drift,) = found(many, {**many, "lr": (*many["lr"][:-1], 7.0)})
@@ -260,8 +260,8 @@ def test_it_travels_beside_what_the_application_gathers() -> None:
     fingerprint = replace(told(ADAM, 3, 1), moment="m", digest="d", entries=b"ab", sketches=bytes(8))
     for gather in (None, {"samples": 3}, 7, [1], {}):
         user = attach(gather, fingerprint)
-        rest, read = detach(unpack(msgpack.packb(user), MAX_GATHER_BYTES))
+        rest, read = detach(unpack(msgpack.encode(user), MAX_GATHER_BYTES))
         assert rest == gather
         assert read == (fingerprint if gather is None or gather == {"samples": 3} else None)
     large = fingerprint_of([torch.ones(3)] * 5000, "m" * 40, 1)
-    assert len(msgpack.packb(attach(None, replace(large, hyperparameters=shorten(ADAM))))) < 4096
+    assert len(msgpack.encode(attach(None, replace(large, hyperparameters=shorten(ADAM))))) < 4096

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import msgpack
 import pytest
 import torch
+from msgspec import msgpack
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from averaging.errors import StateError
@@ -54,7 +54,7 @@ def stepped(optimizer: torch.optim.Optimizer, times: int) -> GroupProgress:
 def travel(optimizer: torch.optim.Optimizer, progress: GroupProgress) -> tuple[dict[str, torch.Tensor], Any]:
     tensors, packed = pack_optimizer(optimizer, progress)
     copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    return copies, msgpack.unpackb(msgpack.packb(packed), strict_map_key=False)
+    return copies, msgpack.decode(msgpack.encode(packed))
 
 
 def of_group(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import msgpack
 
 from averaging.errors import StateError
 from averaging.strategies.catch_up import check_history
@@ -100,7 +100,7 @@ ORIGIN = HERE.pack()
     ],
 )
 def test_numbers_that_make_no_sense_are_nothing(packed: list[object]) -> None:
-    assert Progress.unpack(msgpack.packb(packed)) is None
+    assert Progress.unpack(msgpack.encode(packed)) is None
 
 
 def test_a_history_that_is_none_is_an_error() -> None:
@@ -257,9 +257,9 @@ def test_the_digests_of_parts_are_announced_and_malformed_ones_ignored() -> None
     parts = {"frozen parameters": "00ff"}
     packed = Progress(A, parts=parts).pack()
     assert Progress.unpack(packed) == Progress(A, parts=parts)
-    items = msgpack.unpackb(packed)
+    items = msgpack.decode(packed)
     for malformed in ("more", 5, [["a", "b"]], {"a": 1}, {1: "a"}, {"a": "f" * 65}):
-        assert Progress.unpack(msgpack.packb([*items[:-1], malformed])) == Progress(A)
+        assert Progress.unpack(msgpack.encode([*items[:-1], malformed])) == Progress(A)
 
 
 def at_host(**peers: Progress) -> tuple[dict[str, Progress], dict[str, str]]:

@@ -10,10 +10,10 @@ import re
 from hashlib import sha256, sha512
 from pathlib import Path
 
-import msgpack
 import numpy as np
 import pytest
 import torch
+from msgspec import msgpack
 
 import averaging
 from averaging.allreduce.partition import partition, shares
@@ -234,7 +234,7 @@ def test_the_headers_of_the_page_that_resume_a_download(offset: int, count: int)
     shapes = {"weight": ("float32", [2, 3]), "none": ("int64", [0]), "bias": ("bfloat16", [4])}
     tensors = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in shapes.items()}
     entries = [[name, *what, sha256(bytes(tensors[name].nbytes)).digest()] for name, what in shapes.items()]
-    header = f"{offset} {sha256(msgpack.packb(entries[:count])).hexdigest()}"
+    header = f"{offset} {sha256(msgpack.encode(entries[:count])).hexdigest()}"
     assert f"\naveraging-resume: {header}\n" in PAGE
     snapshot = seal(State(7, tensors))
     first, *_ = pack(snapshot, read_resume([("averaging-resume", header)]))

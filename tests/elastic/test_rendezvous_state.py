@@ -7,10 +7,10 @@ import random
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import msgpack
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
 from averaging.elastic.rendezvous_state import decode_place, decode_state, encode_state
@@ -77,7 +77,7 @@ NODE = ["a", 1, 0, None, False, False, None]
         pickle.dumps(Bomb()),
         pickle.dumps(_RendezvousState()),
         *map(
-            msgpack.packb,
+            msgpack.encode,
             [
                 [],
                 {"round": 1},
@@ -118,6 +118,6 @@ def test_any_bytes_are_refused_or_a_state(payload: bytes) -> None:
     "fields", [None, [b"p", "a"], ["p", "a", 1], [b"p", 1, 1], [b"p", "a", 0], [b"p", "a", 1 << 16], [b"p", "a\x1b", 1]]
 )
 def test_nothing_else_is_the_place_of_a_store(fields: Any) -> None:
-    assert decode_place(msgpack.packb([b"p", "a", 1])) == (b"p", "a", 1)
-    assert decode_place(msgpack.packb(fields)) is None
+    assert decode_place(msgpack.encode([b"p", "a", 1])) == (b"p", "a", 1)
+    assert decode_place(msgpack.encode(fields)) is None
     assert decode_place(b"\xc1") is None

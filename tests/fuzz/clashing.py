@@ -6,8 +6,8 @@ import struct
 from collections.abc import Iterable
 from functools import lru_cache
 
-import msgpack
 import torch
+from msgspec import msgpack
 
 _P1, _P2, _P5 = 11400714785074694791, 14029467366897019727, 2870177450012600261  # of CPython's hash of a tuple
 _BITS = (1 << 64) - 1
@@ -65,4 +65,4 @@ def packed_map(keys: Iterable[bytes]) -> bytes:
 
 def packed(values: Iterable[object]) -> list[bytes]:
     """Each of them packed."""
-    return [msgpack.packb(value) for value in values]
+    return [msgpack.encode(value) for value in values]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-import msgpack
 from hypothesis import strategies as st
+from msgspec import msgpack
 
 from averaging.protocol.messages import AveragingData, CompressionType, DownloadData, MessageCode, WireTensor
 from averaging.tensors.compression import encode
@@ -28,7 +28,7 @@ values = st.recursive(
 )
 """Any value that msgpack can pack."""
 
-packed = st.one_of(st.binary(max_size=80), values.map(msgpack.packb))
+packed = st.one_of(st.binary(max_size=80), values.map(msgpack.encode))
 
 
 def _varint(value: int) -> bytes:
@@ -119,7 +119,7 @@ def states(draw: st.DrawFn, sound: Sequence[DownloadData]) -> list[DownloadData]
                 metadata = draw(st.one_of(packed, damaged([sound[0].metadata])))
                 messages[:1] = [DownloadData(metadata, sound[0].tensor_part)]
             case "fields":
-                fields = msgpack.unpackb(sound[0].metadata)
+                fields = msgpack.decode(sound[0].metadata)
                 field = draw(st.sampled_from(sorted([*fields, "skipped"])))
                 given = draw(values)
                 if isinstance(fields.get(field), list) and draw(st.booleans()):
@@ -130,7 +130,7 @@ def states(draw: st.DrawFn, sound: Sequence[DownloadData]) -> list[DownloadData]
                         fields[field][0] = given
                 else:
                     fields[field] = given
-                messages[:1] = [DownloadData(msgpack.packb(fields), sound[0].tensor_part)]
+                messages[:1] = [DownloadData(msgpack.encode(fields), sound[0].tensor_part)]
             case "cut":
                 del messages[place : place + 1]
             case "double":

@@ -9,14 +9,15 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from operator import mul
 from typing import Any
 
-import msgpack
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, example, given, settings
+from msgspec import msgpack
 
 from averaging.common.addresses import covers, is_endpoint
 from averaging.common.safe_msgpack import MAX_INTEGER_KEYS, unpack
@@ -106,7 +107,7 @@ DOCUMENTS: dict[str, tuple[Callable[[int], bytes], int]] = {
     ),
     "as many integers that clash as are allowed": (listed(AS_MANY_AS_ALLOWED), 5),
     "integers as keys": (lambda count: clashing.packed_map(clashing.packed(range(count))), 1 << 13),
-    "timestamps as values": (lambda count: listed(msgpack.packb(msgpack.Timestamp(1, 2)))(count), 1 << 13),
+    "timestamps as values": (lambda count: listed(msgpack.encode(datetime.fromtimestamp(1, UTC)))(count), 1 << 13),
     "text as keys": (lambda count: clashing.packed_map(clashing.packed(map(str, range(count)))), 1 << 13),
     "one text as all keys": (lambda count: clashing.packed_map([b"\xa1x"] * count), 1 << 13),
     "bytes as keys": (
@@ -116,7 +117,7 @@ DOCUMENTS: dict[str, tuple[Callable[[int], bytes], int]] = {
     "empty lists": (listed(b"\x90"), 1 << 14),
     "empty maps": (listed(b"\x80"), 1 << 14),
     "maps of one": (listed(b"\x81\xa1x\xc0"), 1 << 13),
-    "maps of fifteen": (listed(msgpack.packb({f"{n}": n for n in range(15)})), 1 << 9),
+    "maps of fifteen": (listed(msgpack.encode({f"{n}": n for n in range(15)})), 1 << 9),
     "deep lists": (listed(b"\x91" * 60 + b"\xc0"), 1 << 6),
     "deep maps": (listed(b"\x81\xa0" * 60 + b"\xc0"), 1 << 6),
     "a list that is too deep": (lambda count: b"\x91" * count + b"\xc0", 1 << 16),
@@ -139,7 +140,7 @@ READERS: dict[str, Read] = {
 
 
 def in_metadata(packed: bytes) -> bytes:
-    told: bytes = msgpack.packb({"version": 1, "tensors": [], "digest": [], "user": {"": None}})
+    told: bytes = msgpack.encode({"version": 1, "tensors": [], "digest": [], "user": {"": None}})
     return told[:-1] + packed
 
 
@@ -159,7 +160,7 @@ def test_hostile_documents(kind: str, reader: str) -> None:
 @given(values)
 @example({"": {}})
 def test_any_documents_many_times(reader: str, value: Any) -> None:
-    check_growth(listed(msgpack.packb(value)), READERS[reader], 500)
+    check_growth(listed(msgpack.encode(value)), READERS[reader], 500)
 
 
 def test_integers_that_clash_cost_little_more_than_others() -> None:
@@ -301,7 +302,7 @@ def test_states_of_many_tensors() -> None:
             "user": {},
         }
         empty = DownloadData(b"", WireTensor(b"", (0, 1), "float32", chunks=1))
-        return [DownloadData(msgpack.packb(told)), *[empty] * count]
+        return [DownloadData(msgpack.encode(told)), *[empty] * count]
 
     def read(download: list[DownloadData]) -> None:
         reader = StateAssembler(None)

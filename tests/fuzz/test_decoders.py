@@ -9,11 +9,11 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import msgpack
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import msgpack
 
 from averaging.discovery.base import Entry
 from averaging.errors import ProtocolViolationError, StateError, UnprovenViolationError
@@ -96,7 +96,7 @@ def test_states(messages: list[Any], schema: Any) -> None:
 def test_metadata_that_would_overflow(odd: dict[str, Any]) -> None:
     reader = StateAssembler(None)
     with pytest.raises(StateError, match="unreadable"):
-        reader.feed(replace(SOUND_STATE[0], metadata=msgpack.packb(msgpack.unpackb(SOUND_STATE[0].metadata) | odd)))
+        reader.feed(replace(SOUND_STATE[0], metadata=msgpack.encode(msgpack.decode(SOUND_STATE[0].metadata) | odd)))
 
 
 @MANY
@@ -110,7 +110,7 @@ def test_gathers(gather: bytes, endpoint: str) -> None:
 
 
 @MANY
-@given(st.lists(values, min_size=3, max_size=5).map(msgpack.packb))
+@given(st.lists(values, min_size=3, max_size=5).map(msgpack.encode))
 def test_gathers_of_about_the_right_length(gather: bytes) -> None:
     with suppress(UnprovenViolationError):
         unpack_gather("peer:1", gather)

@@ -6,8 +6,8 @@ import math
 import time
 from typing import Any
 
-import msgpack
 import pytest
+from msgspec import msgpack
 
 from averaging import Mode
 from averaging.errors import ConfigError
@@ -41,11 +41,11 @@ VIOLATIONS: dict[str, dict[str, Any]] = {
     "expiration inf": {"expiration": math.inf},
     "expiration -inf": {"expiration": -math.inf},
     "gather no msgpack": {"gather": b"\xc1"},
-    "gather no array": {"gather": msgpack.packb({"weight": 1.0})},
-    "gather too short": {"gather": msgpack.packb([1.0, None, 0])},
+    "gather no array": {"gather": msgpack.encode({"weight": 1.0})},
+    "gather too short": {"gather": msgpack.encode([1.0, None, 0])},
     "weight negative": {"gather": gather(-1.0)},
     "weight nan": {"gather": gather(NAN)},
-    "weight text": {"gather": msgpack.packb(["1", None, 0, b""])},
+    "weight text": {"gather": msgpack.encode(["1", None, 0, b""])},
     "bandwidth infinite": {"gather": gather(1.0, math.inf)},
     "mode unknown": {"gather": gather(mode=3)},
     "a node in client mode": {"gather": gather(mode=1)},
@@ -187,7 +187,7 @@ async def test_a_declaration_is_renewed_when_its_time_is_over() -> None:
         declared = us.peer.status.declared_expiration
         entry = await us.declares(us.key, after=declared)
         assert time.time() >= declared
-        assert msgpack.unpackb(entry.value) is True
+        assert msgpack.decode(entry.value) is True
 
 
 async def test_the_first_bit_is_dropped_where_nobody_is() -> None:
@@ -238,8 +238,8 @@ UNREADABLE = [b"\xc1", b"", b"\x91", 7, "text", None, [b"a"]]
 async def test_an_unreadable_user_spoils_nothing(foreign: Foreign, user: object) -> None:
     first, second = await foreign.peer(), await foreign.peer()
     async with our_peer(group_size=3) as us, us.averaging() as receipt:
-        assert await us.asks_to_join(first, msgpack.packb([1.0, None, 0, user])) == "ACCEPTED"
-        wrapped = msgpack.packb(msgpack.ExtType(0x40, msgpack.packb([1, 5, 0, msgpack.packb("told")])))
+        assert await us.asks_to_join(first, msgpack.encode([1.0, None, 0, user])) == "ACCEPTED"
+        wrapped = msgpack.encode(msgpack.Ext(0x40, msgpack.encode([1, 5, 0, msgpack.encode("told")])))
         assert await us.asks_to_join(second, wrapped) == "ACCEPTED"
         group = await us.begins(first, second)
         await ends_together(us, receipt, group, first, second)

@@ -6,8 +6,8 @@ import itertools
 import time
 from typing import Any
 
-import msgpack
 import pytest
+from msgspec import msgpack
 
 from tests.support.foreign import EARLIER, OUR_TIME, Foreign, ForeignPeer, Ours, begun, ends_together, gather, our_peer
 
@@ -25,8 +25,8 @@ async def test_what_our_peer_says_to_a_leader(foreign: Foreign) -> None:
         async with us.averaging(weight=3, gather={"loss": 0.5}):
             request = await leader.next_request()
             declared = us.peer.status.declared_expiration
-    user = msgpack.packb({"loss": 0.5})
-    assert msgpack.unpackb(request.pop("gather")) == [3.0, 2e6, 0, user]
+    user = msgpack.encode({"loss": 0.5})
+    assert msgpack.decode(request.pop("gather")) == [3.0, 2e6, 0, user]
     assert request == {"endpoint": us.endpoint, "schema_hash": us.peer.schema.hash, "expiration": declared}
 
 
@@ -48,7 +48,7 @@ async def test_whom_our_peer_asks_and_in_which_order(foreign: Foreign) -> None:
             await second.begin(group=group)
             await ends_together(us, receipt, group, second)
         entry = us.discovery.get(us.key)[us.endpoint]
-        assert msgpack.unpackb(entry.value) is False  # it does not look any more
+        assert msgpack.decode(entry.value) is False  # it does not look any more
         for other in (third, later, quiet, garbled):
             assert await other.pending_requests() == 0
 

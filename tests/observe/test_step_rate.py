@@ -6,10 +6,10 @@ import math
 import struct
 from typing import Any
 
-import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import msgpack
 
 from averaging.observe.step_rate import INDEX, MAX_RATE, MIN_RATE, REMEMBERED, StepRate, check_rate, rate_in
 from averaging.training.history import History, Progress
@@ -98,17 +98,17 @@ def test_what_is_announced_is_believed(steps: list[tuple[float, float]]) -> None
 
 @pytest.mark.parametrize("value", HOSTILE)
 def test_a_rate_that_cannot_be_is_none_and_the_rest_of_the_record_counts(value: Any) -> None:
-    items = [*msgpack.unpackb(Progress(History(), 5.0, rate=1.0).pack())[:INDEX], value]
-    assert rate_in(msgpack.packb(items)) is None
-    assert Progress.unpack(msgpack.packb(items)) == Progress(History(), 5.0)
+    items = [*msgpack.decode(Progress(History(), 5.0, rate=1.0).pack())[:INDEX], value]
+    assert rate_in(msgpack.encode(items)) is None
+    assert Progress.unpack(msgpack.encode(items)) == Progress(History(), 5.0)
 
 
 def test_a_record_without_a_rate_is_read_and_what_comes_behind_it_is_passed_over() -> None:
-    items = msgpack.unpackb(Progress(History(), 5.0, rate=2.5).pack())
-    assert rate_in(msgpack.packb(items[:INDEX])) is None
-    assert Progress.unpack(msgpack.packb(items[:INDEX])) == Progress(History(), 5.0)
-    assert rate_in(msgpack.packb([*items, "more"])) == 2.5
-    assert Progress.unpack(msgpack.packb([*items, "more"])) == Progress(History(), 5.0, rate=2.5)
+    items = msgpack.decode(Progress(History(), 5.0, rate=2.5).pack())
+    assert rate_in(msgpack.encode(items[:INDEX])) is None
+    assert Progress.unpack(msgpack.encode(items[:INDEX])) == Progress(History(), 5.0)
+    assert rate_in(msgpack.encode([*items, "more"])) == 2.5
+    assert Progress.unpack(msgpack.encode([*items, "more"])) == Progress(History(), 5.0, rate=2.5)
 
 
 @given(st.binary(max_size=1024))
@@ -119,4 +119,4 @@ def test_any_bytes_have_a_rate_or_none(packed: bytes) -> None:
 
 def test_a_large_record_is_not_read() -> None:
     assert rate_in(b"\xdd" + struct.pack(">I", 2**31)) is None
-    assert rate_in(msgpack.packb([[]] * 100)) is None
+    assert rate_in(msgpack.encode([[]] * 100)) is None

@@ -7,10 +7,10 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import msgpack
 import pytest
 import torch
 from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
+from msgspec import msgpack
 
 from averaging import Mode
 from averaging.allreduce.partition import partition
@@ -190,7 +190,7 @@ async def test_our_client_follows_a_foreign_leader(foreign: Foreign) -> None:
         assert request["endpoint"] == us.endpoint
         prefix, _, name = us.endpoint.partition("::")
         assert (prefix, uuid.UUID(name).version) == ("client", 4)
-        assert msgpack.unpackb(request["gather"])[:3] == [1.0, None, 1]
+        assert msgpack.decode(request["gather"])[:3] == [1.0, None, 1]
         group = {
             "group_id": b"g" * 20,
             "ordered_group_endpoints": [us.endpoint, leader.endpoint],

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
-import msgpack
 import pytest
 import torch
+from msgspec import msgpack
 
 from averaging import Extras
 from averaging.errors import (
@@ -181,7 +181,7 @@ async def test_a_donor_that_was_killed_and_started_anew_is_not_taken_for_its_ear
         anew = await enter(stack, {"w": torch.full((1,), -1.0)}, join=[founder.endpoint])
         newcomer = await enter(stack, mine, join=[founder.endpoint])
         # What its earlier self declared holds until it expires.
-        await anew.discovery.store(donors_key("run"), anew.endpoint, msgpack.packb(6.0), time.time() + 60)
+        await anew.discovery.store(donors_key("run"), anew.endpoint, msgpack.encode(6.0), time.time() + 60)
         async with asyncio.timeout(60), aclosing(newcomer.discovery.watch(donors_key("run"))) as changes:
             async for _ in changes:
                 if newcomer.donors == [(6.0, anew.endpoint), (5.0, founder.endpoint)]:

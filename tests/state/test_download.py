@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 from unittest.mock import Mock
 
-import msgpack
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import msgpack
 
 from averaging.errors import PeerUnreachableError, StateError
 from averaging.protocol.messages import DownloadData, Resume, WireTensor
@@ -180,7 +180,7 @@ def test_whatever_is_cut_and_resumed_comes_whole_and_once(sizes: list[int], cuts
 
 
 def with_skipped(message: DownloadData, skipped: object) -> DownloadData:
-    return replace(message, metadata=msgpack.packb(msgpack.unpackb(message.metadata) | {"skipped": skipped}))
+    return replace(message, metadata=msgpack.encode(msgpack.decode(message.metadata) | {"skipped": skipped}))
 
 
 @pytest.mark.parametrize("skipped", [-1, 1, 20, 40, 1 << 62, 1 << 63])
@@ -199,7 +199,7 @@ def test_a_donor_with_other_tensors_may_leave_nothing_out(other: State) -> None:
     assert asked is not None
     assert asked.offset == first.nbytes
     whole = list(pack(seal(other), asked))
-    assert "skipped" not in msgpack.unpackb(whole[0].metadata)
+    assert "skipped" not in msgpack.decode(whole[0].metadata)
     with pytest.raises(StateError, match="skipped 88 bytes that this peer does not have"):
         StateAssembler(SCHEMA, held=first.held).feed(with_skipped(whole[0], asked.offset))
 
@@ -416,9 +416,9 @@ def test_a_donor_that_lives_and_never_begins_is_given_up_in_the_end() -> None:
 @pytest.mark.parametrize("version", [-1, 2**63, 2**64 - 1, 1e300, float("inf")])
 def test_a_version_that_no_message_can_hold_is_refused(version: float) -> None:
     first = next(pack(seal(state(1))))
-    told = msgpack.unpackb(first.metadata) | {"version": version}
+    told = msgpack.decode(first.metadata) | {"version": version}
     with pytest.raises(StateError, match="its (version|metadata) is"):
-        StateAssembler(SCHEMA).feed(replace(first, metadata=msgpack.packb(told)))
+        StateAssembler(SCHEMA).feed(replace(first, metadata=msgpack.encode(told)))
 
 
 @pytest.mark.asyncio
@@ -442,34 +442,34 @@ async def test_donors_that_go_on_all_the_time_are_compared_three_times() -> None
 @pytest.mark.parametrize("version", [None, "3", "9" * 400, b"-" + b"9" * 400, [3]])
 def test_a_version_is_a_number(version: object) -> None:
     first = next(pack(seal(state(1))))
-    told = msgpack.unpackb(first.metadata) | {"version": version}
+    told = msgpack.decode(first.metadata) | {"version": version}
     with pytest.raises(StateError, match="its metadata is unreadable"):
-        StateAssembler(SCHEMA).feed(replace(first, metadata=msgpack.packb(told)))
+        StateAssembler(SCHEMA).feed(replace(first, metadata=msgpack.encode(told)))
 
 
 @pytest.mark.parametrize("name", [None, 3, ["w"]])
 def test_a_tensor_s_name_is_a_string(name: object) -> None:
     first = next(pack(seal(state(1))))
-    told = msgpack.unpackb(first.metadata)
+    told = msgpack.decode(first.metadata)
     told["tensors"][0][0] = name
     with pytest.raises(StateError, match="its metadata is unreadable"):
-        StateAssembler(SCHEMA).feed(replace(first, metadata=msgpack.packb(told)))
+        StateAssembler(SCHEMA).feed(replace(first, metadata=msgpack.encode(told)))
 
 
-@pytest.mark.parametrize("user", [msgpack.packb({"step": 3}), [["step", 3]]])
+@pytest.mark.parametrize("user", [msgpack.encode({"step": 3}), [["step", 3]]])
 def test_what_the_application_reports_of_a_state_is_a_map(user: object) -> None:
     """And none that is packed once more, as in a `gather`."""
     first = next(pack(seal(state(1))))
-    told = msgpack.unpackb(first.metadata) | {"user": user}
+    told = msgpack.decode(first.metadata) | {"user": user}
     with pytest.raises(StateError, match=f"user is {type(user).__name__}, not a map"):
-        StateAssembler(SCHEMA).feed(replace(first, metadata=msgpack.packb(told)))
+        StateAssembler(SCHEMA).feed(replace(first, metadata=msgpack.encode(told)))
 
 
 @pytest.mark.parametrize("user", [None, {}])
 def test_an_application_that_reports_nothing_gives_an_empty_map(user: object) -> None:
     first = next(pack(seal(state(1))))
-    told = msgpack.unpackb(first.metadata) | {"user": user}
-    assert read_manifest(msgpack.packb(told), BASE_ITEMS).user == {}
+    told = msgpack.decode(first.metadata) | {"user": user}
+    assert read_manifest(msgpack.encode(told), BASE_ITEMS).user == {}
 
 
 @pytest.mark.parametrize(("chunks", "pieces"), [(2, [21]), (9, [10, 11]), (1, [19, 1])])
@@ -489,10 +489,10 @@ def test_neither_a_byte_nor_a_chunk_more_comes_than_was_announced(chunks: int, p
 @pytest.mark.parametrize("digests", [-1, 1])
 def test_every_tensor_has_one_digest(digests: int) -> None:
     first = next(pack(seal(state(1))))
-    told = msgpack.unpackb(first.metadata)
+    told = msgpack.decode(first.metadata)
     told["digest"] = told["digest"][:-1] if digests < 0 else [*told["digest"], bytes(32)]
     with pytest.raises(StateError, match="tensors and [0-9]+ digests"):
-        StateAssembler(SCHEMA).feed(replace(first, metadata=msgpack.packb(told)))
+        StateAssembler(SCHEMA).feed(replace(first, metadata=msgpack.encode(told)))
 
 
 @pytest.mark.parametrize("nothing", [DownloadData(), DownloadData(tensor_part=WireTensor(b""))])
@@ -516,10 +516,10 @@ def test_a_donor_that_goes_on_sending_nothing_is_silent(nothing: DownloadData) -
 
 def test_two_tensors_of_one_name_are_refused() -> None:
     first = next(pack(seal(state(1))))
-    told = msgpack.unpackb(first.metadata)
+    told = msgpack.decode(first.metadata)
     told["tensors"], told["digest"] = told["tensors"] * 2, told["digest"] * 2
     with pytest.raises(StateError, match="two of its tensors have the same name"):
-        StateAssembler(None).feed(replace(first, metadata=msgpack.packb(told)))
+        StateAssembler(None).feed(replace(first, metadata=msgpack.encode(told)))
 
 
 @pytest.mark.parametrize(
@@ -529,6 +529,7 @@ def test_two_tensors_of_one_name_are_refused() -> None:
         ({"z": torch.zeros(1, dtype=torch.complex64)}, {}, "'z' is torch.complex64; .*bool can be shared"),
         ({}, {"model": object()}, "msgpack cannot pack"),
         ({}, {"step": 2**65}, "msgpack cannot pack"),
+        ({}, {"names": {"a"}}, "msgpack cannot pack the state's user dict: can not serialize 'set' object"),
         ({}, {1.5: 2}, "newcomers could not read the state's user dict: a dict has the key 1.5; keys can be text, by"),
         ({}, {"table": [{(1, (2,)): 3}]}, "a dict has the key .1, .2,.."),
         ({}, {"table": dict.fromkeys(range(1025))}, "a dict has 1025 integers as keys, more than 1024; use text"),
@@ -565,7 +566,7 @@ def feed_names(names: Sequence[str], **changed: object) -> None:
     """Feeds the first message of a donor whose averaged tensors have these names."""
     named = dict(zip(names, state(0).tensors.values(), strict=False))
     first = next(pack(seal(State(3, named))))
-    metadata = msgpack.packb({**msgpack.unpackb(first.metadata), **changed})
+    metadata = msgpack.encode({**msgpack.decode(first.metadata), **changed})
     StateAssembler(SCHEMA).feed(DownloadData(metadata))
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import msgpack
 import pytest
 import torch
+from msgspec import msgpack
 
 from averaging.errors import StateError
 from averaging.state.manifest import State
@@ -122,8 +122,8 @@ async def test_a_foreign_state(foreign: Foreign, apart: bool, in_hex: bool) -> N
 
 def changed(messages: list[Message], **metadata: Any) -> list[Message]:
     """With other metadata."""
-    told = msgpack.unpackb(messages[0]["metadata"]) | metadata
-    return [messages[0] | {"metadata": msgpack.packb(told)}, *messages[1:]]
+    told = msgpack.decode(messages[0]["metadata"]) | metadata
+    return [messages[0] | {"metadata": msgpack.encode(told)}, *messages[1:]]
 
 
 def first_tensor(messages: list[Message], **fields: Any) -> list[Message]:
@@ -132,14 +132,14 @@ def first_tensor(messages: list[Message], **fields: Any) -> list[Message]:
 
 
 def told(messages: list[Message], field: str) -> Any:
-    return msgpack.unpackb(messages[0]["metadata"])[field]
+    return msgpack.decode(messages[0]["metadata"])[field]
 
 
 BROKEN_STATES: dict[str, Any] = {
     "nothing": lambda good: [],
     "no metadata": lambda good: [{"tensor_part": good[0]["tensor_part"]}, *good[1:]],
     "unreadable metadata": lambda good: [good[0] | {"metadata": b"\xc1"}, *good[1:]],
-    "metadata of another kind": lambda good: [good[0] | {"metadata": msgpack.packb([1, 2])}, *good[1:]],
+    "metadata of another kind": lambda good: [good[0] | {"metadata": msgpack.encode([1, 2])}, *good[1:]],
     "no version": lambda good: changed(good, version=None),
     "a negative version": lambda good: changed(good, version=-1),
     "ends in a tensor": lambda good: good[:3],

@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from functools import cache
 from typing import Any, cast
 
-import msgpack
 import pytest
+from msgspec import msgpack
 
 from averaging.discovery.gossip import GossipDiscovery
 from averaging.discovery.gossip.identity import UnsignedIdentity
@@ -87,7 +87,7 @@ def claiming(
                     other = run.network.transport(name)
                     await other.serve(cast(AveragingService, Silent()), None)
                 now = virtual_time.clock()
-                await discovery.store(donors_key("run"), name, msgpack.packb(1e12), now + 15.0)
+                await discovery.store(donors_key("run"), name, msgpack.encode(1e12), now + 15.0)
                 await discovery.store(progress_key("run"), name, FAR_AHEAD.pack(), now + 15.0)
                 number += 1
                 await asyncio.sleep(pause)

@@ -10,9 +10,9 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-import msgpack
 import pytest
 import torch
+from msgspec import msgpack
 
 from averaging.discovery.gossip import GossipDiscovery
 from averaging.discovery.gossip.identity import UnsignedIdentity
@@ -99,7 +99,7 @@ def lying(
                     liar.history = replace(liar.history, lineage="")
                 now = virtual_time.clock()
                 for name in names:
-                    await discovery.store(donors_key("run"), name, msgpack.packb(1e12), now + 15.0)
+                    await discovery.store(donors_key("run"), name, msgpack.encode(1e12), now + 15.0)
                     claim = Progress(liar.history, made=Made.TOGETHER)
                     await discovery.store(progress_key("run"), name, claim.pack(), now + 15.0)
                 await asyncio.sleep(1.0)
