@@ -111,7 +111,7 @@ def test_several_processes_of_one_trainer_are_refused(told: dict[str, list[dict[
 
 
 def test_a_newcomer_ends_with_the_run_logs_and_is_closed(run: Run, tmp_path: Path) -> None:
-    first = founder(run, Model().net, 5)
+    first = founder(run, Model(), 5)
     model = Averaged(LocalSGD(4), join=[first.endpoint], group_size=2, group_wait=30.0)
     # A newcomer does not wait.
     trainer = trainer_of(tmp_path, AveragingCallback(wait_for=9), max_steps=13, log_every_n_steps=2)
@@ -125,7 +125,7 @@ def test_a_newcomer_ends_with_the_run_logs_and_is_closed(run: Run, tmp_path: Pat
     trainer.save_checkpoint(tmp_path / "end.ckpt")
     saved = torch.load(tmp_path / "end.ckpt", weights_only=False)["state_dict"]
     for name, parameter in run.models[0].named_parameters():
-        torch.testing.assert_close(saved[f"net.{name}"], parameter, rtol=0, atol=0)
+        torch.testing.assert_close(saved[name], parameter, rtol=0, atol=0)
     with (Path(trainer.logger.log_dir) / "metrics.csv").open() as file:
         logged = list(csv.DictReader(file))
     assert [row["averaging/local_step"] for row in logged] == ["6", "8", "10", "12"]
@@ -177,7 +177,7 @@ def test_a_checkpoint_is_resumed_by_who_is_first_and_refused_to_a_newcomer(run: 
     trainer_of(tmp_path, max_steps=5).fit(model, data_of(12), ckpt_path=tmp_path / "3.ckpt", weights_only=False)
     assert model.opt is not None
     assert model.opt.local_step == 5
-    first = founder(run, Model().net, 5)
+    first = founder(run, Model(), 5)
     newcomer = Averaged(LocalSGD(4), join=[first.endpoint])
     with pytest.raises(ConfigError, match="joined a run in progress .* train without the checkpoint"):
         trainer_of(tmp_path, max_steps=5).fit(newcomer, data_of(12), ckpt_path=tmp_path / "3.ckpt", weights_only=False)

@@ -66,7 +66,7 @@ def kept(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_each_round_is_kept_with_the_averagers_status(run: Run, tmp_path: Path) -> None:
-    names: dict[str, Any] = {"wandb": wandb, "LocalSGD": LocalSGD, "optimizer": None}
+    names: dict[str, Any] = {"wandb": wandb, "LocalSGD": LocalSGD, "model": None, "optimizer": None}
     names["DecentralizedAverager"] = lambda _, run_id, **options: run.add(
         strategy=options["strategy"], optimizer=lambda p: torch.optim.SGD(p, lr=0.05), on_round=options["on_round"]
     )
