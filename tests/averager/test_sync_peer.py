@@ -28,6 +28,6 @@ def test_two_scripts_average_and_a_third_downloads() -> None:
         with SyncPeer([third], run_id="sync", join=[a.endpoint]) as newcomer:
             assert newcomer.download_state().version == a.version == newcomer.version
             assert torch.equal(third, torch.ones(3))
-    assert not any("sync" in thread.name for thread in threading.enumerate())
+    assert not any("run 'sync'" in thread.name for thread in threading.enumerate())  # not "asyncio_0" of another test
     with pytest.raises(ClosedError):
         a.average()
