@@ -603,7 +603,7 @@ class Training:
         self.measure_frozen()
         with self._peer.tensors():
             buffers = self.buffers | self.shared_buffers if self._model is None else self._model.present_buffers
-            plain = {name.removeprefix(BUFFER): buffer for name, buffer in buffers.items()}
+            plain = {name.removeprefix(BUFFER): buffer for name, buffer in sorted(buffers.items())}
             # By number, since a peer that was made without the model has no names for them.
             numbered = {str(number): parameter for number, parameter in enumerate(self.parameters.values())}
             self.parts["parameters"] = self._joint_digest(lambda: digest_of(numbered))

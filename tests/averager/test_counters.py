@@ -33,25 +33,52 @@ def test_what_the_strategy_sends_stays_as_it_is() -> None:
     assert Counters({}).added_to(None) is None
 
 
+def packed(names: dict[str, torch.Tensor], *values: Any) -> bytes:
+    sent = msgpack.decode(Counters(names).added_to(None)[KEY])
+    result: bytes = msgpack.encode([sent[0], *values])
+    return result
+
+
+def test_counters_in_another_order_are_paired_by_name() -> None:
+    other = dict(reversed(counts(3, 900).items()))
+    for own, sent in ((counts(5, 7), other), (other, counts(5, 7))):
+        Counters(own).take_largest([Counters(own).added_to(None), Counters(sent).added_to(None)])
+        assert (own["buffer/a"].item(), own["buffer/b"].tolist()) == (5, [900])
+
+
+def test_counters_with_other_names_are_left_as_they_are_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    own, other = counts(1, 2), {"buffer/a": torch.tensor(8), "buffer/c": torch.tensor([9])}
+    counters = Counters(own)
+    for _ in range(2):
+        counters.take_largest([Counters(other).added_to(None)])
+    assert (own["buffer/a"].item(), own["buffer/b"].tolist()) == (1, [2])
+    assert [record.getMessage() for record in caplog.records] == [
+        "a member of the group has other integer buffers than this peer (a, b), so their largest values are not taken; "
+        "use the same model at all peers"
+    ]
+
+
 @pytest.mark.parametrize(
-    "packed",
+    "values",
     [
         None,
         5,
         b"",
         b"\xc1",
-        *map(msgpack.encode, ([1], [1, 2, 3], [1, None], [1, 2.5], [1, True], [1, 2**53 + 1], {1: 2})),
+        msgpack.encode([]),
+        msgpack.encode({1: 2}),
+        *(packed(counts(1, 2), *one) for one in ([1], [9, 9, 9], [9, None], [9, 9.5], [9, True], [9, 2**53 + 1])),
     ],
 )
-def test_malformed_and_implausible_values_are_ignored(packed: Any) -> None:
+def test_malformed_and_implausible_values_are_ignored(values: Any) -> None:
     own = counts(1, 2)
-    Counters(own).take_largest([{KEY: packed}, None, "text", {KEY: msgpack.encode([7, 1])}])
+    Counters(own).take_largest([{KEY: values}, None, "text", {KEY: packed(own, 7, 1)}])
     assert (own["buffer/a"].item(), own["buffer/b"].tolist()) == (7, [2])
 
 
 def test_a_value_that_does_not_fit_becomes_the_largest_that_does() -> None:
     own = {"buffer/a": torch.tensor(1, dtype=torch.int16)}
-    Counters(own).take_largest([{KEY: msgpack.encode([2**40])}])
+    Counters(own).take_largest([{KEY: packed(own, 2**40)}])
     assert own["buffer/a"].item() == 2**15 - 1
 
 

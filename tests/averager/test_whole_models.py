@@ -107,6 +107,16 @@ def test_integer_buffers_alone_take_the_largest(run: Run, strategy: Callable[[],
     assert counted[2] >= 7  # batches of the other, with 20
 
 
+def test_integer_buffers_in_another_order_are_paired_by_name(run: Run) -> None:
+    for names in ("ab", "ba"):
+        model = Counting()
+        for name in names:
+            model.register_buffer(name, torch.tensor({"a": 1, "b": 100}[name]))
+        run.add(LocalSGD(3), SGD, model, share_state=False)
+    assert all(finish.alike for finish in train(run))
+    assert [[model.get_buffer(name).item() for name in "ab"] for model in run.models] == [[1, 100]] * 2
+
+
 def test_a_buffer_that_is_left_out_is_named_in_the_end(run: Run) -> None:
     for seed in range(2):
         model = normed(seed)
