@@ -1,8 +1,8 @@
 """Checks and helpers that every room may use. None of them knows what a peer is.
 
 `addresses` (endpoints and the rules for them), `validation` (arguments), `option_sources` (options from files and the
-environment), `safe_msgpack` (msgpack from strangers), `sanitize` (text from strangers), `event_loop_thread` (an event
-loop in a thread of its own), `malloc`.
+environment), `safe_msgpack` (msgpack from strangers), `sanitize` (text from strangers), `backoff` (delays between
+tries), `event_loop_thread` (an event loop in a thread of its own), `malloc`.
 """
 
 from averaging.common.addresses import (
@@ -16,6 +16,7 @@ from averaging.common.addresses import (
     parse_address,
     parse_ip,
 )
+from averaging.common.backoff import Backoff, backoff_delay
 from averaging.common.event_loop_thread import EventLoopThread, SignalSafeFuture, on_loop
 from averaging.common.in_process import InProcess
 from averaging.common.malloc import keep_freed_memory
@@ -52,12 +53,14 @@ __all__ = [
     "CLIENT_PREFIX",
     "MAX_INTEGER_KEYS",
     "MAX_NAMES",
+    "Backoff",
     "EventLoopThread",
     "InProcess",
     "Setting",
     "SignalSafeFuture",
     "all_numbers_finite",
     "apart",
+    "backoff_delay",
     "check_keys",
     "check_weight",
     "contradict",

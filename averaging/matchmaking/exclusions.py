@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from averaging.common import backoff_delay
 from averaging.observe import DropCode, Dropped
 
 FIRST_SECONDS, MAX_SECONDS = 300.0, 6 * 3600.0
@@ -51,8 +52,7 @@ class Exclusions:
         entry.counts[code] += 1
         entry.last = now
         if code is DropCode.PROTOCOL_VIOLATION:
-            seconds = FIRST_SECONDS * 2 ** min(entry.counts[code] - 1, 10)
-            entry.excluded_until = now + min(seconds, MAX_SECONDS)
+            entry.excluded_until = now + backoff_delay(FIRST_SECONDS, MAX_SECONDS, entry.counts[code] - 1)
         if len(self._entries) > MAX_REMEMBERED:
             del self._entries[min(self._entries, key=lambda name: (self._entries[name].last, name == endpoint))]
 

@@ -9,6 +9,8 @@ from collections import OrderedDict
 from enum import IntEnum
 from typing import TypeVar
 
+from averaging.common import backoff_delay
+
 FIRST_SECONDS, MAX_SECONDS = 1800.0, 6 * 3600.0
 """Seconds for which a deserter is remembered, doubled each further time; and the longest such time."""
 
@@ -74,7 +76,7 @@ class ResponseHistory:
     def note_desertion(self, endpoint: str, now: float) -> None:
         """It accepted this peer, and its declared time passed without a decision."""
         times, _ = self._deserted.get(endpoint, (0, 0.0))
-        seconds = min(FIRST_SECONDS * 2 ** min(times, 10), MAX_SECONDS)
+        seconds = backoff_delay(FIRST_SECONDS, MAX_SECONDS, times)
         _remember(self._deserted, endpoint, (times + 1, now + seconds))
 
     def note_fruitless(self, endpoint: str, seconds: float, now: float, *, disbanded: bool) -> None:

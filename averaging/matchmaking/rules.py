@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 
-from averaging.common import CLIENT_PREFIX, contradict, is_endpoint, pack
+from averaging.common import CLIENT_PREFIX, backoff_delay, contradict, is_endpoint, pack
 from averaging.discovery import Entry
 from averaging.errors import ProtocolViolationError
 from averaging.matchmaking.response_history import Standing
@@ -342,7 +342,7 @@ def next_join_refusal(
     count = 1 + (previous.count if previous and previous.expiration == expiration else 0)
     if code in _FINAL_REFUSALS:
         return JoinRefusal(expiration, count, None)
-    pause = min(_MAX_RETRY_PAUSE, _MIN_RETRY_PAUSE * 2 ** min(count, 10)) * rng.uniform(0.5, 1.0)
+    pause = backoff_delay(_MIN_RETRY_PAUSE, _MAX_RETRY_PAUSE, count) * rng.uniform(0.5, 1.0)
     silent = code is MessageCode.NO_CODE
     return JoinRefusal(expiration, count, now + (max(pause, waited) if silent else pause), silent)
 

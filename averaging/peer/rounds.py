@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from averaging.allreduce import AllReduce, RoundResult
-from averaging.common import CLIENT_PREFIX, counted
+from averaging.common import CLIENT_PREFIX, Backoff, counted
 from averaging.config import NonFinite, PeerConfig
 from averaging.discovery import Discovery
 from averaging.errors import AveragingError, LyingLeaderError, PeerUnreachableError, RoundError, SchemaMismatchError
@@ -53,10 +53,9 @@ async def find_gone(transport: Transport, missing: Callable[[], Collection[str]]
         transport: transport of this peer.
         missing: called before each check for the peers that are expected but have not arrived.
     """
-    pause = FIRST_PAUSE
+    backoff = Backoff(FIRST_PAUSE, LAST_PAUSE)
     while True:
-        await asyncio.sleep(pause)
-        pause = min(2 * pause, LAST_PAUSE)
+        await asyncio.sleep(backoff.next_delay())
         names = sorted(name for name in missing() if not name.startswith(CLIENT_PREFIX))[:MAX_CALLS]
         gone = await asyncio.gather(*(_is_refused(transport, name) for name in names))
         for name, refused in zip(names, gone, strict=True):

@@ -11,7 +11,7 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from averaging.common import is_finite
+from averaging.common import Backoff, is_finite
 from averaging.errors import ConfigError, RoundError, StateError
 from averaging.observe import Receipt
 from averaging.peer import Topic
@@ -350,7 +350,7 @@ class Adoption:
 
     def __init__(self, training: Training, strategy: Strategy) -> None:
         self._training, self._strategy = training, strategy
-        self._next, self._pause = 0.0, FIRST_PAUSE
+        self._next, self._backoff = 0.0, Backoff(FIRST_PAUSE, LONGEST_PAUSE)
 
     def adopt(self) -> None:
         """Called after the step whose round has found that this peer differs."""
@@ -361,6 +361,6 @@ class Adoption:
         now = training.agreed(training.monotonic)
         if not donors or now < self._next:
             return
-        self._next, self._pause = now + self._pause, min(2 * self._pause, LONGEST_PAUSE)
+        self._next = now + self._backoff.next_delay()
         if self._strategy.adopt(training, donors) and training.site.leads:
             logger.warning("drift: this peer has taken over the state of most peers of its group")

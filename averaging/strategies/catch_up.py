@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
-from averaging.common import listed
+from averaging.common import Backoff, listed
 from averaging.errors import AveragingError, RoundError, StateError
 from averaging.state import of_all_members
 from averaging.training import TRAIL, Fetch, History, Others, Training
@@ -28,7 +28,7 @@ class ProgressClaims:
 
     def __init__(self) -> None:
         self._failed: set[str] = set()
-        self._failures = 0
+        self._backoff = Backoff(FIRST_PAUSE, LAST_PAUSE)
         self._next = 0.0
 
     def ignored(self, now: float) -> Collection[str]:
@@ -45,13 +45,13 @@ class ProgressClaims:
             self._next = max(self._next, now + seconds)
         else:
             self._failed.clear()
-            self._next = now + max(min(FIRST_PAUSE * 2 ** min(self._failures, 16), LAST_PAUSE), seconds)
-            self._failures += 1
+            self._next = now + max(self._backoff.next_delay(), seconds)
         self._failed.update(donors)
 
     def succeeded(self) -> None:
         """Forgets all failures."""
-        self._failed, self._failures, self._next = set(), 0, 0.0
+        self._failed, self._next = set(), 0.0
+        self._backoff.reset()
 
 
 logger = logging.getLogger(__name__)

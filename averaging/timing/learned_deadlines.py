@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from averaging.common import counted
+from averaging.common import backoff_delay, counted
 
 # The best recent rate at which donors delivered a state, to compare slow donors with. Pure: `now` is passed in.
 
@@ -74,7 +74,7 @@ class Probation:
             return
         if now >= until + FORGET_SECONDS:
             count = 0
-        self._until[endpoint] = count + 1, now + min(FIRST_SECONDS * 2.0 ** min(count, 10), MAX_SECONDS)
+        self._until[endpoint] = count + 1, now + backoff_delay(FIRST_SECONDS, MAX_SECONDS, count)
         self._until.move_to_end(endpoint)
         if len(self._until) > MAX_REMEMBERED:
             self._until.popitem(last=False)

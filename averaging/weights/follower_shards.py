@@ -13,7 +13,7 @@ from typing import Self
 
 import torch
 
-from averaging.common import parse_address
+from averaging.common import Backoff, parse_address
 from averaging.errors import AveragingError, ProtocolViolationError, TensorError
 from averaging.weights.follower_tasks import MAX_PAUSE, MIN_PAUSE, FollowerOptions, FollowerTasks
 from averaging.weights.layout import Manifest, Shard, WeightSpec
@@ -249,7 +249,7 @@ class ShardTasks:
                 task.cancel()
 
     async def _follow_part(self, endpoint: str) -> None:
-        listen, pause = self._options.listen, MIN_PAUSE
+        listen, backoff = self._options.listen, Backoff(MIN_PAUSE, MAX_PAUSE)
         if listen is not None and (parse_address(listen)[1] != 0 or self._options.advertise is not None):
             listen = None  # the port is that of the first part; so this one is not handed on
         options = replace(
@@ -280,8 +280,7 @@ class ShardTasks:
                 return
             except AveragingError as error:
                 logger.warning("the publisher %s of a part cannot be followed: %s; trying again", endpoint, error)
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, MAX_PAUSE)
+                await asyncio.sleep(backoff.next_delay())
             finally:
                 self._progress.pop(endpoint, None)
                 if self._parts.get(endpoint) is part and part.failure is None:

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import Self
 
-from averaging.common import is_loopback, parse_address
+from averaging.common import Backoff, is_loopback, parse_address
 from averaging.errors import (
     AveragingError,
     CallRefusedError,
@@ -225,7 +225,7 @@ class FollowerTasks:
     # Following
 
     async def _follow(self) -> None:
-        pause = MIN_PAUSE
+        backoff = Backoff(MIN_PAUSE, MAX_PAUSE)
         while self.failure is None:
             for address in self._options.join:
                 try:
@@ -237,7 +237,8 @@ class FollowerTasks:
                     self.failure = error
                 if self.connected:
                     logger.warning("the publisher %s is lost: %s; trying again", address, error)
-                    self.connected, pause = False, MIN_PAUSE
+                    self.connected = False
+                    backoff.reset()
                 self._reasons[address] = error
                 self.store.changes.happened()
             refused = len(self._reasons) == len(set(self._options.join)) and all(
@@ -248,8 +249,7 @@ class FollowerTasks:
             if self.failure is not None:
                 self._reached.set()
             else:
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, MAX_PAUSE)
+                await asyncio.sleep(backoff.next_delay())
         self.store.changes.happened()
 
     async def _follow_one(self, address: str) -> None:
@@ -308,7 +308,7 @@ class FollowerTasks:
     # Receiving
 
     async def _receive(self) -> None:
-        pause = MIN_PAUSE
+        backoff = Backoff(MIN_PAUSE, MAX_PAUSE)
         while True:
             await self.store.changes.wait(self._is_behind)
             manifest, publisher = self.announced, self._publisher
@@ -335,11 +335,11 @@ class FollowerTasks:
                 if publisher.channel.endpoint in self._downloads.liars:
                     self._publisher = None
                     await publisher.channel.close()  # ends its announcements too
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, MAX_PAUSE)
+                await asyncio.sleep(backoff.next_delay())
             else:
                 snapshot = incoming.finish()
-                self._incoming, pause = None, MIN_PAUSE
+                self._incoming = None
+                backoff.reset()
                 self.store.add(Snapshot(manifest, snapshot.buffers))
                 self.store.receiving(None)
 

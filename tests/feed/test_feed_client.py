@@ -15,7 +15,7 @@ import pytest
 
 from averaging.errors import ConfigError, FeedBusyError, FeedError, FeedRefusedError, FeedUnreachableError
 from averaging.rl.feed import BatchFeed, FeedEnvironment
-from averaging.rl.feed.client import MAX_PAUSE, Backoff, Connection
+from averaging.rl.feed.client import MAX_PAUSE, Connection, RetrySchedule
 from averaging.rl.feed.messages import BatchReply, Registered
 from tests.support.feeds import a_group, environment, registration
 
@@ -58,15 +58,20 @@ def answering(*answers: Answer) -> Iterator[tuple[str, list[str]]]:
 
 
 def test_pauses_double_up_to_a_maximum_until_the_timeout() -> None:
-    backoff, busy = Backoff(100.0, random.Random(0)), FeedBusyError(503, "full")
-    pauses = [backoff.failed(busy, now) for now in range(10)]
+    schedule, busy = RetrySchedule(100.0, random.Random(0)), FeedBusyError(503, "full")
+    pauses = [schedule.failed(busy, now) for now in range(10)]
     assert all(0.05 * 2**i <= pause <= 0.1 * 2**i for i, pause in enumerate(pauses[:6]))
     assert max(pauses) <= MAX_PAUSE
-    assert backoff.failed(FeedBusyError(503, "full", 7.0), 99.0) == 7.0
+    assert schedule.failed(FeedBusyError(503, "full", 7.0), 99.0) == 7.0
     with pytest.raises(FeedUnreachableError, match="gave up after 100 s: full"):
-        backoff.failed(busy, 100.0)
-    backoff.succeeded()
-    assert backoff.failed(busy, 1000.0) <= 0.1, "the next failure is the first one again"
+        schedule.failed(busy, 100.0)
+    schedule.succeeded()
+    assert schedule.failed(busy, 1000.0) <= 0.1, "the next failure is the first one again"
+
+
+def test_a_client_of_a_server_that_is_away_for_hours_goes_on() -> None:
+    schedule, busy = RetrySchedule(1e6, random.Random(0)), FeedBusyError(503, "full")
+    assert all(0.0 < schedule.failed(busy, float(now)) <= MAX_PAUSE for now in range(2000))
 
 
 @pytest.mark.parametrize(
@@ -115,9 +120,9 @@ def test_a_batch_ends_a_series_of_failures() -> None:
     ]
     busy = FeedBusyError(503, "full")
     with answering(*answers) as (url, _), BatchFeed(url, registration(), retry_timeout=10.0) as batches:
-        batches._backoff.failed(busy, time.monotonic())
+        batches._retries.failed(busy, time.monotonic())
         assert batches._fetch(math.inf)
-        assert batches._backoff.failed(busy, time.monotonic() + 100.0) < 1.0
+        assert batches._retries.failed(busy, time.monotonic() + 100.0) < 1.0
 
 
 def test_a_batch_of_another_step_is_an_error() -> None:

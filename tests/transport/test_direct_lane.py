@@ -725,9 +725,17 @@ async def test_something_else_at_the_port(answer: bytes) -> None:
         assert lane_of(caller, endpoint)[0] == "grpc"
 
 
+async def never_opened(_: str) -> Link:
+    raise AssertionError
+
+
 def test_the_pause_after_failures_grows_to_its_limit() -> None:
-    pauses = [lanes.pause_after(failures) for failures in (1, 2, 3, 100)]
-    assert pauses == [10.0, 20.0, 40.0, 600.0]
+    known, lane, pauses = lanes.Lanes(never_opened), lanes._Lane(), []
+    for _ in range(100):
+        known._fail(lane, "refused", 0.0)
+        pauses.append(lane.retry_at)
+    assert pauses[:3] == [10.0, 20.0, 40.0]
+    assert pauses[-1] == 600.0
 
 
 @pytest.mark.asyncio

@@ -11,7 +11,7 @@ import random
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from averaging.common import CLIENT_PREFIX
+from averaging.common import CLIENT_PREFIX, Backoff
 from averaging.discovery.gossip.clock_offsets import ClockOffsets
 from averaging.discovery.gossip.membership import Membership
 from averaging.discovery.gossip.record_table import RecordStore
@@ -164,7 +164,7 @@ class Maintenance:
 
     async def read_streams(self) -> None:
         """Reads the stream of a member, and of another one when it ends. A client gets all records this way."""
-        backoff = self._settings.initial_backoff
+        backoff = Backoff(self._settings.initial_backoff, self._settings.max_backoff, self._rng)
         while True:
             endpoint = self._members.pick_stream_source(self._clock())
             if endpoint is not None:
@@ -179,9 +179,8 @@ class Maintenance:
                     self._members.stream_source = None
                     # The backoff goes on growing while each stream ends as soon as it has begun.
                     if asyncio.get_running_loop().time() - began >= self._settings.max_backoff:
-                        backoff = self._settings.initial_backoff
-            await asyncio.sleep(self._around(backoff))
-            backoff = min(2 * backoff, self._settings.max_backoff)
+                        backoff.reset()
+            await asyncio.sleep(backoff.next_delay())
 
     async def _read_stream(self, endpoint: str) -> None:
         """Reads records from `endpoint` until the stream ends, or is silent for two renewals of its presence record."""

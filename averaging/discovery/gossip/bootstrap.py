@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from averaging.common import Backoff
 from averaging.discovery.gossip.settings import CALL_FAILURES, GossipSettings, why_failed
 from averaging.errors import JoinRefusedError, NoSeedAnsweredError, TransportError
 from averaging.timing import Deadline, FairTimeout
@@ -100,12 +101,11 @@ class Bootstrap:
         for seed in self._reasons:
             spawn(self._call_with_timeout(seed, timeout))
         time = asyncio.get_running_loop().time
-        began, pause = time(), FIRST_REPORT
+        began, pauses = time(), Backoff(FIRST_REPORT, LAST_REPORT)
         try:
             async with _limit(timeout):
-                while not await _is_set_within(pause, self._done):
+                while not await _is_set_within(pauses.next_delay(), self._done):
                     self._report(Waiting(time() - began, timeout, dict(self._reasons)))
-                    pause = min(2 * pause, LAST_REPORT)
         except TimeoutError:
             raise NoSeedAnsweredError(self._reasons, timeout, self._hint()) from None
         if not self._answered:
@@ -144,7 +144,7 @@ class Bootstrap:
             return
 
     async def _call_until_answered(self, seed: str) -> None:
-        backoff = self._settings.initial_backoff
+        backoff = Backoff(self._settings.initial_backoff, self._settings.max_backoff, self._rng)
         while True:
             try:
                 await self._compare(seed)
@@ -159,9 +159,8 @@ class Bootstrap:
             else:
                 self._finish_if_settled(answered=True)
                 return
-            if await _is_set_within(backoff * self._rng.uniform(0.5, 1.5), self._has_called[seed]):
+            if await _is_set_within(backoff.next_delay(), self._has_called[seed]):
                 self._has_called[seed].clear()
-            backoff = min(2 * backoff, self._settings.max_backoff)
 
     def _note_refusal(self, seed: str, definite: bool) -> None:
         if definite:

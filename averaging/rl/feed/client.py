@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
-from averaging.common import is_loopback
+from averaging.common import Backoff, is_loopback
 from averaging.errors import (
     ConfigError,
     FeedBusyError,
@@ -43,21 +43,22 @@ MAX_MESSAGE = 2000
 """Characters of a server's message that an error quotes."""
 
 
-class Backoff:
-    """Exponential backoff with jitter. Pure but for `rng`.
+class RetrySchedule:
+    """Backoff with jitter that ends after a time without success. Pure but for `rng`.
 
     Args:
         retry_timeout: seconds without success after which it gives up.
     """
 
     def __init__(self, retry_timeout: float, rng: random.Random) -> None:
-        self._retry_timeout, self._rng = retry_timeout, rng
+        self._retry_timeout = retry_timeout
+        self._backoff = Backoff(MIN_PAUSE, MAX_PAUSE, rng, jitter=(0.5, 1.0))
         self._first_failure: float | None = None
-        self._failures = 0
 
     def succeeded(self) -> None:
         """Resets the pause and the time-out."""
-        self._first_failure, self._failures = None, 0
+        self._first_failure = None
+        self._backoff.reset()
 
     def failed(self, error: FeedBusyError, now: float) -> float:
         """Returns the seconds to wait before the next try.
@@ -68,9 +69,7 @@ class Backoff:
         self._first_failure = now if self._first_failure is None else self._first_failure
         if now - self._first_failure >= self._retry_timeout:
             raise FeedUnreachableError(f"gave up after {now - self._first_failure:.0f} s: {error}")
-        pause = min(MAX_PAUSE, MIN_PAUSE * 2.0**self._failures)
-        self._failures += 1
-        return max(error.retry_after, pause * self._rng.uniform(0.5, 1.0))
+        return max(error.retry_after, self._backoff.next_delay())
 
 
 class Connection:
@@ -129,12 +128,12 @@ class Connection:
             FeedRefusedError: the server refuses this request.
             FeedUnreachableError: no try succeeded within `retry_timeout`.
         """
-        backoff = Backoff(self._retry_timeout, random.Random())
+        schedule = RetrySchedule(self._retry_timeout, random.Random())
         while True:
             try:
                 return self.request_once(method, path, kind, **request)
             except FeedBusyError as error:
-                time.sleep(backoff.failed(error, time.monotonic()))
+                time.sleep(schedule.failed(error, time.monotonic()))
 
     def request_once(self, method: str, path: str, kind: type[T], **request: Any) -> T:
         """Sends a request once. Returns the decoded reply; for arguments and errors see `send`."""

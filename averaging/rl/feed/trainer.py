@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from averaging.errors import ConfigError, FeedBusyError, FeedError, printable
-from averaging.rl.feed.client import Backoff, Connection, decode_reply
+from averaging.rl.feed.client import Connection, RetrySchedule, decode_reply
 from averaging.rl.feed.messages import BatchReply, Registration
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class BatchFeed:
         self._registration, self._poll = registration, poll
         self._group, self._rank_timeout = process_group, rank_timeout
         self._ranks: Ranks | None = None
-        self._backoff = Backoff(retry_timeout, random.Random())
+        self._retries = RetrySchedule(retry_timeout, random.Random())
         self._registered = self._closed = False
         self._saved: int | None = None
         self._number: int | None = None  # of the registration; None at atroposlib's server
@@ -269,13 +269,13 @@ class BatchFeed:
                 if not self._registered:
                     self._register()
                 content = self._request_batch()
-                self._backoff.succeeded()
+                self._retries.succeeded()
                 if content:
                     return content
             except FeedBusyError as error:
                 # atroposlib's server answers 500 after a reset, until a trainer registers.
                 self._registered = self._registered and (error.status != 500 or self._number is not None)
-                pause = self._backoff.failed(error, time.monotonic())
+                pause = self._retries.failed(error, time.monotonic())
             left = until - time.monotonic()
             time.sleep(max(0.0, min(pause, left)))
             if pause >= left:

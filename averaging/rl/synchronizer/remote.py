@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import aclosing, suppress
 from typing import Self, TypeVar
 
-from averaging.common import one_of
+from averaging.common import Backoff, one_of
 from averaging.errors import (
     AveragingError,
     CallRefusedError,
@@ -426,7 +426,7 @@ class RemoteSynchronizer:
         raise self._failure or PeerUnreachableError(endpoint, f"no answer within {self._timeout:g} s")
 
     async def _stay_attached(self) -> None:
-        pause, longest = RETRY_SECONDS
+        backoff = Backoff(*RETRY_SECONDS)
         while True:
             try:
                 await self._attend()
@@ -437,10 +437,10 @@ class RemoteSynchronizer:
                     self._attached.set()
                 logger.info("the session at %s has ended: %s", self._channel.endpoint, error)
             else:
-                self._failure, pause = None, RETRY_SECONDS[0]
-            await asyncio.sleep(pause)
+                self._failure = None
+                backoff.reset()
+            await asyncio.sleep(backoff.next_delay())
             self._attached.clear()
-            pause = min(2 * pause, longest)
 
     async def _attend(self) -> None:
         """Holds one session, until it is lost."""

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from averaging.common import CLIENT_PREFIX, is_endpoint
+from averaging.common import CLIENT_PREFIX, backoff_delay, is_endpoint
 from averaging.errors import AveragingError, NotServedError
 from averaging.transport.direct.link import Link
 from averaging.transport.direct.sealing import MAX_SEALED_BYTES
@@ -33,11 +33,6 @@ FOREIGN_PAUSE_SECONDS = 3600.0
 NOT_OPEN = "the direct connection was not open yet"
 NOT_SERVED = "it has no direct lane"
 IN_USE = "the direct connection was in use"
-
-
-def pause_after(failures: int) -> float:
-    """Seconds until a connection is asked for again after so many failures in a row."""
-    return float(min(MAX_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** min(failures - 1, 10)))
 
 
 @dataclass(slots=True)
@@ -172,8 +167,8 @@ class Lanes:
             self._forget_link(lane, f"the direct connection had ended: {link.lost}")
 
     def _fail(self, lane: _Lane, reason: str, now: float) -> None:
+        lane.retry_at = now + backoff_delay(FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS, lane.failures)
         lane.failures += 1
-        lane.retry_at = now + pause_after(lane.failures)
         self._forget_link(lane, reason)
 
     @staticmethod
