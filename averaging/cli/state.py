@@ -16,8 +16,10 @@ from averaging.cli.error_reporting import (
     stopped,
 )
 from averaging.cli.option_types import PathToLookAt, address_to_dial, credentials_of, finite, security_options
+from averaging.common import member_of
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from pathlib import Path
 
     from averaging.cli.console import CommandOutput
@@ -55,7 +57,7 @@ VERSION_KEY, USER_KEY, PACKED_USER_KEY = "averaging.version", "averaging.user", 
     default=1,
     type=click.IntRange(1, 16),
     metavar="K",
-    help="Number of the addresses that must announce the same version and digests.",
+    help="Number of different hosts among the addresses that must announce the same version and digests.",
 )
 @security_options
 @click.option("--json", "as_json", is_flag=True, help="Print events as one JSON object per line.")
@@ -83,14 +85,22 @@ def state_command(addresses: tuple[str, ...], output: Path, *, as_json: bool, ve
       done     version, tensors, bytes, user, output
       error    message
     """
-    if given["verify_donors"] > len(set(addresses)):
-        raise click.UsageError(f"--verify-donors {given['verify_donors']} needs as many different addresses.")
+    if given["verify_donors"] > len(set(_hosts(addresses).values())):
+        raise click.UsageError(
+            f"--verify-donors {given['verify_donors']} needs addresses of as many different hosts; "
+            "all loopback addresses are one host."
+        )
     with starting():
         from averaging.cli.console import CommandOutput
 
         report = CommandOutput(as_json=as_json)
         with report.logging(verbose), report.failures():
             _run(list(dict.fromkeys(addresses)), output, given, report)
+
+
+def _hosts(addresses: Collection[str]) -> dict[str, str]:
+    """The host of each address, as which a donor counts: one host may have many endpoints."""
+    return {address: member_of(address, "") for address in addresses}
 
 
 def _run(addresses: list[str], path: Path, given: dict[str, Any], report: CommandOutput) -> None:
@@ -155,6 +165,7 @@ async def _download(
                 silence=given["timeout"],
                 max_bytes=given["max_bytes"],
                 verify_donors=given["verify_donors"],
+                members=_hosts(addresses),
                 on_progress=on_progress,
             )
         except AveragingError as error:

@@ -18,6 +18,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from averaging import cli
+from averaging.cli.error_reporting import CommandError
 from tests.support.processes import DEADLINE, JsonProcess, averaging_command, averaging_process
 from tests.support.selection import rest_is_long
 
@@ -274,17 +276,26 @@ def test_a_state_is_what_its_donor_holds(start: Start, files: list[Path], tmp_pa
     assert not (tmp_path / "none").exists()
 
 
-def test_two_donors_are_compared_before_one_is_believed(start: Start, files: list[Path], tmp_path: Path) -> None:
+def test_two_donors_are_compared_before_one_is_believed(
+    start: Start, files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, twin, other = (
         start("peer", files[number], *PAIR, "--serve").expect("ready")["join"] for number in (0, 0, 1)
     )
     target = tmp_path / "state.safetensors"
-    odd = command("state", other, first, "--verify-donors", 2, "--output", target)
-    assert odd.returncode == 1
-    assert "fewer than 2 donors have the same state" in odd.stderr
+    one_host = command("state", first, twin, "--verify-donors", 2, "--output", target)
+    assert one_host.returncode == 2
+    assert "all loopback addresses are one host" in one_host.stderr
+    monkeypatch.setattr("averaging.cli.state.member_of", lambda address, holder: address)  # as if on three machines
+
+    def compare(*addresses: str) -> None:
+        args = ["state", *addresses, "--verify-donors", "2", "--output", str(target)]
+        cli.main.main(args, prog_name="averaging", standalone_mode=False)
+
+    with pytest.raises(CommandError, match="fewer than 2 donors of different certificates or hosts"):
+        compare(other, first)
     assert not target.exists()
-    result = command("state", other, first, twin, "--verify-donors", 2, "--output", target)
-    assert result.returncode == 0, result.stderr
+    compare(other, first, twin)
     assert all(torch.equal(load_file(target)[name], tensor) for name, tensor in load_file(files[0]).items())
     assert command("state", first, first, "--verify-donors", 2, "--output", target).returncode == 2
 

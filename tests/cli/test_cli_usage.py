@@ -122,7 +122,11 @@ def test_a_wrong_option_is_named_with_its_remedy(
         (["state"], "Missing argument 'HOST:PORT...'"),
         (
             ["state", "127.0.0.1:1", "127.0.0.1:1", "--output", "x", "--verify-donors", "2"],
-            "as many different addresses",
+            "addresses of as many different hosts",
+        ),
+        (
+            ["state", "127.0.0.1:1", "localhost:2", "[::1]:3", "--output", "x", "--verify-donors", "2"],
+            "addresses of as many different hosts",
         ),
         (["state", "127.0.0.1:4222"], "Missing option '--output'"),
         (["state", "127.0.0.1", "--output", "x"], "give HOST:PORT"),
