@@ -21,8 +21,8 @@ import pytest
 from averaging.errors import ConfigError, ListenError
 from averaging.rl.feed import FeedServer, Limits
 from averaging.rl.feed.messages import Registration
+from averaging.rl.feed.routes import network_of
 from averaging.rl.feed.run_state import RunState
-from averaging.rl.feed.server import _network
 from tests.support import certificates
 from tests.support.certificates import OLD_TOKEN, TOKEN
 from tests.support.feeds import environment, registration
@@ -275,11 +275,15 @@ async def test_bodies_are_bounded(content: bytes, headers: dict[str, str], statu
 
 
 @pytest.mark.asyncio
-async def test_all_bodies_together_are_bounded() -> None:
+@pytest.mark.parametrize(("addresses", "fit"), [(["127.0.0.2"], 2), (["127.0.0.2", "127.0.0.3"], 4)])
+async def test_all_bodies_together_are_bounded_and_those_of_one_address(addresses: list[str], fit: int) -> None:
     async with FeedServer(":memory:", limits=Limits(body_bytes=1 << 16)) as server:
         host, _, port = server.url.removeprefix("http://").partition(":")
         head = b"POST /scored_data HTTP/1.1\r\nHost: x\r\nContent-Length: 60001\r\n\r\n"
-        connections = [await asyncio.open_connection(host, int(port)) for _ in range(5)]
+        connections = [
+            await asyncio.open_connection(host, int(port), local_addr=(addresses[number % len(addresses)], 0))
+            for number in range(fit + 1)
+        ]
         for _, writer in connections:
             writer.write(head + b" " * 60_000)  # the last byte does not come
         async with asyncio.timeout(30):
@@ -288,10 +292,12 @@ async def test_all_bodies_together_are_bounded() -> None:
         (reply,) = [task.result() for task in done]
         assert reply.startswith(b"HTTP/1.1 503 ")
         assert b"retry-after: 1" in reply.lower()
-        for _, writer in connections:
-            writer.close()
-        await asyncio.wait(others)
-        async with httpx.AsyncClient(base_url=server.url) as client:  # the closed connections do not count any more
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            busy = await client.post("/scored_data", content=b" " * 60_000)
+            assert busy.status_code == (422 if fit == 2 else 503)
+            for _, writer in connections:
+                writer.close()
+            await asyncio.wait(others)  # the closed connections do not count any more
             assert (await client.post("/scored_data", content=b" " * 60_000)).status_code == 422
 
 
@@ -356,7 +362,7 @@ async def test_one_address_does_not_take_all_connections() -> None:
     ],
 )
 def test_addresses_that_one_client_can_have(one: str, other: str, same: bool) -> None:
-    assert (_network((one, 1)) == _network((other, 2))) == same
+    assert (network_of(one) == network_of(other)) == same
 
 
 def becomes_closed(port: int) -> bool:

@@ -10,6 +10,7 @@ import math
 import time
 import uuid
 import zlib
+from collections import Counter as Counts
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -121,7 +122,8 @@ class Limits:
     """Limits of a server.
 
     Attributes:
-        body_bytes: body of a request, after decompression. All bodies at one time may have four times as many.
+        body_bytes: body of a request, after decompression. All bodies at one time may have four times as many, and
+            those of one address half of that.
         body_objects: numbers and texts in the body of a request. An entry of an object counts 8, and an array or object
             16, because they take so many times the memory; commas and brackets inside of texts count, too.
         queue_bytes, queue_groups: groups that wait; posts to a full queue are answered with status 503.
@@ -170,7 +172,8 @@ class Routes:
     ) -> None:
         self._database, self._limits, self._on_event = database, limits, on_event
         self._tokens, self._hosts = [token.encode() for token in tokens], hosts
-        self._body_bytes, self._decoding = 0, asyncio.Lock()
+        self._body_bytes: Counts[str] = Counts()  # by network
+        self._decoding = asyncio.Lock()
         self._warned: list[str] = []
         self._metrics = CollectorRegistry()
         for name, (help_text, read) in GAUGES.items():
@@ -306,16 +309,16 @@ class Routes:
         """Reads the body within the limits, and calls `handler`. The body counts until the handler returns."""
         encoding = request.headers.get("content-encoding", "").lower()
         unzip = zlib.decompressobj(wbits=31) if "gzip" in encoding else None
-        body = bytearray()
+        body, network = bytearray(), network_of(request.client and request.client.host)
         try:
             async with asyncio.timeout(self._limits.seconds):
                 async for chunk in request.stream():
                     if unzip is None:
-                        self._extend(body, chunk)
+                        self._extend(body, chunk, network)
                         continue
                     while True:  # not the whole chunk at once, which may grow a thousand times
                         piece = unzip.decompress(chunk, UNZIP_BYTES)
-                        self._extend(body, piece)
+                        self._extend(body, piece, network)
                         if len(piece) < UNZIP_BYTES:
                             break
                         chunk = unzip.unconsumed_tail
@@ -328,15 +331,18 @@ class Routes:
         except TimeoutError:
             raise FeedRefusedError(408, f"the body did not arrive within {self._limits.seconds:g} s") from None
         finally:
-            self._body_bytes -= len(body)
+            self._body_bytes[network] -= len(body)
+            if not self._body_bytes[network]:
+                del self._body_bytes[network]
 
-    def _extend(self, body: bytearray, piece: bytes) -> None:
+    def _extend(self, body: bytearray, piece: bytes, network: str) -> None:
         limit = self._limits.body_bytes
         body += piece
-        self._body_bytes += len(piece)
+        self._body_bytes[network] += len(piece)
         if len(body) > limit:
             raise FeedRefusedError(413, f"the body has more than {limit} bytes; send fewer groups at once")
-        if self._body_bytes > 4 * limit:
+        # Of one address half: bodies that it does not complete must not keep those of others out.
+        if self._body_bytes[network] > 2 * limit or self._body_bytes.total() > 4 * limit:
             raise FeedBusyError(503, "this server reads too many bodies at present; send the same again", 1.0)
 
     async def _decode(self, body: bytearray, kind: type[Message], then: Callable[[Message], T]) -> T:
@@ -506,6 +512,15 @@ def _is_name_of_server(host_header: str, hosts: Sequence[str]) -> bool:
     except ValueError:
         return False
     return "." not in host or parse_ip(host) is not None or is_loopback(host) or host in hosts
+
+
+def network_of(host: str | None) -> str:
+    """Returns what one client can have many addresses of: the first half of an IPv6 address, or an IPv4 address."""
+    host = host or ""
+    address = parse_ip(host.partition("%")[0])
+    if address is None or address.version == 4 or address.ipv4_mapped:
+        return host
+    return address.exploded[:19]
 
 
 def _owners(request: Request) -> list[bytes]:

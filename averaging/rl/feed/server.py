@@ -17,10 +17,10 @@ from typing import Any, Self
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from averaging.common import is_loopback, parse_address, parse_ip
+from averaging.common import is_loopback, parse_address
 from averaging.errors import ConfigError, ListenError
 from averaging.rl.feed.database import Database, DatabaseThread
-from averaging.rl.feed.routes import Event, Limits, Routes
+from averaging.rl.feed.routes import Event, Limits, Routes, network_of
 from averaging.rl.feed.run_state import RunState
 from averaging.security import read_tls, read_tokens
 
@@ -167,7 +167,7 @@ class _LimitedConnection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._timer = self.loop.call_later(self.seconds, self._check_progress)
-        self.network = _network(self.client)
+        self.network = network_of(self.client[0] if self.client else None)
         if sum(getattr(each, "network", "") == self.network for each in self.connections) > self.share:
             transport.write(TOO_MANY)
             transport.close()
@@ -185,15 +185,6 @@ class _LimitedConnection(H11Protocol):
             return
         self._last = (self.cycle, unread)
         self._timer = self.loop.call_later(self.seconds, self._check_progress)
-
-
-def _network(client: tuple[str, int] | None) -> str:
-    """Returns what one client can have many addresses of: the first half of an IPv6 address, or an IPv4 address."""
-    host = client[0] if client else ""
-    address = parse_ip(host.partition("%")[0])
-    if address is None or address.version == 4 or address.ipv4_mapped:
-        return host
-    return address.exploded[:19]
 
 
 def _listening(address: str) -> socket.socket:
