@@ -282,59 +282,73 @@ class PeerConfig:
         self._read_names()
         self._read_tls()
         if not self.run_id or "." in self.run_id or not self.run_id.isprintable():
-            raise ConfigError(f"run_id {self.run_id!r} must be printable, not empty, and without a dot")
+            raise ConfigError(f"run_id {self.run_id!r} must be printable, not empty, and without a dot", "run_id")
         if (size := len(self.run_id.encode())) > MAX_RUN_ID_BYTES:
-            raise ConfigError(f"run_id {self.run_id[:20]!r}… has {size} bytes of UTF-8; it may have {MAX_RUN_ID_BYTES}")
+            raise ConfigError(
+                f"run_id {self.run_id[:20]!r}… has {size} bytes of UTF-8; it may have {MAX_RUN_ID_BYTES}", "run_id"
+            )
         _port("listen", self.listen)
         if self.advertise is not None:
             _port("advertise", self.advertise)
         for seed in self.join:
             if _port("join", seed) == 0:
-                raise ConfigError(f"join: {seed!r} has port 0; give the port on which that peer listens")
+                raise ConfigError(f"join: {seed!r} has port 0; give the port on which that peer listens", "join")
         for name in _SECONDS:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{name} must be a finite number of seconds above 0, not {value!r}")
+                raise ConfigError(f"{name} must be a finite number of seconds above 0, not {value!r}", name)
         if self.group_wait > MAX_GROUP_WAIT:
             raise ConfigError(
                 f"group_wait must be at most {MAX_GROUP_WAIT:g} s, not {self.group_wait:g}; "
-                "a peer declares itself again until round_timeout"
+                "a peer declares itself again until round_timeout",
+                "group_wait",
+                "round_timeout",
             )
         if self.min_group_size < 2:
-            raise ConfigError(f"min_group_size must be at least 2, not {self.min_group_size}")
+            raise ConfigError(f"min_group_size must be at least 2, not {self.min_group_size}", "min_group_size")
         if self.group_size < self.min_group_size:
-            raise ConfigError(f"group_size {self.group_size} is below min_group_size {self.min_group_size}")
+            raise ConfigError(
+                f"group_size {self.group_size} is below min_group_size {self.min_group_size}",
+                "group_size",
+                "min_group_size",
+            )
         if set(self.group_bits) - {"0", "1"}:
-            raise ConfigError(f"group_bits must be zeros and ones, not {self.group_bits!r}")
+            raise ConfigError(f"group_bits must be zeros and ones, not {self.group_bits!r}", "group_bits")
         if len(self.group_bits) > MAX_GROUP_BITS:
-            raise ConfigError(f"group_bits may have {MAX_GROUP_BITS} digits, not {len(self.group_bits)}")
+            raise ConfigError(f"group_bits may have {MAX_GROUP_BITS} digits, not {len(self.group_bits)}", "group_bits")
         if self.bandwidth is not None and not (math.isfinite(self.bandwidth) and self.bandwidth > 0):
-            raise ConfigError(f"bandwidth must be finite and above 0 bytes/s, not {self.bandwidth!r}")
+            raise ConfigError(f"bandwidth must be finite and above 0 bytes/s, not {self.bandwidth!r}", "bandwidth")
         try:
             parse_aggregation(self.aggregation)
         except ConfigError as error:
-            raise ConfigError(f"aggregation: {error}") from None
+            raise ConfigError(f"aggregation: {error}", "aggregation") from None
         if not 1 <= self.verify_donors <= 16:
-            raise ConfigError(f"verify_donors must be from 1 to 16, not {self.verify_donors}")
+            raise ConfigError(f"verify_donors must be from 1 to 16, not {self.verify_donors}", "verify_donors")
         if self.direct_listen == "off":
             object.__setattr__(self, "direct_listen", None)
         if self.direct_listen not in (None, AUTO):
             _port("direct_listen", str(self.direct_listen))
         if self.direct_advertise is not None and not 0 < self.direct_advertise < 1 << 16:
-            raise ConfigError(f"direct_advertise must be a port from 1 to 65535, not {self.direct_advertise}")
+            raise ConfigError(
+                f"direct_advertise must be a port from 1 to 65535, not {self.direct_advertise}", "direct_advertise"
+            )
         if not 1024 <= self.part_size_bytes <= 1 << 28:
-            raise ConfigError(f"part_size_bytes must be from 1 KiB to 256 MiB, not {self.part_size_bytes}")
+            raise ConfigError(
+                f"part_size_bytes must be from 1 KiB to 256 MiB, not {self.part_size_bytes}", "part_size_bytes"
+            )
 
     def _check_types(self) -> None:
         """Checks types, since a file or a variable gives text: `insecure="no"` must not switch it on."""
         for name, (kinds, expected) in _TYPES.items():
             value = getattr(self, name)
             if not isinstance(value, kinds):
-                raise ConfigError(f"{name} must be {expected}, not {value!r:.200}")
+                raise ConfigError(f"{name} must be {expected}, not {value!r:.200}", name)
         if isinstance(self.join, str):
-            raise ConfigError(f"join must be a list of addresses, not the text {self.join!r}")
+            raise ConfigError(f"join must be a list of addresses, not the text {self.join!r}", "join")
         if not all(isinstance(seed, str) for seed in self.join):
-            raise ConfigError(f"join must be a list of addresses, each a text HOST:PORT, not {self.join!r:.200}")
+            raise ConfigError(
+                f"join must be a list of addresses, each a text HOST:PORT, not {self.join!r:.200}", "join"
+            )
 
     def _read_tls(self) -> None:
         """Makes `tls` and the three files say the same."""
@@ -342,7 +356,11 @@ class PeerConfig:
         if self.tls is None:
             check_tls_files(*files)
         elif any(file not in (None, given) for file, given in zip(files, _files_of(self.tls), strict=True)):
-            raise ConfigError("tls was given together with another tls_ca, tls_cert or tls_key; give one or the other")
+            raise ConfigError(
+                "tls was given together with another tls_ca, tls_cert or tls_key; give one or the other",
+                "tls",
+                *_TLS_NAMES,
+            )
         if self.tls is not None:
             for name, file in zip(_TLS_NAMES, _files_of(self.tls), strict=True):
                 object.__setattr__(self, name, file)
@@ -354,7 +372,7 @@ class PeerConfig:
         try:
             compression = parse_compression(self.compression)
         except ConfigError as error:
-            raise ConfigError(f"compression: {error}") from None
+            raise ConfigError(f"compression: {error}", "compression") from None
         read = {
             "mode": one_of(Mode, self.mode, "mode"),
             "compression": compression,
@@ -440,7 +458,9 @@ def check_tls_files(ca: FilePath | None, cert: FilePath | None, key: FilePath | 
     """
     missing = [name for name, file in zip(_TLS_NAMES, (ca, cert, key), strict=True) if file is None]
     if 0 < len(missing) < 3:
-        raise ConfigError(f"TLS needs tls_ca, tls_cert and tls_key together; give {' and '.join(missing)} as well")
+        raise ConfigError(
+            f"TLS needs tls_ca, tls_cert and tls_key together; give {' and '.join(missing)} as well", *_TLS_NAMES
+        )
 
 
 def _merged(kind: type[C], settings: Iterable[Setting]) -> C:
@@ -479,4 +499,4 @@ def _port(name: str, address: str) -> int:
     try:
         return parse_address(address)[1]
     except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from None
+        raise ConfigError(f"{name}: {error}", name) from None

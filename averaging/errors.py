@@ -19,7 +19,17 @@ class AveragingError(Exception):
 
 
 class ConfigError(AveragingError, ValueError):
-    """An invalid argument: a malformed address, a negative weight, a run id with a dot."""
+    """An invalid argument: a malformed address, a negative weight, a run id with a dot.
+
+    Attributes:
+        options: the options that the message is about, as far as it is about options of a peer.
+        unknown: whether these options do not exist; the message then spells them as their source does.
+    """
+
+    def __init__(self, message: str = "", *options: str, unknown: bool = False) -> None:
+        super().__init__(message)
+        self.options = options
+        self.unknown = unknown
 
 
 class TensorError(AveragingError, ValueError):

@@ -121,7 +121,7 @@ def peer_command(
         try:
             config = read_config(file, output, given)
         except ConfigError as error:
-            if str(error).startswith("unknown option"):  # named as the file or the variable spells it
+            if error.unknown:
                 raise CommandError(str(error), WRONG_USAGE) from None
             raise failure_of(error) from None
         report = CommandOutput(as_json=as_json)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -82,18 +81,19 @@ def merge(settings: Iterable[Setting], names: Collection[str], former_names: Map
     merged = {}
     for setting in settings:
         if setting.name not in names:
-            raise ConfigError(unknown_option(setting.name, setting.source, names, former_names))
+            text = unknown_option(setting.name, setting.source, names, former_names)
+            raise ConfigError(text, setting.name, unknown=True)
         merged[setting.name] = setting
     return merged
 
 
 def with_sources(error: ConfigError, settings: Mapping[str, Setting]) -> ConfigError:
-    """The error, with the sources of the options that its message names."""
-    involved = [setting for setting in settings.values() if re.search(rf"\b{setting.name}\b", str(error))]
+    """The error, with the sources of its options."""
+    involved = [setting for setting in settings.values() if setting.name in error.options]
     if all(setting.source == ARGUMENT for setting in involved):
         return error
     sources = ", ".join(f"{name} is set {source}" for name, _, source in involved)
-    return ConfigError(f"{error} ({sources})")
+    return ConfigError(f"{error} ({sources})", *error.options)
 
 
 def unknown_option(name: str, source: str, names: Collection[str], former_names: Mapping[str, str]) -> str:

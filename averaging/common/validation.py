@@ -34,7 +34,7 @@ def named(names: Mapping[str, E], kind: type[E], value: E | str, option: str) ->
         return value
     found = names.get(value.strip().lower()) if isinstance(value, str) else None
     if found is None:
-        raise ConfigError(f"{option} must be one of {', '.join(names)}, not {value!r}")
+        raise ConfigError(f"{option} must be one of {', '.join(names)}, not {value!r}", option)
     return found
 
 

@@ -21,6 +21,7 @@ from averaging.errors import (
     AveragingError,
     CallRefusedError,
     ListenError,
+    NotServedError,
     PeerUnreachableError,
     ProtocolViolationError,
     WrongRunError,
@@ -280,13 +281,13 @@ class MemoryTransport:
     @property
     def _service(self) -> AveragingService:
         if self._averaging is None:
-            raise CallRefusedError(self.endpoint, "does not serve this")
+            raise NotServedError(self.endpoint, "does not serve this")
         return self._averaging
 
     @property
     def _records(self) -> GossipService:
         if self._gossip is None:
-            raise CallRefusedError(self.endpoint, "does not serve this")
+            raise NotServedError(self.endpoint, "does not serve this")
         return self._gossip
 
     async def _unary(

@@ -13,8 +13,8 @@ from typing import Self
 from averaging.common import Backoff, is_loopback, parse_address
 from averaging.errors import (
     AveragingError,
-    CallRefusedError,
     ConfigError,
+    NotServedError,
     PeerUnreachableError,
     ProtocolViolationError,
     StateError,
@@ -210,7 +210,7 @@ class FollowerTasks:
         reasons = list(self._reasons.values())
         if len(reasons) == len(set(self._options.join)) and all(map(_is_definite, reasons)):
             first = reasons[0]
-            if isinstance(first, CallRefusedError) and first.reason == "does not serve this":
+            if isinstance(first, NotServedError):
                 return StateError(
                     f"{first.endpoint} publishes no weights; give its averager or peer services=[WeightPublisher(…)], "
                     "or follow another one"
@@ -356,9 +356,7 @@ class FollowerTasks:
 
 def _is_definite(error: AveragingError) -> bool:
     """Whether a further attempt would fail alike."""
-    if isinstance(error, CallRefusedError) and error.reason == "does not serve this":
-        return True
-    return isinstance(error, TensorError | ProtocolViolationError) or (
+    return isinstance(error, TensorError | ProtocolViolationError | NotServedError) or (
         isinstance(error, TransportError) and error.definite
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -113,3 +114,16 @@ def test_single_options_win_over_a_config() -> None:
         configure("a.toml", None, {})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="did you mean join"):
         configure(None, "a", {"initial_peers": []})
+
+
+def test_an_error_names_the_sources_of_its_own_options_only(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('run_id = "r"\ngroup_bits = "mode"\nmode = "node"\n')
+    with pytest.raises(ConfigError, match=r"not 'mode' \(group_bits is set in [^,]*\)$") as caught:
+        PeerConfig.from_toml(file, environ={})
+    assert caught.value.options == ("group_bits",)
+    file.write_text('run_id = "r"\nmoda = "node"\n')
+    with pytest.raises(ConfigError, match="did you mean mode") as unknown:
+        PeerConfig.from_toml(file, environ={})
+    assert unknown.value.unknown
+    assert pickle.loads(pickle.dumps(caught.value)).options == ("group_bits",)

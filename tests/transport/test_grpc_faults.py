@@ -86,6 +86,9 @@ def test_what_keeps_this_machine_from_dialling_is_reported(details: str, told: s
     assert told in error.reason
 
 
+_NO_PEER = "what answers there is not a peer"
+
+
 def told(code: grpc.StatusCode, details: str, *, sent_token: bool = False) -> AveragingError:
     failure = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details or None)
     return error_of_call("a:1", failure, sent_token=sent_token)
@@ -153,6 +156,12 @@ def test_why_a_call_broke_off_is_reported(details: str, reason: str) -> None:
         (grpc.StatusCode.CANCELLED, "", PeerUnreachableError, "it ended the call"),
         (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", PeerUnreachableError, "no answer in time"),
         (grpc.StatusCode.UNIMPLEMENTED, "Method not found!", NotServedError, "does not serve this"),
+        (
+            grpc.StatusCode.UNIMPLEMENTED,
+            "Received http2 header with status: 404",
+            CallRefusedError,
+            _NO_PEER,
+        ),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, "as busy\nas can be", CallRefusedError, "as busy as can be"),
         (grpc.StatusCode.INTERNAL, "", CallRefusedError, "internal"),
         (grpc.StatusCode.FAILED_PRECONDITION, "", CallRefusedError, "failed precondition"),

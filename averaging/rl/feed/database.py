@@ -117,7 +117,8 @@ class Database:
                 self._db.close()
                 raise
         except (sqlite3.Error, OSError) as error:
-            reason = "another process uses it" if "locked" in str(error) else str(error)
+            in_use = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY
+            reason = "another process uses it" if in_use else str(error)
             raise ConfigError(f"store {path} cannot be used: {reason}; give another file") from None
 
     def begin(self) -> None:

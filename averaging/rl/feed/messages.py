@@ -214,6 +214,7 @@ def decode(body: bytes | bytearray, kind: type[Message]) -> Message:
         return msgspec.json.decode(body, type=kind, strict=False)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         reason = str(error) or type(error).__name__
-        if "malformed" in reason and any(name in body for name in (b"NaN", b"Infinity")):
+        is_malformed = isinstance(error, msgspec.DecodeError) and not isinstance(error, msgspec.ValidationError)
+        if is_malformed and any(name in body for name in (b"NaN", b"Infinity")):
             reason += "; JSON has neither NaN nor Infinity, so drop the group or give finite numbers"
         raise FeedRefusedError(422, f"the body cannot be used: {reason}") from None

@@ -37,7 +37,7 @@ from averaging.rl.feed.messages import (
     decode,
     object_count,
 )
-from averaging.rl.feed.run_state import KEYED, NO_TRAINER, RunState
+from averaging.rl.feed.run_state import KEYED, NoTrainerError, RunState
 
 logger = logging.getLogger(__name__)
 
@@ -443,11 +443,11 @@ class Routes:
 
         try:
             found, warning = await self._run(batch)
+        except NoTrainerError as error:
+            return _json({"status": "error", "message": str(error), "batch": []})
         except FeedRefusedError as error:
-            if str(error) != NO_TRAINER:
-                self._warn_once(f"a request for a batch is refused: {error}")
-                raise
-            return _json({"status": "error", "message": NO_TRAINER, "batch": []})
+            self._warn_once(f"a request for a batch is refused: {error}")
+            raise
         if found is None:
             return _json({"batch": None, **({"warning": warning} if warning else {})})
         found_step, sequences, contents = found

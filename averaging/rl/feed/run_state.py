@@ -27,7 +27,12 @@ MAX_TRAINER = 1 << 31
 KEYED = b"key "
 """Prefix of an owner that is known by a secret key."""
 
-NO_TRAINER = "Trainer not registered. Call /register first."
+
+class NoTrainerError(FeedRefusedError):
+    """A batch was requested before a trainer has registered."""
+
+    def __init__(self) -> None:
+        super().__init__(409, "Trainer not registered. Call /register first.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +292,7 @@ class RunState:
             FeedRefusedError: no trainer has registered.
         """
         if self.registration is None:
-            raise FeedRefusedError(409, NO_TRAINER)
+            raise NoTrainerError
         indices = self._find_batch(now)
         if indices is None:
             return None
@@ -310,7 +315,7 @@ class RunState:
             FeedRefusedError: the batch is forgotten or of a later step, or no trainer has registered.
         """
         if self.registration is None:
-            raise FeedRefusedError(409, NO_TRAINER)
+            raise NoTrainerError
         if step <= self.saved:
             raise FeedRefusedError(
                 410,

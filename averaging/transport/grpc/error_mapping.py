@@ -150,7 +150,7 @@ def error_of_call(endpoint: str, error: grpc.aio.AioRpcError, *, sent_token: boo
             endpoint, reason or _UNREACHABLE[code], refused=reason == _REFUSED, definite=definite
         )
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        return NotServedError(endpoint, reason or "does not serve this")
+        return CallRefusedError(endpoint, reason) if reason else NotServedError(endpoint, "does not serve this")
     message = printable(details, MAX_REASON) or code.name.lower().replace("_", " ")
     if code is grpc.StatusCode.NOT_FOUND:
         return WrongRunError(endpoint, message)
