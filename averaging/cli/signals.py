@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM end a command gracefully. A second signal ends it at once."""
+"""SIGINT, SIGTERM and SIGHUP end a command gracefully. A second signal ends it at once."""
 
 from __future__ import annotations
 
@@ -50,8 +50,11 @@ async def _run(main: Callable[[Stop], Awaitable[T]]) -> T:
         raise RuntimeError("not in a task")
     if interrupted():
         raise KeyboardInterrupt
-    stop, before = Stop(task), signal.getsignal(signal.SIGTERM)
-    for number in DEFAULTS:
+    stop, numbers = Stop(task), list(DEFAULTS)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup has it ignored
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers if number != signal.SIGINT}
+    for number in numbers:
         loop.add_signal_handler(number, stop.request, number)
     try:
         return await main(stop)
@@ -60,6 +63,7 @@ async def _run(main: Callable[[Stop], Awaitable[T]]) -> T:
             raise
         raise Stopped(stop.number) from None
     finally:
-        for number in DEFAULTS:
+        for number in numbers:
             loop.remove_signal_handler(number)
-        signal.signal(signal.SIGTERM, before)  # asyncio restores the default, which has another exit code
+        for number, handler in before.items():  # asyncio restores the default, which has another exit code
+            signal.signal(number, handler)

@@ -54,7 +54,7 @@ def test_a_file_follows_and_a_command_runs_after_each_version(tmp_path: Path) ->
     assert [file.name for file in tmp_path.iterdir() if file.name.endswith("tmp")] == []
 
 
-@pytest.mark.parametrize("end", ["its time is over", "Ctrl+C"])
+@pytest.mark.parametrize("end", ["its time is over", "Ctrl+C", "its terminal closes"])
 def test_a_command_that_hangs_is_ended_with_its_children(end: str, tmp_path: Path) -> None:
     publisher, weights, path = WeightPublisher(), state(), tmp_path / "now.safetensors"
     child = tmp_path / "child"
@@ -78,7 +78,7 @@ def test_a_command_that_hangs_is_ended_with_its_children(end: str, tmp_path: Pat
             assert "was not done after 2 s (--exec-timeout); it was ended with its children" in executed["message"]
             assert process.expect("written")["version"] == 3, "the newest"
             assert same(load_file(path), weights)
-        process.signal(signal.SIGINT)
+        process.signal(signal.SIGHUP if end == "its terminal closes" else signal.SIGINT)
         assert process.wait() == 0
         assert not _lives(number)
     assert process.stderr.count("hello") == (2 if end == "its time is over" else 1), "its output is no event"
