@@ -90,11 +90,24 @@ class PeerUnreachableError(TransportError):
 
     Attributes:
         refused: whether the connection was refused because nothing listens there.
+        unknown_host: whether the host has no address.
+        unconnected: whether no connection came about at all, so that the address may be wrong.
     """
 
-    def __init__(self, endpoint: str, reason: str, *, refused: bool = False, definite: bool = False) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        reason: str,
+        *,
+        refused: bool = False,
+        unknown_host: bool = False,
+        unconnected: bool = False,
+        definite: bool = False,
+    ) -> None:
         super().__init__(endpoint, reason, definite=definite)
         self.refused = refused
+        self.unknown_host = unknown_host
+        self.unconnected = unconnected or refused or unknown_host
 
 
 class CallRefusedError(TransportError):
@@ -124,7 +137,17 @@ class BusyError(AveragingError):
 
 
 class ProtocolViolationError(AveragingError):
-    """A peer broke the protocol."""
+    """A peer broke the protocol.
+
+    Attributes:
+        endpoint: the peer, with which the message begins; empty if the message does not name it.
+        reason: the message without the endpoint.
+    """
+
+    def __init__(self, reason: str = "", endpoint: str = "") -> None:
+        super().__init__(f"{endpoint} {reason}" if endpoint else reason)
+        self.endpoint = endpoint
+        self.reason = printable(reason)
 
 
 class UnprovenViolationError(ProtocolViolationError):
@@ -201,11 +224,13 @@ class StateError(AveragingError):
 
     Attributes:
         gone: the asked donors at whose endpoint nothing listens any more.
+        unconnected: whether no connection came about to one of the asked donors, so that an address may be wrong.
     """
 
-    def __init__(self, message: str, gone: Collection[str] = ()) -> None:
+    def __init__(self, message: str, gone: Collection[str] = (), *, unconnected: bool = False) -> None:
         super().__init__(message)
         self.gone = frozenset(gone)
+        self.unconnected = unconnected
 
 
 class ClosedError(AveragingError):

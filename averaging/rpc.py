@@ -109,7 +109,7 @@ async def check_named(endpoint: str, *, loopback: bool) -> None:
     Raises:
         ProtocolViolationError: No peer can be there.
     """
-    await Dialling(loopback=loopback).check(endpoint)
+    await Dialling(loopback=loopback, remedy="").check(endpoint)
 
 
 class RpcServer:

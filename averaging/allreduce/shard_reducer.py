@@ -47,7 +47,7 @@ class ShardReducer:
         """
         number = self._next[sender]
         if number >= len(self._sizes):
-            raise ProtocolViolationError(f"{sender} sent more than the {len(self._sizes)} parts of this shard")
+            raise ProtocolViolationError(f"sent more than the {len(self._sizes)} parts of this shard", sender)
         if tuple(values.shape) != (self._sizes[number],):
             raise ProtocolViolationError(
                 f"{sender} sent part {number} with shape {list(values.shape)} instead of [{self._sizes[number]}]"

@@ -19,11 +19,6 @@ if TYPE_CHECKING:
 NOT_DONE, WRONG_USAGE, SIGNALLED = 1, 2, 128
 """Exit codes. A command that a signal ends early exits with `SIGNALLED` plus the signal's number."""
 
-WITHOUT_REMEDY = frozenset(
-    {"connection refused", "unknown host", "no answer to the connection", "no route to the host", "network unreachable"}
-)
-"""Reasons of the transport that name no remedy."""
-
 BEFORE = " before it began; nothing was written"
 
 CHECK_ADDRESS = "check the address, and that a peer is up there"

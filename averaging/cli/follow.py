@@ -8,7 +8,6 @@ import click
 
 from averaging.cli.error_reporting import (
     CHECK_ADDRESS,
-    WITHOUT_REMEDY,
     CommandError,
     Stopped,
     failure_of,
@@ -133,7 +132,7 @@ def _run(addresses: list[str], path: Path, given: dict[str, Any], report: Comman
     from averaging.cli import signals
     from averaging.cli.follow_session import FollowSession, open_output
     from averaging.config import TLSFiles, check_tls_files
-    from averaging.errors import AveragingError
+    from averaging.errors import AveragingError, PeerUnreachableError
     from averaging.rpc import read_credentials
     from averaging.weights import FollowerOptions
 
@@ -164,6 +163,6 @@ def _run(addresses: list[str], path: Path, given: dict[str, Any], report: Comman
             raise stopped(signal.number, "; nothing was written") from None
     except AveragingError as error:
         failure = failure_of(error)
-        unreached = any(f": {reason}" in failure.message for reason in WITHOUT_REMEDY)
-        remedy = f"; {CHECK_ADDRESS}" if unreached and "check the addresses" not in failure.message else ""
+        unreached = isinstance(error, PeerUnreachableError) and error.unconnected
+        remedy = f"; {CHECK_ADDRESS}" if unreached else ""
         raise CommandError(failure.message + remedy, failure.exit_code) from None

@@ -8,7 +8,6 @@ import click
 
 from averaging.cli.error_reporting import (
     CHECK_ADDRESS,
-    WITHOUT_REMEDY,
     CommandError,
     Stopped,
     failure_of,
@@ -137,7 +136,7 @@ async def _download(
 ) -> State:
     from averaging.cli import console as console_text
     from averaging.cli import json_events
-    from averaging.errors import AveragingError
+    from averaging.errors import AveragingError, StateError
     from averaging.state import download
     from averaging.transport.grpc import GrpcTransport
 
@@ -170,7 +169,7 @@ async def _download(
             )
         except AveragingError as error:
             failure = failure_of(error)
-            unreached = any(f": {reason}" in failure.message for reason in WITHOUT_REMEDY)
+            unreached = isinstance(error, StateError) and error.unconnected
             remedy = f"; {CHECK_ADDRESS}" if unreached else ""
             raise CommandError(failure.message + remedy, failure.exit_code) from None
         finally:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from averaging.cli.console import begin
-from averaging.cli.error_reporting import CHECK_ADDRESS, WITHOUT_REMEDY, CommandError, Stopped, failure_of, starting
+from averaging.cli.error_reporting import CHECK_ADDRESS, CommandError, Stopped, failure_of, starting
 from averaging.cli.option_types import address_to_dial, credentials_of, security_options
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ async def _watch(address: str, credentials: Credentials, last: int, rounds: int 
                 if count == rounds:
                     break
     except PeerUnreachableError as error:
-        remedy = f"; {CHECK_ADDRESS}" if error.reason in WITHOUT_REMEDY else ""
+        remedy = f"; {CHECK_ADDRESS}" if error.unconnected else ""
         failure = failure_of(error)
         raise CommandError(failure.message + remedy, failure.exit_code) from None
     except AveragingError as error:

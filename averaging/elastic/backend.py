@@ -15,7 +15,14 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBa
 
 from averaging.elastic.cell import Cell, Fenced
 from averaging.elastic.rendezvous_state import decode_state, encode_state
-from averaging.errors import AveragingError, CallRefusedError, ConfigError, ProtocolViolationError, TransportError
+from averaging.errors import (
+    AveragingError,
+    CallRefusedError,
+    ConfigError,
+    PeerUnreachableError,
+    ProtocolViolationError,
+    TransportError,
+)
 from averaging.rpc import EventLoopThread
 
 logger = logging.getLogger("averaging.elastic")
@@ -111,7 +118,8 @@ class AveragingBackend(RendezvousBackend):
                     refused_since = now if refused_since is None else refused_since
                     if now - refused_since > REFUSED_FOR or until is None:
                         raise RendezvousStateError(str(error)) from error
-                definite = isinstance(error, TransportError) and (error.definite or "unknown host" in error.reason)
+                definite = isinstance(error, TransportError) and error.definite
+                definite |= isinstance(error, PeerUnreachableError) and error.unknown_host
                 if definite or until is None or now >= until:
                     raise RendezvousConnectionError(self._explain(error)) from error
                 if now - self._logged >= LOG_INTERVAL:

@@ -108,7 +108,9 @@ class EtcdRegister:
             raise failures[0]
         reasons = "; ".join(str(error) for error in failures)
         definite = all(error.definite for error in failures)
-        raise PeerUnreachableError("etcd", f"no member answers ({reasons})", definite=definite)
+        unknown_host = any(error.unknown_host for error in failures)
+        text = f"no member answers ({reasons})"
+        raise PeerUnreachableError("etcd", text, unknown_host=unknown_host, definite=definite)
 
     async def _once(self, call: Callable[[RpcChannel], Awaitable[Reply]]) -> Reply:
         try:

@@ -261,7 +261,7 @@ class FollowerSide:
             search.answers[leader] = error.reason
             logger.debug("could not ask %s: %s", leader, error.reason)
         except ProtocolViolationError as error:
-            search.answers[leader] = str(error).removeprefix(f"{leader} ")
+            search.answers[leader] = error.reason
             logger.warning("%s", error)
             if not isinstance(error, UnprovenViolationError):
                 self._exclusions.note(leader, DropCode.PROTOCOL_VIOLATION, self._clock())
@@ -371,4 +371,4 @@ class FollowerSide:
                         return
         except TimeoutError:
             pass
-        raise UnprovenViolationError(f"{leader} began a group with {unknown[0]}, which discovery does not know")
+        raise UnprovenViolationError(f"began a group with {unknown[0]}, which discovery does not know", leader)

@@ -200,13 +200,13 @@ def read_group(message: MessageFromLeader, endpoint: str, leader: str, gather: b
     """
     names = message.ordered_group_endpoints
     if not message.group_id or len(message.group_id) > 256:
-        raise ProtocolViolationError(f"{leader} began a group whose id has {len(message.group_id)} bytes")
+        raise ProtocolViolationError(f"began a group whose id has {len(message.group_id)} bytes", leader)
     if not 2 <= len(names) <= MAX_GROUP_SIZE or len(names) != len(message.gathered):
-        raise ProtocolViolationError(f"{leader} began a group of {len(names)} with {len(message.gathered)} gathers")
+        raise ProtocolViolationError(f"began a group of {len(names)} with {len(message.gathered)} gathers", leader)
     if len(set(names)) != len(names) or not all(map(is_endpoint, names)):
-        raise ProtocolViolationError(f"{leader} began a group with malformed or repeated endpoints")
+        raise ProtocolViolationError("began a group with malformed or repeated endpoints", leader)
     if endpoint not in names or leader not in names:
-        raise ProtocolViolationError(f"{leader} began a group without this peer or without itself")
+        raise ProtocolViolationError("began a group without this peer or without itself", leader)
     members = tuple(unpack_gather(name, gathered) for name, gathered in zip(names, message.gathered, strict=True))
     own, announced = unpack_gather(endpoint, gather), members[names.index(endpoint)]
     if (announced.weight, announced.mode) != (own.weight, own.mode):

@@ -199,19 +199,19 @@ def unpack_gather(endpoint: str, gather: bytes) -> Member:
     if not gather:
         return Member(endpoint, mode=by_name)
     if len(gather) > MAX_GATHER_BYTES:
-        raise UnprovenViolationError(f"{endpoint} has a gather of {len(gather)} bytes, more than {MAX_GATHER_BYTES}")
+        raise UnprovenViolationError(f"has a gather of {len(gather)} bytes, more than {MAX_GATHER_BYTES}", endpoint)
     fields = _unpack(gather)
     if isinstance(fields, Ext) and fields.code == _WRAPPED_ARRAY:
         fields = _unpack(bytes(fields.data))
     if not isinstance(fields, list | tuple) or len(fields) != 4:
-        raise UnprovenViolationError(f"{endpoint} has a gather that is not [weight, bandwidth, mode, user]")
+        raise UnprovenViolationError("has a gather that is not [weight, bandwidth, mode, user]", endpoint)
     weight, bandwidth, mode, user = fields
     if not is_number(weight) or weight < 0:
-        raise UnprovenViolationError(f"{endpoint} has weight {weight!r}; it must be finite and at least 0")
+        raise UnprovenViolationError(f"has weight {weight!r}; it must be finite and at least 0", endpoint)
     if bandwidth is not None and (not is_number(bandwidth) or bandwidth < 0):
-        raise UnprovenViolationError(f"{endpoint} has bandwidth {bandwidth!r}; it must be nil or finite, at least 0")
+        raise UnprovenViolationError(f"has bandwidth {bandwidth!r}; it must be nil or finite, at least 0", endpoint)
     if isinstance(mode, bool) or mode not in list(Mode):
-        raise UnprovenViolationError(f"{endpoint} has mode {mode!r}; it must be 0, 1 or 2")
+        raise UnprovenViolationError(f"has mode {mode!r}; it must be 0, 1 or 2", endpoint)
     return Member(
         endpoint,
         weight=float(weight),

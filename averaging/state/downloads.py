@@ -145,7 +145,7 @@ class _Download:
 
     async def load(self, donors: Sequence[str], expected: Fingerprint | None = None) -> tuple[State, str]:
         """Reads from one donor after the other until one has delivered the whole state."""
-        failures: dict[str, str] = {}
+        failures: dict[str, Exception] = {}
         gone: set[str] = set()
         declared = dict(self._declared)
         queue, tries = list(donors), Counter[str]()
@@ -166,17 +166,18 @@ class _Download:
                         raise
                 state = assembler.finish()
             except (TimeoutError, AveragingError) as error:
-                failures[donor] = _reason(donor, error)
+                failures[donor] = error
                 if isinstance(error, PeerUnreachableError) and error.refused:
                     gone.add(donor)
                 interrupted = isinstance(error, TimeoutError | TransportError)
             else:
                 failures.pop(donor, None)
-                for failure in failures.values():
-                    logger.warning("could not download the state from %s; downloaded it from %s", failure, donor)
+                for other, failure in failures.items():
+                    reason = _reason(other, failure)
+                    logger.warning("could not download the state from %s; downloaded it from %s", reason, donor)
                 return state, donor
             # Not a warning: if all donors fail, the error has the reasons, and the caller may retry often.
-            logger.info("could not download the state from %s", failures[donor])
+            logger.info("could not download the state from %s", _reason(donor, failures[donor]))
             if assembler.mixed_sources:  # either source may be wrong, so this donor is asked for the whole tensor
                 self._held = replace(self._held, partial=None)
                 queue.insert(0, donor)
@@ -188,7 +189,8 @@ class _Download:
             max_tries = TRIES_PER_DONOR + deadlines.times_slow[donor]
             if assembler.outdated or (interrupted and retry and tries[donor] < max_tries):
                 queue.append(donor)
-        raise _AllDonorsFailedError(_error_text(failures.values()), gone)
+        text = _error_text(_reason(donor, error) for donor, error in failures.items())
+        raise _AllDonorsFailedError(text, gone, unconnected=_some_unconnected(failures.values()))
 
     async def compare(
         self, donors: Sequence[str], wanted: int, members: Mapping[str, str] | None
@@ -201,7 +203,7 @@ class _Download:
             StateError: fewer than `wanted` donors have the same state.
         """
         asked = of_all_members(donors, members or {})[:MAX_COMPARED]
-        answers: dict[str, Fingerprint | str] = {}
+        answers: dict[str, Fingerprint | Exception] = {}
         while True:
             answers |= zip(asked, await asyncio.gather(*(self._announced(donor) for donor in asked)), strict=True)
             announced = {donor: answer for donor, answer in answers.items() if isinstance(answer, Fingerprint)}
@@ -214,12 +216,13 @@ class _Download:
         if not agreeing:
             notes = {donor: f", not {self._declared[donor]:.0f} as declared: probably restarted" for donor in restarted}
             reasons = _error_text(
-                answer if isinstance(answer, str) else f"{donor}: {answer}{notes.get(donor, '')}"
+                _reason(donor, answer) if isinstance(answer, Exception) else f"{donor}: {answer}{notes.get(donor, '')}"
                 for donor, answer in answers.items()
             )
             counted = "" if members is None else " of different certificates or hosts"
             raise StateError(
-                f"fewer than {wanted} donors{counted} have the same state, as verify_donors requires; {reasons}"
+                f"fewer than {wanted} donors{counted} have the same state, as verify_donors requires; {reasons}",
+                unconnected=_some_unconnected(answers.values()),
             )
         return agreeing, announced[agreeing[0]]
 
@@ -242,15 +245,15 @@ class _Download:
         except TimeoutError:
             return False
 
-    async def _announced(self, donor: str) -> Fingerprint | str:
-        """Fingerprint of the donor's state, or the reason why it is unknown."""
+    async def _announced(self, donor: str) -> Fingerprint | Exception:
+        """Fingerprint of the donor's state, or the error because of which it is unknown."""
         assembler = StateAssembler(self._schema, self._max_bytes)
         try:
             await self._read(donor, assembler, lambda _: None, at_most=1)
             if not assembler.started:
                 raise StateError("it shares no state")
         except (TimeoutError, AveragingError) as error:
-            return _reason(donor, error)
+            return error
         return assembler.fingerprint
 
     async def _read(
@@ -287,8 +290,12 @@ class _Download:
 
 
 def _reason(donor: str, error: Exception) -> str:
-    reason = str(error)
-    return reason if reason.startswith(donor) else f"{donor}: {reason}"
+    names_it = getattr(error, "endpoint", None) == donor
+    return str(error) if names_it else f"{donor}: {error}"
+
+
+def _some_unconnected(answers: Iterable[object]) -> bool:
+    return any(isinstance(answer, PeerUnreachableError) and answer.unconnected for answer in answers)
 
 
 def _has_content(message: DownloadData) -> bool:

@@ -308,7 +308,7 @@ class MemoryTransport:
         """Makes one call: runs the handler at the callee, uploads `messages` as it reads, and yields its replies."""
         network = self._network
         if endpoint.startswith(CLIENT_PREFIX):
-            raise ProtocolViolationError(f"{endpoint} is a client, which is never dialled")
+            raise ProtocolViolationError("is a client, which is never dialled", endpoint)
         network.calls[method] += 1
         call = _Call(network, self.endpoint, endpoint)
         await asyncio.sleep(network._delay())

@@ -232,19 +232,22 @@ def _check_part(spec: WeightSpec) -> None:
         raise ProtocolViolationError(f"{spec.name!r} is {spec}, which is outside of the tensor")
 
 
-def first_difference(here: Iterable[WeightSpec], there: Iterable[WeightSpec]) -> str | None:
+def first_difference(
+    here: Iterable[WeightSpec], there: Iterable[WeightSpec], names: tuple[str, str] = ("here", "there")
+) -> str | None:
     """Describes the first tensor that differs between two layouts, in the order of `here`; None if none does.
 
-    The order of the tensors does not matter.
+    The order of the tensors does not matter. The description calls the layouts by `names`.
     """
+    name_here, name_there = names
     ours, theirs = ({spec.name: spec for spec in specs} for specs in (here, there))
     for name, spec in ours.items():
         if name not in theirs:
-            return f"tensor {name!r} ({spec}) is only here"
+            return f"tensor {name!r} ({spec}) is only {name_here}"
         if spec != theirs[name]:
-            return f"tensor {name!r} is {spec} here and {theirs[name]} there"
+            return f"tensor {name!r} is {spec} {name_here} and {theirs[name]} {name_there}"
     extra = next((spec for name, spec in theirs.items() if name not in ours), None)
-    return None if extra is None else f"tensor {extra.name!r} ({extra}) is only there"
+    return None if extra is None else f"tensor {extra.name!r} ({extra}) is only {name_there}"
 
 
 def ranges_of(indices: Iterable[int]) -> list[tuple[int, int]]:

@@ -369,10 +369,9 @@ class WeightPublisher:
 
 
 def _check_same_layout(newest: Snapshot, copy: StateCopy) -> None:
-    difference = first_difference(newest.manifest.layout.tensors, copy.specs)
+    names = f"in version {newest.manifest.version}", "now"
+    difference = first_difference(newest.manifest.layout.tensors, copy.specs, names)
     if difference is not None:
-        last = newest.manifest.version
-        difference = difference.replace(" here", f" in version {last}").replace(" there", " now")
         raise TensorError(f"the weights differ from the last version: {difference}; use a new publisher")
 
 

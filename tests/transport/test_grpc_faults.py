@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from typing import cast
 
 import grpc
@@ -257,3 +258,33 @@ def test_each_refusal_has_its_status(error: Exception, code: grpc.StatusCode) ->
     with pytest.raises(grpc.aio.AbortError):
         asyncio.run(refuse(cast("grpc.aio.ServicerContext[bytes, bytes]", context), "/a/b", error))
     assert context.told == (code, str(error))
+
+
+@pytest.mark.parametrize(
+    ("details", "refused", "unknown_host", "unconnected"),
+    [
+        ("connect: Connection refused (111)", True, False, True),
+        ("DNS resolution failed for nobody:1", False, True, True),
+        ("connect: No route to host (113)", False, False, True),
+        ("connect: Network is unreachable (101)", False, False, True),
+        ("fd shutdown", False, False, True),
+        ("Socket closed", False, False, False),
+        ("ping timeout", False, False, False),
+        ("something else", False, False, False),
+    ],
+)
+def test_an_unreachable_peer_says_how_far_the_call_came(
+    details: str, refused: bool, unknown_host: bool, unconnected: bool
+) -> None:
+    error = told(grpc.StatusCode.UNAVAILABLE, details)
+    assert isinstance(error, PeerUnreachableError)
+    assert (error.refused, error.unknown_host, error.unconnected) == (refused, unknown_host, unconnected)
+
+
+def test_the_reason_of_a_violation_is_its_message_without_the_endpoint() -> None:
+    error = ProtocolViolationError("sent too much", "a:1")
+    assert (str(error), error.reason, error.endpoint) == ("a:1 sent too much", "sent too much", "a:1")
+    anonymous = pickle.loads(pickle.dumps(ProtocolViolationError("a:1 is no sentence of ours")))
+    assert (anonymous.reason, anonymous.endpoint) == ("a:1 is no sentence of ours", "")
+    copied = pickle.loads(pickle.dumps(error))
+    assert (str(copied), copied.reason, copied.endpoint) == (str(error), error.reason, error.endpoint)

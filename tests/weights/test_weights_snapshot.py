@@ -163,6 +163,9 @@ def test_the_first_difference_names_the_tensor() -> None:
     assert first_difference(one[:1], one) == "tensor 'b' (float32[3]) is only there"
     other = [one[0], dataclasses.replace(one[1], dtype="bfloat16")]
     assert first_difference(one, other) == "tensor 'b' is float32[3] here and bfloat16[3] there"
+    names = ("in version 3", "now")
+    assert first_difference(one, one[:1], names) == "tensor 'b' (float32[3]) is only in version 3"
+    assert first_difference(one, other, names) == "tensor 'b' is float32[3] in version 3 and bfloat16[3] now"
 
 
 @given(indices=st.sets(st.integers(0, 60)))

@@ -105,7 +105,7 @@ class AntiEntropy:
                 records += len(reply.records)
                 wanted += reply.wanted
                 if records > limit or len(wanted) > limit:
-                    raise ProtocolViolationError(f"{endpoint} answered with more records than a peer may hold")
+                    raise ProtocolViolationError("answered with more records than a peer may hold", endpoint)
                 for record in reply.records:
                     self._merge(record, endpoint)
         return wanted

@@ -87,8 +87,7 @@ async def address_from(host: str, port: int) -> tuple[str, int]:
         parse_address(endpoint)
         await check_named(endpoint, loopback=True)
     except (ConfigError, ProtocolViolationError) as error:
-        reason = str(error).partition("; to dial it anyway")[0]
-        raise ProtocolViolationError(f"the address of a weight sync group: {reason}") from None
+        raise ProtocolViolationError(f"the address of a weight sync group: {error}") from None
     if not port:
         raise ProtocolViolationError("the address of a weight sync group has port 0")
     return host, port

@@ -158,7 +158,7 @@ class DataManager:
             async for sample, key, tensor in tensors:
                 found.setdefault(sample, {})[key] = tensor
         if left:
-            raise ProtocolViolationError(f"{source} did not send {len(left)} of {len(ids) * len(keys)} tensors")
+            raise ProtocolViolationError(f"did not send {len(left)} of {len(ids) * len(keys)} tensors", source)
         for sample, tensors_of_sample in found.items():
             self._data.setdefault(sample, {}).update(tensors_of_sample)
         self._notify()

@@ -106,14 +106,14 @@ async def receive(
         while (message := await _next(source, messages, pace)) is not None:
             if reader.complete:
                 if message.dtype not in TENSOR_DTYPES:
-                    raise ProtocolViolationError(f"{source} sent a tensor of the unknown dtype {message.dtype!r:.100}")
+                    raise ProtocolViolationError(f"sent a tensor of the unknown dtype {message.dtype!r:.100}", source)
                 admit(message)
                 head = NamedTensor(id=message.id, key=message.key, dtype=message.dtype)
             tensor = reader.read(message.tensor)
             if tensor is not None:
                 yield head.id, head.key, tensor.to(TENSOR_DTYPES[head.dtype])
     if not reader.complete:
-        raise ProtocolViolationError(f"{source} sent an incomplete tensor")
+        raise ProtocolViolationError("sent an incomplete tensor", source)
 
 
 async def _next(source: str, messages: AsyncGenerator[NamedTensor, None], pace: Pace) -> NamedTensor | None:

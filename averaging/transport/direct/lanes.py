@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from averaging.common import CLIENT_PREFIX, backoff_delay, is_endpoint
-from averaging.errors import AveragingError, NotServedError
+from averaging.errors import AveragingError, NotServedError, ProtocolViolationError, TransportError
 from averaging.transport.direct.link import Link
 from averaging.transport.direct.sealing import MAX_SEALED_BYTES
 from averaging.transport.grpc import IDLE_SECONDS
@@ -153,7 +153,8 @@ class Lanes:
         except NotServedError as error:
             lane.reason, lane.retry_at = error.reason, loop.time() + FOREIGN_PAUSE_SECONDS
         except AveragingError as error:
-            self._fail(lane, str(error).removeprefix(f"{endpoint}: ").removeprefix(f"{endpoint} "), loop.time())
+            reason = error.reason if isinstance(error, TransportError | ProtocolViolationError) else str(error)
+            self._fail(lane, reason, loop.time())
             logger.info("no direct connection to %s: %s", endpoint, lane.reason)
         else:
             lane.link, lane.opened, lane.used = link, loop.time(), loop.time()

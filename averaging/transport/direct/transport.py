@@ -50,7 +50,7 @@ async def call(
             try:
                 reply = heads.decode(frame.head, frame.body)
             except ProtocolViolationError as error:
-                raise ProtocolViolationError(f"{endpoint} answered with {error}") from None
+                raise ProtocolViolationError(f"answered with {error}", endpoint) from None
             del frame  # its buffer may be used again when the reply is not needed any more
             averaged = averaged or reply.tensor_part is not None
             yield reply
@@ -59,7 +59,7 @@ async def call(
             in_order = True
             raise decode_error(endpoint, frame.head)
         if frame.kind is not Kind.END:
-            raise ProtocolViolationError(f"{endpoint} answered with {frame.kind.name} in a stream of parts")
+            raise ProtocolViolationError(f"answered with {frame.kind.name} in a stream of parts", endpoint)
         in_order = True
     finally:
         link.spent = in_order and not averaged  # see `serve_stream`

@@ -163,7 +163,7 @@ def target(endpoint: str) -> str:
         ProtocolViolationError: `endpoint` is not the address of a peer.
     """
     if endpoint.startswith(CLIENT_PREFIX):
-        raise ProtocolViolationError(f"{endpoint} is a client, which is never dialled")
+        raise ProtocolViolationError("is a client, which is never dialled", endpoint)
     if not is_endpoint(endpoint):
         raise ProtocolViolationError(f"{endpoint!r} is not the address of a peer; it must be HOST:PORT")
     host, port = parse_address(endpoint)

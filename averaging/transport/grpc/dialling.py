@@ -15,19 +15,22 @@ from averaging.errors import ConfigError, ListenError, ProtocolViolationError
 RESOLVE_SECONDS = 3.0
 """Timeout of the look-up of a host name before it is dialled. If it fails, gRPC tries itself and reports the error."""
 
+NAME_IT = "; to dial it anyway, name it in `join`"
+
 
 class Dialling:
     """The rule for one transport.
 
     Args:
         given: endpoints named by the user, which are always dialled.
+        remedy: end of the message about an address that is not dialled.
 
     Attributes:
         loopback: whether peers of the run may be on this machine's loopback.
     """
 
-    def __init__(self, given: Collection[str] = (), *, loopback: bool = True) -> None:
-        self._given = frozenset(given)
+    def __init__(self, given: Collection[str] = (), *, loopback: bool = True, remedy: str = NAME_IT) -> None:
+        self._given, self._remedy = frozenset(given), remedy
         self.loopback = loopback
 
     async def check(self, endpoint: str) -> None:
@@ -53,9 +56,7 @@ class Dialling:
             reason = objection(address, loopback=self.loopback)
             if reason is not None:
                 where = host if address == host else f"{host} is {address}, and that"
-                raise ProtocolViolationError(
-                    f"{endpoint} is not dialled: {where} is {reason}; to dial it anyway, name it in `join`"
-                )
+                raise ProtocolViolationError(f"is not dialled: {where} is {reason}{self._remedy}", endpoint)
         return found or (() if parse_ip(host) is None else (host.strip("[]"),))
 
 

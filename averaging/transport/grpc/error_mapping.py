@@ -56,6 +56,10 @@ _UNREACHABLE = {
 _LOST = "connection lost"
 _REFUSED = "connection refused"
 _SILENT = "no answer to the connection"
+_UNKNOWN_HOST = "unknown host"
+_NO_ROUTE = "no route to the host"
+_NO_NETWORK = "network unreachable"
+_UNCONNECTED = frozenset({_REFUSED, _SILENT, _UNKNOWN_HOST, _NO_ROUTE, _NO_NETWORK})
 _TOO_MANY_PINGS = "connection lost (its server must allow a ping every 20 s)"
 
 _DEFINITE = (
@@ -98,11 +102,11 @@ _REASONS = (
     ("connection reset", _LOST),
     ("broken pipe", _LOST),
     ("connection refused", _REFUSED),
-    ("domain name not found", "unknown host"),
-    ("errors resolving", "unknown host"),
-    ("dns resolution failed", "unknown host"),
-    ("no route to host", "no route to the host"),
-    ("network is unreachable", "network unreachable"),
+    ("domain name not found", _UNKNOWN_HOST),
+    ("errors resolving", _UNKNOWN_HOST),
+    ("dns resolution failed", _UNKNOWN_HOST),
+    ("no route to host", _NO_ROUTE),
+    ("network is unreachable", _NO_NETWORK),
     ("failed parsing http/2", "what answers there is not a peer"),
     ("with status: ", "what answers there is not a peer"),
     # Errors of this machine.
@@ -137,7 +141,7 @@ def error_of_call(endpoint: str, error: grpc.aio.AioRpcError, *, sent_token: boo
     if too_large := _TOO_LARGE.search(details):
         where, nbytes, limit = too_large.groups()
         if where == "CLIENT: Received":
-            return ProtocolViolationError(f"{endpoint} sent a message of {nbytes} bytes, limit {limit}")
+            return ProtocolViolationError(f"sent a message of {nbytes} bytes, limit {limit}", endpoint)
         return CallRefusedError(endpoint, f"{_TOO_LARGE_REASONS[where]}: {nbytes} bytes, limit {limit}")
     reason = next((reason for text, reason in _REASONS if text in details.lower()), "")
     if reason == _LOST and details.lower().startswith("failed to connect"):
@@ -147,7 +151,12 @@ def error_of_call(endpoint: str, error: grpc.aio.AioRpcError, *, sent_token: boo
     if code in _UNREACHABLE:
         definite = any(reason == definite_reason for _, definite_reason in _DEFINITE)
         return PeerUnreachableError(
-            endpoint, reason or _UNREACHABLE[code], refused=reason == _REFUSED, definite=definite
+            endpoint,
+            reason or _UNREACHABLE[code],
+            refused=reason == _REFUSED,
+            unknown_host=reason == _UNKNOWN_HOST,
+            unconnected=reason in _UNCONNECTED,
+            definite=definite,
         )
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return CallRefusedError(endpoint, reason) if reason else NotServedError(endpoint, "does not serve this")
@@ -193,7 +202,7 @@ def read_reply(endpoint: str, decode: Callable[[bytes], Decoded], raw: bytes) ->
     try:
         return decode(raw)
     except ProtocolViolationError as error:
-        raise ProtocolViolationError(f"{endpoint} answered with {error}") from None
+        raise ProtocolViolationError(f"answered with {error}", endpoint) from None
 
 
 async def refuse(context: grpc.aio.ServicerContext[Any, Any], path: str, error: Exception) -> Never:

@@ -76,7 +76,7 @@ class Caller:
         async with aclosing(self.stream(method, requests)) as replies:
             async for reply in replies:
                 return reply
-        raise ProtocolViolationError(f"{self.endpoint} answered {method.path} with nothing")
+        raise ProtocolViolationError(f"answered {method.path} with nothing", self.endpoint)
 
 
 async def _within(timeout: float, endpoint: str, reply: Awaitable[Result]) -> Result:
