@@ -26,13 +26,13 @@ from averaging.peer import DiscoveryFactory, Peer, RoundOptions
 from averaging.protocol import Mode
 from averaging.strategies import Adoption, RunEnd, RunStart, SiteStart, Strategy
 from averaging.training import (
+    HistoryStanding,
     OptimizerWrapper,
     Others,
     ProcessGroupSite,
     SchedulerDriver,
     Site,
     Stage,
-    Standing,
     TrainedModel,
     Training,
     TrainingState,
@@ -68,7 +68,7 @@ MAX_STEPS = 10_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class LeaderStatus:
     """What the leader of a site knows: the peers, the status and state version of its own, and whether it has left."""
 
     peers: frozenset[str]
@@ -77,7 +77,7 @@ class News:
     left: bool
 
 
-NO_NEWS = News(frozenset(), None, 0, False)
+NO_NEWS = LeaderStatus(frozenset(), None, 0, False)
 
 
 @runtime_checkable
@@ -255,7 +255,7 @@ class DecentralizedAverager(OptimizerWrapper):
                 check=lambda user: self._training_state.check(user),
                 take_over=lambda state: self._training_state.take_over(state),
             )
-            self._training.standing = Standing(allow_takeover=allow_takeover)
+            self._training.standing = HistoryStanding(allow_takeover=allow_takeover)
             self._adoption = Adoption(self._training, strategy)
             self.weight = weight  # checked by the property
             self.scheduler = None if scheduler is None else make_scheduler(scheduler, optimizer)
@@ -652,14 +652,14 @@ class DecentralizedAverager(OptimizerWrapper):
     def _has_left(self) -> bool:
         return self._news.last.left if self._site.size > 1 else self._left
 
-    def _tell(self) -> News:
+    def _tell(self) -> LeaderStatus:
         """What the leader of a site tells the other ranks from time to time."""
         thread, peer = self._thread, self._peer
         try:
             peers, status, version = thread.run(on_loop(lambda: (peer.peers, peer.status, peer.version)))
         except ClosedError:
             return replace(self._news.last, left=self._left)
-        return News(peers, status, version, self._left)
+        return LeaderStatus(peers, status, version, self._left)
 
     def _tell_news(self) -> None:
         """Tells the other ranks of a site what is new now."""
@@ -703,20 +703,20 @@ class _News:
         is_due: whether something is told with the next answer in any case.
     """
 
-    def __init__(self, tell: Callable[[], News]) -> None:
+    def __init__(self, tell: Callable[[], LeaderStatus]) -> None:
         self._tell = tell
         self._next = math.inf
         self.is_due = False
         self.last = NO_NEWS
 
-    def latest(self) -> News | None:
+    def latest(self) -> LeaderStatus | None:
         if not self.is_due and time.monotonic() < self._next:
             return None
         self.is_due = False
         self._next = time.monotonic() + NEWS_SECONDS
         return self._tell()
 
-    def told(self, news: News) -> None:
+    def told(self, news: LeaderStatus) -> None:
         self.last = news
 
 

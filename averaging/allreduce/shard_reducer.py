@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from averaging.errors import ProtocolViolationError
-from averaging.protocol import Aggregation, Kind
+from averaging.protocol import Aggregation, AggregationKind
 
 
 class ShardReducer:
@@ -136,7 +136,7 @@ _CLIP_PRECISION = 1e-5  # of tau
 
 def reducer_for(aggregation: Aggregation, sizes: list[int], weights: Mapping[str, float]) -> ShardReducer:
     """The reducer of a shard for an aggregation rule; see `ShardReducer` for the other arguments."""
-    if aggregation.kind is Kind.MEAN:
+    if aggregation.kind is AggregationKind.MEAN:
         return ShardReducer(sizes, weights)
     return RobustReducer(aggregation, sizes, weights)
 
@@ -177,9 +177,9 @@ def aggregate(aggregation: Aggregation, values: Sequence[torch.Tensor], weights:
         1-D, in the widest dtype of `values`.
     """
     counted = cap_weights(weights)
-    if aggregation.kind is Kind.MEDIAN:
+    if aggregation.kind is AggregationKind.MEDIAN:
         return _by_columns(values, lambda columns: _trimmed(columns, [1.0] * len(values), len(values)))
-    if aggregation.kind is Kind.TRIMMED:
+    if aggregation.kind is AggregationKind.TRIMMED:
         return _by_columns(values, lambda columns: _trimmed(columns, counted, int(aggregation.parameter)))
     return centered_clip(values, counted, aggregation.parameter)
 

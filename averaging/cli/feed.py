@@ -153,13 +153,13 @@ def feed_command(listen: str, store: str, *, as_json: bool, verbose: int, **give
 
 def _run(listen: str, store: str, given: dict[str, Any], report: CommandOutput) -> None:
     try:
-        from averaging.rl.feed import FeedServer, Limits
+        from averaging.rl.feed import FeedServer, ServerLimits
     except ModuleNotFoundError as error:
         raise CommandError(f"{error.name} is not installed; run: pip install 'averaging[rl]'", WRONG_USAGE) from None
     from averaging.cli import signals
     from averaging.errors import AveragingError
 
-    limits = Limits(
+    limits = ServerLimits(
         body_bytes=given.pop("body_bytes"),
         body_objects=given.pop("body_objects"),
         queue_bytes=given.pop("queue_bytes"),

@@ -18,10 +18,10 @@ from averaging.errors import TensorError
 from averaging.tensors import in_thread
 from averaging.weights import (
     FollowerOptions,
-    Manifest,
     Received,
     ShardTasks,
-    Snapshot,
+    WeightManifest,
+    WeightSnapshot,
     missing_part,
     seal,
     view_state,
@@ -111,7 +111,7 @@ LONG_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenWeights:
     """The weights in the file.
 
     Attributes:
@@ -136,8 +136,8 @@ class Opened:
     """
 
     output: Output
-    base: Snapshot | None
-    written: Written | None
+    base: WeightSnapshot | None
+    written: WrittenWeights | None
 
 
 def open_output(path: Path, *, overwrite: bool) -> Opened:
@@ -151,7 +151,7 @@ def open_output(path: Path, *, overwrite: bool) -> Opened:
     return Opened(output, None, None) if there is None else Opened(output, *there)
 
 
-def _read_back(path: Path) -> tuple[Snapshot, Written] | None:
+def _read_back(path: Path) -> tuple[WeightSnapshot, WrittenWeights] | None:
     try:
         document = read(path)
         metadata = document.metadata or {}
@@ -162,7 +162,7 @@ def _read_back(path: Path) -> tuple[Snapshot, Written] | None:
     digest = base.manifest.digest.hex()
     if metadata.get(LAYOUT_KEY) != digest:
         return None
-    return base, Written(version, metadata.get(DIGEST_KEY, digest), base.manifest.layout.nbytes)
+    return base, WrittenWeights(version, metadata.get(DIGEST_KEY, digest), base.manifest.layout.nbytes)
 
 
 class FollowSession:
@@ -259,15 +259,15 @@ class FollowSession:
         if self._command is not None:
             await self._execute(self._command, version)
 
-    def _write(self, received: Received) -> Written:
+    def _write(self, received: Received) -> WrittenWeights:
         version, whole = received.manifest.version, received.whole()
         digest = (whole if received.divided else received).manifest.digest.hex()
         # A safetensors file has no order; the digest of the tensors by name is compared when the file is read back.
         metadata = {VERSION_KEY: str(version), DIGEST_KEY: digest, LAYOUT_KEY: whole.manifest.digest.hex()}
         self._output.write(whole.tensors(), metadata)
-        return Written(version, digest, whole.manifest.layout.nbytes)
+        return WrittenWeights(version, digest, whole.manifest.layout.nbytes)
 
-    def _emit_written(self, written: Written) -> None:
+    def _emit_written(self, written: WrittenWeights) -> None:
         path, size = self._output.path, console_text.size
         received = self._tasks.bytes_received - self._received
         self._received += received
@@ -340,7 +340,7 @@ class FollowSession:
         return "waiting for the next version"
 
 
-def _check_parts(manifests: Sequence[Manifest]) -> None:
+def _check_parts(manifests: Sequence[WeightManifest]) -> None:
     wholes = {spec.name: whole_of(spec) for manifest in manifests for spec in manifest.layout.tensors}
     difference = missing_part(list(wholes.values()), [manifest.layout for manifest in manifests])
     if difference is not None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from averaging.cli.console import CommandOutput
-    from averaging.cli.peer_session import Session
+    from averaging.cli.peer_session import CommandSession
     from averaging.cli.tensor_files import Document, Output
     from averaging.config import PeerConfig
     from averaging.discovery.gossip import Waiting
@@ -176,16 +176,16 @@ def _session(
     config: PeerConfig,
     given: dict[str, Any],
     report: CommandOutput,
-) -> Session:
+) -> CommandSession:
     from averaging.cli import console as console_text
     from averaging.cli import json_events
-    from averaging.cli.peer_session import Plan, Session
+    from averaging.cli.peer_session import CommandSession, RoundPlan
     from averaging.elastic import RegisterService
     from averaging.errors import AveragingError
     from averaging.peer import Peer
     from averaging.protocol import Mode, pack_gather
 
-    plan = Plan(
+    plan = RoundPlan(
         rounds=given["rounds"] or (None if given["serve"] else 1),
         serve=given["serve"],
         retries=given["retries"],
@@ -208,4 +208,4 @@ def _session(
         raise failure_of(error) from None
     except ValueError as error:
         raise CommandError(f"--gather: {error}", WRONG_USAGE) from None
-    return Session(plan, peer, document, destination, report)
+    return CommandSession(plan, peer, document, destination, report)

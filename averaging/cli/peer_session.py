@@ -25,7 +25,7 @@ RETRY_PAUSE = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class RoundPlan:
     """The options of the command line about rounds.
 
     Attributes:
@@ -51,7 +51,7 @@ class Plan:
         return not self.serve and self.rounds is not None and rounds >= self.rounds
 
 
-class Session:
+class CommandSession:
     """One invocation of the command.
 
     Attributes:
@@ -61,7 +61,7 @@ class Session:
     """
 
     def __init__(
-        self, plan: Plan, peer: Peer, document: Document, output: Output | None, report: CommandOutput
+        self, plan: RoundPlan, peer: Peer, document: Document, output: Output | None, report: CommandOutput
     ) -> None:
         self._plan, self._peer = plan, peer
         self._document, self._output = document, output

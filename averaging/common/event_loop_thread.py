@@ -124,7 +124,7 @@ class EventLoopThread:
         self._entered: SignalSafeFuture[None] = SignalSafeFuture()
         self._closing = asyncio.Event()
         self._main_task: asyncio.Task[None] | None = None
-        self._calls: set[_Call] = set()  # used by this thread only
+        self._calls: set[_PendingCall] = set()  # used by this thread only
         self._ended = False  # from here on no call starts
         self._gone = False  # from here on no call returns
         self._failure: BaseException | None = None
@@ -150,7 +150,7 @@ class EventLoopThread:
             ClosedError: the thread was closed or its context has failed, before or meanwhile; the failure is its cause.
             Exception: whatever the coroutine raises.
         """
-        call = _Call(coroutine)
+        call = _PendingCall(coroutine)
         try:
             self._submit(call)
             self._wait_for(call.result)
@@ -166,7 +166,7 @@ class EventLoopThread:
         Raises:
             ClosedError: as for `run`; the future may raise it as well.
         """
-        call = _Call(coroutine)
+        call = _PendingCall(coroutine)
         try:
             self._submit(call)
         except BaseException:
@@ -241,7 +241,7 @@ class EventLoopThread:
         error.__cause__ = self._failure
         return error
 
-    def _submit(self, call: _Call) -> None:
+    def _submit(self, call: _PendingCall) -> None:
         self.check()
         if not self._schedule(self._begin, call):
             raise self._not_running()
@@ -264,7 +264,7 @@ class EventLoopThread:
             if self._gone and not result.done():
                 raise self._not_running()
 
-    def _abandon(self, call: _Call) -> None:
+    def _abandon(self, call: _PendingCall) -> None:
         """Cancels a call for which nobody waits, after an exception at any point of the waiting thread."""
         if not self._in_fork:
             with suppress(RuntimeError, ClosedError):
@@ -319,13 +319,13 @@ class EventLoopThread:
         if self._main_task is not None and not self._entered.done():
             self._main_task.cancel()
 
-    def _begin(self, call: _Call) -> None:
+    def _begin(self, call: _PendingCall) -> None:
         self._calls.add(call)
         if not self._closing.is_set():
             call.task = self._loop.create_task(call.coroutine)
             call.task.add_done_callback(lambda task: self._finish(call, task))
 
-    def _cancel(self, call: _Call) -> None:
+    def _cancel(self, call: _PendingCall) -> None:
         call.abandoned = True
         if call.task is not None:
             call.task.cancel()
@@ -334,7 +334,7 @@ class EventLoopThread:
             call.coroutine.close()
             call.result.set_exception(asyncio.CancelledError())
 
-    def _finish(self, call: _Call, task: asyncio.Task[Any]) -> None:
+    def _finish(self, call: _PendingCall, task: asyncio.Task[Any]) -> None:
         if task.cancelled() and self._closing.is_set() and not call.abandoned:
             return  # `_run_thread` sets the reason
         self._calls.discard(call)
@@ -383,7 +383,7 @@ async def on_loop(read: Callable[[], T]) -> T:
     return read()
 
 
-class _Call:
+class _PendingCall:
     """A coroutine for whose result another thread waits."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:

@@ -12,7 +12,7 @@ from hashlib import sha256
 from typing import Any
 
 from averaging.common import pack, unpack
-from averaging.elastic.register import Entry, Register
+from averaging.elastic.register import Register, RegisterEntry
 from averaging.errors import ConfigError, PeerUnreachableError, ProtocolViolationError
 
 # The value of a job in a register: a state with its lineage, authenticated with the run's token. Pure.
@@ -292,7 +292,7 @@ class Cell:
             ended=held.ended,
         )
 
-    async def _settle(self, entry: Entry | None) -> Fenced | None:
+    async def _settle(self, entry: RegisterEntry | None) -> Fenced | None:
         """Returns the valid state: that of the register, or that of this node, which is then restored."""
         for _ in range(TRIES):
             found, refused = self._open(entry)
@@ -325,7 +325,7 @@ class Cell:
         away = self._monotonic() - self._held_at > FORGOTTEN
         return (away or not self._rooted) and found.sent > held.sent
 
-    def _open(self, entry: Entry | None) -> tuple[Sealed | None, ProtocolViolationError | None]:
+    def _open(self, entry: RegisterEntry | None) -> tuple[Sealed | None, ProtocolViolationError | None]:
         if entry is None:
             return None, None
         try:
@@ -333,7 +333,7 @@ class Cell:
         except ProtocolViolationError as error:
             return None, error
 
-    def _take_first(self, entry: Entry | None, found: Sealed | None) -> Fenced | None:
+    def _take_first(self, entry: RegisterEntry | None, found: Sealed | None) -> Fenced | None:
         self._void = None
         if found is None:
             return None
@@ -355,7 +355,7 @@ class Cell:
         return self._hold(fenced)
 
     @staticmethod
-    def _fenced(entry: Entry | None, found: Sealed | None) -> Fenced:
+    def _fenced(entry: RegisterEntry | None, found: Sealed | None) -> Fenced:
         if entry is None or found is None:
             raise RuntimeError("no entry")
         return Fenced(found, entry.token)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from averaging.elastic.grpc_register import CALL_SECONDS
-from averaging.elastic.register import LIFETIME, Entry, Written
+from averaging.elastic.register import LIFETIME, RegisterEntry, SwapResult
 from averaging.errors import AveragingError, PeerUnreachableError, ProtocolViolationError
 from averaging.rpc import RpcChannel, RpcMethod
 from averaging.wire.etcd_pb2 import (
@@ -59,12 +59,12 @@ class EtcdRegister:
         self._monotonic = monotonic
         self._lease: tuple[int, float] | None = None  # and when it is replaced
 
-    async def get(self, key: str) -> Entry | None:
+    async def get(self, key: str) -> RegisterEntry | None:
         """See `Register`. Reads of etcd are linearizable by default."""
         request = RangeRequest(key=_name(key))
         return _entry((await self._ask(lambda channel: channel.call(RANGE, request, self._timeout))).kvs)
 
-    async def compare_and_set(self, key: str, value: bytes, token: bytes | None) -> Written:
+    async def compare_and_set(self, key: str, value: bytes, token: bytes | None) -> SwapResult:
         """See `Register`."""
         name, lease = _name(key), await self._present_lease()
         if token is None:
@@ -83,10 +83,10 @@ class EtcdRegister:
             self._lease = None  # it may have ended while this machine slept
             raise
         if reply.succeeded:
-            return Written(Entry(value, reply.header.revision.to_bytes(8, "big")), done=True)
+            return SwapResult(RegisterEntry(value, reply.header.revision.to_bytes(8, "big")), done=True)
         if not reply.responses:
             raise ProtocolViolationError(f"{self._channels[0].endpoint} answered a transaction with nothing")
-        return Written(_entry(reply.responses[0].response_range.kvs), done=False)
+        return SwapResult(_entry(reply.responses[0].response_range.kvs), done=False)
 
     async def _present_lease(self) -> int:
         now = self._monotonic()
@@ -124,5 +124,5 @@ def _name(key: str) -> bytes:
     return PREFIX + key.encode()
 
 
-def _entry(found: Sequence[KeyValue]) -> Entry | None:
-    return Entry(found[0].value, found[0].mod_revision.to_bytes(8, "big")) if found else None
+def _entry(found: Sequence[KeyValue]) -> RegisterEntry | None:
+    return RegisterEntry(found[0].value, found[0].mod_revision.to_bytes(8, "big")) if found else None

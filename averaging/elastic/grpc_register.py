@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from averaging.elastic.register import MAX_VALUE_BYTES, Entry, MemoryRegister, Register, Written
+from averaging.elastic.register import MAX_VALUE_BYTES, MemoryRegister, Register, RegisterEntry, SwapResult
 from averaging.rpc import RpcChannel, RpcHandler, RpcMethod
 from averaging.wire import register_pb2 as wire
 
@@ -58,20 +58,20 @@ class GrpcRegister:
         self._channel = channel
         self._timeout = timeout
 
-    async def get(self, key: str) -> Entry | None:
+    async def get(self, key: str) -> RegisterEntry | None:
         """See `Register`."""
         return _entry(await self._channel.call(GET, wire.GetRequest(key=key), self._timeout))
 
-    async def compare_and_set(self, key: str, value: bytes, token: bytes | None) -> Written:
+    async def compare_and_set(self, key: str, value: bytes, token: bytes | None) -> SwapResult:
         """See `Register`."""
         request = wire.SetRequest(key=key, value=value, token=token or b"")
         reply = await self._channel.call(COMPARE_AND_SET, request, self._timeout)
-        return Written(_entry(reply.entry), reply.done)
+        return SwapResult(_entry(reply.entry), reply.done)
 
 
-def _message(entry: Entry | None) -> wire.Entry:
+def _message(entry: RegisterEntry | None) -> wire.Entry:
     return wire.Entry(token=entry.token, value=entry.value) if entry else wire.Entry()
 
 
-def _entry(message: wire.Entry) -> Entry | None:
-    return Entry(message.value, message.token) if message.token else None
+def _entry(message: wire.Entry) -> RegisterEntry | None:
+    return RegisterEntry(message.value, message.token) if message.token else None

@@ -35,7 +35,7 @@ from averaging.elastic.cell import Cell
 from averaging.elastic.options import RendezvousOptions, read_options
 from averaging.elastic.own_addresses import address_for_others, are_same, is_own
 from averaging.elastic.rendezvous_state import decode_place
-from averaging.elastic.session import Session
+from averaging.elastic.session import RegisterSession
 from averaging.errors import ConfigError
 from averaging.rpc import EventLoopThread, read_credentials
 
@@ -311,7 +311,7 @@ def _create(params: RendezvousParameters) -> AveragingRendezvousHandler:
     if may_host is None:
         by_option = params.local_addr is not None and are_same(params.local_addr.strip("[]"), host)
         may_host = not options.etcd and (by_option or is_own(host))
-    session = Session(options, credentials, may_host=may_host)
+    session = RegisterSession(options, credentials, may_host=may_host)
     thread = EventLoopThread(session, f"the rendezvous of job {params.run_id!r}")
     try:
         return _handler(params, options, session, thread, credentials.tokens)
@@ -323,7 +323,7 @@ def _create(params: RendezvousParameters) -> AveragingRendezvousHandler:
 def _handler(
     params: RendezvousParameters,
     options: RendezvousOptions,
-    session: Session,
+    session: RegisterSession,
     thread: EventLoopThread,
     tokens: tuple[str, ...],
 ) -> AveragingRendezvousHandler:

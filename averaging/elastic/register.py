@@ -25,7 +25,7 @@ restore what is gone. What an ended job leaves is void after 120 s (`cell.FORGOT
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class RegisterEntry:
     """The entry of a key.
 
     Attributes:
@@ -38,7 +38,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class SwapResult:
     """The result of a `compare_and_set`.
 
     Attributes:
@@ -46,7 +46,7 @@ class Written:
         done: Whether the caller set it.
     """
 
-    entry: Entry | None
+    entry: RegisterEntry | None
     done: bool
 
 
@@ -59,11 +59,11 @@ class Register(Protocol):
         ProtocolViolationError: From both methods: the answer is malformed.
     """
 
-    async def get(self, key: str) -> Entry | None:
+    async def get(self, key: str) -> RegisterEntry | None:
         """Returns the present entry."""
         ...
 
-    async def compare_and_set(self, key: str, value: bytes, token: bytes | None) -> Written:
+    async def compare_and_set(self, key: str, value: bytes, token: bytes | None) -> SwapResult:
         """Sets `value` if `token` is that of the present entry, or if there is neither an entry nor a token."""
         ...
 
@@ -80,17 +80,17 @@ class MemoryRegister:
         self._clock = clock
         self._incarnation = os.urandom(8) if incarnation is None else incarnation
         self._writes = 0
-        self._entries: dict[str, tuple[Entry, float]] = {}  # with the time of the write, earliest first
+        self._entries: dict[str, tuple[RegisterEntry, float]] = {}  # with the time of the write, earliest first
         self._total = 0
 
-    async def get(self, key: str) -> Entry | None:
+    async def get(self, key: str) -> RegisterEntry | None:
         """See `Register`."""
         _check(key)
         self._forget()
         held = self._entries.get(key)
         return held[0] if held else None
 
-    async def compare_and_set(self, key: str, value: bytes, token: bytes | None) -> Written:
+    async def compare_and_set(self, key: str, value: bytes, token: bytes | None) -> SwapResult:
         """See `Register`.
 
         Raises:
@@ -102,14 +102,14 @@ class MemoryRegister:
         held = self._entries.get(key)
         entry = held[0] if held else None
         if token != (entry.token if entry else None):
-            return Written(entry, done=False)
+            return SwapResult(entry, done=False)
         self._make_room(key, entry, len(value))
         self._writes += 1
-        new = Entry(value, self._incarnation + self._writes.to_bytes(8, "big"))
+        new = RegisterEntry(value, self._incarnation + self._writes.to_bytes(8, "big"))
         self._entries.pop(key, None)
         self._entries[key] = new, self._clock()
         self._total += len(value) - (len(entry.value) if entry else 0)
-        return Written(new, done=True)
+        return SwapResult(new, done=True)
 
     def _forget(self) -> None:
         """Removes entries whose last write is more than `LIFETIME` ago."""
@@ -121,7 +121,7 @@ class MemoryRegister:
             del self._entries[key]
             self._total -= len(entry.value)
 
-    def _make_room(self, key: str, entry: Entry | None, nbytes: int) -> None:
+    def _make_room(self, key: str, entry: RegisterEntry | None, nbytes: int) -> None:
         total = self._total + nbytes - (len(entry.value) if entry else 0)
         if key not in self._entries and len(self._entries) >= MAX_ENTRIES:
             full = f"it has {MAX_ENTRIES} entries, the maximum; a job has two"

@@ -11,14 +11,14 @@ from averaging.elastic.etcd_register import EtcdRegister
 from averaging.elastic.grpc_register import GrpcRegister, RegisterService
 from averaging.elastic.options import RendezvousOptions
 from averaging.elastic.own_addresses import has_ipv4
-from averaging.elastic.register import Entry, Register, Written
+from averaging.elastic.register import Register, RegisterEntry, SwapResult
 from averaging.errors import ClosedError, ListenError, PeerUnreachableError
 from averaging.rpc import Credentials, RpcChannel, RpcServer
 
 logger = logging.getLogger("averaging.elastic")
 
 
-class Session:
+class RegisterSession:
     """An async context manager, and the job's `Register`.
 
     Args:
@@ -56,7 +56,7 @@ class Session:
         self._register = None
         await self._stack.aclose()
 
-    async def get(self, key: str) -> Entry | None:
+    async def get(self, key: str) -> RegisterEntry | None:
         """See `Register`."""
         try:
             return await self._open.get(key)
@@ -64,7 +64,7 @@ class Session:
             await self._take_over(error)
             return await self._open.get(key)
 
-    async def compare_and_set(self, key: str, value: bytes, token: bytes | None) -> Written:
+    async def compare_and_set(self, key: str, value: bytes, token: bytes | None) -> SwapResult:
         """See `Register`."""
         try:
             return await self._open.compare_and_set(key, value, token)

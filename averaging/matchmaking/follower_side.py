@@ -13,7 +13,7 @@ from averaging.discovery import Discovery
 from averaging.errors import ProtocolViolationError, TransportError, UnprovenViolationError
 from averaging.matchmaking import rules
 from averaging.matchmaking.exclusions import Exclusions
-from averaging.matchmaking.response_history import ResponseHistory, Standing
+from averaging.matchmaking.response_history import LeaderStanding, ResponseHistory
 from averaging.matchmaking.rules import Declaration
 from averaging.matchmaking.schema_differences import SchemaDifferences
 from averaging.matchmaking.search_state import OpenRequest, SearchState
@@ -214,7 +214,7 @@ class FollowerSide:
             return None
         if search.state.leader or suggested in search.open_requests:
             return None
-        if self._history.standing(suggested, asyncio.get_running_loop().time()) is Standing.REPEAT_DESERTER:
+        if self._history.standing(suggested, asyncio.get_running_loop().time()) is LeaderStanding.REPEAT_DESERTER:
             return None
         entry = self._discovery.get(context.key).get(suggested)
         declaration = Declaration(entry.expiration if entry else own.expiration, suggested)

@@ -29,7 +29,7 @@ MAX_REMEMBERED = 1024
 Value = TypeVar("Value")
 
 
-class Standing(IntEnum):
+class LeaderStanding(IntEnum):
     """Why a peer should rather not be asked to lead. Peers of a lower standing are asked first."""
 
     GOOD = 0
@@ -115,14 +115,14 @@ class ResponseHistory:
         """The number of requests in a row that it did not answer in time."""
         return self._unanswered.get(endpoint, 0)
 
-    def standing(self, endpoint: str, now: float) -> Standing:
+    def standing(self, endpoint: str, now: float) -> LeaderStanding:
         """Its standing now."""
         times, until = self._deserted.get(endpoint, (0, now))
         if now < until:
-            return Standing.DESERTER if times == 1 else Standing.REPEAT_DESERTER
+            return LeaderStanding.DESERTER if times == 1 else LeaderStanding.REPEAT_DESERTER
         if endpoint in self._unanswered:
-            return Standing.SILENT
-        return Standing.UNCERTAIN if self.suspicion(endpoint) else Standing.GOOD
+            return LeaderStanding.SILENT
+        return LeaderStanding.UNCERTAIN if self.suspicion(endpoint) else LeaderStanding.GOOD
 
 
 def _remember(kept: OrderedDict[str, Value], endpoint: str, value: Value) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from averaging.common import CLIENT_PREFIX, backoff_delay, contradict, is_endpoint, pack
 from averaging.discovery import Entry
 from averaging.errors import ProtocolViolationError
-from averaging.matchmaking.response_history import Standing
+from averaging.matchmaking.response_history import LeaderStanding
 from averaging.protocol import (
     MAX_GROUP_SIZE,
     NONCE_BYTES,
@@ -250,7 +250,7 @@ def candidates(
     refusals: Mapping[str, JoinRefusal],
     now: float,
     *,
-    standing: Callable[[str], Standing] = lambda _: Standing.GOOD,
+    standing: Callable[[str], LeaderStanding] = lambda _: LeaderStanding.GOOD,
     excluded: Container[str] = frozenset(),
     deserters_from: float = math.inf,
     leads: bool = False,
@@ -273,7 +273,7 @@ def candidates(
     Returns:
         The peers and, if there is none, when to look again at the latest; None if only at a change.
     """
-    found: list[tuple[Standing, Declaration]] = []
+    found: list[tuple[LeaderStanding, Declaration]] = []
     again: float | None = None
     for endpoint, entry in entries.items():
         candidate = Declaration(entry.expiration, endpoint)
@@ -287,8 +287,8 @@ def candidates(
             if refusal.retry_at is None:
                 continue
             ask_from = refusal.retry_at
-        if (its_standing := standing(endpoint)) >= Standing.DESERTER:
-            barred = leads and its_standing is Standing.REPEAT_DESERTER
+        if (its_standing := standing(endpoint)) >= LeaderStanding.DESERTER:
+            barred = leads and its_standing is LeaderStanding.REPEAT_DESERTER
             ask_from = math.inf if barred else max(ask_from, deserters_from)
         if ask_from <= now:
             found.append((its_standing, candidate))

@@ -4,7 +4,7 @@ Read in this order: `messages` (one dataclass for each message), `group` (who is
 `aggregation` (rules for the mean).
 """
 
-from averaging.protocol.aggregation import MEAN, Aggregation, Kind, parse_aggregation
+from averaging.protocol.aggregation import MEAN, Aggregation, AggregationKind, parse_aggregation
 from averaging.protocol.fingerprint import (
     ENTRY_BYTES,
     MAX_ENTRIES,
@@ -71,6 +71,7 @@ __all__ = [
     "MEAN",
     "NONCE_BYTES",
     "Aggregation",
+    "AggregationKind",
     "AveragingData",
     "Buffer",
     "CompressionType",
@@ -81,7 +82,6 @@ __all__ = [
     "Group",
     "Hyperparameters",
     "JoinRequest",
-    "Kind",
     "Member",
     "MessageCode",
     "MessageFromLeader",

@@ -14,7 +14,7 @@ from averaging.errors import ConfigError
 MAX_TRIM = 4096
 
 
-class Kind(StrEnum):
+class AggregationKind(StrEnum):
     """The aggregation rules, see docs/operate/robust.md."""
 
     MEAN = "mean"
@@ -36,7 +36,7 @@ class Aggregation:
         parameter: F of `trimmed`, tau of `clip` (a distance, in the tensors' own unit); 0 for the others.
     """
 
-    kind: Kind = Kind.MEAN
+    kind: AggregationKind = AggregationKind.MEAN
     parameter: float = 0.0
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class Aggregation:
 
 MEAN = Aggregation()
 
-_PARAMETERS = {Kind.TRIMMED: "F", Kind.CLIP: "TAU"}
+_PARAMETERS = {AggregationKind.TRIMMED: "F", AggregationKind.CLIP: "TAU"}
 
 
 def parse_aggregation(text: str) -> Aggregation:
@@ -58,17 +58,17 @@ def parse_aggregation(text: str) -> Aggregation:
     """
     name, colon, number = text.partition(":")
     try:
-        kind = Kind(name)
+        kind = AggregationKind(name)
         parameter = float(number) if colon else 0.0
     except ValueError:
         raise ConfigError(f"aggregation {text!r} must be mean, median, trimmed:F or clip:TAU") from None
     if bool(colon) != (kind in _PARAMETERS):
         problem = f"needs a number: {name}:{_PARAMETERS[kind]}" if kind in _PARAMETERS else "takes no number"
         raise ConfigError(f"aggregation {text!r}: {name} {problem}")
-    if kind is Kind.TRIMMED and not (parameter.is_integer() and 1 <= parameter <= MAX_TRIM):
+    if kind is AggregationKind.TRIMMED and not (parameter.is_integer() and 1 <= parameter <= MAX_TRIM):
         raise ConfigError(
             f"aggregation {text!r}: F, the number of values to drop on each side, must be 1 to {MAX_TRIM}"
         )
-    if kind is Kind.CLIP and not (math.isfinite(parameter) and parameter > 0):
+    if kind is AggregationKind.CLIP and not (math.isfinite(parameter) and parameter > 0):
         raise ConfigError(f"aggregation {text!r}: TAU, the clipping distance, must be finite and above 0")
     return Aggregation(kind, parameter)

@@ -35,7 +35,7 @@ MAX_GROWTH = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Fingerprint:
+class StateFingerprint:
     """Identifies a state that several donors can hold: the version, and the averaged tensors with their digests.
 
     Tensors that the application adds, such as optimizer statistics, may differ between peers and are not included.
@@ -162,7 +162,7 @@ class StateAssembler:
         schema: Schema | None,
         max_bytes: int | None = None,
         held: ReceivedState | None = None,
-        expected: Fingerprint | None = None,
+        expected: StateFingerprint | None = None,
         min_version: float = 0.0,
         check: Check = accept_all,
         finite: bool = False,
@@ -198,10 +198,10 @@ class StateAssembler:
         return self.nbytes - self.received + PER_TENSOR * (len(self._announced) - len(self._done))
 
     @property
-    def fingerprint(self) -> Fingerprint:
+    def fingerprint(self) -> StateFingerprint:
         """Fingerprint of the announced state."""
         compared = self._announced[: len(self._schema.tensors)] if self._schema else self._announced
-        return Fingerprint(self.version, tuple((dtype, shape, digest) for _, dtype, shape, digest in compared))
+        return StateFingerprint(self.version, tuple((dtype, shape, digest) for _, dtype, shape, digest in compared))
 
     @property
     def held(self) -> ReceivedState:

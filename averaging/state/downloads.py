@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from averaging.errors import AveragingError, PeerUnreachableError, StateError, TransportError
 from averaging.protocol import DownloadData, Resume
-from averaging.state.assembler import Check, Fingerprint, ReceivedState, StateAssembler, accept_all
+from averaging.state.assembler import Check, ReceivedState, StateAssembler, StateFingerprint, accept_all
 from averaging.state.donors import DonorDeadlines
 from averaging.state.manifest import State
 from averaging.tensors import Schema
@@ -94,7 +94,9 @@ async def download(
     return await this_download.load(*await this_download.compare(donors, verify_donors, members))
 
 
-def choose(announced: Mapping[str, Fingerprint], wanted: int, members: Mapping[str, str] | None = None) -> list[str]:
+def choose(
+    announced: Mapping[str, StateFingerprint], wanted: int, members: Mapping[str, str] | None = None
+) -> list[str]:
     """Returns the donors of the state that most members announce; empty if fewer than `wanted` agree.
 
     A tie is decided for the state of the earliest donor.
@@ -108,7 +110,7 @@ def choose(announced: Mapping[str, Fingerprint], wanted: int, members: Mapping[s
     def count(donors: list[str]) -> int:
         return len({(members or {}).get(donor, donor) for donor in donors})
 
-    by_state: dict[Fingerprint, list[str]] = {}
+    by_state: dict[StateFingerprint, list[str]] = {}
     for donor, fingerprint in announced.items():
         by_state.setdefault(fingerprint, []).append(donor)
     most = max(by_state.values(), key=count, default=[])
@@ -143,7 +145,7 @@ class _Download:
         self._held = ReceivedState()
         self._not_started: dict[str, None] = {}  # donors that timed out before their first message, in order
 
-    async def load(self, donors: Sequence[str], expected: Fingerprint | None = None) -> tuple[State, str]:
+    async def load(self, donors: Sequence[str], expected: StateFingerprint | None = None) -> tuple[State, str]:
         """Reads from one donor after the other until one has delivered the whole state."""
         failures: dict[str, Exception] = {}
         gone: set[str] = set()
@@ -194,7 +196,7 @@ class _Download:
 
     async def compare(
         self, donors: Sequence[str], wanted: int, members: Mapping[str, str] | None
-    ) -> tuple[list[str], Fingerprint]:
+    ) -> tuple[list[str], StateFingerprint]:
         """Asks donors which state they have, and returns the state that most of them have, with its donors.
 
         Donors that were restarted after their declaration count only if there are no others.
@@ -203,10 +205,10 @@ class _Download:
             StateError: fewer than `wanted` donors have the same state.
         """
         asked = of_all_members(donors, members or {})[:MAX_COMPARED]
-        answers: dict[str, Fingerprint | Exception] = {}
+        answers: dict[str, StateFingerprint | Exception] = {}
         while True:
             answers |= zip(asked, await asyncio.gather(*(self._announced(donor) for donor in asked)), strict=True)
-            announced = {donor: answer for donor, answer in answers.items() if isinstance(answer, Fingerprint)}
+            announced = {donor: answer for donor, answer in answers.items() if isinstance(answer, StateFingerprint)}
             restarted = {donor for donor, state in announced.items() if state.version < self._declared.get(donor, 0.0)}
             current = {donor: state for donor, state in announced.items() if donor not in restarted}
             agreeing = choose(current or announced, wanted, members)
@@ -245,7 +247,7 @@ class _Download:
         except TimeoutError:
             return False
 
-    async def _announced(self, donor: str) -> Fingerprint | Exception:
+    async def _announced(self, donor: str) -> StateFingerprint | Exception:
         """Fingerprint of the donor's state, or the error because of which it is unknown."""
         assembler = StateAssembler(self._schema, self._max_bytes)
         try:

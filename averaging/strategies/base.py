@@ -19,7 +19,7 @@ from averaging.protocol import CompressionType, parse_compression
 from averaging.state import NO_EXTRAS, Extras
 from averaging.strategies.catch_up import CatchUp
 from averaging.training import (
-    Fetch,
+    BackgroundDownload,
     History,
     Others,
     Own,
@@ -178,7 +178,7 @@ class Strategy(ABC):
         self.announce(training)
         return True
 
-    def _take_over(self, training: Training, fetch: Fetch) -> None:
+    def _take_over(self, training: Training, fetch: BackgroundDownload) -> None:
         training.take_over(fetch)
 
     def adopt(self, training: Training, donors: Collection[str]) -> bool:

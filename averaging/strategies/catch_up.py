@@ -10,7 +10,7 @@ from typing import Any
 from averaging.common import Backoff, listed
 from averaging.errors import AveragingError, RoundError, StateError
 from averaging.state import of_all_members
-from averaging.training import TRAIL, Fetch, History, Others, Training
+from averaging.training import TRAIL, BackgroundDownload, History, Others, Training
 
 # Decides which peers that claim to be ahead are asked for their state. Pure: the caller passes the time.
 
@@ -82,7 +82,7 @@ class CatchUp:
 
     def __init__(self) -> None:
         self._claims = ProgressClaims()
-        self._fetches: list[Fetch] = []  # in progress, the oldest first
+        self._fetches: list[BackgroundDownload] = []  # in progress, the oldest first
         self._warned = False  # of a failure since the last success
         self._refused: dict[str, str] = {}  # peers of whose history a warning was logged, and its origin
 
@@ -102,7 +102,7 @@ class CatchUp:
         others: Others,
         partners: Collection[str] = (),
         start_timeout: float = 0.0,
-    ) -> Fetch | None:
+    ) -> BackgroundDownload | None:
         """Downloads the state of a peer that is ahead.
 
         Args:
@@ -166,7 +166,7 @@ class CatchUp:
             own.step,
         )
 
-    def failed(self, training: Training, own: History, fetch: Fetch, error: AveragingError) -> None:
+    def failed(self, training: Training, own: History, fetch: BackgroundDownload, error: AveragingError) -> None:
         """Records that a download has failed, or that its state does not fit: its donors are ignored for a while."""
         now = training.monotonic()
         self._claims.failed(fetch.donors, now, now - fetch.began)
@@ -181,7 +181,7 @@ class CatchUp:
         """Cancels all downloads."""
         self._keep(training, None)
 
-    def _keep(self, training: Training, only: Fetch | None) -> None:
+    def _keep(self, training: Training, only: BackgroundDownload | None) -> None:
         """Cancels all downloads but one."""
         for fetch in self._fetches:
             if fetch is not only:
@@ -205,7 +205,7 @@ class CatchUp:
             training.cancel_fetch(self._fetches.pop(0))
         self._fetches.append(training.fetch(names[: training.verify_donors], partial(check_history, wanted=best)))
 
-    def _take(self, training: Training, own: History, others: Others) -> Fetch | None:
+    def _take(self, training: Training, own: History, others: Others) -> BackgroundDownload | None:
         """The first finished download with a history to take over; removes all finished ones before it."""
         for fetch in [fetch for fetch in self._fetches if fetch.done()]:
             self._fetches.remove(fetch)

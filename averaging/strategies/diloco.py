@@ -19,7 +19,7 @@ from averaging.strategies.base import AveragingSchedule, check_whole_number
 from averaging.strategies.lockstep import LockstepStrategy
 from averaging.strategies.model_fragment import Fragment, cut
 from averaging.training import (
-    Fetch,
+    BackgroundDownload,
     History,
     Others,
     PendingRound,
@@ -268,7 +268,7 @@ class DiLoCo(LockstepStrategy):
         self._discarded = False
         self.announce(training)
 
-    def _take_over(self, training: Training, fetch: Fetch) -> None:
+    def _take_over(self, training: Training, fetch: BackgroundDownload) -> None:
         """Adds the local steps that no result includes to the state, if it follows this peer's own."""
         before = self.history
         own = [] if self._discarded else [fragment.local_steps() for fragment in self._fragments]

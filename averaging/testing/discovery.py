@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from averaging.discovery import Diagnosis, Entry, Watchers
-from averaging.discovery.gossip import Author, Limits, Reason, RecordTable, UnsignedIdentity
+from averaging.discovery.gossip import Author, Reason, RecordLimits, RecordTable, UnsignedIdentity
 from averaging.errors import ClosedError, DiscoveryError
 from averaging.protocol import Record
 
@@ -30,11 +30,11 @@ class MemoryRegistry:
         *,
         clock: Callable[[], float] = time.time,
         delay: float = 0.0,
-        limits: Limits | None = None,
+        limits: RecordLimits | None = None,
         rng: random.Random | None = None,
     ) -> None:
         self.clock, self.delay = clock, delay
-        self.limits = limits or Limits()
+        self.limits = limits or RecordLimits()
         self.rng = rng or random.Random()
         self._table = RecordTable(self.limits, lambda record: True)
         self._views: dict[MemoryDiscovery, None] = {}

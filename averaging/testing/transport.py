@@ -72,7 +72,7 @@ class MemoryNetwork:
         self.calls: Counter[str] = Counter()
         self.errors: list[Exception] = []
         self._serving: dict[str, MemoryTransport] = {}
-        self._open: set[_Call] = set()
+        self._open: set[_MemoryCall] = set()
         self._frozen: dict[str, asyncio.Event] = {}
         self._parts: list[frozenset[str]] = []
         self._refused: set[tuple[str, str]] = set()  # caller and callee
@@ -116,7 +116,7 @@ class MemoryNetwork:
         sides = [part for part in self._parts if one in part or other in part]
         return all(one in part and other in part for part in sides)
 
-    def _break_calls(self, concerned: Callable[[_Call], bool], reason: str) -> None:
+    def _break_calls(self, concerned: Callable[[_MemoryCall], bool], reason: str) -> None:
         for call in [call for call in self._open if concerned(call)]:
             call.break_off(reason)
 
@@ -140,7 +140,7 @@ class _Item(Generic[T]):
 class _Pipe(Generic[T]):
     """One direction of a call."""
 
-    def __init__(self, call: _Call) -> None:
+    def __init__(self, call: _MemoryCall) -> None:
         self._call = call
         self._queue: asyncio.Queue[_Item[T]] = asyncio.Queue()
         self._window = asyncio.Semaphore(WINDOW)
@@ -175,7 +175,7 @@ class _Pipe(Generic[T]):
             yield item.message
 
 
-class _Call:
+class _MemoryCall:
     """A call in progress between two endpoints."""
 
     def __init__(self, network: MemoryNetwork, caller: str, callee: str) -> None:
@@ -310,7 +310,7 @@ class MemoryTransport:
         if endpoint.startswith(CLIENT_PREFIX):
             raise ProtocolViolationError("is a client, which is never dialled", endpoint)
         network.calls[method] += 1
-        call = _Call(network, self.endpoint, endpoint)
+        call = _MemoryCall(network, self.endpoint, endpoint)
         await asyncio.sleep(network._delay())
         await network._not_frozen(self.endpoint, endpoint)
         peer = network._serving.get(endpoint)
@@ -331,7 +331,7 @@ class MemoryTransport:
                 upload.cancel()
                 await asyncio.gather(upload, return_exceptions=True)
 
-    async def _upload(self, call: _Call, messages: AsyncIterator[Any]) -> None:
+    async def _upload(self, call: _MemoryCall, messages: AsyncIterator[Any]) -> None:
         try:
             async for message in messages:
                 await call.up.put(message)
@@ -340,14 +340,14 @@ class MemoryTransport:
             raise
         call.up.end()
 
-    def _answer(self, call: _Call, handler: Callable[[], AsyncGenerator[Any, None]]) -> asyncio.Task[None]:
+    def _answer(self, call: _MemoryCall, handler: Callable[[], AsyncGenerator[Any, None]]) -> asyncio.Task[None]:
         context = None if self._context is None else self._context.copy()
         task = asyncio.create_task(self._serve(call, handler), context=context)
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
         return task
 
-    async def _serve(self, call: _Call, handler: Callable[[], AsyncGenerator[Any, None]]) -> None:
+    async def _serve(self, call: _MemoryCall, handler: Callable[[], AsyncGenerator[Any, None]]) -> None:
         try:
             async with aclosing(handler()) as replies:
                 async for reply in replies:

@@ -6,7 +6,7 @@ travels), `history` (how far a run is), `context` (what a strategy works with), 
 """
 
 from averaging.training.context import Training
-from averaging.training.fetch import Fetch
+from averaging.training.fetch import BackgroundDownload
 from averaging.training.group_progress import GroupProgress
 from averaging.training.history import (
     TRAIL,
@@ -28,9 +28,9 @@ from averaging.training.pending_round import PendingRound
 from averaging.training.sigterm import leave_on_sigterm, stay_on_sigterm
 from averaging.training.site import ProcessGroupSite, Site, check_alike, described, of_rank
 from averaging.training.standing import (
+    HistoryStanding,
     Others,
     Own,
-    Standing,
     compare_progress,
     find_together,
     look_for_greater_origin,
@@ -48,9 +48,10 @@ from averaging.training.training_state import (
 
 __all__ = [
     "TRAIL",
-    "Fetch",
+    "BackgroundDownload",
     "GroupProgress",
     "History",
+    "HistoryStanding",
     "OptimizerWrapper",
     "Origin",
     "Others",
@@ -62,7 +63,6 @@ __all__ = [
     "SchedulerDriver",
     "Site",
     "Stage",
-    "Standing",
     "TrainedModel",
     "Training",
     "TrainingState",

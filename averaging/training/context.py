@@ -23,7 +23,7 @@ from averaging.protocol import Fingerprint, shorten
 from averaging.state import Extras, State
 from averaging.tensors import digest_of_tensors
 from averaging.training.counters import Counters, without_counters
-from averaging.training.fetch import CachedQueries, Fetch
+from averaging.training.fetch import BackgroundDownload, CachedQueries
 from averaging.training.fingerprints import (
     HyperparameterReader,
     fingerprint_of,
@@ -32,13 +32,13 @@ from averaging.training.fingerprints import (
 from averaging.training.group_progress import GroupProgress
 from averaging.training.history import read_progress, still_training
 from averaging.training.layout import as_divided, clip, local
-from averaging.training.named_tensors import BUFFER, Buffers
+from averaging.training.named_tensors import BUFFER, ModelBuffers
 from averaging.training.optimizer_wrapper import ITERATE, WeightModes
 from averaging.training.parameter_copies import ParameterCopies
 from averaging.training.pending_round import PendingRound, end_of, wrapped
 from averaging.training.site import Site
 from averaging.training.site_state import SiteState
-from averaging.training.standing import Standing
+from averaging.training.standing import HistoryStanding
 from averaging.training.trained_model import TrainedModel, digest_of
 
 logger = logging.getLogger("averaging.training")
@@ -97,7 +97,7 @@ class Training:
         self,
         optimizer: torch.optim.Optimizer,
         parameters: dict[str, torch.Tensor],
-        buffers: Buffers,
+        buffers: ModelBuffers,
         peer: Peer,
         *,
         model: TrainedModel | None = None,
@@ -120,7 +120,7 @@ class Training:
         self.buffers, self.shared_buffers = buffers.averaged, buffers.shared
         self.site, self.donates = site, donates
         self.local_step, self.since = 0, 0
-        self.standing = Standing()
+        self.standing = HistoryStanding()
         self.hyperparameters = HyperparameterReader(optimizer, lambda: self.progress.keys)
         self._log = HyperparameterLog()
         self._comparison = DriftCheck(Fingerprint())  # of the last round
@@ -738,7 +738,7 @@ class Training:
             lambda: self._queries.recent(self._thread, key, lambda: self._peer.declared_until(topic, phase), wait=False)
         )
 
-    def fetch(self, donors: Sequence[str], check: Callable[[Mapping[str, Any]], None]) -> Fetch:
+    def fetch(self, donors: Sequence[str], check: Callable[[Mapping[str, Any]], None]) -> BackgroundDownload:
         """Starts to download the state of the first of `donors` that delivers one; training can go on meanwhile.
 
         Args:
@@ -746,7 +746,7 @@ class Training:
             check: called with the strategy's part of the state as soon as a donor starts to send; raises StateError if
                 the state is not wanted, and then the next donor is asked.
         """
-        fetch = Fetch(donors, self.monotonic())
+        fetch = BackgroundDownload(donors, self.monotonic())
 
         def started(user: Mapping[str, Any]) -> None:
             self._check(user)
@@ -762,7 +762,7 @@ class Training:
         fetch.result = self._thread.start(download())
         return fetch
 
-    def wait_for_fetches(self, fetches: Sequence[Fetch], seconds: float | None) -> None:
+    def wait_for_fetches(self, fetches: Sequence[BackgroundDownload], seconds: float | None) -> None:
         """Waits until one of them ends, or starts to deliver if it did not yet; at most for `seconds`."""
 
         async def wait() -> None:
@@ -776,11 +776,11 @@ class Training:
 
         self._thread.run(wait())
 
-    def cancel_fetch(self, fetch: Fetch) -> None:
+    def cancel_fetch(self, fetch: BackgroundDownload) -> None:
         """Cancels a download."""
         self._thread.start(on_loop(lambda: fetch.task is not None and fetch.task.cancel()))
 
-    def receive(self, fetch: Fetch) -> Mapping[str, Any]:
+    def receive(self, fetch: BackgroundDownload) -> Mapping[str, Any]:
         """Waits for a download and returns the strategy's part of the state.
 
         Raises:
@@ -790,7 +790,7 @@ class Training:
         user: Mapping[str, Any] = self._thread.wait(fetch.result).state.user["strategy"]
         return user
 
-    def found(self, search: Callable[[], Fetch | None]) -> Fetch | None:
+    def found(self, search: Callable[[], BackgroundDownload | None]) -> BackgroundDownload | None:
         """The download that `search` finds at the leader, with those of the other shards of the site."""
         return self._site_state.found(search)
 
@@ -802,7 +802,7 @@ class Training:
         """
         self.take_over(self._site_state.fetch(donors))
 
-    def take_over(self, fetch: Fetch) -> None:
+    def take_over(self, fetch: BackgroundDownload) -> None:
         """Takes over a downloaded state completely, at all ranks of the site.
 
         Raises:

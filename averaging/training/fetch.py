@@ -12,7 +12,7 @@ from averaging.common import EventLoopThread, SignalSafeFuture, on_loop
 from averaging.peer import FetchedState
 
 
-class Fetch:
+class BackgroundDownload:
     """A download of the run's state while this peer trains.
 
     Attributes:

@@ -13,7 +13,7 @@ from averaging.errors import ConfigError, TensorError
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ShardLayout:
     """How a model is divided between the ranks of a site.
 
     Attributes:
@@ -27,7 +27,7 @@ class Layout:
     name: str = ""
 
 
-def layout_of(parameters: Mapping[str, torch.Tensor], size: int) -> Layout:
+def layout_of(parameters: Mapping[str, torch.Tensor], size: int) -> ShardLayout:
     """Reads the layout from a model's parameters.
 
     Args:
@@ -40,7 +40,7 @@ def layout_of(parameters: Mapping[str, torch.Tensor], size: int) -> Layout:
     """
     divided: dict[str, Any] = {name: one for name, one in parameters.items() if is_divided(one)}
     if not divided:
-        return Layout(1, (0,) * size)
+        return ShardLayout(1, (0,) * size)
     for name in parameters:
         if name not in divided:
             raise TensorError(
@@ -71,7 +71,7 @@ def layout_of(parameters: Mapping[str, torch.Tensor], size: int) -> Layout:
                 number = number * extent + coordinate
         shard_of[order.index(int(mesh[place]))] = number
     shards = max(shard_of) + 1
-    return Layout(shards, tuple(shard_of), f"{shards} shards" if shards > 1 else "")
+    return ShardLayout(shards, tuple(shard_of), f"{shards} shards" if shards > 1 else "")
 
 
 def _kind(name: str, placement: Any) -> str:

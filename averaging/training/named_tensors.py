@@ -65,7 +65,7 @@ def _names(optimizer: torch.optim.Optimizer, model: TrainedModel | None) -> list
 
 
 @dataclass(frozen=True, slots=True)
-class Buffers:
+class ModelBuffers:
     """The buffers of a model by name, with the prefix `buffer/`, so that they differ from parameters.
 
     Attributes:
@@ -77,7 +77,7 @@ class Buffers:
     shared: dict[str, torch.Tensor]
 
 
-def named_buffers(given: Any, model: TrainedModel | None = None) -> Buffers:
+def named_buffers(given: Any, model: TrainedModel | None = None) -> ModelBuffers:
     """The buffers that peers have in common.
 
     Args:
@@ -95,7 +95,7 @@ def named_buffers(given: Any, model: TrainedModel | None = None) -> Buffers:
         named = _given_buffers(given, model)
     prefixed = {BUFFER + name: buffer for name, buffer in named.items()}
     averaged = {name: buffer for name, buffer in prefixed.items() if buffer.is_floating_point()}
-    return Buffers(averaged, {name: buffer for name, buffer in prefixed.items() if name not in averaged})
+    return ModelBuffers(averaged, {name: buffer for name, buffer in prefixed.items() if name not in averaged})
 
 
 def _given_buffers(given: Any, model: TrainedModel | None) -> dict[str, torch.Tensor]:

@@ -90,7 +90,7 @@ class _Answer:
     news: Any = None
 
 
-class News(Protocol):
+class LeaderStatusSource(Protocol):
     """What the leader tells the other ranks beside its answers."""
 
     def latest(self) -> Any:
@@ -116,7 +116,7 @@ class ProcessGroupSite(Site):
         ConfigError: torch.distributed is not initialized, or this process is not in the group.
     """
 
-    def __init__(self, group: object, parameters: Mapping[str, torch.Tensor], news: News) -> None:
+    def __init__(self, group: object, parameters: Mapping[str, torch.Tensor], news: LeaderStatusSource) -> None:
         ranks = _ranks_of(group)
         layout = layout_of(parameters, len(ranks))
         self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)

@@ -13,7 +13,7 @@ from averaging.common import EventLoopThread
 from averaging.errors import AveragingError, SiteError, StateError
 from averaging.peer import FetchedState, Peer
 from averaging.state import Extras, State
-from averaging.training.fetch import Fetch
+from averaging.training.fetch import BackgroundDownload
 from averaging.training.site import Site
 
 ATTEMPTS = 5
@@ -54,7 +54,7 @@ class SiteState:
         self._site, self._peer, self._thread = site, peer, thread
         self._share, self._check, self._apply = share, check, take_over
 
-    def found(self, search: Callable[[], Fetch | None]) -> Fetch | None:
+    def found(self, search: Callable[[], BackgroundDownload | None]) -> BackgroundDownload | None:
         """The download that `search` finds at the leader; the other shards are downloaded from the same donor.
 
         Raises:
@@ -62,7 +62,7 @@ class SiteState:
         """
         if self._site.size == 1:
             return search()
-        held: Fetch | None = None
+        held: BackgroundDownload | None = None
 
         def look() -> str | None:
             nonlocal held
@@ -74,9 +74,9 @@ class SiteState:
             return held
         return self.fetch([donor])
 
-    def fetch(self, sites: Sequence[str]) -> Fetch:
+    def fetch(self, sites: Sequence[str]) -> BackgroundDownload:
         """Begins to download this rank's shard from the first of these sites that delivers it."""
-        fetch = Fetch(sites, time.monotonic())
+        fetch = BackgroundDownload(sites, time.monotonic())
         if self._site.owns:
             fetch.result = self._thread.start(self._download(sites))
         return fetch
@@ -86,7 +86,7 @@ class SiteState:
         donors = list(sites) if names is None else await names.endpoints_of(sites)
         return await self._peer.fetch_state(donors, self._check)
 
-    def take_over(self, fetch: Fetch) -> None:
+    def take_over(self, fetch: BackgroundDownload) -> None:
         """Takes over a download at all ranks.
 
         Raises:
@@ -101,10 +101,10 @@ class SiteState:
         if self._site.size > 1:
             self._copy()
 
-    def _write(self, fetch: Fetch) -> None:
+    def _write(self, fetch: BackgroundDownload) -> None:
         self._thread.run(self._peer.take_over(self._thread.wait(fetch.result), self._apply))
 
-    def _of_one_version(self, fetch: Fetch) -> Fetch:
+    def _of_one_version(self, fetch: BackgroundDownload) -> BackgroundDownload:
         """The download of this rank, once the downloads of all shards are parts of one state."""
 
         def source() -> _Source | None:
@@ -127,7 +127,7 @@ class SiteState:
         history = strategy.get("history") if isinstance(strategy, dict) else None
         return _Source(donor, fetched.state.version, user.get("local_step", 0), (str(history),))
 
-    def _write_all(self, fetch: Fetch) -> None:
+    def _write_all(self, fetch: BackgroundDownload) -> None:
         def write() -> AveragingError | None:
             try:
                 if self._site.owns:

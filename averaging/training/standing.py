@@ -24,7 +24,7 @@ MAX_JUDGED = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class HistoryStanding:
     """What a peer knows about its own part in its run.
 
     Attributes:
@@ -39,14 +39,14 @@ class Standing:
     met: frozenset[str] = frozenset()
     allow_takeover: bool = False
 
-    def after_round(self, members: Collection[str], *, averaged: bool) -> Standing:
+    def after_round(self, members: Collection[str], *, averaged: bool) -> HistoryStanding:
         """The standing after a round with these members, this peer included."""
         met = self.met | frozenset(members)
         met = met if len(met) <= MAX_MET else frozenset(members)
         together = averaged and len(members) > 1
         return replace(self, made=self.made or together, rounds=self.rounds + together, met=met)
 
-    def after_loading(self, *, same_origin: bool, made: bool) -> Standing:
+    def after_loading(self, *, same_origin: bool, made: bool) -> HistoryStanding:
         """The standing after the state of a peer was taken over, or a checkpoint was loaded (`made`)."""
         return replace(self, made=made, rounds=self.rounds if same_origin else 0)
 
@@ -76,7 +76,7 @@ class Own:
 
     history: History
     member: str = "this peer"
-    standing: Standing = field(default_factory=lambda: Standing(made=True))
+    standing: HistoryStanding = field(default_factory=lambda: HistoryStanding(made=True))
     donates: bool = True
 
 

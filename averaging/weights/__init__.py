@@ -8,24 +8,24 @@ Read in this order: `layout` (the tensors of a version), `snapshot` (one version
 from averaging.weights.follower import Follower, Staleness
 from averaging.weights.follower_shards import Received, ShardTasks
 from averaging.weights.follower_tasks import FollowerOptions
-from averaging.weights.layout import Manifest
-from averaging.weights.places import LEAST_RATE, Place, Places
+from averaging.weights.layout import WeightManifest
+from averaging.weights.places import LEAST_RATE, Place, SlotTable
 from averaging.weights.publisher import WeightPublisher
 from averaging.weights.shards import missing_part, whole_of
-from averaging.weights.snapshot import Snapshot, seal, view_state
+from averaging.weights.snapshot import WeightSnapshot, seal, view_state
 
 __all__ = [
     "LEAST_RATE",
     "Follower",
     "FollowerOptions",
-    "Manifest",
     "Place",
-    "Places",
     "Received",
     "ShardTasks",
-    "Snapshot",
+    "SlotTable",
     "Staleness",
+    "WeightManifest",
     "WeightPublisher",
+    "WeightSnapshot",
     "missing_part",
     "seal",
     "view_state",

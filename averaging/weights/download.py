@@ -94,7 +94,9 @@ class Downloads:
         for _ in range(MAX_SOURCES):
             if incoming.complete:
                 return
-            itself = _Source(publisher, list(failed), lambda: self._dial(at_publisher, loopback=publisher.is_local))
+            itself = _PieceSource(
+                publisher, list(failed), lambda: self._dial(at_publisher, loopback=publisher.is_local)
+            )
             try:
                 source = await self._receive_from(publisher.channel, itself, incoming, arrived)
                 if source:
@@ -123,7 +125,7 @@ class Downloads:
 
         try:
             async with channel() as first:
-                await self._receive_from(first, _Source(publisher, [], channel), incoming, arrived)
+                await self._receive_from(first, _PieceSource(publisher, [], channel), incoming, arrived)
         except ProtocolViolationError as error:
             self.liars[source] = str(error)
             logger.warning("%s sent something wrong and is not asked again: %s", source, error)
@@ -140,7 +142,7 @@ class Downloads:
             raise ProtocolViolationError(f"it names {source} again, which failed: {failed[source]}")
 
     async def _receive_from(
-        self, channel: RpcChannel, source: _Source, incoming: Incoming, arrived: Callable[[], None]
+        self, channel: RpcChannel, source: _PieceSource, incoming: Incoming, arrived: Callable[[], None]
     ) -> str:
         """Receives all missing pieces from one source. Returns another source if it names one, else an empty string."""
         expected = incoming.left // (1 if incoming.differs_from is None else SHORTER)
@@ -165,7 +167,7 @@ class Downloads:
     async def _receive_share(
         self,
         channel: RpcChannel,
-        source: _Source,
+        source: _PieceSource,
         incoming: Incoming,
         share: list[int],
         arrived: Callable[[], None],
@@ -208,7 +210,7 @@ class Downloads:
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class _PieceSource:
     """A source of pieces.
 
     Attributes:

@@ -21,7 +21,7 @@ from averaging.rpc import EventLoopThread, read_credentials
 from averaging.tensors import in_thread
 from averaging.weights.follower_shards import Received, ShardTasks
 from averaging.weights.follower_tasks import FollowerOptions
-from averaging.weights.layout import Manifest, WeightSpec, first_difference
+from averaging.weights.layout import WeightManifest, WeightSpec, first_difference
 from averaging.weights.shards import is_wanted, missing_part, part_of, whole_of, write_part
 
 # How old the weights of a follower are, and when that is too much. Pure.
@@ -320,7 +320,7 @@ class Follower:
         plain = plain_state(state)
         return [part_of(name, tensor) for name, tensor in plain.items() if isinstance(tensor, torch.Tensor)]
 
-    def _check(self, manifest: Manifest) -> None:
+    def _check(self, manifest: WeightManifest) -> None:
         own = [spec for spec, _ in self._own()]
         divided = bool(manifest.shards) or any(spec.whole for spec in (*own, *manifest.layout.tensors))
         if divided:
@@ -332,12 +332,12 @@ class Follower:
         if difference is not None:
             raise TensorError(f"the publisher publishes another model: {difference}; follow with the same model")
 
-    def _check_parts(self, manifests: Sequence[Manifest]) -> None:
+    def _check_parts(self, manifests: Sequence[WeightManifest]) -> None:
         difference = missing_part([spec for spec, _ in self._own()], [one.layout for one in manifests])
         if difference is not None:
             raise TensorError(f"the publishers publish another model: {difference}; follow with the same model")
 
-    def _wants(self, manifest: Manifest) -> bool:
+    def _wants(self, manifest: WeightManifest) -> bool:
         if not manifest.shards and not any(spec.whole for spec in manifest.layout.tensors):
             return True
         return is_wanted([spec for spec, _ in self._own()], manifest.layout)

@@ -16,9 +16,9 @@ import torch
 from averaging.common import Backoff, parse_address
 from averaging.errors import AveragingError, ProtocolViolationError, TensorError
 from averaging.weights.follower_tasks import MAX_PAUSE, MIN_PAUSE, FollowerOptions, FollowerTasks
-from averaging.weights.layout import Manifest, Shard, WeightSpec
+from averaging.weights.layout import Shard, WeightManifest, WeightSpec
 from averaging.weights.shards import put_together
-from averaging.weights.snapshot import Snapshot, seal, view_state
+from averaging.weights.snapshot import WeightSnapshot, seal, view_state
 
 logger = logging.getLogger("averaging.rl.synchronizer")
 
@@ -35,15 +35,15 @@ class Received:
         snapshots: of the parts.
     """
 
-    manifest: Manifest
-    snapshots: tuple[Snapshot, ...]
+    manifest: WeightManifest
+    snapshots: tuple[WeightSnapshot, ...]
 
     def parts(self) -> Iterator[tuple[WeightSpec, torch.Tensor]]:
         """Each tensor or part of one. They share the memory of the snapshots and must not be written."""
         for snapshot in self.snapshots:
             yield from snapshot.parts()
 
-    def whole(self) -> Snapshot:
+    def whole(self) -> WeightSnapshot:
         """All tensors of the model, sorted by name, if no part is left out. Those of a divided one are put together."""
         if self.divided:
             return seal(view_state(dict(sorted(put_together(self.parts()).items()))), self.manifest.version, None)
@@ -75,21 +75,21 @@ class ShardTasks:
     def __init__(
         self,
         options: FollowerOptions,
-        check: Callable[[Manifest], None],
-        wanted: Callable[[Manifest], bool],
-        complete: Callable[[Sequence[Manifest]], None],
+        check: Callable[[WeightManifest], None],
+        wanted: Callable[[WeightManifest], bool],
+        complete: Callable[[Sequence[WeightManifest]], None],
         *,
-        base: Snapshot | None = None,
+        base: WeightSnapshot | None = None,
         on_progress: Callable[[int, int], None] = lambda received, total: None,
     ) -> None:
         self._options, self._check, self._wanted, self._complete = options, check, wanted, complete
-        self._announced: deque[Manifest] = deque(maxlen=REMEMBERED)  # the newest last
+        self._announced: deque[WeightManifest] = deque(maxlen=REMEMBERED)  # the newest last
         self._base, self._on_progress = base, on_progress
         self._progress: dict[str, tuple[int, int]] = {}  # by the endpoint of the part; that of the root is ""
         self._root = FollowerTasks(options, self._note, base, partial(self._advance, ""), wanted=wanted)
         self.store = self._root.store
         self._parts: dict[str, FollowerTasks] = {}  # of the other parts, by endpoint
-        self._manifests: dict[bytes, Manifest] = {}  # of all parts, by digest
+        self._manifests: dict[bytes, WeightManifest] = {}  # of all parts, by digest
         self._newest: Received | None = None
         self._failure: AveragingError | None = None
         self._former_bytes = 0  # received by parts that are followed no more
@@ -101,7 +101,7 @@ class ShardTasks:
         return self._root.addresses
 
     @property
-    def announced(self) -> Manifest | None:
+    def announced(self) -> WeightManifest | None:
         """See `FollowerTasks`."""
         return self._root.announced
 
@@ -176,7 +176,7 @@ class ShardTasks:
         await self.store.changes.wait(lambda: is_newer() or self.failure is not None, timeout)
         return is_newer()
 
-    def _note(self, manifest: Manifest) -> None:
+    def _note(self, manifest: WeightManifest) -> None:
         if not manifest.shards and _has_parts(manifest):
             raise TensorError(
                 f"{', '.join(self._options.join)} publishes a part of a model, and names no others; join the publisher "
@@ -187,7 +187,7 @@ class ShardTasks:
         self._manifests[manifest.digest] = manifest
         self._check_size()
 
-    def _note_part(self, manifest: Manifest) -> None:
+    def _note_part(self, manifest: WeightManifest) -> None:
         self._check(manifest)
         self._manifests[manifest.digest] = manifest
         self._check_size()
@@ -211,7 +211,7 @@ class ShardTasks:
         if all(one == of_all for one, of_all in counts):
             self._progress.clear()
 
-    def _put_together(self, manifest: Manifest) -> Received | None:
+    def _put_together(self, manifest: WeightManifest) -> Received | None:
         manifests, snapshots = [], []
         for number, shard in enumerate(manifest.shards or (Shard("", manifest.digest),)):
             part = self._manifests.get(shard.digest)
@@ -288,5 +288,5 @@ class ShardTasks:
                     del self._parts[endpoint]
 
 
-def _has_parts(manifest: Manifest) -> bool:
+def _has_parts(manifest: WeightManifest) -> bool:
     return any(spec.whole for spec in manifest.layout.tensors)

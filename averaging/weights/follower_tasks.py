@@ -23,9 +23,9 @@ from averaging.errors import (
 )
 from averaging.rpc import Credentials, RpcChannel, RpcHandler, RpcServer
 from averaging.weights.download import Downloads, Publisher
-from averaging.weights.layout import Layout, Manifest
+from averaging.weights.layout import WeightLayout, WeightManifest
 from averaging.weights.messages import FETCH, FOLLOW, read_version
-from averaging.weights.snapshot import Incoming, Snapshot
+from averaging.weights.snapshot import Incoming, WeightSnapshot
 from averaging.weights.store import Changes, Store
 from averaging.wire import weights_pb2 as wire
 
@@ -117,11 +117,11 @@ class FollowerTasks:
     def __init__(
         self,
         options: FollowerOptions,
-        check: Callable[[Manifest], None] = lambda _: None,
-        base: Snapshot | None = None,
+        check: Callable[[WeightManifest], None] = lambda _: None,
+        base: WeightSnapshot | None = None,
         on_progress: Callable[[int, int], None] = lambda received, total: None,
         *,
-        wanted: Callable[[Manifest], bool] = lambda _: True,
+        wanted: Callable[[WeightManifest], bool] = lambda _: True,
         changes: Changes | None = None,
     ) -> None:
         self._options, self._check, self._on_progress, self._wanted = options, check, on_progress, wanted
@@ -129,7 +129,7 @@ class FollowerTasks:
         self.store = Store(bases=1, changes=changes)
         if base is not None:
             self.store.add(base)
-        self.announced: Manifest | None = None if base is None else base.manifest
+        self.announced: WeightManifest | None = None if base is None else base.manifest
         self.announced_locally = False
         self.failure: AveragingError | None = None
         self.connected = False
@@ -137,7 +137,7 @@ class FollowerTasks:
         self.retries = 0
         self._endpoint = ""
         self._publisher: Publisher | None = None  # who announced that version
-        self._layout: Layout | None = None
+        self._layout: WeightLayout | None = None
         self._incoming: Incoming | None = None
         self._reasons: dict[str, AveragingError] = {}  # by address, since it was last connected
         self._told_old = False
@@ -149,7 +149,7 @@ class FollowerTasks:
         return self._options.join
 
     @property
-    def newest(self) -> Snapshot | None:
+    def newest(self) -> WeightSnapshot | None:
         """The newest version that was received completely."""
         return self.store.newest
 
@@ -287,7 +287,7 @@ class FollowerTasks:
             if self._publisher is publisher:
                 self._publisher = None
 
-    def _announce(self, manifest: Manifest, publisher: Publisher) -> None:
+    def _announce(self, manifest: WeightManifest, publisher: Publisher) -> None:
         self._check(manifest)
         if manifest.layout is not self._layout:
             self._layout = manifest.layout
@@ -340,7 +340,7 @@ class FollowerTasks:
                 snapshot = incoming.finish()
                 self._incoming = None
                 backoff.reset()
-                self.store.add(Snapshot(manifest, snapshot.buffers))
+                self.store.add(WeightSnapshot(manifest, snapshot.buffers))
                 self.store.receiving(None)
 
     def _is_behind(self) -> bool:

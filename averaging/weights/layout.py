@@ -97,7 +97,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class WeightLayout:
     """The tensors of a state dict in order, divided into pieces.
 
     Attributes:
@@ -155,7 +155,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class WeightManifest:
     """What identifies one version.
 
     Attributes:
@@ -166,7 +166,7 @@ class Manifest:
     """
 
     version: int
-    layout: Layout
+    layout: WeightLayout
     piece_digests: tuple[bytes, ...]
     shards: tuple[Shard, ...] = ()
 
@@ -195,7 +195,7 @@ def spec_of(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -
     return WeightSpec(name, DTYPE_NAMES[dtype], tuple(tensor.shape))
 
 
-def check_layout(tensors: Sequence[WeightSpec], piece_bytes: int, max_bytes: int) -> Layout:
+def check_layout(tensors: Sequence[WeightSpec], piece_bytes: int, max_bytes: int) -> WeightLayout:
     """Checks a layout from another peer before memory is allocated for it.
 
     Raises:
@@ -216,7 +216,7 @@ def check_layout(tensors: Sequence[WeightSpec], piece_bytes: int, max_bytes: int
         _check_part(spec)
     if len({(spec.name, spec.offset) for spec in tensors}) != len(tensors):
         raise ProtocolViolationError("two tensors of one name")
-    layout = Layout(tuple(tensors), piece_bytes)
+    layout = WeightLayout(tuple(tensors), piece_bytes)
     if layout.nbytes > max_bytes:
         raise ProtocolViolationError(f"{layout.nbytes} bytes of weights, more than the {max_bytes} of max_bytes")
     return layout

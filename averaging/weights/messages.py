@@ -8,9 +8,9 @@ from averaging.rpc import RpcMethod
 from averaging.weights.layout import (
     DIGEST_BYTES,
     MAX_SHARDS,
-    Layout,
-    Manifest,
     Shard,
+    WeightLayout,
+    WeightManifest,
     WeightSpec,
     check_layout,
 )
@@ -31,7 +31,7 @@ NOTHING_YET = wire.Version()
 """The first message of a publisher that has no version yet."""
 
 
-def version_message(manifest: Manifest) -> wire.Version:
+def version_message(manifest: WeightManifest) -> wire.Version:
     """Encodes a manifest."""
     return wire.Version(
         version=manifest.version,
@@ -46,7 +46,7 @@ def version_message(manifest: Manifest) -> wire.Version:
     )
 
 
-def read_version(message: wire.Version, max_bytes: int, known: Layout | None = None) -> Manifest | None:
+def read_version(message: wire.Version, max_bytes: int, known: WeightLayout | None = None) -> WeightManifest | None:
     """Decodes and checks a manifest from another peer.
 
     Args:
@@ -75,7 +75,7 @@ def read_version(message: wire.Version, max_bytes: int, known: Layout | None = N
     if len(joined) != DIGEST_BYTES * layout.count:
         raise ProtocolViolationError(f"{len(joined)} bytes of digests for {layout.count} pieces")
     digests = tuple(joined[start : start + DIGEST_BYTES] for start in range(0, len(joined), DIGEST_BYTES))
-    manifest = Manifest(message.version, layout, digests, _read_shards(message))
+    manifest = WeightManifest(message.version, layout, digests, _read_shards(message))
     if manifest.shards and manifest.shards[0].digest != manifest.digest:
         raise ProtocolViolationError(f"version {message.version}, which is not the first of its own parts")
     if manifest.digest != message.digest:

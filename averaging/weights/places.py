@@ -37,7 +37,7 @@ class Place:
     lose: Callable[[], object] = bool
 
 
-class Places:
+class SlotTable:
     """The places of one kind.
 
     A newcomer that finds no place takes one of those who have a lower rank or who are late. Of its own rank it takes

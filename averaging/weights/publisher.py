@@ -19,9 +19,9 @@ from averaging.rpc import RpcHandler, rpc_caller
 from averaging.tensors import in_thread
 from averaging.weights.layout import Shard, first_difference
 from averaging.weights.messages import FETCH, FOLLOW, NOTHING_YET, version_message
-from averaging.weights.places import Place, Places
+from averaging.weights.places import Place, SlotTable
 from averaging.weights.shards import is_divided
-from averaging.weights.snapshot import Snapshot, StateCopy, copy_state, seal
+from averaging.weights.snapshot import StateCopy, WeightSnapshot, copy_state, seal
 from averaging.weights.store import Store
 from averaging.weights.tree import PUBLISHER, Tree
 from averaging.wire import weights_pb2 as wire
@@ -46,7 +46,7 @@ class Agreed:
     shards: tuple[Shard, ...]
 
 
-class Ranks:
+class PublisherRanks:
     """The ranks that publish one model.
 
     Args:
@@ -176,12 +176,12 @@ class WeightPublisher:
         self._model, self._run_id, self._dtype = model, run_id, dtype
         self._copies, self._fan_out = copies, fan_out
         self._store = Store(bases, max_bytes)
-        self._places = Places("followers", MAX_FOLLOWERS, MAX_FOLLOWERS_PER_HOST, MAX_FOLLOWERS_PER_CONNECTION)
+        self._places = SlotTable("followers", MAX_FOLLOWERS, MAX_FOLLOWERS_PER_HOST, MAX_FOLLOWERS_PER_CONNECTION)
         self._committing = threading.Lock()
         self._followers: dict[bytes, str] = {}  # endpoints of those that follow now
         self._trees: dict[bytes, Tree] = {}  # by the digest of the version
         self._background = _Background(self._seal)
-        self._ranks = None if process_group is None else Ranks(process_group, endpoint)
+        self._ranks = None if process_group is None else PublisherRanks(process_group, endpoint)
 
     @property
     def of_each_shard(self) -> bool:
@@ -286,7 +286,7 @@ class WeightPublisher:
         logger.info("published version %d, digest %s", version, snapshot.manifest.digest.hex()[:8])
         return version
 
-    def _publish_part(self, ranks: Ranks, snapshot: Snapshot, last: int, *, at_least: bool) -> int:
+    def _publish_part(self, ranks: PublisherRanks, snapshot: WeightSnapshot, last: int, *, at_least: bool) -> int:
         """Publishes this rank's part of a version, as all ranks have agreed."""
         newest = self._store.newest
         changed = newest is None or snapshot.manifest.digest != newest.manifest.digest
@@ -299,7 +299,7 @@ class WeightPublisher:
                 raise ConfigError(f"version {version} is not above {agreed.last}, which is published at some rank")
             version = agreed.last + 1
         manifest = replace(snapshot.manifest, version=version, shards=agreed.shards if ranks.leads else ())
-        self._store.add(Snapshot(manifest, snapshot.buffers))
+        self._store.add(WeightSnapshot(manifest, snapshot.buffers))
         logger.info("published a part of version %d, digest %s", version, manifest.digest.hex()[:8])
         return version
 
@@ -328,7 +328,7 @@ class WeightPublisher:
             for tree in self._trees.values():
                 tree.leave(name)
 
-    async def _newer_than(self, told: Snapshot | None, place: Place) -> Snapshot:
+    async def _newer_than(self, told: WeightSnapshot | None, place: Place) -> WeightSnapshot:
         newest = None
         while newest is None or newest is told:
             await self._store.changes.wait(lambda: place.lost or self._store.newest is not told)
@@ -368,7 +368,7 @@ class WeightPublisher:
         return "" if chosen == PUBLISHER else able[chosen]
 
 
-def _check_same_layout(newest: Snapshot, copy: StateCopy) -> None:
+def _check_same_layout(newest: WeightSnapshot, copy: StateCopy) -> None:
     names = f"in version {newest.manifest.version}", "now"
     difference = first_difference(newest.manifest.layout.tensors, copy.specs, names)
     if difference is not None:

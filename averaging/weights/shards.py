@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from averaging.errors import TensorError
-from averaging.weights.layout import Layout, WeightSpec, spec_of
+from averaging.weights.layout import WeightLayout, WeightSpec, spec_of
 
 Box = tuple[tuple[int, int], ...]
 """For each dimension the first index, and that after the last one."""
@@ -64,7 +64,7 @@ def elements(box: Box) -> int:
     return prod(stop - start for start, stop in box)
 
 
-def missing_part(own: Iterable[WeightSpec], layouts: Sequence[Layout]) -> str | None:
+def missing_part(own: Iterable[WeightSpec], layouts: Sequence[WeightLayout]) -> str | None:
     """What is wrong with the parts of a version for a model; None if they have each of its elements exactly once.
 
     Args:
@@ -93,7 +93,7 @@ def missing_part(own: Iterable[WeightSpec], layouts: Sequence[Layout]) -> str | 
     return None if extra is None else f"tensor {extra[0].name!r} ({whole_of(extra[0])}) is only there"
 
 
-def is_wanted(own: Sequence[WeightSpec], layout: Layout) -> bool:
+def is_wanted(own: Sequence[WeightSpec], layout: WeightLayout) -> bool:
     """Whether a part has elements of what the follower holds."""
     boxes = {spec.name: box_of(spec) for spec in own}
     return any(spec.name in boxes and _meet(boxes[spec.name], spec) for spec in layout.tensors)

@@ -11,12 +11,12 @@ import torch
 
 from averaging.errors import ProtocolViolationError
 from averaging.weights.differences import Bytes, Coding, decode
-from averaging.weights.layout import Layout, Manifest, WeightSpec, spec_of
+from averaging.weights.layout import WeightLayout, WeightManifest, WeightSpec, spec_of
 from averaging.weights.shards import cut, part_of, whole_of
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class WeightSnapshot:
     """All weights of one version, which never change.
 
     Attributes:
@@ -24,14 +24,14 @@ class Snapshot:
         buffers: the bytes of each tensor. Versions share the buffers of tensors that are equal.
     """
 
-    manifest: Manifest
+    manifest: WeightManifest
     buffers: tuple[Bytes, ...]
 
-    def under(self, version: int) -> Snapshot:
+    def under(self, version: int) -> WeightSnapshot:
         """The same weights under another version."""
-        return Snapshot(replace(self.manifest, version=version), self.buffers)
+        return WeightSnapshot(replace(self.manifest, version=version), self.buffers)
 
-    def arranged(self, layout: Layout) -> Snapshot:
+    def arranged(self, layout: WeightLayout) -> WeightSnapshot:
         """The same weights in the order of another layout, and only the parts that it has of them.
 
         They are unchanged if the layout has other tensors.
@@ -56,8 +56,8 @@ class Snapshot:
             pieces = (layout.pieces[index] for index in layout.of_tensor(number))
             buffers.append(part)
             digests.extend(_sha256(part[piece.start : piece.stop]) for piece in pieces)
-        manifest = Manifest(self.manifest.version, layout, tuple(digests), self.manifest.shards)
-        return Snapshot(manifest, tuple(buffers))
+        manifest = WeightManifest(self.manifest.version, layout, tuple(digests), self.manifest.shards)
+        return WeightSnapshot(manifest, tuple(buffers))
 
     def piece(self, index: int) -> Bytes:
         """The bytes of a piece, as a view."""
@@ -112,7 +112,7 @@ def view_state(state: Mapping[str, torch.Tensor]) -> StateCopy:
     return StateCopy(specs, tuple(map(_bytes, state.values())))
 
 
-def seal(copy: StateCopy, version: int, before: Snapshot | None) -> Snapshot:
+def seal(copy: StateCopy, version: int, before: WeightSnapshot | None) -> WeightSnapshot:
     """Computes the digests of a copy, about 1 s for each GiB.
 
     Args:
@@ -120,14 +120,14 @@ def seal(copy: StateCopy, version: int, before: Snapshot | None) -> Snapshot:
         version: its number.
         before: the version before, whose buffers are shared where the tensors are equal.
     """
-    layout = Layout(copy.specs)
+    layout = WeightLayout(copy.specs)
     if before is not None and before.manifest.layout == layout:
         layout = before.manifest.layout
     digests = tuple(_sha256(_piece(layout, copy.buffers, index)) for index in range(layout.count))
-    manifest = Manifest(version, layout, digests)
+    manifest = WeightManifest(version, layout, digests)
     if before is None or before.manifest.layout is not layout:
-        return Snapshot(manifest, copy.buffers)
-    return Snapshot(manifest, _sharing(manifest, copy.buffers, before))
+        return WeightSnapshot(manifest, copy.buffers)
+    return WeightSnapshot(manifest, _sharing(manifest, copy.buffers, before))
 
 
 class Incoming:
@@ -142,7 +142,7 @@ class Incoming:
         left: bytes of the missing pieces, before they are encoded.
     """
 
-    def __init__(self, manifest: Manifest, base: Snapshot | None) -> None:
+    def __init__(self, manifest: WeightManifest, base: WeightSnapshot | None) -> None:
         self.manifest, self.base = manifest, base
         self.received = 0
         layout = manifest.layout
@@ -162,7 +162,7 @@ class Incoming:
         self.left = sum(stop - start for _, start, stop in map(layout.pieces.__getitem__, self.missing()))
 
     @property
-    def differs_from(self) -> Snapshot | None:
+    def differs_from(self) -> WeightSnapshot | None:
         """The base, if pieces can be sent as differences to it."""
         base = self.base
         return base if base is not None and base.manifest.layout == self.manifest.layout else None
@@ -216,14 +216,14 @@ class Incoming:
         own = self.differs_from
         return self._encoded.get(index) if own is not None and own.manifest.digest == base else None
 
-    def finish(self) -> Snapshot:
+    def finish(self) -> WeightSnapshot:
         """Returns the complete weights."""
         if not self.complete:
             raise RuntimeError("pieces are missing")
         base = self.differs_from
         if base is None:
-            return Snapshot(self.manifest, self._buffers)
-        return Snapshot(self.manifest, _sharing(self.manifest, self._buffers, base))
+            return WeightSnapshot(self.manifest, self._buffers)
+        return WeightSnapshot(self.manifest, _sharing(self.manifest, self._buffers, base))
 
     def _piece(self, index: int) -> Bytes:
         return _piece(self.manifest.layout, self._buffers, index)
@@ -251,7 +251,7 @@ def _bytes(tensor: torch.Tensor) -> Bytes:
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
-def _piece(layout: Layout, buffers: Sequence[Bytes], index: int) -> Bytes:
+def _piece(layout: WeightLayout, buffers: Sequence[Bytes], index: int) -> Bytes:
     tensor, start, stop = layout.pieces[index]
     return buffers[tensor][start:stop]
 
@@ -262,13 +262,13 @@ def _tensor(spec: WeightSpec, buffer: Bytes) -> torch.Tensor:
     return torch.from_numpy(buffer).view(spec.torch_dtype).reshape(spec.shape)
 
 
-def _same(one: Manifest, other: Manifest, pieces: range) -> bool:
+def _same(one: WeightManifest, other: WeightManifest, pieces: range) -> bool:
     """Whether two versions of one layout have the same bytes in these pieces."""
     place = slice(pieces.start, pieces.stop)
     return one.piece_digests[place] == other.piece_digests[place]
 
 
-def _sharing(manifest: Manifest, buffers: Sequence[Bytes], before: Snapshot) -> tuple[Bytes, ...]:
+def _sharing(manifest: WeightManifest, buffers: Sequence[Bytes], before: WeightSnapshot) -> tuple[Bytes, ...]:
     """The buffers, replaced by those of an earlier version where the tensors are equal."""
     return tuple(
         before.buffers[number] if _same(manifest, before.manifest, manifest.layout.of_tensor(number)) else buffer
@@ -276,7 +276,7 @@ def _sharing(manifest: Manifest, buffers: Sequence[Bytes], before: Snapshot) -> 
     )
 
 
-def _by_digest(snapshot: Snapshot) -> dict[tuple[bytes, int], int]:
+def _by_digest(snapshot: WeightSnapshot) -> dict[tuple[bytes, int], int]:
     pieces = snapshot.manifest.layout.pieces
     digests = enumerate(snapshot.manifest.piece_digests)
     return {(digest, pieces[index].stop - pieces[index].start): index for index, digest in digests}

@@ -13,9 +13,9 @@ from averaging.errors import BusyError, StateError
 from averaging.rpc import rpc_caller
 from averaging.tensors import in_thread
 from averaging.weights.differences import Coding, encode
-from averaging.weights.layout import Layout, indices_of
-from averaging.weights.places import Place, Places
-from averaging.weights.snapshot import Incoming, Snapshot
+from averaging.weights.layout import WeightLayout, indices_of
+from averaging.weights.places import Place, SlotTable
+from averaging.weights.snapshot import Incoming, WeightSnapshot
 from averaging.wire import weights_pb2 as wire
 
 BATCH_BYTES = 4 << 20
@@ -94,16 +94,16 @@ class Store:
 
     def __init__(self, bases: int, max_bytes: int | None = None, changes: Changes | None = None) -> None:
         self._bases, self._max_bytes = bases, max_bytes
-        self._kept: tuple[Snapshot, ...] = ()  # newest first; replaced, never changed
+        self._kept: tuple[WeightSnapshot, ...] = ()  # newest first; replaced, never changed
         self._incoming: Incoming | None = None
         self._encoded: dict[tuple[bytes, bytes], dict[int, Encoded]] = {}
         self._encoding = asyncio.Lock()
-        self._places = Places("calls for weights", MAX_SENDING, MAX_SENDING_PER_HOST, MAX_SENDING_PER_CONNECTION)
+        self._places = SlotTable("calls for weights", MAX_SENDING, MAX_SENDING_PER_HOST, MAX_SENDING_PER_CONNECTION)
         self.changes = changes or Changes()
         self.sent = 0
 
     @property
-    def newest(self) -> Snapshot | None:
+    def newest(self) -> WeightSnapshot | None:
         """The newest complete version."""
         return next(iter(self._kept), None)
 
@@ -111,11 +111,11 @@ class Store:
         """Whether a version is here, completely or in part."""
         return self._find(digest) is not None
 
-    def complete(self, digest: bytes) -> Snapshot | None:
+    def complete(self, digest: bytes) -> WeightSnapshot | None:
         """The complete version with that digest, if it is here."""
         return next((snapshot for snapshot in self._kept if snapshot.manifest.digest == digest), None)
 
-    def add(self, snapshot: Snapshot) -> None:
+    def add(self, snapshot: WeightSnapshot) -> None:
         """Makes a version the newest one."""
         kept, total = [snapshot], snapshot.manifest.layout.nbytes
         for earlier in self._kept[: self._bases]:
@@ -126,7 +126,7 @@ class Store:
         self._kept = tuple(kept)
         self.changes.happened()
 
-    def arrange(self, layout: Layout) -> None:
+    def arrange(self, layout: WeightLayout) -> None:
         """Brings the tensors of all versions into the order of a layout, so that differences to them are possible."""
         self._kept = tuple(snapshot.arranged(layout) for snapshot in self._kept)
 
@@ -175,21 +175,21 @@ class Store:
         finally:
             self._places.leave(place)
 
-    def _find(self, digest: bytes) -> Snapshot | Incoming | None:
+    def _find(self, digest: bytes) -> WeightSnapshot | Incoming | None:
         for snapshot in self._kept:
             if snapshot.manifest.digest == digest:
                 return snapshot
         incoming = self._incoming
         return incoming if incoming is not None and incoming.manifest.digest == digest else None
 
-    async def _await_piece(self, source: Snapshot | Incoming, index: int) -> bool:
+    async def _await_piece(self, source: WeightSnapshot | Incoming, index: int) -> bool:
         """Waits for a piece, or until it will not come. Returns False after `WAITING_SECONDS`."""
         return await self.changes.wait(
             lambda: source is not self._incoming or _is_there(source, index), WAITING_SECONDS
         )
 
     async def _encode(
-        self, source: Snapshot | Incoming, base: Snapshot | None, named: bytes, batch: Sequence[int]
+        self, source: WeightSnapshot | Incoming, base: WeightSnapshot | None, named: bytes, batch: Sequence[int]
     ) -> list[Encoded]:
         if base is None:
             return [(Coding.RAW, source.piece(index).tobytes()) for index in batch]
@@ -210,17 +210,17 @@ class Store:
             return [_or_raw(known[index], source, index) for index in batch]
 
 
-def _own_bytes(earlier: Snapshot, later: Snapshot) -> int:
+def _own_bytes(earlier: WeightSnapshot, later: WeightSnapshot) -> int:
     """Bytes of a version that it does not share with the next one."""
     shared = {id(buffer) for buffer in later.buffers}
     return sum(len(buffer) for buffer in earlier.buffers if id(buffer) not in shared)
 
 
-def _is_there(source: Snapshot | Incoming, index: int) -> bool:
-    return isinstance(source, Snapshot) or source.has(index)
+def _is_there(source: WeightSnapshot | Incoming, index: int) -> bool:
+    return isinstance(source, WeightSnapshot) or source.has(index)
 
 
-def _available(source: Snapshot | Incoming, indices: Sequence[int], place: int) -> list[int]:
+def _available(source: WeightSnapshot | Incoming, indices: Sequence[int], place: int) -> list[int]:
     """The next indices whose pieces are there, up to `BATCH_BYTES`."""
     most = max(1, BATCH_BYTES // source.manifest.layout.piece_bytes)
     batch: list[int] = []
@@ -231,7 +231,7 @@ def _available(source: Snapshot | Incoming, indices: Sequence[int], place: int) 
     return batch
 
 
-def _differences(source: Snapshot | Incoming, base: Snapshot, todo: Sequence[int]) -> dict[int, Encoded]:
+def _differences(source: WeightSnapshot | Incoming, base: WeightSnapshot, todo: Sequence[int]) -> dict[int, Encoded]:
     """Encodes pieces. Those that are sent as they are get no bytes, since they are here anyway."""
     layout, found = source.manifest.layout, {}
     for index in todo:
@@ -241,7 +241,7 @@ def _differences(source: Snapshot | Incoming, base: Snapshot, todo: Sequence[int
     return found
 
 
-def _or_raw(encoded: Encoded, source: Snapshot | Incoming, index: int) -> Encoded:
+def _or_raw(encoded: Encoded, source: WeightSnapshot | Incoming, index: int) -> Encoded:
     return encoded if encoded[0] is not Coding.RAW else (Coding.RAW, source.piece(index).tobytes())
 
 

@@ -23,7 +23,7 @@ import torch
 from averaging import Peer, Receipt
 from averaging.discovery.base import Discovery
 from averaging.discovery.gossip.membership import peer_hash
-from averaging.discovery.gossip.record import Limits
+from averaging.discovery.gossip.record import RecordLimits
 from averaging.discovery.gossip.settings import GossipSettings
 from averaging.testing import virtual_time
 from averaging.testing.discovery import MemoryDiscovery, MemoryRegistry
@@ -63,7 +63,9 @@ async def matchmaking(peers: int, group_size: int, rounds: int, *, gossip: bool,
     """
     rng = random.Random(peers)
     network = MemoryNetwork(rng, latency=LATENCY)
-    registry = MemoryRegistry(clock=virtual_time.clock, delay=SHARED_DELAY, rng=rng, limits=Limits(records=1 << 20))
+    registry = MemoryRegistry(
+        clock=virtual_time.clock, delay=SHARED_DELAY, rng=rng, limits=RecordLimits(records=1 << 20)
+    )
     real, before = time.perf_counter(), resident_bytes()
 
     def discovery(endpoint: str, transport: Transport) -> AbstractAsyncContextManager[Discovery]:

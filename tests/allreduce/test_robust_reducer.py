@@ -17,7 +17,7 @@ from averaging.allreduce.shard_reducer import (
     centered_clip,
     reducer_for,
 )
-from averaging.protocol.aggregation import Aggregation, Kind, parse_aggregation
+from averaging.protocol.aggregation import Aggregation, AggregationKind, parse_aggregation
 
 RULES = ["median", "trimmed:1", "trimmed:3", "clip:0.5", "clip:10"]
 numbers = st.floats(-1e3, 1e3, width=32)
@@ -32,7 +32,7 @@ def tensors(rows: list[list[float]]) -> list[torch.Tensor]:
 
 @given(matrices)
 def test_the_median_is_that_of_each_coordinate(rows: list[list[float]]) -> None:
-    result = aggregate(Aggregation(Kind.MEDIAN), tensors(rows), [1.0] * len(rows))
+    result = aggregate(Aggregation(AggregationKind.MEDIAN), tensors(rows), [1.0] * len(rows))
     assert result.tolist() == pytest.approx([statistics.median(column) for column in zip(*rows, strict=True)], abs=1e-9)
 
 
@@ -41,7 +41,7 @@ def test_trimming_leaves_out_the_extremes_of_each_coordinate(
     rows: list[list[float]], trim: int, data: st.DataObject
 ) -> None:
     weights = data.draw(st.lists(st.floats(0.1, 9), min_size=len(rows), max_size=len(rows)))
-    result = aggregate(Aggregation(Kind.TRIMMED, trim), tensors(rows), weights)
+    result = aggregate(Aggregation(AggregationKind.TRIMMED, trim), tensors(rows), weights)
     cap = sorted(weights)[(len(rows) - 1) // 2]
     while 2 * trim >= len(rows):
         trim -= 1
@@ -65,7 +65,7 @@ def test_clipping_converges_to_the_balance_of_the_pulls(rows: list[list[float]],
             total += distance**2 / 2 if distance <= tau else tau * (distance - tau / 2)
         return total
 
-    at_median = loss(aggregate(Aggregation(Kind.MEDIAN), values, [1.0] * len(rows)))
+    at_median = loss(aggregate(Aggregation(AggregationKind.MEDIAN), values, [1.0] * len(rows)))
     result = centered_clip(values, [1.0] * len(rows), tau)
     least = loss(result)
     assert least <= at_median + 1e-6
@@ -83,13 +83,15 @@ def test_the_bias_of_clipping_does_not_depend_on_the_distance_of_false_values(
     count: int, false: int, tau: float, far: float
 ) -> None:
     values = [torch.tensor([far if member < false else 0.0]) for member in range(count)]
-    result = aggregate(Aggregation(Kind.CLIP, tau), values, [1.0] * count)
+    result = aggregate(Aggregation(AggregationKind.CLIP, tau), values, [1.0] * count)
     assert result.item() == pytest.approx(false * tau / (count - false), rel=1e-4)
 
 
 def test_seven_false_values_of_sixteen_shift_the_result_by_7_778_at_tau_ten() -> None:
     values = [torch.full((4,), 0.0) for _ in range(9)] + [torch.tensor([1e9, 0.0, 0.0, 0.0])] * 7
-    assert aggregate(Aggregation(Kind.CLIP, 10.0), values, [1.0] * 16).norm().item() == pytest.approx(7.778, abs=1e-3)
+    assert aggregate(Aggregation(AggregationKind.CLIP, 10.0), values, [1.0] * 16).norm().item() == pytest.approx(
+        7.778, abs=1e-3
+    )
 
 
 @pytest.mark.parametrize("rule", ["median", "trimmed:3", "clip:1"])
@@ -124,25 +126,25 @@ def test_weights_are_capped_at_their_median() -> None:
 
 def test_members_left_after_trimming_count_however_small_their_weights() -> None:
     values = [torch.tensor([1.0, 9.0]), torch.tensor([2.0, 8.0]), torch.tensor([3.0, 7.0])]
-    result = aggregate(Aggregation(Kind.TRIMMED, 1.0), values, [1.0, 1e-300, 1.0])
+    result = aggregate(Aggregation(AggregationKind.TRIMMED, 1.0), values, [1.0, 1e-300, 1.0])
     assert result.tolist() == [2.0, 8.0]
 
 
 @pytest.mark.parametrize("tau", [1e-3, 1e-30])
 @pytest.mark.parametrize("weights", [[1.0, 1.0], [1e30, 1e-300]])
 def test_pulls_that_vanish_in_the_dtype_are_no_error(tau: float, weights: list[float]) -> None:
-    result = aggregate(Aggregation(Kind.CLIP, tau), [torch.tensor([-1.0]), torch.tensor([3e38])], weights)
+    result = aggregate(Aggregation(AggregationKind.CLIP, tau), [torch.tensor([-1.0]), torch.tensor([3e38])], weights)
     assert -1.0 <= result.item() <= 3e38
 
 
 def test_many_members_are_sorted_like_few() -> None:
     values = [torch.tensor([float(member * 7 % 45)]) for member in range(45)]
-    assert aggregate(Aggregation(Kind.MEDIAN), values, [1.0] * 45).item() == 22.0
+    assert aggregate(Aggregation(AggregationKind.MEDIAN), values, [1.0] * 45).item() == 22.0
 
 
 def test_more_coordinates_than_one_block() -> None:
     values = [torch.arange(200_000.0) + member for member in (5, 0, 1)]
-    assert torch.equal(aggregate(Aggregation(Kind.MEDIAN), values, [1.0] * 3), torch.arange(200_000.0) + 1)
+    assert torch.equal(aggregate(Aggregation(AggregationKind.MEDIAN), values, [1.0] * 3), torch.arange(200_000.0) + 1)
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -25,7 +25,7 @@ from averaging.training.history import (
     same_origin,
     still_training,
 )
-from averaging.training.standing import TRAINED_TOGETHER, Others, Own, Standing, rank_donors, takes_over
+from averaging.training.standing import TRAINED_TOGETHER, HistoryStanding, Others, Own, rank_donors, takes_over
 from averaging.training.standing import compare_progress as compare
 from averaging.training.standing import look_for_greater_origin as look
 
@@ -267,13 +267,13 @@ def at_host(**peers: Progress) -> tuple[dict[str, Progress], dict[str, str]]:
     return dict(peers), {name: name.rstrip("0123456789") for name in peers}
 
 
-TRAINED = Standing(made=True, rounds=TRAINED_TOGETHER, met=frozenset({"b"}))
+TRAINED = HistoryStanding(made=True, rounds=TRAINED_TOGETHER, met=frozenset({"b"}))
 MINE = History(100, 1.0, "a" * 16, HERE, trail=("9" * 16,))
 FURTHER = History(10**6, 1.0, "f" * 16, HERE, trail=("9" * 16, "a" * 16))
 ELSEWHERE = History(10**6, 1.0, "f" * 16, Origin(Rank.APPOINTED, -1.0, "evil"))
 
 
-def leaves(standing: Standing, theirs: History, **peers: Progress) -> bool:
+def leaves(standing: HistoryStanding, theirs: History, **peers: Progress) -> bool:
     known, counted = at_host(**peers)
     return takes_over(Own(MINE, "a", standing), theirs, known, counted)
 
@@ -281,7 +281,7 @@ def leaves(standing: Standing, theirs: History, **peers: Progress) -> bool:
 @pytest.mark.parametrize("theirs", [FURTHER, ELSEWHERE], ids=["the same run", "another run"])
 def test_a_history_is_worth_the_members_that_made_it(theirs: History) -> None:
     liar, partner = Progress(theirs, made=Made.TOGETHER), Progress(MINE, made=Made.TOGETHER)
-    alone = Standing(made=True)
+    alone = HistoryStanding(made=True)
     assert not leaves(TRAINED, theirs, x=liar)
     assert not leaves(TRAINED, theirs, x=liar, x1=liar, x2=liar, x3=liar)  # many of one host
     assert not leaves(TRAINED, theirs, x=liar, b=partner)
@@ -326,7 +326,7 @@ def test_of_two_sides_that_have_met_exactly_one_gives_way(
         for number, (host, made) in enumerate([("y", Made.TOGETHER), *right], 10)
     }
     counted = {name: name[0] for name in peers}
-    standing = Standing(made=True, rounds=9, met=frozenset(peers))
+    standing = HistoryStanding(made=True, rounds=9, met=frozenset(peers))
 
     def gives_way(name: str, own: History, to: History) -> bool:
         seen = {peer: progress for peer, progress in peers.items() if peer != name}

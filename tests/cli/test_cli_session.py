@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from averaging.cli import peer_session as sessions
 from averaging.cli.console import CommandOutput
 from averaging.cli.error_reporting import CommandError, Stopped
-from averaging.cli.peer_session import Plan, Session
+from averaging.cli.peer_session import CommandSession, RoundPlan
 from averaging.cli.signals import Stop, run
 from averaging.cli.tensor_files import Document, Output
 from averaging.errors import TensorError
@@ -73,14 +73,14 @@ class ScriptedPeer:
 
 def play(
     steps: Sequence[Step], output: Path | None = None, *, rounds: int | None = 1, serve: bool = False
-) -> tuple[Session, ScriptedPeer]:
+) -> tuple[CommandSession, ScriptedPeer]:
     tensor = torch.zeros(2)
     peer = ScriptedPeer(tensor, steps)
-    plan = Plan(
+    plan = RoundPlan(
         rounds=rounds, serve=serve, retries=2, interval=0.0, weight=2.0, gather={"x": 1}, join_command=["averaging"]
     )
     destination = Output(output, overwrite=False) if output else None
-    return Session(
+    return CommandSession(
         plan, cast(Peer, peer), Document({"w": tensor}, None), destination, CommandOutput(as_json=True)
     ), peer
 

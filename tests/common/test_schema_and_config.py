@@ -17,7 +17,7 @@ from averaging.common.validation import check_weight
 from averaging.config import Inspection, NonFinite, PeerConfig, PeerOptions, option_names
 from averaging.errors import ConfigError, TensorError
 from averaging.peer.topics import Adopt, make_topic
-from averaging.protocol.aggregation import Aggregation, Kind, parse_aggregation
+from averaging.protocol.aggregation import Aggregation, AggregationKind, parse_aggregation
 from averaging.protocol.group import Mode
 from averaging.protocol.messages import CompressionType, parse_compression
 from averaging.tensors.schema import DTYPES, ReplyForm, Schema, TensorSpec, describe, first_difference
@@ -35,7 +35,9 @@ schemas = st.builds(
     tensors=st.lists(specs, min_size=1, max_size=3).map(tuple),
     part_size_bytes=st.sampled_from([1024, 2048]),
     reply=st.sampled_from(list(ReplyForm)),
-    aggregation=st.sampled_from([Aggregation(), Aggregation(Kind.TRIMMED, 1), Aggregation(Kind.TRIMMED, 2)]),
+    aggregation=st.sampled_from(
+        [Aggregation(), Aggregation(AggregationKind.TRIMMED, 1), Aggregation(AggregationKind.TRIMMED, 2)]
+    ),
 )
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from averaging.discovery.gossip.anti_entropy import AntiEntropy
 from averaging.discovery.gossip.clock_offsets import ClockOffsets
-from averaging.discovery.gossip.record import Limits
+from averaging.discovery.gossip.record import RecordLimits
 from averaging.discovery.gossip.record_table import RecordStore
 from averaging.discovery.gossip.rumours import Rumours
 from averaging.discovery.gossip.settings import GossipSettings
@@ -18,7 +18,7 @@ from averaging.errors import ProtocolViolationError
 from averaging.protocol.messages import Digest, ExchangeReply, Record
 from averaging.transport.base import Transport
 
-SETTINGS = GossipSettings(limits=Limits(records=4))
+SETTINGS = GossipSettings(limits=RecordLimits(records=4))
 LIMIT = 2 * SETTINGS.limits.records
 RECORD = Record("run.x", "a:1", b"", 1, 1e9, owner=bytes(32), claimed=1)
 

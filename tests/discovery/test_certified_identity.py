@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from averaging.discovery.gossip.certified_identity import MAX_PROOF_BYTES, CertifiedIdentity
 from averaging.discovery.gossip.identity import Author, Ed25519Identity, Identity
-from averaging.discovery.gossip.record import Limits, Reason
+from averaging.discovery.gossip.record import Reason, RecordLimits
 from averaging.discovery.gossip.record_table import RecordStore, RecordTable
 from averaging.errors import DiscoveryError
 from averaging.protocol.messages import Record
@@ -82,7 +82,7 @@ def test_a_certificate_proves_nothing_without_its_key(kind: str) -> None:
 
 
 def record(owner: Identity, subkey: str, run_id: str = "run") -> Record:
-    return Author(run_id, owner, Limits()).write("run.0b", subkey, b"v", T + 60, T, None)
+    return Author(run_id, owner, RecordLimits()).write("run.0b", subkey, b"v", T + 60, T, None)
 
 
 READER = identity("192.0.2.1")
@@ -93,14 +93,14 @@ def test_an_owner_may_use_its_hosts_and_subkeys_that_are_no_host(subkey: str) ->
     written = record(identity("a.example.org", "192.0.2.7"), subkey)
     assert READER.verify("run", written)
     assert READER.verify("run", written)  # from the cache
-    assert RecordTable(Limits(), lambda r: READER.verify("run", r)).merge(written, T).is_new
+    assert RecordTable(RecordLimits(), lambda r: READER.verify("run", r)).merge(written, T).is_new
 
 
 @pytest.mark.parametrize("subkey", ["b.example.org:1", "192.0.2.8:4222", "[2001:db8::1]:1", "127.0.0.1:1"])
 def test_an_owner_may_not_use_another_host(subkey: str) -> None:
     written = record(identity("a.example.org", "192.0.2.7"), subkey)
     assert not READER.verify("run", written)
-    outcome = RecordTable(Limits(), lambda r: READER.verify("run", r)).merge(written, T)
+    outcome = RecordTable(RecordLimits(), lambda r: READER.verify("run", r)).merge(written, T)
     assert outcome.reason is Reason.FORGED
 
 
@@ -125,7 +125,7 @@ def test_an_owner_needs_a_valid_certificate_of_the_run() -> None:
 
 def test_an_owner_with_an_expired_certificate_cannot_write() -> None:
     later = T + 2 * 86400
-    store = RecordStore(Author("run", identity("a", now=later), Limits()), Limits(), lambda: later)
+    store = RecordStore(Author("run", identity("a", now=later), RecordLimits()), RecordLimits(), lambda: later)
     with pytest.raises(DiscoveryError, match="expired"):
         store.write("run.peers", "a:1", b"", later + 30)
 
@@ -206,7 +206,9 @@ def test_a_record_stays_below_a_kibibyte_and_a_half() -> None:
 def test_readers_see_which_certificate_has_written_a_record() -> None:
     """Peers of one certificate count as one member, whatever their keys, hosts and ports are."""
     one, other = identity("a.example.org", "b.example.org"), identity("c.example.org")
-    table = RecordTable(Limits(), lambda known: READER.verify("run", known), lambda known: READER.holder("run", known))
+    table = RecordTable(
+        RecordLimits(), lambda known: READER.verify("run", known), lambda known: READER.holder("run", known)
+    )
     again = CertifiedIdentity(one._tls, lambda: T)
     for writer, endpoint in ((one, "a.example.org:1"), (again, "b.example.org:2"), (other, "c.example.org:1")):
         merged = table.merge(record(writer, endpoint), T)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from averaging.discovery.gossip import GossipDiscovery
-from averaging.discovery.gossip.record import Limits
+from averaging.discovery.gossip.record import RecordLimits
 from averaging.discovery.gossip.settings import GossipSettings
 from averaging.errors import ClosedError, NoSeedAnsweredError
 from averaging.testing import virtual_time
@@ -97,7 +97,7 @@ def test_a_peer_that_stood_still_beyond_its_expiration_is_back_at_once() -> None
 
 
 def test_a_presence_record_that_does_not_fit_is_logged_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
-    swarm = GossipSwarm(settings=GossipSettings(limits=Limits(records=2), peer_lifetime=3.0))
+    swarm = GossipSwarm(settings=GossipSettings(limits=RecordLimits(records=2), peer_lifetime=3.0))
 
     async def main() -> None:
         await joined(swarm.start("a:1"))

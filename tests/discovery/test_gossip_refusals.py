@@ -11,7 +11,7 @@ import pytest
 
 from averaging.discovery.gossip import GossipDiscovery
 from averaging.discovery.gossip.identity import Author, Ed25519Identity, UnsignedIdentity
-from averaging.discovery.gossip.record import Limits, Reason
+from averaging.discovery.gossip.record import Reason, RecordLimits
 from averaging.discovery.gossip.settings import GossipSettings
 from averaging.errors import CallRefusedError, ConfigError
 from averaging.protocol.messages import Digest, Record, Rumour
@@ -35,7 +35,7 @@ def test_forged_foreign_and_oversized_records_are_refused_and_counted(caplog: py
         await joined(swarm.start("peer-0:1", identity=Ed25519Identity()))
         peer = swarm["peer-0:1"]
         await peer.store(KEY, "mine:1", b"mine", in_an_hour())
-        stranger = Author(RUN, Ed25519Identity(), Limits())
+        stranger = Author(RUN, Ed25519Identity(), RecordLimits())
         clock = virtual_time.clock()
         good = stranger.write(KEY, "a:1", b"", clock + 100, clock, None)
         foreign = stranger.write(KEY, "mine:1", b"stolen", clock + 100, clock + 1, None)
@@ -62,7 +62,7 @@ def test_a_peer_logs_that_others_refuse_its_records(caplog: pytest.LogCaptureFix
 
     async def main() -> None:
         await joined(swarm.start("peer-0:1"))
-        swarm.settings = GossipSettings(limits=Limits(records_per_owner=1000))  # for the second peer only
+        swarm.settings = GossipSettings(limits=RecordLimits(records_per_owner=1000))  # for the second peer only
         await joined(swarm.start("peer-1:1", ["peer-0:1"]))
         for number in range(300):
             await swarm["peer-1:1"].store(KEY, f"a:{number}", b"", in_an_hour())
@@ -118,14 +118,14 @@ def test_a_peer_logs_that_others_do_not_reach_it(caplog: pytest.LogCaptureFixtur
 
 
 def test_records_over_the_bounds_are_refused_and_live_ones_stay() -> None:
-    swarm = GossipSwarm(24, settings=GossipSettings(limits=Limits(records=20, records_per_owner=10)))
+    swarm = GossipSwarm(24, settings=GossipSettings(limits=RecordLimits(records=20, records_per_owner=10)))
 
     async def main() -> None:
         await joined(swarm.start("peer-0:1"))
         clock = virtual_time.clock()
         reasons = []
         for _ in range(3):
-            author = Author(RUN, UnsignedIdentity(swarm.rng), Limits())
+            author = Author(RUN, UnsignedIdentity(swarm.rng), RecordLimits())
             written = [author.write(KEY, f"{n}:1", b"", clock + 9, clock, None) for n in range(11)]
             reasons.append(set(await push_from(swarm, *written)) - {Reason.FOREIGN})
         assert reasons == [{Reason.OWNER_FULL}, {Reason.OWNER_FULL, Reason.FULL}, {Reason.FULL}] or reasons == [
@@ -189,7 +189,9 @@ def test_no_peer_can_make_the_run_repeat_a_rumour() -> None:
         await asyncio.sleep(1)
         before = swarm.network.calls["push"]
         clock = virtual_time.clock()
-        record = Author(RUN, UnsignedIdentity(swarm.rng), Limits()).write(KEY, "a:1", b"", clock + 100, clock, None)
+        record = Author(RUN, UnsignedIdentity(swarm.rng), RecordLimits()).write(
+            KEY, "a:1", b"", clock + 100, clock, None
+        )
         stranger = swarm.network.transport("stranger:1")
         for _ in range(20):
             for name in swarm.hosts:

@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 import pytest
 
-from averaging.discovery.gossip.record import Limits
+from averaging.discovery.gossip.record import RecordLimits
 from averaging.errors import ClosedError, DiscoveryError
 from averaging.testing import virtual_time
 from averaging.testing.discovery import MemoryDiscovery, MemoryRegistry
@@ -62,7 +62,7 @@ def test_a_thousand_peers_share_one_table() -> None:
 
 def test_a_full_table_raises() -> None:
     async def scenario() -> None:
-        registry = MemoryRegistry(clock=virtual_time.clock, limits=Limits(records=2))
+        registry = MemoryRegistry(clock=virtual_time.clock, limits=RecordLimits(records=2))
         async with MemoryDiscovery(registry) as peer:
             for name in ("a:1", "b:1"):
                 await peer.store(KEY, name, b"", virtual_time.clock() + 10)

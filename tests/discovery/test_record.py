@@ -14,8 +14,8 @@ from averaging.discovery.gossip.identity import Author, Ed25519Identity, Unsigne
 from averaging.discovery.gossip.record import (
     MAX_VERSION,
     MIN_KEPT_SECONDS,
-    Limits,
     Reason,
+    RecordLimits,
     kept_until,
     record_id,
     refusal_reason,
@@ -27,7 +27,7 @@ from averaging.protocol.messages import Record
 
 NOW = 1_700_000_000.0
 OWNERS = tuple(bytes([number]) * 32 for number in (1, 2, 3))
-LIMITS = Limits()
+LIMITS = RecordLimits()
 
 
 def record(**fields: Any) -> Record:
@@ -43,7 +43,7 @@ def record(**fields: Any) -> Record:
     return Record(**(defaults | fields))
 
 
-def table(limits: Limits = LIMITS) -> RecordTable:
+def table(limits: RecordLimits = LIMITS) -> RecordTable:
     return RecordTable(limits, lambda record: True)
 
 
@@ -295,7 +295,7 @@ def test_an_owner_cannot_withdraw_the_record_of_another() -> None:
 
 
 def test_a_full_table_refuses_new_records_and_accepts_updates() -> None:
-    t = table(Limits(records=2))
+    t = table(RecordLimits(records=2))
     for number in range(2):
         assert t.merge(record(subkey=f"{number}:1"), NOW).is_new
     assert t.merge(record(subkey="3:1", expiration=NOW + 100), NOW).reason is Reason.FULL
@@ -305,7 +305,7 @@ def test_a_full_table_refuses_new_records_and_accepts_updates() -> None:
 
 
 def test_the_number_of_records_of_one_owner_is_limited() -> None:
-    t = table(Limits(records_per_owner=2))
+    t = table(RecordLimits(records_per_owner=2))
     for number in range(2):
         assert t.merge(record(subkey=f"{number}:1"), NOW).is_new
     assert t.merge(record(subkey="2:1"), NOW).reason is Reason.OWNER_FULL

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from pathlib import Path
 
 import averaging
@@ -48,3 +49,15 @@ def test_modules_that_call_themselves_pure_import_no_network_loop_or_clock() -> 
         }
         assert not imported & IMPURE, path
     assert checked > 30
+
+
+def test_no_two_classes_have_the_same_name() -> None:
+    """Except the callbacks of two trainers, which users import from the module of theirs."""
+    places: defaultdict[str, list[str]] = defaultdict(list)
+    for path in PACKAGE.rglob("*.py"):
+        if "_pb2" not in path.name:
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    places[node.name].append(str(path.relative_to(PACKAGE)))
+    twice = {name: files for name, files in places.items() if len(files) > 1}
+    assert twice.keys() <= {"AveragingCallback"}, twice

@@ -19,11 +19,11 @@ import averaging
 from averaging.allreduce.partition import partition, shares
 from averaging.discovery.gossip.identity import Ed25519Identity
 from averaging.discovery.gossip.membership import peer_hash
-from averaging.discovery.gossip.record import Limits, entry_hash, record_id
+from averaging.discovery.gossip.record import RecordLimits, entry_hash, record_id
 from averaging.discovery.gossip.record_table import RecordTable
 from averaging.discovery.gossip.settings import GossipSettings
 from averaging.peer import rounds, run_progress
-from averaging.protocol.aggregation import MEAN, Aggregation, Kind, parse_aggregation
+from averaging.protocol.aggregation import MEAN, Aggregation, AggregationKind, parse_aggregation
 from averaging.protocol.group import Group, Member, Mode, next_group_bits
 from averaging.protocol.messages import CompressionType, Record
 from averaging.state import donors
@@ -63,7 +63,7 @@ def test_the_record_of_the_page() -> None:
     place = ("demo.0b", "192.0.2.7:4222")
     record = Record(*place, b"\xc3", version, 1_700_000_060.5, owner=identity.owner, claimed=claimed)
     number = record_id(*place, identity.owner)
-    table = RecordTable(Limits(), lambda _: True)
+    table = RecordTable(RecordLimits(), lambda _: True)
     assert table.merge(record, now=1_700_000_000.0).is_new
     found = {
         "private key": EXAMPLE["private key"],
@@ -79,7 +79,7 @@ def test_the_record_of_the_page() -> None:
 
 @pytest.mark.parametrize(
     ("reply", "aggregation", "topic"),
-    [(ReplyForm.AVERAGE, MEAN, ""), (ReplyForm.DELTA, Aggregation(Kind.CLIP, 0.5), "gradients")],
+    [(ReplyForm.AVERAGE, MEAN, ""), (ReplyForm.DELTA, Aggregation(AggregationKind.CLIP, 0.5), "gradients")],
 )
 def test_the_schema_hashes_of_the_page(reply: ReplyForm, aggregation: Aggregation, topic: str) -> None:
     shapes = {(3,): CompressionType.NONE, (): CompressionType.NONE, (3, 3): CompressionType.BLOCKWISE_INT8}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.elastic.cell import FORGOTTEN, Cell, Fenced, Seal, Sealed, clock_skew, is_newer, overrules
-from averaging.elastic.register import Entry, MemoryRegister, Written
+from averaging.elastic.register import MemoryRegister, RegisterEntry, SwapResult
 from averaging.errors import ConfigError, PeerUnreachableError, ProtocolViolationError
 
 KEY = "elastic/job/state"
@@ -28,10 +28,10 @@ class Place:
     def restart(self) -> None:
         self.register = MemoryRegister()
 
-    async def get(self, key: str) -> Entry | None:
+    async def get(self, key: str) -> RegisterEntry | None:
         return await self.register.get(key)
 
-    async def compare_and_set(self, key: str, value: bytes, token: bytes | None) -> Written:
+    async def compare_and_set(self, key: str, value: bytes, token: bytes | None) -> SwapResult:
         written = await self.register.compare_and_set(key, value, token)
         if self.lose_answer:
             self.lose_answer = False

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from averaging.elastic import register as limits
-from averaging.elastic.register import Entry, MemoryRegister, Written
+from averaging.elastic.register import MemoryRegister, RegisterEntry, SwapResult
 from averaging.errors import BusyError, PeerUnreachableError, ProtocolViolationError
 from tests.support.linearizability import Operation, Recorder, is_linearizable
 
@@ -19,13 +19,13 @@ class Lossy:
     def __init__(self, register: MemoryRegister, rng: random.Random, loss: float = 0.1) -> None:
         self._register, self._rng, self._loss = register, rng, loss
 
-    async def get(self, key: str) -> Entry | None:
+    async def get(self, key: str) -> RegisterEntry | None:
         await self._pass()
         entry = await self._register.get(key)
         await self._pass()
         return entry
 
-    async def compare_and_set(self, key: str, value: bytes, token: bytes | None) -> Written:
+    async def compare_and_set(self, key: str, value: bytes, token: bytes | None) -> SwapResult:
         await self._pass()
         written = await self._register.compare_and_set(key, value, token)
         await self._pass()
@@ -41,9 +41,9 @@ class Lossy:
 class Stale(Lossy):
     """Answers reads with what was there a while ago: not linearizable."""
 
-    last: Entry | None = None
+    last: RegisterEntry | None = None
 
-    async def get(self, key: str) -> Entry | None:
+    async def get(self, key: str) -> RegisterEntry | None:
         before, self.last = self.last, await super().get(key)
         return before
 
@@ -90,7 +90,7 @@ async def test_no_token_of_another_process_fits() -> None:
     assert entry is not None
     other = await second.compare_and_set("k", b"b", None)
     written = await second.compare_and_set("k", b"c", entry.token)
-    assert written == Written(other.entry, done=False)
+    assert written == SwapResult(other.entry, done=False)
 
 
 @pytest.mark.asyncio

@@ -14,7 +14,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 from averaging import AveragingError, PeerUnreachableError, RpcChannel, TLSFiles
 from averaging.elastic.etcd_register import EtcdRegister
 from averaging.elastic.handler import create_handler
-from averaging.elastic.register import Register, Written
+from averaging.elastic.register import Register, SwapResult
 from averaging.rpc import Credentials, read_credentials
 from tests.etcd.conftest import Etcd
 from tests.support.elastic_jobs import Job
@@ -53,7 +53,7 @@ async def test_get_and_compare_and_set(etcd: Etcd) -> None:
         assert first.done
         assert first.entry is not None
         assert await register.get("k") == first.entry
-        assert await register.compare_and_set("k", b"2", None) == Written(first.entry, done=False)
+        assert await register.compare_and_set("k", b"2", None) == SwapResult(first.entry, done=False)
         second = await register.compare_and_set("k", b"2", first.entry.token)
         assert second.done
         assert await register.compare_and_set("k", b"3", first.entry.token) == second.__class__(

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from averaging.errors import ConfigError, ListenError
-from averaging.rl.feed import FeedServer, Limits
+from averaging.rl.feed import FeedServer, ServerLimits
 from averaging.rl.feed.messages import Registration
 from averaging.rl.feed.routes import network_of
 from averaging.rl.feed.run_state import RunState
@@ -260,7 +260,7 @@ def bomb(nbytes: int) -> bytes:
     ids=("large", "bomb", "cut", "two", "no gzip", "key"),
 )
 async def test_bodies_are_bounded(content: bytes, headers: dict[str, str], status: int, expected: str) -> None:
-    async with serving(limits=Limits(body_bytes=1 << 16)) as client:
+    async with serving(limits=ServerLimits(body_bytes=1 << 16)) as client:
         await begin(client)
         reply = await client.post("/scored_data", content=content, headers=headers)
         assert (reply.status_code, reply.json()["status"]) == (status, "error"), reply.text
@@ -277,7 +277,7 @@ async def test_bodies_are_bounded(content: bytes, headers: dict[str, str], statu
 @pytest.mark.asyncio
 @pytest.mark.parametrize(("addresses", "fit"), [(["127.0.0.2"], 2), (["127.0.0.2", "127.0.0.3"], 4)])
 async def test_all_bodies_together_are_bounded_and_those_of_one_address(addresses: list[str], fit: int) -> None:
-    async with FeedServer(":memory:", limits=Limits(body_bytes=1 << 16)) as server:
+    async with FeedServer(":memory:", limits=ServerLimits(body_bytes=1 << 16)) as server:
         host, _, port = server.url.removeprefix("http://").partition(":")
         head = b"POST /scored_data HTTP/1.1\r\nHost: x\r\nContent-Length: 60001\r\n\r\n"
         connections = [
@@ -303,7 +303,7 @@ async def test_all_bodies_together_are_bounded_and_those_of_one_address(addresse
 
 @pytest.mark.asyncio
 async def test_a_request_has_limited_time() -> None:
-    async with FeedServer(":memory:", limits=Limits(seconds=0.2)) as server:
+    async with FeedServer(":memory:", limits=ServerLimits(seconds=0.2)) as server:
         host, _, port = server.url.removeprefix("http://").partition(":")
         head = b"POST /scored_data HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n"
         for sent, expected in ((head + b"\r\n{", b"408 "), (head, b""), (b"", b"")):
@@ -322,7 +322,7 @@ async def test_a_request_has_limited_time() -> None:
 @pytest.mark.asyncio
 async def test_connections_are_bounded() -> None:
     async with (
-        FeedServer(":memory:", limits=Limits(connections=1)) as server,
+        FeedServer(":memory:", limits=ServerLimits(connections=1)) as server,
         httpx.AsyncClient(base_url=server.url) as first,
         httpx.AsyncClient(base_url=server.url) as second,
     ):
@@ -334,7 +334,7 @@ async def test_connections_are_bounded() -> None:
 @pytest.mark.asyncio
 async def test_one_address_does_not_take_all_connections() -> None:
     """Sockets without a request stay open for the time of a request."""
-    async with FeedServer(":memory:", limits=Limits(connections=8)) as server:
+    async with FeedServer(":memory:", limits=ServerLimits(connections=8)) as server:
         host, _, port = server.url.removeprefix("http://").partition(":")
         idle = [await asyncio.open_connection(host, int(port), local_addr=("127.0.0.2", 0)) for _ in range(12)]
         async with asyncio.timeout(30):
@@ -377,7 +377,7 @@ def becomes_closed(port: int) -> bool:
 
 @pytest.mark.asyncio
 async def test_a_client_that_stops_reading_is_disconnected() -> None:
-    async with FeedServer(":memory:", limits=Limits(seconds=0.2)) as server:
+    async with FeedServer(":memory:", limits=ServerLimits(seconds=0.2)) as server:
         async with httpx.AsyncClient(base_url=server.url) as client:
             tokens = [[2**31 - 1] * 600_000]
             await client.post("/scored_data", json={"tokens": tokens, "masks": tokens, "scores": [0.0]})
@@ -437,7 +437,7 @@ async def test_tls_with_certificates_or_a_token(tmp_path: Path) -> None:
 
 @pytest.mark.asyncio
 async def test_a_full_queue_answers_503_with_retry_after() -> None:
-    async with serving(limits=Limits(queue_groups=2)) as client:
+    async with serving(limits=ServerLimits(queue_groups=2)) as client:
         await begin(client)
         for _ in range(2):
             assert (await client.post("/scored_data", json=GROUP)).status_code == 200
@@ -506,7 +506,7 @@ async def test_errors_of_the_start_name_the_cause(tmp_path: Path) -> None:
     with pytest.raises(ListenError, match="cannot listen on unknown.invalid:0"):
         await FeedServer(":memory:", listen="unknown.invalid:0", insecure=True).__aenter__()
     with pytest.raises(ConfigError, match="the limit seconds must be above 0 and finite, not 0"):
-        Limits(seconds=0)
+        ServerLimits(seconds=0)
     with pytest.raises(ConfigError, match="other machines can reach 0.0.0.0:0, and without TLS"):
         FeedServer(":memory:", listen="0.0.0.0:0")
     async with FeedServer(tmp_path / "store", listen="0.0.0.0:0", insecure=True):
@@ -599,7 +599,7 @@ async def test_the_objects_of_a_body_are_bounded(inner: bytes) -> None:
     images = brackets[0] + inner * 2_000_000 + b'"b"'
     images += (b":1" if b":" in inner else b"") + brackets[1]
     body = json.dumps(GROUP).encode()[:-1] + b',"images":' + images + b"}"
-    async with serving(limits=Limits(body_objects=1 << 20)) as client:
+    async with serving(limits=ServerLimits(body_objects=1 << 20)) as client:
         await begin(client)
         before = psutil.Process().memory_info().rss
         packed = await asyncio.to_thread(gzip.compress, body, 1)
@@ -655,7 +655,7 @@ async def test_only_who_registered_an_environment_may_disconnect_it() -> None:
 @pytest.mark.asyncio
 async def test_an_environment_that_posts_nothing_does_not_stop_the_run(caplog: pytest.LogCaptureFixture) -> None:
     events: list[Any] = []
-    async with serving(limits=Limits(env_timeout=0.05), on_event=events.append) as client:
+    async with serving(limits=ServerLimits(env_timeout=0.05), on_event=events.append) as client:
         await begin(client)
         reserved = ENVIRONMENT | {"desired_name": "a\x1bb", "min_batch_allocation": 0.5}
         assert (await client.post("/register-env", json=reserved)).json()["env_id"] == 1

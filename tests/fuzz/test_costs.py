@@ -22,7 +22,7 @@ from msgspec import msgpack
 from averaging.common.addresses import covers, is_endpoint
 from averaging.common.safe_msgpack import MAX_INTEGER_KEYS, unpack
 from averaging.discovery.gossip.membership import BroadcastBranch
-from averaging.discovery.gossip.record import Limits
+from averaging.discovery.gossip.record import RecordLimits
 from averaging.discovery.gossip.record_table import RecordTable
 from averaging.discovery.gossip.rumours import Rumours
 from averaging.discovery.gossip.settings import GossipSettings
@@ -216,7 +216,7 @@ def merge(table: RecordTable, taken: list[Record]) -> RecordTable:
 
 
 def table_of(taken: list[Record]) -> RecordTable:
-    return merge(RecordTable(Limits(), lambda record: True), taken)
+    return merge(RecordTable(RecordLimits(), lambda record: True), taken)
 
 
 def withdraw_one_after_the_other(taken: list[Record]) -> None:

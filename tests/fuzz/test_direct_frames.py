@@ -18,7 +18,7 @@ from averaging.transport.direct import DirectTransport
 from averaging.transport.direct.frames import (
     NONCE_BYTES,
     TAG_BYTES,
-    Kind,
+    FrameKind,
     commitment_to,
     pack_header,
     pack_hello,
@@ -35,7 +35,7 @@ LIMIT = 1 << 20
 SENT = [replace(part(number, 64), endpoint="") for number in range(3)]
 
 
-def frame(kind: Kind, head: bytes = b"", body: bytes = b"", cipher: Cipher | None = None) -> bytes:
+def frame(kind: FrameKind, head: bytes = b"", body: bytes = b"", cipher: Cipher | None = None) -> bytes:
     header = pack_header(kind, len(head), len(body))
     if cipher is None:
         return header + body + head
@@ -49,11 +49,11 @@ def frame(kind: Kind, head: bytes = b"", body: bytes = b"", cipher: Cipher | Non
 
 def stream(cipher: Cipher | None) -> bytes:
     """The frames of a caller that sends `SENT`."""
-    frames = [frame(Kind.READY, cipher=cipher)]
+    frames = [frame(FrameKind.READY, cipher=cipher)]
     for message in SENT:
         assert message.tensor_part is not None
-        frames.append(frame(Kind.PART, encode_head(message), bytes(message.tensor_part.buffer), cipher))
-    return b"".join([*frames, frame(Kind.END, cipher=cipher)])
+        frames.append(frame(FrameKind.PART, encode_head(message), bytes(message.tensor_part.buffer), cipher))
+    return b"".join([*frames, frame(FrameKind.END, cipher=cipher)])
 
 
 CHANGES = st.lists(

@@ -14,7 +14,7 @@ import torch
 
 from averaging import Mode, Outcome, Peer, Receipt, Topic
 from averaging.config import PeerOptions
-from averaging.discovery.gossip.record import Limits
+from averaging.discovery.gossip.record import RecordLimits
 from averaging.errors import PeerUnreachableError, SchemaMismatchError
 from averaging.matchmaking.rules import pack_looking
 from averaging.matchmaking.schema_differences import MAX_REMEMBERED, LoggedDifferences
@@ -335,7 +335,7 @@ async def average_together(peers: Sequence[Peer], topics: Sequence[Topic], step:
 def test_a_key_for_every_step_does_not_use_up_a_peers_records() -> None:
     """A peer may have a few hundred records, and declarations may outlive the steps in which they were made."""
     swarm = Swarm(1)
-    swarm.registry.limits = Limits(records_per_owner=10)
+    swarm.registry.limits = RecordLimits(records_per_owner=10)
     peers = [swarm.peer(f"peer:{n + 1}", [torch.zeros(2)], group_size=2, group_wait=60.0) for n in range(2)]
 
     async def main() -> None:

@@ -14,7 +14,7 @@ from averaging.config import MAX_GROUP_WAIT
 from averaging.discovery.base import MAX_LIFETIME, Entry
 from averaging.errors import ProtocolViolationError
 from averaging.matchmaking import rules
-from averaging.matchmaking.response_history import Standing
+from averaging.matchmaking.response_history import LeaderStanding
 from averaging.matchmaking.rules import Declaration, JoinRefusal, LeaderCandidate
 from averaging.protocol.group import Member, Mode, pack_gather
 from averaging.protocol.messages import JoinRequest, MessageCode, MessageFromLeader
@@ -160,10 +160,10 @@ def test_a_silent_peer_pauses_for_as_long_as_was_waited_despite_a_new_declaratio
 def test_candidates_are_ordered_by_standing_and_then_by_declaration() -> None:
     own = Declaration(NOW + 9, "z:1")
     standings = {
-        "late:1": Standing.GOOD,
-        "new:1": Standing.UNCERTAIN,
-        "silent:1": Standing.SILENT,
-        "gone:1": Standing.SILENT,
+        "late:1": LeaderStanding.GOOD,
+        "new:1": LeaderStanding.UNCERTAIN,
+        "silent:1": LeaderStanding.SILENT,
+        "gone:1": LeaderStanding.SILENT,
     }
     entries = looking((NOW + 1, "silent:1"), (NOW + 2, "gone:1"), (NOW + 3, "new:1"), (NOW + 4, "late:1"))
     found, again = rules.candidates(own, entries, {}, NOW, standing=standings.__getitem__)
@@ -174,14 +174,14 @@ def test_candidates_are_ordered_by_standing_and_then_by_declaration() -> None:
 @pytest.mark.parametrize(
     ("standing", "leads", "again"),
     [
-        (Standing.DESERTER, False, NOW + 2),
-        (Standing.DESERTER, True, NOW + 2),
-        (Standing.REPEAT_DESERTER, False, NOW + 2),
-        (Standing.REPEAT_DESERTER, True, None),
+        (LeaderStanding.DESERTER, False, NOW + 2),
+        (LeaderStanding.DESERTER, True, NOW + 2),
+        (LeaderStanding.REPEAT_DESERTER, False, NOW + 2),
+        (LeaderStanding.REPEAT_DESERTER, True, None),
     ],
 )
 def test_deserters_are_asked_late_and_repeat_deserters_never_by_a_leader(
-    standing: Standing, leads: bool, again: float | None
+    standing: LeaderStanding, leads: bool, again: float | None
 ) -> None:
     own, entries = Declaration(NOW + 9, "z:1"), looking((NOW + 5, "a:1"))
 

@@ -20,7 +20,7 @@ from averaging import Peer
 from averaging.config import Inspection
 from averaging.discovery.gossip.certified_identity import CertifiedIdentity
 from averaging.discovery.gossip.identity import Author, Identity
-from averaging.discovery.gossip.record import Limits
+from averaging.discovery.gossip.record import RecordLimits
 from averaging.errors import (
     CallRefusedError,
     ConfigError,
@@ -297,7 +297,7 @@ async def test_a_whole_peer_turns_impostors_away(tmp_path: Path) -> None:
 
     def signed(identity: Identity, subkey: str) -> Rumour:
         now = time.time()
-        return Rumour(Author("run", identity, Limits()).write("run.0b", subkey, b"\xc3", now + 60, now, None))
+        return Rumour(Author("run", identity, RecordLimits()).write("run.0b", subkey, b"\xc3", now + 60, now, None))
 
     host = CertifiedIdentity(tls("b.example.org"), time.time)
     async with (

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from averaging import Outcome, Peer
 from averaging.discovery.gossip.certified_identity import CertifiedIdentity
 from averaging.discovery.gossip.identity import Author
-from averaging.discovery.gossip.record import Limits
+from averaging.discovery.gossip.record import RecordLimits
 from averaging.errors import NoSeedAnsweredError, PeerUnreachableError
 from averaging.security.ca import Issued, issue
 from averaging.security.credentials import Credentials, Tls
@@ -218,7 +218,7 @@ async def test_a_member_is_no_authority() -> None:
         await other.get_schema(honest)
     now = NOW.timestamp() + 1
     for written, believed in ((tls(*HERE), True), (chain_of_a_member(), False)):
-        author = Author("run", CertifiedIdentity(written, lambda: now), Limits())
+        author = Author("run", CertifiedIdentity(written, lambda: now), RecordLimits())
         record = author.write("run.0b", "127.0.0.1:1", b"\xc3", now + 60, now, None)
         assert CertifiedIdentity(tls(*HERE), lambda: now).verify("run", record) is believed
 

@@ -17,7 +17,7 @@ from msgspec import msgpack
 
 from averaging.errors import PeerUnreachableError, StateError
 from averaging.protocol.messages import DownloadData, Resume, WireTensor
-from averaging.state.assembler import Fingerprint, ReceivedState, StateAssembler
+from averaging.state.assembler import ReceivedState, StateAssembler, StateFingerprint
 from averaging.state.downloads import MAX_COMPARED, TRIES_PER_DONOR, choose, download
 from averaging.state.manifest import BASE_ITEMS, State, check_state, pack, read_manifest, seal
 from averaging.tensors.schema import Schema, describe
@@ -288,7 +288,7 @@ async def test_donors_that_announce_one_state_and_deliver_another_are_refused() 
 
 @given(st.lists(st.integers(0, 3), max_size=8), st.integers(2, 4))
 def test_the_choice_is_that_of_the_most(versions: Sequence[int], wanted: int) -> None:
-    announced = {f"peer:{number}": Fingerprint(version, ()) for number, version in enumerate(versions)}
+    announced = {f"peer:{number}": StateFingerprint(version, ()) for number, version in enumerate(versions)}
     chosen = choose(announced, wanted)
     most = max((versions.count(version) for version in versions), default=0)
     assert len(chosen) == (most if most >= wanted else 0)
@@ -297,7 +297,7 @@ def test_the_choice_is_that_of_the_most(versions: Sequence[int], wanted: int) ->
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=8), st.integers(2, 4))
 def test_the_endpoints_of_one_member_count_as_one_donor(donors: Sequence[tuple[int, int]], wanted: int) -> None:
-    announced = {f"peer:{number}": Fingerprint(version, ()) for number, (version, _) in enumerate(donors)}
+    announced = {f"peer:{number}": StateFingerprint(version, ()) for number, (version, _) in enumerate(donors)}
     members = {f"peer:{number}": str(member) for number, (_, member) in enumerate(donors)}
     most = max((len({m for v, m in donors if v == version}) for version, _ in donors), default=0)
     chosen = choose(announced, wanted, members)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from averaging import DiLoCo, GradientAveraging, LocalSGD, Receipt, Strategy, Training
-from averaging.training.fetch import Fetch
+from averaging.training.fetch import BackgroundDownload
 from tests.support.selection import rest_is_long
 from tests.support.training import Run, backward, batch_of, equal, model_of, parameters_of
 
@@ -152,7 +152,7 @@ class Logged(GradientAveraging):
         self.included[self.history.step] = self.pending
         self.pending = []
 
-    def _take_over(self, training: Training, fetch: Fetch) -> None:
+    def _take_over(self, training: Training, fetch: BackgroundDownload) -> None:
         self.pending = []
         super()._take_over(training, fetch)
 

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from averaging.elastic.register import Entry, Register
+from averaging.elastic.register import Register, RegisterEntry
 from averaging.errors import AveragingError
 from tests.support.fault_proxy import Fault, FaultProxy
 
@@ -108,7 +108,7 @@ class Recorder:
         moments = itertools.count(1)
         tokens: dict[bytes, bytes] = {}  # the value of each token
 
-        def seen(entry: Entry | None) -> bytes | None:
+        def seen(entry: RegisterEntry | None) -> bytes | None:
             if entry is None:
                 return None
             assert tokens.setdefault(entry.token, entry.value) == entry.value, "one token for two values"

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from averaging.errors import ConfigError
-from averaging.rl.synchronizer.coordination import MAX_STEP, Coordination, End, Group, RunningStatus, Wait
+from averaging.rl.synchronizer.coordination import MAX_STEP, Coordination, End, RunningStatus, SyncGroup, Wait
 
 RUNNING, REQUIRE_SYNC, STOPPED = RunningStatus
 
@@ -237,7 +237,7 @@ def test_a_trainer_waits_for_all_explorers_and_not_for_the_dead() -> None:
 def test_two_groups_are_independent() -> None:
     state = running(E, F)
     state.set_trainer_status(RUNNING, "second")
-    state.set_groups([Group(frozenset([T]), frozenset([E])), Group(frozenset(["second"]), frozenset([F]))])
+    state.set_groups([SyncGroup(frozenset([T]), frozenset([E])), SyncGroup(frozenset(["second"]), frozenset([F]))])
     first, second = state.trainer_ready(5, T, 10.0), state.trainer_ready(5, "second", 10.0)
     assert answer(state.explorer_ready(E, 10.0)) == answer(first) == 5
     assert second.end is None
@@ -247,7 +247,7 @@ def test_two_groups_are_independent() -> None:
 @pytest.mark.parametrize("lost", [T, E, F])
 def test_a_group_that_has_lost_a_member_is_not_ready_until_it_is_set_up_again(lost: str) -> None:
     state = running(E, F)
-    state.set_groups([Group(frozenset([T]), frozenset([E, F]))])
+    state.set_groups([SyncGroup(frozenset([T]), frozenset([E, F]))])
     waits = {T: state.trainer_ready(5, T, 10.0), E: state.explorer_ready(E, 10.0)}
     state.leave(lost)
     for member, wait in waits.items():
@@ -256,14 +256,14 @@ def test_a_group_that_has_lost_a_member_is_not_ready_until_it_is_set_up_again(lo
     if lost != T:
         assert answer(state.trainer_ready(5, T, 10.0)) is None, "the others of the collective would hang"
         left = {E, F} - {lost}
-        state.set_groups([Group(frozenset([T]), frozenset(left))])
+        state.set_groups([SyncGroup(frozenset([T]), frozenset(left))])
         sending = state.trainer_ready(5, T, 10.0)
         assert answer(state.explorer_ready(left.pop(), 10.0)) == answer(sending) == 5
 
 
 def test_members_outside_the_groups_are_never_ready() -> None:
     state = running(E, F)
-    state.set_groups([Group(frozenset([T]), frozenset([E]))])
+    state.set_groups([SyncGroup(frozenset([T]), frozenset([E]))])
     state.set_trainer_status(RUNNING, "second")
     assert answer(state.explorer_ready(F, 10.0)) is None
     assert answer(state.trainer_ready(5, "second", 10.0)) is None
@@ -320,7 +320,7 @@ def test_what_holds_after_any_sequence(seed: int) -> None:
         else:
             waiting[member] = state.explorer_ready(member, deadline)
         if rng.random() < 0.1:
-            groups = [Group(frozenset(trainers[:1]), frozenset(explorers[:1]))]
+            groups = [SyncGroup(frozenset(trainers[:1]), frozenset(explorers[:1]))]
             state.set_groups(rng.choice([None, groups, []]))
         assert state.version >= high
         high = version = state.version

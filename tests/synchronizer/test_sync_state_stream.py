@@ -14,9 +14,9 @@ from averaging.rl.synchronizer.state_stream import (
     DTYPES,
     PIECE_BYTES,
     ModelState,
-    Received,
-    StateAssembler,
+    ReceivedTensors,
     StateDict,
+    TensorAssembler,
     copy_of,
     meta_from,
     meta_of,
@@ -28,8 +28,8 @@ from averaging.wire import synchronizer_pb2 as wire
 LIMIT = 1 << 26
 
 
-def received(parts: list[wire.StatePart], limit: int = LIMIT) -> Received:
-    assembler = StateAssembler(limit)
+def received(parts: list[wire.StatePart], limit: int = LIMIT) -> ReceivedTensors:
+    assembler = TensorAssembler(limit)
     for part in parts:
         assembler.add(wire.StatePart.FromString(part.SerializeToString()))
     return assembler.result()
@@ -66,7 +66,7 @@ def test_all_dtypes_and_shapes_arrive_bit_for_bit(seed: int, version: int) -> No
 
 @pytest.mark.parametrize("state", [None, "s3://weights", {}])
 def test_states_without_tensors(state: ModelState) -> None:
-    assert received(list(parts_of(state, 3))) == Received(state, 3)
+    assert received(list(parts_of(state, 3))) == ReceivedTensors(state, 3)
 
 
 def test_a_large_tensor_comes_in_pieces_and_a_strided_one_is_copied() -> None:
@@ -137,7 +137,7 @@ def test_any_bytes_are_a_state_or_an_error(raw: bytes) -> None:
 def test_layouts_that_are_refused_before_memory_is_taken(tensors: list[wire.Tensor], reason: str) -> None:
     head = wire.StateHead(has_tensors=True, tensors=tensors)
     with pytest.raises(ProtocolViolationError, match=reason):
-        StateAssembler(LIMIT).add(wire.StatePart(head=head))
+        TensorAssembler(LIMIT).add(wire.StatePart(head=head))
 
 
 def test_a_head_that_contradicts_itself_is_refused() -> None:
@@ -147,7 +147,7 @@ def test_a_head_that_contradicts_itself_is_refused() -> None:
         wire.StateHead(tensors=[wire.Tensor(name="w", dtype="int8")]),
     ):
         with pytest.raises(ProtocolViolationError, match="invalid path"):
-            StateAssembler(LIMIT).add(wire.StatePart(head=head))
+            TensorAssembler(LIMIT).add(wire.StatePart(head=head))
 
 
 def test_meta_travels() -> None:

@@ -30,8 +30,8 @@ from averaging.transport.direct.frames import (
     HELLO_BYTES,
     MAX_HEAD_BYTES,
     NONCE_BYTES,
-    Buffers,
-    Kind,
+    BufferPool,
+    FrameKind,
     commitment_to,
     pack_header,
     pack_hello,
@@ -373,8 +373,8 @@ async def greet(host: str, port: int, hello: bytes, more: bytes = b"") -> bytes:
 
 
 NONCE = bytes(range(NONCE_BYTES))
-READY = pack_header(Kind.READY, 0, 0)
-WELCOME = pack_header(Kind.WELCOME, 0, 0)
+READY = pack_header(FrameKind.READY, 0, 0)
+WELCOME = pack_header(FrameKind.WELCOME, 0, 0)
 
 
 @pytest.mark.asyncio
@@ -477,7 +477,7 @@ async def opened_by(ask: Callable[[Request], Any]) -> Link:
     """Opens a connection to a callee at this machine that answers as `ask` does."""
     async with client() as caller:
         return await opening.open_link(
-            "127.0.0.1:1", ask, transport_of(caller)._dialling, sealed=False, max_body=MIB, buffers=Buffers()
+            "127.0.0.1:1", ask, transport_of(caller)._dialling, sealed=False, max_body=MIB, buffers=BufferPool()
         )
 
 
@@ -544,8 +544,8 @@ async def flood(caller: GrpcTransport, endpoint: str, callee: GrpcTransport, fra
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("kind", [Kind.ALIVE, Kind.END, Kind.READY], ids=lambda kind: kind.name)
-async def test_a_flood_of_control_frames_ends_at_once_and_leaves_nothing(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [FrameKind.ALIVE, FrameKind.END, FrameKind.READY], ids=lambda kind: kind.name)
+async def test_a_flood_of_control_frames_ends_at_once_and_leaves_nothing(kind: FrameKind) -> None:
     """The kernel would take megabytes of each, and their end would be known only once all of it was read."""
     frames = pack_header(kind, 0, 0) * 8192
     async with serving(FakePeer()) as (callee, endpoint), client() as caller, client() as honest:
@@ -806,29 +806,29 @@ async def test_an_address_that_is_not_dialled_gets_no_direct_connection_either()
 
 
 def link_pair(
-    *, max_body: int = MIB, accepted: frozenset[Kind] = FROM_CALLER, **options: Any
+    *, max_body: int = MIB, accepted: frozenset[FrameKind] = FROM_CALLER, **options: Any
 ) -> tuple[Link, socket.socket]:
     """A link, and the other end of its connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         other = socket.create_connection(listener.getsockname())
         end, _ = listener.accept()
     end.setblocking(False)
-    return Link(end, "a:1", accepted=accepted, max_body=max_body, buffers=Buffers(), **options), other
+    return Link(end, "a:1", accepted=accepted, max_body=max_body, buffers=BufferPool(), **options), other
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     "header",
     [
-        pack_header(Kind.PART, MAX_HEAD_BYTES + 1, 0),
-        pack_header(Kind.PART, 0, MIB + 1),
-        pack_header(Kind.PART, 0, (1 << 32) - 1),
-        pack_header(Kind.END, 0, 1),
-        pack_header(Kind.END, 1, 0),
-        pack_header(Kind.ALIVE, 0, 0),
-        pack_header(Kind.ERROR, 0, 0),
-        pack_header(Kind.WELCOME, 0, 0),
-        pack_header(Kind.END, 0, 0).replace(b"\x04\x00", b"\x04\x01"),
+        pack_header(FrameKind.PART, MAX_HEAD_BYTES + 1, 0),
+        pack_header(FrameKind.PART, 0, MIB + 1),
+        pack_header(FrameKind.PART, 0, (1 << 32) - 1),
+        pack_header(FrameKind.END, 0, 1),
+        pack_header(FrameKind.END, 1, 0),
+        pack_header(FrameKind.ALIVE, 0, 0),
+        pack_header(FrameKind.ERROR, 0, 0),
+        pack_header(FrameKind.WELCOME, 0, 0),
+        pack_header(FrameKind.END, 0, 0).replace(b"\x04\x00", b"\x04\x01"),
         b"\xff" * 8,
         bytes(8),
     ],
@@ -860,10 +860,10 @@ async def test_a_wrong_header_ends_the_connection_before_memory_is_taken(header:
 async def test_frames_that_arrived_before_the_end_are_read() -> None:
     link, other = link_pair()
     with other:
-        other.sendall(pack_header(Kind.PART, 1, 3) + b"bodh" + pack_header(Kind.END, 0, 0))
+        other.sendall(pack_header(FrameKind.PART, 1, 3) + b"bodh" + pack_header(FrameKind.END, 0, 0))
     assert [tuple(await asyncio.wait_for(link.read(), PATIENCE)) for _ in range(2)] == [
-        (Kind.PART, b"h", b"bod"),
-        (Kind.END, b"", b""),
+        (FrameKind.PART, b"h", b"bod"),
+        (FrameKind.END, b"", b""),
     ]
     with pytest.raises(PeerUnreachableError, match="connection lost$"):
         await link.read()
@@ -873,24 +873,24 @@ async def test_frames_that_arrived_before_the_end_are_read() -> None:
 async def test_a_frame_may_arrive_byte_by_byte() -> None:
     link, other = link_pair()
     with other:
-        for byte in pack_header(Kind.PART, 2, 3) + b"bodhe":
+        for byte in pack_header(FrameKind.PART, 2, 3) + b"bodhe":
             other.sendall(bytes([byte]))
             await asyncio.sleep(0)
-        assert tuple(await asyncio.wait_for(link.read(), PATIENCE)) == (Kind.PART, b"he", b"bod")
+        assert tuple(await asyncio.wait_for(link.read(), PATIENCE)) == (FrameKind.PART, b"he", b"bod")
     link.close()
 
 
 @pytest.mark.asyncio
 async def test_a_callee_sends_alive_only_as_often_as_it_is_asked() -> None:
     link, other = link_pair(accepted=FROM_CALLEE)
-    alive = pack_header(Kind.ALIVE, 0, 0)
+    alive = pack_header(FrameKind.ALIVE, 0, 0)
     with other:
         questions = [asyncio.create_task(link.alive()) for _ in range(2)]
         await asyncio.sleep(0)
         other.sendall(alive)
         await asyncio.wait_for(asyncio.gather(*questions), PATIENCE)
-        other.sendall(alive + pack_header(Kind.END, 0, 0))
-        assert (await asyncio.wait_for(link.read(), PATIENCE)).kind is Kind.END
+        other.sendall(alive + pack_header(FrameKind.END, 0, 0))
+        assert (await asyncio.wait_for(link.read(), PATIENCE)).kind is FrameKind.END
         other.sendall(alive)
         with pytest.raises(PeerUnreachableError, match="an ALIVE that was not asked for"):
             await asyncio.wait_for(link.read(), PATIENCE)

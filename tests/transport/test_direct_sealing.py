@@ -10,7 +10,15 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from averaging.errors import ProtocolViolationError
-from averaging.transport.direct.frames import MAGIC, TAG_BYTES, Kind, commitment_to, pack_header, pack_hello, proof_of
+from averaging.transport.direct.frames import (
+    MAGIC,
+    TAG_BYTES,
+    FrameKind,
+    commitment_to,
+    pack_header,
+    pack_hello,
+    proof_of,
+)
 from averaging.transport.direct.sealing import Cipher, Ciphers, Keys, derive_keys, shared_secret
 
 CALLER = X25519PrivateKey.from_private_bytes(bytes(range(32)))
@@ -19,7 +27,7 @@ TICKET = bytes(range(64, 96))
 NONCE = bytes(range(96, 128))
 PROOF = proof_of(NONCE, TICKET)
 SECRET = shared_secret(CALLER, CALLEE.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw))
-HEADER = pack_header(Kind.PART, 4, 8)
+HEADER = pack_header(FrameKind.PART, 4, 8)
 
 
 def public(key: X25519PrivateKey) -> bytes:

@@ -184,7 +184,7 @@ def test_fields_behind_the_tensor_are_read_in_each_message() -> None:
 
 
 def test_what_is_remembered_of_messages_is_bounded() -> None:
-    heads: bulk_messages.Heads[int] = bulk_messages.Heads()
+    heads: bulk_messages.MessageCache[int] = bulk_messages.MessageCache()
     for length in range(3 * bulk_messages.MAX_HEADS):
         raw = b"head" + bytes(length)
         heads.keep(raw, bulk_messages.Pieces(b"", b"", 4, memoryview(raw)[4:]), length)

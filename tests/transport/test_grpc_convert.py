@@ -16,7 +16,7 @@ from averaging.observe.drift import Drift, DriftKind
 from averaging.observe.receipt_log import Watched
 from averaging.observe.receipts import Account, DropCode, Dropped, LateArrival, Outcome, Receipt, Role, Straggler
 from averaging.observe.status import PeerStatus
-from averaging.protocol.aggregation import MAX_TRIM, Aggregation, Kind
+from averaging.protocol.aggregation import MAX_TRIM, Aggregation, AggregationKind
 from averaging.protocol.messages import (
     AveragingData,
     CompressionType,
@@ -142,9 +142,11 @@ statuses = st.builds(
     ),
 )
 aggregations = (
-    st.sampled_from([Aggregation(), Aggregation(Kind.MEDIAN)])
-    | st.integers(1, MAX_TRIM).map(lambda count: Aggregation(Kind.TRIMMED, float(count)))
-    | st.floats(0, exclude_min=True, allow_infinity=False).map(lambda distance: Aggregation(Kind.CLIP, distance))
+    st.sampled_from([Aggregation(), Aggregation(AggregationKind.MEDIAN)])
+    | st.integers(1, MAX_TRIM).map(lambda count: Aggregation(AggregationKind.TRIMMED, float(count)))
+    | st.floats(0, exclude_min=True, allow_infinity=False).map(
+        lambda distance: Aggregation(AggregationKind.CLIP, distance)
+    )
 )
 MESSAGES: dict[str, tuple[st.SearchStrategy[Any], st.SearchStrategy[Any]]] = {
     "rpc_join_group": (

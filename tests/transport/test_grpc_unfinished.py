@@ -21,17 +21,17 @@ from averaging.errors import BusyError
 from averaging.transport.grpc import accepted_sockets
 from averaging.transport.grpc.accepted_sockets import (
     Found,
-    Handle,
     Remote,
+    SocketHandle,
     SocketSearch,
     hang_up,
     parse_peer,
     received,
     search,
 )
-from averaging.transport.grpc.unfinished_calls import Limits, UnfinishedCall, UnfinishedCalls, excess
+from averaging.transport.grpc.unfinished_calls import ByteLimits, UnfinishedCall, UnfinishedCalls, excess
 
-LIMITS = Limits(per_connection=10, per_host=15, in_all=30)
+LIMITS = ByteLimits(per_connection=10, per_host=15, in_all=30)
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ class Connection:
         self.own = self._stack.enter_context(self._listener.accept()[0])
 
     @property
-    def handles(self) -> tuple[Handle, ...]:
-        return (Handle(self.own.fileno(), os.fstat(self.own.fileno()).st_ino),)
+    def handles(self) -> tuple[SocketHandle, ...]:
+        return (SocketHandle(self.own.fileno(), os.fstat(self.own.fileno()).st_ino),)
 
     def arrives(self, nbytes: int) -> None:
         self.other.sendall(bytes(nbytes))
@@ -138,12 +138,12 @@ def test_a_connection_is_shut_down_and_its_socket_remains_open(connection: Conne
 
 def test_another_socket_or_file_with_the_same_descriptor_is_left_alone(connection: Connection) -> None:
     ((descriptor, inode),) = connection.handles
-    another = (Handle(descriptor, inode + 1),)
+    another = (SocketHandle(descriptor, inode + 1),)
     assert received(another) is None
     hang_up(another)
     connection.other.sendall(b"x")
     assert connection.own.recv(1) == b"x"
-    assert received((Handle(1 << 20, inode),)) is None
+    assert received((SocketHandle(1 << 20, inode),)) is None
 
 
 def test_a_search_keeps_the_locks_of_files(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ class Account:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self._ticks = count()
-        self.unfinished = UnfinishedCalls(Limits(1 << 40, 1 << 40, 1 << 40), self.find, self.clock)
+        self.unfinished = UnfinishedCalls(ByteLimits(1 << 40, 1 << 40, 1 << 40), self.find, self.clock)
         self.unfinished.start(connection.port)
         self.peer = f"ipv4:{connection.remote.address}:{connection.remote.port}"
 
@@ -189,7 +189,7 @@ class LateSearch:
     def __init__(self, connection: Connection) -> None:
         self.now = 0.0
         self._connection, self._found = connection, Found()
-        self._unfinished = UnfinishedCalls(Limits(100, 100, 100), lambda: self._found, lambda: self.now)
+        self._unfinished = UnfinishedCalls(ByteLimits(100, 100, 100), lambda: self._found, lambda: self.now)
 
     def __enter__(self) -> LateSearch:
         self._unfinished.start(self._connection.port)
@@ -337,7 +337,7 @@ async def test_a_second_connection_from_the_same_address_and_port_is_not_overloo
         source = first.getsockname()
         ticks = count()
         unfinished = UnfinishedCalls(
-            Limits(100, 100, 100), lambda: Found(float(next(ticks)), search()), lambda: float(next(ticks))
+            ByteLimits(100, 100, 100), lambda: Found(float(next(ticks)), search()), lambda: float(next(ticks))
         )
         unfinished.start(listener.getsockname()[1])
         stack.callback(unfinished.stop)
@@ -377,7 +377,7 @@ async def test_a_process_without_free_descriptors_keeps_its_connections_and_its_
 @pytest.mark.asyncio
 async def test_the_calls_of_a_connection_that_is_closed_for_what_it_holds_end(account: Account) -> None:
     """gRPC may notice only when it writes that the connection is closed."""
-    account.unfinished._limits = Limits(per_connection=100, per_host=1 << 40, in_all=1 << 40)
+    account.unfinished._limits = ByteLimits(per_connection=100, per_host=1 << 40, in_all=1 << 40)
     account.connection.arrives(101)
 
     async def serve() -> None:
@@ -410,7 +410,7 @@ def test_no_socket_is_found_on_a_system_without_proc(monkeypatch: pytest.MonkeyP
 async def test_where_no_socket_is_found_nothing_is_counted_and_nothing_closed(
     account: Account, caplog: pytest.LogCaptureFixture
 ) -> None:
-    unfinished = UnfinishedCalls(Limits(1, 1, 1), lambda: Found(account.clock()), account.clock)
+    unfinished = UnfinishedCalls(ByteLimits(1, 1, 1), lambda: Found(account.clock()), account.clock)
     for number in range(3):
         with unfinished.call(account.peer), unfinished.call(f"ipv4:192.0.2.7:{number}") as call:
             account.connection.arrives(1000)

@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from averaging.security.credentials import Credentials
 from averaging.transport.grpc import GrpcTransport, channel_options, methods, request_intake, server
 from averaging.transport.grpc.authentication import Callers
-from averaging.transport.grpc.unfinished_calls import LOOK_SECONDS, Limits
+from averaging.transport.grpc.unfinished_calls import LOOK_SECONDS, ByteLimits
 from tests.support.certificates import TOKEN
 from tests.support.grpc_fakes import (
     MAX_MESSAGE_BYTES,
@@ -53,7 +53,7 @@ ONE_REPLY = [
 UNKNOWN = "/no.such.Service/Method"
 SERVED = [*methods.REQUEST_BYTES, *STANDARD]
 
-FEW = Limits(per_connection=2 * MIB, per_host=3 * MIB, in_all=8 * MIB)
+FEW = ByteLimits(per_connection=2 * MIB, per_host=3 * MIB, in_all=8 * MIB)
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ async def test_what_is_taken_is_not_held(few_bytes: None) -> None:
 @pytest.mark.asyncio
 async def test_a_connection_lasts_however_much_it_carries(monkeypatch: pytest.MonkeyPatch) -> None:
     most = channel_options.WINDOW_BYTES + 4 * MIB  # a sender fills a window before its first part is read
-    monkeypatch.setattr(server, "held_limits", lambda _: Limits(most, most, most))
+    monkeypatch.setattr(server, "held_limits", lambda _: ByteLimits(most, most, most))
     async with serving(FakePeer(), FakeGossip()) as (_, endpoint), client() as caller, asyncio.timeout(PATIENCE):
         for _ in range(3):
             async with aclosing(caller.aggregate_part(endpoint, parts(16, MIB))) as replies:

@@ -9,20 +9,20 @@ import pytest
 
 from averaging.errors import BusyError
 from averaging.rpc import RpcCaller
-from averaging.weights.places import Place, Places
+from averaging.weights.places import Place, SlotTable
 
 IN_ALL, PER_HOST, PER_CALLER = 8, 6, 4
 
 
-def places() -> Places:
-    return Places("calls", IN_ALL, PER_HOST, PER_CALLER)
+def places() -> SlotTable:
+    return SlotTable("calls", IN_ALL, PER_HOST, PER_CALLER)
 
 
 def of(host: str, connection: int = 0, **given: float) -> Place:
     return Place(RpcCaller(host, f"{host}:{connection}"), **given)  # type: ignore[arg-type]
 
 
-def enter(there: Places, *new: Place, now: float = 0.0) -> None:
+def enter(there: SlotTable, *new: Place, now: float = 0.0) -> None:
     for place in new:
         there.enter(place, now)
 
@@ -77,7 +77,7 @@ def test_a_caller_that_is_late_gives_way() -> None:
 
 
 def test_a_higher_rank_takes_the_places_of_lower_ones_and_never_the_reverse() -> None:
-    there = Places("states", 100, 100, 100)
+    there = SlotTable("states", 100, 100, 100)
     strangers = [of(f"stranger {number}", amount=25) for number in range(4)]
     trainer = of("a", amount=50, rank=1)
     enter(there, *strangers, trainer)
@@ -95,7 +95,7 @@ def test_a_higher_rank_takes_the_places_of_lower_ones_and_never_the_reverse() ->
 
 
 def test_an_earlier_caller_with_nothing_takes_the_place_of_a_later_one_and_not_the_reverse() -> None:
-    there = Places("states", 100, 100, 100)
+    there = SlotTable("states", 100, 100, 100)
     later = [of("a", number, amount=25, rank=1, serial=number) for number in range(2, 6)]
     enter(there, *later)
     trainer = of("a", 1, amount=25, rank=1, serial=1)
@@ -109,7 +109,7 @@ def test_an_earlier_caller_with_nothing_takes_the_place_of_a_later_one_and_not_t
 
 
 def test_nobody_is_displaced_for_a_caller_that_gets_no_place() -> None:
-    there = Places("states", 100, 100, 100)
+    there = SlotTable("states", 100, 100, 100)
     stranger, trainer = of("a", amount=50), of("b", amount=50, rank=1)
     enter(there, stranger, trainer)
     with pytest.raises(BusyError):

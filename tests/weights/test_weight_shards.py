@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.weights.layout import Layout, WeightSpec
+from averaging.weights.layout import WeightLayout, WeightSpec
 from averaging.weights.shards import (
     box_of,
     common,
@@ -41,11 +41,11 @@ def test_any_parts_make_the_parts_of_any_other_division(shape: tuple[int, ...], 
     whole = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
     sent = rows("w", shape, there)
     for own in rows("w", shape, here):
-        assert missing_part([own], [Layout((spec,)) for spec in sent]) is None
+        assert missing_part([own], [WeightLayout((spec,)) for spec in sent]) is None
         target = torch.full(own.shape, -1.0)
         for spec in sent:
             part = whole[tuple(slice(start, stop) for start, stop in box_of(spec))]
-            if is_wanted([own], Layout((spec,))):
+            if is_wanted([own], WeightLayout((spec,))):
                 write_part(target, own, part, spec)
         assert torch.equal(target, whole[tuple(slice(start, stop) for start, stop in box_of(own))])
 
@@ -75,7 +75,7 @@ def test_whole_tensors_are_cut_into_parts_and_put_together(shape: tuple[int, ...
 def test_parts_of_another_tensor_are_not_cut() -> None:
     whole = seal(view_state({"w": torch.zeros(4, 2)}), 1, None)
     for spec in (*rows("w", (5, 2), 2), *rows("v", (4, 2), 2), replace(rows("w", (4, 2), 2)[0], dtype="float16")):
-        assert whole.arranged(Layout((spec,))) is whole
+        assert whole.arranged(WeightLayout((spec,))) is whole
 
 
 @given(SHAPES, st.integers(1, 5))
@@ -92,15 +92,17 @@ def test_the_common_elements_of_two_boxes(shape: tuple[int, ...], parts: int) ->
 def test_missing_doubled_and_strange_parts_are_named() -> None:
     first, second = rows("w", (4, 2), 2)
     own = [whole_of(first)]
-    assert missing_part(own, [Layout((first, second))]) is None
-    assert missing_part(own, [Layout((first,)), Layout((first, second))]) is None  # the same part twice is one
-    assert "not all" in (missing_part(own, [Layout((first,))]) or "")
+    assert missing_part(own, [WeightLayout((first, second))]) is None
+    assert (
+        missing_part(own, [WeightLayout((first,)), WeightLayout((first, second))]) is None
+    )  # the same part twice is one
+    assert "not all" in (missing_part(own, [WeightLayout((first,))]) or "")
     overlapping = replace(second, shape=(3, 2), offset=(1, 0))
-    assert "twice" in (missing_part(own, [Layout((first, second, overlapping))]) or "")
+    assert "twice" in (missing_part(own, [WeightLayout((first, second, overlapping))]) or "")
     other = replace(second, whole=(5, 2))
-    assert "[4, 2] here and float32[5, 2] there" in (missing_part(own, [Layout((first, other))]) or "")
+    assert "[4, 2] here and float32[5, 2] there" in (missing_part(own, [WeightLayout((first, other))]) or "")
     extra = WeightSpec("v", "float32", (1,))
-    assert "'v' (float32[1]) is only there" in (missing_part(own, [Layout((first, second, extra))]) or "")
-    assert "not all" in (missing_part([*own, extra], [Layout((first, second))]) or "")
+    assert "'v' (float32[1]) is only there" in (missing_part(own, [WeightLayout((first, second, extra))]) or "")
+    assert "not all" in (missing_part([*own, extra], [WeightLayout((first, second))]) or "")
     scalar = WeightSpec("n", "int64", ())
-    assert missing_part([scalar], [Layout((scalar,))]) is None
+    assert missing_part([scalar], [WeightLayout((scalar,))]) is None

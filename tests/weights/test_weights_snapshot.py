@@ -15,7 +15,7 @@ from averaging.errors import ProtocolViolationError, TensorError
 from averaging.weights.differences import Coding, encode
 from averaging.weights.layout import (
     PIECE_BYTES,
-    Layout,
+    WeightLayout,
     WeightSpec,
     check_layout,
     first_difference,
@@ -23,7 +23,7 @@ from averaging.weights.layout import (
     ranges_of,
 )
 from averaging.weights.messages import NOTHING_YET, read_version, version_message
-from averaging.weights.snapshot import Incoming, Snapshot, copy_state, seal
+from averaging.weights.snapshot import Incoming, WeightSnapshot, copy_state, seal
 
 STATE = {
     "big": torch.arange(700_000, dtype=torch.float32).reshape(7, -1),
@@ -36,7 +36,7 @@ STATE = {
 }
 
 
-def snapshot(version: int = 1, before: Snapshot | None = None, **changed: torch.Tensor) -> Snapshot:
+def snapshot(version: int = 1, before: WeightSnapshot | None = None, **changed: torch.Tensor) -> WeightSnapshot:
     return seal(copy_state(STATE | changed), version, before)
 
 
@@ -182,7 +182,7 @@ def test_ranges_from_another_peer_are_checked(ranges: list[tuple[int, int]]) -> 
 
 
 def test_the_layout_knows_the_pieces_of_each_tensor() -> None:
-    layout = Layout(
+    layout = WeightLayout(
         (WeightSpec("a", "int8", (5000,)), WeightSpec("b", "int8", (0,)), WeightSpec("c", "int8", (1,))), 4096
     )
     assert [list(layout.of_tensor(number)) for number in range(3)] == [[0, 1], [], [2]]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from averaging.errors import DataLostError
 from averaging.rl.workers.data_manager import DataManager
-from averaging.rl.workers.methods import Channels
+from averaging.rl.workers.methods import WorkerChannels
 from averaging.rl.workers.payload import Step, pack, unpack
 from averaging.rl.workers.redistributor import OwnerTracker, Redistributor, balance, part_of, receptions
 from averaging.rl.workers.samples import Sample
@@ -102,7 +102,7 @@ def test_data_managers_execute_a_plan(layout: tuple[Held, dict[str, list[str]], 
 
     async def main() -> None:
         network = MemoryWorkers()
-        managers = {worker: DataManager(worker, Channels(network.connect)) for worker in WORKERS}
+        managers = {worker: DataManager(worker, WorkerChannels(network.connect)) for worker in WORKERS}
         for worker, manager in managers.items():
             manager.endpoints = {name: f"{name}:1" for name in WORKERS}
             network.serve_data(f"{worker}:1", manager)

@@ -18,7 +18,7 @@ from averaging.errors import (
     WorkerLostError,
 )
 from averaging.rl.workers import DataManager, KeySpec, SampleBatch
-from averaging.rl.workers.methods import Channels
+from averaging.rl.workers.methods import WorkerChannels
 from averaging.rl.workers.parameters import MIN_BYTES_PER_SECOND, SILENCE_SECONDS, Pace, ParameterExchange
 from averaging.rl.workers.payload import Realloc, Step
 from averaging.rpc import TensorMessage, tensor_messages
@@ -45,7 +45,7 @@ def fetch(messages: Messages, *, keys: dict[str, KeySpec] | None = None) -> floa
     """Fetches the tensor `k` of the samples `s` and `t`. Returns the seconds that it took."""
 
     async def main() -> float:
-        channels = Channels(lambda _: Hostile(messages))
+        channels = WorkerChannels(lambda _: Hostile(messages))
         manager = DataManager("b", channels, {"a": "a:1"}, keys)
         await manager.redistribute([Step("bcast", "a", ["a"], ["b"], [["s", "t"]], ["k"])])
         return asyncio.get_running_loop().time()
@@ -57,7 +57,7 @@ def take(messages: Messages) -> None:
     """Takes the parameter `weight` of three numbers."""
 
     async def main() -> None:
-        exchange = ParameterExchange("b", Channels(lambda _: Hostile(messages)))
+        exchange = ParameterExchange("b", WorkerChannels(lambda _: Hostile(messages)))
         exchange.endpoints = {"a": "a:1"}
         await exchange.take(Realloc("transfer", "actor", "ref", 1.0, origin="a"), {"weight": torch.zeros(3)})
 
@@ -175,7 +175,7 @@ def test_parameters_that_the_target_does_not_have_are_refused() -> None:
 @pytest.mark.parametrize("missing", ["never there", "removed"])
 def test_who_asks_for_a_tensor_that_does_not_come_is_answered(missing: str) -> None:
     async def main() -> float:
-        manager = DataManager("a", Channels(lambda _: Hostile(at_once())))
+        manager = DataManager("a", WorkerChannels(lambda _: Hostile(at_once())))
         manager.update(SampleBatch(["s"], {"k": [torch.zeros(1)]}))
         request = FetchDataRequest(ids=["s", "t"], keys=["k"])
         replies = asyncio.ensure_future(anext(manager.serve(request)))
@@ -192,7 +192,7 @@ def test_who_asks_for_a_tensor_that_does_not_come_is_answered(missing: str) -> N
 
 def test_who_asks_for_parameters_that_are_not_published_is_answered() -> None:
     async def main() -> None:
-        exchange = ParameterExchange("a", Channels(lambda _: Hostile(at_once())))
+        exchange = ParameterExchange("a", WorkerChannels(lambda _: Hostile(at_once())))
         with pytest.raises(WorkerError, match="a has published no parameters for the transfer transfer"):
             await exchange.take(Realloc("transfer", "actor", "ref", 1.0, origin="a"), {})
 
@@ -201,7 +201,7 @@ def test_who_asks_for_parameters_that_are_not_published_is_answered() -> None:
 
 def test_the_number_of_transfers_before_a_request_is_bounded() -> None:
     async def main() -> None:
-        manager = DataManager("b", Channels(lambda _: Hostile(at_once())), {"a": "a:1"})
+        manager = DataManager("b", WorkerChannels(lambda _: Hostile(at_once())), {"a": "a:1"})
         steps = [Step("bcast", "a", ["a"], ["b"], [["s"]], ["k"])]
         with pytest.raises(ProtocolViolationError, match="4097 transfers before one request; 4096 are allowed"):
             await manager.redistribute(steps * 4097)
@@ -211,7 +211,7 @@ def test_the_number_of_transfers_before_a_request_is_bounded() -> None:
 
 def test_the_parameters_that_wait_for_takers_are_bounded() -> None:
     """Each pair of names keeps a copy of the model."""
-    exchange = ParameterExchange("a", Channels(lambda _: Hostile(at_once())))
+    exchange = ParameterExchange("a", WorkerChannels(lambda _: Hostile(at_once())))
 
     def publish(target: str) -> None:
         exchange.publish(Realloc(f"to {target}", "actor", target, 1.0, takers=1), {"weight": torch.zeros(1)})

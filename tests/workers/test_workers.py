@@ -29,7 +29,7 @@ from averaging.rl.workers import (
 )
 from averaging.rl.workers.master_session import encode_payload
 from averaging.rl.workers.methods import FETCH_DATA, FETCH_PARAMETERS, REQUEST_REPLY_STREAM
-from averaging.rl.workers.payload import Save as SaveData
+from averaging.rl.workers.payload import SaveRequest as SaveData
 from averaging.rl.workers.payload import pack, unpack
 from averaging.rl.workers.plan import Model
 from averaging.rpc import Credentials, EventLoopThread, RpcMethod, read_credentials

@@ -23,15 +23,15 @@ from averaging.discovery.gossip.bootstrap import Waiting
 from averaging.discovery.gossip.certified_identity import CertifiedIdentity
 from averaging.discovery.gossip.gossip_discovery import GossipDiscovery
 from averaging.discovery.gossip.identity import Author, UnsignedIdentity
-from averaging.discovery.gossip.record import Limits, Reason
+from averaging.discovery.gossip.record import Reason, RecordLimits
 from averaging.discovery.gossip.record_table import RecordTable
 
 __all__ = [
     "Author",
     "CertifiedIdentity",
     "GossipDiscovery",
-    "Limits",
     "Reason",
+    "RecordLimits",
     "RecordTable",
     "UnsignedIdentity",
     "Waiting",

@@ -9,7 +9,7 @@ from typing import Protocol
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from averaging.discovery.gossip.record import OWNER_BYTES, Limits, Reason, refusal_reason, signed_bytes
+from averaging.discovery.gossip.record import OWNER_BYTES, Reason, RecordLimits, refusal_reason, signed_bytes
 from averaging.errors import DiscoveryError
 from averaging.protocol import Record
 
@@ -102,7 +102,7 @@ class Author:
         limits: which records other peers accept.
     """
 
-    def __init__(self, run_id: str, identity: Identity, limits: Limits) -> None:
+    def __init__(self, run_id: str, identity: Identity, limits: RecordLimits) -> None:
         self._run_id, self._identity, self._limits = run_id, identity, limits
         self._last_version = 0
         self._latest: dict[tuple[str, str], float] = {}  # the latest expiration signed for each place

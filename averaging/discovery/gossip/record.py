@@ -31,7 +31,7 @@ _NUMBERS = struct.Struct("<QQd?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class RecordLimits:
     """What a table of records accepts.
 
     Attributes:
@@ -82,7 +82,7 @@ def signed_bytes(run_id: str, record: Record) -> bytes:
     return b"".join((_SIGNED_DOMAIN, lengths, *fields, numbers))
 
 
-def refusal_reason(record: Record, now: float, limits: Limits) -> Reason | None:
+def refusal_reason(record: Record, now: float, limits: RecordLimits) -> Reason | None:
     """Why `record` must be refused; None if it is acceptable. Does not check the signature."""
     try:
         longest_name = max(len(record.key.encode()), len(record.subkey.encode()))
@@ -103,7 +103,7 @@ def refusal_reason(record: Record, now: float, limits: Limits) -> Reason | None:
     return None
 
 
-def kept_until(record: Record, now: float, limits: Limits) -> float:
+def kept_until(record: Record, now: float, limits: RecordLimits) -> float:
     """When a peer drops a record that it receives at `now`, in seconds since the epoch by its own clock.
 
     The expiration is a time of the owner's clock. If that clock is ahead, the record of a dead owner would stay too

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from averaging.common import is_endpoint
 from averaging.discovery import Entry, KnownPeer, Watchers
 from averaging.discovery.gossip.identity import Author
-from averaging.discovery.gossip.record import Limits, Reason, entry_hash, kept_until, record_id, refusal_reason
+from averaging.discovery.gossip.record import Reason, RecordLimits, entry_hash, kept_until, record_id, refusal_reason
 from averaging.errors import DiscoveryError
 from averaging.protocol import Record
 
@@ -68,7 +68,10 @@ class RecordTable:
     """
 
     def __init__(
-        self, limits: Limits, verify: Callable[[Record], bool], holder: Callable[[Record], str] = lambda record: ""
+        self,
+        limits: RecordLimits,
+        verify: Callable[[Record], bool],
+        holder: Callable[[Record], str] = lambda record: "",
     ) -> None:
         self._limits = limits
         self._verify, self._holder = verify, holder
@@ -339,7 +342,7 @@ class RecordStore:
     def __init__(
         self,
         author: Author,
-        limits: Limits,
+        limits: RecordLimits,
         clock: Callable[[], float],
         on_change: Callable[[Change, bool], None] | None = None,
     ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from averaging.discovery.gossip.record import Limits
+from averaging.discovery.gossip.record import RecordLimits
 from averaging.errors import PeerUnreachableError, ProtocolViolationError, TransportError
 
 CALL_FAILURES = (TransportError, ProtocolViolationError, TimeoutError)
@@ -49,7 +49,7 @@ class GossipSettings:
         stream_backlog: number of records that may wait for a client; the stream of a slower client ends.
     """
 
-    limits: Limits = field(default_factory=Limits)
+    limits: RecordLimits = field(default_factory=RecordLimits)
     peer_lifetime: float = 30.0
     peer_refresh: float = 10.0
     fanout: int = 4

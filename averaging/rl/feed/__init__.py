@@ -6,7 +6,7 @@ Needs `pip install 'averaging[rl]'`.
 
 from averaging.rl.feed.environment import FeedEnvironment
 from averaging.rl.feed.messages import EnvStatus, Registered, RegisterEnv, Registration, ScoredData
-from averaging.rl.feed.routes import Limits
+from averaging.rl.feed.routes import ServerLimits
 from averaging.rl.feed.server import FeedServer
 from averaging.rl.feed.trainer import Batch, BatchFeed
 
@@ -16,9 +16,9 @@ __all__ = [
     "EnvStatus",
     "FeedEnvironment",
     "FeedServer",
-    "Limits",
     "RegisterEnv",
     "Registered",
     "Registration",
     "ScoredData",
+    "ServerLimits",
 ]

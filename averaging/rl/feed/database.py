@@ -19,7 +19,7 @@ import msgspec
 
 from averaging.errors import ConfigError, FeedBusyError, FeedError, FeedRefusedError
 from averaging.rl.feed.messages import RegisterEnv, Registration
-from averaging.rl.feed.run_state import Env, Group, RunState
+from averaging.rl.feed.run_state import Env, RunState, SampleGroup
 
 logger = logging.getLogger(__name__)
 
@@ -404,7 +404,7 @@ class Database:
             state.envs.append(Env(decoded, name, bool(connected), owner or b"", heard=now, posted=True, waited=now))
         query = "SELECT place, step, number, env, size, length(content) FROM groups ORDER BY place, number"
         for place, step, *fields in execute(query):
-            state.restore(Group(*fields), queued=place is not None, step=step)
+            state.restore(SampleGroup(*fields), queued=place is not None, step=step)
         self._next_place = execute("SELECT coalesce(max(place), 0) + 1 FROM groups").fetchone()[0]
         self.state, self._stale = state, False
 

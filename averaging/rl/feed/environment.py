@@ -20,7 +20,7 @@ REGISTER_INTERVAL = 1.0
 """Seconds between two requests to register while no trainer has started."""
 
 
-class _Status(msgspec.Struct, frozen=True):
+class _EnvironmentStatus(msgspec.Struct, frozen=True):
     status: str
 
 
@@ -122,7 +122,9 @@ class FeedEnvironment:
         try:
             if self.registered is not None:
                 body = {"env_id": self.registered.env_id}
-                self._connection.request_once("POST", "/disconnect-env", _Status, body=body, headers=self._headers)
+                self._connection.request_once(
+                    "POST", "/disconnect-env", _EnvironmentStatus, body=body, headers=self._headers
+                )
         except FeedError:
             pass  # a server that does not answer is not worth waiting for
         finally:
@@ -139,4 +141,4 @@ class FeedEnvironment:
     def _post(self, groups: tuple[ScoredData, ...], registered: Registered, key: str) -> None:
         filled = [msgspec.structs.replace(group, env_id=registered.env_id) for group in groups]
         path, body = ("/scored_data", filled[0]) if len(filled) == 1 else ("/scored_data_list", filled)
-        self._connection.request("POST", path, _Status, body=body, headers={"Idempotency-Key": key})
+        self._connection.request("POST", path, _EnvironmentStatus, body=body, headers={"Idempotency-Key": key})

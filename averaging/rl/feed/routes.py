@@ -118,7 +118,7 @@ Message = TypeVar("Message")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class ServerLimits:
     """Limits of a server.
 
     Attributes:
@@ -167,7 +167,7 @@ class Routes:
         database: DatabaseThread,
         tokens: Sequence[str],
         hosts: Sequence[str] | None,
-        limits: Limits,
+        limits: ServerLimits,
         on_event: Callable[[Event], None],
     ) -> None:
         self._database, self._limits, self._on_event = database, limits, on_event

@@ -36,7 +36,7 @@ class NoTrainerError(FeedRefusedError):
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class SampleGroup:
     """A group without its content, which the database holds.
 
     Attributes:
@@ -63,7 +63,7 @@ class Added:
     """
 
     first: int
-    queued: list[Group]
+    queued: list[SampleGroup]
     buffered: list[int]
 
 
@@ -120,9 +120,9 @@ class RunState:
     step: int = 0
     saved: int = 0
     envs: list[Env] = field(default_factory=list)
-    queue: list[Group] = field(default_factory=list)
-    buffers: dict[int, list[Group]] = field(default_factory=dict)
-    batches: dict[int, list[Group]] = field(default_factory=dict)
+    queue: list[SampleGroup] = field(default_factory=list)
+    buffers: dict[int, list[SampleGroup]] = field(default_factory=dict)
+    batches: dict[int, list[SampleGroup]] = field(default_factory=dict)
     waiting_bytes: int = 0
     waiting_groups: int = 0
     next_number: int = 0
@@ -132,7 +132,7 @@ class RunState:
     _candidate: list[int] | None = None
     _candidate_is_current: bool = False
 
-    def restore(self, group: Group, *, queued: bool, step: int | None) -> None:
+    def restore(self, group: SampleGroup, *, queued: bool, step: int | None) -> None:
         """Puts a stored group back into the batch of `step`, the queue, or a buffer. Call it in their order."""
         self.next_number = max(self.next_number, group.number + 1)
         if step is not None:
@@ -276,7 +276,7 @@ class RunState:
             self._heard_post(env, now)
         added = Added(self.next_number, [], [])
         for env, size, nbytes in groups:
-            self._enqueue(Group(self.next_number, env, size, nbytes), added)
+            self._enqueue(SampleGroup(self.next_number, env, size, nbytes), added)
             self.next_number += 1
             self.waiting_bytes += nbytes
         self.waiting_groups += len(groups)
@@ -285,7 +285,7 @@ class RunState:
         self._candidate_is_current = False
         return added
 
-    def next_batch(self, now: float) -> tuple[int, list[Group]] | None:
+    def next_batch(self, now: float) -> tuple[int, list[SampleGroup]] | None:
         """Removes the next batch from the queue. Returns its step and groups, or None if no batch can be formed.
 
         Raises:
@@ -390,7 +390,7 @@ class RunState:
         """Returns the names of the environments that have given up their reservation."""
         return [env.name for env in self.envs if env.silent]
 
-    def _count(self, groups: Iterable[Group], sign: int) -> None:
+    def _count(self, groups: Iterable[SampleGroup], sign: int) -> None:
         for group in groups:
             self.sequences[group.env] += sign * group.size
             self.sizes[group.size] += sign
@@ -432,7 +432,7 @@ class RunState:
             env.silent = False
             self.notices.append(("returned", env_id))
 
-    def _enqueue(self, group: Group, added: Added) -> None:
+    def _enqueue(self, group: SampleGroup, added: Added) -> None:
         if group.env is None or group.size == self.envs[group.env].config.group_size:
             added.queued.append(group)
             return

@@ -20,7 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from averaging.common import is_loopback, parse_address
 from averaging.errors import ConfigError, ListenError
 from averaging.rl.feed.database import Database, DatabaseThread
-from averaging.rl.feed.routes import Event, Limits, Routes, network_of
+from averaging.rl.feed.routes import Event, Routes, ServerLimits, network_of
 from averaging.rl.feed.run_state import RunState
 from averaging.security import read_tls, read_tokens
 
@@ -73,10 +73,10 @@ class FeedServer:
         insecure: bool = False,
         hosts: Sequence[str] = (),
         fsync: bool = False,
-        limits: Limits | None = None,
+        limits: ServerLimits | None = None,
         on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
-        self._listen, self._limits = listen, limits or Limits()
+        self._listen, self._limits = listen, limits or ServerLimits()
         self._tokens = read_tokens(token_file)
         self._tls = read_tls(tls_ca, tls_cert, tls_key, time.time)
         self._tls_files = {"ssl_ca_certs": tls_ca, "ssl_certfile": tls_cert, "ssl_keyfile": tls_key}

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # Gives the ranks of a process group the same batch, with collectives over gloo.
 
 
-class Outcome(IntEnum):
+class BatchOutcome(IntEnum):
     """The outcome of one request of rank 0 for a batch."""
 
     NOTHING_YET = 0
@@ -37,7 +37,7 @@ class Outcome(IntEnum):
     FAILED = 2
 
 
-class Ranks:
+class TrainerRanks:
     """All ranks of a group, or this process alone.
 
     Args:
@@ -57,7 +57,7 @@ class Ranks:
             # A separate gloo group takes CPU tensors, and destroying it makes waiting ranks raise.
             self._group = dist.new_group(members, wait, "gloo", use_local_synchronization=True)
 
-    def broadcast(self, outcome: Outcome, content: bytes) -> tuple[Outcome, bytes]:
+    def broadcast(self, outcome: BatchOutcome, content: bytes) -> tuple[BatchOutcome, bytes]:
         """Returns the arguments of rank 0 at all ranks; those of other ranks are ignored.
 
         Raises:
@@ -68,8 +68,8 @@ class Ranks:
         with self._translating_errors():
             head = torch.tensor([outcome, len(content)], dtype=torch.int64)
             dist.broadcast(head, self._root, self._group)
-            outcome, length = Outcome(int(head[0])), int(head[1])
-            if outcome is Outcome.NOTHING_YET:
+            outcome, length = BatchOutcome(int(head[0])), int(head[1])
+            if outcome is BatchOutcome.NOTHING_YET:
                 return outcome, b""
             data = torch.empty(length, dtype=torch.uint8)
             if self.rank == 0 and length:
@@ -116,7 +116,7 @@ SYNC_INTERVAL = 5.0
 """Seconds after which the ranks call a collective without a batch, so that they notice a rank that died."""
 
 
-class _Status(msgspec.Struct, frozen=True):
+class _TrainerStatus(msgspec.Struct, frozen=True):
     current_step: int
 
 
@@ -194,7 +194,7 @@ class BatchFeed:
         self._connection = Connection(url, retry_timeout=retry_timeout, **options)
         self._registration, self._poll = registration, poll
         self._group, self._rank_timeout = process_group, rank_timeout
-        self._ranks: Ranks | None = None
+        self._ranks: TrainerRanks | None = None
         self._retries = RetrySchedule(retry_timeout, random.Random())
         self._registered = self._closed = False
         self._saved: int | None = None
@@ -240,25 +240,25 @@ class BatchFeed:
 
     def _next(self) -> Batch:
         if self._ranks is None:
-            self._ranks = Ranks(self._group, self._rank_timeout)
+            self._ranks = TrainerRanks(self._group, self._rank_timeout)
             digest = blake2b(msgspec.json.encode(self._registration), digest_size=7).digest()
             if not self._ranks.all_equal(int.from_bytes(digest)):
                 raise ConfigError("the ranks were given different registrations; give all of them the same")
         while True:
-            outcome, content, error = Outcome.NOTHING_YET, b"", None
+            outcome, content, error = BatchOutcome.NOTHING_YET, b"", None
             until = time.monotonic() + SYNC_INTERVAL
             if self._ranks.rank:
                 self._await_next_step(until)
             else:
                 try:
                     content = self._fetch(until)
-                    outcome = Outcome.BATCH if content else Outcome.NOTHING_YET
+                    outcome = BatchOutcome.BATCH if content else BatchOutcome.NOTHING_YET
                 except FeedError as failed:
-                    outcome, content, error = Outcome.FAILED, str(failed).encode(), failed
+                    outcome, content, error = BatchOutcome.FAILED, str(failed).encode(), failed
             outcome, content = self._ranks.broadcast(outcome, content)
-            if outcome is Outcome.FAILED:
+            if outcome is BatchOutcome.FAILED:
                 raise error or FeedError(f"rank 0 has failed: {content.decode()}")
-            if outcome is Outcome.BATCH:
+            if outcome is BatchOutcome.BATCH:
                 return Batch(self.step + 1, decode_reply(content, BatchReply).batch or [])
 
     def _fetch(self, until: float) -> bytes:
@@ -327,7 +327,7 @@ class BatchFeed:
         """Polls the server's step until it grows, at most until `until`. Rank 0 reports a server that fails."""
         while True:
             try:
-                if self._connection.request_once("GET", "/status", _Status).current_step > self.step:
+                if self._connection.request_once("GET", "/status", _TrainerStatus).current_step > self.step:
                     return
             except FeedError:
                 pass

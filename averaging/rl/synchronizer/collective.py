@@ -35,7 +35,7 @@ _DIGEST_BYTES = 32
 T = TypeVar("T")
 
 
-class _Member:
+class _CollectiveMember:
     """A member of a weight sync group.
 
     Args:
@@ -138,7 +138,7 @@ class _Member:
             raise WeightGroupError(f"a member of the weight sync group was lost: {error}") from None
 
 
-class WeightSender(_Member):
+class WeightSender(_CollectiveMember):
     """The trainer's end of a weight sync group.
 
     ```python
@@ -195,7 +195,7 @@ class WeightSender(_Member):
         await self._in_group(send)
 
 
-class WeightReceiver(_Member):
+class WeightReceiver(_CollectiveMember):
     """The explorer's end of a weight sync group; see `WeightSender` for the arguments.
 
     ```python

@@ -72,7 +72,7 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class SyncGroup:
     """Members that were set up to transfer weights together."""
 
     trainers: frozenset[str]
@@ -101,7 +101,7 @@ class Coordination:
         self._trainers: dict[str, RunningStatus] = {}
         self._explorers: dict[str, Counter[RunningStatus]] = {}
         self._waits: list[Wait] = []
-        self._groups: list[Group] | None = None  # None: all members transfer weights together
+        self._groups: list[SyncGroup] | None = None  # None: all members transfer weights together
         self._groups_complete = True
         self._ended = False
 
@@ -269,7 +269,7 @@ class Coordination:
 
     # Groups
 
-    def set_groups(self, groups: Collection[Group] | None, *, complete: bool = True) -> None:
+    def set_groups(self, groups: Collection[SyncGroup] | None, *, complete: bool = True) -> None:
         """Divides the members into groups, each of which transfers weights on its own; None undoes it.
 
         A group that loses a member, or in which an explorer stops, is never ready again: set the groups anew.
@@ -282,14 +282,14 @@ class Coordination:
         self._groups_complete = complete
         self._settle()
 
-    def intact_groups(self) -> list[Group]:
+    def intact_groups(self) -> list[SyncGroup]:
         """The groups that have lost no member."""
         return [group for group in self._groups or () if not self._is_broken(group)]
 
     def _settle(self) -> None:
         """Answers the members of each group in which all are ready, or cannot become ready."""
         if self._groups is None:
-            self._settle_group(Group(frozenset(self._trainers), frozenset(self._explorers)), fixed=False)
+            self._settle_group(SyncGroup(frozenset(self._trainers), frozenset(self._explorers)), fixed=False)
             return
         for group in self._groups:
             self._settle_group(group, fixed=True)
@@ -297,7 +297,7 @@ class Coordination:
             if self._groups_complete and not any(wait.member in group for group in self._groups):
                 self._answer(wait, None)
 
-    def _settle_group(self, group: Group, *, fixed: bool) -> None:
+    def _settle_group(self, group: SyncGroup, *, fixed: bool) -> None:
         ready = self._count(group, RunningStatus.REQUIRE_SYNC)
         running = self._count(group, RunningStatus.RUNNING)
         # In REQUIRE_SYNC too, but for another reason.
@@ -316,17 +316,17 @@ class Coordination:
         elif trainers and ready and not running and all(status is RunningStatus.REQUIRE_SYNC for status in trainers):
             self._transfer(group, sending, receiving)
 
-    def _count(self, group: Group, status: RunningStatus) -> int:
+    def _count(self, group: SyncGroup, status: RunningStatus) -> int:
         return sum(self._explorers[member][status] for member in group.explorers & self._explorers.keys())
 
-    def _statuses(self, group: Group) -> list[RunningStatus]:
+    def _statuses(self, group: SyncGroup) -> list[RunningStatus]:
         return [self._trainers.get(member, RunningStatus.STOPPED) for member in group.trainers]
 
-    def _is_broken(self, group: Group) -> bool:
+    def _is_broken(self, group: SyncGroup) -> bool:
         gone = not group.explorers <= self._explorers.keys() or RunningStatus.STOPPED in self._statuses(group)
         return gone or self._count(group, RunningStatus.STOPPED) > 0
 
-    def _transfer(self, group: Group, sending: list[Wait], receiving: list[Wait]) -> None:
+    def _transfer(self, group: SyncGroup, sending: list[Wait], receiving: list[Wait]) -> None:
         """Answers the members of a group that are all ready.
 
         A side that has set its status and not called yet stays in REQUIRE_SYNC: its call comes later, and is answered

@@ -7,7 +7,7 @@ import logging
 
 from averaging.errors import ClosedError, WeightGroupError
 from averaging.rl.synchronizer import modules
-from averaging.rl.synchronizer.coordination import Coordination, End, Group, Wait
+from averaging.rl.synchronizer.coordination import Coordination, End, SyncGroup, Wait
 from averaging.rl.synchronizer.modules import Modules
 from averaging.rl.synchronizer.state_stream import Meta
 
@@ -19,7 +19,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-class Waiting:
+class Waiters:
     """Wakes tasks whose waits have ended.
 
     Args:
@@ -74,7 +74,7 @@ class WeightGroups:
         waiting: Those who wait for a group.
     """
 
-    def __init__(self, name: str, tracked: Modules, state: Coordination, waiting: Waiting) -> None:
+    def __init__(self, name: str, tracked: Modules, state: Coordination, waiting: Waiters) -> None:
         self._name = name
         self._tracked = tracked
         self._state = state
@@ -117,14 +117,14 @@ class WeightGroups:
         trainers, explorers = self._tracked.senders(), self._tracked.receivers()
         kept = modules.groups_to_keep(self._state.intact_groups(), member, trainers, explorers)
         self._set(kept, complete=False)
-        found: list[Group] = []
+        found: list[SyncGroup] = []
         try:
             found = await modules.set_up(*modules.free_of(kept, trainers, explorers), self._name, timeout)
         finally:
             self._set([*kept, *found])
         logger.info("%d weight sync groups are set up, %d were kept", len(found), len(kept))
 
-    def _set(self, groups: list[Group] | None, *, complete: bool = True) -> None:
+    def _set(self, groups: list[SyncGroup] | None, *, complete: bool = True) -> None:
         self._state.set_groups(groups, complete=complete)
         self._waiting.release()
 

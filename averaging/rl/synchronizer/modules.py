@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from averaging.errors import AveragingError, WeightGroupError
-from averaging.rl.synchronizer.coordination import Group
+from averaging.rl.synchronizer.coordination import SyncGroup
 from averaging.rl.synchronizer.state_stream import Meta
 
 logger = logging.getLogger("averaging.rl.synchronizer")
@@ -137,8 +137,8 @@ class _Plan:
     explorers: Mapping[str, ReceivesWeights]
 
     @property
-    def group(self) -> Group:
-        return Group(frozenset([self.trainer[0]]), frozenset(self.explorers))
+    def group(self) -> SyncGroup:
+        return SyncGroup(frozenset([self.trainer[0]]), frozenset(self.explorers))
 
 
 def _plans(trainers: Mapping[str, SendsWeights], explorers: Mapping[str, ReceivesWeights]) -> Iterator[_Plan]:
@@ -151,7 +151,7 @@ def _plans(trainers: Mapping[str, SendsWeights], explorers: Mapping[str, Receive
 
 
 def free_of(
-    groups: Collection[Group], trainers: Mapping[str, SendsWeights], explorers: Mapping[str, ReceivesWeights]
+    groups: Collection[SyncGroup], trainers: Mapping[str, SendsWeights], explorers: Mapping[str, ReceivesWeights]
 ) -> tuple[dict[str, SendsWeights], dict[str, ReceivesWeights]]:
     """Returns the trainers and the explorers that are in none of the groups."""
     taken = {member for group in groups for member in group.trainers | group.explorers}
@@ -162,11 +162,11 @@ def free_of(
 
 
 def groups_to_keep(
-    intact: Collection[Group],
+    intact: Collection[SyncGroup],
     caller: str,
     trainers: Mapping[str, SendsWeights],
     explorers: Mapping[str, ReceivesWeights],
-) -> list[Group]:
+) -> list[SyncGroup]:
     """Selects the groups that a new set-up leaves alone, so that it interrupts no transfer without need.
 
     It is none if the caller is no member of a group, or if otherwise a trainer or an explorer would stay without a
@@ -182,7 +182,7 @@ def groups_to_keep(
 
 async def set_up(
     trainers: Mapping[str, SendsWeights], explorers: Mapping[str, ReceivesWeights], group_name: str, timeout: float
-) -> list[Group]:
+) -> list[SyncGroup]:
     """Sets up one group for each trainer, with its share of the explorers; all members join at the same time.
 
     Returns:

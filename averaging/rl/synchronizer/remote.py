@@ -25,9 +25,9 @@ from averaging.rl.synchronizer.modules import Module, ReceivesWeights, SendsWeig
 from averaging.rl.synchronizer.state_stream import (
     Meta,
     ModelState,
-    Received,
-    StateAssembler,
+    ReceivedTensors,
     StateDict,
+    TensorAssembler,
     copy_in_thread,
     meta_from,
     parts_of,
@@ -399,11 +399,11 @@ class RemoteSynchronizer:
         limit = _FOREVER if waits else self._timeout
         return await session.until_lost(self._channel.call(method, request, limit))
 
-    async def _read_state(self) -> Received:
+    async def _read_state(self) -> ReceivedTensors:
         session = await self._open_session()
-        assembler = StateAssembler(MAX_STATE_BYTES)
+        assembler = TensorAssembler(MAX_STATE_BYTES)
 
-        async def read() -> Received:
+        async def read() -> ReceivedTensors:
             async with aclosing(self._channel.stream(methods.GET_MODEL_STATE_DICT, self._request())) as parts:
                 async for part in parts:
                     assembler.add(part)

@@ -14,11 +14,11 @@ from averaging.errors import AveragingError, BusyError, ConfigError, ProtocolVio
 from averaging.peer import Peer
 from averaging.rl.synchronizer import methods
 from averaging.rl.synchronizer.coordination import RunningStatus
-from averaging.rl.synchronizer.sessions import Session, Sessions
-from averaging.rl.synchronizer.state_stream import ModelState, StateAssembler, meta_from, parts_of, tensors_of
+from averaging.rl.synchronizer.sessions import ServerSession, Sessions
+from averaging.rl.synchronizer.state_stream import ModelState, TensorAssembler, meta_from, parts_of, tensors_of
 from averaging.rl.synchronizer.synchronizer import Synchronizer
 from averaging.rpc import Deadline, FairTimeout, RpcCaller, RpcHandler, rpc_caller
-from averaging.weights import LEAST_RATE, Place, Places
+from averaging.weights import LEAST_RATE, Place, SlotTable
 from averaging.wire import synchronizer_pb2 as wire
 
 # Bounds how many states are kept in memory because somebody reads them slowly. Pure.
@@ -96,7 +96,7 @@ class SynchronizerService:
             self.add(synchronizer)
         self._sessions = Sessions()
         self._pinned = PinnedStates()
-        self._uploads: WeakKeyDictionary[Synchronizer, Places] = WeakKeyDictionary()
+        self._uploads: WeakKeyDictionary[Synchronizer, SlotTable] = WeakKeyDictionary()
 
     def add(self, synchronizer: Synchronizer) -> None:
         """Serves another one. One that has ended makes room in its namespace.
@@ -168,7 +168,7 @@ class SynchronizerService:
             synchronizer.remove_member(session.member)
 
     async def _read(
-        self, messages: AsyncIterator[wire.FromModule], session: Session, synchronizer: Synchronizer
+        self, messages: AsyncIterator[wire.FromModule], session: ServerSession, synchronizer: Synchronizer
     ) -> None:
         """Reads what the module says, until it is silent for too long or gone."""
         while True:
@@ -236,7 +236,7 @@ class SynchronizerService:
             raise ProtocolViolationError("a state without messages")
         synchronizer = self._find(first.namespace)
         session = self._sessions.find(first.session, first.namespace)
-        assembler = StateAssembler(synchronizer.config.max_state_bytes)
+        assembler = TensorAssembler(synchronizer.config.max_state_bytes)
         assembler.add(first)
         state = await self._receive(parts, assembler, synchronizer, session)
         member = self._member(first.session, first.namespace)  # it may have left meanwhile
@@ -246,14 +246,14 @@ class SynchronizerService:
     async def _receive(
         self,
         parts: AsyncIterator[wire.StatePart],
-        assembler: StateAssembler,
+        assembler: TensorAssembler,
         synchronizer: Synchronizer,
-        session: Session,
+        session: ServerSession,
     ) -> ModelState:
         """Receives the rest of a state. The upload of a trainer takes the place of one of a stranger."""
         config, host, now = synchronizer.config, rpc_caller().host, asyncio.get_running_loop().time
         most = 2 * config.max_state_bytes
-        places = self._uploads.setdefault(synchronizer, Places("states on their way", most, most, most))
+        places = self._uploads.setdefault(synchronizer, SlotTable("states on their way", most, most, most))
         trains = synchronizer.is_trainer(session.member)
         late = LATE_SECONDS_OF_TRAINER if trains else LATE_SECONDS
         amount = max(assembler.nbytes, most // MAX_UPLOADS)

@@ -12,14 +12,14 @@ from averaging.rl.synchronizer.methods import address_from
 from averaging.rl.synchronizer.modules import Module
 from averaging.rl.synchronizer.state_stream import Meta, meta_from, tensors_of
 from averaging.rpc import rpc_caller
-from averaging.weights import Place, Places
+from averaging.weights import Place, SlotTable
 from averaging.wire import synchronizer_pb2 as wire
 
 MAX_SESSIONS, MAX_SESSIONS_PER_HOST, MAX_SESSIONS_PER_CONNECTION = 1024, 256, 64
 MAX_NAME, MAX_ERROR = 100, 1000
 
 
-class Session:
+class ServerSession:
     """One process that attends; a module that lives as long as its connection.
 
     Attributes:
@@ -49,7 +49,7 @@ class Session:
         """
         if self._module is not None:
             raise ProtocolViolationError("a session is one module; open another session for a second one")
-        kind = _Sender if module.sends_weights else _Receiver if module.receives_weights else _Plain
+        kind = _SessionSender if module.sends_weights else _Receiver if module.receives_weights else _Plain
         self._module = kind(self)
         return self._module
 
@@ -107,11 +107,11 @@ class Sessions:
     """The open sessions."""
 
     def __init__(self) -> None:
-        self._sessions: dict[bytes, Session] = {}
-        self._places = Places("sessions", MAX_SESSIONS, MAX_SESSIONS_PER_HOST, MAX_SESSIONS_PER_CONNECTION)
+        self._sessions: dict[bytes, ServerSession] = {}
+        self._places = SlotTable("sessions", MAX_SESSIONS, MAX_SESSIONS_PER_HOST, MAX_SESSIONS_PER_CONNECTION)
         self._serials = itertools.count(1)
 
-    def open(self, name: str, namespace: str) -> Session:
+    def open(self, name: str, namespace: str) -> ServerSession:
         """Opens a session.
 
         Raises:
@@ -119,11 +119,11 @@ class Sessions:
         """
         place = Place(rpc_caller())
         self._places.enter(place, now=0.0)
-        session = Session(name, namespace, next(self._serials), place)
+        session = ServerSession(name, namespace, next(self._serials), place)
         self._sessions[session.number] = session
         return session
 
-    def find(self, number: bytes, namespace: str) -> Session:
+    def find(self, number: bytes, namespace: str) -> ServerSession:
         """Returns an open session.
 
         Raises:
@@ -137,7 +137,7 @@ class Sessions:
             )
         return session
 
-    def close(self, session: Session) -> None:
+    def close(self, session: ServerSession) -> None:
         """Closes a session."""
         session.close()
         self._places.leave(session.place)
@@ -147,14 +147,14 @@ class Sessions:
 class _Plain:
     """A process that is tracked and in no weight sync group."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: ServerSession) -> None:
         self._session = session
 
     def is_alive(self) -> bool:
         return self._session.open
 
 
-class _Member(_Plain):
+class _SessionModule(_Plain):
     """A process that can be in a weight sync group."""
 
     async def setup_weight_sync_group(
@@ -174,7 +174,7 @@ class _Member(_Plain):
         await self._session.ask(teardown_weight_sync_group=wire.Done())
 
 
-class _Sender(_Member):
+class _SessionSender(_SessionModule):
     """A trainer."""
 
     async def get_weight_sync_info(self) -> tuple[str, int, Meta]:
@@ -182,7 +182,7 @@ class _Sender(_Member):
         return *await address_from(reply.master_address, reply.master_port), meta_from(reply.meta.tensors)
 
 
-class _Receiver(_Member):
+class _Receiver(_SessionModule):
     """An explorer."""
 
     async def set_state_dict_meta(self, state_dict_meta: Meta) -> None:

@@ -131,14 +131,14 @@ def parts_of(state: ModelState, version: int = 0) -> Iterator[wire.StatePart]:
 
 
 @dataclass(frozen=True, slots=True)
-class Received:
+class ReceivedTensors:
     """A state and the version that its sender gave it."""
 
     state: ModelState
     version: int
 
 
-class StateAssembler:
+class TensorAssembler:
     """Puts the messages of one state together.
 
     Args:
@@ -178,7 +178,7 @@ class StateAssembler:
         else:
             self.finished = True
 
-    def result(self) -> Received:
+    def result(self) -> ReceivedTensors:
         """Returns the whole state.
 
         Raises:
@@ -187,8 +187,8 @@ class StateAssembler:
         if self._head is None or not self.finished:
             raise ProtocolViolationError("a state that ends before its digest")
         if self._head.has_tensors:
-            return Received(self._state, self._head.version)
-        return Received(self._head.path or None, self._head.version)
+            return ReceivedTensors(self._state, self._head.version)
+        return ReceivedTensors(self._head.path or None, self._head.version)
 
     def _begin(self, part: wire.StatePart) -> None:
         if not part.HasField("head"):

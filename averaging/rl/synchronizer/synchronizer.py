@@ -14,7 +14,7 @@ from averaging.config import FilePath, TLSFiles
 from averaging.errors import ClosedError, ConfigError, StateError, SyncTimeoutError
 from averaging.peer import Peer
 from averaging.rl.synchronizer.coordination import Coordination, RunningStatus
-from averaging.rl.synchronizer.group_setup import Waiting, WeightGroups, now
+from averaging.rl.synchronizer.group_setup import Waiters, WeightGroups, now
 from averaging.rl.synchronizer.modules import POLL_SECONDS, Module, Modules
 from averaging.rl.synchronizer.options import GROUP_SECONDS, SynchronizerConfig, SyncMethod
 from averaging.rl.synchronizer.state_sources import find_checkpoints, follow_peer, read_version, write_version
@@ -76,7 +76,7 @@ class Synchronizer:
         if self.config.sync_method is SyncMethod.CHECKPOINT:
             self._state.step = step  # the checkpoint that was handed out last is still in the folder
         self._model_state: ModelState = copy_of(state_dict)
-        self._waiting = Waiting(self._state)
+        self._waiting = Waiters(self._state)
         self._modules = Modules()
         self._groups = WeightGroups(self.config.group_name, self._modules, self._state, self._waiting)
         self._peer = peer

@@ -9,7 +9,7 @@ from contextlib import aclosing, suppress
 import torch
 
 from averaging.errors import ConfigError, ProtocolViolationError, WorkerError
-from averaging.rl.workers.methods import FETCH_DATA, Channels
+from averaging.rl.workers.methods import FETCH_DATA, WorkerChannels
 from averaging.rl.workers.parameters import SILENCE_SECONDS, receive, send
 from averaging.rl.workers.payload import MAX_NAMES, Step
 from averaging.rl.workers.redistributor import receptions
@@ -38,7 +38,7 @@ class DataManager:
     def __init__(
         self,
         worker: str,
-        channels: Channels,
+        channels: WorkerChannels,
         endpoints: Mapping[str, str] | None = None,
         keys: Mapping[str, KeySpec] | None = None,
         compression: str = "none",

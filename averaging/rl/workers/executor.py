@@ -22,13 +22,13 @@ from averaging.rl.workers.payload import (
     Compute,
     Computed,
     DatasetSpec,
-    Fetch,
     Fetched,
     Handle,
     HookName,
     Payload,
     Realloc,
-    Save,
+    SampleQuery,
+    SaveRequest,
     Transfer,
     convert,
 )
@@ -192,7 +192,7 @@ class Executor:
         """Carries out a request that does not wait for a flush, and returns the data of its reply."""
         match request.handle_name:
             case Handle.FETCH:
-                return await self._fetch(convert(request.data, Fetch))
+                return await self._fetch(convert(request.data, SampleQuery))
             case Handle.SPEC:
                 size = 0 if self._source is None else self._source.size
                 return DatasetSpec(1 if size else 0, size)
@@ -204,7 +204,7 @@ class Executor:
                 return None
         raise ConfigError(f"{self._worker} knows no request {request.handle_name!r:.200}; give both the same version")
 
-    async def _fetch(self, request: Fetch) -> Fetched:
+    async def _fetch(self, request: SampleQuery) -> Fetched:
         source = self._source
         if source is None:
             raise ConfigError(f"{self._worker} holds no part of a dataset; give it one, or fetch from the DP heads")
@@ -324,7 +324,7 @@ class Executor:
             case HookName.OFFLOAD:
                 await run(backend.offload)
             case HookName.SAVE:
-                await run(backend.save, await run(self._path_to_save, convert(data, Save).path))
+                await run(backend.save, await run(self._path_to_save, convert(data, SaveRequest).path))
             case HookName.AVERAGE:
                 return check_numbers(await run(backend.average), "average")
             case HookName.PARAM_REALLOC:

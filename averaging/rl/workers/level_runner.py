@@ -10,7 +10,7 @@ from typing import Any
 
 from averaging.errors import DataLostError, WorkerError, WorkerLostError
 from averaging.rl.workers.payload import Compute, Computed, Handle, HookName, Payload, Realloc, Transfer, convert
-from averaging.rl.workers.payload import Save as SaveData
+from averaging.rl.workers.payload import SaveRequest as SaveData
 from averaging.rl.workers.plan import Call, Hook, Model, ModelShardID, ParamRealloc, Plan, Save
 from averaging.rl.workers.redistributor import OwnerTracker, Redistributor, balance, receptions
 from averaging.rl.workers.request_client import RequestClient

@@ -84,7 +84,7 @@ def connector(credentials: Credentials | None, *, named_by_master: bool = False)
     return connect
 
 
-class Channels:
+class WorkerChannels:
     """The channels to the other workers, each opened when it is first used."""
 
     def __init__(self, connect: Connect) -> None:

@@ -21,8 +21,8 @@ from averaging.rl.workers.methods import (
     FETCH_PARAMETERS,
     REQUEST_REPLY_STREAM,
     SERVICE,
-    Channels,
     Connect,
+    WorkerChannels,
     connector,
 )
 from averaging.rl.workers.parameters import ParameterExchange
@@ -101,7 +101,7 @@ class ModelWorker:
         if listen is not None:
             own = local_credentials(SERVICE) if credentials is None else credentials
             self._server = RpcServer(listen, [self], advertise=advertise, credentials=own)
-        self._channels = Channels(connect or connector(credentials, named_by_master=True))
+        self._channels = WorkerChannels(connect or connector(credentials, named_by_master=True))
         self._compression = compression
         self._computations = Computations(inline=inline)
         self._loading = Computations(inline=inline)

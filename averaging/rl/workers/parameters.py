@@ -17,7 +17,7 @@ from averaging.errors import (
     WorkerError,
     WorkerLostError,
 )
-from averaging.rl.workers.methods import FETCH_PARAMETERS, Channels
+from averaging.rl.workers.methods import FETCH_PARAMETERS, WorkerChannels
 from averaging.rl.workers.payload import Realloc
 from averaging.rl.workers.samples import kind_of
 from averaging.rpc import TENSOR_DTYPES, TensorReader, tensor_dtype_name, tensor_messages
@@ -144,7 +144,7 @@ class ParameterExchange:
     source waited for its targets instead, two workers that are source and target of each other would wait without end.
     """
 
-    def __init__(self, worker: str, channels: Channels) -> None:
+    def __init__(self, worker: str, channels: WorkerChannels) -> None:
         self.endpoints: Mapping[str, str] = {}
         self._worker = worker
         self._channels = channels

@@ -113,7 +113,7 @@ class Payload:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
+class SampleQuery:
     """Asks for samples.
 
     Attributes:
@@ -255,7 +255,7 @@ class Realloc:
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
+class SaveRequest:
     """Data of a hook `save`: where the backend saves the model."""
 
     path: str

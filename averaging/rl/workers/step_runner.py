@@ -10,7 +10,17 @@ from dataclasses import dataclass, field
 
 from averaging.errors import DataLostError, WorkerError, WorkerLostError
 from averaging.rl.workers.level_runner import LevelRunner
-from averaging.rl.workers.payload import Clear, Compute, DatasetSpec, Fetch, Fetched, Handle, Payload, Realloc, convert
+from averaging.rl.workers.payload import (
+    Clear,
+    Compute,
+    DatasetSpec,
+    Fetched,
+    Handle,
+    Payload,
+    Realloc,
+    SampleQuery,
+    convert,
+)
 from averaging.rl.workers.plan import Model, ModelShardID, Plan
 from averaging.rl.workers.redistributor import OwnerTracker
 from averaging.rl.workers.request_client import RequestClient
@@ -112,7 +122,7 @@ class StepRunner:
             if not heads:
                 raise WorkerError("", f"all workers with a part of the dataset are lost: {self._dataset_heads()}")
             count = math.ceil(missing / len(heads))
-            if not await self._fetch(heads, Fetch(count)) and self._client.living >= set(heads):
+            if not await self._fetch(heads, SampleQuery(count)) and self._client.living >= set(heads):
                 raise WorkerError(
                     heads[0],
                     f"the dataset has no further samples at {', '.join(heads)}: a step needs {self._plan.batch_size}, "
@@ -120,7 +130,7 @@ class StepRunner:
                     Handle.FETCH,
                 )
 
-    async def _fetch(self, heads: Sequence[str], fetch: Fetch) -> list[str]:
+    async def _fetch(self, heads: Sequence[str], fetch: SampleQuery) -> list[str]:
         got: list[str] = []
         requests = await self._client.request(heads, Handle.FETCH, [fetch] * len(heads))
         for head, request in zip(heads, requests, strict=True):
@@ -145,7 +155,7 @@ class StepRunner:
         missing = self._tracker.missing(ids, self._plan.data_keys)
         for head in self._plan.data_model.heads.values():
             if missing and head in self._client.living:
-                await self._fetch([head], Fetch(ids=list(missing)))
+                await self._fetch([head], SampleQuery(ids=list(missing)))
                 missing = self._tracker.missing(ids, self._plan.data_keys)
         if missing:
             for sample in missing:

@@ -40,7 +40,7 @@ TICKET_BYTES = NONCE_BYTES = DIGEST_BYTES = 32
 HELLO_BYTES = len(MAGIC) + NONCE_BYTES + DIGEST_BYTES
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame is."""
 
     READY = 1
@@ -57,17 +57,17 @@ class Kind(IntEnum):
     """From the callee, when the caller asks with `Echo`; between any two other frames."""
 
 
-FROM_CALLER = frozenset({Kind.READY, Kind.PART, Kind.END})
-FROM_CALLEE = frozenset({Kind.WELCOME, Kind.PART, Kind.END, Kind.ERROR, Kind.ALIVE})
+FROM_CALLER = frozenset({FrameKind.READY, FrameKind.PART, FrameKind.END})
+FROM_CALLEE = frozenset({FrameKind.WELCOME, FrameKind.PART, FrameKind.END, FrameKind.ERROR, FrameKind.ALIVE})
 
-_HEADS = frozenset({Kind.PART, Kind.ERROR})
-_BODIES = frozenset({Kind.PART})
+_HEADS = frozenset({FrameKind.PART, FrameKind.ERROR})
+_BODIES = frozenset({FrameKind.PART})
 
 
 class Sizes(NamedTuple):
     """The content of a header."""
 
-    kind: Kind
+    kind: FrameKind
     head: int
     body: int
 
@@ -79,17 +79,17 @@ class Sizes(NamedTuple):
 class Frame(NamedTuple):
     """A received frame. The body is in a buffer that is used again when nothing refers to it any more."""
 
-    kind: Kind
+    kind: FrameKind
     head: bytes
     body: Buffer
 
 
-def pack_header(kind: Kind, head: int, body: int) -> bytes:
+def pack_header(kind: FrameKind, head: int, body: int) -> bytes:
     """Returns the header of a frame."""
     return HEADER.pack(kind, 0, head, body)
 
 
-def read_header(raw: bytes | bytearray | memoryview, max_body: int, accepted: frozenset[Kind]) -> Sizes:
+def read_header(raw: bytes | bytearray | memoryview, max_body: int, accepted: frozenset[FrameKind]) -> Sizes:
     """Reads a header.
 
     Args:
@@ -101,15 +101,15 @@ def read_header(raw: bytes | bytearray | memoryview, max_body: int, accepted: fr
         ProtocolViolationError: it is malformed, or the other side sends no such frame.
     """
     kind, zero, head, body = HEADER.unpack(raw)
-    if zero or not Kind.READY <= kind <= Kind.ALIVE:
+    if zero or not FrameKind.READY <= kind <= FrameKind.ALIVE:
         raise ProtocolViolationError("something on the direct connection that is not a frame")
     if kind not in accepted:
-        raise ProtocolViolationError(f"a frame {Kind(kind).name}, which this side may not send")
+        raise ProtocolViolationError(f"a frame {FrameKind(kind).name}, which this side may not send")
     if head > (MAX_HEAD_BYTES if kind in _HEADS else 0) or body > (max_body if kind in _BODIES else 0):
         raise ProtocolViolationError(
             f"a frame with {head} and {body} bytes; at most {MAX_HEAD_BYTES} and {max_body} are accepted"
         )
-    return Sizes(Kind(kind), head, body)
+    return Sizes(FrameKind(kind), head, body)
 
 
 def commitment_to(nonce: bytes) -> bytes:
@@ -156,7 +156,7 @@ _STEP = 4096
 """Sizes are multiples of it, so that parts with heads of different lengths share buffers."""
 
 
-class Buffers:
+class BufferPool:
     """The buffers of one transport.
 
     A view of a buffer, and a tensor that shares its memory, refer to it. So it is free when only this object does.

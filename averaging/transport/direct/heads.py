@@ -80,7 +80,7 @@ def _encode(
     ).SerializeToString()
 
 
-class Heads:
+class HeaderCache:
     """Decodes heads. Those of the parts of one round are few, so they are kept."""
 
     def __init__(self) -> None:

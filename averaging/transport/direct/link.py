@@ -17,7 +17,16 @@ from contextlib import suppress
 
 from averaging.errors import AveragingError, PeerUnreachableError, ProtocolViolationError
 from averaging.protocol import Buffer
-from averaging.transport.direct.frames import HEADER, TAG_BYTES, Buffers, Frame, Kind, Sizes, pack_header, read_header
+from averaging.transport.direct.frames import (
+    HEADER,
+    TAG_BYTES,
+    BufferPool,
+    Frame,
+    FrameKind,
+    Sizes,
+    pack_header,
+    read_header,
+)
 from averaging.transport.direct.sealing import Cipher, Ciphers
 from averaging.transport.grpc import KEEPALIVE_SECONDS, SILENCE_SECONDS
 
@@ -102,9 +111,9 @@ class Link:
         sock: socket.socket,
         name: str,
         *,
-        accepted: frozenset[Kind],
+        accepted: frozenset[FrameKind],
         max_body: int,
-        buffers: Buffers,
+        buffers: BufferPool,
         ciphers: Ciphers | None = None,
         hang_ups: HangUps | None = None,
     ) -> None:
@@ -187,7 +196,7 @@ class Link:
             self._resume()
         return frame
 
-    async def send(self, kind: Kind, head: bytes = b"", body: Buffer = b"") -> None:
+    async def send(self, kind: FrameKind, head: bytes = b"", body: Buffer = b"") -> None:
         """Sends a frame and returns when the system has taken all of it. Only one task may send at a time.
 
         If it is cancelled or raises, the connection must be closed: a part of the frame may be on its way.
@@ -206,7 +215,7 @@ class Link:
         self._alive_wanted = self._sending
         if self._sending or self.lost:
             return
-        header = pack_header(Kind.ALIVE, 0, 0)
+        header = pack_header(FrameKind.ALIVE, 0, 0)
         payload = b"" if self._ciphers is None else self._seal(self._ciphers.sending, header, b"", b"")
         frame = header + payload
         try:
@@ -234,7 +243,7 @@ class Link:
         if self.lost:
             raise PeerUnreachableError(self.name, self.lost)
 
-    async def _send(self, kind: Kind, head: bytes, body: Buffer) -> None:
+    async def _send(self, kind: FrameKind, head: bytes, body: Buffer) -> None:
         header = pack_header(kind, len(head), len(body))
         if self._ciphers is not None:
             pieces = [memoryview(header), self._seal(self._ciphers.sending, header, head, body)]
@@ -353,7 +362,7 @@ class Link:
                     return
             body = room[: sizes.body]
             head = bytes(room[behind : behind + sizes.head])
-        if sizes.kind is Kind.ALIVE:
+        if sizes.kind is FrameKind.ALIVE:
             # A flood of unasked ones would keep the loop reading, and hide the end of the connection behind it.
             if not self._alive_due:
                 self._fail(f"{LOST}: an ALIVE that was not asked for")

@@ -11,8 +11,8 @@ from contextlib import suppress
 from averaging.common import parse_address
 from averaging.errors import AveragingError, ListenError, PeerUnreachableError, ProtocolViolationError
 from averaging.transport import AveragingService
-from averaging.transport.direct.frames import FROM_CALLER, HELLO_BYTES, MAGIC, Buffers, Kind, read_hello
-from averaging.transport.direct.heads import Heads
+from averaging.transport.direct.frames import FROM_CALLER, HELLO_BYTES, MAGIC, BufferPool, FrameKind, read_hello
+from averaging.transport.direct.heads import HeaderCache
 from averaging.transport.direct.link import HangUps, Link
 from averaging.transport.direct.sealing import Admission, Tickets
 from averaging.transport.direct.serving import (
@@ -20,9 +20,9 @@ from averaging.transport.direct.serving import (
     MAX_CONNECTIONS_PER_HOST,
     MAX_NEWCOMERS,
     MAX_NEWCOMERS_PER_HOST,
+    ConnectionQuota,
     Held,
     HeldLimits,
-    Places,
     Stream,
     serve_stream,
     write_seconds,
@@ -61,7 +61,7 @@ class Listener:
         *,
         max_body: int,
         limits: HeldLimits,
-        buffers: Buffers,
+        buffers: BufferPool,
         clock: Callable[[], float],
     ) -> None:
         self._max_body, self._buffers, self._clock = max_body, buffers, clock
@@ -71,9 +71,9 @@ class Listener:
         self.tickets = Tickets()
         self._service: AveragingService | None = None
         self._hang_ups: HangUps | None = None
-        self._newcomers = Places(MAX_NEWCOMERS, MAX_NEWCOMERS_PER_HOST)
-        self._admitted = Places(MAX_CONNECTIONS, MAX_CONNECTIONS_PER_HOST)
-        self._heads, self._held = Heads(), Held(limits)
+        self._newcomers = ConnectionQuota(MAX_NEWCOMERS, MAX_NEWCOMERS_PER_HOST)
+        self._admitted = ConnectionQuota(MAX_CONNECTIONS, MAX_CONNECTIONS_PER_HOST)
+        self._heads, self._held = HeaderCache(), Held(limits)
         self._links: dict[bytes, Link] = {}  # by their tickets
         self._connections: set[asyncio.Task[None]] = set()
         self._busy: set[asyncio.Task[None]] = set()  # those with a stream in progress
@@ -212,9 +212,9 @@ class Listener:
         return link
 
     async def _greet(self, link: Link) -> None:
-        if (await link.read()).kind is not Kind.READY:
+        if (await link.read()).kind is not FrameKind.READY:
             raise ProtocolViolationError(f"{link.name} did not begin as a caller does")
-        await link.send(Kind.WELCOME)
+        await link.send(FrameKind.WELCOME)
 
 
 def normalized(address: str) -> str:

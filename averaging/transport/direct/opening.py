@@ -21,8 +21,8 @@ from averaging.transport.direct.frames import (
     NONCE_BYTES,
     TICKET_BYTES,
     VERSION,
-    Buffers,
-    Kind,
+    BufferPool,
+    FrameKind,
     commitment_to,
     pack_hello,
     proof_of,
@@ -197,7 +197,7 @@ async def open_link(
     *,
     sealed: bool,
     max_body: int,
-    buffers: Buffers,
+    buffers: BufferPool,
 ) -> Link:
     """Opens a connection to `endpoint`; the caller's side.
 
@@ -240,8 +240,8 @@ async def open_link(
                 connection.close()
                 raise
             try:
-                await link.send(Kind.READY)
-                if (await link.read()).kind is not Kind.WELCOME:
+                await link.send(FrameKind.READY)
+                if (await link.read()).kind is not FrameKind.WELCOME:
                     raise ProtocolViolationError(f"what answers at the direct port {grant.port} is not a peer")
             except BaseException:
                 link.close()

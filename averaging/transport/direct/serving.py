@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from averaging.errors import AveragingError, BusyError, PeerUnreachableError, ProtocolViolationError
 from averaging.protocol import AveragingData
 from averaging.transport import AveragingService
-from averaging.transport.direct.frames import Kind
-from averaging.transport.direct.heads import Heads, encode_error, encode_head
+from averaging.transport.direct.frames import FrameKind
+from averaging.transport.direct.heads import HeaderCache, encode_error, encode_head
 from averaging.transport.direct.link import FRAMES_AHEAD, Link
 from averaging.transport.direct.sealing import Admission
 from averaging.transport.grpc import IDLE_SECONDS, WRITE_BYTES_PER_SECOND, WRITE_SECONDS
@@ -28,7 +28,7 @@ MAX_NEWCOMERS, MAX_NEWCOMERS_PER_HOST = 512, 64
 """Connections whose ticket has not arrived yet."""
 
 
-class Places:
+class ConnectionQuota:
     """Counts connections of one kind.
 
     Args:
@@ -107,7 +107,7 @@ class Stream:
         ended: whether the caller has sent the last one.
     """
 
-    def __init__(self, link: Link, admission: Admission, heads: Heads, held: Held) -> None:
+    def __init__(self, link: Link, admission: Admission, heads: HeaderCache, held: Held) -> None:
         self._link, self._admission, self._heads, self._held = link, admission, heads, held
         self._begun = self._accepted = self.ended = False
         self._nbytes = 0
@@ -132,10 +132,10 @@ class Stream:
             raise StopAsyncIteration
         kind, head, body = await self._link.read()
         self._begun = True
-        if kind is Kind.END:
+        if kind is FrameKind.END:
             self.ended = True
             raise StopAsyncIteration
-        if kind is not Kind.PART:
+        if kind is not FrameKind.PART:
             raise ProtocolViolationError(f"sent {kind.name} in a stream of parts")
         message = self._heads.decode(head, body)
         if message.endpoint:
@@ -147,7 +147,7 @@ class Stream:
         with suppress(TimeoutError):
             async with asyncio.timeout(LINGER_SECONDS):
                 while not self.ended:
-                    self.ended = (await self._link.read()).kind is Kind.END
+                    self.ended = (await self._link.read()).kind is FrameKind.END
 
     def close(self) -> None:
         """Ends the count of its bytes."""
@@ -189,13 +189,13 @@ async def _answer(link: Link, stream: Stream, service: AveragingService) -> None
             async for reply in replies:
                 body = b"" if reply.tensor_part is None else reply.tensor_part.buffer
                 link.spent = link.spent and reply.tensor_part is None
-                await link.send(Kind.PART, encode_head(reply), body)
+                await link.send(FrameKind.PART, encode_head(reply), body)
     except PeerUnreachableError:
         raise
     except AveragingError as error:
-        await link.send(Kind.ERROR, encode_error(error))
+        await link.send(FrameKind.ERROR, encode_error(error))
     except Exception:
         logger.exception("a stream of parts from %s failed", link.name)
-        await link.send(Kind.ERROR, encode_error(None))
+        await link.send(FrameKind.ERROR, encode_error(None))
     else:
-        await link.send(Kind.END)
+        await link.send(FrameKind.END)

@@ -14,8 +14,8 @@ from averaging.config import AUTO
 from averaging.errors import AveragingError, ConfigError, PeerUnreachableError, ProtocolViolationError
 from averaging.protocol import AveragingData
 from averaging.transport import AveragingService, GossipService, Lane
-from averaging.transport.direct.frames import Buffers, Frame, Kind
-from averaging.transport.direct.heads import Heads, decode_error, encode_head
+from averaging.transport.direct.frames import BufferPool, Frame, FrameKind
+from averaging.transport.direct.heads import HeaderCache, decode_error, encode_head
 from averaging.transport.direct.lanes import MAX_KNOWN, Lanes
 from averaging.transport.direct.link import Link
 from averaging.transport.direct.listener import Listener
@@ -31,7 +31,7 @@ FRAMES_AT_ONCE = 16
 
 
 async def call(
-    link: Link, endpoint: str, messages: AsyncIterator[AveragingData], heads: Heads
+    link: Link, endpoint: str, messages: AsyncIterator[AveragingData], heads: HeaderCache
 ) -> AsyncGenerator[AveragingData, None]:
     """Sends `messages` from a background task and yields the replies. `messages` is closed with the call.
 
@@ -43,10 +43,10 @@ async def call(
         ProtocolViolationError: an answer is malformed.
         Exception: of `messages`.
     """
-    upload = _Upload(link, messages)
+    upload = _DirectUpload(link, messages)
     in_order = averaged = False
     try:
-        while (frame := await _next(link, upload)).kind is Kind.PART:
+        while (frame := await _next(link, upload)).kind is FrameKind.PART:
             try:
                 reply = heads.decode(frame.head, frame.body)
             except ProtocolViolationError as error:
@@ -55,10 +55,10 @@ async def call(
             averaged = averaged or reply.tensor_part is not None
             yield reply
             del reply
-        if frame.kind is Kind.ERROR:
+        if frame.kind is FrameKind.ERROR:
             in_order = True
             raise decode_error(endpoint, frame.head)
-        if frame.kind is not Kind.END:
+        if frame.kind is not FrameKind.END:
             raise ProtocolViolationError(f"answered with {frame.kind.name} in a stream of parts", endpoint)
         in_order = True
     finally:
@@ -68,7 +68,7 @@ async def call(
         await upload.close()
 
 
-async def _next(link: Link, upload: _Upload) -> Frame:
+async def _next(link: Link, upload: _DirectUpload) -> Frame:
     try:
         return await link.read()
     except PeerUnreachableError:
@@ -77,7 +77,7 @@ async def _next(link: Link, upload: _Upload) -> Frame:
         raise
 
 
-class _Upload:
+class _DirectUpload:
     """Sends messages as fast as the connection takes them.
 
     Attributes:
@@ -97,11 +97,11 @@ class _Upload:
             sent = 0
             async for message in messages:
                 body = b"" if message.tensor_part is None else message.tensor_part.buffer
-                await link.send(Kind.PART, encode_head(message), body)
+                await link.send(FrameKind.PART, encode_head(message), body)
                 sent += 1
                 if sent % FRAMES_AT_ONCE == 0:
                     await asyncio.sleep(0)  # small frames may never have to wait for the socket
-            await link.send(Kind.END)
+            await link.send(FrameKind.END)
             self.ended = True
         except PeerUnreachableError:
             return  # the reader gets the reason
@@ -158,7 +158,7 @@ class DirectTransport(GrpcTransport):
             raise ConfigError(f"direct_advertise must be a port from 1 to 65535, not {direct_advertise}")
         self._direct_listen, self._direct_advertise = direct_listen, direct_advertise
         self._max_part_bytes = max_part_bytes
-        self._buffers, self._heads = Buffers(), Heads()
+        self._buffers, self._heads = BufferPool(), HeaderCache()
         self._listener: Listener | None = None
         self._lanes = Lanes(self._open)
         self._last_lanes: dict[str, Lane] = {}

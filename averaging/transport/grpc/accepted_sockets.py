@@ -44,7 +44,7 @@ class Remote(NamedTuple):
         return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
 
 
-class Handle(NamedTuple):
+class SocketHandle(NamedTuple):
     """One socket. Its inode differs from that of a later socket or file with the same descriptor."""
 
     descriptor: int
@@ -62,7 +62,7 @@ class Found:
     """
 
     taken: float = -1.0
-    sockets: Mapping[tuple[int, Remote], tuple[Handle, ...]] = field(default_factory=dict)
+    sockets: Mapping[tuple[int, Remote], tuple[SocketHandle, ...]] = field(default_factory=dict)
 
 
 def parse_peer(peer: str) -> Remote:
@@ -102,13 +102,13 @@ class SocketSearch:
 SEARCH = SocketSearch()
 
 
-def search() -> Mapping[tuple[int, Remote], tuple[Handle, ...]]:
+def search() -> Mapping[tuple[int, Remote], tuple[SocketHandle, ...]]:
     """Reads all descriptors of this process; see `Found.sockets`.
 
     Raises:
         OSError: this process has no free descriptor.
     """
-    found: defaultdict[tuple[int, Remote], tuple[Handle, ...]] = defaultdict(tuple)
+    found: defaultdict[tuple[int, Remote], tuple[SocketHandle, ...]] = defaultdict(tuple)
     descriptors: list[int] = []
     with _skipped():
         descriptors += [int(entry.name) for entry in _DESCRIPTORS.iterdir()]
@@ -118,11 +118,11 @@ def search() -> Mapping[tuple[int, Remote], tuple[Handle, ...]]:
                 continue
             if _received(one) is not None:
                 ends = one.getsockname()[1], _remote(*one.getpeername()[:2])
-                found[ends] += (Handle(descriptor, _inode(one)),)
+                found[ends] += (SocketHandle(descriptor, _inode(one)),)
     return found
 
 
-def received(handles: tuple[Handle, ...]) -> int | None:
+def received(handles: tuple[SocketHandle, ...]) -> int | None:
     """Returns how many bytes have arrived on these sockets since they were connected; None if one of them is closed.
 
     Raises:
@@ -140,7 +140,7 @@ def received(handles: tuple[Handle, ...]) -> int | None:
     return total
 
 
-def hang_up(handles: tuple[Handle, ...]) -> None:
+def hang_up(handles: tuple[SocketHandle, ...]) -> None:
     """Shuts these sockets down in both directions. gRPC sees connections that the other end has closed."""
     for descriptor, inode in handles:
         with suppress(OSError), _borrowed(descriptor) as one:

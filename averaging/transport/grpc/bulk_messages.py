@@ -69,7 +69,7 @@ def split(raw: bytes, field: int) -> Pieces | None:
     return Pieces(outer.rest, inside.rest, inside.start, memoryview(raw)[inside.start : inside.stop])
 
 
-class Heads(Generic[Content]):
+class MessageCache(Generic[Content]):
     """A cache of decoded messages without their tensor's buffer.
 
     The parts of a round differ only in the buffer. A message that has the length of an earlier one, and the same bytes

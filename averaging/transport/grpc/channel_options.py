@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from averaging.errors import ProtocolViolationError
 from averaging.protocol import MAX_GROUP_SIZE, JoinRequest, Resume
-from averaging.transport.grpc.unfinished_calls import Limits
+from averaging.transport.grpc.unfinished_calls import ByteLimits
 
 CONNECT_SECONDS = 5.0
 """Time limit for a new connection. Between continents, with TLS, it takes about one second."""
@@ -87,9 +87,9 @@ def server_options(max_message_bytes: int) -> Options:
     ]
 
 
-def held_limits(max_message_bytes: int) -> Limits:
+def held_limits(max_message_bytes: int) -> ByteLimits:
     """For unfinished requests to the listening side."""
-    return Limits(*(most + max_message_bytes for most in (HELD_PER_CONNECTION, HELD_PER_HOST, HELD_IN_ALL)))
+    return ByteLimits(*(most + max_message_bytes for most in (HELD_PER_CONNECTION, HELD_PER_HOST, HELD_IN_ALL)))
 
 
 def channel_options(max_message_bytes: int) -> Options:

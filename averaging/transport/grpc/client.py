@@ -59,7 +59,7 @@ async def call_both_ways(
         start: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = connection.channel.stream_stream(method.path)
         call = start(metadata=channels.metadata)
         replies = aiter(call)
-        upload = _Upload(call, method.encode_request, messages)
+        upload = _GrpcUpload(call, method.encode_request, messages)
         try:
             while (raw := await _next(channels, endpoint, call, replies)) is not None:
                 yield read_reply(endpoint, method.read_reply, raw)
@@ -104,7 +104,7 @@ def _status(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details)
 
 
-class _Upload:
+class _GrpcUpload:
     """Writes messages with the network's backpressure until the call ends.
 
     Attributes:

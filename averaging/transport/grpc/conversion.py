@@ -36,7 +36,7 @@ M = TypeVar("M", bound=Message)
 _PART = averaging_pb2.AveragingData.DESCRIPTOR.fields_by_name["tensor_part"].number
 _CHUNK = averaging_pb2.DownloadData.DESCRIPTOR.fields_by_name["tensor_part"].number
 
-_HEADS: bulk_messages.Heads[AveragingData] = bulk_messages.Heads()
+_HEADS: bulk_messages.MessageCache[AveragingData] = bulk_messages.MessageCache()
 
 
 def parse(message: M, raw: bytes) -> M:

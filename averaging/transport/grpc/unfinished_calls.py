@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from averaging.errors import BusyError
 from averaging.timing import expire
 from averaging.transport.grpc import accepted_sockets
-from averaging.transport.grpc.accepted_sockets import SEARCH, Found, Handle, Remote, parse_peer
+from averaging.transport.grpc.accepted_sockets import SEARCH, Found, Remote, SocketHandle, parse_peer
 
 logger = logging.getLogger("averaging.transport")
 
@@ -37,7 +37,7 @@ They arrived before the socket was found, so nobody knows when. They count for a
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ByteLimits:
     """Bytes that unfinished calls may hold.
 
     Attributes:
@@ -51,7 +51,7 @@ class Limits:
     in_all: int
 
 
-def excess(held: Mapping[Remote, int], limits: Limits) -> list[Remote]:
+def excess(held: Mapping[Remote, int], limits: ByteLimits) -> list[Remote]:
     """Selects the connections to close, so that the others keep within the limits.
 
     A host over its limit loses its largest connections. If all hosts together are over the limit, the host that holds
@@ -98,7 +98,7 @@ class _Connection:
 
     remote: Remote
     since: float
-    handles: tuple[Handle, ...] = ()
+    handles: tuple[SocketHandle, ...] = ()
     calls: dict[UnfinishedCall, int] = field(default_factory=dict)
     taken: int = 0
     level: int = 0
@@ -106,7 +106,7 @@ class _Connection:
     doubtful: int = 0
     doubted_until: float = 0.0
 
-    def found(self, handles: tuple[Handle, ...], now: float) -> None:
+    def found(self, handles: tuple[SocketHandle, ...], now: float) -> None:
         """Records its sockets."""
         self.handles = handles
         if self.ended_unseen and self.count():
@@ -191,7 +191,7 @@ class UnfinishedCalls:
     """
 
     def __init__(
-        self, limits: Limits, find: Callable[[], Found] = SEARCH.find, clock: Callable[[], float] = time.monotonic
+        self, limits: ByteLimits, find: Callable[[], Found] = SEARCH.find, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._limits = limits
         self._find = find
