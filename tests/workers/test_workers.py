@@ -140,6 +140,26 @@ def test_the_requests_of_a_master(site: Site) -> None:
             master.call(["a0"], Handle.SPEC, [None, None])
 
 
+@pytest.mark.parametrize("no_syn", [True, False])
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        ({"ids": object()}, "it cannot be sent: Encoding objects of type object"),
+        ({"count": 1 << 70}, "it cannot be sent: can't serialize ints"),
+        ({"ids": ["x" * 1000] * 20_000}, "it has .* bytes, and .* can be sent"),
+    ],
+    ids=["object", "number", "size"],
+)
+def test_a_request_that_cannot_be_sent_fails_alone(site: Site, data: object, reason: str, no_syn: bool) -> None:
+    site.start_ppo()
+    with site.master() as master:
+        with pytest.raises(WorkerError, match=f"fetch of a0 has failed at a0: {reason}"):
+            master.call(["a0"], Handle.FETCH, [data], no_syn=no_syn, timeout=20.0)
+        assert master.call(["a0"], Handle.SPEC, timeout=20.0)[0]["dataset_size"] == 32
+        assert not master.lost
+        assert [result.step for result in master.run(1)] == [1]
+
+
 def test_the_coroutines_of_a_master(site: Site) -> None:
     site.start_ppo()
     with site.master() as master:
