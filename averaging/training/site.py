@@ -280,9 +280,12 @@ def _ranks_of(group: object) -> list[int]:
 
 def _new_group(ranks: list[int]) -> Any:
     """A group of its own for control data, so that it does not get mixed up with the collectives of the training."""
+    # torch gives a group of some ranks the name of an earlier one that was closed, and its ranks may then read the old
+    # addresses in the store and wait for ever. A group of all ranks has a number of its own.
+    some = len(ranks) < dist.get_world_size()
     try:
         return dist.new_group(
-            ranks, timeout=timedelta(seconds=HANG_SECONDS), backend="gloo", use_local_synchronization=True
+            ranks, timeout=timedelta(seconds=HANG_SECONDS), backend="gloo", use_local_synchronization=some
         )
     except RuntimeError as error:
         raise SiteError(f"the ranks of this site cannot connect to each other: {error}") from error
