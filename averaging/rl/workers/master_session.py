@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 
-from averaging.errors import AveragingError, ProtocolViolationError, printable
-from averaging.rl.workers.methods import BATCH_BYTES
+from averaging.errors import AveragingError, ConfigError, ProtocolViolationError, printable
+from averaging.rl.workers.methods import BATCH_BYTES, MESSAGE_BYTES
 from averaging.rl.workers.payload import Payload, pack, unpack
 from averaging.wire import workers_pb2
 from averaging.wire.workers_pb2 import WorkerMessage
@@ -14,12 +14,38 @@ from averaging.wire.workers_pb2 import WorkerMessage
 # Converts requests and replies to and from their messages.
 
 
+PAYLOAD_BYTES = MESSAGE_BYTES - 2 * BATCH_BYTES
+"""Maximum size of a request or reply; others that are smaller may be in the same message."""
+
 MAX_HOOKS = 64
 """Maximum number of hooks before or after one request."""
 
 
 def encode_payload(payload: Payload) -> workers_pb2.Payload:
-    """The message of a request or reply."""
+    """The message of a request or reply.
+
+    Raises:
+        ConfigError: It cannot be sent, because of its data or its size.
+    """
+    try:
+        message = _encode(payload)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ConfigError(f"it cannot be sent: {error}") from None
+    if (nbytes := message.ByteSize()) > PAYLOAD_BYTES:
+        raise ConfigError(f"it has {nbytes} bytes, and {PAYLOAD_BYTES} can be sent; give less at once")
+    return message
+
+
+def encode_reply(reply: Payload) -> workers_pb2.Payload:
+    """The message of a reply; of one that cannot be sent, an error that says so."""
+    try:
+        return encode_payload(reply)
+    except ConfigError as error:
+        failed = Payload(reply.handler, reply.handle_name, reply.request_id, error=f"its reply is lost: {error}")
+        return encode_payload(failed)
+
+
+def _encode(payload: Payload) -> workers_pb2.Payload:
     return workers_pb2.Payload(
         handler=payload.handler,
         handle_name=payload.handle_name,
@@ -128,13 +154,13 @@ class MasterSession:
             if isinstance(message, int):
                 yield WorkerMessage(pong=message)
                 continue
-            batch = WorkerMessage(replies=[encode_payload(message)])
+            batch = WorkerMessage(replies=[encode_reply(message)])
             nbytes = batch.ByteSize()
             while nbytes <= BATCH_BYTES and not self._unsent.empty() and not self._closed:
                 following = self._unsent.get_nowait()
                 if isinstance(following, int):
                     batch.pong = following
                 elif following is not None:
-                    batch.replies.append(encode_payload(following))
+                    batch.replies.append(encode_reply(following))
                     nbytes += batch.replies[-1].ByteSize()
             yield batch

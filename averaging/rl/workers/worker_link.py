@@ -8,9 +8,16 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 
-from averaging.errors import AveragingError, MasterRefusedError, TransportError, UnauthenticatedError, WorkerLostError
+from averaging.errors import (
+    AveragingError,
+    ConfigError,
+    MasterRefusedError,
+    TransportError,
+    UnauthenticatedError,
+    WorkerLostError,
+)
 from averaging.rl.workers.master_session import decode_reply, decode_request, encode_payload
-from averaging.rl.workers.methods import BATCH_BYTES, MESSAGE_BYTES, REQUEST_REPLY_STREAM, Channel, Connect
+from averaging.rl.workers.methods import BATCH_BYTES, REQUEST_REPLY_STREAM, Channel, Connect
 from averaging.rl.workers.payload import NO_REPLY, Handle, Payload, pack, unpack
 from averaging.rl.workers.plan import ModelShardID, Plan, Topology
 from averaging.rl.workers.samples import KeySpec
@@ -74,9 +81,6 @@ logger = logging.getLogger("averaging.rl.workers")
 
 RETRY_SECONDS = 0.5
 """Seconds between two attempts to attach to a worker that does not answer."""
-
-REQUEST_BYTES = MESSAGE_BYTES - 2 * BATCH_BYTES
-"""Maximum size of a request; others that are smaller may be in the same message."""
 
 FIRST_PINGS = 3
 """Pings right after attaching, so that the deadline of a worker is learned at once."""
@@ -268,13 +272,9 @@ class WorkerLink:
     def _encode(self, request: Payload) -> PayloadMessage | None:
         """The message of a request. One that cannot be sent fails alone, and must not break the stream of all."""
         try:
-            encoded = encode_payload(request)
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            reason = f"it cannot be sent: {error}"
-        else:
-            if (nbytes := encoded.ByteSize()) <= REQUEST_BYTES:
-                return encoded
-            reason = f"it has {nbytes} bytes, and {REQUEST_BYTES} can be sent; name fewer samples at once"
+            return encode_payload(request)
+        except ConfigError as error:
+            reason = str(error)
         logger.warning("%s of %s: %s", request.handle_name, request.handler, reason)
         self._outstanding.pop(request.request_id, None)
         for request_id in (request.syn_reply_id, request.request_id):
