@@ -666,7 +666,7 @@ def test_clear_errors() -> None:
                 await client.call(["a0"], "dance")
             with pytest.raises(WorkerError, match="holds no part of a dataset"):
                 await client.call(["r0"], Handle.FETCH, [{"count": 1}])
-            with pytest.raises(WorkerError, match="fetch of a0 has failed at a0: .* is no Fetch"):
+            with pytest.raises(WorkerError, match="fetch of a0 has failed at a0: .* is no SampleQuery"):
                 await client.call(["a0"], Handle.FETCH, [{"count": "many"}])
             request = post(client, "reward@dp0-tp0-pp0", Handle.TRAIN_STEP, "reward")
             await client.request(["r0"], Handle.FLUSH)
