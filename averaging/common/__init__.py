@@ -2,7 +2,8 @@
 
 `addresses` (endpoints and the rules for them), `validation` (arguments), `option_sources` (options from files and the
 environment), `safe_msgpack` (msgpack from strangers), `sanitize` (text from strangers), `backoff` (delays between
-tries), `event_loop_thread` (an event loop in a thread of its own), `malloc`.
+tries), `host_quota` (limits per host), `event_loop_thread` (an event
+loop in a thread of its own), `malloc`.
 """
 
 from averaging.common.addresses import (
@@ -18,6 +19,7 @@ from averaging.common.addresses import (
 )
 from averaging.common.backoff import Backoff, backoff_delay
 from averaging.common.event_loop_thread import EventLoopThread, SignalSafeFuture, on_loop
+from averaging.common.host_quota import HostQuota
 from averaging.common.in_process import InProcess
 from averaging.common.malloc import keep_freed_memory
 from averaging.common.option_sources import (
@@ -55,6 +57,7 @@ __all__ = [
     "MAX_NAMES",
     "Backoff",
     "EventLoopThread",
+    "HostQuota",
     "InProcess",
     "Setting",
     "SignalSafeFuture",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from importlib import metadata
 
 from averaging.allreduce import AllReduce
+from averaging.common import HostQuota
 from averaging.config import PeerConfig
 from averaging.discovery import Discovery
 from averaging.errors import BusyError, ProtocolViolationError
@@ -22,7 +22,7 @@ from averaging.timing import Deadline, Deadlines, FairTimeout
 # A semaphore with a limit per host, so that one host cannot take all places.
 
 
-class HostQuota:
+class HostQueue:
     """Limits concurrent callers, in total and per host.
 
     A free place goes to the host with the fewest places. Hosts with equally many are served in turn, and the callers of
@@ -34,13 +34,12 @@ class HostQuota:
     """
 
     def __init__(self, in_all: int, per_host: int) -> None:
-        self._in_all, self._per_host = in_all, per_host
-        self._taken: Counter[str] = Counter()
+        self._quota = HostQuota(in_all, per_host)
         self._waiting: dict[str, dict[asyncio.Future[None], None]] = {}  # by host, the next one first
 
     def taken_by(self, host: str) -> int:
         """Number of places that `host` has."""
-        return self._taken[host]
+        return self._quota.taken_by(host)
 
     @property
     def wanted(self) -> bool:
@@ -49,8 +48,7 @@ class HostQuota:
 
     async def enter(self, host: str) -> None:
         """Takes a place; waits until there is one."""
-        if self._may_enter(host):
-            self._taken[host] += 1
+        if self._quota.take(host):
             return
         granted = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(host, {})[granted] = None
@@ -68,22 +66,17 @@ class HostQuota:
 
     def leave(self, host: str) -> None:
         """Returns a place."""
-        self._taken[host] -= 1
-        if not self._taken[host]:
-            del self._taken[host]
-        able = [host for host in self._waiting if self._may_enter(host)]
+        self._quota.leave(host)
+        able = [host for host in self._waiting if self._quota.has_room(host)]
         if able:
-            host = min(able, key=lambda host: self._taken[host])
+            host = min(able, key=self._quota.taken_by)
             queue = self._waiting.pop(host)
             granted = next(iter(queue))
             del queue[granted]
             if queue:
                 self._waiting[host] = queue  # behind the other hosts
-            self._taken[host] += 1
+            self._quota.take(host)
             granted.set_result(None)
-
-    def _may_enter(self, host: str) -> bool:
-        return self._taken.total() < self._in_all and self._taken[host] < self._per_host
 
 
 SOFTWARE = f"averaging {metadata.version('averaging')}"
@@ -116,7 +109,7 @@ class PeerService:
         self._config, self._endpoint, self._schema = config, endpoint, schema
         self._snapshots = snapshots
         self._started = started
-        self._downloads = HostQuota(MAX_DOWNLOADS, DOWNLOADS_PER_HOST)
+        self._downloads = HostQueue(MAX_DOWNLOADS, DOWNLOADS_PER_HOST)
         self._preparing = asyncio.Lock()
         self.matchmaking: Matchmaking | None = None
         self.discovery: Discovery | None = None

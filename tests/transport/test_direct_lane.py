@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from averaging import Outcome, Peer, Receipt
+from averaging.common import HostQuota
 from averaging.errors import CallRefusedError, NotServedError, PeerUnreachableError, ProtocolViolationError
 from averaging.protocol.messages import AveragingData, MessageCode
 from averaging.security.credentials import Credentials
@@ -122,7 +123,7 @@ async def every_connection_ends(callee: GrpcTransport) -> bool:
             await asyncio.wait(listener._connections)
     assert not listener._admitted._taken
     assert not listener._newcomers._taken
-    assert not listener._held._hosts
+    assert not listener._held._quota._taken
     return True
 
 
@@ -552,7 +553,7 @@ async def test_a_flood_of_control_frames_ends_at_once_and_leaves_nothing(kind: F
         listener = transport_of(callee)._listener
         assert listener is not None
         async with flood(caller, endpoint, callee, frames):
-            await until(lambda: listener.tickets._hosts.total() >= CALLERS and not listener._connections)
+            await until(lambda: listener.tickets._quota._taken.total() >= CALLERS and not listener._connections)
             assert await send_parts(honest, endpoint) == [0, 1, 2]
         assert lane_of(honest, endpoint) == ("direct", "")
         assert sum(listener._admitted._taken.values()) == len(listener._links) == 1
@@ -660,9 +661,9 @@ async def test_a_round_that_has_accepted_a_sender_bounds_its_bytes_itself(monkey
     async with serving(FakePeer()) as (callee, endpoint), client() as caller:
         listener = transport_of(callee)._listener
         assert listener is not None
-        monkeypatch.setattr(listener._held, "_limits", quotas.HeldLimits(2 * MIB, 1 << 30))
+        monkeypatch.setattr(listener._held, "_quota", HostQuota(1 << 30, 2 * MIB))
         assert await send_parts(caller, endpoint, 20, MIB) == list(range(20))
-        assert not listener._held._hosts
+        assert not listener._held._quota._taken
 
 
 # When gRPC carries the parts

@@ -16,7 +16,7 @@ import torch
 
 from averaging import Peer
 from averaging.errors import BusyError, CallRefusedError, PeerUnreachableError
-from averaging.peer.service import DOWNLOADS_PER_HOST, MAX_DOWNLOADS, HostQuota
+from averaging.peer.service import DOWNLOADS_PER_HOST, MAX_DOWNLOADS, HostQueue
 from averaging.protocol.messages import AveragingData, Digest, ExchangeReply, MessageCode, Record
 from averaging.state.downloads import download
 from averaging.transport.grpc import GrpcTransport, channel_options, channels, methods, server, unread_replies
@@ -178,7 +178,7 @@ def test_a_host_has_so_many_calls_in_progress() -> None:
                 pass
         with callers.call(one, path):
             pass
-    assert not callers._calls
+    assert not callers._calls._taken
 
 
 @pytest.mark.asyncio
@@ -356,7 +356,7 @@ async def test_a_sender_that_opens_a_stream_and_sends_nothing_is_sent_away() -> 
         assert [reply.code async for reply in replies] == [MessageCode.CANCELLED]
 
 
-class Line(HostQuota):
+class Line(HostQueue):
     """Tells when somebody waits in it."""
 
     def __init__(self, in_all: int, per_host: int) -> None:
@@ -364,7 +364,7 @@ class Line(HostQuota):
         self.waited = asyncio.Semaphore(0)
 
     async def enter(self, host: str) -> None:
-        if not self._may_enter(host):
+        if not self._quota.has_room(host):
             self.waited.release()
         await super().enter(host)
 

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 
-from averaging.common import parse_address
+from averaging.common import HostQuota, parse_address
 from averaging.errors import AveragingError, ListenError, PeerUnreachableError, ProtocolViolationError
 from averaging.transport import AveragingService
 from averaging.transport.direct.frames import FROM_CALLER, HELLO_BYTES, MAGIC, BufferPool, FrameKind, read_hello
@@ -20,7 +20,6 @@ from averaging.transport.direct.serving import (
     MAX_CONNECTIONS_PER_HOST,
     MAX_NEWCOMERS,
     MAX_NEWCOMERS_PER_HOST,
-    ConnectionQuota,
     Held,
     HeldLimits,
     Stream,
@@ -71,8 +70,8 @@ class Listener:
         self.tickets = Tickets()
         self._service: AveragingService | None = None
         self._hang_ups: HangUps | None = None
-        self._newcomers = ConnectionQuota(MAX_NEWCOMERS, MAX_NEWCOMERS_PER_HOST)
-        self._admitted = ConnectionQuota(MAX_CONNECTIONS, MAX_CONNECTIONS_PER_HOST)
+        self._newcomers = HostQuota(MAX_NEWCOMERS, MAX_NEWCOMERS_PER_HOST)
+        self._admitted = HostQuota(MAX_CONNECTIONS, MAX_CONNECTIONS_PER_HOST)
         self._heads, self._held = HeaderCache(), Held(limits)
         self._links: dict[bytes, Link] = {}  # by their tickets
         self._connections: set[asyncio.Task[None]] = set()

@@ -6,7 +6,6 @@ Pure.
 from __future__ import annotations
 
 import hmac
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -16,6 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from averaging.common import HostQuota
 from averaging.errors import BusyError, ProtocolViolationError
 from averaging.protocol import Buffer
 from averaging.transport.direct.frames import TAG_BYTES, commitment_to, proof_of
@@ -172,7 +172,7 @@ class Tickets:
 
     def __init__(self) -> None:
         self._granted: dict[bytes, _Grant] = {}  # by the caller's commitment, earliest first
-        self._hosts: Counter[str] = Counter()
+        self._quota = HostQuota(MAX_IN_ALL, MAX_PER_HOST)
 
     def grant(self, admission: Admission, commitment: bytes, now: float) -> None:
         """Adds a ticket.
@@ -187,12 +187,12 @@ class Tickets:
             ProtocolViolationError: another ticket has the same commitment.
         """
         self._forget_old(now)
-        if self._hosts[admission.host] >= MAX_PER_HOST or len(self._granted) >= MAX_IN_ALL:
+        if not self._quota.has_room(admission.host):
             raise BusyError(f"too many direct connections were requested within {VALID_SECONDS:g} s")
         if commitment in self._granted:
             raise ProtocolViolationError("a nonce that was used for another direct connection")
         self._granted[commitment] = _Grant(now + VALID_SECONDS, admission.host, admission)
-        self._hosts[admission.host] += 1
+        self._quota.take(admission.host)
 
     def redeem(self, nonce: bytes, proof: bytes, now: float) -> Admission | None:
         """Returns what the ticket of a nonce is for, once; None if it is unknown, used or too old."""
@@ -209,6 +209,4 @@ class Tickets:
             if grant.until > now:
                 return
             del self._granted[commitment]
-            self._hosts[grant.host] -= 1
-            if not self._hosts[grant.host]:
-                del self._hosts[grant.host]
+            self._quota.leave(grant.host)

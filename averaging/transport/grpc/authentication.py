@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hmac
 import logging
+import math
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
@@ -16,7 +16,7 @@ from urllib.parse import unquote
 import grpc
 from cryptography import x509
 
-from averaging.common import CLIENT_PREFIX, counted, covers, is_endpoint, parse_address
+from averaging.common import CLIENT_PREFIX, HostQuota, counted, covers, is_endpoint, parse_address
 from averaging.config import Inspection
 from averaging.errors import BusyError, ForeignEndpointError, WrongRunError, printable
 from averaging.security import Credentials, Tls, fits, is_bound, validity_problem
@@ -180,9 +180,8 @@ class Callers:
         self.refusals = Refusals()
         self.unread = UnreadReplies()
         self._authenticated = authenticated
-        self._most = max_calls_per_host
-        self._calls: Counter[str] = Counter()
-        self._watches: Counter[str] = Counter()
+        self._calls = HostQuota(math.inf, max_calls_per_host)
+        self._watches = HostQuota(math.inf, MAX_WATCHES_PER_HOST)
 
     @contextmanager
     def call(self, context: Context, path: str) -> Iterator[None]:
@@ -193,8 +192,8 @@ class Callers:
         """
         host = host_of(context)
         watch = path == HEALTH_WATCH
-        watches = _counted(self._watches, host, MAX_WATCHES_PER_HOST, "Health/Watch calls") if watch else nullcontext()
-        with _counted(self._calls, host, self._most, "calls"), watches:
+        watches = _counted(self._watches, host, "Health/Watch calls") if watch else nullcontext()
+        with _counted(self._calls, host, "calls"), watches:
             try:
                 yield
             except WrongRunError as error:
@@ -250,16 +249,13 @@ class Callers:
 
 
 @contextmanager
-def _counted(counter: Counter[str], host: str, most: int, what: str) -> Iterator[None]:
-    if counter[host] >= most:
-        raise BusyError(f"{counter[host]} {what} of your host are in progress; no more are taken")
-    counter[host] += 1
+def _counted(quota: HostQuota, host: str, what: str) -> Iterator[None]:
+    if not quota.take(host):
+        raise BusyError(f"{quota.taken_by(host)} {what} of your host are in progress; no more are taken")
     try:
         yield
     finally:
-        counter[host] -= 1
-        if not counter[host]:
-            del counter[host]
+        quota.leave(host)
 
 
 def host_of(context: Context) -> str:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.peer.service import HostQuota
+from averaging.peer.service import HostQueue
 from averaging.testing import virtual_time
 
 
@@ -17,7 +17,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-def begin(places: HostQuota, host: str, order: list[str], name: str = "") -> asyncio.Task[None]:
+def begin(places: HostQueue, host: str, order: list[str], name: str = "") -> asyncio.Task[None]:
     async def enter() -> None:
         await places.enter(host)
         order.append(name or host)
@@ -27,7 +27,7 @@ def begin(places: HostQuota, host: str, order: list[str], name: str = "") -> asy
 
 @pytest.mark.asyncio
 async def test_a_host_has_a_part_of_the_places_and_the_others_have_the_rest() -> None:
-    places, order = HostQuota(4, 2), list[str]()
+    places, order = HostQueue(4, 2), list[str]()
     tasks = [begin(places, host, order) for host in ["a"] * 5 + ["b", "c", "d"]]
     await settled()
     assert order == ["a", "a", "b", "c"]
@@ -47,7 +47,7 @@ async def test_a_host_has_a_part_of_the_places_and_the_others_have_the_rest() ->
 
 @pytest.mark.asyncio
 async def test_hosts_with_as_many_places_are_served_in_turn_and_those_of_one_host_as_they_came() -> None:
-    places, order = HostQuota(1, 1), list[str]()
+    places, order = HostQueue(1, 1), list[str]()
     await places.enter("x")
     tasks = [begin(places, host, order, name) for host, name in [("b", "b1"), ("a", "a1"), ("b", "b2"), ("a", "a2")]]
     await settled()
@@ -61,7 +61,7 @@ async def test_hosts_with_as_many_places_are_served_in_turn_and_those_of_one_hos
 
 @pytest.mark.asyncio
 async def test_who_gives_up_waiting_loses_nobody_s_place() -> None:
-    places, order = HostQuota(1, 1), list[str]()
+    places, order = HostQueue(1, 1), list[str]()
     await places.enter("x")
     gone, stays = begin(places, "a", order), begin(places, "b", order)
     await settled()
@@ -85,7 +85,7 @@ def test_no_place_is_free_while_somebody_may_take_it(
     in_all: int, per_host: int, visits: list[tuple[str, int, int, bool]]
 ) -> None:
     async def main() -> None:
-        places, inside, waiting = HostQuota(in_all, per_host), list[str](), list[str]()
+        places, inside, waiting = HostQueue(in_all, per_host), list[str](), list[str]()
 
         async def visit(host: str, start: int, seconds: int, impatient: bool) -> None:
             await asyncio.sleep(start)
