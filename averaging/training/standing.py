@@ -227,9 +227,10 @@ def takes_over(own: Own, theirs: History, peers: Mapping[str, Progress], members
             return False
         if len(here.members) != len(there.members):
             return len(there.members) > len(here.members)
-        # Peers of one machine can only be counted one by one; those that nobody has met may be inventions.
+        # Peers of one machine can only be counted one by one; those that nobody has met may be inventions. Another
+        # machine counts as one, however many endpoints it has.
         count = len(partners) if standing.trained_together else len(there.endpoints)
-        if count != len(here.endpoints):
+        if count != len(here.endpoints) and (standing.trained_together or there.members == here.members):
             return count > len(here.endpoints)
     return greater if there.together == here.together else there.together
 
@@ -277,10 +278,9 @@ class Claim:
     endpoints: tuple[str, ...]
     given: bool
 
-    @property
-    def weight(self) -> tuple[int, int, bool, History]:
-        """By which claims are compared. Peers of one machine can only be counted one by one."""
-        return len(self.members), len(self.endpoints) if len(self.members) == 1 else 0, self.given, self.history
+    def weight(self, *, of_one_machine: bool) -> tuple[int, int, bool, History]:
+        """By which claims are compared. If all peers are of one machine, they can only be counted one by one."""
+        return len(self.members), len(self.endpoints) if of_one_machine else 0, self.given, self.history
 
     def __str__(self) -> str:
         members = counted(len(self.members), "member")
@@ -316,7 +316,8 @@ def rank_donors(
         behind = _reached(History(origin=Origin(id=origin)), peers, members)
         told = not given_names.isdisjoint(behind)
         claims.append(Claim(max(offers), _members(behind, members), tuple(sorted(behind)), told))
-    claims.sort(key=lambda claim: claim.weight, reverse=True)
+    of_one_machine = len(frozenset[str]().union(*(claim.members for claim in claims))) == 1
+    claims.sort(key=lambda claim: claim.weight(of_one_machine=of_one_machine), reverse=True)
     if not claims:
         return [name for _, name in sorted(offered, key=lambda donor: (-donor[0], donor[1]))], []
     place = {claim.history.origin.id: number for number, claim in enumerate(claims)}
@@ -327,13 +328,14 @@ def rank_donors(
             return 2 * len(_members(reached[history], members)) <= len(claim.members)
         return 2 * len(reached[history]) <= len(claim.endpoints) > 1
 
-    def order(donor: tuple[float, str]) -> tuple[int, bool, float, str]:
+    def order(donor: tuple[float, str]) -> tuple[int, bool, bool, float, str]:
         priority, name = donor
         if name not in peers:
-            return len(claims), False, -priority, name
+            return len(claims), False, False, -priority, name
         history = peers[name].history
         number = place[history.origin.id]
-        return number, outvoted(history, claims[number]), -priority, name
+        loses = outvoted(history, claims[number])
+        return number, loses, loses and given_names.isdisjoint(reached[history]), -priority, name
 
     return [name for _, name in sorted(offered, key=order)], claims
 

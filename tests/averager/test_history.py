@@ -350,3 +350,20 @@ def test_a_newcomer_takes_the_history_of_most_members() -> None:
     assert rank_donors(offered[:3:2], peers, counted, given=["a"])[0] == ["a", "x"]
     peers, counted = at_host(a=honest, b=honest, x=Progress(FURTHER), c=Progress(MINE, made=Made.NOTHING))
     assert rank_donors([(100.0, "a"), (100.0, "b"), (1e12, "x"), (7.0, "f")], peers, counted)[0] == ["a", "b", "x", "f"]
+
+
+def test_endpoints_of_another_machine_count_as_one_for_a_newcomer_and_for_who_has_trained_alone() -> None:
+    honest, false = Progress(MINE, made=Made.TOGETHER), Progress(FURTHER, made=Made.TOGETHER)
+    liars = {f"evil:{number}": false for number in range(6)}
+    peers = {"home:1": honest, "home:2": honest, **liars}
+    counted = {name: name.partition(":")[0] for name in peers}
+    offered = [(1e12, name) for name in liars] + [(1.0, "home:1"), (1.0, "home:2")]
+    assert rank_donors(offered, peers, counted, given=["home:1"])[0][:2] == ["home:1", "home:2"]
+    elsewhere = {name: Progress(ELSEWHERE, made=Made.TOGETHER) for name in liars}
+    peers = {"home:1": honest, "home:2": honest, **elsewhere}
+    assert rank_donors(offered, peers, counted, given=["home:1"])[0][:2] == ["home:1", "home:2"]
+    alone = Own(MINE, "home", HistoryStanding(made=True))
+    lesser = History(MINE.step, MINE.samples, MINE.lineage, Origin(Rank.APPOINTED, -2000.0, "later"))
+    late = {name: Progress(lesser, made=Made.ALONE) for name in liars}
+    assert not takes_over(alone, lesser, late, counted)
+    assert takes_over(alone, lesser, late, dict.fromkeys(counted, "home"))  # one machine: six are more than one
