@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -30,6 +29,9 @@ from averaging.training import (
     done_training,
     look_for_greater_origin,
 )
+
+LEAST_SEARCH = 1e-6
+"""Seconds below which no search begins: a deadline since the epoch, a float64, is rounded to 0.24 microseconds."""
 
 
 class Strategy(ABC):
@@ -248,17 +250,13 @@ class Strategy(ABC):
 
     def _average_at_the_end(self, training: Training, topic: Topic, timeout: float) -> Receipt | None:
         """Averages a topic with the peers that have ended their training, until a round succeeds or time is up."""
-        began = -math.inf
         end = training.monotonic() + timeout
         receipt: Receipt | None = None
 
         def time_left() -> float:
-            # A round that ends in no time would do so for ever: who has announced its end cannot be reached.
-            waited = training.monotonic() > began
-            return end - training.monotonic() if waited and done_training(training.announcements()) else 0.0
+            return end - training.monotonic() if done_training(training.announcements()) else 0.0
 
-        while (left := training.agreed(time_left)) > 0:
-            began = training.monotonic()
+        while (left := training.agreed(time_left)) > LEAST_SEARCH:
             receipt = training.average(topic, expected_peers=done_training, search_timeout=left)
             if receipt.averaged:
                 break
