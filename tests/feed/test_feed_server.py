@@ -658,8 +658,9 @@ async def test_an_environment_that_posts_nothing_does_not_stop_the_run(caplog: p
     async with serving(limits=ServerLimits(env_timeout=0.05), on_event=events.append) as client:
         await begin(client)
         reserved = ENVIRONMENT | {"desired_name": "a\x1bb", "min_batch_allocation": 0.5}
-        assert (await client.post("/register-env", json=reserved)).json()["env_id"] == 1
+        # The other one has posted, so the time of this one begins as it registers.
         await client.post("/scored_data_list", json=[GROUP | {"env_id": 0}] * 4)
+        assert (await client.post("/register-env", json=reserved)).json()["env_id"] == 1
         async with asyncio.timeout(30):
             while (await client.get("/batch")).json()["batch"] is None:
                 pass

@@ -24,7 +24,6 @@ from averaging.transport.base import is_alive
 from averaging.transport.direct import lanes, opening
 from averaging.transport.direct import sealing as tickets
 from averaging.transport.direct import serving as direct_serving
-from averaging.transport.direct import serving as quotas
 from averaging.transport.direct.frames import (
     FROM_CALLEE,
     FROM_CALLER,
@@ -634,12 +633,11 @@ async def test_bytes_that_no_round_has_asked_for_are_bounded(monkeypatch: pytest
         yield first
         await may_end.wait()
 
-    limits = quotas.HeldLimits(2 * MIB + 4096, 1 << 30)
     service = FakePeer(aggregate=reads_one)
     async with serving(service) as (callee, endpoint), AsyncExitStack() as stack:
         listener = transport_of(callee)._listener
         assert listener is not None
-        monkeypatch.setattr(listener._held, "_limits", limits)
+        monkeypatch.setattr(listener._held, "_quota", HostQuota(1 << 30, 2 * MIB + 4096))
         callers = [await stack.enter_async_context(client()) for _ in range(3)]
         calls = [
             await stack.enter_async_context(aclosing(caller.aggregate_part(endpoint, parts(1, MIB))))
