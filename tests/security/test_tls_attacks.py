@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
-import socket
-import ssl
+import time
 from collections import Counter
 from contextlib import AsyncExitStack, closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import grpc
 import pytest
 import torch
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from grpc.experimental import session_cache
 
 from averaging import Outcome, Peer
 from averaging.discovery.gossip.certified_identity import CertifiedIdentity
 from averaging.discovery.gossip.identity import Author
 from averaging.discovery.gossip.record import RecordLimits
 from averaging.errors import NoSeedAnsweredError, PeerUnreachableError
-from averaging.security.ca import Issued, issue
+from averaging.security.ca import issue
 from averaging.security.credentials import Credentials, Tls
-from tests.support.certificates import HERE, NOW, TOKEN, authority, certificate, secure, tls, write
+from averaging.transport.grpc import authentication, methods
+from tests.support.certificates import HERE, NOW, TOKEN, certificate, secure, tls, write
 from tests.support.grpc_fakes import REQUEST, FakePeer, client, serving
 from tests.support.listening import listening
 from tests.support.peers import average, swarm
@@ -144,51 +146,32 @@ async def test_a_handshake_that_is_changed_on_the_line_fails() -> None:
             await caller.get_schema(address)  # the next one is left alone
 
 
-def context_of(issued: Issued, directory: Path, version: ssl.TLSVersion) -> ssl.SSLContext:
-    """For a caller of that certificate; it believes everybody."""
-    chain = directory / "chain.pem"
-    chain.write_bytes(issued.certificate + issued.key)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    context.minimum_version = context.maximum_version = version
-    context.load_cert_chain(chain)
-    context.set_alpn_protocols(["h2"])
-    return context
-
-
-def talk(context: ssl.SSLContext, endpoint: str, session: ssl.SSLSession | None = None) -> ssl.SSLSocket:
-    """Connects, and reads the first bytes of HTTP/2, with which come the tickets of TLS 1.3."""
-    host, _, port = endpoint.rpartition(":")
-    plain = socket.create_connection((host, int(port)), PATIENCE)
-    connection: socket.socket = plain
-    try:
-        connection = context.wrap_socket(plain, session=session)
-        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + HTTP2_SETTINGS)
-        if not connection.recv(9):
-            raise ConnectionError("it hung up")
-    except BaseException:
-        connection.close()
-        raise
-    assert isinstance(connection, ssl.SSLSocket)
-    return connection
-
-
 @pytest.mark.asyncio
-async def test_nobody_comes_back_with_a_session_from_before_its_certificate_expired(tmp_path: Path) -> None:
-    until = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=5)
-    issued = issue(authority("run"), "peer", HERE, until - datetime.timedelta(days=1), 1)
-    contexts = [context_of(issued, tmp_path, version) for version in (ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3)]
-    sessions: list[ssl.SSLSession | None] = []
-    async with serving(FakePeer(), credentials=secure(*HERE)) as (_, endpoint):
-        for context in contexts:
-            with closing(await asyncio.to_thread(talk, context, endpoint)) as first:
-                sessions.append(first.session)
-        # BoringSSL asks the system for the time, so the test has to wait for the end of the certificate.
-        await asyncio.sleep((until - datetime.datetime.now(datetime.UTC)).total_seconds() + 1.1)
-        for context, session in zip(contexts, sessions, strict=True):
-            assert session is not None
-            with pytest.raises(OSError):  # noqa: PT011 - reset, an end, or an alert
-                (await asyncio.to_thread(talk, context, endpoint, session)).close()
+async def test_a_resumed_session_does_not_outlive_its_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
+    certificate_of, resumed = authentication.certificate_of, []
+    own, kept = tls(*HERE), session_cache.ssl_session_cache_lru(2)  # type: ignore[no-untyped-call]
+    credentials = grpc.ssl_channel_credentials(own.ca_pem, own.key_pem, own.certificate_pem)
+
+    def seen(context: authentication.Context) -> x509.Certificate | None:
+        resumed.append(context.auth_context()["ssl_session_reused"])
+        return certificate_of(context)
+
+    async def call(endpoint: str) -> None:
+        # Sessions are kept by the name of a server, which an address is not.
+        options = [("grpc.ssl_session_cache", kept), ("grpc.ssl_target_name_override", "localhost")]
+        async with grpc.aio.secure_channel(endpoint, credentials, options=options) as channel:
+            await channel.unary_unary(methods.GET_SCHEMA.path)(b"", timeout=PATIENCE)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(authentication, "certificate_of", seen)
+    async with serving(FakePeer(), credentials=Credentials(tls=own)) as (_, endpoint):
+        await call(endpoint)
+        await call(endpoint)
+        year = time.time() + 370 * 86400
+        monkeypatch.setattr(authentication, "time", SimpleNamespace(time=lambda: year))
+        with pytest.raises(grpc.aio.AioRpcError, match="the caller's certificate expired on") as caught:
+            await call(endpoint)
+    assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert resumed == [[b"false"], [b"true"], [b"true"]]
 
 
 def chain_of_a_member() -> Tls:

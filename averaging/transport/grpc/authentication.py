@@ -98,14 +98,11 @@ Continuation = Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHand
 def server_credentials(tls: Tls) -> grpc.ServerCredentials:
     """For the listening side: callers without a certificate of an authority are turned away.
 
-    Each connection has a configuration of its own, and with it a key of its own for session tickets, so that nobody can
-    resume a session: a resumed one does not show the caller's certificate again, which may have expired meanwhile.
+    A caller that resumes a TLS session does not show its certificate again, so `Callers.call` checks its dates. The
+    configuration never changes: gRPC uses freed memory if two handshakes meet a change
+    (https://github.com/grpc/grpc/issues/36693).
     """
-
-    def configuration() -> grpc.ServerCertificateConfiguration:
-        return grpc.ssl_server_certificate_configuration([(tls.key_pem, tls.certificate_pem)], tls.ca_pem)
-
-    return grpc.dynamic_ssl_server_credentials(configuration(), configuration, require_client_authentication=True)
+    return grpc.ssl_server_credentials([(tls.key_pem, tls.certificate_pem)], tls.ca_pem, require_client_auth=True)
 
 
 def channel_credentials(tls: Tls) -> grpc.ChannelCredentials:
@@ -189,8 +186,16 @@ class Callers:
 
         Raises:
             BusyError: too many calls of the same host are in progress.
+            ForeignEndpointError: the caller's certificate is not valid now: a connection may last for weeks.
         """
         host = host_of(context)
+        # A member joined its group with a valid certificate, and may finish the round with an expired one.
+        if self._authenticated and path != methods.AGGREGATE_PART.path:
+            certificate = certificate_of(context)
+            problem = validity_problem(certificate, time.time()) if certificate else "is missing"
+            if problem:
+                self.refusals.note(host, f"its certificate {problem}")
+                raise ForeignEndpointError(f"the caller's certificate {problem}")
         watch = path == HEALTH_WATCH
         watches = _counted(self._watches, host, "Health/Watch calls") if watch else nullcontext()
         with _counted(self._calls, host, "calls"), watches:
@@ -225,7 +230,7 @@ class Callers:
 
         Raises:
             ForeignEndpointError: from the returned function, if the caller's certificate is not valid for that
-                endpoint, or has expired since the connection was made.
+                endpoint.
             ProtocolViolationError: from the returned function, if a message is malformed.
         """
         claim = _CLAIMS.get(method) if self._authenticated else None
@@ -237,9 +242,6 @@ class Callers:
             endpoint = claim(request)
             try:
                 check_claim(endpoint, certified_hosts(context), lambda: certificate_of(context))
-                # A member joined its group with a valid certificate, and may finish the round with an expired one.
-                if endpoint and method is not methods.AGGREGATE_PART:
-                    check_validity(endpoint, context)
             except ForeignEndpointError as error:  # some methods report it only within their reply
                 self.refusals.note(host_of(context), f"it {error}")
                 raise
@@ -294,19 +296,6 @@ def check_claim(endpoint: str, hosts: Sequence[str], certificate: Callable[[], x
     if is_endpoint(endpoint) and not covers(hosts, parse_address(endpoint)[0]):
         certified = ", ".join(hosts) or "no host"
         raise ForeignEndpointError(f"calls itself {endpoint}, but its certificate is for {certified}")
-
-
-def check_validity(endpoint: str, context: Context) -> None:
-    """Checks that the certificate of a caller is still valid: a connection may last for weeks.
-
-    Other peers reject the records of a peer with an expired certificate, so a group with it would fail.
-
-    Raises:
-        ForeignEndpointError: the certificate has expired, or is not valid yet.
-    """
-    certificate = certificate_of(context)
-    if certificate is not None and (problem := validity_problem(certificate, time.time())):
-        raise ForeignEndpointError(f"calls itself {endpoint}, but its certificate {problem}")
 
 
 @lru_cache(maxsize=256)
