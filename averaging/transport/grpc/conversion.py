@@ -15,7 +15,6 @@ from google.protobuf.message import DecodeError, Message
 from averaging.errors import ProtocolViolationError
 from averaging.protocol import (
     AveragingData,
-    Buffer,
     Digest,
     DownloadData,
     ExchangeReply,
@@ -27,7 +26,6 @@ from averaging.protocol import (
     Rumour,
     WireTensor,
 )
-from averaging.transport.grpc import bulk_messages
 from averaging.transport.grpc.channel_options import MAX_DIMENSIONS, MAX_MEMBERS, MAX_RECORDS, MAX_RUMOURS, check_count
 from averaging.wire import averaging_pb2, gossip_pb2, runtime_pb2
 
@@ -36,7 +34,7 @@ M = TypeVar("M", bound=Message)
 _PART = averaging_pb2.AveragingData.DESCRIPTOR.fields_by_name["tensor_part"].number
 _CHUNK = averaging_pb2.DownloadData.DESCRIPTOR.fields_by_name["tensor_part"].number
 
-_HEADS: bulk_messages.MessageCache[AveragingData] = bulk_messages.MessageCache()
+_BUFFER = runtime_pb2.Tensor.DESCRIPTOR.fields_by_name["buffer"].number
 
 
 def parse(message: M, raw: bytes) -> M:
@@ -128,19 +126,9 @@ def _encode_outer(code: MessageCode, group_id: bytes, endpoint: str, metadata: b
 
 
 def decode_averaging_data(raw: bytes) -> AveragingData:
-    """AveragingData; its tensor shares the memory of `raw`."""
-    if (known := _HEADS.find(raw)) is not None:
-        like, buffer = known
-        tensor = _with_buffer(like.tensor_part, buffer)
-        return AveragingData(like.code, like.group_id, like.endpoint, tensor, like.metadata)
-    wire = averaging_pb2.AveragingData()
-    pieces = bulk_messages.split(raw, _PART)
-    tensor = _read_tensor(wire, raw, pieces)
-    data = AveragingData(_code(wire.code), wire.group_id, wire.endpoint, tensor, wire.metadata)
-    if pieces is not None:
-        like = AveragingData(data.code, data.group_id, data.endpoint, _with_buffer(tensor, b""), data.metadata)
-        _HEADS.keep(raw, pieces, like)
-    return data
+    """AveragingData."""
+    wire = parse(averaging_pb2.AveragingData(), raw)
+    return AveragingData(_code(wire.code), wire.group_id, wire.endpoint, _tensor_from_wire(wire), wire.metadata)
 
 
 def encode_download_data(data: DownloadData) -> bytes:
@@ -150,13 +138,13 @@ def encode_download_data(data: DownloadData) -> bytes:
 
 
 def decode_download_data(raw: bytes) -> DownloadData:
-    """DownloadData; its tensor shares the memory of `raw`."""
-    wire = averaging_pb2.DownloadData()
-    tensor = _read_tensor(wire, raw, bulk_messages.split(raw, _CHUNK))
-    return DownloadData(wire.metadata, tensor)
+    """DownloadData."""
+    wire = parse(averaging_pb2.DownloadData(), raw)
+    return DownloadData(wire.metadata, _tensor_from_wire(wire))
 
 
 def _join(outer: bytes, field: int, tensor: WireTensor | None) -> bytes:
+    """Appends the field `field` with a tensor to an encoded message, with one copy of the buffer instead of three."""
     if tensor is None:
         return outer
     nbytes = len(tensor.buffer)
@@ -166,7 +154,7 @@ def _join(outer: bytes, field: int, tensor: WireTensor | None) -> bytes:
     return b"".join((outer, head, tensor.buffer))
 
 
-@lru_cache(maxsize=bulk_messages.MAX_HEADS)
+@lru_cache(maxsize=256)
 def _encode_head(
     field: int,
     size: tuple[int, ...],
@@ -176,7 +164,7 @@ def _encode_head(
     requires_grad: bool,
     nbytes: int,
 ) -> bytes:
-    """Encodes a tensor up to its buffer. All parts of one size have the same head."""
+    """Encodes a tensor up to its buffer, its last field. All parts of one size have the same head."""
     tensor = runtime_pb2.Tensor(
         size=size,
         requires_grad=requires_grad,
@@ -184,38 +172,36 @@ def _encode_head(
         compression=runtime_pb2.CompressionType.ValueType(compression),
         chunks=chunks,
     )
-    return bulk_messages.head(field, tensor.SerializeToString(), nbytes)
+    inner = tensor.SerializeToString() + _length_prefix(_BUFFER, nbytes)
+    return _length_prefix(field, len(inner) + nbytes) + inner
 
 
-def _read_tensor(
-    message: averaging_pb2.AveragingData | averaging_pb2.DownloadData, raw: bytes, pieces: bulk_messages.Pieces | None
-) -> WireTensor | None:
-    """Parses `message` without its tensor, which is returned."""
-    if pieces is None:
-        parse(message, raw)
-        part = message.tensor_part
-        return _tensor_from_wire(part, part.buffer) if message.HasField("tensor_part") else None
-    parse(message, pieces.outer)
-    return _tensor_from_wire(parse(runtime_pb2.Tensor(), pieces.tensor), pieces.buffer)
+def _length_prefix(field: int, nbytes: int) -> bytes:
+    """Encodes what precedes the content of a field with a length: two varints."""
+    encoded = bytearray()
+    for value in (field << 3 | 2, nbytes):
+        while value > 0x7F:
+            encoded.append(value & 0x7F | 0x80)
+            value >>= 7
+        encoded.append(value)
+    return bytes(encoded)
 
 
-def _tensor_from_wire(wire: runtime_pb2.Tensor, buffer: Buffer) -> WireTensor:
+def _tensor_from_wire(message: averaging_pb2.AveragingData | averaging_pb2.DownloadData) -> WireTensor | None:
+    """Returns the tensor of a message, if it has one."""
+    if not message.HasField("tensor_part"):
+        return None
+    wire = message.tensor_part
     if wire.chunks < 0:
         raise ProtocolViolationError(f"a tensor in {wire.chunks} chunks")
     return WireTensor(
-        buffer=buffer,
+        buffer=wire.buffer,
         size=tuple(check_count(wire.size, MAX_DIMENSIONS, "dimensions")),
         dtype=wire.dtype,
         compression=wire.compression,
         chunks=wire.chunks,
         requires_grad=wire.requires_grad,
     )
-
-
-def _with_buffer(tensor: WireTensor | None, buffer: Buffer) -> WireTensor | None:
-    if tensor is None:
-        return None
-    return WireTensor(buffer, tensor.size, tensor.dtype, tensor.compression, tensor.chunks, tensor.requires_grad)
 
 
 # Discovery
