@@ -14,7 +14,7 @@ from averaging.errors import DataLostError
 from averaging.rl.workers.data_manager import DataManager
 from averaging.rl.workers.methods import WorkerChannels
 from averaging.rl.workers.payload import Step, pack, unpack
-from averaging.rl.workers.redistributor import OwnerTracker, Redistributor, balance, part_of, receptions
+from averaging.rl.workers.redistributor import OwnerTracker, Redistributor, balance, part_of
 from averaging.rl.workers.samples import Sample
 from tests.support.memory_workers import MemoryWorkers
 
@@ -88,9 +88,10 @@ def test_each_missing_tensor_is_sent_once_by_an_owner(layout: tuple[Held, dict[s
     received = [
         (source, worker, sample, key)
         for worker in WORKERS
-        for source, ids, names in receptions(steps, worker)
+        for step in steps
+        for source, ids in step.sources_of(worker)
         for sample in ids
-        for key in names
+        for key in step.keys
     ]
     assert Counter(received) == Counter(planned)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from averaging.errors import ProtocolViolationError
 from averaging.rl.workers import Handle, Payload
 from averaging.rl.workers.executor import Queued, flush_order
-from averaging.rl.workers.master_session import decode_request, encode_payload
+from averaging.rl.workers.master_session import decode_payload, encode_payload
 from averaging.rl.workers.payload import Compute, Realloc, Step, Transfer, convert, pack, unpack
 from averaging.rl.workers.request_book import Next, RequestBook
 from averaging.wire import workers_pb2
@@ -127,7 +127,7 @@ def test_a_payload_survives_its_message() -> None:
         post_hook_data=[Realloc("t", "actor", "ref", 0.25, takers=1), None],
     )
     raw = encode_payload(payload).SerializeToString()
-    found = decode_request(workers_pb2.Payload.FromString(raw))
+    found = decode_payload(workers_pb2.Payload.FromString(raw))
     assert convert(found.data, Compute) == payload.data
     assert convert(found.pre_hook_data[0], Transfer) == payload.pre_hook_data[0]
     assert convert(found.post_hook_data[0], Realloc) == payload.post_hook_data[0]
@@ -145,7 +145,7 @@ def test_data_of_strangers_is_refused_in_order(raw: bytes) -> None:
 
 def test_what_is_no_request() -> None:
     with pytest.raises(ProtocolViolationError, match="2 hooks and data for 1"):
-        decode_request(workers_pb2.Payload(pre_hooks=["a", "b"], pre_hook_data=[b"\xc0"]))
+        decode_payload(workers_pb2.Payload(pre_hooks=["a", "b"], pre_hook_data=[b"\xc0"]))
     with pytest.raises(ProtocolViolationError, match="is no Compute"):
         convert({"call": 3}, Compute)
     with pytest.raises(ProtocolViolationError, match="is no Step"):

@@ -25,7 +25,7 @@ from averaging.rl.workers import (
     Payload,
     Plan,
     SampleBatch,
-    worker_link,
+    request_client,
 )
 from averaging.rl.workers.master_session import encode_payload
 from averaging.rl.workers.methods import FETCH_DATA, FETCH_PARAMETERS, REQUEST_REPLY_STREAM
@@ -217,7 +217,7 @@ def measure(site: Site, master: MasterWorker) -> tuple[int, int]:
     master.call(["a0", "a1", "r0"], Handle.SPEC)  # takes along the last ids that are received
     master.call(["a0", "a1", "r0"], Handle.SPEC)
     gc.collect()
-    remembered = len(client) + sum(len(link._outstanding) for link in client.links.values())
+    remembered = len(client) + sum(len(link.outstanding) for link in client.links.values())
     books = sum(max(0, len(worker._book) - 1) for worker in site.workers.values())
     return remembered + books, len(gc.get_objects())
 
@@ -236,11 +236,11 @@ def test_tensors_never_travel_through_the_master(site: Site, monkeypatch: pytest
         site.start(name, actor=Large(name, site.log))
     site.start("r0", reward=Reward("r0", site.log))
     sizes: list[int] = []
-    take = worker_link.WorkerLink._take
+    on_reply = request_client.RequestClient._on_reply
 
-    def measured(link: worker_link.WorkerLink, message: Any) -> None:
+    def measured(client: request_client.RequestClient, message: Message) -> None:
         sizes.append(message.ByteSize())
-        take(link, message)
+        on_reply(client, message)
 
     encode = encode_payload
 
@@ -249,8 +249,8 @@ def test_tensors_never_travel_through_the_master(site: Site, monkeypatch: pytest
         sizes.append(message.ByteSize())
         return message
 
-    monkeypatch.setattr(worker_link.WorkerLink, "_take", measured)
-    monkeypatch.setattr(worker_link, "encode_payload", encoded)
+    monkeypatch.setattr(request_client.RequestClient, "_on_reply", measured)
+    monkeypatch.setattr(request_client, "encode_payload", encoded)
     with site.master() as master:
         [result] = master.run(1)
     assert result.stats["actor_train"]["bytes"] == 4 * 4 * 125_000

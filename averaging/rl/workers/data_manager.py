@@ -12,7 +12,6 @@ from averaging.errors import ConfigError, ProtocolViolationError, WorkerError
 from averaging.rl.workers.methods import FETCH_DATA, WorkerChannels
 from averaging.rl.workers.parameters import SILENCE_SECONDS, receive, send
 from averaging.rl.workers.payload import MAX_NAMES, Step
-from averaging.rl.workers.redistributor import receptions
 from averaging.rl.workers.samples import KeySpec, Sample, SampleBatch, kind_of
 from averaging.wire.workers_pb2 import FetchDataRequest, NamedTensor
 
@@ -124,16 +123,17 @@ class DataManager:
             ProtocolViolationError: A source sent something else.
             TensorError: A tensor has another dtype or shape than the plan says.
         """
-        found = [
-            (source, ids[start : start + MAX_IDS], keys)
-            for source, ids, keys in receptions(steps, self._worker)
+        transfers = [
+            (source, ids[start : start + MAX_IDS], step.keys)
+            for step in steps
+            for source, ids in step.sources_of(self._worker)
             for start in range(0, len(ids), MAX_IDS)
         ]
-        if len(found) > MAX_TRANSFERS:
-            raise ProtocolViolationError(f"{len(found)} transfers before one request; {MAX_TRANSFERS} are allowed")
+        if len(transfers) > MAX_TRANSFERS:
+            raise ProtocolViolationError(f"{len(transfers)} transfers before one request; {MAX_TRANSFERS} are allowed")
         try:
             async with asyncio.TaskGroup() as group:
-                for source, ids, keys in found:
+                for source, ids, keys in transfers:
                     group.create_task(self._fetch(source, ids, keys))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None

@@ -38,7 +38,7 @@ from averaging.rl.workers.samples import Dataset
 # A thread for the methods of backends, which block.
 
 
-_Job: TypeAlias = "tuple[Callable[[], Any], asyncio.AbstractEventLoop, asyncio.Future[Any]]"
+_Job: TypeAlias = "tuple[Callable[..., Any], tuple[Any, ...], asyncio.AbstractEventLoop, asyncio.Future[Any]]"
 
 
 class Computations:
@@ -62,14 +62,15 @@ class Computations:
     def work(self) -> None:
         """Runs functions in the calling thread until `end`."""
         while (job := self._jobs.get()) is not None:
-            action, loop, done = job
+            function, args, loop, done = job
             result, error = None, None
             try:
-                result = action()
+                result = function(*args)
             except Exception as failed:
                 error = failed
             loop.call_soon_threadsafe(_finish, done, result, error)
-            del job, action, loop, done, result, error  # the last result would stay in memory until the next job
+            # The last arguments and result would stay in memory until the next job.
+            del job, function, args, loop, done, result, error
 
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls a function, or a coroutine function in the event loop, and returns its result."""
@@ -79,7 +80,7 @@ class Computations:
             return function(*args)
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Any] = loop.create_future()
-        self._jobs.put((lambda: function(*args), loop, done))
+        self._jobs.put((function, args, loop, done))
         return await done
 
     async def close(self) -> None:
@@ -135,12 +136,12 @@ def flush_order(queued: Iterable[Queued]) -> list[Queued]:
     return sorted(queued, key=_key)
 
 
-def _key(one: Queued) -> tuple[int, int, str]:
-    if one.handle == Handle.EMPTY:
-        return (0 if one.publishes else 3), 0, one.call
-    if HookName.AVERAGE in one.post_hooks:
-        return 2, 0, one.call
-    return 1, one.mesh, one.call
+def _key(queued: Queued) -> tuple[int, int, str]:
+    if queued.handle == Handle.EMPTY:
+        return (0 if queued.publishes else 3), 0, queued.call
+    if HookName.AVERAGE in queued.post_hooks:
+        return 2, 0, queued.call
+    return 1, queued.mesh, queued.call
 
 
 logger = logging.getLogger("averaging.rl.workers")
@@ -158,6 +159,7 @@ class Executor:
         computations: The thread of the backends.
         loading: The thread of the dataset.
         save_folder: Where the hook `save` may write; None if nowhere.
+        reply: Called with the reply to each request as soon as it is complete.
     """
 
     def __init__(
@@ -169,7 +171,8 @@ class Executor:
         parameters: ParameterExchange,
         computations: Computations,
         loading: Computations,
-        save_folder: Path | None = None,
+        save_folder: Path | None,
+        reply: Callable[[Payload], None],
     ) -> None:
         self.shards: Mapping[str, ModelShardID] = {}
         """The shards that this worker holds, by handler."""
@@ -177,43 +180,50 @@ class Executor:
         """Rank of this worker among those that hold a part of the dataset, -1 if it holds none; and their number."""
         self.versions: dict[str, int] = {}
         """Train steps of each model that is initialized."""
+        self.data, self.parameters = data, parameters
         self._worker = worker
         self._backends = backends
         self._dataset = dataset
-        self._data = data
-        self._parameters = parameters
         self._computations = computations
         self._loading = loading
         self._save_folder = save_folder
+        self._reply = reply
+        self._one_flush = asyncio.Lock()
 
     # Requests that run at once
 
-    async def answer(self, request: Payload) -> Any:
-        """Carries out a request that does not wait for a flush, and returns the data of its reply."""
-        match request.handle_name:
-            case Handle.FETCH:
-                return await self._fetch(convert(request.data, SampleQuery))
-            case Handle.SPEC:
-                size = 0 if self._source is None else self._source.size
-                return DatasetSpec(1 if size else 0, size)
-            case Handle.MODEL_CONFIG:
-                shard = self._shard(request.handler)
-                return dict(await self._computations.run(self._backends[shard.model].model_config))
-            case Handle.CLEAR_DATA_CACHE:
-                self._data.remove(convert(request.data, Clear).ids)
-                return None
-        raise ConfigError(f"{self._worker} knows no request {request.handle_name!r:.200}; give both the same version")
+    async def answer(self, request: Payload) -> None:
+        """Carries out a request that does not wait for a flush, and replies."""
+        try:
+            data: object = None
+            match request.handle_name:
+                case Handle.FETCH:
+                    data = await self._fetch(convert(request.data, SampleQuery))
+                case Handle.SPEC:
+                    size = 0 if self._source is None else self._source.size
+                    data = DatasetSpec(1 if size else 0, size)
+                case Handle.MODEL_CONFIG:
+                    shard = self._shard(request.handler)
+                    data = dict(await self._computations.run(self._backends[shard.model].model_config))
+                case Handle.CLEAR_DATA_CACHE:
+                    self.data.remove(convert(request.data, Clear).ids)
+                case unknown:
+                    raise ConfigError(f"{self._worker} knows no request {unknown!r:.200}; give both the same version")
+            reply = request.reply(data)
+        except Exception as error:
+            reply = self._failed(request, error)
+        self._reply(reply)
 
     async def _fetch(self, request: SampleQuery) -> Fetched:
         source = self._source
         if source is None:
             raise ConfigError(f"{self._worker} holds no part of a dataset; give it one, or fetch from the DP heads")
         found = await self._loading.run(source.load if request.ids else source.fetch, request.ids or request.count)
-        new = [sample for sample in found if not self._data.has_data(sample.id, sample.data if request.ids else ())]
-        self._data.store(new)
+        new = [sample for sample in found if not self.data.has_data(sample.id, sample.data if request.ids else ())]
+        self.data.store(new)
         ids = [sample.id for sample in new]
         keys = sorted(set.intersection(*(set(sample.data) for sample in new))) if new else []
-        return Fetched(ids, [self._data.length(sample) for sample in ids], keys, self.dp[0], source.epoch)
+        return Fetched(ids, [self.data.length(sample) for sample in ids], keys, self.dp[0], source.epoch)
 
     @property
     def _source(self) -> Dataset | None:
@@ -221,32 +231,37 @@ class Executor:
 
     # Requests that wait for a flush
 
-    async def flush(self, requests: Sequence[Payload], reply: Callable[[Payload], None]) -> None:
-        """Carries out the requests of one level, and replies to each as soon as it is complete.
+    async def flush(self, requests: Sequence[Payload]) -> None:
+        """Carries out the requests of one level, after those of the level before, and replies to each.
 
-        All pre-hooks run first. The order is that of `flush_order`.
+        All pre-hooks run first: a computation may wait for one at another worker, whose data comes from here. The order
+        is that of `flush_order`.
         """
-        queued: list[Queued] = []
-        for request in requests:
-            await asyncio.sleep(0)  # there can be tens of thousands
-            try:
-                queued.append(self._queued(request))
-            except AveragingError as error:
-                reply(self.failed(request, error))
-        ordered = flush_order(queued)
-        failed: set[str] = set()
-        for one in ordered:
-            try:
-                for name, data in zip(one.request.pre_hooks, one.request.pre_hook_data, strict=True):
-                    await self._pre_hook(name, data)
-            except Exception as error:
-                failed.add(one.request.request_id)
-                self._publish_nothing(one.request)
-                reply(self.failed(one.request, error))
-        for one in ordered:
-            await asyncio.sleep(0)
-            if one.request.request_id not in failed:
-                reply(await self._carry_out(one.request))
+        async with self._one_flush:
+            queued: list[Queued] = []
+            for request in requests:
+                await asyncio.sleep(0)  # there can be tens of thousands
+                try:
+                    queued.append(self._queued(request))
+                except AveragingError as error:
+                    self._reply(self._failed(request, error))
+            ready = [each.request for each in flush_order(queued) if await self._prepare(each.request)]
+            for request in ready:
+                await asyncio.sleep(0)
+                self._reply(await self._carry_out(request))
+
+    async def _prepare(self, request: Payload) -> bool:
+        """Runs the pre-hooks of a request. Returns whether they have succeeded; if not, replies."""
+        try:
+            for name, data in zip(request.pre_hooks, request.pre_hook_data, strict=True):
+                if name != HookName.DATA_TRANSFER:
+                    raise ConfigError(f"{name!r:.200} cannot run before a request; {HookName.DATA_TRANSFER} can")
+                await self.data.redistribute(convert(data, Transfer).steps)
+        except Exception as error:
+            self._publish_nothing(request)
+            self._reply(self._failed(request, error))
+            return False
+        return True
 
     def _queued(self, request: Payload) -> Queued:
         self._shard(request.handler)
@@ -257,11 +272,6 @@ class Executor:
         )
         hooks = tuple(request.post_hooks)
         return Queued(request.handle_name, compute.call, compute.mesh, hooks, publishes, request)
-
-    async def _pre_hook(self, name: str, data: object) -> None:
-        if name != HookName.DATA_TRANSFER:
-            raise ConfigError(f"{name!r:.200} cannot run before a request; {HookName.DATA_TRANSFER} can")
-        await self._data.redistribute(convert(data, Transfer).steps)
 
     async def _carry_out(self, request: Payload) -> Payload:
         """Runs a call and its post-hooks, and returns the reply."""
@@ -283,14 +293,14 @@ class Executor:
                 data = Computed(keys, stats, self.versions[shard.model], seconds)
         except Exception as error:
             self._publish_nothing(request)
-            return self.failed(request, error)
-        return Payload(request.handler, request.handle_name, request.request_id, data=data)
+            return self._failed(request, error)
+        return request.reply(data)
 
     def _publish_nothing(self, request: Payload) -> None:
         """Tells those who wait for parameters that a request has failed."""
         for name, data in zip(request.post_hooks, request.post_hook_data, strict=True):
             if name == HookName.PARAM_REALLOC and not (realloc := convert(data, Realloc)).origin:
-                self._parameters.publish(realloc, None)
+                self.parameters.publish(realloc, None)
 
     async def _initialize(self, model: str) -> int:
         if model not in self.versions:
@@ -303,7 +313,7 @@ class Executor:
     ) -> tuple[list[str], dict[str, float]]:
         if handle == Handle.EMPTY:
             return [], {}
-        batch = self._data.get(compute.ids, compute.inputs)
+        batch = self.data.get(compute.ids, compute.inputs)
         method = f"{type(backend).__name__}.{handle}"
         if handle == Handle.TRAIN_STEP:
             stats = await self._computations.run(backend.train_step, batch, compute.step)
@@ -313,7 +323,7 @@ class Executor:
         result = await self._computations.run(function, batch, compute.step)
         if not shard.is_dp_head:
             return [], {}
-        self._data.update(check_outputs(batch, compute.outputs, result, method))
+        self.data.update(check_outputs(batch, compute.outputs, result, method))
         return list(compute.outputs), {}
 
     async def _post_hook(self, name: str, data: object, compute: Compute, backend: Backend) -> dict[str, float]:
@@ -351,10 +361,10 @@ class Executor:
     async def _param_realloc(self, realloc: Realloc, backend: Backend) -> None:
         own = await self._computations.run(backend.parameters)
         if realloc.origin:
-            source = await self._parameters.take(realloc, own)
+            source = await self.parameters.take(realloc, own)
             await self._computations.run(blend, own, source, realloc.eta, realloc.target)
         else:
-            self._parameters.publish(realloc, await self._computations.run(copy_of, own))
+            self.parameters.publish(realloc, await self._computations.run(copy_of, own))
 
     def _shard(self, handler: str) -> ModelShardID:
         try:
@@ -364,12 +374,11 @@ class Executor:
                 f"{self._worker} holds no shard {handler!r:.200}; it holds {', '.join(self.shards) or 'none'}"
             ) from None
 
-    def failed(self, request: Payload, error: Exception) -> Payload:
-        """Returns the reply to a request that has failed."""
+    def _failed(self, request: Payload, error: Exception) -> Payload:
         if not isinstance(error, AveragingError):
             logger.exception("%s of %s has failed at %s", request.handle_name, request.handler, self._worker)
         text = str(error) if isinstance(error, AveragingError) else f"{type(error).__name__}: {error}"
-        reply = Payload(request.handler, request.handle_name, request.request_id, error=text)
+        reply = request.reply(error=text)
         if isinstance(error, WorkerLostError):
             reply.unreachable = error.worker
         return reply

@@ -12,7 +12,7 @@ from averaging.errors import DataLostError, WorkerError, WorkerLostError
 from averaging.rl.workers.payload import Compute, Computed, Handle, HookName, Payload, Realloc, Transfer, convert
 from averaging.rl.workers.payload import SaveRequest as SaveData
 from averaging.rl.workers.plan import Call, Hook, Model, ModelShardID, ParamRealloc, Plan, Save
-from averaging.rl.workers.redistributor import OwnerTracker, Redistributor, balance, receptions
+from averaging.rl.workers.redistributor import OwnerTracker, Redistributor, balance
 from averaging.rl.workers.request_client import RequestClient
 
 logger = logging.getLogger("averaging.rl.workers")
@@ -162,7 +162,7 @@ class LevelRunner:
         jobs: dict[str, _Job] = {}
         for part in parts:
             for shard, worker in model.of_rank(part.rank).items():
-                own = [one for one in steps if worker in one.dsts]
+                own = [transfer for transfer in steps if worker in transfer.dsts]
                 request = self._request(call, model, shard, part.ids, step)
                 if own:
                     request.pre_hooks, request.pre_hook_data = [HookName.DATA_TRANSFER], [Transfer(own)]
@@ -170,8 +170,7 @@ class LevelRunner:
                     request.post_hooks.append(hook.name)
                     request.post_hook_data.append(self._hook_data(hook, shard, transfer, step))
                 jobs[self._client.post(request)] = _Job(worker, part)
-                for _, ids, keys in receptions(own, worker):
-                    self._tracker.add(worker, ids, keys)
+                self._tracker.add(worker, part.ids, call.inputs)
         for hook, transfer in zip(hooks, transfers, strict=True):
             if isinstance(hook, ParamRealloc):
                 jobs |= self._post_other_side(call, hook, transfer, step)

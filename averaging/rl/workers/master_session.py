@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from dataclasses import fields
 
 from averaging.errors import AveragingError, ConfigError, ProtocolViolationError, printable
 from averaging.rl.workers.methods import BATCH_BYTES, MESSAGE_BYTES
-from averaging.rl.workers.payload import Payload, pack, unpack
+from averaging.rl.workers.payload import Payload, pack
 from averaging.wire import workers_pb2
 from averaging.wire.workers_pb2 import WorkerMessage
 
@@ -21,6 +21,10 @@ MAX_HOOKS = 64
 """Maximum number of hooks before or after one request."""
 
 
+_PACKED = ("data", "pre_hook_data", "post_hook_data")
+_PLAIN = [field.name for field in fields(Payload) if field.name not in _PACKED]
+
+
 def encode_payload(payload: Payload) -> workers_pb2.Payload:
     """The message of a request or reply.
 
@@ -28,7 +32,12 @@ def encode_payload(payload: Payload) -> workers_pb2.Payload:
         ConfigError: It cannot be sent, because of its data or its size.
     """
     try:
-        message = _encode(payload)
+        message = workers_pb2.Payload(
+            **{name: getattr(payload, name) for name in _PLAIN},
+            data=pack(payload.data),
+            pre_hook_data=map(pack, payload.pre_hook_data),
+            post_hook_data=map(pack, payload.post_hook_data),
+        )
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ConfigError(f"it cannot be sent: {error}") from None
     if (nbytes := message.ByteSize()) > PAYLOAD_BYTES:
@@ -37,72 +46,27 @@ def encode_payload(payload: Payload) -> workers_pb2.Payload:
 
 
 def encode_reply(reply: Payload) -> workers_pb2.Payload:
-    """The message of a reply; of one that cannot be sent, an error that says so."""
+    """The message of a reply; of a reply that cannot be sent, an error that says so."""
     try:
         return encode_payload(reply)
     except ConfigError as error:
-        failed = Payload(reply.handler, reply.handle_name, reply.request_id, error=f"its reply is lost: {error}")
-        return encode_payload(failed)
+        return encode_payload(reply.reply(error=f"its reply is lost: {error}"))
 
 
-def _encode(payload: Payload) -> workers_pb2.Payload:
-    return workers_pb2.Payload(
-        handler=payload.handler,
-        handle_name=payload.handle_name,
-        request_id=payload.request_id,
-        syn_reply_id=payload.syn_reply_id,
-        ack_reply_id=payload.ack_reply_id,
-        no_syn=payload.no_syn,
-        send_time=payload.send_time,
-        data=pack(payload.data),
-        pre_hooks=payload.pre_hooks,
-        pre_hook_data=map(pack, payload.pre_hook_data),
-        post_hooks=payload.post_hooks,
-        post_hook_data=map(pack, payload.post_hook_data),
-        error=payload.error,
-        unreachable=payload.unreachable,
-    )
-
-
-def decode_reply(message: workers_pb2.Payload) -> Payload:
-    """The reply in a message; its data is plain.
-
-    Raises:
-        ProtocolViolationError: Data is no msgpack, or the numbers of hooks and of their data differ.
-    """
-    reply = decode_request(message)
-    reply.data = unpack(message.data, object) if message.data else None
-    return reply
-
-
-def decode_request(message: workers_pb2.Payload) -> Payload:
-    """The request in a message; its data is packed, see `payload.convert`.
+def decode_payload(message: workers_pb2.Payload) -> Payload:
+    """The request or reply in a message; its data is packed, see `payload.convert`.
 
     Raises:
         ProtocolViolationError: The numbers of hooks and of their data differ.
     """
-    for hooks, data in (
-        (message.pre_hooks, message.pre_hook_data),
-        (message.post_hooks, message.post_hook_data),
-    ):
+    payload = Payload(**{name: getattr(message, name) for name in (*_PLAIN, *_PACKED)})
+    for when in ("pre_hook", "post_hook"):
+        hooks, data = list(getattr(message, f"{when}s")), list(getattr(message, f"{when}_data"))
         if len(hooks) != len(data) or len(hooks) > MAX_HOOKS:
             raise ProtocolViolationError(f"a request with {len(hooks)} hooks and data for {len(data)}")
-    return Payload(
-        handler=message.handler,
-        handle_name=message.handle_name,
-        request_id=message.request_id,
-        syn_reply_id=message.syn_reply_id,
-        ack_reply_id=message.ack_reply_id,
-        no_syn=message.no_syn,
-        send_time=message.send_time,
-        data=message.data,
-        pre_hooks=list(message.pre_hooks),
-        pre_hook_data=list(message.pre_hook_data),
-        post_hooks=list(message.post_hooks),
-        post_hook_data=list(message.post_hook_data),
-        error=message.error,
-        unreachable=message.unreachable,
-    )
+        setattr(payload, f"{when}s", hooks)
+        setattr(payload, f"{when}_data", data)
+    return payload
 
 
 MAX_UNSENT = 1 << 17
@@ -143,24 +107,23 @@ class MasterSession:
             self._unsent.put_nowait(message)
 
     def close(self) -> None:
-        """Ends `messages`."""
+        """Ends `next_message`."""
         if not self._closed:
             self._closed = True
             self._unsent.put_nowait(None)
 
-    async def messages(self) -> AsyncGenerator[WorkerMessage, None]:
-        """The messages to send, until the session is closed."""
-        while (message := await self._unsent.get()) is not None:
-            if isinstance(message, int):
-                yield WorkerMessage(pong=message)
-                continue
-            batch = WorkerMessage(replies=[encode_reply(message)])
-            nbytes = batch.ByteSize()
-            while nbytes <= BATCH_BYTES and not self._unsent.empty() and not self._closed:
-                following = self._unsent.get_nowait()
-                if isinstance(following, int):
-                    batch.pong = following
-                elif following is not None:
-                    batch.replies.append(encode_reply(following))
-                    nbytes += batch.replies[-1].ByteSize()
-            yield batch
+    async def next_message(self) -> WorkerMessage | None:
+        """The next message to send, with all replies that wait if they fit; None when the session is closed."""
+        batch, nbytes = WorkerMessage(), 0
+        unsent = await self._unsent.get()
+        while unsent is not None:
+            if isinstance(unsent, int):
+                batch.pong = unsent
+            else:
+                batch.replies.append(encode_reply(unsent))
+                nbytes += batch.replies[-1].ByteSize()
+            # No two pongs share a message, since the master measures the time until each of them arrives.
+            if batch.pong or nbytes > BATCH_BYTES or self._closed or self._unsent.empty():
+                return batch
+            unsent = self._unsent.get_nowait()
+        return None

@@ -3,18 +3,77 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
-from typing import Any, Self, TypeVar
+from collections.abc import Callable, Coroutine, Iterator
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
+from averaging.common import on_loop
 from averaging.rl.workers.methods import Connect
-from averaging.rl.workers.payload import DatasetSpec, Payload
 from averaging.rl.workers.plan import Plan
 from averaging.rl.workers.redistributor import OwnerTracker
 from averaging.rl.workers.request_client import RequestClient
 from averaging.rl.workers.step_runner import StepResult, StepRunner
 from averaging.rpc import Credentials, EventLoopThread
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _blocking(
+    part: str, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]
+) -> Callable[Concatenate[MasterWorker, P], T]:
+    """A coroutine method of a part of the master, which runs in the master's thread, as a method that blocks."""
+
+    @wraps(method)
+    def call(master: MasterWorker, /, *args: P.args, **options: P.kwargs) -> T:
+        return master._thread.run(method(getattr(master, part), *args, **options))
+
+    return call
+
+
+def _in_thread(method: Callable[Concatenate[RequestClient, P], T]) -> Callable[Concatenate[MasterWorker, P], T]:
+    """A method of the client, called in the master's thread."""
+
+    @wraps(method)
+    def call(master: MasterWorker, /, *args: P.args, **options: P.kwargs) -> T:
+        return master._thread.run(on_loop(partial(method, master._client, *args, **options)))
+
+    return call
+
+
+def _awaitable(
+    method: Callable[Concatenate[RequestClient, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[MasterWorker, P], Coroutine[Any, Any, T]]:
+    """A coroutine method of the client as one for any event loop: it runs in the master's thread."""
+
+    @wraps(method)
+    async def call(master: MasterWorker, /, *args: P.args, **options: P.kwargs) -> T:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+
+        def finish(result: T | None, error: BaseException | None) -> None:
+            if done.done():
+                return
+            if error is not None:
+                done.set_exception(error)
+            else:
+                done.set_result(result)  # type: ignore[arg-type]
+
+        async def run() -> None:
+            try:
+                result = await method(master._client, *args, **options)
+            except Exception as error:
+                loop.call_soon_threadsafe(finish, None, error)
+            except BaseException:
+                loop.call_soon_threadsafe(done.cancel)
+                raise
+            else:
+                loop.call_soon_threadsafe(finish, result, None)
+
+        master._thread.start(run())
+        return await done
+
+    return call
 
 
 class MasterWorker:
@@ -99,143 +158,74 @@ class MasterWorker:
         """The workers that are lost now, and why."""
         return {worker: str(link.lost) for worker, link in self._client.links.items() if link.lost is not None}
 
-    # The plan
-
-    def initialize(self) -> None:
-        """Prepares the models at all workers, and takes over what the workers held for an earlier master.
-
-        Raises:
-            WorkerError: A worker has failed.
-        """
-        self._thread.run(self._runner.initialize())
-
-    def spec(self) -> list[DatasetSpec]:
-        """The parts of the dataset at the DP heads of the first model."""
-        return self._thread.run(self._runner.spec())
-
-    def step(self) -> StepResult:
-        """Runs all calls of the plan once, for the next samples.
-
-        If it raises, the samples stay in the buffer, and the next call runs the same step again.
-
-        Raises:
-            WorkerLostError: A worker is lost, and its samples cannot be assigned to others.
-            DataLostError: Tensors that a call needs were held by a lost worker alone.
-            WorkerError: A worker has failed, or the dataset has too few samples.
-        """
-        return self._thread.run(self._runner.step())
-
     def run(self, steps: int) -> Iterator[StepResult]:
         """Initializes the models and yields the results of the steps up to number `steps`. For errors see `step`."""
         self.initialize()
         while self.step_number < steps:
             yield self.step()
 
-    # Single requests
-
-    def post(self, payload: Payload) -> str:
-        """Sends one request and returns its id. See `RequestClient.post`."""
-
-        async def post() -> str:
-            return self._client.post(payload)
-
-        return self._thread.run(post())
-
     def new_id(self) -> str:
         """A new id of a request."""
         return self._client.new_id()
 
-    def request(
-        self, handlers: Sequence[str], handle_name: str, datas: Sequence[Any] | None = None, *, no_syn: bool = True
-    ) -> list[str]:
-        """Sends a request to each handler and returns their ids. See `RequestClient.request`."""
-        return self._thread.run(self._client.request(handlers, handle_name, datas, no_syn=no_syn))
+    initialize = _blocking("_runner", StepRunner.initialize)
+    """Prepares the models at all workers, and takes over what the workers held for an earlier master."""
 
-    def call(
-        self,
-        handlers: Sequence[str],
-        handle_name: str,
-        datas: Sequence[Any] | None = None,
-        *,
-        no_syn: bool = True,
-        timeout: float | None = None,
-    ) -> list[Any]:
-        """Sends a request to each handler and returns the data of the replies. See `RequestClient.call`."""
-        return self._thread.run(self._client.call(handlers, handle_name, datas, no_syn=no_syn, timeout=timeout))
+    spec = _blocking("_runner", StepRunner.spec)
+    """Returns the `DatasetSpec` of each DP head of the first model: its part of the dataset."""
 
-    async def call_async(
-        self,
-        handlers: Sequence[str],
-        handle_name: str,
-        datas: Sequence[Any] | None = None,
-        *,
-        no_syn: bool = True,
-        timeout: float | None = None,
-    ) -> list[Any]:
-        """Like `call`."""
-        return await self._bridge(self._client.call(handlers, handle_name, datas, no_syn=no_syn, timeout=timeout))
+    step = _blocking("_runner", StepRunner.step)
+    """Runs all calls of the plan once, for the next samples, and returns a `StepResult`.
 
-    def gather(self, ids: Sequence[str], timeout: float | None = None) -> list[Payload]:
-        """Waits for the replies to these requests. See `RequestClient.gather`."""
-        return self._thread.run(self._client.gather(ids, timeout))
+    If it raises, the samples stay in the buffer, and the next call runs the same step again.
 
-    async def gather_async(self, ids: Sequence[str], timeout: float | None = None) -> list[Payload]:
-        """Like `gather`."""
-        return await self._bridge(self._client.gather(ids, timeout))
+    Raises:
+        WorkerLostError: A worker is lost, and its samples cannot be assigned to others.
+        DataLostError: Tensors that a call needs were held by a lost worker alone.
+        WorkerError: A worker has failed, or the dataset has too few samples.
+    """
 
-    def poll(self, ids: Collection[str] | None = None) -> Payload | None:
-        """Takes the first reply that has arrived, to any request or to one of these; None if there is none.
+    post = _in_thread(RequestClient.post)
+    """`post(payload)`: sends one request and returns its id."""
 
-        Raises:
-            WorkerError: The request has failed.
-        """
-        return self._in_loop(lambda: self._client.poll(ids))
+    request = _blocking("_client", RequestClient.request)
+    """`request(handlers, handle_name, datas=None, *, no_syn=True)`: sends a request to each handler, returns their ids.
 
-    async def poll_async(self, ids: Collection[str] | None = None) -> Payload:
-        """Waits for the next reply, to any request or to one of these.
+    With `no_syn=False` no worker begins before all have received the request.
+    """
 
-        Raises:
-            WorkerError: The request has failed.
-        """
-        return await self._bridge(self._client.poll_async(ids))
+    call = _blocking("_client", RequestClient.call)
+    """`call(handlers, handle_name, datas=None, *, no_syn=True, timeout=None)`: like `request`, but returns the data of
+    the replies."""
 
-    def poll_batch(self, ids: Collection[str] | None = None) -> list[Payload]:
-        """Takes all replies that have arrived, to any requests or to these.
+    call_async = _awaitable(RequestClient.call)
+    """Like `call`."""
 
-        Raises:
-            WorkerError: A request has failed. The replies before it are dropped.
-        """
-        return self._in_loop(lambda: self._client.poll_batch(ids))
+    gather = _blocking("_client", RequestClient.gather)
+    """`gather(ids, timeout=None)`: waits for the replies to these requests.
 
-    def _in_loop(self, read: Callable[[], T]) -> T:
-        async def call() -> T:
-            return read()
+    Raises:
+        WorkerError: A request has failed; a WorkerLostError if its worker is lost. The replies to the others are
+            dropped.
+        TimeoutError: A reply is missing after `timeout` seconds. It can still be gathered later.
+    """
 
-        return self._thread.run(call())
+    gather_async = _awaitable(RequestClient.gather)
+    """Like `gather`."""
 
-    async def _bridge(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine in the thread of the master and awaits it in the running loop."""
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[T] = loop.create_future()
+    poll = _in_thread(RequestClient.poll)
+    """`poll(ids=None)`: takes the first reply to any request, or to one of these; None if none has arrived.
 
-        def finish(result: T | None, error: BaseException | None) -> None:
-            if done.done():
-                return
-            if error is not None:
-                done.set_exception(error)
-            else:
-                done.set_result(result)  # type: ignore[arg-type]
+    Raises:
+        WorkerError: The request has failed.
+    """
 
-        async def run() -> None:
-            try:
-                result = await coroutine
-            except Exception as error:
-                loop.call_soon_threadsafe(finish, None, error)
-            except BaseException:
-                loop.call_soon_threadsafe(done.cancel)
-                raise
-            else:
-                loop.call_soon_threadsafe(finish, result, None)
+    poll_async = _awaitable(RequestClient.poll_async)
+    """`poll_async(ids=None)`: waits for the next reply, to any request or to one of these. For errors see `poll`."""
 
-        self._thread.start(run())
-        return await done
+    poll_batch = _in_thread(RequestClient.poll_batch)
+    """`poll_batch(ids=None)`: takes all replies that have arrived, to any requests or to these.
+
+    Raises:
+        WorkerError: A request has failed. The replies before it are dropped.
+    """

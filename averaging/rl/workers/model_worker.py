@@ -15,7 +15,7 @@ from averaging.errors import AveragingError, ClosedError, ConfigError, ProtocolV
 from averaging.rl.workers.backend import Backend
 from averaging.rl.workers.data_manager import DataManager
 from averaging.rl.workers.executor import Computations, Executor
-from averaging.rl.workers.master_session import MasterSession, decode_request
+from averaging.rl.workers.master_session import MasterSession, decode_payload
 from averaging.rl.workers.methods import (
     FETCH_DATA,
     FETCH_PARAMETERS,
@@ -107,7 +107,8 @@ class ModelWorker:
         self._loading = Computations(inline=inline)
         self._in_own_thread = True
         self._stack = AsyncExitStack()
-        self._running: _Running | None = None
+        self._executor: Executor | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
         self._session: MasterSession | None = None
         self._book = RequestBook()
 
@@ -131,20 +132,18 @@ class ModelWorker:
             self._loading.start(f"dataset of {self.name}")
             stack.push_async_callback(self._loading.close)
             stack.push_async_callback(self._channels.close)
-            tasks = await stack.enter_async_context(_Tasks())
-            data = DataManager(self.name, self._channels, compression=self._compression)
-            parameters = ParameterExchange(self.name, self._channels)
-            executor = Executor(
+            stack.push_async_callback(self._end_tasks)
+            self._executor = Executor(
                 self.name,
                 self._backends,
                 self._dataset,
-                data,
-                parameters,
+                DataManager(self.name, self._channels, compression=self._compression),
+                ParameterExchange(self.name, self._channels),
                 self._computations,
                 self._loading,
                 self._save_folder,
+                self._reply,
             )
-            self._running = _Running(data, parameters, executor, tasks)
             if self._server is not None:
                 await stack.enter_async_context(self._server)
             self._stack = stack.pop_all()
@@ -154,7 +153,7 @@ class ModelWorker:
         """Stops serving, after the method of a backend that is running."""
         if self._session is not None:
             self._session.close()
-        self._running = None
+        self._executor = None
         await self._stack.aclose()
 
     def run(self, on_ready: Any = None) -> None:
@@ -199,7 +198,7 @@ class ModelWorker:
                 first = await anext(messages, None)
         if first is None or not first.HasField("attach"):
             raise ProtocolViolationError("the stream of a master does not begin with attach")
-        running, attach = self._open, first.attach
+        executor, attach = self._open, first.attach
         placement = None
         if not (refusal := self._refusal(attach)):
             placement = unpack(attach.placement, Placement)
@@ -211,17 +210,18 @@ class ModelWorker:
         if self._session is not None:
             self._session.close()
         session = self._session = MasterSession(attach.master, asyncio.get_running_loop().time())
-        self._place(running, placement)
+        self._place(executor, placement)
         known, replies = self._book.attach(attach.outstanding)
-        held = running.data.inventory()
-        inventory = Inventory(dict(running.executor.versions), held, {one: running.data.length(one) for one in held})
+        samples = executor.data.inventory()
+        lengths = {sample: executor.data.length(sample) for sample in samples}
+        inventory = Inventory(dict(executor.versions), samples, lengths)
         yield WorkerMessage(attached=Attached(incarnation=self._incarnation, inventory=pack(inventory), known=known))
         for reply in replies:
             session.send(reply)
         logger.info("%s serves the master %s", self.name, session.alias)
-        reading = running.tasks.create(self._read(session, messages))
+        reading = self._start(self._read(session, messages))
         try:
-            async for message in session.messages():
+            while (message := await session.next_message()) is not None:
                 yield message
         finally:
             session.close()
@@ -260,8 +260,7 @@ class ModelWorker:
             return f"{self.name} is to hold a part of the dataset, and has none; give it a dataset"
         return ""
 
-    def _place(self, running: _Running, placement: Placement) -> None:
-        executor = running.executor
+    def _place(self, executor: Executor, placement: Placement) -> None:
         dp = placement.dp_rank, placement.dp_size
         if dp[0] >= 0 and dp != executor.dp and self._dataset is not None:
             self._dataset.place(*dp)
@@ -270,8 +269,8 @@ class ModelWorker:
         for shard, topology in placement.shards:
             backend = self._backends[shard.model]
             backend.shard, backend.topology = shard, topology
-        running.data.endpoints = running.parameters.endpoints = placement.endpoints
-        running.data.keys = placement.keys
+        executor.data.endpoints = executor.parameters.endpoints = placement.endpoints
+        executor.data.keys = placement.keys
 
     async def _read(self, session: MasterSession, messages: AsyncIterator[MasterMessage]) -> None:
         """Takes the messages of a master, until it sends no more or another one attaches.
@@ -284,7 +283,7 @@ class ModelWorker:
                 self._book.forget(message.received)
                 if message.HasField("attach"):
                     raise ProtocolViolationError("a master attaches twice on one stream")
-                for request in map(decode_request, message.requests):
+                for request in map(decode_payload, message.requests):
                     if self._session is not session:
                         return  # the rest is no longer wanted
                     self._receive(session, request)
@@ -312,30 +311,18 @@ class ModelWorker:
             request, following = waiting, self._book.begin(waiting)
         else:
             following = self._book.receive(request)
-        running = self._open
+        executor = self._open
         match following:
             case Next.SYN:
                 session.send(self._book.syn(request))
             case Next.RUN:
-                running.tasks.create(self._answer(running, request))
+                self._start(executor.answer(request))
             case Next.FLUSH:
                 requests = self._book.flushed()
-                self._reply(Payload(request.handler, Handle.FLUSH, request.request_id, data=len(requests)))
-                running.tasks.create(self._flush(running, requests))
+                self._reply(request.reply(len(requests)))
+                self._start(executor.flush(requests))
             case Next.TOO_MANY:
                 raise ProtocolViolationError(f"too many requests wait for a flush at {self.name}")
-
-    async def _answer(self, running: _Running, request: Payload) -> None:
-        try:
-            data = await running.executor.answer(request)
-            reply = Payload(request.handler, request.handle_name, request.request_id, data=data)
-        except Exception as error:
-            reply = running.executor.failed(request, error)
-        self._reply(reply)
-
-    async def _flush(self, running: _Running, requests: list[Payload]) -> None:
-        async with running.one_flush:
-            await running.executor.flush(requests, self._reply)
 
     def _reply(self, reply: Payload) -> None:
         wanted = self._book.finish(reply, keep=reply.handle_name not in NO_REPLY)
@@ -345,34 +332,19 @@ class ModelWorker:
             self._close_if_answered(self._session)
 
     @property
-    def _open(self) -> _Running:
-        if self._running is None:
+    def _open(self) -> Executor:
+        if self._executor is None:
             raise ClosedError(f"the model worker {self.name} is not running")
-        return self._running
+        return self._executor
 
-
-class _Running:
-    def __init__(self, data: DataManager, parameters: ParameterExchange, executor: Executor, tasks: _Tasks) -> None:
-        self.data, self.parameters, self.executor, self.tasks = data, parameters, executor, tasks
-        self.one_flush = asyncio.Lock()
-
-
-class _Tasks:
-    """Owns the tasks of a worker: they are cancelled at its end."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def create(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs a coroutine in a task that is cancelled at the end of the worker."""
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    async def _end_tasks(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

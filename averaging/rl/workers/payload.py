@@ -111,6 +111,10 @@ class Payload:
     error: str = ""
     unreachable: str = ""
 
+    def reply(self, data: Any = None, error: str = "") -> Payload:
+        """The reply to this request."""
+        return Payload(self.handler, self.handle_name, self.request_id, data=data, error=error)
+
 
 @dataclass(frozen=True, slots=True)
 class SampleQuery:
@@ -224,6 +228,14 @@ class Step:
     dsts: list[str]
     ids: list[Samples]
     keys: Names
+
+    def sources_of(self, worker: str) -> list[tuple[str, Samples]]:
+        """The samples that a worker receives, by their senders."""
+        if worker not in self.dsts:
+            return []
+        if self.comm_type == "gather":
+            return list(zip(self.srcs, self.ids, strict=True))
+        return [(self.root, self.ids[0 if self.comm_type == "bcast" else self.dsts.index(worker)])]
 
 
 @dataclass(frozen=True, slots=True)

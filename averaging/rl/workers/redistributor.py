@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
 from typing import TypeVar
 
 from averaging.errors import DataLostError
@@ -89,9 +88,10 @@ class Redistributor:
             DataLostError: No worker holds one of the tensors.
         """
         load: Counter[str] = Counter()
-        receivers: defaultdict[tuple[str, str, str], list[str]] = defaultdict(list)  # by source, sample, tensor
+        transfers: defaultdict[tuple[str, tuple[str, ...], str], list[str]] = defaultdict(list)
         for worker, ids in wanted.items():
             for sample in dict.fromkeys(ids):
+                missing: defaultdict[str, list[str]] = defaultdict(list)  # names by source
                 for key in keys:
                     owners = self._tracker.owners(sample, key)
                     if worker in owners:
@@ -100,54 +100,31 @@ class Redistributor:
                         raise DataLostError("", f"no worker holds {key!r} of sample {sample}, which {worker} needs")
                     source = min(owners, key=lambda owner: (load[owner], owner))
                     load[source] += 1
-                    receivers[source, sample, key].append(worker)
-        return self._steps(receivers)
-
-    def _steps(self, receivers: Mapping[tuple[str, str, str], list[str]]) -> list[Step]:
-        """Groups single transfers: first those to several receivers, then the others."""
-        shared: defaultdict[tuple[str, tuple[str, ...], tuple[str, ...]], list[str]] = defaultdict(list)
-        single: defaultdict[tuple[str, ...], defaultdict[tuple[str, str], list[str]]] = defaultdict(
-            lambda: defaultdict(list)
-        )
-        by_sample: defaultdict[tuple[str, str, tuple[str, ...]], list[str]] = defaultdict(list)
-        for (source, sample, key), workers in receivers.items():
-            by_sample[source, sample, tuple(workers)].append(key)
-        for (source, sample, dsts), names in by_sample.items():
-            if len(dsts) > 1:
-                shared[source, dsts, tuple(names)].append(sample)
-            else:
-                single[tuple(names)][source, dsts[0]].append(sample)
-        steps = [
-            Step("bcast", source, [source], list(dsts), [ids], list(keys))
-            for (source, dsts, keys), ids in shared.items()
-        ]
-        for keys, edges in single.items():
-            fan_out = Counter(source for source, _ in edges)
-            scattered = sorted(edge for edge in edges if fan_out[edge[0]] > 1)
-            for source, pairs in groupby(scattered, key=lambda edge: edge[0]):
-                workers = [worker for _, worker in pairs]
-                ids = [edges[source, worker] for worker in workers]
-                steps.append(Step("scatter", source, [source], workers, ids, list(keys)))
-            gathered = sorted((edge for edge in edges if fan_out[edge[0]] == 1), key=lambda edge: (edge[1], edge[0]))
-            for worker, pairs in groupby(gathered, key=lambda edge: edge[1]):
-                sources = [source for source, _ in pairs]
-                ids = [edges[source, worker] for source in sources]
-                steps.append(Step("gather", worker, sources, [worker], ids, list(keys)))
-        return steps
+                    missing[source].append(key)
+                for source, names in missing.items():
+                    transfers[source, tuple(names), worker].append(sample)
+        return _steps(transfers)
 
 
-def receptions(steps: Sequence[Step], worker: str) -> list[tuple[str, list[str], list[str]]]:
-    """What a worker receives in these steps: (source, samples, names of tensors)."""
-    found: list[tuple[str, list[str], list[str]]] = []
-    for step in steps:
-        if worker not in step.dsts:
-            continue
-        if step.comm_type == "gather":
-            found += [(source, ids, step.keys) for source, ids in zip(step.srcs, step.ids, strict=True)]
+def _steps(transfers: Mapping[tuple[str, tuple[str, ...], str], list[str]]) -> list[Step]:
+    """The steps of transfers, which are given as samples by (source, names of tensors, receiver)."""
+    receivers: defaultdict[tuple[str, tuple[str, ...], tuple[str, ...]], list[str]] = defaultdict(list)
+    for (source, keys, worker), ids in transfers.items():
+        receivers[source, keys, tuple(ids)].append(worker)
+    fan_out = Counter((source, keys) for (source, keys, _), workers in receivers.items() if len(workers) == 1)
+    steps: list[Step] = []
+    others: defaultdict[tuple[str, str, tuple[str, ...]], dict[str, list[str]]] = defaultdict(dict)
+    for (source, keys, shared), workers in receivers.items():
+        if len(workers) > 1:
+            steps.append(Step("bcast", source, [source], workers, [list(shared)], list(keys)))
+        elif fan_out[source, keys] > 1:
+            others["scatter", source, keys][workers[0]] = list(shared)
         else:
-            ids = step.ids[0] if step.comm_type == "bcast" else step.ids[step.dsts.index(worker)]
-            found.append((step.root, ids, step.keys))
-    return found
+            others["gather", workers[0], keys][source] = list(shared)
+    for (kind, root, keys), ids_of in others.items():
+        srcs, dsts = ([root], list(ids_of)) if kind == "scatter" else (list(ids_of), [root])
+        steps.append(Step(kind, root, srcs, dsts, list(ids_of.values()), list(keys)))
+    return steps
 
 
 def part_of(items: Sequence[T], rank: int, parts: int) -> Sequence[T]:

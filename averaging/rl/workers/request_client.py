@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import uuid
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AsyncExitStack
 from typing import Any, Self
 
 from averaging.errors import ConfigError, WorkerError, WorkerLostError
+from averaging.rl.workers.master_session import decode_payload, encode_payload
 from averaging.rl.workers.methods import Connect, connector
-from averaging.rl.workers.payload import NO_REPLY, Handle, Payload
+from averaging.rl.workers.payload import NO_REPLY, Handle, Payload, unpack
 from averaging.rl.workers.plan import Plan
 from averaging.rl.workers.worker_link import LinkOptions, WorkerLink, placement_of
 from averaging.rpc import Credentials, Deadlines
-
-logger = logging.getLogger("averaging.rl.workers")
+from averaging.wire import workers_pb2
 
 
 class RequestClient:
@@ -57,7 +55,6 @@ class RequestClient:
         self._arrival = asyncio.Event()
         self._away: set[str] = set()  # lost workers, also those that have come back and were not welcomed
         self._tasks: list[asyncio.Task[None]] = []
-        self._stack = AsyncExitStack()
         options = LinkOptions(
             self.name,
             connect or connector(credentials),
@@ -129,19 +126,29 @@ class RequestClient:
         return f"{self.name[-12:]}-{next(self._ids)}"  # other masters may see the first characters
 
     def post(self, payload: Payload) -> str:
-        """Sends one request and returns its id. Its outcome is an error if the worker is lost.
+        """Sends one request and returns its id. Its outcome is an error if it cannot be sent or the worker is lost.
 
         Raises:
             ConfigError: The plan has no such handler.
         """
         worker = self.plan.worker_of(payload.handler)
+        link = self.links[worker]
         payload.send_time = asyncio.get_running_loop().time()
         if payload.handle_name not in NO_REPLY:
             self._expect(payload.request_id, worker)
-        try:
-            self.links[worker].post(payload)
-        except WorkerLostError as error:
-            self._set(payload.request_id, error)
+        error: WorkerError | None = link.lost
+        if error is None:
+            try:
+                message = encode_payload(payload)
+            except ConfigError as reason:
+                error = _failure(worker, payload, str(reason))
+            else:
+                if payload.handle_name not in NO_REPLY:
+                    link.outstanding[payload.request_id] = message
+                link.unsent.put_nowait(message)
+        if error is not None:
+            for request_id in (payload.syn_reply_id, payload.request_id):
+                self._set(request_id, error)
         return payload.request_id
 
     async def request(
@@ -293,23 +300,18 @@ class RequestClient:
         self._futures.pop(request_id, None)
         self._workers.pop(request_id, None)
 
-    def _on_reply(self, reply: Payload) -> None:
-        worker = self._workers.get(reply.request_id)
+    def _on_reply(self, message: workers_pb2.Payload) -> None:
+        worker = self._workers.get(message.request_id)
         if worker is None:
             return
-        if not reply.error:
-            self._set(reply.request_id, reply)
-            return
-        text = f"{reply.handle_name} of {reply.handler} has failed at {worker}: {reply.error}"
-        error: WorkerError = WorkerError(worker, text, reply.handle_name)
-        if reply.unreachable:
-            error = WorkerLostError(reply.unreachable, text, reply.handle_name)
-        self._set(reply.request_id, error)
+        reply = decode_payload(message)
+        reply.data = unpack(message.data, object) if message.data else None
+        self._set(reply.request_id, _failure(worker, reply, reply.error) if reply.error else reply)
 
     def _on_lost(self, error: WorkerLostError) -> None:
         self._away.add(error.worker)
         self._lost_worker(error.worker)
-        for request_id in [one for one, worker in self._workers.items() if worker == error.worker]:
+        for request_id in [request_id for request_id, worker in self._workers.items() if worker == error.worker]:
             self._set(request_id, error)
 
     def _set(self, request_id: str, outcome: Payload | WorkerError) -> None:
@@ -319,6 +321,13 @@ class RequestClient:
             self._arrived[request_id] = None
             self._arrival.set()
             self._arrival = asyncio.Event()
+
+
+def _failure(worker: str, payload: Payload, reason: str) -> WorkerError:
+    text = f"{payload.handle_name} of {payload.handler} has failed at {worker}: {reason}"
+    if payload.unreachable:
+        return WorkerLostError(payload.unreachable, text, payload.handle_name)
+    return WorkerError(worker, text, payload.handle_name)
 
 
 def _reply(outcome: Payload | WorkerError) -> Payload:

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 
 from averaging.errors import (
     AveragingError,
-    ConfigError,
     MasterRefusedError,
     TransportError,
     UnauthenticatedError,
     WorkerLostError,
 )
-from averaging.rl.workers.master_session import decode_reply, decode_request, encode_payload
 from averaging.rl.workers.methods import BATCH_BYTES, REQUEST_REPLY_STREAM, Channel, Connect
-from averaging.rl.workers.payload import NO_REPLY, Handle, Payload, pack, unpack
+from averaging.rl.workers.payload import NO_REPLY, Handle, pack, unpack
 from averaging.rl.workers.plan import ModelShardID, Plan, Topology
 from averaging.rl.workers.samples import KeySpec
 from averaging.rpc import Deadline, Deadlines, FairTimeout, Phase
-from averaging.wire.workers_pb2 import Attach, Attached, MasterMessage, WorkerMessage
+from averaging.wire.workers_pb2 import Attach, Attached, MasterMessage
 from averaging.wire.workers_pb2 import Payload as PayloadMessage
 
 # What travels when a master attaches: what a worker must know of the plan, and what the worker holds. Pure.
@@ -114,7 +112,7 @@ class WorkerLink:
         endpoint: Its `host:port`.
         placement: What it must know of the plan.
         options: What all links share.
-        on_reply: Called with each reply.
+        on_reply: Called with each reply that is awaited.
         on_lost: Called when the worker is lost; it will not answer the requests that were posted.
 
     Attributes:
@@ -124,6 +122,8 @@ class WorkerLink:
         reason: Why the last attempt to attach has failed; empty if none has.
         hopeless: Whether it would fail again, for example for want of a token.
         changed: Set, and replaced, when one of these has changed.
+        outstanding: Requests whose replies are awaited, by id. They are sent again after a break.
+        unsent: Requests to send as soon as the worker is attached, in order.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class WorkerLink:
         endpoint: str,
         placement: Placement,
         options: LinkOptions,
-        on_reply: Callable[[Payload], None],
+        on_reply: Callable[[PayloadMessage], None],
         on_lost: Callable[[WorkerLostError], None],
     ) -> None:
         self.worker, self.endpoint = worker, endpoint
@@ -141,31 +141,19 @@ class WorkerLink:
         self.refused: MasterRefusedError | None = None
         self.reason, self.hopeless = "", False
         self.changed = asyncio.Event()
+        self.outstanding: dict[str, PayloadMessage] = {}
+        self.unsent: asyncio.Queue[PayloadMessage] = asyncio.Queue()
         self._placement, self._options = placement, options
         self._on_reply, self._on_lost = on_reply, on_lost
         self._incarnation = ""
-        self._outstanding: dict[str, Payload] = {}
         self._received: list[str] = []
-        self._unsent: asyncio.Queue[Payload] = asyncio.Queue()
         self._pinged: dict[int, float] = {}
         self._pings = 0
         self._ended = False
 
-    def post(self, request: Payload) -> None:
-        """Sends a request, now or when the worker is attached.
-
-        Raises:
-            WorkerLostError: The worker is lost.
-        """
-        if self.lost is not None:
-            raise self.lost
-        if request.handle_name not in NO_REPLY:
-            self._outstanding[request.request_id] = request
-        self._unsent.put_nowait(request)
-
     def forget(self, request_id: str) -> None:
         """Waits for a reply no longer."""
-        if self._outstanding.pop(request_id, None) is not None:
+        if self.outstanding.pop(request_id, None) is not None:
             self._received.append(request_id)
 
     def end(self) -> None:
@@ -223,12 +211,24 @@ class WorkerLink:
         async with aclosing(replies), FairTimeout(self._deadline, self._options.deadlines.lower) as limit:
             async for message in replies:
                 limit.restart(self._deadline)
-                self._take(message)
+                if message.refused:
+                    raise MasterRefusedError(self.worker, f"{self.worker} refuses this master: {message.refused}")
+                if message.HasField("attached"):
+                    self._attach(message.attached)
+                if (began := self._pinged.pop(message.pong, None)) is not None:
+                    now = asyncio.get_running_loop().time()
+                    self._options.deadlines.record(self.worker, Phase.ANSWER, 0, now - began, now)
+                for reply in message.replies:
+                    if self.outstanding.pop(reply.request_id, None) is not None:
+                        self._received.append(reply.request_id)
+                    elif reply.handle_name != Handle.SYN:
+                        continue
+                    self._on_reply(reply)
 
     async def _messages(self) -> AsyncGenerator[MasterMessage, None]:
         """What is sent: attach, then requests as they come, and pings."""
         options = self._options
-        outstanding = list(self._outstanding)
+        outstanding = list(self.outstanding)
         yield MasterMessage(
             attach=Attach(
                 master=options.master, worker=self.worker, placement=pack(self._placement), outstanding=outstanding
@@ -250,51 +250,23 @@ class WorkerLink:
             else:
                 with suppress(TimeoutError):
                     async with asyncio.timeout_at(next_ping):
-                        first_unsent = await self._unsent.get()
-                    message = MasterMessage(requests=self._encoded(first_unsent))
+                        request = await self.unsent.get()
+                    message = MasterMessage(requests=self._batch(request))
             if message is not None:
                 message.received.extend(self._received)
                 self._received.clear()
                 yield message
 
-    def _encoded(self, first: Payload) -> Iterator[PayloadMessage]:
-        """The messages of some requests that are unsent, and still wanted."""
-        nbytes, request = 0, first
+    def _batch(self, request: PayloadMessage) -> list[PayloadMessage]:
+        """The requests of one message: this one, and those that wait behind it; without those that nobody awaits."""
+        batch, nbytes = [], 0
         while True:
-            wanted = request.handle_name in NO_REPLY or request.request_id in self._outstanding
-            if wanted and (encoded := self._encode(request)) is not None:
-                nbytes += encoded.ByteSize()
-                yield encoded
-            if nbytes > BATCH_BYTES or self._unsent.empty():
-                return
-            request = self._unsent.get_nowait()
-
-    def _encode(self, request: Payload) -> PayloadMessage | None:
-        """The message of a request. One that cannot be sent fails alone, and must not break the stream of all."""
-        try:
-            return encode_payload(request)
-        except ConfigError as error:
-            reason = str(error)
-        logger.warning("%s of %s: %s", request.handle_name, request.handler, reason)
-        self._outstanding.pop(request.request_id, None)
-        for request_id in (request.syn_reply_id, request.request_id):
-            self._on_reply(Payload(request.handler, request.handle_name, request_id, error=reason))
-        return None
-
-    def _take(self, message: WorkerMessage) -> None:
-        if message.refused:
-            raise MasterRefusedError(self.worker, f"{self.worker} refuses this master: {message.refused}")
-        if message.HasField("attached"):
-            self._attach(message.attached)
-        if (began := self._pinged.pop(message.pong, None)) is not None:
-            now = asyncio.get_running_loop().time()
-            self._options.deadlines.record(self.worker, Phase.ANSWER, 0, now - began, now)
-        for reply in message.replies:  # data is decoded only if it is wanted
-            if self._outstanding.pop(reply.request_id, None) is not None:
-                self._received.append(reply.request_id)
-                self._on_reply(decode_reply(reply))
-            elif reply.handle_name == Handle.SYN:
-                self._on_reply(decode_request(reply))
+            if request.handle_name in NO_REPLY or request.request_id in self.outstanding:
+                batch.append(request)
+                nbytes += request.ByteSize()
+            if nbytes > BATCH_BYTES or self.unsent.empty():
+                return batch
+            request = self.unsent.get_nowait()
 
     def _attach(self, attached: Attached) -> None:
         if self._incarnation not in ("", attached.incarnation) and self.lost is None:
@@ -303,22 +275,19 @@ class WorkerLink:
         self.lost = None
         self.inventory = unpack(attached.inventory, Inventory)
         known = set(attached.known)
-        without_reply = [one for one in self._take_unsent() if one.handle_name in NO_REPLY]
-        again = [request for request_id, request in self._outstanding.items() if request_id not in known]
+        without_reply = [request for request in self._take_unsent() if request.handle_name in NO_REPLY]
+        again = [request for request_id, request in self.outstanding.items() if request_id not in known]
         for request in [*without_reply, *again]:
-            self._unsent.put_nowait(request)
+            self.unsent.put_nowait(request)
         self._notify()
 
-    def _take_unsent(self) -> list[Payload]:
-        found = []
-        while not self._unsent.empty():
-            found.append(self._unsent.get_nowait())
-        return found
+    def _take_unsent(self) -> list[PayloadMessage]:
+        return [self.unsent.get_nowait() for _ in range(self.unsent.qsize())]
 
     def _lose(self, reason: str) -> None:
         self.lost = WorkerLostError(self.worker, f"{self.worker} at {self.endpoint} is lost: {reason}")
         logger.warning("%s", self.lost)
-        self._outstanding.clear()
+        self.outstanding.clear()
         self._take_unsent()
         self._on_lost(self.lost)
 
