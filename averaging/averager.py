@@ -21,9 +21,9 @@ from averaging.common import EventLoopThread, is_count, is_finite, on_loop
 from averaging.config import OnDrift, PeerConfig, PeerOptions, configure
 from averaging.discovery import ShardOfRun
 from averaging.errors import AveragingError, ClosedError, ConfigError, DriftError, PeersMissingError, RoundError
-from averaging.observe import Finish, PeerStatus, Receipt, TrainingStatus
 from averaging.peer import DiscoveryFactory, Peer, RoundOptions
 from averaging.protocol import Mode
+from averaging.receipts import Finish, PeerStatus, Receipt, TrainingStatus
 from averaging.strategies import Adoption, RunEnd, RunStart, SiteStart, Strategy
 from averaging.training import (
     HistoryStanding,
@@ -97,7 +97,7 @@ class DecentralizedAverager(OptimizerWrapper):
 
     ```python
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    strategy = LocalSGD(every=50)
+    strategy = LocalSGD(sync_every=50)
     with DecentralizedAverager(
         optimizer, model=model, strategy=strategy, run_id="gpt", join=["a.example:4222"]
     ) as opt:
@@ -763,6 +763,6 @@ def close_all() -> None:
 
 def _check(strategy: object) -> None:
     if not isinstance(strategy, Strategy):
-        raise ConfigError(f"strategy must be a Strategy object, such as LocalSGD(every=50), not {strategy!r}")
+        raise ConfigError(f"strategy must be a Strategy object, such as LocalSGD(sync_every=50), not {strategy!r}")
     if strategy.attached:
         raise ConfigError(f"{strategy!r} belongs to another averager, open or closed; make a new one for each averager")

@@ -90,7 +90,7 @@ class TLSFiles:
 
 
 class PeerOptions(TypedDict, total=False):
-    """The keyword arguments of `Peer`, `SyncPeer` and `DecentralizedAverager`. `PeerConfig` explains them.
+    """The keyword arguments of `Peer`, `BlockingPeer` and `DecentralizedAverager`. `PeerConfig` explains them.
 
     An option with a fixed set of values may be given by name, such as `mode="client"`.
     """

@@ -50,7 +50,7 @@ class Block:
     round_seconds: float
 
 
-def worker(pipe: Connection, join: str, width: int, every: int, rounds: int) -> None:
+def worker(pipe: Connection, join: str, width: int, sync_every: int, rounds: int) -> None:
     """Runs blocks as commanded: one kind of block per message."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -60,7 +60,7 @@ def worker(pipe: Connection, join: str, width: int, every: int, rounds: int) -> 
     averager = DecentralizedAverager(
         inner,
         run_id="overlap",
-        strategy=LocalSGD(every, overlap=True),
+        strategy=LocalSGD(sync_every, overlap=True),
         join=[join] if join else [],
         group_size=2,
         on_round=receipts.append,
@@ -77,7 +77,7 @@ def worker(pipe: Connection, join: str, width: int, every: int, rounds: int) -> 
     while kind := pipe.recv():
         receipts.clear()
         began, thread, process = time.perf_counter(), time.thread_time(), time.process_time()
-        steps(averager if kind == "averaged" else inner, rounds * every + TAIL)
+        steps(averager if kind == "averaged" else inner, rounds * sync_every + TAIL)
         seconds, training = time.perf_counter() - began, time.thread_time() - thread
         averaged = [receipt for receipt in receipts if receipt.averaged]
         pipe.send(
@@ -91,11 +91,11 @@ def worker(pipe: Connection, join: str, width: int, every: int, rounds: int) -> 
             )
         )
         if kind == "averaged":
-            steps(averager, every - TAIL)  # up to the step at which the next block's first round begins
+            steps(averager, sync_every - TAIL)  # up to the step at which the next block's first round begins
     averager.close()
 
 
-def measure(width: int, every: int, rounds: int, blocks: int) -> list[dict[str, Any]]:
+def measure(width: int, sync_every: int, rounds: int, blocks: int) -> list[dict[str, Any]]:
     """Runs blocks of both kinds alternately. The first pair is a warm-up and does not count."""
     spawn = multiprocessing.get_context("spawn")
     pipes, processes = [], []
@@ -104,7 +104,7 @@ def measure(width: int, every: int, rounds: int, blocks: int) -> list[dict[str, 
     try:
         for _ in range(2):
             pipe, theirs = spawn.Pipe()
-            processes.append(spawn.Process(target=worker, args=(theirs, join, width, every, rounds), daemon=True))
+            processes.append(spawn.Process(target=worker, args=(theirs, join, width, sync_every, rounds), daemon=True))
             with without_interrupts():
                 processes[-1].start()
             theirs.close()
@@ -148,17 +148,17 @@ def summary(pair: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=4096, help="of the model's layer: 4096 are 64 MiB (4096)")
-    parser.add_argument("--every", type=int, default=20, help="steps between two rounds (20)")
+    parser.add_argument("--sync-every", type=int, default=20, help="steps between two rounds (20)")
     parser.add_argument("--rounds", type=int, default=2, help="in a block (2)")
     parser.add_argument("--blocks", type=int, default=5, help="of each kind, after the warm-up (5)")
     parser.add_argument(
         "--output", type=Path, default=Path("runs/benchmarks"), help="folder of the results (runs/benchmarks)"
     )
     options = parser.parse_args()
-    if min(options.width, options.rounds, options.blocks) < 1 or options.every <= TAIL:
-        parser.error(f"everything must be at least 1, and --every more than {TAIL}")
+    if min(options.width, options.rounds, options.blocks) < 1 or options.sync_every <= TAIL:
+        parser.error(f"everything must be at least 1, and --sync-every more than {TAIL}")
     make_folder(parser, options.output)
-    pairs = measure(options.width, options.every, options.rounds, options.blocks)
+    pairs = measure(options.width, options.sync_every, options.rounds, options.blocks)
     counted = [pair for pair in pairs if not pair["warm_up"]]
     beyond = [factor / explained for factor, explained in map(slowdown, counted)]
     path = options.output / "overlap.json"

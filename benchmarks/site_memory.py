@@ -81,7 +81,7 @@ def train(mib: int, rounds: int, kind: str, listen: str, join: str) -> None:
         run_id="memory",
         listen=listen,
         join=[listen, join],
-        strategy=DiLoCo(every=EVERY),
+        strategy=DiLoCo(sync_every=EVERY),
         process_group=dist.group.WORLD,
         group_wait=60.0,
         share_state=kind == "averaging",

@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
         default=600,
         help="local steps; a newcomer begins at those of the run (600)",
     )
-    parser.add_argument("--every", type=int, default=20, help="local steps between two outer steps (20)")
+    parser.add_argument("--sync-every", type=int, default=20, help="local steps between two outer steps (20)")
     parser.add_argument("--fragments", type=int, default=1, help="pieces of the model, averaged in rotation (1)")
     parser.add_argument("--delay", type=int, default=0, help="local steps made while a round is in progress (0)")
     parser.add_argument("--alpha", type=float, default=0.0, help="fraction of the local model that is kept, 0 to 1 (0)")
@@ -67,7 +67,7 @@ def train(options: argparse.Namespace) -> None:
     """Trains as one peer of the run."""
     torch.set_num_threads(1)  # several processes share few cores
     strategy = DiLoCo(
-        every=options.every,
+        sync_every=options.sync_every,
         outer=partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True),
         fragments=options.fragments,
         delay=options.delay,
@@ -111,7 +111,7 @@ def train(options: argparse.Namespace) -> None:
             loss.backward()  # type: ignore[no-untyped-call]
             opt.step()
             board.note_loss("own text", step, loss.item())
-            if step % options.every == 0 or step == options.steps:
+            if step % options.sync_every == 0 or step == options.steps:
                 evaluated = model.evaluate(watched)
                 board.note_loss("held-out text", step, evaluated)
                 say(

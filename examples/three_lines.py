@@ -21,7 +21,7 @@ def train(steps: int, join: list[str]) -> None:
     torch.set_num_threads(1)  # several processes share few cores
     model = torch.nn.Sequential(torch.nn.Linear(1, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    optimizer = DecentralizedAverager(adamw, model=model, run_id="sine", join=join, strategy=LocalSGD(every=50))  # (2)
+    optimizer = DecentralizedAverager(adamw, model=model, run_id="sine", join=join, strategy=LocalSGD(50))  # (2)
     print(f"Other peers join with --join {optimizer.endpoint}", flush=True)
 
     for step in range(optimizer.local_step, steps):  # (3) was range(steps); a newcomer begins at the run's present step

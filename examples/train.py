@@ -87,7 +87,7 @@ def train_with_others(training: Training, options: argparse.Namespace) -> None:
         model=training.model,
         run_id="demo",
         join=options.join,
-        strategy=LocalSGD(every=options.every),
+        strategy=LocalSGD(sync_every=options.sync_every),
         group_size=options.peers,
         group_wait=3.0,
         round_timeout=30.0,
@@ -122,7 +122,7 @@ class Training:
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.steps, self.every, self.recipe = options.steps, options.every, RECIPES[options.recipe]
+        self.steps, self.sync_every, self.recipe = options.steps, options.sync_every, RECIPES[options.recipe]
         self.model = LanguageModel(self.recipe.size)
         self.optimizer = torch.optim.AdamW(self.model.named_parameters(), lr=self.recipe.lr, betas=(0.9, 0.95))
         sources = divide(standard_library(), options.peers)
@@ -145,7 +145,7 @@ class Training:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             optimizer.step()
             report("step", step=step + 1, loss=loss.item())
-            if (step + 1) % self.every == 0:
+            if (step + 1) % self.sync_every == 0:
                 report("held_out", step=step + 1, loss=self.evaluate(self.recipe.watched))
 
     def evaluate(self, count: int) -> float:
@@ -218,7 +218,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--part", type=int, default=1, help="part of the text on which it trains, from 1 (1)")
     parser.add_argument("--peers", type=int, default=4, help="number of peers, and so of parts (4)")
     parser.add_argument("--steps", type=int, default=700, help="steps of training (700)")
-    parser.add_argument("--every", type=int, default=20, help="steps between two averages (20)")
+    parser.add_argument("--sync-every", type=int, default=20, help="steps between two averages (20)")
     parser.add_argument("--seed", type=int, default=0, help="of the model and of the order of its text (0)")
     parser.add_argument("--recipe", choices=sorted(RECIPES), default="full", help="size of the model and so on (full)")
     parser.add_argument("--join", nargs="*", default=[], metavar="HOST:PORT", help="peers of the run; none starts one")
@@ -227,8 +227,8 @@ def parse_arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if not 1 <= options.part <= options.peers:
         parser.error(f"--part must be from 1 to --peers, which is {options.peers}")
-    if options.steps < 1 or options.every < 1:
-        parser.error("--steps and --every must be at least 1")
+    if options.steps < 1 or options.sync_every < 1:
+        parser.error("--steps and --sync-every must be at least 1")
     return options
 
 

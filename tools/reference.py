@@ -25,7 +25,7 @@ INTRODUCTION = """# Options of a peer
 
 This page is written by `make reference` from `PeerConfig`; do not edit it.
 
-`Peer`, `SyncPeer` and `DecentralizedAverager` take these options as keyword arguments, or as one object
+`Peer`, `BlockingPeer` and `DecentralizedAverager` take these options as keyword arguments, or as one object
 (`config=PeerConfig(...)`).
 `averaging peer` takes them as flags: `group_size` is `--group-size`.
 Most runs need the basic ones only. The [Python API](api.md) has the further arguments of `DecentralizedAverager`.

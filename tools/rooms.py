@@ -1,4 +1,4 @@
-"""The rule of `make lint` that a room imports only what the `__init__` of another room offers."""
+"""The rule of `make lint`: a room imports only what the `__init__` of another room offers, and nothing of the root."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ class RoomsContract(Contract):
             if room_of(imported, packages) not in (imported, room_of(importer, packages))
             and not imported.startswith(f"{self.wire}.")
         ]
+        roots = {module for module in packages if "." not in module}
+        wrong += [f"{user} -> {root}" for root in roots for user in graph.find_modules_that_directly_import(root)]
         return ContractCheck(kept=not wrong, metadata={"wrong": wrong})
 
     def render_broken_contract(self, check: ContractCheck) -> None:

@@ -20,8 +20,8 @@ from averaging.allreduce.shard_reducer import reducer_for
 from averaging.allreduce.wait_monitor import HoldUps, Overdue, WaitMonitor, blocking
 from averaging.config import NonFinite
 from averaging.errors import LyingLeaderError, NonFiniteError, ProtocolViolationError, TransportError
-from averaging.observe import DropCode, Dropped
 from averaging.protocol import AveragingData, CompressionType, Member, MessageCode, WireTensor
+from averaging.receipts import DropCode, Dropped
 from averaging.tensors import ReplyForm, Schema, decode, decode_as, encode, finite_as
 from averaging.timing import Deadline, Phase
 

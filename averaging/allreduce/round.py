@@ -20,8 +20,8 @@ from averaging.allreduce.sender_side import SenderSide
 from averaging.allreduce.wait_monitor import HoldUps, WaitMonitor
 from averaging.config import NonFinite
 from averaging.errors import LyingLeaderError, RoundError
-from averaging.observe import DropCode, Dropped
 from averaging.protocol import AveragingData, Group, MessageCode
+from averaging.receipts import DropCode, Dropped
 from averaging.tensors import ReplyForm, Schema
 from averaging.timing import SLOW_LINK, Deadline, Deadlines, FairTimeout, size_class
 from averaging.transport import Transport
@@ -75,7 +75,7 @@ class AllReduce:
         identical = schema.reply is ReplyForm.AVERAGE
         self._schema, self._transport = schema, transport
         # If the leader could have announced different groups, nothing is adopted before the end.
-        early = adopt if group.committed else None
+        early = adopt if group.bound else None
         self._account = RoundAccount(group, endpoint, parts_of, send_limits=limits, identical=identical, adopt=early)
         senders = [member for member in group.members if own and member.sends and member is not me]
         self._monitor = WaitMonitor(deadlines, size_class(packed_size(schema), len(group.members)), len(senders))

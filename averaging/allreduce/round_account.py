@@ -21,8 +21,8 @@ from averaging.errors import (
     PeerUnreachableError,
     UnprovenViolationError,
 )
-from averaging.observe import Account, DropCode, Dropped, Role, Straggler
 from averaging.protocol import Buffer, Group, MessageCode, conflicting_digest, pack_metadata
+from averaging.receipts import Account, DropCode, Dropped, Role, Straggler
 
 # A digest of the averages of a shard, with which members check that they received the same.
 #
@@ -330,7 +330,7 @@ class RoundAccount:
         if not (digest := conflicting_digest(self._group, metadata)):
             return
         leader = self._group.leader or "the leader"
-        if self._group.committed:
+        if self._group.bound:
             raise UnprovenViolationError(
                 f"claims that {leader} announced other members, another order or other weights to it"
             )

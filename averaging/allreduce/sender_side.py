@@ -17,8 +17,8 @@ from averaging.allreduce.send_window import MAX_HOLD_SECONDS, SendWindow, send_l
 from averaging.allreduce.wait_monitor import HoldUps, WaitMonitor
 from averaging.config import NonFinite
 from averaging.errors import AveragingError, NonFiniteError, ProtocolViolationError, TransportError
-from averaging.observe import DropCode, Dropped
 from averaging.protocol import AveragingData, Group, MessageCode
+from averaging.receipts import DropCode, Dropped
 from averaging.tensors import ReplyForm, Schema, decode_as, encode, finite_as
 from averaging.timing import Deadline, Phase, expire
 from averaging.transport import Transport, is_alive

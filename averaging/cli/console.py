@@ -27,7 +27,7 @@ from averaging.common import CLIENT_PREFIX, duration, is_loopback, listed, parse
 from averaging.common import counted as counted
 from averaging.common import size as size
 from averaging.errors import printable as printable
-from averaging.observe import Outcome, Receipt
+from averaging.receipts import Outcome, Receipt
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence

@@ -13,7 +13,7 @@ from averaging.cli.error_reporting import WRONG_USAGE, CommandError, starting, w
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from averaging.observe import Recorded
+    from averaging.receipts import Recorded
 
 MAX_BAD_LINES = 5
 """Number of bad lines per file that are printed. Further ones are counted."""
@@ -54,7 +54,7 @@ def explain_command(files: Sequence[Path], summary: bool) -> None:
     Exit codes: 0 done; 1 stdout cannot be written; 2 wrong usage, or a file or a line that cannot be read.
     """
     with starting():
-        from averaging.observe import explain
+        from averaging.receipts import explain
 
         recorded = [(file, _read(file)) for file in files]
         for line in explain([one for _, found in recorded for one in found.receipts], summary_only=summary):
@@ -72,7 +72,7 @@ def _read(path: Path) -> Recorded:
     Raises:
         CommandError: exit code 2: the file cannot be read or contains no receipts.
     """
-    from averaging.observe import read
+    from averaging.receipts import read
 
     if str(path) == "-" and sys.stdin is None:
         raise CommandError("stdin is closed; pipe receipts into this command, or give a file of them", WRONG_USAGE)

@@ -11,7 +11,7 @@ from averaging.common import plain as plain
 
 if TYPE_CHECKING:
     from averaging.discovery.gossip import Waiting
-    from averaging.observe import Receipt
+    from averaging.receipts import Receipt
     from averaging.tensors import Schema
 
 Event = Mapping[str, Any]

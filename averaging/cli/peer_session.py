@@ -11,7 +11,7 @@ from averaging.cli import json_events
 from averaging.cli.error_reporting import CommandError, Stopped, failure_of, name_options
 from averaging.cli.tensor_files import Document, NotWrittenError, Output
 from averaging.errors import AveragingError
-from averaging.observe import Outcome, Receipt
+from averaging.receipts import Outcome, Receipt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,7 +15,7 @@ from averaging.cli.option_types import address_to_dial, credentials_of, security
 
 if TYPE_CHECKING:
     from averaging.cli.signals import Stop
-    from averaging.observe import Watched
+    from averaging.receipts import Watched
     from averaging.security import Credentials
 
 MAX_MESSAGE_BYTES = 16 << 20
@@ -96,7 +96,7 @@ async def _watch(address: str, credentials: Credentials, last: int, rounds: int 
 async def _print(watched: Watched, as_json: bool) -> str:
     """Prints one receipt; returns the reason if that fails. It waits for slow output, and the peer skips receipts."""
     from averaging.common import counted
-    from averaging.observe import Round, describe, dumps
+    from averaging.receipts import Round, describe, dumps
 
     if watched.skipped:
         click.echo(f"{counted(watched.skipped, 'receipt')} missing before the next one: output is too slow", err=True)

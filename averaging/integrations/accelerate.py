@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from averaging import ConfigError, DecentralizedAverager, GradientAveraging, TensorError
+from averaging.averager import DecentralizedAverager
+from averaging.errors import ConfigError, TensorError
+from averaging.strategies import GradientAveraging
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -20,7 +22,7 @@ class AveragingLoop:
     ```python
     model, data = accelerator.prepare(model, data)
     adamw = torch.optim.AdamW(model.parameters())
-    opt = DecentralizedAverager(adamw, model=model, run_id="example", strategy=LocalSGD(every=50))
+    opt = DecentralizedAverager(adamw, model=model, run_id="example", strategy=LocalSGD(sync_every=50))
     with opt:
         loop = AveragingLoop(accelerator, opt)
         for x, y in data:

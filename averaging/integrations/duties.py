@@ -9,7 +9,10 @@ from collections.abc import Callable
 
 import torch
 
-from averaging import AveragingError, ConfigError, DecentralizedAverager, GradientAveraging, Receipt, TensorError
+from averaging.averager import DecentralizedAverager
+from averaging.errors import AveragingError, ConfigError, TensorError
+from averaging.receipts import Receipt
+from averaging.strategies import GradientAveraging
 
 # The error for a library that is not installed.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from averaging import ConfigError, DecentralizedAverager
+from averaging.averager import DecentralizedAverager
+from averaging.errors import ConfigError
 from averaging.integrations.duties import Duties, missing
 
 try:
@@ -26,7 +27,7 @@ class AveragingCallback(Callback):
     class Model(lightning.LightningModule):
         def configure_optimizers(self):
             optimizer = torch.optim.AdamW(self.parameters())
-            return DecentralizedAverager(optimizer, model=self, run_id="example", strategy=LocalSGD(every=50))
+            return DecentralizedAverager(optimizer, model=self, run_id="example", strategy=LocalSGD(sync_every=50))
 
     trainer = lightning.Trainer(max_steps=1000, devices=1, callbacks=[AveragingCallback(wait_for=2)])
     trainer.fit(Model(), data)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from averaging import Receipt
 from averaging.integrations.duties import RoundLogger, missing
+from averaging.receipts import Receipt
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -19,7 +19,7 @@ class TensorBoardRounds(RoundLogger):
     ```python
     rounds = TensorBoardRounds("runs/a")
     opt = DecentralizedAverager(
-        optimizer, model=model, run_id="example", strategy=LocalSGD(every=50), on_round=rounds
+        optimizer, model=model, run_id="example", strategy=LocalSGD(sync_every=50), on_round=rounds
     )
     rounds.follow(opt)  # steps, samples and peers too, under `averaging/…`
     ```

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from averaging import ConfigError, DecentralizedAverager
+from averaging.averager import DecentralizedAverager
+from averaging.errors import ConfigError
 from averaging.integrations.duties import Duties, missing
 
 try:
@@ -34,7 +35,7 @@ class AveragingCallback(TrainerCallback):
     ```python
     trainer = Trainer(model, arguments, train_dataset=data)
     optimizer = torch.optim.AdamW(trainer.model.parameters())
-    strategy = LocalSGD(every=50)
+    strategy = LocalSGD(sync_every=50)
     with DecentralizedAverager(optimizer, model=trainer.model, run_id="example", strategy=strategy) as opt:
         AveragingCallback(opt, wait_for=2).attach(trainer)
         trainer.train()

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from averaging import ConfigError, Receipt
+from averaging.errors import ConfigError
 from averaging.integrations.duties import RoundLogger, missing
+from averaging.receipts import Receipt
 
 
 class WandbRounds(RoundLogger):
@@ -15,7 +16,7 @@ class WandbRounds(RoundLogger):
     ```python
     rounds = WandbRounds(wandb.init(project="example"))
     opt = DecentralizedAverager(
-        optimizer, model=model, run_id="example", strategy=LocalSGD(every=50), on_round=rounds
+        optimizer, model=model, run_id="example", strategy=LocalSGD(sync_every=50), on_round=rounds
     )
     rounds.follow(opt)  # steps, samples and peers too, under `averaging/…`
     ```

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 
 from averaging.common import CLIENT_PREFIX
 from averaging.matchmaking.rules import CLOCK_TOLERANCE
-from averaging.observe import LateArrival
+from averaging.receipts import LateArrival
 
 MIN_LATE_SECONDS = 0.1
 """The last member is reported if it arrived at least this many seconds after the one before it ..."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from averaging.common import backoff_delay
-from averaging.observe import DropCode, Dropped
+from averaging.receipts import DropCode, Dropped
 
 FIRST_SECONDS, MAX_SECONDS = 300.0, 6 * 3600.0
 """Seconds of the first exclusion of a peer, doubled each further time; and the longest exclusion."""

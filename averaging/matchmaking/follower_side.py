@@ -17,8 +17,8 @@ from averaging.matchmaking.response_history import LeaderStanding, ResponseHisto
 from averaging.matchmaking.rules import Declaration
 from averaging.matchmaking.schema_differences import SchemaDifferences
 from averaging.matchmaking.search_state import OpenRequest, SearchState
-from averaging.observe import DropCode
 from averaging.protocol import Group, JoinRequest, MessageCode, MessageFromLeader, Mode
+from averaging.receipts import DropCode
 from averaging.tensors import Schema
 from averaging.timing import TICKS, VERDICT_SECONDS, Deadline, Deadlines, FairTimeout, Phase, learned_timeout
 from averaging.transport import Transport

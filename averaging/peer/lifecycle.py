@@ -12,11 +12,11 @@ from typing import Protocol
 from averaging.config import PeerConfig
 from averaging.discovery import LIFETIME, REFRESH, Discovery, PublishedRecord, ShardOfRun
 from averaging.discovery.gossip import CertifiedIdentity, GossipDiscovery, Waiting
-from averaging.observe import ReceiptBook, ReceiptLog
 from averaging.peer.rounds import Rounds
 from averaging.peer.run_progress import RunProgress
 from averaging.peer.service import PeerService
 from averaging.protocol import Mode
+from averaging.receipts import ReceiptBook, ReceiptLog
 from averaging.security import Credentials
 from averaging.state import Donors, Snapshots
 from averaging.tensors import Schema, SharedTensors

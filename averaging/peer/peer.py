@@ -18,12 +18,12 @@ from averaging.config import NonFinite, PeerConfig, PeerOptions, configure
 from averaging.discovery import Discovery, ShardOfRun, shards_key
 from averaging.discovery.gossip import Waiting
 from averaging.errors import ClosedError, ConfigError, RoundError
-from averaging.observe import DriftCheck, DropCode, PeerStatus, Receipt
 from averaging.peer.lifecycle import DiscoveryFactory, Running, make_transport, start
 from averaging.peer.round_options import Confirm, ExpectedPeers, StartSize, StopSearch
 from averaging.peer.run_progress import RunProgress
 from averaging.peer.topics import Topic, TopicOptions, make_topic
 from averaging.protocol import Mode, attach, pack_gather, progress_key
+from averaging.receipts import DriftCheck, DropCode, PeerStatus, Receipt
 from averaging.security import read_credentials
 from averaging.state import Extras, Snapshots, State, download
 from averaging.tensors import SharedTensors

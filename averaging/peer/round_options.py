@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any, TypedDict
 
-from averaging.observe import DriftCheck
 from averaging.protocol import Group
+from averaging.receipts import DriftCheck
 
 StopSearch = Callable[[Mapping[str, bytes]], bool]
 """Whether the search for a group ends, given the others' packed progress by endpoint."""

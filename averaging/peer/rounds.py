@@ -20,12 +20,12 @@ from averaging.config import NonFinite, PeerConfig
 from averaging.discovery import Discovery
 from averaging.errors import AveragingError, LyingLeaderError, PeerUnreachableError, RoundError, SchemaMismatchError
 from averaging.matchmaking import Arrivals, Exclusions, LoggedDifferences, Matchmaking, NoGroupError, ResponseHistory
-from averaging.observe import Account, Drift, DriftCheck, DropCode, LateArrival, Outcome, Receipt, Role
 from averaging.peer.round_options import Confirm, ExpectedPeers, StartSize, StopSearch
 from averaging.peer.run_progress import RunProgress
 from averaging.peer.service import PeerService
 from averaging.peer.topics import Adopt, Topic
 from averaging.protocol import Fingerprint, Group, Mode, detach
+from averaging.receipts import Account, Drift, DriftCheck, DropCode, LateArrival, Outcome, Receipt, Role
 from averaging.security import is_bound
 from averaging.state import Snapshots
 from averaging.tensors import Schema, offload

@@ -9,8 +9,8 @@ from contextlib import aclosing
 
 from averaging.common import apart, member_of
 from averaging.discovery import Discovery, Entry, PublishedRecord
-from averaging.observe import rate_in
 from averaging.protocol import progress_key
+from averaging.receipts import rate_in
 
 logger = logging.getLogger("averaging.peer")
 

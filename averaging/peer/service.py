@@ -13,8 +13,8 @@ from averaging.config import PeerConfig
 from averaging.discovery import Discovery
 from averaging.errors import BusyError, ProtocolViolationError
 from averaging.matchmaking import Matchmaking
-from averaging.observe import PeerStatus, ReceiptBook, Watched
 from averaging.protocol import AveragingData, DownloadData, JoinRequest, MessageCode, MessageFromLeader, Resume
+from averaging.receipts import PeerStatus, ReceiptBook, Watched
 from averaging.state import MIN_RATE, Snapshots, Throughput, nbytes_of, pack
 from averaging.tensors import Schema
 from averaging.timing import Deadline, Deadlines, FairTimeout

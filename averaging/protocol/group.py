@@ -81,7 +81,7 @@ class Group:
         leader: endpoint of the leader; empty if unknown.
         digest: SHA-256 of the id, the members in order, and their gathers, as the leader announced them here; empty if
             unknown.
-        committed: whether the id is bound to these members, order and gathers, so that the leader cannot have announced
+        bound: whether the id is bound to these members, order and gathers, so that the leader cannot have announced
             another group with the same id. Ids from leaders of other software are not.
     """
 
@@ -89,7 +89,7 @@ class Group:
     members: tuple[Member, ...]
     leader: str = ""
     digest: bytes = b""
-    committed: bool = False
+    bound: bool = False
 
     @property
     def public_id(self) -> bytes:
@@ -123,7 +123,7 @@ def make_group_id(nonce: bytes, endpoints: Sequence[str], gathered: Sequence[byt
     return nonce + commitment[: GROUP_ID_BYTES - NONCE_BYTES]
 
 
-def is_committed(group_id: bytes, endpoints: Sequence[str], gathered: Sequence[bytes]) -> bool:
+def is_bound(group_id: bytes, endpoints: Sequence[str], gathered: Sequence[bytes]) -> bool:
     """Whether `make_group_id` made this id for these members, this order and these gathers."""
     return group_id == make_group_id(group_id[:NONCE_BYTES], endpoints, gathered)
 

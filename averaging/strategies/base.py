@@ -13,9 +13,9 @@ import torch
 
 from averaging.common import Backoff, is_finite
 from averaging.errors import ConfigError, RoundError, StateError
-from averaging.observe import Receipt
 from averaging.peer import Topic
 from averaging.protocol import CompressionType, parse_compression
+from averaging.receipts import Receipt
 from averaging.state import NO_EXTRAS, Extras
 from averaging.strategies.catch_up import CatchUp
 from averaging.training import (
@@ -284,18 +284,18 @@ SMOOTHING = 0.2
 class AveragingSchedule:
     """Counts the local steps between two rounds of a peer.
 
-    A round is due every `every` steps. It is due earlier if other peers look for a group and would stop looking before
-    this peer has made all its steps. So a slower peer, or one that joined in between, aligns with the others.
+    A round is due after `sync_every` steps. It is due earlier if other peers look for a group and would stop looking
+    before this peer has made all its steps. So a slower peer, or one that joined in between, aligns with the others.
 
     Args:
-        every: steps between two rounds, at least 1.
+        sync_every: steps between two rounds, at least 1.
 
     Raises:
-        ConfigError: `every` is not an integer of at least 1.
+        ConfigError: `sync_every` is not an integer of at least 1.
     """
 
-    def __init__(self, every: int) -> None:
-        self.every = check_whole_number("every", every, 1)
+    def __init__(self, sync_every: int) -> None:
+        self.sync_every = check_whole_number("sync_every", sync_every, 1)
         self.steps = 0
         self._seconds = 0.0  # running mean per step
         self._last: float | None = None
@@ -315,11 +315,11 @@ class AveragingSchedule:
             now: seconds since the epoch.
             declared_until: when the last of the other peers' declarations expires; None if nobody looks for a group.
         """
-        if self.steps >= self.every:
+        if self.steps >= self.sync_every:
             return True
         if self.steps == 0 or self._seconds <= 0 or declared_until is None:
             return False
-        return now < declared_until < now + (self.every - self.steps + 1) * self._seconds
+        return now < declared_until < now + (self.sync_every - self.steps + 1) * self._seconds
 
     def restart(self) -> None:
         """Starts counting anew, because a round begins; its duration does not count as a step's."""

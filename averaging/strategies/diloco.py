@@ -11,9 +11,9 @@ import torch
 
 from averaging.common import is_finite
 from averaging.errors import AveragingError, ConfigError, StateError
-from averaging.observe import Receipt
 from averaging.peer import Adopt, RoundOptions
 from averaging.protocol import CompressionType
+from averaging.receipts import Receipt
 from averaging.state import Extras
 from averaging.strategies.base import AveragingSchedule, check_whole_number
 from averaging.strategies.lockstep import LockstepStrategy
@@ -43,11 +43,11 @@ NESTEROV: OuterFactory = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov
 class DiLoCo(LockstepStrategy):
     """Averages the change of many local steps and applies it with an outer optimizer (Douillard et al., 2023).
 
-    Every `every` local steps the pseudo-gradient is averaged between the peers: the model after the last global step
-    minus the present model. The outer optimizer steps from there, and all peers go on from the result
-    (arXiv:2311.08105). With `fragments` the model is averaged in pieces at staggered steps, each piece once in `every`
-    steps, which lowers the peak traffic. With `delay` training goes on during a round (Streaming DiLoCo, Douillard et
-    al., 2025, arXiv:2501.18512).
+    After `sync_every` local steps the pseudo-gradient is averaged between the peers: the model after the last global
+    step minus the present model. The outer optimizer steps from there, and all peers go on from the result
+    (arXiv:2311.08105). With `fragments` the model is averaged in pieces at staggered steps, each piece once in
+    `sync_every` steps, which lowers the peak traffic. With `delay` training goes on during a round (Streaming DiLoCo,
+    Douillard et al., 2025, arXiv:2501.18512).
 
     A peer that is alone makes the outer step with its own pseudo-gradient. If a round fails or lacks a part of the
     result, nothing changes, and the next round sends all local steps since the last global step. A peer that has missed
@@ -56,9 +56,9 @@ class DiLoCo(LockstepStrategy):
     The outer state (the model after the last global step, and the outer optimizer's state) is kept on the CPU.
 
     Args:
-        every: local steps between two rounds of the same fragment.
+        sync_every: local steps between two rounds of the same fragment.
         outer: makes the outer optimizer from a list of parameters.
-        fragments: number of pieces, of about equal size, without splitting a tensor. `every` must be a multiple.
+        fragments: number of pieces, of about equal size, without splitting a tensor. `sync_every` must be a multiple.
         delay: local steps between the start of a fragment's round and its result; 0 waits for the round.
         alpha: weight of the local model when a result arrives: `alpha * local + (1 - alpha) * global`.
         compression: see `Strategy`.
@@ -71,7 +71,7 @@ class DiLoCo(LockstepStrategy):
 
     def __init__(
         self,
-        every: int,
+        sync_every: int,
         *,
         outer: OuterFactory = NESTEROV,
         fragments: int = 1,
@@ -82,15 +82,15 @@ class DiLoCo(LockstepStrategy):
         max_norm: float | None = None,
     ) -> None:
         super().__init__(compression=compression, error_feedback=error_feedback, max_norm=max_norm)
-        check_whole_number("every", every, 1)
-        if type(fragments) is not int or fragments < 1 or every % fragments:
+        check_whole_number("sync_every", sync_every, 1)
+        if type(fragments) is not int or fragments < 1 or sync_every % fragments:
             raise ConfigError(
-                f"every must be a multiple of fragments, but {every} steps cannot be divided into {fragments!r}"
+                f"sync_every must be a multiple of fragments; {sync_every} steps cannot be divided into {fragments!r}"
             )
-        self._schedule = AveragingSchedule(every // fragments)
-        if check_whole_number("delay", delay, 0) >= self._schedule.every:
+        self._schedule = AveragingSchedule(sync_every // fragments)
+        if check_whole_number("delay", delay, 0) >= self._schedule.sync_every:
             raise ConfigError(
-                f"a fragment's round begins every {self._schedule.every} steps; delay must be less, not {delay}"
+                f"a fragment's round begins every {self._schedule.sync_every} steps; delay must be less, not {delay}"
             )
         if not (is_finite(alpha) and 0 <= alpha <= 1):
             raise ConfigError(f"alpha must be from 0 to 1, not {alpha!r}")
@@ -99,7 +99,7 @@ class DiLoCo(LockstepStrategy):
                 "outer must make an optimizer of a list of parameters, such as "
                 f"functools.partial(torch.optim.SGD, lr=0.7), not {outer!r:.200}"
             )
-        self.every, self.fragments, self.delay, self.alpha = every, fragments, delay, alpha
+        self.sync_every, self.fragments, self.delay, self.alpha = sync_every, fragments, delay, alpha
         self._make_outer = outer
         self._fragments: list[Fragment] = []
         self._pending: PendingRound | None = None
@@ -110,7 +110,7 @@ class DiLoCo(LockstepStrategy):
     def __repr__(self) -> str:
         defaults = {"fragments": (self.fragments, 1), "delay": (self.delay, 0), "alpha": (self.alpha, 0.0)}
         options = "".join(f", {name}={value}" for name, (value, default) in defaults.items() if value != default)
-        return f"DiLoCo(every={self.every}{options}{self._options()})"
+        return f"DiLoCo(sync_every={self.sync_every}{options}{self._options()})"
 
     @property
     def samples(self) -> float:

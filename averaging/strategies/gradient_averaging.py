@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from averaging.errors import ConfigError, TensorError
-from averaging.observe import Receipt
 from averaging.peer import Adopt
 from averaging.protocol import CompressionType
+from averaging.receipts import Receipt
 from averaging.strategies.lockstep import LockstepStrategy
 from averaging.tensors import all_finite
 from averaging.training import Others, Training, full_precision, needs_closure

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from averaging.observe import DriftCheck, Receipt
 from averaging.peer import Adopt, RoundOptions, Topic, TopicOptions
 from averaging.protocol import CompressionType
+from averaging.receipts import DriftCheck, Receipt
 from averaging.state import Extras
 from averaging.strategies.base import AveragingSchedule, Strategy
 from averaging.tensors import sharing_memory
@@ -77,13 +77,13 @@ def _add_to_moment(moment: torch.Tensor, change: torch.Tensor, sent: torch.Tenso
 
 
 class LocalSGD(Strategy):
-    """Each peer trains on its own, and every `every` steps the parameters are averaged (Stich, 2018, arXiv:1805.09767).
+    """Each peer trains alone; after `sync_every` steps the parameters are averaged (Stich, 2018, arXiv:1805.09767).
 
     The training thread waits for the round, unless `overlap` is set. A peer that is alone goes on at once. If a round
-    fails, the next one is `every` steps later.
+    fails, the next one is `sync_every` steps later.
 
     Args:
-        every: local steps between two rounds, at least 1.
+        sync_every: local steps between two rounds, at least 1.
         statistics: whether the optimizer's statistics (momentum, second moments) are averaged as well. All peers of a
             group must have the same ones; a parameter that had no gradient yet has none. They are never compressed,
             since the optimizer would divide by the rounding error of a small second moment.
@@ -100,7 +100,7 @@ class LocalSGD(Strategy):
 
     def __init__(
         self,
-        every: int,
+        sync_every: int,
         *,
         statistics: bool = False,
         overlap: bool = False,
@@ -109,7 +109,7 @@ class LocalSGD(Strategy):
         max_norm: float | None = None,
     ) -> None:
         super().__init__(compression=compression, error_feedback=error_feedback, max_norm=max_norm)
-        self._schedule = AveragingSchedule(every)
+        self._schedule = AveragingSchedule(sync_every)
         self.statistics = statistics
         self.overlap = overlap
         self._topic: Topic | None = None
@@ -122,13 +122,13 @@ class LocalSGD(Strategy):
         self._alike: DriftCheck | None = None  # of the parameters after the last complete round
 
     @property
-    def every(self) -> int:
+    def sync_every(self) -> int:
         """Local steps between two rounds."""
-        return self._schedule.every
+        return self._schedule.sync_every
 
     def __repr__(self) -> str:
         flags = "".join(f", {name}=True" for name in ("statistics", "overlap") if getattr(self, name))
-        return f"LocalSGD(every={self.every}{flags}{self._options()})"
+        return f"LocalSGD(sync_every={self.sync_every}{flags}{self._options()})"
 
     def start(self, training: Training) -> None:
         """Creates the topic, unless the optimizer's state is in it: that exists only after the first gradients."""

@@ -12,8 +12,8 @@ import torch
 
 from averaging.common import is_number
 from averaging.errors import StateError
-from averaging.observe import Receipt
 from averaging.peer import ExpectedPeers
+from averaging.receipts import Receipt
 from averaging.strategies.base import Strategy
 from averaging.strategies.catch_up import START_TIMEOUT
 from averaging.training import History, Others, Stage, Training, compare_progress, find_together, read_progress

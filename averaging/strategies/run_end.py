@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 
 from averaging.common import listed
-from averaging.observe import Finish
+from averaging.receipts import Finish
 from averaging.strategies.base import Strategy
 from averaging.training import Others, Stage, Training, done_training, read_progress, still_training
 

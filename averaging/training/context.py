@@ -17,9 +17,9 @@ import torch
 from averaging.common import EventLoopThread, check_weight, listed, on_loop
 from averaging.config import NonFinite
 from averaging.errors import ClosedError, TensorError
-from averaging.observe import Drift, DriftCheck, DriftKind, HyperparameterLog, Receipt, StepRate
 from averaging.peer import FetchedState, Peer, RoundOptions, Topic, TopicOptions, all_of
 from averaging.protocol import Fingerprint, shorten
+from averaging.receipts import Drift, DriftCheck, DriftKind, HyperparameterLog, Receipt, StepRate
 from averaging.state import Extras, State
 from averaging.tensors import digest_of_tensors
 from averaging.training.counters import Counters, without_counters

@@ -10,7 +10,7 @@ from enum import IntEnum
 
 from averaging.common import is_count, is_number, pack, unpack
 from averaging.errors import StateError
-from averaging.observe import MAX_ITEMS, check_rate
+from averaging.receipts import MAX_ITEMS, check_rate
 
 MAX_LINEAGE = 64
 

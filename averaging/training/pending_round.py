@@ -13,8 +13,8 @@ import torch
 
 from averaging.common import EventLoopThread, SignalSafeFuture, on_loop
 from averaging.errors import ClosedError, SiteError
-from averaging.observe import Receipt
 from averaging.protocol import GROUP_ID_BYTES, Group
+from averaging.receipts import Receipt
 from averaging.training.site import Site
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from averaging.errors import CallRefusedError, PeerUnreachableError, ProtocolViolationError
-from averaging.observe import PeerStatus, Watched
 from averaging.protocol import (
     AveragingData,
     Digest,
@@ -28,6 +27,7 @@ from averaging.protocol import (
     Resume,
     Rumour,
 )
+from averaging.receipts import PeerStatus, Watched
 from averaging.tensors import Schema
 
 

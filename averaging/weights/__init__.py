@@ -5,7 +5,7 @@ Read in this order: `layout` (the tensors of a version), `snapshot` (one version
 `follower_tasks` and `follower` (the other end), `shards` and `follower_shards` (divided models).
 """
 
-from averaging.weights.follower import Follower, Staleness
+from averaging.weights.follower import Staleness, WeightFollower
 from averaging.weights.follower_shards import Received, ShardTasks
 from averaging.weights.follower_tasks import FollowerOptions
 from averaging.weights.layout import WeightManifest
@@ -16,13 +16,13 @@ from averaging.weights.snapshot import WeightSnapshot, seal, view_state
 
 __all__ = [
     "LEAST_RATE",
-    "Follower",
     "FollowerOptions",
     "Place",
     "Received",
     "ShardTasks",
     "SlotTable",
     "Staleness",
+    "WeightFollower",
     "WeightManifest",
     "WeightPublisher",
     "WeightSnapshot",

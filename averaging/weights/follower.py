@@ -1,4 +1,4 @@
-"""`Follower`: keeps a model at the newest version that a publisher has published."""
+"""`WeightFollower`: keeps a model at the newest version that a publisher has published."""
 
 from __future__ import annotations
 
@@ -92,11 +92,11 @@ LOOK_SECONDS = 0.5
 """Interval at which the staleness is looked at."""
 
 
-class Follower:
+class WeightFollower:
     """Keeps a model at the newest version that a `WeightPublisher` has published.
 
     ```python
-    with Follower(policy, join=["a.example:4222"], run_id="demo") as weights:
+    with WeightFollower(policy, join=["a.example:4222"], run_id="demo") as weights:
         weights.update(timeout=60)  # waits for the first version
         while True:
             weights.update()
@@ -110,7 +110,7 @@ class Follower:
     In asyncio code, each iteration updates the model and yields the version:
 
     ```python
-    async with Follower(policy, join=["a.example:4222"], run_id="demo") as weights:
+    async with WeightFollower(policy, join=["a.example:4222"], run_id="demo") as weights:
         async for version in weights:
             ...
     ```
@@ -364,7 +364,7 @@ class Follower:
 class _WithWatch:
     """The tasks of a follower, and the one that watches its staleness."""
 
-    def __init__(self, follower: Follower) -> None:
+    def __init__(self, follower: WeightFollower) -> None:
         self._follower = follower
 
     async def __aenter__(self) -> None:

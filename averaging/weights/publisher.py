@@ -107,7 +107,7 @@ MAX_FAILED = 64
 
 
 class WeightPublisher:
-    """Publishes versions of a model's weights, which `Follower` and `averaging follow` receive.
+    """Publishes versions of a model's weights, which `WeightFollower` and `averaging follow` receive.
 
     ```python
     services = [WeightPublisher(model)]
@@ -119,12 +119,12 @@ class WeightPublisher:
     steps. Of a schedule-free optimizer the evaluation weights are published. The training thread copies the weights;
     their digests are computed in another thread. If training is faster than that, versions are left out.
 
-    Elsewhere, call `commit`:
+    Elsewhere, call `publish`:
 
     ```python
     publisher = WeightPublisher()
     async with RpcServer("127.0.0.1:4300", [publisher]):
-        await publisher.commit(model.state_dict(), version=1)
+        await publisher.publish(model.state_dict(), version=1)
     ```
 
     The publisher sends each version to `copies` followers. The others get it from those. It keeps the newest version
@@ -132,7 +132,7 @@ class WeightPublisher:
     tensors that changed.
 
     Args:
-        model: Its state dict is published if `commit` gets none. Names are published without the prefixes of wrappers,
+        model: Its state dict is published if `publish` gets none. Names are published without the prefixes of wrappers,
             such as `_orig_mod.` of `torch.compile` and `module.` of DistributedDataParallel.
         run_id: Only followers of this run are served; None for the run of the averager, or for all followers.
         dtype: Floating-point tensors are published in this dtype. In `torch.bfloat16` a version is half as long, and a
@@ -143,7 +143,7 @@ class WeightPublisher:
         fan_out: Followers that get a version from one other follower. If None, 1 for whole versions and 4 for
             differences.
         process_group: If `fully_shard` divides the model, the group of its ranks. Each rank then publishes what it
-            holds, and `commit_now` is called by all of them at the same time. Followers join the publisher of rank 0,
+            holds, and `publish_now` is called by all of them at the same time. Followers join the publisher of rank 0,
             which names the others.
         endpoint: With `process_group` and without an averager, `host:port` of the server of this rank's publisher.
 
@@ -177,7 +177,7 @@ class WeightPublisher:
         self._copies, self._fan_out = copies, fan_out
         self._store = Store(bases, max_bytes)
         self._places = SlotTable("followers", MAX_FOLLOWERS, MAX_FOLLOWERS_PER_HOST, MAX_FOLLOWERS_PER_CONNECTION)
-        self._committing = threading.Lock()
+        self._publishing = threading.Lock()
         self._followers: dict[bytes, str] = {}  # endpoints of those that follow now
         self._trees: dict[bytes, Tree] = {}  # by the digest of the version
         self._background = _Background(self._seal)
@@ -210,7 +210,7 @@ class WeightPublisher:
         """Number of followers that are connected."""
         return len(self._followers)
 
-    async def commit(self, state: Mapping[str, torch.Tensor] | None = None, version: int | None = None) -> int:
+    async def publish(self, state: Mapping[str, torch.Tensor] | None = None, version: int | None = None) -> int:
         """Publishes weights. The tensors must not change until it returns.
 
         Args:
@@ -225,10 +225,10 @@ class WeightPublisher:
                 state nor a model.
             TensorError: A tensor cannot be published, or differs in dtype or shape from the version before.
         """
-        return await in_thread(lambda: self.commit_now(state, version))
+        return await in_thread(lambda: self.publish_now(state, version))
 
-    def commit_now(self, state: Mapping[str, torch.Tensor] | None = None, version: int | None = None) -> int:
-        """Does the same as `commit`, from any thread; it takes about 1.5 s for each GiB."""
+    def publish_now(self, state: Mapping[str, torch.Tensor] | None = None, version: int | None = None) -> int:
+        """Does the same as `publish`, from any thread; it takes about 1.5 s for each GiB."""
         return self._seal(self._copy(state), version)
 
     def averaged(self, averager: DecentralizedAverager) -> None:
@@ -262,7 +262,7 @@ class WeightPublisher:
 
     def _seal(self, copy: StateCopy, version: int | None, *, at_least: bool = False) -> int:
         """Publishes a copy. With `at_least`, the version is raised above the newest one if the weights have changed."""
-        with self._committing:
+        with self._publishing:
             newest = self._store.newest
             last = -1 if newest is None else newest.manifest.version
             version = last + 1 if version is None else version

@@ -44,7 +44,7 @@ LR, LOCAL_LR, DILOCO_LR = 4e-3, 4e-3, 3e-3
 """Maximum inner learning rates: for steps with the joined batch, for LocalSGD, and for DiLoCo."""
 
 INT8: dict[str, Any] = {"compression": CompressionType.BLOCKWISE_INT8, "error_feedback": True}
-STREAMING: dict[str, Any] = {"every": 100, "fragments": 4, "delay": 3, "alpha": 0.5}
+STREAMING: dict[str, Any] = {"sync_every": 100, "fragments": 4, "delay": 3, "alpha": 0.5}
 
 
 def cases(recipe: Recipe) -> dict[str, Case]:

@@ -151,7 +151,11 @@ def row(case: Mapping[str, Any], single: Mapping[str, Any] | None) -> Sequence[s
 
 def tuning_row(run: Mapping[str, Any]) -> Sequence[str]:
     """Returns a row about one run of the tuning. H = 0 is one process with the joined batch."""
-    outer = (f"{run['every']}", f"{run['outer_lr']:g}", f"{run['momentum']:g}") if run["every"] else ("-", "-", "-")
+    outer = (
+        (f"{run['sync_every']}", f"{run['outer_lr']:g}", f"{run['momentum']:g}")
+        if run["sync_every"]
+        else ("-", "-", "-")
+    )
     judged = f"{run['judged']:.4f}" if run["judged"] is not None else "-"
     chosen = f"{run['chosen']:.4f}"
     besides = [f"batch {run['batch']}"] if run["batch"] != 8 else []

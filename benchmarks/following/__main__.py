@@ -3,9 +3,9 @@
     python -m benchmarks.following                                         # loopback, 64 MiB: a few minutes
     sudo .venv/bin/python -m benchmarks.following --link 1000 --rtt 50     # on emulated links of 1 Gbit/s and 50 ms
 
-For each number of followers, a process each, new followers connect and the publisher commits random bfloat16 weights:
-the whole state travels. Then steps of Adam with a learning rate of 1e-6 on a float32 copy are committed: differences
-travel. Seconds are from the call of `commit` to the moment when the last follower holds the verified version; `copies`
+For each number of followers, a process each, new followers connect and the publisher publishes random bfloat16 weights:
+the whole state travels. Then steps of Adam with a learning rate of 1e-6 on a float32 copy are published: differences
+travel. Seconds are from the call of `publish` to the moment when the last follower holds the verified version; `copies`
 is what the publisher sent, in bytes that one follower received. Beside it, Python's HTTP server sends one safetensors
 file to as many clients at once; seconds are without the time to write the file.
 
@@ -79,13 +79,13 @@ class Bench:
             if number:
                 await publisher.do("step", "step")
             before = [(await follower.do("bytes", "bytes"))["received"] for follower in followers]
-            committed = await publisher.do("commit", "commit")
-            version = committed["version"]
+            published = await publisher.do("publish", "publish")
+            version = published["version"]
             ends = await all_of([follower.do(f"has {version}", "has") for follower in followers])
-            sent = (await publisher.do("sent", "sent"))["sent"] - committed["sent"]
+            sent = (await publisher.do("sent", "sent"))["sent"] - published["sent"]
             received = statistics.mean(end["received"] - base for end, base in zip(ends, before, strict=True))
-            times = [end["time"] - committed["began"] for end in ends]
-            kind, spent = "difference" if number else "whole", committed["ended"] - committed["began"]
+            times = [end["time"] - published["began"] for end in ends]
+            kind, spent = "difference" if number else "whole", published["ended"] - published["began"]
             case = (self._name, kind, mib, len(followers))
             found.append(Measured(*case, max(times), min(times), spent, received, sent / received))
         return found

@@ -24,7 +24,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from averaging import RpcServer, WeightPublisher, keep_freed_memory
+from averaging import WeightPublisher
+from averaging.common import keep_freed_memory
+from averaging.rpc import RpcServer
 from averaging.weights.follower_tasks import FollowerOptions, FollowerTasks
 
 LEARNING_RATE = 1e-6
@@ -68,11 +70,11 @@ class Publisher:
         self._state = {name: master.bfloat16() for name, master in self._master.items()}
         self._state["fixed"] = torch.arange(1000.0)
 
-    async def commit(self) -> dict[str, Any]:
+    async def publish(self) -> dict[str, Any]:
         before = self._publisher.bytes_sent
         self._version += 1
         began = time.monotonic()
-        await self._publisher.commit(self._state, self._version)
+        await self._publisher.publish(self._state, self._version)
         return {"began": began, "ended": time.monotonic(), "version": self._version, "sent": before}
 
     async def sent(self) -> dict[str, Any]:

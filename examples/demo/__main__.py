@@ -157,7 +157,7 @@ class Conductor:
     async def _run(self, member: Member, *arguments: str) -> None:
         """Runs one process from start to end. Cancelling this ends the process."""
         options = self._options
-        common = {"part": member.part, "peers": options.peers, "steps": options.steps, "every": options.every}
+        common = {"part": member.part, "peers": options.peers, "steps": options.steps, "sync_every": options.sync_every}
         common |= {"seed": options.seed, "recipe": "quick" if options.quick else "full"}
         log = options.output / f"{member.name.replace(' ', '-')}.log"
         try:
@@ -220,7 +220,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description="Training averaged between processes.")
     parser.add_argument("--quick", action="store_true", help="a tiny model for a few seconds")
     parser.add_argument("--steps", type=int, help="steps of training (700; quick: 400)")
-    parser.add_argument("--every", type=int, help="steps between two averages (20; quick: 10)")
+    parser.add_argument("--sync-every", type=int, help="steps between two averages (20; quick: 10)")
     parser.add_argument("--peers", type=int, default=4, help="processes that average together, at least 2 (4)")
     parser.add_argument("--seed", type=int, default=0, help="of the models and of the order of their texts (0)")
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder for plot and logs (runs/demo)")
@@ -228,12 +228,12 @@ def parse_arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if options.steps is None:
         options.steps = 400 if options.quick else 700
-    if options.every is None:
-        options.every = 10 if options.quick else 20
+    if options.sync_every is None:
+        options.sync_every = 10 if options.quick else 20
     if options.peers < 2:
         parser.error("--peers must be at least 2")
-    if options.steps < 10 or options.every < 1:
-        parser.error("--steps must be at least 10 and --every at least 1")
+    if options.steps < 10 or options.sync_every < 1:
+        parser.error("--steps must be at least 10 and --sync-every at least 1")
     return options
 
 

@@ -21,8 +21,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load, save
 
-from averaging import AveragingError, RpcServer, RunningStatus, Synchronizer
+from averaging import AveragingError
+from averaging.rl.synchronizer import RunningStatus, Synchronizer
 from averaging.rl.synchronizer.remote import RemoteSynchronizer
+from averaging.rpc import RpcServer
 from examples.cart_pole import Episodes, explore, learn, policy_of
 from examples.children import ending_children
 from examples.command_line import in_order, positive

@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the story. Exits with 1 if a promise was not kept."""
     parser = argparse.ArgumentParser(prog="python -m examples.posttrain", description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=positive, default=240, help="local steps of each site (%(default)s)")
-    parser.add_argument("--every", type=positive, default=10, help="local steps between two rounds (%(default)s)")
+    parser.add_argument("--sync-every", type=positive, default=10, help="local steps between two rounds (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="a short run: 160 steps, a round every 5")
     parser.add_argument("--seed", type=int, default=0, help="of policy and prompts (%(default)s)")
     parser.add_argument(
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     options = parser.parse_args(arguments)
     if options.quick:
-        options.steps, options.every = 160, 5
+        options.steps, options.sync_every = 160, 5
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # some terminals' encodings lack "…"
     torch.set_num_threads(1)
@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
             (directory / name).mkdir(parents=True)
     except OSError as error:
         sys.exit(f"{parser.prog}: cannot write to {directory}: {error.strerror}; give another --directory")
-    story = Story(str(directory), options.steps, options.every, options.seed, free_sites(SITES))
+    story = Story(str(directory), options.steps, options.sync_every, options.seed, free_sites(SITES))
     try:
         findings = tell(story, console)
     except KeyboardInterrupt:

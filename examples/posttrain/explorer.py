@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from averaging import Follower
+from averaging import WeightFollower
 from averaging.rl.feed import FeedEnvironment, RegisterEnv, ScoredData
 from examples.posttrain.policy import DIGITS, LENGTH, Policy, generate, logprobs_of, prompts_of, rewards_of
 from examples.posttrain.story import GROUP_SIZE, GROUPS, RUN_ID, Events, Story, local
@@ -44,7 +44,7 @@ def main() -> None:
     policy = Policy(story.seed)
     config = RegisterEnv(max_token_length=LENGTH + 1, desired_name=name, weight=1.0, group_size=GROUP_SIZE)
     with (
-        Follower(policy, join=[local(addresses.publisher)], run_id=RUN_ID, join_timeout=300.0) as weights,
+        WeightFollower(policy, join=[local(addresses.publisher)], run_id=RUN_ID, join_timeout=300.0) as weights,
         FeedEnvironment(f"http://{local(addresses.feed)}", config) as feed,
     ):
         weights.update(timeout=300.0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 
-from averaging import WorkerError
+from averaging.errors import WorkerError
 from averaging.rl.workers import Call, MasterWorker, Model, Plan
 from examples.posttrain.story import GROUPS, Events, Story, local
 

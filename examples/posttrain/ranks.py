@@ -56,7 +56,7 @@ class Trainer:
             run_id=RUN_ID,
             listen=local(own.averager),
             join=[local(other.averager) for other in story.sites],
-            strategy=DiLoCo(every=story.every, outer=OUTER),
+            strategy=DiLoCo(sync_every=story.sync_every, outer=OUTER),
             process_group=dist.group.WORLD,
             group_wait=60.0,
         )
@@ -114,7 +114,7 @@ class Actor(Backend):
         if trainer.is_done:  # perhaps from the start: it took over the state of a site that was
             dist.broadcast_object_list([None], src=0)
             trainer.finish()
-            self._publisher.commit_now(trainer.weights(), averager.local_step + 1)
+            self._publisher.publish_now(trainer.weights(), averager.local_step + 1)
             trainer.events.add("published", version=averager.local_step + 1)
         return stats | {"done": float(trainer.is_done)}
 
@@ -128,7 +128,7 @@ class Actor(Backend):
         }
         dist.broadcast_object_list([data], src=0)
         loss = trainer.train(data)
-        self._publisher.commit_now(trainer.weights(), averager.local_step)
+        self._publisher.publish_now(trainer.weights(), averager.local_step)
         receipt = averager.last_receipt
         return {
             "loss": loss,
@@ -152,7 +152,7 @@ def main() -> None:
         return
     addresses = story.sites[site]
     publisher = WeightPublisher(run_id=RUN_ID)
-    publisher.commit_now(first, trainer.averager.local_step)
+    publisher.publish_now(first, trainer.averager.local_step)
     server = EventLoopThread(RpcServer(local(addresses.publisher), [publisher]), "the publisher")
     ModelWorker("actor", {"actor": Actor(trainer, publisher)}, listen=local(addresses.actor)).run()
     server.close()

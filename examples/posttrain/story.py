@@ -47,12 +47,12 @@ class Story:
     Attributes:
         directory: for logs, events and results.
         steps: local steps of each site.
-        every: local steps between two rounds of the sites.
+        sync_every: local steps between two rounds of the sites.
     """
 
     directory: str
     steps: int
-    every: int
+    sync_every: int
     seed: int
     sites: tuple[Site, ...]
 

@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> None:
         run_id="sites",
         listen=listen,
         join=[listen, join],  # whichever is there
-        strategy=DiLoCo(every=10, outer=partial(torch.optim.SGD, lr=0.8, momentum=0.3, nesterov=True)),
+        strategy=DiLoCo(sync_every=10, outer=partial(torch.optim.SGD, lr=0.8, momentum=0.3, nesterov=True)),
         process_group=dist.group.WORLD,
         group_wait=60.0,
     )

@@ -13,9 +13,9 @@ import torch
 
 from averaging.allreduce import RoundResult
 from averaging.errors import RoundError
-from averaging.observe.receipts import DropCode
 from averaging.protocol.group import Member, Mode
 from averaging.protocol.messages import AveragingData, CompressionType, MessageCode
+from averaging.receipts.receipt import DropCode
 from averaging.tensors.compression import encode
 from averaging.tensors.schema import ReplyForm
 from averaging.testing import virtual_time

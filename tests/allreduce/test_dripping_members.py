@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from averaging import DropCode, Outcome, Peer, Receipt
+from averaging import Outcome, Peer, Receipt
+from averaging.receipts import DropCode
 from averaging.timing.learned_deadlines import FIRST_SECONDS, FORGET_SECONDS, MAX_SECONDS, Probation
 from tests.support.selection import rest_is_long
 from tests.support.swarm import Swarm

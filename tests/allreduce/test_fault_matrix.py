@@ -19,7 +19,7 @@ import torch
 
 from averaging import Receipt
 from averaging.matchmaking.rules import CLOCK_TOLERANCE
-from averaging.observe.receipts import DropCode, Outcome
+from averaging.receipts.receipt import DropCode, Outcome
 from averaging.timing.learned_deadlines import MIN_WAITS
 from tests.support import leaks
 from tests.support import simulated_processes as processes

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from averaging import DropCode
 from averaging.protocol.messages import AveragingData, CompressionType, WireTensor
+from averaging.receipts import DropCode
 from averaging.tensors.compression import encode
 from averaging.tensors.schema import ReplyForm
 from averaging.testing import virtual_time

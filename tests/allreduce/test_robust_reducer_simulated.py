@@ -8,7 +8,8 @@ from contextlib import AsyncExitStack
 import pytest
 import torch
 
-from averaging import Outcome, Receipt, ReplyForm
+from averaging import Outcome, Receipt
+from averaging.tensors import ReplyForm
 from tests.support.swarm import Swarm, spread
 
 

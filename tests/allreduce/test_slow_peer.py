@@ -16,13 +16,13 @@ from msgspec import msgpack
 from averaging import Peer
 from averaging.discovery.gossip import GossipDiscovery
 from averaging.discovery.gossip.identity import UnsignedIdentity
-from averaging.observe.explanation import explain
-from averaging.observe.receipts import LateArrival, Receipt, Role
-from averaging.observe.step_rate import INDEX
 from averaging.protocol.group import Mode, progress_key
+from averaging.receipts.explanation import explain
+from averaging.receipts.receipt import LateArrival, Receipt, Role
+from averaging.receipts.step_rate import INDEX
 from averaging.testing import virtual_time
 from averaging.training.history import History, Progress
-from tests.observe.test_step_rate import HOSTILE
+from tests.receipts.test_step_rate import HOSTILE
 from tests.support.selection import one_in, rest_is_long
 from tests.support.swarm import Swarm, scalars
 from tests.support.training_run import STEP_SECONDS, STRATEGIES, Run, Site

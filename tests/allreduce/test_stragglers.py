@@ -22,8 +22,8 @@ from averaging.allreduce.round_account import (
 )
 from averaging.allreduce.send_window import send_limits
 from averaging.errors import AveragingError, CallRefusedError, NonFiniteError, PeerUnreachableError
-from averaging.observe.receipts import DropCode, Dropped, Straggler
 from averaging.protocol.group import Group, Member, Mode
+from averaging.receipts.receipt import DropCode, Dropped, Straggler
 from averaging.testing import virtual_time
 
 SENDERS = ("a", "b", "c")

@@ -13,9 +13,9 @@ from averaging.errors import CallRefusedError, SchemaMismatchError
 from averaging.matchmaking import Matchmaking, NoGroupError
 from averaging.matchmaking.exclusions import Exclusions
 from averaging.matchmaking.rules import pack_looking
-from averaging.observe.receipts import DropCode, Outcome, Receipt
 from averaging.protocol.group import Mode, group_key, pack_gather
 from averaging.protocol.messages import CompressionType, JoinRequest, MessageCode, MessageFromLeader
+from averaging.receipts.receipt import DropCode, Outcome, Receipt
 from averaging.tensors.schema import Schema, TensorSpec
 from averaging.testing import virtual_time
 from averaging.testing.discovery import MemoryDiscovery, MemoryRegistry

@@ -185,7 +185,7 @@ def test_a_grad_scaler_leaves_out_steps_with_infinite_gradients(make: Make) -> N
 
 def test_hooks_are_called_once_with_the_averager(make: Make) -> None:
     model = linear()
-    opt = make(torch.optim.SGD(model.parameters()), every=1)
+    opt = make(torch.optim.SGD(model.parameters()), sync_every=1)
     happened: list[Any] = []
     opt.register_step_pre_hook(lambda this, args, kwargs: happened.append(("before", this)))
     opt.register_step_post_hook(lambda this, args, kwargs: happened.append(("after", this, opt.last_receipt is None)))
@@ -254,9 +254,9 @@ def test_a_peer_is_neither_copied_nor_pickled() -> None:
 
 
 def test_a_strategy_is_copied_and_pickled_only_until_an_averager_has_it(make: Make) -> None:
-    strategy = LocalSGD(every=7)
+    strategy = LocalSGD(sync_every=7)
     for copied in (copy.copy(strategy), copy.deepcopy(strategy), pickle.loads(pickle.dumps(strategy))):
-        assert copied.every == 7
+        assert copied.sync_every == 7
     opt = make(torch.optim.SGD(linear().parameters()), strategy=strategy)
     for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(ConfigError, match=r"cannot be copied or pickled; make a new strategy .*state_dict"):
@@ -264,8 +264,8 @@ def test_a_strategy_is_copied_and_pickled_only_until_an_averager_has_it(make: Ma
 
 
 def test_its_repr_says_all_there_is_to_know(make: Make) -> None:
-    opt = make(torch.optim.SGD(linear().parameters(), lr=0.25), every=50)
-    for word in ("192.0.2.1:1", "'alone'", "LocalSGD(every=50)", "step 0", "SGD (", "lr: 0.25"):
+    opt = make(torch.optim.SGD(linear().parameters(), lr=0.25), sync_every=50)
+    for word in ("192.0.2.1:1", "'alone'", "LocalSGD(sync_every=50)", "step 0", "SGD (", "lr: 0.25"):
         assert word in repr(opt)
     opt.close()
     assert "not running" in repr(opt)

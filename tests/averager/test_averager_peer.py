@@ -65,7 +65,7 @@ def test_a_cell_that_runs_again_names_the_open_averager(make: Make, monkeypatch:
 def test_rounds_that_find_nobody_harm_nothing_and_warn_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     model, plain = linear(), linear()
     receipts: list[Receipt] = []
-    opt = make(torch.optim.SGD(model.parameters(), lr=0.1), model=model, every=2, on_round=receipts.append)
+    opt = make(torch.optim.SGD(model.parameters(), lr=0.1), model=model, sync_every=2, on_round=receipts.append)
     assert opt.last_receipt is None
     with caplog.at_level(logging.WARNING, "averaging.training"):
         train(model, opt, 6)

@@ -33,11 +33,11 @@ def make(nothing_is_left_behind: None) -> Iterator[Make]:
     made: list[DecentralizedAverager] = []
 
     def make_one(
-        optimizer: Optimizers = adamw, every: int = 1000, features: int = 3, **options: Any
+        optimizer: Optimizers = adamw, sync_every: int = 1000, features: int = 3, **options: Any
     ) -> tuple[torch.nn.Linear, DecentralizedAverager]:
         torch.manual_seed(len(made))
         model = torch.nn.Linear(features, 2)
-        defaults: dict[str, Any] = {"run_id": "test", "strategy": LocalSGD(every), "group_size": 2}
+        defaults: dict[str, Any] = {"run_id": "test", "strategy": LocalSGD(sync_every), "group_size": 2}
         made.append(DecentralizedAverager(optimizer(model.parameters()), **(defaults | options)))
         return model, made[-1]
 
@@ -80,8 +80,8 @@ def said(averager: DecentralizedAverager) -> str:
 
 
 def test_two_train_apart_and_are_equal_after_each_round(make: Make) -> None:
-    first, one = make(every=4)
-    second, other = make(every=4, join=[one.endpoint])
+    first, one = make(sync_every=4)
+    second, other = make(sync_every=4, join=[one.endpoint])
     train_together((first, one), (second, other), steps=3)
     assert not equal(first, second)
     receipts: list[Receipt] = []
@@ -126,8 +126,8 @@ def test_three_of_them_are_equal_too_and_weigh_as_configured(make: Make) -> None
 
 
 def test_schedulers_and_grad_scalers_work_while_averaging(make: Make) -> None:
-    pairs = [make(every=2)]
-    pairs.append(make(every=2, join=[pairs[0][1].endpoint]))
+    pairs = [make(sync_every=2)]
+    pairs.append(make(sync_every=2, join=[pairs[0][1].endpoint]))
 
     def train_scaled(model: torch.nn.Linear, opt: DecentralizedAverager) -> list[float]:
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -152,8 +152,8 @@ def test_schedulers_and_grad_scalers_work_while_averaging(make: Make) -> None:
 def test_training_goes_on_when_the_other_leaves_and_together_when_another_comes(
     make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, one = make(every=2)
-    second, other = make(every=2, join=[one.endpoint])
+    first, one = make(sync_every=2)
+    second, other = make(sync_every=2, join=[one.endpoint])
     train_together((first, one), (second, other), steps=2)
     other.close()
     before = first.weight.detach().clone()
@@ -162,7 +162,7 @@ def test_training_goes_on_when_the_other_leaves_and_together_when_another_comes(
     assert one.last_receipt.outcome is Outcome.NO_GROUP
     assert not torch.equal(first.weight, before)
     assert len([record for record in caplog.records if record.name == "averaging.training"]) == 1
-    third, another = make(every=2, join=[one.endpoint])
+    third, another = make(sync_every=2, join=[one.endpoint])
     assert another.local_step == 6  # the steps that it made alone count, too
     receipts = average_together(one, another)
     assert all(receipt.averaged for receipt in receipts), receipts
@@ -252,8 +252,8 @@ def test_a_newcomer_begins_with_the_founders_parameters(make: Make) -> None:
 def test_a_newcomer_has_model_optimizer_state_and_counter_before_its_first_step(
     make: Make, optimizer: Optimizers
 ) -> None:
-    first, one = make(optimizer, every=3)
-    second, other = make(optimizer, every=3, join=[one.endpoint])
+    first, one = make(optimizer, sync_every=3)
+    second, other = make(optimizer, sync_every=3, join=[one.endpoint])
     train_together((first, one), (second, other), steps=3)
     third, newcomer = make(optimizer, join=[one.endpoint])
     assert equal(first, third)

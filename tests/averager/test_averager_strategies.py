@@ -12,14 +12,14 @@ from averaging.errors import ConfigError, TensorError
 from averaging.training.named_tensors import named_buffers, named_parameters
 
 
-@pytest.mark.parametrize("every", [0, -1, 2.0, True, "5", None])
-def test_local_sgd_wants_a_number_of_steps(every: Any) -> None:
-    with pytest.raises(ConfigError, match="every must be a whole number of steps"):
-        LocalSGD(every)
+@pytest.mark.parametrize("sync_every", [0, -1, 2.0, True, "5", None])
+def test_local_sgd_wants_a_number_of_steps(sync_every: Any) -> None:
+    with pytest.raises(ConfigError, match="sync_every must be a whole number of steps"):
+        LocalSGD(sync_every)
 
 
 def test_local_sgd_says_what_it_is() -> None:
-    assert repr(LocalSGD(every=50)) == "LocalSGD(every=50)"
+    assert repr(LocalSGD(sync_every=50)) == "LocalSGD(sync_every=50)"
 
 
 def test_parameters_are_named_by_their_group_and_place() -> None:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from msgspec import msgpack
 
 from averaging.common.safe_msgpack import unpack
-from averaging.observe.drift import Drift, DriftCheck, DriftKind, HyperparameterLog
 from averaging.protocol.fingerprint import (
     KEY,
     MAX_ENTRIES,
@@ -26,6 +25,7 @@ from averaging.protocol.fingerprint import (
     shorten,
 )
 from averaging.protocol.group import MAX_GATHER_BYTES
+from averaging.receipts.drift import Drift, DriftCheck, DriftKind, HyperparameterLog
 from averaging.training.fingerprints import SAMPLE_BYTES, fingerprint_of, tolerance_of
 
 A, B, C, D = (f"10.0.0.{number}:5001" for number in range(1, 5))

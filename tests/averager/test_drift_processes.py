@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from averaging import DiLoCo, GradientAveraging, LocalSGD, Mode, OnDrift, PeerConfig, Strategy
+from averaging import DiLoCo, GradientAveraging, LocalSGD, Mode, PeerConfig, Strategy
+from averaging.config import OnDrift
 from averaging.errors import DriftError
-from averaging.observe.explanation import Round, describe, explain
-from averaging.observe.receipt_log import read
-from averaging.observe.receipts import Receipt
+from averaging.receipts.explanation import Round, describe, explain
+from averaging.receipts.receipt import Receipt
+from averaging.receipts.receipt_log import read
 from tests.support.training import SGD, Run, Start, gather_until, step
 
 DECAYING = partial(SGD, weight_decay=0.5)

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
-from averaging import DecentralizedAverager, Drift, DriftKind
+from averaging import DecentralizedAverager
+from averaging.receipts import Drift, DriftKind
 from tests.strategies.test_one_origin_simulated import scenario
 from tests.support.training_run import STRATEGIES, Run, Site, agree
 

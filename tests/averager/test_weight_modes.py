@@ -24,7 +24,7 @@ def model() -> torch.nn.Linear:
 
 @pytest.fixture
 def opt(model: torch.nn.Linear, make: Make) -> DecentralizedAverager:
-    averager = make(ScheduleFreeSGD(model.parameters()), every=2)
+    averager = make(ScheduleFreeSGD(model.parameters()), sync_every=2)
     averager.train()
     train(model, averager, 5)
     return averager
@@ -124,7 +124,7 @@ def test_evaluation_weights_that_are_not_averaged_are_named(
         def step(self, closure: object = None) -> None:  # type: ignore[override]
             return
 
-    averager = make(Hidden(model.parameters()), every=1)
+    averager = make(Hidden(model.parameters()), sync_every=1)
     averager.train()
     train(model, averager, 3)
     told = [record.getMessage() for record in caplog.records if "evaluation weights" in record.getMessage()]

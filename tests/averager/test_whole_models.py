@@ -12,7 +12,7 @@ from torch import nn
 
 from averaging import DiLoCo, GradientAveraging, LocalSGD, Strategy
 from averaging.errors import StateError, TensorError
-from averaging.observe.status import Finish
+from averaging.receipts.status import Finish
 from tests.support.training import PATIENCE, SGD, Run
 
 STRATEGIES: list[Callable[[], Strategy]] = [

@@ -44,7 +44,7 @@ from benchmarks.workers import ROOT, without_interrupts
         (scale, ["--rumours", "64", "1"], "at least 2 peers"),
         (convergence, ["--steps", "0"], "at least 1 step"),
         (convergence_tuning, ["--lr", "1", "--batch", "0"], "a batch of 1"),
-        (convergence_tuning, ["--lr", "1", "--every", "-1"], "--every of 0 or more"),
+        (convergence_tuning, ["--lr", "1", "--sync-every", "-1"], "--sync-every of 0 or more"),
         (recovery, ["--group-wait", "inf"], "--group-wait above 0"),
         (recovery, ["--kills", "0"], "at least 1 kill"),
         (recovery, ["--group-wait", "0"], "--group-wait above 0"),

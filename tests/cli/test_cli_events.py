@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from averaging.cli import console as console_text
 from averaging.cli import json_events
-from averaging.observe.receipts import Dropped, Outcome, Receipt
+from averaging.receipts.receipt import Dropped, Outcome, Receipt
 from averaging.tensors.schema import Schema, TensorSpec
 
 SCHEMA = Schema((TensorSpec("w", "float32", (3, 4)), TensorSpec("b", "float64", ())), 1 << 20)

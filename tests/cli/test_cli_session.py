@@ -23,9 +23,9 @@ from averaging.cli.peer_session import CommandSession, RoundPlan
 from averaging.cli.signals import Stop, run
 from averaging.cli.tensor_files import Document, Output
 from averaging.errors import TensorError
-from averaging.observe.receipts import Outcome, Receipt
 from averaging.peer.peer import Peer
 from averaging.protocol.group import Mode
+from averaging.receipts.receipt import Outcome, Receipt
 from averaging.tensors.schema import describe
 
 ME, OTHER = "127.0.0.1:1", "127.0.0.1:2"

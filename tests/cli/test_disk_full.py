@@ -31,8 +31,8 @@ from averaging.cli.console import CommandOutput
 from averaging.cli.error_reporting import CommandError, Stopped
 from averaging.cli.signals import run
 from averaging.cli.tensor_files import Output
-from averaging.observe.receipt_log import Watched, dumps
-from averaging.observe.receipts import Receipt
+from averaging.receipts.receipt import Receipt
+from averaging.receipts.receipt_log import Watched, dumps
 from examples import digits
 from tests.cli.test_cli_session import AVERAGED, ScriptedPeer, play, while_looking
 
@@ -309,7 +309,7 @@ def test_a_full_stderr_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         report = CommandOutput(as_json=True)
         monkeypatch.setattr(sys, "stderr", full)
         with report.logging(0):
-            logging.getLogger("averaging.observe").warning("a receipt could not be written")
+            logging.getLogger("averaging.receipts").warning("a receipt could not be written")
         monkeypatch.undo()
         with contextlib.suppress(OSError):
             full.close()

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 
 from averaging import DecentralizedAverager, LocalSGD, Outcome, Peer, Receipt
 from averaging.errors import CallRefusedError
-from averaging.observe import receipt_log as receipt_book
-from averaging.observe.receipt_log import loads, read
+from averaging.receipts import receipt_log as receipt_book
+from averaging.receipts.receipt_log import loads, read
 from tests.support.grpc_fakes import RECEIPT, FakePeer, client, serving
 from tests.support.processes import DEADLINE, JsonProcess, averaging_command, averaging_process
 
@@ -125,7 +125,7 @@ def test_an_averager_writes_receipts_too(tmp_path: Path) -> None:
         torch.optim.SGD(model.parameters(), lr=0.1),
         model=model,
         run_id="run",
-        strategy=LocalSGD(every=1),
+        strategy=LocalSGD(sync_every=1),
         receipts=tmp_path / "receipts.jsonl",
         round_timeout=0.2,
     ) as opt:

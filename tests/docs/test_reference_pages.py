@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from pathlib import Path
 
 import averaging
@@ -31,6 +32,13 @@ def test_every_public_name_is_in_the_api() -> None:
     assert "::: averaging.errors\n" in page
     documented = {*re.findall(r"^::: averaging\.(\w+)$", page, re.MULTILINE), *vars(errors)}
     assert set(averaging.__all__) - documented == {"__version__"}
+
+
+def test_every_name_of_the_api_is_offered_by_its_room() -> None:
+    page = (REFERENCE / "api.md").read_text()
+    for path in re.findall(r"^::: (averaging(?!.integrations)(?:\.\w+)*\.[A-Z]\w+)$", page, re.MULTILINE):
+        module, _, name = path.rpartition(".")
+        assert hasattr(import_module(module), name), path
 
 
 def test_every_scalar_has_its_row() -> None:

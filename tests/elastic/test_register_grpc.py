@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from averaging import CallRefusedError, RpcChannel, RpcServer, UnauthenticatedError
 from averaging.elastic.grpc_register import GrpcRegister, RegisterService
 from averaging.elastic.register import MAX_VALUE_BYTES, Register
-from averaging.rpc import read_credentials
+from averaging.errors import CallRefusedError, UnauthenticatedError
+from averaging.rpc import RpcChannel, RpcServer, read_credentials
 from tests.support.certificates import TOKEN
 from tests.support.fault_proxy import FaultProxy
 from tests.support.linearizability import Recorder, is_linearizable, periodic_faults

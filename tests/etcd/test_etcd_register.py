@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 
-from averaging import AveragingError, PeerUnreachableError, RpcChannel, TLSFiles
+from averaging import AveragingError, TLSFiles
 from averaging.elastic.etcd_register import EtcdRegister
 from averaging.elastic.handler import create_handler
 from averaging.elastic.register import Register, SwapResult
-from averaging.rpc import Credentials, read_credentials
+from averaging.errors import PeerUnreachableError
+from averaging.rpc import Credentials, RpcChannel, read_credentials
 from tests.etcd.conftest import Etcd
 from tests.support.elastic_jobs import Job
 from tests.support.fault_proxy import FaultProxy

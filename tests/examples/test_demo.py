@@ -107,7 +107,7 @@ def run_demo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ("arguments", "told"),
     [
         ("--steps 0", "--steps must be at least 10"),
-        ("--every 0", "--every at least 1"),
+        ("--sync-every 0", "--sync-every at least 1"),
         ("--peers 1", "--peers must be at least 2"),
         ("--peers 500", "too little text for 500 peers; give --peers a smaller number"),
     ],
@@ -123,7 +123,7 @@ def test_what_cannot_work_is_reported_before_anything_starts(
     assert told in f"{code} {printed}"
 
 
-@pytest.mark.parametrize("arguments", ["--part 0", "--part 5", "--peers 0", "--every 0", "--steps 0"])
+@pytest.mark.parametrize("arguments", ["--part 0", "--part 5", "--peers 0", "--sync-every 0", "--steps 0"])
 def test_a_process_of_the_demo_refuses_what_cannot_work(
     arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

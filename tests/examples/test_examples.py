@@ -100,7 +100,7 @@ def test_unequal_peers_one_of_them_a_client_learn_the_digits_and_end_with_the_sa
 
 @pytest.mark.long
 def test_two_peers_make_the_same_outer_steps_and_tensorboard_shows_the_rounds(tmp_path: Path) -> None:
-    arguments = ["--wait-for=2", "--steps=60", "--every=20", f"--tensorboard={tmp_path}"]
+    arguments = ["--wait-for=2", "--steps=60", "--sync-every=20", f"--tensorboard={tmp_path}"]
     with Example("diloco", *arguments) as founder:
         endpoint = founder.read_until("--join ").split("--join ")[1]
         with Example("diloco", "--join", endpoint, *arguments) as newcomer:
@@ -191,7 +191,7 @@ def test_a_peer_that_is_alone_comes_to_the_end_too(capsys: pytest.CaptureFixture
     digits.main(["--steps=3", "--batch-size=32", "--target-batch-size=64", f"--save={tmp_path / 'model'}"])
     assert "Global step 3: 192 samples of this peer's" in capsys.readouterr().out
     assert (tmp_path / "model").exists()
-    diloco.main(["--steps=5", "--every=4", "--fragments=2", "--delay=1", "--alpha=0.5", "--compression=float16"])
+    diloco.main(["--steps=5", "--sync-every=4", "--fragments=2", "--delay=1", "--alpha=0.5", "--compression=float16"])
     printed = capsys.readouterr().out
     assert "step 5: " in printed
     assert "2 outer steps so far" in printed
@@ -214,8 +214,8 @@ Main = Callable[[list[str]], None]
         (digits.main, f"--save {'n' * 300}", "cannot be looked at (File name too long); give another name"),
         (digits.main, "--client-mode", "--client-mode needs --join"),
         (digits.main, "--listen 0.0.0.0:0", "other peers cannot dial"),
-        (diloco.main, "--every 20 --fragments 3", "every must be a multiple of fragments"),
-        (diloco.main, "--fragments 30 --every 30", "use at most 24"),
+        (diloco.main, "--sync-every 20 --fragments 3", "sync_every must be a multiple of fragments"),
+        (diloco.main, "--fragments 30 --sync-every 30", "use at most 24"),
         (diloco.main, "--delay 20", "delay must be less"),
         (diloco.main, "--alpha 2", "alpha must be from 0 to 1"),
         (diloco.main, "--compression zip", "invalid choice: 'zip'"),

@@ -28,7 +28,6 @@ from averaging.discovery.gossip.rumours import Rumours
 from averaging.discovery.gossip.settings import GossipSettings
 from averaging.errors import AveragingError
 from averaging.matchmaking import rules
-from averaging.observe import receipt_log
 from averaging.protocol.group import Mode, pack_gather, unpack_gather
 from averaging.protocol.messages import (
     DownloadData,
@@ -39,6 +38,7 @@ from averaging.protocol.messages import (
     Rumour,
     WireTensor,
 )
+from averaging.receipts import receipt_log
 from averaging.rl.workers import Handle, ListDataset, Payload, Sample
 from averaging.rl.workers.request_book import Next, RequestBook
 from averaging.rpc import TensorMessage, TensorReader

@@ -18,9 +18,9 @@ from msgspec import msgpack
 from averaging.discovery.base import Entry
 from averaging.errors import ProtocolViolationError, StateError, UnprovenViolationError
 from averaging.matchmaking import rules
-from averaging.observe import receipt_log
 from averaging.protocol.group import Member, Mode, pack_gather, unpack_gather
 from averaging.protocol.messages import JoinRequest, MessageCode, MessageFromLeader, WireTensor
+from averaging.receipts import receipt_log
 from averaging.state.assembler import StateAssembler
 from averaging.state.donors import unpack_priority
 from averaging.state.manifest import State, pack, seal

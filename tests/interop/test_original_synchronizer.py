@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 
-from averaging import RunningStatus, Synchronizer, SynchronizerConfig
+from averaging.rl.synchronizer import RunningStatus, Synchronizer, SynchronizerConfig
 from tests.interop.manual_time import ManualTimeLoop
 
 pytestmark = pytest.mark.interop

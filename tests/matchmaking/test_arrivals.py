@@ -15,7 +15,7 @@ from averaging.matchmaking.arrivals import (
     RENEWAL_SECONDS,
     Arrivals,
 )
-from averaging.observe.receipts import LateArrival
+from averaging.receipts.receipt import LateArrival
 
 OWN, A, B, LATE, CLIENT = "own:1", "a:1", "b:1", "late:1", "client::1"
 ALL = (OWN, A, B, LATE)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.matchmaking.exclusions import FIRST_SECONDS, FORGET_SECONDS, MAX_REMEMBERED, MAX_SECONDS, Exclusions
-from averaging.observe.receipts import DropCode, Dropped
+from averaging.receipts.receipt import DropCode, Dropped
 
 VIOLATION, NON_FINITE = DropCode.PROTOCOL_VIOLATION, DropCode.NON_FINITE
 

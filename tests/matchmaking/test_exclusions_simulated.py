@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from averaging import DropCode, Mode, NonFinite, Outcome, Peer, Receipt
+from averaging import Mode, Outcome, Peer, Receipt
+from averaging.config import NonFinite
 from averaging.matchmaking.exclusions import FIRST_SECONDS
 from averaging.matchmaking.rules import pack_looking
 from averaging.protocol.group import group_key
 from averaging.protocol.messages import AveragingData, MessageCode
+from averaging.receipts import DropCode
 from averaging.testing import virtual_time
 from averaging.testing.discovery import MemoryDiscovery
 from tests.support.swarm import Swarm

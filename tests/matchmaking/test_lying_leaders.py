@@ -11,10 +11,11 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 
-from averaging import DropCode, Mode, Outcome, Peer, Receipt
+from averaging import Mode, Outcome, Peer, Receipt
 from averaging.matchmaking import rules
 from averaging.protocol.group import pack_gather
 from averaging.protocol.messages import JoinRequest, MessageCode, MessageFromLeader
+from averaging.receipts import DropCode
 from tests.support.swarm import Swarm
 
 Lie: TypeAlias = Callable[[MessageFromLeader, str], MessageFromLeader]

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from averaging import Mode, Outcome, Peer, Receipt, Topic
+from averaging import Mode, Outcome, Peer, Receipt
 from averaging.config import PeerOptions
 from averaging.discovery.gossip.record import RecordLimits
 from averaging.errors import PeerUnreachableError, SchemaMismatchError
 from averaging.matchmaking.rules import pack_looking
 from averaging.matchmaking.schema_differences import MAX_REMEMBERED, LoggedDifferences
-from averaging.peer import rounds
+from averaging.peer import Topic, rounds
 from averaging.peer.round_options import all_of
 from averaging.protocol.group import pack_gather
 from averaging.protocol.messages import JoinRequest, MessageCode

@@ -13,8 +13,8 @@ import torch
 
 from averaging import Outcome, Peer, Receipt
 from averaging.config import PeerOptions
-from averaging.observe.receipts import DropCode
 from averaging.protocol.messages import JoinRequest, MessageFromLeader
+from averaging.receipts.receipt import DropCode
 from averaging.testing.transport import MemoryTransport
 from tests.support.swarm import Swarm, scalars
 

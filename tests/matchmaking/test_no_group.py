@@ -14,7 +14,7 @@ import torch
 from averaging import Peer
 from averaging.discovery.gossip import GossipDiscovery
 from averaging.discovery.gossip.identity import UnsignedIdentity
-from averaging.observe.receipts import Outcome
+from averaging.receipts.receipt import Outcome
 from averaging.testing import virtual_time
 from averaging.testing.transport import MemoryNetwork
 

@@ -318,14 +318,14 @@ def test_a_valid_announcement_is_read() -> None:
     group = rules.read_group(begin(), "me:1", "l:1", b"")
     assert group.endpoints == ("l:1", "me:1")
     assert group.total_weight == 2.0
-    assert not group.committed  # a random id does not prove that the others got the same group
+    assert not group.bound  # a random id does not prove that the others got the same group
 
 
 def test_the_id_of_a_group_fits_no_other_order_and_no_other_gathers() -> None:
     gathered = {name: pack_gather(weight, None, Mode.NODE) for weight, name in enumerate(("me:1", *FULL))}
     message = rules.assemble(searching(followers=FULL), gathered, random.Random(1))
     group = rules.read_group(message, "me:1", "a:1", gathered["me:1"])
-    assert group.committed
+    assert group.bound
     assert len(group.group_id) == 20
     names, gathers = message.ordered_group_endpoints, message.gathered
     kept = [name for name in names if name != "b:1"]
@@ -336,7 +336,7 @@ def test_the_id_of_a_group_fits_no_other_order_and_no_other_gathers() -> None:
         replace(message, ordered_group_endpoints=tuple(kept), gathered=tuple(gathered[name] for name in kept)),
     ):
         announced = rules.read_group(changed, "me:1", "a:1", gathered["me:1"])
-        assert not announced.committed
+        assert not announced.bound
         assert announced.digest != group.digest
 
 

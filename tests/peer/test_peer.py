@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from averaging import CompressionType, Mode, NonFinite, Outcome, Peer, ReplyForm
+from averaging import CompressionType, Mode, Outcome, Peer
 from averaging.allreduce import AllReduce, RoundResult
+from averaging.config import NonFinite
 from averaging.errors import (
     ClosedError,
     ConfigError,
@@ -30,6 +31,7 @@ from averaging.peer.topics import ErrorFeedback
 from averaging.protocol.group import donors_key, group_key
 from averaging.state.manifest import State
 from averaging.state.snapshots import Snapshots
+from averaging.tensors import ReplyForm
 from averaging.tensors.shared_tensors import SharedTensors
 from tests.support.certificates import write
 from tests.support.peers import average, enter, swarm, told

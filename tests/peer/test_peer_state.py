@@ -12,11 +12,11 @@ import pytest
 import torch
 from msgspec import msgpack
 
-from averaging import Extras
 from averaging.errors import (
     StateError,
 )
 from averaging.protocol.group import donors_key
+from averaging.state import Extras
 from averaging.tensors.shared_tensors import in_thread
 from tests.support.peers import average, enter, told
 

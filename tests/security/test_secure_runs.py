@@ -187,7 +187,7 @@ def test_averagers_take_the_same_options(directory: Path) -> None:
             model=model,
             run_id="demo",
             join=join,
-            strategy=LocalSGD(every=1),
+            strategy=LocalSGD(sync_every=1),
             join_timeout=1.0,
             tls_ca="ca/ca.pem",
             tls_cert=f"ca/{name}.pem",

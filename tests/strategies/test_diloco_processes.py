@@ -393,15 +393,15 @@ def test_a_newcomer_with_another_strategy_is_refused(start: Start) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"every": 0}, "at least 1"),
-        ({"every": 10, "fragments": 3}, "multiple of fragments"),
-        ({"every": 10, "delay": 10}, "delay must be less"),
-        ({"every": 10, "alpha": 1.5}, "alpha"),
-        ({"every": 10, "max_norm": 0.0}, "max_norm"),
-        ({"every": 10, "max_norm": "1"}, "max_norm must be finite and above 0, not '1'"),
-        ({"every": 10, "alpha": "0.5"}, "alpha must be from 0 to 1, not '0.5'"),
-        ({"every": 10, "outer": "sgd"}, "outer must make an optimizer .* not 'sgd'"),
-        ({"every": 10, "outer": None}, "outer must make an optimizer"),
+        ({"sync_every": 0}, "at least 1"),
+        ({"sync_every": 10, "fragments": 3}, "multiple of fragments"),
+        ({"sync_every": 10, "delay": 10}, "delay must be less"),
+        ({"sync_every": 10, "alpha": 1.5}, "alpha"),
+        ({"sync_every": 10, "max_norm": 0.0}, "max_norm"),
+        ({"sync_every": 10, "max_norm": "1"}, "max_norm must be finite and above 0, not '1'"),
+        ({"sync_every": 10, "alpha": "0.5"}, "alpha must be from 0 to 1, not '0.5'"),
+        ({"sync_every": 10, "outer": "sgd"}, "outer must make an optimizer .* not 'sgd'"),
+        ({"sync_every": 10, "outer": None}, "outer must make an optimizer"),
     ],
 )
 def test_invalid_arguments_are_refused_at_once(arguments: dict[str, Any], message: str) -> None:

@@ -237,8 +237,8 @@ def test_statistics_that_come_later_are_averaged_from_then_on(start: Start, over
 def test_a_slower_peer_comes_early_rather_than_too_late(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others' declarations expire before it has made all its steps, so it averages earlier."""
     run = start()
-    for every in (2, 1000):
-        run.add(LocalSGD(every), SGD, group_wait=20.0)
+    for sync_every in (2, 1000):
+        run.add(LocalSGD(sync_every), SGD, group_wait=20.0)
     run.meet()
     now = [1000.0]
     slow = run.averagers[1]._training
@@ -259,8 +259,8 @@ def test_a_peer_that_has_waited_for_a_round_that_is_over_is_no_reason_for_the_ne
 ) -> None:
     """Otherwise rounds would follow each other at once, each early because of the last."""
     run = start()
-    for every in (2, 1000):
-        run.add(LocalSGD(every, overlap=overlap), SGD, group_wait=20.0)
+    for sync_every in (2, 1000):
+        run.add(LocalSGD(sync_every, overlap=overlap), SGD, group_wait=20.0)
     run.meet()
     opt = run.averagers[1]
     now = [time.time()]

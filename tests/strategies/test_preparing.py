@@ -9,7 +9,7 @@ import pytest
 
 from averaging.allreduce import RoundResult
 from averaging.errors import RoundError
-from averaging.observe.receipts import DropCode
+from averaging.receipts.receipt import DropCode
 from averaging.tensors.schema import ReplyForm
 from averaging.testing import virtual_time
 from averaging.timing.learned_deadlines import Deadlines

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from averaging import Receipt
-from averaging.observe.receipts import Outcome
+from averaging.receipts.receipt import Outcome
 from averaging.testing import virtual_time
 from averaging.testing.virtual_time import stand_still
 from tests.support.swarm import Swarm, scalars

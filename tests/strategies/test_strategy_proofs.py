@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from averaging import DiLoCo, GradientAveraging, LocalSGD, Receipt, Strategy, Training
+from averaging import DiLoCo, GradientAveraging, LocalSGD, Receipt, Strategy
+from averaging.training import Training
 from averaging.training.fetch import BackgroundDownload
 from tests.support.selection import rest_is_long
 from tests.support.training import Run, backward, batch_of, equal, model_of, parameters_of
@@ -51,17 +52,17 @@ def test_diloco_with_a_plain_outer_step_is_local_sgd(start: Callable[[], Run]) -
     assert all(equal(diloco.parameters()[0], other) for other in diloco.parameters())
 
 
-def diloco_by_hand(peers: int, rounds: int, every: int, outer: Optimizers) -> list[torch.Tensor]:
+def diloco_by_hand(peers: int, rounds: int, sync_every: int, outer: Optimizers) -> list[torch.Tensor]:
     """DiLoCo as in algorithm 1 of arXiv:2311.08105, without any of the library."""
     models = [model_of(0) for _ in range(peers)]
     inner = [PlainSGD(model.parameters()) for model in models]
     anchors = [torch.nn.Parameter(parameter) for parameter in parameters_of(models[0])]
     optimizer = outer(anchors)
-    for step in range(rounds * every):
+    for step in range(rounds * sync_every):
         for number, model in enumerate(models):
             backward(model, batch_of(100 * number + step, 4))
             inner[number].step()
-        if (step + 1) % every:
+        if (step + 1) % sync_every:
             continue
         for place, anchor in enumerate(anchors):
             changes = [anchor.detach() - list(model.parameters())[place].detach() for model in models]
@@ -84,13 +85,13 @@ def test_diloco_is_the_papers_bit_for_bit(start: Callable[[], Run]) -> None:
     assert equal(run.parameters()[1], expected)
 
 
-def streaming_by_hand(steps: int, every: int, fragments: list[list[int]], delay: int, alpha: float) -> list[Any]:
+def streaming_by_hand(steps: int, sync_every: int, fragments: list[list[int]], delay: int, alpha: float) -> list[Any]:
     """Streaming DiLoCo of two peers as in arXiv:2501.18512: fragment by fragment, late, and mixed in."""
     models = [model_of(0) for _ in range(2)]
     inner = [PlainSGD(model.parameters()) for model in models]
     anchors = [torch.nn.Parameter(parameter) for parameter in parameters_of(models[0])]
     outer = [torch.optim.SGD([anchors[place] for place in places], lr=0.7, momentum=0.9) for places in fragments]
-    interval = every // len(fragments)
+    interval = sync_every // len(fragments)
     sent: dict[int, torch.Tensor] = {}
     for step in range(1, steps + 1):
         for number, model in enumerate(models):

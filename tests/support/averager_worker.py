@@ -22,11 +22,11 @@ def report(event: str, **fields: Any) -> None:
     print(json.dumps({"event": event, **fields}), flush=True)
 
 
-def averager(every: int, **options: Any) -> DecentralizedAverager:
+def averager(sync_every: int, **options: Any) -> DecentralizedAverager:
     model = torch.nn.Linear(40, 30, bias=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     return DecentralizedAverager(
-        optimizer, model=model, run_id="worker", strategy=LocalSGD(every), group_size=2, **options
+        optimizer, model=model, run_id="worker", strategy=LocalSGD(sync_every), group_size=2, **options
     )
 
 

@@ -21,8 +21,8 @@ def make() -> Iterator[Make]:
     """Makes an averager that starts a run and finds nobody, at once."""
     made = []
 
-    def make_one(optimizer: torch.optim.Optimizer, every: int = 1000, **options: Any) -> DecentralizedAverager:
-        defaults: dict[str, Any] = {"round_timeout": 0.02, "strategy": LocalSGD(every), "run_id": "alone"}
+    def make_one(optimizer: torch.optim.Optimizer, sync_every: int = 1000, **options: Any) -> DecentralizedAverager:
+        defaults: dict[str, Any] = {"round_timeout": 0.02, "strategy": LocalSGD(sync_every), "run_id": "alone"}
         transport = MemoryNetwork(random.Random(0)).transport("192.0.2.1:1")
         registry = MemoryRegistry()
         made.append(

@@ -33,7 +33,7 @@ def main(directory: str, action: str) -> None:
             fully_shard(layer)
     fully_shard(model)
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
-    strategy = DiLoCo(every=2)
+    strategy = DiLoCo(sync_every=2)
     with DecentralizedAverager(
         inner, model=model, run_id="run", strategy=strategy, process_group=dist.group.WORLD
     ) as opt:

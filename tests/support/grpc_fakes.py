@@ -8,9 +8,6 @@ import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 
-from averaging.observe.receipt_log import Watched
-from averaging.observe.receipts import Dropped, Outcome, Receipt
-from averaging.observe.status import PeerStatus
 from averaging.protocol.messages import (
     AveragingData,
     CompressionType,
@@ -26,6 +23,9 @@ from averaging.protocol.messages import (
     Rumour,
     WireTensor,
 )
+from averaging.receipts.receipt import Dropped, Outcome, Receipt
+from averaging.receipts.receipt_log import Watched
+from averaging.receipts.status import PeerStatus
 from averaging.security.credentials import Credentials
 from averaging.tensors.schema import ReplyForm, Schema, TensorSpec
 from averaging.timing.learned_deadlines import Learned, Phase

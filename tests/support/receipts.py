@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from averaging.observe.receipts import Account, DropCode, Dropped, LateArrival, Outcome, Receipt, Role, Straggler
+from averaging.receipts.receipt import Account, DropCode, Dropped, LateArrival, Outcome, Receipt, Role, Straggler
 
 A, B, C, D = "10.0.0.1:5001", "10.0.0.2:5001", "10.0.0.3:5001", "10.0.0.7:5001"
 

@@ -10,8 +10,6 @@ from contextlib import aclosing
 import torch
 
 from averaging.allreduce import AllReduce, RoundResult, changes
-from averaging.observe.receipt_log import Watched
-from averaging.observe.status import PeerStatus
 from averaging.protocol.group import Group, Member
 from averaging.protocol.messages import (
     AveragingData,
@@ -22,6 +20,8 @@ from averaging.protocol.messages import (
     MessageFromLeader,
     Resume,
 )
+from averaging.receipts.receipt_log import Watched
+from averaging.receipts.status import PeerStatus
 from averaging.tensors.schema import ReplyForm, Schema, describe
 from averaging.tensors.shared_tensors import SharedTensors, Write
 from averaging.testing.transport import MemoryNetwork, MemoryTransport
@@ -108,7 +108,7 @@ class Simulation:
     ) -> None:
         self.rng = random.Random(seed)
         self.network = MemoryNetwork(self.rng, latency=latency, loss=loss)
-        self.group = Group(self.rng.randbytes(20), tuple(members), digest=b"announced", committed=True)
+        self.group = Group(self.rng.randbytes(20), tuple(members), digest=b"announced", bound=True)
         generator = torch.Generator().manual_seed(seed)
         self.before = {
             member.endpoint: [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from averaging import DecentralizedAverager, DiLoCo, Follower, WeightPublisher
+from averaging import DecentralizedAverager, DiLoCo, WeightFollower, WeightPublisher
 from averaging.rpc import EventLoopThread, RpcServer
 from tests.support.worker import tell
 
@@ -71,13 +71,13 @@ def publish(endpoint: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         *only, version = line.split()
         load(model, int(version), only[0] if only else "")
-        tell("published", version=publisher.commit_now(version=int(version)), sent=publisher.bytes_sent)
+        tell("published", version=publisher.publish_now(version=int(version)), sent=publisher.bytes_sent)
     serving.close()
 
 
 def follow(join: str) -> None:
     model = divided(0)
-    with Follower(model, join=[join], join_timeout=60.0) as weights:
+    with WeightFollower(model, join=[join], join_timeout=60.0) as weights:
         tell("ready")
         for line in sys.stdin:
             while weights.version != int(line):
@@ -90,7 +90,7 @@ def train() -> None:
     publisher = WeightPublisher(model, process_group=dist.group.WORLD)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with DecentralizedAverager(
-        optimizer, run_id="run", strategy=DiLoCo(every=1), process_group=dist.group.WORLD, services=[publisher]
+        optimizer, run_id="run", strategy=DiLoCo(sync_every=1), process_group=dist.group.WORLD, services=[publisher]
     ) as opt:
         tell("ready", endpoint=opt.endpoint)
         for line in sys.stdin:

@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, LocalSGD, Receipt, Training
+from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, LocalSGD, Receipt
+from averaging.training import Training
 from tests.support.training import backward, batch_of, model_of
 from tests.support.worker import FatalTransport
 

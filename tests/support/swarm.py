@@ -12,8 +12,8 @@ import torch
 
 from averaging import Peer, Receipt
 from averaging.config import PeerOptions
-from averaging.observe.receipts import Outcome
 from averaging.protocol.group import Mode
+from averaging.receipts.receipt import Outcome
 from averaging.testing import virtual_time
 from averaging.testing.discovery import MemoryDiscovery, MemoryRegistry
 from averaging.testing.transport import MemoryNetwork

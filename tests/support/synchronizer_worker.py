@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
-from averaging import CallRefusedError, PeerUnreachableError, RunningStatus, StateError, Synchronizer, WeightGroupError
+from averaging import StateError
+from averaging.errors import CallRefusedError, PeerUnreachableError, WeightGroupError
+from averaging.rl.synchronizer import RunningStatus, Synchronizer
 from averaging.rl.synchronizer.collective import WeightReceiver, WeightSender
 from averaging.rl.synchronizer.remote import RemoteSynchronizer
 

@@ -15,8 +15,8 @@ from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, LocalSGD
 from averaging.discovery.gossip import GossipDiscovery
 from averaging.discovery.gossip.identity import UnsignedIdentity
 from averaging.errors import DriftError, NoSeedAnsweredError, StateError
-from averaging.observe.receipts import Receipt
-from averaging.observe.status import Finish
+from averaging.receipts.receipt import Receipt
+from averaging.receipts.status import Finish
 from averaging.testing import virtual_time
 from averaging.testing.transport import MemoryNetwork
 from averaging.transport.base import Transport

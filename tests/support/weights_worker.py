@@ -11,7 +11,8 @@ import sys
 
 import torch
 
-from averaging import RpcServer, WeightPublisher
+from averaging import WeightPublisher
+from averaging.rpc import RpcServer
 
 
 def weights_of(version: int) -> dict[str, torch.Tensor]:
@@ -30,7 +31,7 @@ async def main(port: int, version: int) -> None:
     async with RpcServer(f"127.0.0.1:{port}", [publisher]) as server:
         print(json.dumps({"event": "started", "endpoint": server.endpoint}), flush=True)
         while True:
-            await publisher.commit(weights_of(version), version)
+            await publisher.publish(weights_of(version), version)
             print(json.dumps({"event": "published", "version": version}), flush=True)
             if not await loop.run_in_executor(None, sys.stdin.readline):
                 return

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from averaging import RemoteSynchronizer, Synchronizer
+from averaging.rl.synchronizer import RemoteSynchronizer, Synchronizer
 from tests.docs.test_grpcurl_page import ADDRESS, PROGRAMS, agrees, cases_of
 from tests.support.pages import ROOT, blocks_of, run_page
 from tests.support.ports import free_address

@@ -11,17 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from averaging import (
-    ClosedError,
-    ConfigError,
-    RunningStatus,
-    StateError,
-    Synchronizer,
-    SynchronizerConfig,
-    SyncTimeoutError,
-    TensorError,
-)
-from averaging.rl.synchronizer import state_sources
+from averaging import ClosedError, ConfigError, StateError, TensorError
+from averaging.errors import SyncTimeoutError
+from averaging.rl.synchronizer import RunningStatus, Synchronizer, SynchronizerConfig, state_sources
 from averaging.rl.synchronizer.state_sources import LATEST, NAME
 from averaging.testing import virtual_time
 

@@ -11,8 +11,10 @@ from contextlib import ExitStack, asynccontextmanager
 
 import pytest
 
-from averaging import RpcServer, RunningStatus, Synchronizer, SynchronizerConfig, WeightGroupError
+from averaging.errors import WeightGroupError
+from averaging.rl.synchronizer import RunningStatus, Synchronizer, SynchronizerConfig
 from averaging.rl.synchronizer.collective import WeightReceiver, WeightSender
+from averaging.rpc import RpcServer
 from tests.support.processes import DEADLINE, JsonProcess
 from tests.support.synchronizer_worker import weights
 

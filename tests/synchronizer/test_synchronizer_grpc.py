@@ -12,28 +12,18 @@ import pytest
 import torch
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from averaging import (
+from averaging import ConfigError, DecentralizedAverager, LocalSGD, Peer, TLSFiles
+from averaging.errors import (
     CallRefusedError,
-    ConfigError,
-    DecentralizedAverager,
-    LocalSGD,
-    Peer,
     PeerUnreachableError,
     ProtocolViolationError,
-    RpcChannel,
-    RpcServer,
-    RunningStatus,
-    Synchronizer,
-    SynchronizerConfig,
     SyncTimeoutError,
-    TLSFiles,
     UnauthenticatedError,
-    WeightReceiver,
 )
-from averaging.rl.synchronizer import methods
+from averaging.rl.synchronizer import RunningStatus, Synchronizer, SynchronizerConfig, WeightReceiver, methods
 from averaging.rl.synchronizer.remote import RemoteSynchronizer
 from averaging.rl.synchronizer.service import SynchronizerService
-from averaging.rpc import read_credentials
+from averaging.rpc import RpcChannel, RpcServer, read_credentials
 from averaging.wire import synchronizer_pb2 as wire
 from tests.support.certificates import TOKEN, write
 from tests.support.fault_proxy import Fault, FaultProxy
@@ -192,7 +182,7 @@ async def test_on_the_port_of_an_averager() -> None:
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     synchronizer = Synchronizer()
-    averager = DecentralizedAverager(optimizer, run_id="demo", strategy=LocalSGD(every=9), services=[synchronizer])
+    averager = DecentralizedAverager(optimizer, run_id="demo", strategy=LocalSGD(sync_every=9), services=[synchronizer])
     try:
         async with (
             Synchronizer.connect(averager.endpoint) as trainer,

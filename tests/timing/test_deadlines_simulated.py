@@ -12,9 +12,9 @@ from averaging.allreduce import RoundResult
 from averaging.allreduce.round import Prepare
 from averaging.allreduce.wait_monitor import FOLLOW_UP_FACTOR
 from averaging.errors import AveragingError, CallRefusedError, ProtocolViolationError, RoundError
-from averaging.observe.receipts import DropCode
 from averaging.protocol.group import Member, Mode
 from averaging.protocol.messages import AveragingData, MessageCode
+from averaging.receipts.receipt import DropCode
 from averaging.tensors.schema import Schema
 from averaging.testing import virtual_time
 from averaging.timing.learned_deadlines import Deadlines

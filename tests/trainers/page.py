@@ -42,8 +42,8 @@ def run_as_one_of_two(code: str, number: int, endpoints: SimpleQueue[str], names
                 endpoints.put(self.endpoint)
 
     assert JOIN in code
-    assert "every=50" in code
-    here = code.replace(JOIN, "join=JOIN").replace("every=50", "every=5").replace("1000", str(STEPS))
+    assert "sync_every=50" in code
+    here = code.replace(JOIN, "join=JOIN").replace("sync_every=50", "sync_every=5").replace("1000", str(STEPS))
     names |= {
         "DecentralizedAverager": Told,
         "JOIN": [] if number == 0 else [endpoints.get()],

@@ -14,9 +14,10 @@ import torch
 import wandb
 from wandb.proto import wandb_internal_pb2
 
-from averaging import LocalSGD, Outcome, Receipt, Straggler
+from averaging import LocalSGD, Outcome, Receipt
 from averaging.integrations.tensorboard import TensorBoardRounds
 from averaging.integrations.wandb import WandbRounds
+from averaging.receipts import Straggler
 from tests.support.training import Run, steps
 from tests.trainers import page
 
@@ -70,8 +71,8 @@ def test_each_round_is_kept_with_the_averagers_status(run: Run, tmp_path: Path) 
     names["DecentralizedAverager"] = lambda _, run_id, **options: run.add(
         strategy=options["strategy"], optimizer=lambda p: torch.optim.SGD(p, lr=0.05), on_round=options["on_round"]
     )
-    exec(page.WANDB.replace("every=50", "every=2"), names)
-    run.add(LocalSGD(every=2), lambda p: torch.optim.SGD(p, lr=0.05))
+    exec(page.WANDB.replace("sync_every=50", "sync_every=2"), names)
+    run.add(LocalSGD(sync_every=2), lambda p: torch.optim.SGD(p, lr=0.05))
     run.meet()
     run.each(lambda number: steps(run, number, range(4)))
     wandb.finish()

@@ -12,10 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.errors import ProtocolViolationError
-from averaging.observe.drift import Drift, DriftKind
-from averaging.observe.receipt_log import Watched
-from averaging.observe.receipts import Account, DropCode, Dropped, LateArrival, Outcome, Receipt, Role, Straggler
-from averaging.observe.status import PeerStatus
 from averaging.protocol.aggregation import MAX_TRIM, Aggregation, AggregationKind
 from averaging.protocol.messages import (
     AveragingData,
@@ -31,6 +27,10 @@ from averaging.protocol.messages import (
     Rumour,
     WireTensor,
 )
+from averaging.receipts.drift import Drift, DriftKind
+from averaging.receipts.receipt import Account, DropCode, Dropped, LateArrival, Outcome, Receipt, Role, Straggler
+from averaging.receipts.receipt_log import Watched
+from averaging.receipts.status import PeerStatus
 from averaging.tensors.schema import DTYPES, ReplyForm, Schema, TensorSpec
 from averaging.timing.learned_deadlines import Learned, Phase
 from averaging.transport.grpc import methods

@@ -15,22 +15,9 @@ from google.protobuf.wrappers_pb2 import Int64Value, StringValue
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from averaging import (
-    BusyError,
-    CallRefusedError,
-    ConfigError,
-    DecentralizedAverager,
-    ListenError,
-    LocalSGD,
-    Peer,
-    PeerUnreachableError,
-    RpcChannel,
-    RpcMethod,
-    RpcServer,
-    TLSFiles,
-    UnauthenticatedError,
-)
-from averaging.rpc import EventLoopThread, RpcHandler, read_credentials
+from averaging import ConfigError, DecentralizedAverager, LocalSGD, Peer, TLSFiles
+from averaging.errors import BusyError, CallRefusedError, ListenError, PeerUnreachableError, UnauthenticatedError
+from averaging.rpc import EventLoopThread, RpcChannel, RpcHandler, RpcMethod, RpcServer, read_credentials
 from averaging.testing.transport import MemoryNetwork
 from tests.support.certificates import TOKEN, write
 
@@ -229,7 +216,9 @@ def test_an_averager_serves_it_and_a_thread_calls_it() -> None:
     """`EventLoopThread` is for rooms whose callers are no coroutines."""
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with DecentralizedAverager(optimizer, run_id="demo", strategy=LocalSGD(every=9), services=[Echo()]) as averager:
+    with DecentralizedAverager(
+        optimizer, run_id="demo", strategy=LocalSGD(sync_every=9), services=[Echo()]
+    ) as averager:
         channel = RpcChannel(averager.endpoint)
         thread = EventLoopThread(channel, "a channel")
         try:

@@ -38,7 +38,7 @@ def test_a_file_follows_and_a_command_runs_after_each_version(tmp_path: Path) ->
         assert ready["publishers"] == [endpoint]
         assert ready["endpoint"].startswith("127.0.0.1:")
         for version in (1, 2, 3):
-            publisher.commit_now(weights, version)
+            publisher.publish_now(weights, version)
             written = process.expect("written")
             assert publisher.digest is not None
             assert (written["version"], written["digest"]) == (version, publisher.digest.hex())
@@ -60,7 +60,7 @@ def test_a_command_that_hangs_is_ended_with_its_children(end: str, tmp_path: Pat
     child = tmp_path / "child"
     command = f"echo hello; sleep 999 & echo $! > {child}.new; mv {child}.new {child}; wait"
     seconds = "2" if end == "its time is over" else "999"
-    publisher.commit_now(weights, 1)
+    publisher.publish_now(weights, 1)
     with (
         Publishing(publisher) as endpoint,
         follow(endpoint, path, "--exec", command, "--exec-timeout", seconds) as process,
@@ -71,7 +71,7 @@ def test_a_command_that_hangs_is_ended_with_its_children(end: str, tmp_path: Pat
         number = int(child.read_text())
         for version in (2, 3):
             weights = stepped(weights)
-            publisher.commit_now(weights, version)
+            publisher.publish_now(weights, version)
         if end == "its time is over":
             executed = process.expect("executed")
             assert (executed["version"], executed["exit_code"]) == (1, None)
@@ -94,12 +94,12 @@ def _lives(number: int) -> bool:
 
 def test_a_command_that_is_started_again_receives_only_what_changed(tmp_path: Path) -> None:
     publisher, weights, path = WeightPublisher(), state(), tmp_path / "now.safetensors"
-    publisher.commit_now(weights, 1)
+    publisher.publish_now(weights, 1)
     with Publishing(publisher) as endpoint:
         for version, most in ((1, 5 << 20), (1, 0), (2, 400_000)):
             if version > 1:
                 weights = stepped(weights)
-                publisher.commit_now(weights, version)
+                publisher.publish_now(weights, version)
             with follow(endpoint, path, "--once") as process:
                 written = process.expect("written")
                 assert process.wait() == 0
@@ -110,18 +110,18 @@ def test_a_command_that_is_started_again_receives_only_what_changed(tmp_path: Pa
 
 def test_a_full_disk_leaves_the_old_file_and_the_next_version_is_tried(tmp_path: Path) -> None:
     publisher, weights, path = WeightPublisher(), state(), tmp_path / "now.safetensors"
-    publisher.commit_now(weights, 1)
+    publisher.publish_now(weights, 1)
     with Publishing(publisher) as endpoint, follow(endpoint, path) as process:
         process.expect("written")
         _, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
-        publisher.commit_now(stepped(weights), 2)
+        publisher.publish_now(stepped(weights), 2)
         unwritten = process.expect("unwritten")
         assert unwritten["version"] == 2
         assert "the old file is unchanged. Free disk space" in unwritten["message"]
         assert same(load_file(path), weights)
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (hard, hard))
         weights = stepped(stepped(weights))
-        publisher.commit_now(weights, 3)
+        publisher.publish_now(weights, 3)
         assert process.expect("written")["version"] == 3
         assert same(load_file(path), weights)
         process.signal(signal.SIGTERM)
@@ -131,7 +131,7 @@ def test_a_full_disk_leaves_the_old_file_and_the_next_version_is_tried(tmp_path:
 
 def test_a_killed_follower_leaves_a_whole_file_and_its_followers_go_on(tmp_path: Path) -> None:
     publisher, published = WeightPublisher(copies=1, fan_out=1), {0: state()}
-    publisher.commit_now(published[0], 0)
+    publisher.publish_now(published[0], 0)
     paths = [tmp_path / "first.safetensors", tmp_path / "second.safetensors"]
     with Publishing(publisher) as endpoint, follow(endpoint, paths[0]) as first:
         first.expect("written")
@@ -139,7 +139,7 @@ def test_a_killed_follower_leaves_a_whole_file_and_its_followers_go_on(tmp_path:
             second.expect("written")
             for version in range(1, 20):
                 published[version] = stepped(published[version - 1])
-                publisher.commit_now(published[version], version)
+                publisher.publish_now(published[version], version)
                 if version == 10:
                     first.kill()
             while second.expect("written")["version"] < 19:
@@ -152,7 +152,7 @@ def test_a_killed_follower_leaves_a_whole_file_and_its_followers_go_on(tmp_path:
 
 def test_a_version_that_is_never_published(tmp_path: Path) -> None:
     publisher, path = WeightPublisher(), tmp_path / "now.safetensors"
-    publisher.commit_now(state(), 3)
+    publisher.publish_now(state(), 3)
     with Publishing(publisher) as endpoint:
         process = averaging_command(
             "follow", endpoint, "--output", str(path), "--once", "--min-version", "9", "--wait", "0.5"
@@ -198,7 +198,7 @@ def test_what_cannot_work_is_told(
 
 def test_another_file_is_replaced_with_overwrite(tmp_path: Path) -> None:
     publisher, path = WeightPublisher(), tmp_path / "now.safetensors"
-    publisher.commit_now(state(), 1)
+    publisher.publish_now(state(), 1)
     path.write_bytes(b"other")
     with Publishing(publisher) as endpoint, follow(endpoint, path, "--once", "--overwrite") as process:
         assert process.expect("written")["version"] == 1

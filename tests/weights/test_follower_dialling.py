@@ -12,8 +12,8 @@ import torch
 
 import averaging.rl.synchronizer
 import averaging.weights
-from averaging import PeerUnreachableError, ProtocolViolationError, RpcServer
-from averaging.rpc import RpcChannel, RpcHandler
+from averaging.errors import PeerUnreachableError, ProtocolViolationError
+from averaging.rpc import RpcChannel, RpcHandler, RpcServer
 from averaging.weights.follower_shards import ShardTasks
 from averaging.weights.follower_tasks import FollowerOptions
 from averaging.weights.layout import Shard

@@ -10,20 +10,19 @@ import grpc
 import pytest
 import torch
 
-from averaging import (
-    CallRefusedError,
-    RpcChannel,
-    RpcServer,
+from averaging import WeightPublisher
+from averaging.errors import AveragingError, CallRefusedError, WeightGroupError
+from averaging.rl.synchronizer import (
     RunningStatus,
     Synchronizer,
     SynchronizerConfig,
-    WeightGroupError,
-    WeightPublisher,
     WeightReceiver,
+    methods,
+    service,
+    sessions,
 )
-from averaging.errors import AveragingError
-from averaging.rl.synchronizer import methods, service, sessions
 from averaging.rl.synchronizer.remote import RemoteSynchronizer
+from averaging.rpc import RpcChannel, RpcServer
 from averaging.weights import publisher as publishing
 from averaging.weights.follower_tasks import FollowerOptions, FollowerTasks
 from averaging.weights.messages import FETCH, FOLLOW
@@ -248,7 +247,7 @@ async def test_fetches_that_nobody_reads_do_not_keep_followers_from_the_weights(
     publisher = WeightPublisher(run_id="run")
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(RpcServer("127.0.0.1:0", [publisher]))
-        await publisher.commit({"w": torch.randn(1 << 18)}, 1)
+        await publisher.publish({"w": torch.randn(1 << 18)}, 1)
         assert publisher.digest is not None
         request = weights_pb2.FetchRequest(
             run_id="run", follower=b"x", digest=publisher.digest, pieces=[weights_pb2.Range(count=1)], local=True
@@ -272,4 +271,4 @@ async def test_fetches_that_nobody_reads_do_not_keep_followers_from_the_weights(
             assert follower.newest is not None
             assert follower.newest.manifest.version == version
             with suppress(AveragingError):
-                await publisher.commit({"w": torch.randn(1 << 18)}, version + 1)
+                await publisher.publish({"w": torch.randn(1 << 18)}, version + 1)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from averaging import Follower, TensorError
+from averaging import TensorError, WeightFollower
 from tests.support.ports import free_address, free_port
 from tests.support.processes import JsonProcess, averaging_command, averaging_process
 from tests.support.shard_worker import model_of
@@ -50,7 +50,7 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def has(weights: Follower, version: int) -> None:
+def has(weights: WeightFollower, version: int) -> None:
     end = time.monotonic() + PATIENCE
     while weights.version != version:
         assert time.monotonic() < end
@@ -73,7 +73,7 @@ def test_a_follower_puts_the_parts_together_and_never_has_parts_of_two_versions(
     publishers.send("1")
     publishers.expect("published")
     model = model_of(0)
-    weights = stack.enter_context(Follower(model, join=[join], join_timeout=PATIENCE))
+    weights = stack.enter_context(WeightFollower(model, join=[join], join_timeout=PATIENCE))
     has(weights, 1)
     assert equal(model, 1)
     # Rank 1 dies before it publishes version 2, so that version does not exist.
@@ -90,7 +90,7 @@ def test_versions_follow_each_other_bit_for_bit(stack: ExitStack) -> None:
     publishers = Ranks(stack, 3, role="publish")
     join = publishers.expect("ready")[0]["endpoint"]
     model = model_of(0)
-    weights = stack.enter_context(Follower(model, join=[join], join_timeout=PATIENCE))
+    weights = stack.enter_context(WeightFollower(model, join=[join], join_timeout=PATIENCE))
     for version in (1, 2, 5):
         publishers.send(str(version))
         publishers.expect("published")
@@ -121,7 +121,7 @@ def test_a_site_that_trains_publishes_each_global_step(stack: ExitStack) -> None
     trainers = Ranks(stack, 2, role="train")
     join = trainers.expect("ready")[0]["endpoint"]
     model = model_of(0)
-    weights = stack.enter_context(Follower(model, join=[join], run_id="run", join_timeout=PATIENCE))
+    weights = stack.enter_context(WeightFollower(model, join=[join], run_id="run", join_timeout=PATIENCE))
     for step in (1, 2, 4):
         trainers.send(str(step))
         told = trainers.expect("published")
@@ -200,7 +200,7 @@ def test_who_joins_another_rank_than_the_first_is_told_so(stack: ExitStack, tmp_
     publishers.send("1")
     publishers.expect("published")
     model = model_of(0)
-    with pytest.raises(TensorError, match="publishes a part of a model"), Follower(model, join=[join]) as weights:
+    with pytest.raises(TensorError, match="publishes a part of a model"), WeightFollower(model, join=[join]) as weights:
         weights.update(timeout=PATIENCE)
     assert equal(model, 0)
     path = tmp_path / "now.safetensors"
@@ -217,6 +217,6 @@ def test_another_model_is_named(stack: ExitStack) -> None:
     publishers.expect("published")
     with (
         pytest.raises(TensorError, match=r"'0\.weight' is float32\[6, 6\] here and float32\[7, 6\] there"),
-        Follower({"0.weight": torch.zeros(6, 6)}, join=[join], join_timeout=PATIENCE) as weights,
+        WeightFollower({"0.weight": torch.zeros(6, 6)}, join=[join], join_timeout=PATIENCE) as weights,
     ):
         weights.update(timeout=PATIENCE)

@@ -19,23 +19,19 @@ from averaging import (
     ClosedError,
     ConfigError,
     DecentralizedAverager,
-    Follower,
     GradientAveraging,
-    ListenError,
     LocalSGD,
     Peer,
-    ProtocolViolationError,
-    RpcServer,
-    Staleness,
     StateError,
     Strategy,
     TensorError,
     TLSFiles,
-    UnauthenticatedError,
+    WeightFollower,
     WeightPublisher,
-    WrongRunError,
 )
-from averaging.rpc import EventLoopThread, RpcHandler, read_credentials
+from averaging.errors import ListenError, ProtocolViolationError, UnauthenticatedError, WrongRunError
+from averaging.rpc import EventLoopThread, RpcHandler, RpcServer, read_credentials
+from averaging.weights import Staleness
 from averaging.weights.follower_tasks import FollowerOptions, FollowerTasks
 from averaging.weights.messages import FETCH
 from averaging.wire import weights_pb2 as wire
@@ -92,16 +88,16 @@ async def test_only_what_changed_travels() -> None:
         server = await stack.enter_async_context(RpcServer("127.0.0.1:0", [publisher]))
         follower = await follow(stack, server.endpoint)
         assert follower.newest is None
-        assert await publisher.commit(weights) == 0
+        assert await publisher.publish(weights) == 0
         await has(follower, 0)
         assert holds(follower, weights)
         whole = follower.bytes_received
         assert whole == sum(tensor.nbytes for tensor in weights.values())
-        await publisher.commit(weights, version=1)  # the same weights
+        await publisher.publish(weights, version=1)  # the same weights
         await has(follower, 1)
         assert follower.bytes_received == whole
         weights = stepped(weights)
-        await publisher.commit(weights, version=5)
+        await publisher.publish(weights, version=5)
         await has(follower, 5)
         assert holds(follower, weights)
         assert 0 < follower.bytes_received - whole < weights["second"].nbytes / 10
@@ -113,13 +109,13 @@ async def test_a_follower_whose_version_is_no_longer_kept_gets_whole_pieces() ->
     publisher, weights = WeightPublisher(bases=1), state()
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(RpcServer("127.0.0.1:0", [publisher]))
-        await publisher.commit(weights, 1)
+        await publisher.publish(weights, 1)
         first = await follow(stack, server.endpoint)
         await has(first, 1)
         base = first.newest
         for version in (2, 3):
             weights = stepped(weights)
-            await publisher.commit(weights, version)
+            await publisher.publish(weights, version)
         await has(first, 3)
         options = FollowerOptions(join=[server.endpoint], run_id="")
         late = await stack.enter_async_context(FollowerTasks(options, base=base))
@@ -131,19 +127,19 @@ async def test_a_follower_whose_version_is_no_longer_kept_gets_whole_pieces() ->
 @pytest.mark.asyncio
 async def test_versions_never_go_back_and_keep_their_layout() -> None:
     publisher, weights = WeightPublisher(), state()
-    assert await publisher.commit(weights, 7) == 7
-    assert await publisher.commit(weights, 7) == 7, "the same once more"
+    assert await publisher.publish(weights, 7) == 7
+    assert await publisher.publish(weights, 7) == 7, "the same once more"
     with pytest.raises(ConfigError, match="version 7 is not above 7"):
-        await publisher.commit(stepped(weights), 7)
+        await publisher.publish(stepped(weights), 7)
     with pytest.raises(ConfigError, match="version 6 is not above 7, which is published; versions never go back"):
-        await publisher.commit(weights, 6)
+        await publisher.publish(weights, 6)
     with pytest.raises(ConfigError, match="whole number"):
-        await publisher.commit(weights, 7.5)  # type: ignore[arg-type]
+        await publisher.publish(weights, 7.5)  # type: ignore[arg-type]
     with pytest.raises(TensorError, match=r"'bias' is float32\[7\] in version 7 and float64\[7\] now"):
-        await publisher.commit(weights | {"bias": torch.zeros(7, dtype=torch.float64)})
+        await publisher.publish(weights | {"bias": torch.zeros(7, dtype=torch.float64)})
     with pytest.raises(ConfigError, match="nothing to publish"):
-        await publisher.commit()
-    assert await publisher.commit(stepped(weights)) == 8
+        await publisher.publish()
+    assert await publisher.publish(stepped(weights)) == 8
     assert publisher.version == 8
 
 
@@ -154,18 +150,18 @@ async def test_a_restarted_publisher_with_older_versions_is_not_followed_until_i
     weights, port = state(), free_port()
     async with AsyncExitStack() as stack:
         async with RpcServer(f"127.0.0.1:{port}", [publisher := WeightPublisher()], grace=0.0) as server:
-            await publisher.commit(weights, 40)
+            await publisher.publish(weights, 40)
             follower = await follow(stack, server.endpoint)
             await has(follower, 40)
         restarted = WeightPublisher()
-        await restarted.commit(stepped(weights), 39)
+        await restarted.publish(stepped(weights), 39)
         async with RpcServer(f"127.0.0.1:{port}", [restarted]):
             async with asyncio.timeout(LIMIT):
                 await follower.store.changes.wait(lambda: "versions never go back" in caplog.text)
-            await restarted.commit(stepped(weights), 40)
+            await restarted.publish(stepped(weights), 40)
             assert holds(follower, weights)
             newest = stepped(stepped(weights))
-            await restarted.commit(newest, 41)
+            await restarted.publish(newest, 41)
             await has(follower, 41)
             assert holds(follower, newest)
             assert (
@@ -183,7 +179,7 @@ async def test_32_followers_cost_the_publisher_two_copies() -> None:
         nbytes, sent = sum(tensor.nbytes for tensor in weights.values()), 0
         for version in (1, 2):
             weights = stepped(weights)
-            await publisher.commit(weights, version)
+            await publisher.publish(weights, version)
             for follower in followers:
                 await has(follower, version)
                 assert holds(follower, weights)
@@ -202,12 +198,12 @@ async def test_a_follower_whose_source_leaves_gets_the_rest_elsewhere() -> None:
         chain = [await follow(stack, server.endpoint) for _ in range(2)]
         leaving = await stack.enter_async_context(AsyncExitStack())
         middle = await follow(leaving, server.endpoint)
-        await publisher.commit(weights, 1)
+        await publisher.publish(weights, 1)
         for follower in (*chain, middle):
             await has(follower, 1)
         await leaving.aclose()
         weights = stepped(weights)
-        await publisher.commit(weights, 2)
+        await publisher.publish(weights, 2)
         for follower in chain:
             await has(follower, 2)
             assert holds(follower, weights)
@@ -239,13 +235,13 @@ async def test_a_liar_is_left_and_asked_no_more(caplog: pytest.LogCaptureFixture
         front = FollowerTasks(FollowerOptions(join=[server.endpoint], run_id=""))
         await stack.enter_async_context(front)
         publisher._followers = dict.fromkeys(publisher._followers, lying.endpoint)
-        await publisher.commit(weights, 1)
+        await publisher.publish(weights, 1)
         await has(front, 1)
         follower = await follow(stack, server.endpoint)
         await has(follower, 1)
         for version in (2, 3):
             weights = stepped(weights)
-            await publisher.commit(weights, version)
+            await publisher.publish(weights, version)
             await has(front, version)
             await has(follower, version)
             assert holds(follower, weights)
@@ -260,9 +256,12 @@ async def test_a_publisher_that_lies_is_given_up() -> None:
             return [next(iter(super().rpc_handlers())), *Liar().rpc_handlers()]
 
     publisher = LyingPublisher()
-    await publisher.commit(state(), 1)
+    await publisher.publish(state(), 1)
     model = state(1)
-    async with RpcServer("127.0.0.1:0", [publisher]) as server, Follower(model, join=[server.endpoint]) as follower:
+    async with (
+        RpcServer("127.0.0.1:0", [publisher]) as server,
+        WeightFollower(model, join=[server.endpoint]) as follower,
+    ):
         with pytest.raises(ProtocolViolationError, match="sent something wrong"):
             await anext(aiter(follower))
         assert same(model, state(1))
@@ -270,10 +269,10 @@ async def test_a_publisher_that_lies_is_given_up() -> None:
 
 def test_a_script_updates_its_model() -> None:
     publisher, weights, model = WeightPublisher(), state(), state(1)
-    with Publishing(publisher) as endpoint, Follower(model, join=[endpoint], run_id="any") as follower:
+    with Publishing(publisher) as endpoint, WeightFollower(model, join=[endpoint], run_id="any") as follower:
         assert not follower.update()
         assert follower.version is None
-        publisher.commit_now(weights, 3)
+        publisher.publish_now(weights, 3)
         assert follower.update(timeout=LIMIT)
         assert follower.version == follower.newest == 3
         assert follower.digest == publisher.digest
@@ -284,7 +283,7 @@ def test_a_script_updates_its_model() -> None:
     with pytest.raises(ClosedError):
         follower.update()
     with pytest.raises(ClosedError, match="inside `with`"):
-        Follower(model, join=["127.0.0.1:1"]).update()
+        WeightFollower(model, join=["127.0.0.1:1"]).update()
 
 
 @pytest.mark.asyncio
@@ -292,8 +291,11 @@ async def test_asyncio_code_iterates_over_versions() -> None:
     publisher, weights = WeightPublisher(), state()
     module = torch.nn.ParameterDict({name: torch.nn.Parameter(t, requires_grad=False) for name, t in state(1).items()})
     seen = []
-    async with RpcServer("127.0.0.1:0", [publisher]) as server, Follower(module, join=[server.endpoint]) as follower:
-        await publisher.commit(weights, 1)
+    async with (
+        RpcServer("127.0.0.1:0", [publisher]) as server,
+        WeightFollower(module, join=[server.endpoint]) as follower,
+    ):
+        await publisher.publish(weights, 1)
         async with asyncio.timeout(LIMIT), aclosing(aiter(follower)) as versions:
             async for version in versions:
                 seen.append(version)
@@ -301,7 +303,7 @@ async def test_asyncio_code_iterates_over_versions() -> None:
                 if version == 3:
                     break
                 weights = stepped(weights)
-                await publisher.commit(weights)
+                await publisher.publish(weights)
     assert seen == [1, 2, 3]
 
 
@@ -324,11 +326,11 @@ def test_staleness_is_told(caplog: pytest.LogCaptureFixture) -> None:
     publisher, told = WeightPublisher(), list[Staleness]()
     with (
         Publishing(publisher) as endpoint,
-        Follower(state(), join=[endpoint], max_staleness=2, on_stale=told.append) as f,
+        WeightFollower(state(), join=[endpoint], max_staleness=2, on_stale=told.append) as f,
     ):
-        publisher.commit_now(state(), 1)
+        publisher.publish_now(state(), 1)
         assert f.update(timeout=LIMIT)
-        publisher.commit_now(state(1), 4)
+        publisher.publish_now(state(1), 4)
         f._thread.run(f._tasks.wait_newer(1, LIMIT))  # type: ignore[union-attr]
         assert f.staleness.versions == 3
         assert f.staleness.exceeded
@@ -336,14 +338,14 @@ def test_staleness_is_told(caplog: pytest.LogCaptureFixture) -> None:
         assert "the weights are stale: 3 versions behind" in caplog.text
         f.update()
         assert not f.staleness.exceeded
-    follower = Follower(state(), join=[endpoint], max_staleness=timedelta(seconds=0.01))
+    follower = WeightFollower(state(), join=[endpoint], max_staleness=timedelta(seconds=0.01))
     assert not follower.staleness.exceeded
 
 
 def test_the_weights_never_change_inside_the_lock() -> None:
     publisher, model = WeightPublisher(), state(1)
-    with Publishing(publisher) as endpoint, Follower(model, join=[endpoint]) as follower:
-        publisher.commit_now(state(), 1)
+    with Publishing(publisher) as endpoint, WeightFollower(model, join=[endpoint]) as follower:
+        publisher.publish_now(state(), 1)
         follower._thread.run(follower._tasks.wait_newer(None, LIMIT))  # type: ignore[union-attr]
         with ThreadPoolExecutor() as pool:
             with follower.locked():
@@ -356,14 +358,14 @@ def test_the_weights_never_change_inside_the_lock() -> None:
 
 def test_another_model_is_refused_by_the_name_of_its_first_difference() -> None:
     publisher = WeightPublisher()
-    publisher.commit_now(state(), 1)
+    publisher.publish_now(state(), 1)
     model = state(1) | {"bias": torch.zeros(8)}
     with Publishing(publisher) as endpoint:
         with pytest.raises(TensorError, match=r"tensor 'bias' is float32\[8\] here and float32\[7\] there"):
-            Follower(model, join=[endpoint]).__enter__()
+            WeightFollower(model, join=[endpoint]).__enter__()
         model.pop("bias")
         with pytest.raises(TensorError, match="'bias' .* is only there"):
-            Follower(model, join=[endpoint]).__enter__()
+            WeightFollower(model, join=[endpoint]).__enter__()
     assert same(model, {name: tensor for name, tensor in state(1).items() if name != "bias"})
 
 
@@ -381,16 +383,16 @@ def test_wrappers_at_either_side_change_no_name(
 ) -> None:
     published, followed = (torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)) for _ in range(2))
     publisher = WeightPublisher(ours(published))
-    publisher.commit_now(version=1)
-    with Publishing(publisher) as endpoint, Follower(theirs(followed), join=[endpoint]) as follower:
+    publisher.publish_now(version=1)
+    with Publishing(publisher) as endpoint, WeightFollower(theirs(followed), join=[endpoint]) as follower:
         assert follower.update(timeout=LIMIT)
     assert same(followed.state_dict(), published.state_dict())
 
 
 def test_a_model_that_turns_out_to_be_another_one_later() -> None:
     publisher, model = WeightPublisher(), {"other": torch.zeros(2)}
-    with Publishing(publisher) as endpoint, Follower(model, join=[endpoint]) as follower:
-        publisher.commit_now(state(), 1)
+    with Publishing(publisher) as endpoint, WeightFollower(model, join=[endpoint]) as follower:
+        publisher.publish_now(state(), 1)
         with pytest.raises(TensorError, match="'other' .* is only here"):
             follower.update(timeout=LIMIT)
 
@@ -434,7 +436,7 @@ async def test_tls_and_tokens(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(RpcServer("127.0.0.1:0", [publisher], credentials=credentials))
         followers = [await follow(stack, server.endpoint, credentials=credentials) for _ in range(2)]
-        await publisher.commit(weights)
+        await publisher.publish(weights)
         for follower in followers:
             await has(follower, 0)
             assert holds(follower, weights)
@@ -444,7 +446,7 @@ async def test_tls_and_tokens(tmp_path: Path) -> None:
         with pytest.raises(StateError, match="TLS"):
             await follow(stack, server.endpoint, join_timeout=1.0)
         model = state(1)
-        async with Follower(model, join=[server.endpoint], token_file=token, **files) as front:  # type: ignore[arg-type]
+        async with WeightFollower(model, join=[server.endpoint], token_file=token, **files) as front:  # type: ignore[arg-type]
             assert await asyncio.to_thread(front.update, LIMIT)
         assert same(model, weights)
 
@@ -468,20 +470,20 @@ def model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
 
 
-def received(follower: Follower, version: int) -> None:
+def received(follower: WeightFollower, version: int) -> None:
     """Versions in between may be left out."""
     while (follower.version or -1) < version:
         assert follower.update(timeout=LIMIT)
     assert follower.version == version
 
 
-@pytest.mark.parametrize("strategy", [LocalSGD(every=2), GradientAveraging(8)], ids=repr)
+@pytest.mark.parametrize("strategy", [LocalSGD(sync_every=2), GradientAveraging(8)], ids=repr)
 def test_an_averager_publishes_after_each_round_also_alone(strategy: Strategy) -> None:
     trained, mine = model(), model()
     versions = [2, 4, 6] if isinstance(strategy, LocalSGD) else [1, 2, 3]
     with (
         averager(WeightPublisher(trained), trained, strategy) as optimizer,
-        Follower(mine, join=[optimizer.endpoint], run_id="run") as follower,
+        WeightFollower(mine, join=[optimizer.endpoint], run_id="run") as follower,
     ):
         assert follower.update(timeout=LIMIT)
         assert follower.version == 0
@@ -490,23 +492,23 @@ def test_an_averager_publishes_after_each_round_also_alone(strategy: Strategy) -
             received(follower, version)
             assert same(mine.state_dict(), trained.state_dict())
         with pytest.raises(WrongRunError):
-            Follower(mine, join=[optimizer.endpoint], run_id="other").__enter__()
+            WeightFollower(mine, join=[optimizer.endpoint], run_id="other").__enter__()
 
 
 def test_the_weights_of_a_round_with_another_peer() -> None:
     trained, other, mine = model(), model(), model().bfloat16()
     publisher = WeightPublisher(trained, dtype=torch.bfloat16)
     with (
-        averager(publisher, trained, LocalSGD(every=5)) as a,
+        averager(publisher, trained, LocalSGD(sync_every=5)) as a,
         DecentralizedAverager(
             torch.optim.SGD(other.parameters(), lr=0.1),
             model=other,
             run_id="run",
-            strategy=LocalSGD(every=5),
+            strategy=LocalSGD(sync_every=5),
             join=[a.endpoint],
             round_timeout=20.0,
         ) as b,
-        Follower(mine, join=[a.endpoint]) as follower,
+        WeightFollower(mine, join=[a.endpoint]) as follower,
     ):
         assert a.wait_for_peers(2, LIMIT)
         with ThreadPoolExecutor() as pool:
@@ -520,4 +522,4 @@ def test_the_weights_of_a_round_with_another_peer() -> None:
 
 def test_an_averager_needs_the_model() -> None:
     with pytest.raises(ConfigError, match=r"services=\[WeightPublisher\(model\)\]"):
-        averager(WeightPublisher(), model(), LocalSGD(every=2))
+        averager(WeightPublisher(), model(), LocalSGD(sync_every=2))

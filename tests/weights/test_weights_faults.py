@@ -8,8 +8,8 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from averaging import RpcServer, WeightPublisher
-from averaging.rpc import RpcHandler
+from averaging import WeightPublisher
+from averaging.rpc import RpcHandler, RpcServer
 from averaging.weights.follower_tasks import FollowerOptions, FollowerTasks
 from averaging.weights.messages import FETCH
 from averaging.wire import weights_pb2 as wire
@@ -112,12 +112,12 @@ async def test_the_link_fails_in_the_middle_of_a_difference(fault: Fault) -> Non
         moment = Moment(0.3, lambda: proxy.arm(fault))
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(RpcServer(f"127.0.0.1:{proxy.target}", [publisher], grace=0.0))
-            await publisher.commit(weights_of(1), 1)
+            await publisher.publish(weights_of(1), 1)
             follower = await slow(stack, proxy, moment, stall_timeout=0.5)
             await has(follower, 1)
             whole = follower.bytes_received
             moment.armed = True
-            await publisher.commit(weights_of(2), 2)
+            await publisher.publish(weights_of(2), 2)
             await moment.comes()
             await asyncio.to_thread(proxy.struck.wait, LIMIT)
             assert holds(follower, weights_of(1))
@@ -138,13 +138,13 @@ async def test_version_3_is_published_while_2_travels() -> None:
     with FaultProxy(RATE) as proxy:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(RpcServer(f"127.0.0.1:{proxy.target}", [publisher], grace=0.0))
-            await publisher.commit(weights_of(1), 1)
+            await publisher.publish(weights_of(1), 1)
             follower = await slow(stack, proxy, moment)
             await has(follower, 1)
             moment.armed = True
-            await publisher.commit(weights_of(2), 2)
+            await publisher.publish(weights_of(2), 2)
             await moment.comes()
-            await publisher.commit(weights_of(3), 3)
+            await publisher.publish(weights_of(3), 3)
             seen: list[int] = []
             async with asyncio.timeout(LIMIT):
                 while not seen or seen[-1] < 3:
@@ -181,7 +181,7 @@ async def test_a_source_that_sends_nothing_is_left(pause: float | None) -> None:
         other = await stack.enter_async_context(RpcServer("127.0.0.1:0", [silent], grace=0.0))
         front = await follow(stack, server.endpoint)
         publisher._followers = dict.fromkeys(publisher._followers, other.endpoint)
-        await publisher.commit(weights, 1)
+        await publisher.publish(weights, 1)
         await has(front, 1)
         follower = await follow(stack, server.endpoint, stall_timeout=0.3)
         await has(follower, 1)
@@ -195,12 +195,12 @@ async def test_followers_go_on_with_another_publisher_of_the_same_weights() -> N
     async with AsyncExitStack() as stack:
         other = await stack.enter_async_context(RpcServer("127.0.0.1:0", [second]))
         async with RpcServer("127.0.0.1:0", [first], grace=0.0) as server:
-            await first.commit(weights, 1)
-            await second.commit(weights, 1)
+            await first.publish(weights, 1)
+            await second.publish(weights, 1)
             follower = await follow(stack, server.endpoint, other.endpoint)
             await has(follower, 1)
         weights = stepped(weights)
-        await second.commit(weights, 2)
+        await second.publish(weights, 2)
         await has(follower, 2)
         assert holds(follower, weights)
         assert second.bytes_sent < 0.1 * first.bytes_sent, "a difference to what the other one has sent"

@@ -12,8 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from averaging import CallRefusedError, Peer, RpcChannel, TLSFiles, UnauthenticatedError
-from averaging.errors import ConfigError, MasterRefusedError, WorkerError, WorkerLostError
+from averaging import Peer, TLSFiles
+from averaging.errors import (
+    CallRefusedError,
+    ConfigError,
+    MasterRefusedError,
+    UnauthenticatedError,
+    WorkerError,
+    WorkerLostError,
+)
 from averaging.rl.workers import (
     Average,
     Compute,
@@ -32,7 +39,7 @@ from averaging.rl.workers.methods import FETCH_DATA, FETCH_PARAMETERS, REQUEST_R
 from averaging.rl.workers.payload import SaveRequest as SaveData
 from averaging.rl.workers.payload import pack, unpack
 from averaging.rl.workers.plan import Model
-from averaging.rpc import Credentials, EventLoopThread, RpcMethod, read_credentials
+from averaging.rpc import Credentials, EventLoopThread, RpcChannel, RpcMethod, read_credentials
 from averaging.security.credentials import local_credentials
 from averaging.wire.workers_pb2 import Attach, FetchDataRequest, MasterMessage
 from averaging.wire.workers_pb2 import Payload as Message

@@ -16,8 +16,8 @@ from grpc_reflection.v1alpha import reflection
 
 from averaging.config import Inspection
 from averaging.errors import ListenError
-from averaging.observe import PeerStatus
 from averaging.protocol import Record
+from averaging.receipts import PeerStatus
 from averaging.security import Credentials
 from averaging.tensors import Schema
 from averaging.transport import AveragingService, GossipService, RpcHandler

@@ -5,7 +5,8 @@ from __future__ import annotations
 from math import isfinite
 
 from averaging.errors import ConfigError, ProtocolViolationError
-from averaging.observe import (
+from averaging.protocol import MEAN, CompressionType, parse_aggregation
+from averaging.receipts import (
     Account,
     Drift,
     DriftKind,
@@ -19,7 +20,6 @@ from averaging.observe import (
     Straggler,
     Watched,
 )
-from averaging.protocol import MEAN, CompressionType, parse_aggregation
 from averaging.tensors import DTYPES, ReplyForm, Schema, TensorSpec
 from averaging.timing import Learned, Phase
 from averaging.transport.grpc.channel_options import MAX_DIMENSIONS, MAX_TENSORS, check_count

@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
 from averaging.common import is_loopback, parse_address
 from averaging.errors import ClosedError, ConfigError
-from averaging.observe import PeerStatus, Watched
 from averaging.protocol import (
     AveragingData,
     Digest,
@@ -20,6 +19,7 @@ from averaging.protocol import (
     Resume,
     Rumour,
 )
+from averaging.receipts import PeerStatus, Watched
 from averaging.security import Credentials, bound_name, unbound_name
 from averaging.tensors import Schema
 from averaging.transport import AveragingService, GossipService, Lane, RpcHandler, RpcService, handlers_of

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from averaging.common.sanitize import duration
-from averaging.observe.receipts import Account, Dropped, LateArrival, Outcome, Receipt
-from averaging.observe.status import Finish, PeerStatus, TrainingStatus
+from averaging.receipts.receipt import Account, Dropped, LateArrival, Outcome, Receipt
+from averaging.receipts.status import Finish, PeerStatus, TrainingStatus
 from tests.support.receipts import A, B, C, D, receipt
 
 EVIL = "\x1b[2J<script>\n"

@@ -16,7 +16,7 @@ import msgspec
 
 from averaging.common import plain
 from averaging.errors import CallRefusedError
-from averaging.observe.receipts import Receipt
+from averaging.receipts.receipt import Receipt
 
 logger = logging.getLogger(__name__)
 

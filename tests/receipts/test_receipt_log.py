@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
-from averaging.observe import receipt_log
-from averaging.observe.receipt_log import ReceiptLog, dumps, loads, read
-from averaging.observe.receipts import DropCode, LateArrival, Receipt
+from averaging.receipts import receipt_log
+from averaging.receipts.receipt import DropCode, LateArrival, Receipt
+from averaging.receipts.receipt_log import ReceiptLog, dumps, loads, read
 from tests.support.receipts import SILENT, A, receipt, receipts
 
 RECEIPT = receipt(A, dropped=(SILENT,))

@@ -12,9 +12,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
-from averaging import Dropped, LocalSGD, Outcome, Receipt, Straggler
+from averaging import LocalSGD, Outcome, Receipt
 from averaging.integrations.duties import RoundLogger, round_scalars
 from averaging.integrations.tensorboard import TensorBoardRounds
+from averaging.receipts import Dropped, Straggler
 from tests.support.training import SGD, Run, steps
 from tests.trainers import page
 
@@ -45,9 +46,9 @@ def test_the_page_s_own_lines_write_each_round_and_the_averagers_status(
     def make(_: object, run_id: str, **options: Any) -> Any:
         return run.add(optimizer=SGD, **options)
 
-    code = page.TENSORBOARD.replace("runs/a", str(tmp_path / "a")).replace("every=50", "every=2")
+    code = page.TENSORBOARD.replace("runs/a", str(tmp_path / "a")).replace("sync_every=50", "sync_every=2")
     exec(code, {"LocalSGD": LocalSGD, "model": None, "optimizer": None, "DecentralizedAverager": make})
-    run.add(LocalSGD(every=2), SGD)
+    run.add(LocalSGD(sync_every=2), SGD)
     run.meet()
     run.each(lambda number: steps(run, number, range(6)))
     events = EventAccumulator(str(tmp_path / "a")).Reload()

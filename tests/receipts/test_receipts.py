@@ -24,13 +24,13 @@ from averaging.errors import (
     ProtocolViolationError,
     TensorError,
 )
-from averaging.observe.explanation import describe, merge
-from averaging.observe.receipt_log import read
-from averaging.observe.receipts import DropCode, Outcome, Receipt, Role
 from averaging.peer.rounds import _why_failed
 from averaging.peer.topics import Adopt
 from averaging.protocol.group import Member, Mode
 from averaging.protocol.messages import CompressionType
+from averaging.receipts.explanation import describe, merge
+from averaging.receipts.receipt import DropCode, Outcome, Receipt, Role
+from averaging.receipts.receipt_log import read
 from averaging.state.snapshots import Extras
 from averaging.tensors.schema import ReplyForm
 from averaging.testing import virtual_time

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from averaging.common import counted, html_table, listed
 from averaging.errors import printable
-from averaging.observe.receipts import Receipt
+from averaging.receipts.receipt import Receipt
 from averaging.timing import Learned
 
 

@@ -8,7 +8,7 @@ from contextlib import aclosing
 import pytest
 
 from averaging.errors import CallRefusedError
-from averaging.observe.receipt_log import HISTORY, MAX_WATCHERS, QUEUE, ReceiptBook
+from averaging.receipts.receipt_log import HISTORY, MAX_WATCHERS, QUEUE, ReceiptBook
 from tests.support.receipts import receipt
 
 RECEIPTS = [receipt(number=number) for number in range(200)]

@@ -9,7 +9,7 @@ from typing import Any
 
 from averaging.common import counted, duration, html_table, size
 from averaging.errors import printable
-from averaging.observe.drift import Drift, DriftKind
+from averaging.receipts.drift import Drift, DriftKind
 
 
 class Outcome(StrEnum):

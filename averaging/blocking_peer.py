@@ -1,4 +1,4 @@
-"""`SyncPeer`: a `Peer` with blocking methods, for scripts and notebooks."""
+"""`BlockingPeer`: a `Peer` with blocking methods, for scripts and notebooks."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 
 from averaging.common import EventLoopThread, InProcess, on_loop
 from averaging.config import PeerConfig, PeerOptions
-from averaging.observe import PeerStatus, Receipt
 from averaging.peer import Peer
+from averaging.receipts import PeerStatus, Receipt
 from averaging.state import State
 
 
-class SyncPeer(InProcess):
+class BlockingPeer(InProcess):
     """A `Peer` in a thread of its own, with methods that block until their result is there.
 
     ```python
-    with SyncPeer({"w": torch.randn(10)}, run_id="demo", join=["a.example:4222"]) as peer:
+    with BlockingPeer({"w": torch.randn(10)}, run_id="demo", join=["a.example:4222"]) as peer:
         print(peer.average())
         with peer.tensors() as tensors:
             print(tensors[0])
@@ -54,7 +54,7 @@ class SyncPeer(InProcess):
         self._thread = EventLoopThread(self._peer, f"the peer of run {self._peer.run_id!r}")
 
     def __repr__(self) -> str:
-        return f"Sync{self._peer!r}"
+        return f"Blocking{self._peer!r}"
 
     def __enter__(self) -> Self:
         return self

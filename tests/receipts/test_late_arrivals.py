@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.observe.explanation import describe, describe_late, explain, last_to_arrive, merge
-from averaging.observe.receipts import Account, LateArrival, Receipt
+from averaging.receipts.explanation import describe, describe_late, explain, last_to_arrive, merge
+from averaging.receipts.receipt import Account, LateArrival, Receipt
 from tests.support.receipts import A, B, C, D, receipt, receipts
 
 LATE = LateArrival(D, 9.0)
@@ -63,7 +63,7 @@ def test_the_remedy_fits_the_strategy() -> None:
     assert "group_size" in local
     assert "group_size" not in diloco  # who is in another group has no part in a step
     assert "target_batch_size" in gradients
-    assert "every" not in gradients
+    assert "sync_every" not in gradients
     assert "samples/s" in told(*rounds(3, A, topic="gradients/3-ab"))[1]
 
 

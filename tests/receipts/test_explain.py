@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.cli import main
-from averaging.observe.explanation import describe, explain, merge
-from averaging.observe.receipt_log import dumps
-from averaging.observe.receipts import Account, DropCode, Dropped, Outcome, Receipt, Straggler
+from averaging.receipts.explanation import describe, explain, merge
+from averaging.receipts.receipt import Account, DropCode, Dropped, Outcome, Receipt, Straggler
+from averaging.receipts.receipt_log import dumps
 from tests.support.receipts import SILENT, A, B, C, D, receipt, receipts
 
 WELL = "round 17: 4 of 4 in 2.50 s (all-reduce 1.50 s)"

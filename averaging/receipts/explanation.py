@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 
 from averaging.common import MAX_NAMES, counted, duration, listed, size
 from averaging.errors import printable
-from averaging.observe.drift import Drift
-from averaging.observe.receipts import Dropped, LateArrival, Outcome, Receipt, Straggler, step_rate_text
+from averaging.receipts.drift import Drift
+from averaging.receipts.receipt import Dropped, LateArrival, Outcome, Receipt, Straggler, step_rate_text
 
 # Finds members that arrive late at their groups regularly, and suggests remedies. Pure.
 
@@ -138,7 +138,7 @@ def _remedy(name: str, topic: str, count: str) -> str:
             "target_batch_size at all peers"
         )
     remedies = [
-        f"use fewer local steps between rounds (every=) at {name}{count}",
+        f"use fewer local steps between rounds (sync_every=) at {name}{count}",
         "or a smaller batch",
         "or use GradientAveraging, in which unequal peers share a batch",
     ]

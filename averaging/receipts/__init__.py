@@ -1,0 +1,43 @@
+"""What happened in a round, for people and programs.
+
+Read in this order: `receipt` (of one round), `receipt_log` (the receipts that a peer keeps, in memory and in
+a file), `explanation` (the causes in words), `status` (of a peer and its training), `drift`, `step_rate`.
+"""
+
+from averaging.receipts.drift import Drift, DriftCheck, DriftKind, HyperparameterLog
+from averaging.receipts.explanation import Round, describe, explain
+from averaging.receipts.receipt import Account, DropCode, Dropped, LateArrival, Outcome, Receipt, Role, Straggler
+from averaging.receipts.receipt_log import ReceiptBook, ReceiptLog, Recorded, Watched, dumps, read
+from averaging.receipts.status import Finish, PeerStatus, TrainingStatus
+from averaging.receipts.step_rate import MAX_ITEMS, StepRate, check_rate, rate_in
+
+__all__ = [
+    "MAX_ITEMS",
+    "Account",
+    "Drift",
+    "DriftCheck",
+    "DriftKind",
+    "DropCode",
+    "Dropped",
+    "Finish",
+    "HyperparameterLog",
+    "LateArrival",
+    "Outcome",
+    "PeerStatus",
+    "Receipt",
+    "ReceiptBook",
+    "ReceiptLog",
+    "Recorded",
+    "Role",
+    "Round",
+    "StepRate",
+    "Straggler",
+    "TrainingStatus",
+    "Watched",
+    "check_rate",
+    "describe",
+    "dumps",
+    "explain",
+    "rate_in",
+    "read",
+]
