@@ -11,25 +11,23 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack
-from itertools import count
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from averaging.errors import BusyError
-from averaging.transport.grpc import accepted_sockets
-from averaging.transport.grpc.accepted_sockets import (
-    Found,
+from averaging.transport.grpc import unfinished_calls
+from averaging.transport.grpc.unfinished_calls import (
+    ByteLimits,
     Remote,
     SocketHandle,
-    SocketSearch,
-    hang_up,
+    SocketTable,
+    UnfinishedCalls,
+    excess,
     parse_peer,
-    received,
-    search,
 )
-from averaging.transport.grpc.unfinished_calls import ByteLimits, UnfinishedCall, UnfinishedCalls, excess
 
 LIMITS = ByteLimits(per_connection=10, per_host=15, in_all=30)
 
@@ -94,8 +92,9 @@ class Connection:
         self.own = self._stack.enter_context(self._listener.accept()[0])
 
     @property
-    def handles(self) -> tuple[SocketHandle, ...]:
-        return (SocketHandle(self.own.fileno(), os.fstat(self.own.fileno()).st_ino),)
+    def handle(self) -> SocketHandle:
+        status = os.fstat(self.own.fileno())
+        return SocketHandle(self.own.fileno(), (status.st_dev, status.st_ino), (self.port, self.remote))
 
     def arrives(self, nbytes: int) -> None:
         self.other.sendall(bytes(nbytes))
@@ -118,48 +117,61 @@ def connection(request: pytest.FixtureRequest) -> Iterator[Connection]:
         yield Connection(stack, family, "::" if dual else host, dual)
 
 
+def table() -> SocketTable:
+    table = SocketTable()
+    table.search()
+    return table
+
+
 def test_the_socket_of_a_connection_is_found_and_counts_what_has_arrived(connection: Connection) -> None:
-    handles = search()[connection.port, connection.remote]
-    assert handles == connection.handles
-    assert received(handles) == 0
+    (handle,) = table().of(connection.port, connection.remote)
+    assert handle == connection.handle
+    assert handle.received() == 0
     connection.other.sendall(bytes(1000))
     connection.own.recv(1)
-    assert received(handles) == 1000  # also what is not read
+    assert handle.received() == 1000  # also what is not read
 
 
 def test_a_connection_is_shut_down_and_its_socket_remains_open(connection: Connection) -> None:
-    hang_up(connection.handles)
+    connection.handle.hang_up()
     assert connection.other.recv(1) == b""
     assert connection.own.recv(1) == b""
-    os.fstat(connection.own.fileno())
+    assert connection.handle.received() is None
     connection.other.close()
-    hang_up(connection.handles)  # it is no longer connected
+    connection.handle.hang_up()  # it is no longer connected
 
 
 def test_another_socket_or_file_with_the_same_descriptor_is_left_alone(connection: Connection) -> None:
-    ((descriptor, inode),) = connection.handles
-    another = (SocketHandle(descriptor, inode + 1),)
-    assert received(another) is None
-    hang_up(another)
+    handle = connection.handle
+    device, inode = handle.identity
+    another = replace(handle, identity=(device, inode + 1))
+    assert another.received() is None
+    another.hang_up()
     connection.other.sendall(b"x")
     assert connection.own.recv(1) == b"x"
-    assert received((SocketHandle(1 << 20, inode),)) is None
+    assert replace(handle, descriptor=1 << 20).received() is None
+
+
+def test_a_later_search_sees_what_has_closed_and_what_is_new(connection: Connection) -> None:
+    sockets = table()
+    (before,) = sockets.of(connection.port, connection.remote)
+    connection.connect_again()
+    sockets.search()
+    (after,) = sockets.of(connection.port, connection.remote)
+    assert before != after == connection.handle
+    connection.own.close()
+    sockets.search()
+    assert sockets.of(connection.port, connection.remote) == ()
 
 
 def test_a_search_keeps_the_locks_of_files(tmp_path: Path) -> None:
     """A process loses its POSIX locks on a file when it closes any descriptor of that file."""
     with (tmp_path / "file").open("w") as file:
         fcntl.lockf(file, fcntl.LOCK_EX)
-        search()
+        table()
         another = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'w'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
         ran = subprocess.run([sys.executable, "-c", another, file.name], capture_output=True, text=True, check=False)
     assert "BlockingIOError" in ran.stderr
-
-
-def test_a_search_takes_at_most_a_fiftieth_of_the_time() -> None:
-    ticks = count()
-    found = SocketSearch(clock=lambda: float(next(ticks)))  # so each search takes one second
-    assert sorted({found.find().taken for _ in range(200)}) == [0, 51, 102, 153]
 
 
 class Account:
@@ -167,47 +179,13 @@ class Account:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self._ticks = count()
-        self.unfinished = UnfinishedCalls(ByteLimits(1 << 40, 1 << 40, 1 << 40), self.find, self.clock)
+        self.unfinished = UnfinishedCalls(ByteLimits(1 << 40, 1 << 40, 1 << 40), clock=lambda: 0.0)
         self.unfinished.start(connection.port)
         self.peer = f"ipv4:{connection.remote.address}:{connection.remote.port}"
 
-    def clock(self) -> float:
-        return float(next(self._ticks))
-
-    def find(self) -> Found:
-        return Found(self.clock(), search())
-
     def held(self) -> int:
         self.unfinished.look()
-        return self.unfinished._connections[self.connection.remote].held(self.clock())
-
-
-class LateSearch:
-    """A server that accepts `connection`, of which calls may hold 100 bytes. Its sockets are found late."""
-
-    def __init__(self, connection: Connection) -> None:
-        self.now = 0.0
-        self._connection, self._found = connection, Found()
-        self._unfinished = UnfinishedCalls(ByteLimits(100, 100, 100), lambda: self._found, lambda: self.now)
-
-    def __enter__(self) -> LateSearch:
-        self._unfinished.start(self._connection.port)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._unfinished.stop()
-
-    def call(self) -> AbstractContextManager[UnfinishedCall]:
-        remote = self._connection.remote
-        return self._unfinished.call(f"ipv4:{remote.address}:{remote.port}")
-
-    def finds_at(self, now: float) -> None:
-        self.now, self._found = now, Found(now, search())
-
-    def is_open(self) -> bool:
-        self._unfinished.look()
-        return received(self._connection.handles) is not None
+        return self.unfinished._connections[self.connection.remote].held
 
 
 @pytest.fixture
@@ -248,34 +226,19 @@ async def test_what_came_before_a_call_is_not_held_for_it(account: Account) -> N
 
 
 @pytest.mark.asyncio
-async def test_what_calls_left_before_the_socket_was_found_is_held_for_another_one_only_if_that_stays(
-    connection: Connection,
-) -> None:
-    with LateSearch(connection) as late:
-        for _ in range(3):
-            with late.call():
-                connection.arrives(100)
-                assert late.is_open()
-        with late.call():
-            connection.arrives(60)
-            late.finds_at(1.0)
-            assert late.is_open()
-            connection.arrives(100)  # as much as one that nobody doubts
-            assert late.is_open()
-            late.now = 2.0
-            assert not late.is_open()
-
-
-@pytest.mark.asyncio
-async def test_what_arrives_after_the_socket_was_found_is_held_at_once(connection: Connection) -> None:
-    with LateSearch(connection) as late:
-        with late.call():
-            connection.arrives(100)
-        with late.call():
-            late.finds_at(1.0)
-            assert late.is_open()
+async def test_what_arrives_before_a_socket_is_found_is_held(connection: Connection) -> None:
+    """A search may be too recent for another one."""
+    now = iter([0.0, 1.0, 2.0, 12.0, 12.0])
+    unfinished = UnfinishedCalls(ByteLimits(100, 100, 100), lambda: next(now))
+    unfinished.start(connection.port)
+    with unfinished.call("ipv4:192.0.2.7:1"):
+        connection.connect_again()
+        with unfinished.call(f"ipv4:{connection.remote.address}:{connection.remote.port}"):
             connection.arrives(101)
-            assert not late.is_open()
+            assert connection.handle.received() == 101
+            unfinished.look()
+            assert connection.handle.received() is None
+    unfinished.stop()
 
 
 @pytest.mark.asyncio
@@ -335,10 +298,7 @@ async def test_a_second_connection_from_the_same_address_and_port_is_not_overloo
 
         first = connect("127.0.0.1")
         source = first.getsockname()
-        ticks = count()
-        unfinished = UnfinishedCalls(
-            ByteLimits(100, 100, 100), lambda: Found(float(next(ticks)), search()), lambda: float(next(ticks))
-        )
+        unfinished = UnfinishedCalls(ByteLimits(100, 100, 100), clock=lambda: 0.0)
         unfinished.start(listener.getsockname()[1])
         stack.callback(unfinished.stop)
         peer = f"ipv4:{source[0]}:{source[1]}"
@@ -364,8 +324,7 @@ async def test_a_process_without_free_descriptors_keeps_its_connections_and_its_
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
         try:
             with pytest.raises(OSError, match="Too many open files"):
-                search()
-            account.unfinished._find = SocketSearch(account.clock).find
+                table()
             with account.unfinished.call(account.peer):
                 assert account.held() == 100
         finally:
@@ -401,23 +360,19 @@ async def test_connections_that_are_closed_are_forgotten(account: Account) -> No
         assert set(account.unfinished._connections) == {account.connection.remote, Remote("192.0.2.7", 2)}
 
 
-def test_no_socket_is_found_on_a_system_without_proc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(accepted_sockets, "_DESCRIPTORS", tmp_path / "absent")
-    assert SocketSearch().find().sockets == {}
-
-
 @pytest.mark.asyncio
-async def test_where_no_socket_is_found_nothing_is_counted_and_nothing_closed(
-    account: Account, caplog: pytest.LogCaptureFixture
+async def test_on_a_system_without_proc_nothing_is_counted_and_nothing_closed(
+    account: Account, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    unfinished = UnfinishedCalls(ByteLimits(1, 1, 1), lambda: Found(account.clock()), account.clock)
+    monkeypatch.setattr(unfinished_calls, "_DESCRIPTORS", str(tmp_path / "absent"))
+    unfinished = UnfinishedCalls(ByteLimits(1, 1, 1), clock=lambda: 0.0)
     for number in range(3):
         with unfinished.call(account.peer), unfinished.call(f"ipv4:192.0.2.7:{number}") as call:
             account.connection.arrives(1000)
             unfinished.look()
             call.took(10)
             unfinished.look()
-            assert not any(one.held(0.0) for one in unfinished._connections.values())
+            assert not any(one.held for one in unfinished._connections.values())
     with unfinished.call("ipv4:192.0.2.8:1"):
         unfinished.look()
         assert len(unfinished._connections) == 1

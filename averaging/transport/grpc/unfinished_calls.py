@@ -1,25 +1,31 @@
-"""Bounds the memory that unfinished calls take in gRPC, and closes the connections that exceed the bounds.
+"""Bounds the memory that unfinished requests take in gRPC, and closes the connections that exceed the bounds.
 
 gRPC keeps the bytes of a message until the message is complete. Its flow control counts only bytes of messages. But a
 few of them keep the whole block of memory in which they arrived, whatever else is in it: 6 MiB of a message, sent in
 small pieces between frames of an unknown type, keep 1.6 GiB. This module therefore counts what the system says has
 arrived on a connection since its oldest unfinished call began, less the messages that were read from the connection.
+
+gRPC does not expose its sockets. On Linux a process sees its descriptors in /proc, and TCP counts the bytes that it
+received. On other systems no socket is found and nothing is counted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
+import struct
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
+from urllib.parse import unquote
 
 from averaging.errors import BusyError
 from averaging.timing import expire
-from averaging.transport.grpc import accepted_sockets
-from averaging.transport.grpc.accepted_sockets import SEARCH, Found, Remote, SocketHandle, parse_peer
 
 logger = logging.getLogger("averaging.transport")
 
@@ -27,13 +33,132 @@ LOOK_SECONDS = 0.05
 """Interval at which the bytes on connections with unfinished calls are counted."""
 
 _PAUSE = 10
-"""Minimum pause between two counts, as a multiple of the duration of the last one (0.02 ms per connection)."""
+"""Minimum pause between two counts, and between two searches for sockets, as a multiple of the last one's duration."""
+
+_DESCRIPTORS = "/proc/self/fd"
+
+_TCP_INFO = struct.Struct("=B127xQ")
+"""`tcpi_state` and `tcpi_bytes_received` in Linux's `struct tcp_info`, since Linux 4.1."""
+
+_ESTABLISHED = 1
 
 
-DOUBT_SECONDS = 1.0
-"""Time for which bytes that may belong to calls that have ended are not held for another call.
+class Remote(NamedTuple):
+    """The other end of a connection; an IPv6 address has no brackets and no zone."""
 
-They arrived before the socket was found, so nobody knows when. They count for a call that is still unfinished then."""
+    address: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
+
+
+def parse_peer(peer: str) -> Remote:
+    """Parses gRPC's text for the caller, such as `ipv4:192.0.2.7:1` or `ipv6:%5B2001:db8::7%5D:1`.
+
+    Any other text becomes a `Remote` that no socket has. The text is empty for a call that was cancelled at once.
+    """
+    host, _, port = unquote(peer.partition(":")[2]).rpartition(":")
+    return _remote(host, int(port)) if host and port.isdecimal() else Remote(peer, 0)
+
+
+def _remote(host: str, port: int) -> Remote:
+    """Normalizes an address, which may have brackets or a zone, or be IPv4 mapped to IPv6."""
+    address = host.strip("[]").partition("%")[0]
+    return Remote(address.removeprefix("::ffff:") if "." in address else address, port)
+
+
+@dataclass(frozen=True, slots=True)
+class SocketHandle:
+    """A descriptor that gRPC owns and may close at any time.
+
+    Attributes:
+        identity: device and inode, which differ from those of a later socket or file with the same descriptor.
+        ends: local port and other end; None if it is no connected TCP socket.
+    """
+
+    descriptor: int
+    identity: tuple[int, int]
+    ends: tuple[int, Remote] | None = None
+
+    def received(self) -> int | None:
+        """Returns how many bytes have arrived since the connection began; None if either end has closed it."""
+        with suppress(OSError, struct.error):
+            if _identity(self.descriptor) == self.identity:
+                with _borrowed(self.descriptor) as connection:
+                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+                    state, nbytes = _TCP_INFO.unpack(info)
+                    return int(nbytes) if state == _ESTABLISHED else None
+        return None
+
+    def hang_up(self) -> None:
+        """Shuts the socket down in both directions. gRPC sees a connection that the other end has closed."""
+        with suppress(OSError):
+            if _identity(self.descriptor) == self.identity:
+                # A duplicate cannot become another socket between the check and the end of the connection.
+                with socket.socket(fileno=os.dup(self.descriptor)) as own:
+                    if _identity(own.fileno()) == self.identity:
+                        own.shutdown(socket.SHUT_RDWR)
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
+
+
+@contextmanager
+def _borrowed(descriptor: int) -> Iterator[socket.socket]:
+    """Opens a socket without taking its descriptor over.
+
+    Raises:
+        OSError: it is closed, or not a socket.
+    """
+    borrowed = socket.socket(fileno=descriptor)
+    try:
+        yield borrowed
+    finally:
+        borrowed.detach()
+
+
+def _handle(descriptor: int, identity: tuple[int, int]) -> SocketHandle:
+    with suppress(OSError), _borrowed(descriptor) as connection:
+        if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+            ends = connection.getsockname()[1], _remote(*connection.getpeername()[:2])
+            return SocketHandle(descriptor, identity, ends)
+    return SocketHandle(descriptor, identity)
+
+
+class SocketTable:
+    """The sockets of this process. A search inspects only descriptors that it has not seen before."""
+
+    def __init__(self) -> None:
+        self._handles: dict[int, SocketHandle] = {}
+        self._connected: Mapping[tuple[int, Remote], tuple[SocketHandle, ...]] = {}
+
+    def search(self) -> None:
+        """Reads the descriptors of this process.
+
+        Raises:
+            OSError: this process has no free descriptor, or the system has no /proc.
+        """
+        handles: dict[int, SocketHandle] = {}
+        connected: defaultdict[tuple[int, Remote], tuple[SocketHandle, ...]] = defaultdict(tuple)
+        with os.scandir(_DESCRIPTORS) as entries:
+            descriptors = [int(entry.name) for entry in entries]
+        for descriptor in descriptors:
+            with suppress(OSError):
+                identity = _identity(descriptor)
+                handle = self._handles.get(descriptor)
+                if handle is None or handle.identity != identity:
+                    handle = _handle(descriptor, identity)
+                handles[descriptor] = handle
+                if handle.ends is not None:
+                    connected[handle.ends] += (handle,)
+        self._handles, self._connected = handles, connected
+
+    def of(self, port: int, remote: Remote) -> tuple[SocketHandle, ...]:
+        """Returns the sockets of connections from `remote`; several if they lead to several addresses of this host."""
+        return self._connected.get((port, remote), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,49 +211,30 @@ class _Connection:
 
     Attributes:
         remote: its other end.
-        since: when its first call began, on the monotonic clock.
-        handles: its sockets; empty until they are found.
+        handles: its socket; empty until it is found.
         calls: the unfinished calls, each with the `level` when it began: earlier bytes belong to other calls.
         taken: bytes of messages that were read.
-        level: bytes that have arrived, less `taken`, at the last count.
-        ended_unseen: whether a call ended before its sockets were found.
-        doubtful: the level when they were found, if one had.
-        doubted_until: end of `DOUBT_SECONDS`.
+        level: bytes that have arrived, less `taken`, at the last count. The first call is charged for all of them.
     """
 
     remote: Remote
-    since: float
     handles: tuple[SocketHandle, ...] = ()
     calls: dict[UnfinishedCall, int] = field(default_factory=dict)
     taken: int = 0
     level: int = 0
-    ended_unseen: bool = False
-    doubtful: int = 0
-    doubted_until: float = 0.0
-
-    def found(self, handles: tuple[SocketHandle, ...], now: float) -> None:
-        """Records its sockets."""
-        self.handles = handles
-        if self.ended_unseen and self.count():
-            self.doubtful, self.doubted_until = self.level, now + DOUBT_SECONDS
 
     def count(self) -> bool:
         """Counts the bytes that have arrived; False if the connection is closed."""
         if not self.handles:
             return True
-        with suppress(OSError):  # without a free descriptor the last count stands
-            arrived = accepted_sockets.received(self.handles)
-            if arrived is None:
-                return False
-            self.level = arrived - self.taken
-        return True
+        arrived = [handle.received() for handle in self.handles]
+        self.level = sum(filter(None, arrived)) - self.taken
+        return None not in arrived
 
-    def held(self, now: float) -> int:
+    @property
+    def held(self) -> int:
         """Bytes that its unfinished calls may hold."""
-        since = min(self.calls.values(), default=self.level)
-        if now < self.doubted_until:
-            since = min(max(since, self.doubtful), self.level)
-        return self.level - since
+        return self.level - min(self.calls.values(), default=self.level)
 
 
 class UnfinishedCall:
@@ -155,7 +261,6 @@ class UnfinishedCall:
         """Ends the count of this call. The service that reads it bounds what the caller sends from now on."""
         self.release()
         self._connection.calls.pop(self, None)
-        self._connection.ended_unseen |= not self._connection.handles
 
     @asynccontextmanager
     async def until_hung_up(self) -> AsyncIterator[None]:
@@ -186,19 +291,15 @@ class UnfinishedCalls:
 
     Args:
         limits: the bytes that are allowed.
-        find: searches for the sockets of this process; it may return an earlier result again.
         clock: the monotonic clock.
     """
 
-    def __init__(
-        self, limits: ByteLimits, find: Callable[[], Found] = SEARCH.find, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, limits: ByteLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
-        self._find = find
         self._clock = clock
         self._port = 0
         self._connections: dict[Remote, _Connection] = {}
-        self._found = Found()
+        self._sockets, self._next_search = SocketTable(), 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, port: int) -> None:
@@ -224,24 +325,20 @@ class UnfinishedCalls:
 
     def hang_up(self, peer: str) -> None:
         """Closes the connection of `peer`, as gRPC writes it."""
-        self._find_sockets()
-        one = self._connections.get(parse_peer(peer))
-        if one is not None:
-            self._end(one)
+        self._search()
+        connection = self._connections.get(parse_peer(peer))
+        if connection is not None:
+            self._end(connection)
 
     def look(self) -> None:
         """Counts what has arrived, and closes the connections that hold too much."""
-        if self._has_work():
-            self._find_sockets()
-        held: dict[Remote, int] = {}
-        now = self._clock()
-        for remote, one in list(self._connections.items()):
-            if not one.calls:
-                continue
-            if one.count():
-                held[remote] = one.held(now)
-            else:
-                self._end(one)
+        self._search()
+        for connection in list(self._connections.values()):
+            # Another one may come from the same address and port, and gRPC does not tell their calls apart.
+            others = self._sockets.of(self._port, connection.remote) != connection.handles
+            if (connection.handles and others) or (connection.calls and not connection.count()):
+                self._end(connection)
+        held = {remote: connection.held for remote, connection in self._connections.items() if connection.calls}
         for remote in excess(held, self._limits):
             text = "closed the connection of %s: its unfinished requests hold %.0f MiB"
             logger.warning(text, remote, held[remote] / (1 << 20))
@@ -249,13 +346,30 @@ class UnfinishedCalls:
 
     def _connection(self, remote: Remote) -> _Connection:
         """Returns the connection of a new call, with a count of what has arrived."""
-        one = self._connections.get(remote)
-        if one is not None and not one.count():
-            self._end(one)
-            one = None
-        if one is None:
-            one = self._connections[remote] = _Connection(remote, self._clock())
-        return one
+        connection = self._connections.get(remote)
+        if connection is not None and not connection.count():
+            self._end(connection)
+            connection = None
+        if connection is None:
+            self._search()
+            handles = self._sockets.of(self._port, remote)
+            connection = _Connection(remote, tuple(handle for handle in handles if handle.received() is not None))
+            self._connections[remote] = connection
+        return connection
+
+    def _search(self) -> None:
+        """Finds the sockets of new connections, unless the last search is too recent for its duration."""
+        began = self._clock()
+        if began < self._next_search:
+            return
+        with suppress(OSError):  # then the last result remains
+            self._sockets.search()
+        ended = self._clock()
+        self._next_search = ended + _PAUSE * (ended - began)
+        for connection in [new for new in self._connections.values() if not new.handles]:
+            connection.handles = self._sockets.of(self._port, connection.remote)
+            if not connection.handles and not connection.calls:
+                del self._connections[connection.remote]
 
     def _look_in(self, seconds: float) -> None:
         if self._timer is None and self._port:
@@ -265,33 +379,13 @@ class UnfinishedCalls:
         self._timer = None
         began = self._clock()
         self.look()
-        if self._has_work():
+        if any(connection.calls or not connection.handles for connection in self._connections.values()):
             self._look_in(max(LOOK_SECONDS, _PAUSE * (self._clock() - began)))
 
-    def _has_work(self) -> bool:
-        """Whether a call is unfinished, or the socket of a connection has not been searched for."""
-        return any(one.calls or one.since >= self._found.taken for one in self._connections.values())
-
-    def _find_sockets(self) -> None:
-        """Finds the sockets of new connections, and forgets connections that are closed."""
-        found = self._find()
-        if found is self._found:
-            return
-        self._found = found
-        for one in list(self._connections.values()):
-            if one.since >= found.taken:
-                continue
-            handles = found.sockets.get((self._port, one.remote), ())
-            if one.handles and handles and handles != one.handles:
-                self._end(one)  # a later connection from the same address and port
-            elif handles and not one.handles:
-                one.found(handles, self._clock())
-            elif not handles and not one.calls:
-                del self._connections[one.remote]
-
-    def _end(self, one: _Connection) -> None:
+    def _end(self, connection: _Connection) -> None:
         """Closes a connection, in case it is not closed yet, and ends its unfinished calls."""
-        del self._connections[one.remote]
-        accepted_sockets.hang_up(one.handles)
-        for call in one.calls:
+        del self._connections[connection.remote]
+        for handle in connection.handles:
+            handle.hang_up()
+        for call in connection.calls:
             call.hang_up()
