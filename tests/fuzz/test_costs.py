@@ -40,7 +40,7 @@ from averaging.protocol.messages import (
 )
 from averaging.receipts import receipt_log
 from averaging.rl.workers import Handle, ListDataset, Payload, Sample
-from averaging.rl.workers.request_book import Next, RequestBook
+from averaging.rl.workers.master_session import Next, RequestBook
 from averaging.rpc import TensorMessage, TensorReader
 from averaging.state.assembler import StateAssembler
 from averaging.state.donors import unpack_priority

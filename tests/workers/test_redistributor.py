@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.errors import DataLostError
-from averaging.rl.workers.data_manager import DataManager
+from averaging.rl.workers.data_manager import DataManager, OwnerTracker, Redistributor, balance
 from averaging.rl.workers.methods import WorkerChannels
 from averaging.rl.workers.payload import Step, pack, unpack
-from averaging.rl.workers.redistributor import OwnerTracker, Redistributor, balance, part_of
-from averaging.rl.workers.samples import Sample
+from averaging.rl.workers.samples import ListDataset, Sample
 from tests.support.memory_workers import MemoryWorkers
 
 Held = dict[tuple[str, str], set[str]]
@@ -166,8 +165,13 @@ def test_a_computed_tensor_makes_copies_outdated() -> None:
 
 @given(st.integers(0, 40), st.integers(1, 9))
 def test_a_dataset_is_divided_without_overlap(count: int, parts: int) -> None:
-    found = [list(part_of(range(count), rank, parts)) for rank in range(parts)]
-    assert [item for part in found for item in part] == list(range(count))
+    samples = [Sample(str(number), {"x": torch.zeros(1)}) for number in range(count)]
+    found = []
+    for rank in range(parts):
+        dataset = ListDataset(samples)
+        dataset.place(rank, parts)
+        found.append([sample.id for sample in dataset.fetch(count)])
+    assert [sample for part in found for sample in part] == [sample.id for sample in samples]
     sizes = [len(part) for part in found]
     assert len(sizes) == parts
     assert max(sizes) - min(sizes) <= 1

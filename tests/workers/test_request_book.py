@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from averaging.errors import ProtocolViolationError
 from averaging.rl.workers import Handle, Payload
 from averaging.rl.workers.executor import Queued, flush_order
-from averaging.rl.workers.master_session import decode_payload, encode_payload
+from averaging.rl.workers.master_session import Next, RequestBook
+from averaging.rl.workers.methods import decode_payload, encode_payload
 from averaging.rl.workers.payload import Compute, Realloc, Step, Transfer, convert, pack, unpack
-from averaging.rl.workers.request_book import Next, RequestBook
 from averaging.wire import workers_pb2
 
 

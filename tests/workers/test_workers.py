@@ -34,8 +34,7 @@ from averaging.rl.workers import (
     SampleBatch,
     request_client,
 )
-from averaging.rl.workers.master_session import encode_payload
-from averaging.rl.workers.methods import FETCH_DATA, FETCH_PARAMETERS, REQUEST_REPLY_STREAM
+from averaging.rl.workers.methods import FETCH_DATA, FETCH_PARAMETERS, REQUEST_REPLY_STREAM, encode_payload
 from averaging.rl.workers.payload import SaveRequest as SaveData
 from averaging.rl.workers.payload import pack, unpack
 from averaging.rl.workers.plan import Model

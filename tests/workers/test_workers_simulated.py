@@ -32,13 +32,12 @@ from averaging.rl.workers import (
     Save,
     Topology,
 )
+from averaging.rl.workers.data_manager import OwnerTracker
 from averaging.rl.workers.methods import REQUEST_REPLY_STREAM
-from averaging.rl.workers.payload import pack
+from averaging.rl.workers.payload import Inventory, pack
 from averaging.rl.workers.plan import Hook
-from averaging.rl.workers.redistributor import OwnerTracker
 from averaging.rl.workers.request_client import RequestClient
 from averaging.rl.workers.step_runner import StepRunner
-from averaging.rl.workers.worker_link import Inventory
 from averaging.testing import virtual_time
 from averaging.wire.workers_pb2 import Attached, MasterMessage, WorkerMessage
 from tests.support.memory_workers import MemoryWorkers

@@ -1,72 +1,148 @@
-"""A worker's side of the stream of one master."""
+"""What a worker knows of its master: its requests and the replies to them, and its stream."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import fields
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from enum import Enum, auto
 
-from averaging.errors import AveragingError, ConfigError, ProtocolViolationError, printable
-from averaging.rl.workers.methods import BATCH_BYTES, MESSAGE_BYTES
-from averaging.rl.workers.payload import Payload, pack
-from averaging.wire import workers_pb2
+from averaging.errors import AveragingError, ProtocolViolationError, printable
+from averaging.rl.workers.methods import BATCH_BYTES, encode_reply
+from averaging.rl.workers.payload import BLOCKING, Handle, Payload
 from averaging.wire.workers_pb2 import WorkerMessage
 
-# Converts requests and replies to and from their messages.
+MAX_QUEUED = 1 << 16
+"""Maximum number of requests that wait or run, and of replies that the master has not received."""
+
+MAX_QUEUED_BYTES = 128 << 20
+"""Maximum bytes of the data of all requests that wait or run."""
 
 
-PAYLOAD_BYTES = MESSAGE_BYTES - 2 * BATCH_BYTES
-"""Maximum size of a request or reply; others that are smaller may be in the same message."""
+class Next(Enum):
+    """What is to be done with a request."""
 
-MAX_HOOKS = 64
-"""Maximum number of hooks before or after one request."""
+    NOTHING = auto()
+    """It is known already, and its reply follows or was sent."""
+    SYN = auto()
+    """Send its syn."""
+    RUN = auto()
+    """Carry it out at once."""
+    QUEUED = auto()
+    """It waits for a flush."""
+    FLUSH = auto()
+    """Carry out what `flushed` returns."""
+    TOO_MANY = auto()
+    """Refuse it: too many wait, or too large ones."""
 
 
-_PACKED = ("data", "pre_hook_data", "post_hook_data")
-_PLAIN = [field.name for field in fields(Payload) if field.name not in _PACKED]
+@dataclass
+class RequestBook:
+    """Requests that wait, and replies that the master has not received yet.
 
-
-def encode_payload(payload: Payload) -> workers_pb2.Payload:
-    """The message of a request or reply.
-
-    Raises:
-        ConfigError: It cannot be sent, because of its data or its size.
+    A master that has lost its connection sends requests again. Each is carried out once.
     """
-    try:
-        message = workers_pb2.Payload(
-            **{name: getattr(payload, name) for name in _PLAIN},
-            data=pack(payload.data),
-            pre_hook_data=map(pack, payload.pre_hook_data),
-            post_hook_data=map(pack, payload.post_hook_data),
-        )
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise ConfigError(f"it cannot be sent: {error}") from None
-    if (nbytes := message.ByteSize()) > PAYLOAD_BYTES:
-        raise ConfigError(f"it has {nbytes} bytes, and {PAYLOAD_BYTES} can be sent; give less at once")
-    return message
 
+    _unacked: dict[str, Payload] = field(default_factory=dict)
+    _acks: dict[str, str] = field(default_factory=dict)  # the unacked request of each ack
+    _queued: dict[str, Payload] = field(default_factory=dict)
+    _running: dict[str, bool] = field(default_factory=dict)  # whether the reply is wanted
+    _replies: dict[str, Payload] = field(default_factory=dict)
+    _nbytes: dict[str, int] = field(default_factory=dict)  # of the data of each request that waits or runs
+    _total: int = 0  # their sum
 
-def encode_reply(reply: Payload) -> workers_pb2.Payload:
-    """The message of a reply; of a reply that cannot be sent, an error that says so."""
-    try:
-        return encode_payload(reply)
-    except ConfigError as error:
-        return encode_payload(reply.reply(error=f"its reply is lost: {error}"))
+    def __len__(self) -> int:
+        return len(self._unacked) + len(self._queued) + len(self._running) + len(self._replies)
 
+    @property
+    def running(self) -> int:
+        """Number of requests that are being carried out."""
+        return len(self._running)
 
-def decode_payload(message: workers_pb2.Payload) -> Payload:
-    """The request or reply in a message; its data is packed, see `payload.convert`.
+    def receive(self, request: Payload) -> Next:
+        """Takes a request or an ack; for an ack the answer is `NOTHING` and `acked` returns what follows."""
+        if self.knows(request.request_id):
+            return Next.NOTHING
+        nbytes = sum(len(data) for data in (request.data, *request.pre_hook_data, *request.post_hook_data) if data)
+        if len(self) >= MAX_QUEUED or self._total + nbytes > MAX_QUEUED_BYTES:
+            return Next.TOO_MANY
+        self._nbytes[request.request_id] = nbytes
+        self._total += nbytes
+        if not request.no_syn:
+            self._unacked[request.request_id] = request
+            self._acks[request.ack_reply_id] = request.request_id
+            return Next.SYN
+        return self.begin(request)
 
-    Raises:
-        ProtocolViolationError: The numbers of hooks and of their data differ.
-    """
-    payload = Payload(**{name: getattr(message, name) for name in (*_PLAIN, *_PACKED)})
-    for when in ("pre_hook", "post_hook"):
-        hooks, data = list(getattr(message, f"{when}s")), list(getattr(message, f"{when}_data"))
-        if len(hooks) != len(data) or len(hooks) > MAX_HOOKS:
-            raise ProtocolViolationError(f"a request with {len(hooks)} hooks and data for {len(data)}")
-        setattr(payload, f"{when}s", hooks)
-        setattr(payload, f"{when}_data", data)
-    return payload
+    def begin(self, request: Payload) -> Next:
+        """Takes a request that needs no ack any more."""
+        if request.handle_name in BLOCKING:
+            self._queued[request.request_id] = request
+            return Next.QUEUED
+        self._running[request.request_id] = True
+        return Next.FLUSH if request.handle_name == Handle.FLUSH else Next.RUN
+
+    def acked(self, ack_id: str, *, go_on: bool = True) -> Payload | None:
+        """Returns the request that waited for this ack and is to be carried out; None if there is none."""
+        request = self._unacked.pop(self._acks.pop(ack_id, ""), None)
+        if request is not None and not go_on:
+            self._release(request.request_id)
+            return None
+        return request
+
+    def flushed(self) -> list[Payload]:
+        """Returns the requests that waited for a flush; they are running from now on."""
+        found = list(self._queued.values())
+        self._running |= dict.fromkeys(self._queued, True)
+        self._queued.clear()
+        return found
+
+    def finish(self, reply: Payload, *, keep: bool = True) -> bool:
+        """Ends a request. Returns whether the reply is to be sent; it is kept until `forget`."""
+        wanted = self._running.pop(reply.request_id, False)
+        self._release(reply.request_id)
+        if wanted and keep:
+            self._replies[reply.request_id] = reply
+        return wanted
+
+    def forget(self, ids: Collection[str]) -> None:
+        """Forgets requests whose replies the master has received, or wants no longer."""
+        for request_id in ids:
+            self._replies.pop(request_id, None)
+            if self._queued.pop(request_id, None) is not None:
+                self._release(request_id)
+            if request_id in self._running:
+                self._running[request_id] = False
+
+    def knows(self, request_id: str) -> bool:
+        """Whether this request has arrived before and is not forgotten."""
+        return any(request_id in known for known in (self._queued, self._running, self._replies, self._unacked))
+
+    def attach(self, outstanding: Collection[str]) -> tuple[list[str], list[Payload]]:
+        """A master attaches, again or for the first time, and waits for the replies to these requests only.
+
+        Returns:
+            Those of `outstanding` that are known, and the replies to send again.
+        """
+        outstanding = set(outstanding)
+        for waiting in (self._queued, self._replies, self._unacked):
+            for request_id in waiting.keys() - outstanding:
+                del waiting[request_id]
+                self._release(request_id)
+        self._acks = {ack: request_id for ack, request_id in self._acks.items() if request_id in self._unacked}
+        self._running = {request_id: request_id in outstanding for request_id in self._running}
+        everything = (*self._queued, *self._running, *self._replies, *self._unacked)
+        known = [request_id for request_id in everything if request_id in outstanding]
+        syns = [self.syn(request) for request in self._unacked.values()]
+        return known, [*syns, *self._replies.values()]
+
+    def _release(self, request_id: str) -> None:
+        self._total -= self._nbytes.pop(request_id, 0)
+
+    @staticmethod
+    def syn(request: Payload) -> Payload:
+        """The syn of a request."""
+        return Payload(request.handler, Handle.SYN, request.syn_reply_id)
 
 
 MAX_UNSENT = 1 << 17

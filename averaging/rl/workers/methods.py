@@ -1,13 +1,17 @@
-"""The gRPC methods of a model worker, and the channels on which they are called."""
+"""The gRPC methods of a model worker, their messages, and the channels on which they are called."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import fields
 from typing import Any, Protocol, TypeAlias
 
 from averaging.common import is_loopback, parse_address
+from averaging.errors import ConfigError, ProtocolViolationError
+from averaging.rl.workers.payload import Payload, pack
 from averaging.rpc import Credentials, RpcChannel, RpcMethod
 from averaging.security import local_credentials
+from averaging.wire import workers_pb2
 from averaging.wire.workers_pb2 import (
     FetchDataRequest,
     FetchParametersRequest,
@@ -49,6 +53,60 @@ FETCH_PARAMETERS = RpcMethod(
     replies_stream=True,
     max_reply_bytes=MESSAGE_BYTES,
 )
+
+PAYLOAD_BYTES = MESSAGE_BYTES - 2 * BATCH_BYTES
+"""Maximum size of a request or reply; others that are smaller may be in the same message."""
+
+MAX_HOOKS = 64
+"""Maximum number of hooks before or after one request."""
+
+
+_PACKED = ("data", "pre_hook_data", "post_hook_data")
+_PLAIN = [field.name for field in fields(Payload) if field.name not in _PACKED]
+
+
+def encode_payload(payload: Payload) -> workers_pb2.Payload:
+    """The message of a request or reply.
+
+    Raises:
+        ConfigError: It cannot be sent, because of its data or its size.
+    """
+    try:
+        message = workers_pb2.Payload(
+            **{name: getattr(payload, name) for name in _PLAIN},
+            data=pack(payload.data),
+            pre_hook_data=map(pack, payload.pre_hook_data),
+            post_hook_data=map(pack, payload.post_hook_data),
+        )
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ConfigError(f"it cannot be sent: {error}") from None
+    if (nbytes := message.ByteSize()) > PAYLOAD_BYTES:
+        raise ConfigError(f"it has {nbytes} bytes, and {PAYLOAD_BYTES} can be sent; give less at once")
+    return message
+
+
+def encode_reply(reply: Payload) -> workers_pb2.Payload:
+    """The message of a reply; of a reply that cannot be sent, an error that says so."""
+    try:
+        return encode_payload(reply)
+    except ConfigError as error:
+        return encode_payload(reply.reply(error=f"its reply is lost: {error}"))
+
+
+def decode_payload(message: workers_pb2.Payload) -> Payload:
+    """The request or reply in a message; its data is packed, see `payload.convert`.
+
+    Raises:
+        ProtocolViolationError: The numbers of hooks and of their data differ.
+    """
+    payload = Payload(**{name: getattr(message, name) for name in (*_PLAIN, *_PACKED)})
+    for when in ("pre_hook", "post_hook"):
+        hooks, data = list(getattr(message, f"{when}s")), list(getattr(message, f"{when}_data"))
+        if len(hooks) != len(data) or len(hooks) > MAX_HOOKS:
+            raise ProtocolViolationError(f"a request with {len(hooks)} hooks and data for {len(data)}")
+        setattr(payload, f"{when}s", hooks)
+        setattr(payload, f"{when}_data", data)
+    return payload
 
 
 class Channel(Protocol):

@@ -15,7 +15,7 @@ from averaging.errors import AveragingError, ClosedError, ConfigError, ProtocolV
 from averaging.rl.workers.backend import Backend
 from averaging.rl.workers.data_manager import DataManager
 from averaging.rl.workers.executor import Computations, Executor
-from averaging.rl.workers.master_session import MasterSession, decode_payload
+from averaging.rl.workers.master_session import MAX_QUEUED, MasterSession, Next, RequestBook
 from averaging.rl.workers.methods import (
     FETCH_DATA,
     FETCH_PARAMETERS,
@@ -24,12 +24,12 @@ from averaging.rl.workers.methods import (
     Connect,
     WorkerChannels,
     connector,
+    decode_payload,
 )
 from averaging.rl.workers.parameters import ParameterExchange
-from averaging.rl.workers.payload import NO_REPLY, Handle, Payload, pack, unpack
-from averaging.rl.workers.request_book import MAX_QUEUED, Next, RequestBook
+from averaging.rl.workers.payload import NO_REPLY, Handle, Inventory, Payload, pack, unpack
+from averaging.rl.workers.plan import Placement
 from averaging.rl.workers.samples import Dataset
-from averaging.rl.workers.worker_link import Inventory, Placement
 from averaging.rpc import Credentials, EventLoopThread, RpcHandler, RpcServer
 from averaging.security import local_credentials
 from averaging.wire.workers_pb2 import Attach, Attached, MasterMessage, WorkerMessage

@@ -162,6 +162,21 @@ class DatasetSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Inventory:
+    """What a worker holds.
+
+    Attributes:
+        versions: Train steps of each model that is initialized.
+        samples: Names of the tensors of each sample.
+        lengths: Length of each sample.
+    """
+
+    versions: dict[str, int]
+    samples: dict[str, list[str]]
+    lengths: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Clear:
     """Forgets all tensors of these samples."""
 

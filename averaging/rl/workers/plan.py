@@ -303,6 +303,27 @@ class Model:
         return {shard.dp_rank: worker for shard, worker in self.shards.items() if shard.is_dp_head}
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What a worker must know of the plan.
+
+    Attributes:
+        shards: The shards that the worker holds, and the topology of their models.
+        endpoints: `host:port` of all workers, by name.
+        keys: Dtype and shape of tensors, by name.
+        dp_rank: Rank of the worker among those that hold a part of the dataset; -1 if it holds none.
+        dp_size: Their number.
+        ping_seconds: Interval of the pings of the master.
+    """
+
+    shards: Sequence[tuple[ModelShardID, Topology]] = ()
+    endpoints: Mapping[str, str] = field(default_factory=dict)
+    keys: Mapping[str, KeySpec] = field(default_factory=dict)
+    dp_rank: int = -1
+    dp_size: int = 0
+    ping_seconds: float = 1.0
+
+
 @dataclass(frozen=True)
 class Plan:
     """Everything that a master drives.
@@ -386,6 +407,18 @@ class Plan:
     def shards_at(self, worker: str) -> list[tuple[ModelShardID, Topology]]:
         """The shards that a worker holds."""
         return [(shard, model.layout) for model in self.models for shard, at in model.shards.items() if at == worker]
+
+    def placement_of(self, worker: str, ping_seconds: float) -> Placement:
+        """What a worker must know of the plan."""
+        heads = list(self.data_model.heads.values())
+        return Placement(
+            shards=self.shards_at(worker),
+            endpoints=dict(self.workers),
+            keys=dict(self.keys),
+            dp_rank=heads.index(worker) if worker in heads else -1,
+            dp_size=len(heads),
+            ping_seconds=ping_seconds,
+        )
 
     @cached_property
     def _routes(self) -> dict[str, str]:

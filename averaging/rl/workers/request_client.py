@@ -9,11 +9,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Self
 
 from averaging.errors import ConfigError, WorkerError, WorkerLostError
-from averaging.rl.workers.master_session import decode_payload, encode_payload
-from averaging.rl.workers.methods import Connect, connector
+from averaging.rl.workers.methods import Connect, connector, decode_payload, encode_payload
 from averaging.rl.workers.payload import NO_REPLY, Handle, Payload, unpack
 from averaging.rl.workers.plan import Plan
-from averaging.rl.workers.worker_link import LinkOptions, WorkerLink, placement_of
+from averaging.rl.workers.worker_link import LinkOptions, WorkerLink
 from averaging.rpc import Credentials, Deadlines
 from averaging.wire import workers_pb2
 
@@ -63,7 +62,7 @@ class RequestClient:
         )
         self.links = {
             worker: WorkerLink(
-                worker, endpoint, placement_of(plan, worker, ping_seconds), options, self._on_reply, self._on_lost
+                worker, endpoint, plan.placement_of(worker, ping_seconds), options, self._on_reply, self._on_lost
             )
             for worker, endpoint in plan.workers.items()
         }

@@ -11,7 +11,6 @@ from typing import Protocol
 import torch
 
 from averaging.errors import ConfigError, TensorError
-from averaging.rl.workers.redistributor import part_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +142,9 @@ class ListDataset:
 
     def place(self, dp_rank: int, dp_size: int) -> None:
         """See `Dataset`."""
-        self._part = part_of(self._all, dp_rank, dp_size)
+        size, longer = divmod(len(self._all), dp_size)  # the parts are consecutive, and the first are longer by one
+        start = dp_rank * size + min(dp_rank, longer)
+        self._part = self._all[start : start + size + (dp_rank < longer)]
         self._left.clear()
         self._epoch = -1
 

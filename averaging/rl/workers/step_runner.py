@@ -5,24 +5,29 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from averaging.errors import DataLostError, WorkerError, WorkerLostError
-from averaging.rl.workers.level_runner import LevelRunner
+from averaging.rl.workers.data_manager import OwnerTracker, Redistributor, balance
 from averaging.rl.workers.payload import (
     Clear,
     Compute,
+    Computed,
     DatasetSpec,
     Fetched,
     Handle,
+    HookName,
     Payload,
     Realloc,
     SampleQuery,
+    SaveRequest,
+    Transfer,
     convert,
 )
-from averaging.rl.workers.plan import Model, ModelShardID, Plan
-from averaging.rl.workers.redistributor import OwnerTracker
+from averaging.rl.workers.plan import Call, Hook, Model, ModelShardID, ParamRealloc, Plan, Save
 from averaging.rl.workers.request_client import RequestClient
 
 logger = logging.getLogger("averaging.rl.workers")
@@ -225,3 +230,226 @@ class StepRunner:
 
     def _dataset_heads(self) -> str:
         return ", ".join(self._plan.data_model.heads.values())
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The samples of one data-parallel rank in a call."""
+
+    call: Call
+    rank: int
+    ids: Sequence[str]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A request under way.
+
+    Attributes:
+        part: None for a flush, and for the other side of a `param_realloc`.
+    """
+
+    worker: str
+    part: _Part | None
+    is_flush: bool = False
+
+
+class LevelRunner:
+    """Runs levels.
+
+    Args:
+        plan: The plan.
+        client: Sends the requests.
+        tracker: Who holds what.
+        load_again: Loads samples of the dataset that a lost worker held.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        client: RequestClient,
+        tracker: OwnerTracker,
+        load_again: Callable[[Sequence[str]], Awaitable[None]],
+    ) -> None:
+        self._plan, self._client, self._tracker = plan, client, tracker
+        self._load_again = load_again
+
+    async def run(self, calls: Sequence[Call], lengths: Mapping[str, int], step: int) -> dict[str, dict[str, float]]:
+        """Runs the calls of one level for samples with these lengths. Returns the statistics by call.
+
+        Raises:
+            WorkerLostError: A worker is lost, and its samples cannot be assigned to others.
+            DataLostError: Tensors that a call needs were held by a lost worker alone.
+            WorkerError: A worker has failed.
+        """
+        jobs: dict[str, _Job] = {}
+        try:
+            for call in calls:
+                parts = [_Part(call, rank, ids) for rank, ids in balance(lengths, self._ranks(call)).items()]
+                jobs |= await self._post(call, parts, step)
+            jobs |= await self._flush(jobs)
+            return await self._collect(jobs, step)
+        finally:
+            self._client.forget(jobs)
+
+    async def _collect(self, jobs: dict[str, _Job], step: int) -> dict[str, dict[str, float]]:
+        numbers: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        waiting = set(jobs)
+        while waiting:
+            request_id, outcome = await self._client.next_outcome(waiting)
+            if request_id not in waiting:
+                continue
+            waiting.remove(request_id)
+            job = jobs[request_id]
+            if isinstance(outcome, WorkerError) and job.is_flush and isinstance(outcome, WorkerLostError):
+                continue  # the requests of the worker fail as well
+            if isinstance(outcome, WorkerError):
+                again = await self._reassign(job, outcome, jobs, waiting, step)
+                jobs |= again
+                waiting |= again.keys()
+            elif job.part is not None:
+                computed = convert(outcome.data, Computed)
+                stored = [key for key in computed.keys if key in job.part.call.outputs]
+                self._tracker.replace(job.worker, job.part.ids, stored)
+                for name, number in computed.stats.items():
+                    numbers[job.part.call.name][name].append(number)
+        return {
+            call: {name: sum(values) / len(values) for name, values in stats.items()} for call, stats in numbers.items()
+        }
+
+    async def _reassign(
+        self, job: _Job, error: WorkerError, jobs: Mapping[str, _Job], waiting: set[str], step: int
+    ) -> dict[str, _Job]:
+        """Posts the samples of a lost rank to another one, and returns the new requests.
+
+        Raises:
+            WorkerError: `error`, if that is impossible.
+        """
+        part = job.part
+        if part is None or not isinstance(error, WorkerLostError) or not part.call.reassigns:
+            raise error
+        self._tracker.remove_worker(error.worker)
+        same = {one for one in waiting if jobs[one].part is part}
+        self._client.forget(same)
+        waiting -= same
+        if error.worker == job.worker:
+            ranks = self._ranks(part.call, error)
+            rank = ranks[part.rank % len(ranks)]
+        else:
+            rank = part.rank  # only the source of its data is lost
+        logger.warning(
+            "%s: data-parallel rank %d of %s gets %d samples of rank %d",
+            error,
+            rank,
+            part.call.name,
+            len(part.ids),
+            part.rank,
+        )
+        again = await self._post(part.call, [_Part(part.call, rank, part.ids)], step)
+        return again | await self._flush(again)
+
+    def _ranks(self, call: Call, error: WorkerError | None = None) -> list[int]:
+        """The data-parallel ranks of which all workers live.
+
+        Raises:
+            WorkerLostError: There is none, or the call needs all.
+        """
+        model, living = self._plan.by_name[call.model], self._client.living
+        ranks = [rank for rank in range(model.layout.dp) if set(model.of_rank(rank).values()) <= living]
+        lost = [worker for worker in model.workers if worker not in living]
+        if not ranks or (lost and not call.reassigns):
+            cause = error or self._client.links[lost[0]].lost
+            rest = "no data-parallel rank of it is left" if not ranks else "the call needs all its workers"
+            raise WorkerLostError(
+                lost[0], f"{call.name} of model {call.model!r} cannot run, {rest}: {cause}", call.name
+            )
+        return ranks
+
+    async def _post(self, call: Call, parts: Sequence[_Part], step: int) -> dict[str, _Job]:
+        """Posts a call for some data-parallel ranks, with the transfers that it needs."""
+        model = self._plan.by_name[call.model]
+        wanted = {worker: part.ids for part in parts for worker in model.of_rank(part.rank).values()}
+        await self._find_data(call, [sample for part in parts for sample in part.ids])
+        steps = Redistributor(self._tracker).plan(wanted, call.inputs)
+        hooks = [hook for hook in call.post_hooks if step % hook.every == 0]
+        transfers = [f"{self._client.new_id()}-{hook.name}" for hook in hooks]
+        jobs: dict[str, _Job] = {}
+        for part in parts:
+            for shard, worker in model.of_rank(part.rank).items():
+                own = [transfer for transfer in steps if worker in transfer.dsts]
+                request = self._request(call, model, shard, part.ids, step)
+                if own:
+                    request.pre_hooks, request.pre_hook_data = [HookName.DATA_TRANSFER], [Transfer(own)]
+                for hook, transfer in zip(hooks, transfers, strict=True):
+                    request.post_hooks.append(hook.name)
+                    request.post_hook_data.append(self._hook_data(hook, shard, transfer, step))
+                jobs[self._client.post(request)] = _Job(worker, part)
+                self._tracker.add(worker, part.ids, call.inputs)
+        for hook, transfer in zip(hooks, transfers, strict=True):
+            if isinstance(hook, ParamRealloc):
+                jobs |= self._post_other_side(call, hook, transfer, step)
+        return jobs
+
+    async def _find_data(self, call: Call, ids: Sequence[str]) -> None:
+        missing = self._tracker.missing(ids, call.inputs)
+        if not missing:
+            return
+        lacking = {key for keys in missing.values() for key in keys}
+        if lost := lacking - set(self._plan.data_keys):
+            raise DataLostError(
+                "",
+                f"{call.name} needs {min(lost)!r} of {len(missing)} samples, which a lost worker alone held; run the "
+                "step again",
+            )
+        await self._load_again(list(missing))
+
+    def _request(self, call: Call, model: Model, shard: ModelShardID, ids: Sequence[str], step: int) -> Payload:
+        data = Compute(call.name, call.model, model.layout.size, step, list(ids), list(call.inputs), list(call.outputs))
+        return Payload(str(shard), str(call.interface), self._client.new_id(), data=data)
+
+    def _hook_data(self, hook: Hook, shard: ModelShardID, transfer: str, step: int) -> Any:
+        if isinstance(hook, Save):
+            return SaveRequest(hook.path.replace("{step}", str(step)))
+        if isinstance(hook, ParamRealloc):
+            return self._realloc(hook, shard, transfer)
+        return None
+
+    def _post_other_side(self, call: Call, hook: ParamRealloc, transfer: str, step: int) -> dict[str, _Job]:
+        """Posts the requests to the model of a `param_realloc` that makes no call itself."""
+        other = self._plan.by_name[hook.target if call.model == hook.source else hook.source]
+        jobs: dict[str, _Job] = {}
+        for shard, worker in other.shards.items():
+            if worker in self._client.living:
+                data = Compute(f"{call.name}/{other.name}", other.name, other.layout.size, step)
+                request = Payload(str(shard), Handle.EMPTY, self._client.new_id(), data=data)
+                request.post_hooks = [hook.name]
+                request.post_hook_data = [self._realloc(hook, shard, transfer)]
+                jobs[self._client.post(request)] = _Job(worker, None)
+        return jobs
+
+    def _realloc(self, hook: ParamRealloc, shard: ModelShardID, transfer: str) -> Realloc:
+        """The side of a shard in a `param_realloc`: shards of the target take from the source's in turn."""
+        living = self._client.living
+        source, target = self._plan.by_name[hook.source], self._plan.by_name[hook.target]
+
+        def alike(model: Model) -> list[tuple[ModelShardID, str]]:
+            return [
+                (one, worker)
+                for one, worker in model.shards.items()
+                if worker in living and (one.tp_rank, one.pp_rank) == (shard.tp_rank, shard.pp_rank)
+            ]
+
+        sources, targets = alike(source), alike(target)
+        takers: defaultdict[ModelShardID, list[ModelShardID]] = defaultdict(list)
+        for place, (taker, _) in enumerate(targets):
+            takers[sources[place % len(sources)][0]].append(taker)
+        name = f"{transfer}-{shard.tp_rank}-{shard.pp_rank}"
+        if shard.model == hook.source:
+            return Realloc(name, hook.source, hook.target, hook.eta, takers=len(takers[shard]))
+        origin = next(worker for one, worker in sources if shard in takers[one])
+        return Realloc(name, hook.source, hook.target, hook.eta, origin=origin)
+
+    async def _flush(self, jobs: Mapping[str, _Job]) -> dict[str, _Job]:
+        workers = list(dict.fromkeys(job.worker for job in jobs.values()))
+        ids = await self._client.request(workers, Handle.FLUSH)
+        return {one: _Job(worker, None, is_flush=True) for one, worker in zip(ids, workers, strict=True)}
