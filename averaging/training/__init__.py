@@ -1,11 +1,12 @@
 """What runs in the training thread: the inner optimizer, the state besides the tensors, the link to the peer.
 
 Read in this order: `optimizer_wrapper`, `layout` (the tensors by name), `training_state` and `optimizer_state` (what
-travels), `history` (how far a run is), `context` (what a strategy works with), `pending_round`, `site` and `site_state`
-(several ranks that are one peer).
+travels), `history` (how far a run is), `context` (what a strategy works with), `pending_round`, `control_group`, `site`
+and `site_state` (several ranks that are one peer).
 """
 
 from averaging.training.context import Training
+from averaging.training.control_group import ControlGroup, ranks_of
 from averaging.training.fetch import BackgroundDownload
 from averaging.training.group_progress import GroupProgress
 from averaging.training.history import (
@@ -49,6 +50,7 @@ from averaging.training.training_state import (
 __all__ = [
     "TRAIL",
     "BackgroundDownload",
+    "ControlGroup",
     "GroupProgress",
     "History",
     "HistoryStanding",
@@ -85,6 +87,7 @@ __all__ = [
     "of_rank",
     "pack_optimizer",
     "rank_donors",
+    "ranks_of",
     "read_progress",
     "restored_on_error",
     "same_origin",

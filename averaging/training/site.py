@@ -15,24 +15,17 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from datetime import timedelta
 from typing import Any, Protocol, TypeVar, overload
 
 import torch
-import torch.distributed as dist
 
 from averaging.common import parse_address
 from averaging.config import AUTO, PeerConfig
 from averaging.errors import AveragingError, ConfigError, SiteError
+from averaging.training.control_group import ControlGroup, ranks_of
 from averaging.training.layout import layout_of
 
 T = TypeVar("T")
-
-HANG_SECONDS = 1800.0
-"""Seconds after which ranks that wait for one that hangs raise, as in torch. A rank that dies is noticed at once."""
-
-INLINE_BYTES = 4088
-"""Size of an answer that needs one broadcast only."""
 
 
 class Site:
@@ -117,9 +110,10 @@ class ProcessGroupSite(Site):
     """
 
     def __init__(self, group: object, parameters: Mapping[str, torch.Tensor], news: LeaderStatusSource) -> None:
-        ranks = _ranks_of(group)
+        ranks = ranks_of(group)
         layout = layout_of(parameters, len(ranks))
-        self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
+        self._group = ControlGroup(ranks)
+        self.rank, self.size = self._group.rank, self._group.size
         self.shards, self.layout = layout.shards, layout.name
         self.shard = layout.shard_of[self.rank]
         owner = layout.shard_of.index(self.shard)
@@ -127,25 +121,23 @@ class ProcessGroupSite(Site):
         self._news = news
         self._answering = False
         self._lost = ""
-        self._group = _new_group(ranks)
-        self._owner = ranks[owner]
-        self._replicas: Any = self._group if self.shards == 1 else None
+        self._replicas = self._group if self.shards == 1 else None
         copies = [ranks[other] for other, shard in enumerate(layout.shard_of) if shard == self.shard]
         if self.shards > 1 and len(copies) > 1:
-            self._replicas = _new_group(copies)
+            self._replicas = ControlGroup(copies)
 
     def agreed(self, question: Callable[[], T]) -> T:
         """See `Site`."""
         if self._answering:
             return question()  # part of the answer to another question, which only the leader is asked
-        answer: T = self._told(self.leads, question, self._group, 0, self._news.latest)
+        answer: T = self._told(self.leads, question, self._group, self._news.latest)
         return answer
 
     def of_the_owner(self, make: Callable[[], T]) -> T:
         """See `Site`."""
         if self._replicas is None:
             return make()
-        made: T = self._told(self.owns, make, self._replicas, 0, lambda: None)
+        made: T = self._told(self.owns, make, self._replicas, lambda: None)
         return made
 
     def together(self, work: Callable[[], T]) -> list[T]:
@@ -156,9 +148,8 @@ class ProcessGroupSite(Site):
             answer = _Answer(work())
         except BaseException as error:
             failure, answer = error, _Answer(error=_portable(error, self.rank))
-        heard: list[Any] = [None] * self.size
         with self._collective(failure):
-            dist.all_gather_object(heard, answer, group=self._group)
+            heard = self._group.all_gather(answer)
         if failure is not None:
             raise failure
         for one in heard:
@@ -174,19 +165,18 @@ class ProcessGroupSite(Site):
             for tensor in tensors:
                 whole = tensor.detach()
                 sent = whole.to("cpu").contiguous()
-                dist.broadcast(sent, self._owner, group=self._replicas)
+                self._replicas.broadcast_tensor(sent)
                 if not self.owns and sent.data_ptr() != whole.data_ptr():
                     whole.copy_(sent)
 
     def close(self) -> None:
         """See `Site`."""
-        groups = {id(group): group for group in (self._group, self._replicas) if group is not None}
         self._lost = "the averager was closed"
-        if dist.is_initialized():
-            for group in groups.values():
-                dist.destroy_process_group(group)
+        self._group.close()
+        if self._replicas is not None:
+            self._replicas.close()
 
-    def _told(self, asked: bool, question: Callable[[], Any], group: Any, source: int, news: Callable[[], Any]) -> Any:
+    def _told(self, asked: bool, question: Callable[[], Any], group: ControlGroup, news: Callable[[], Any]) -> Any:
         """What the rank that is asked answers."""
         failure: BaseException | None = None
         packed = b""
@@ -199,7 +189,7 @@ class ProcessGroupSite(Site):
             finally:
                 self._answering = False
         with self._collective(failure):
-            packed = _broadcast(packed, group, source, sends=asked)
+            packed = group.broadcast(packed)
         answer: _Answer = pickle.loads(packed)  # noqa: S301 - of a rank of this job, see above
         if answer.news is not None:
             self._news.told(answer.news)
@@ -218,31 +208,9 @@ class ProcessGroupSite(Site):
             yield
         except BaseException as error:
             self._lost = f"it was interrupted by {type(error).__name__}: {error}"[:500]
-            if isinstance(error, RuntimeError):
-                raise SiteError(
-                    f"rank {self.rank} has lost another rank of this site ({str(error).splitlines()[0]:.200}); end "
-                    "this process, so that torchrun starts the site again"
-                ) from error
             raise
         if failure is not None and not isinstance(failure, Exception):
             self._lost = f"it was interrupted by {type(failure).__name__}"
-
-
-def _broadcast(packed: bytes, group: Any, source: int, *, sends: bool) -> bytes:
-    """Sends bytes to all ranks of a group; returns them. Short ones take one broadcast."""
-    first = torch.zeros(INLINE_BYTES + 8, dtype=torch.uint8)
-    if sends:
-        head = len(packed).to_bytes(8, "little") + packed[:INLINE_BYTES]
-        first[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-    dist.broadcast(first, group=group, group_src=source)
-    size = int.from_bytes(first[:8].numpy().tobytes(), "little")
-    if size <= INLINE_BYTES:
-        return first[8 : 8 + size].numpy().tobytes()
-    rest = torch.empty(size - INLINE_BYTES, dtype=torch.uint8)
-    if sends:
-        rest.copy_(torch.frombuffer(bytearray(packed[INLINE_BYTES:]), dtype=torch.uint8))
-    dist.broadcast(rest, group=group, group_src=source)
-    return first[8:].numpy().tobytes() + rest.numpy().tobytes()
 
 
 def _portable(error: BaseException, rank: int) -> BaseException:
@@ -255,40 +223,6 @@ def _portable(error: BaseException, rank: int) -> BaseException:
         kind = ConfigError if isinstance(error, ConfigError) else AveragingError
         return kind(f"{type(error).__name__} at rank {rank} of this site: {error}")
     return error
-
-
-def _ranks_of(group: object) -> list[int]:
-    """The global ranks of a group.
-
-    Raises:
-        ConfigError: there is no such group here.
-    """
-    if not dist.is_available() or not dist.is_initialized():
-        raise ConfigError(
-            "process_group was given, but torch.distributed is not initialized; call "
-            "torch.distributed.init_process_group() first, in a script that torchrun starts"
-        )
-    if group is None:
-        group = dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        raise ConfigError(
-            f"process_group must be a group of torch.distributed, such as torch.distributed.group.WORLD, not "
-            f"{group!r:.100}"
-        )
-    return dist.get_process_group_ranks(group)
-
-
-def _new_group(ranks: list[int]) -> Any:
-    """A group of its own for control data, so that it does not get mixed up with the collectives of the training."""
-    # torch gives a group of some ranks the name of an earlier one that was closed, and its ranks may then read the old
-    # addresses in the store and wait for ever. A group of all ranks has a number of its own.
-    some = len(ranks) < dist.get_world_size()
-    try:
-        return dist.new_group(
-            ranks, timeout=timedelta(seconds=HANG_SECONDS), backend="gloo", use_local_synchronization=some
-        )
-    except RuntimeError as error:
-        raise SiteError(f"the ranks of this site cannot connect to each other: {error}") from error
 
 
 # The options of one rank of a site: what all ranks must have alike, and what each rank's peer makes of them.

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from averaging.averager import DecentralizedAverager
 from averaging.common import CLIENT_PREFIX, is_count, is_endpoint, is_loopback, parse_address, plain_state
 from averaging.errors import AveragingError, BusyError, ConfigError, SiteError, StateError, TensorError, WrongRunError
 from averaging.rpc import RpcHandler, rpc_caller
 from averaging.tensors import in_thread
+from averaging.training import ControlGroup, ranks_of
 from averaging.weights.layout import Shard, first_difference
 from averaging.weights.messages import FETCH, FOLLOW, NOTHING_YET, version_message
 from averaging.weights.places import Place, SlotTable
@@ -58,13 +58,9 @@ class PublisherRanks:
     """
 
     def __init__(self, group: Any, endpoint: str) -> None:
-        if not (dist.is_available() and dist.is_initialized()):
-            raise ConfigError("process_group needs torch.distributed; call init_process_group before")
         self.endpoint = endpoint
-        self.leads = dist.get_rank(group) == 0
-        ranks = dist.get_process_group_ranks(group)
-        self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        self._size = len(ranks)
+        self._group = ControlGroup(ranks_of(group))
+        self.leads = self._group.rank == 0
 
     def agree(self, digest: bytes, version: int, last: int, *, changed: bool) -> Agreed:
         """Called by all ranks with what they are about to publish.
@@ -72,13 +68,7 @@ class PublisherRanks:
         Raises:
             SiteError: a rank has died, or has no address.
         """
-        told: list[Any] = [None] * self._size
-        try:
-            dist.all_gather_object(told, (digest, version, last, changed, self.endpoint), group=self._group)
-        except (RuntimeError, ValueError) as error:
-            raise SiteError(
-                f"another rank does not publish this version with this one ({error}); end all ranks"
-            ) from None
+        told = self._group.all_gather((digest, version, last, changed, self.endpoint))
         shards: dict[bytes, Shard] = {}
         for number, (part, _, _, _, endpoint) in enumerate(told):
             if number == 0 or (part not in shards and endpoint):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from averaging.training.site import _new_group
+from averaging.training import ControlGroup
 
 
 def test_the_next_averager_of_all_ranks_gets_a_group_of_another_name(tmp_path: Path) -> None:
@@ -15,9 +15,9 @@ def test_the_next_averager_of_all_ranks_gets_a_group_of_another_name(tmp_path: P
     try:
         names = []
         for _ in range(2):
-            group = _new_group([0])
-            names.append(group.group_name)
-            dist.destroy_process_group(group)
+            group = ControlGroup([0])
+            names.append(group._group.group_name)
+            group.close()
         assert names[0] != names[1]
     finally:
         dist.destroy_process_group()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
 import logging
 import random
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import blake2b
@@ -15,99 +14,23 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
-import torch
 import torch.distributed as dist
 
-from averaging.errors import ConfigError, FeedBusyError, FeedError, printable
+from averaging.errors import ConfigError, FeedBusyError, FeedError, SiteError, printable
 from averaging.rl.feed.client import Connection, RetrySchedule, decode_reply
 from averaging.rl.feed.messages import BatchReply, Registration
+from averaging.training import ControlGroup, ranks_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-# Gives the ranks of a process group the same batch, with collectives over gloo.
-
-
 class BatchOutcome(IntEnum):
-    """The outcome of one request of rank 0 for a batch."""
+    """The outcome of one request of rank 0 for a batch; the first byte of what it broadcasts."""
 
     NOTHING_YET = 0
     BATCH = 1
     FAILED = 2
-
-
-class TrainerRanks:
-    """All ranks of a group, or this process alone.
-
-    Args:
-        group: None means torch's default group if torch.distributed is initialized, else this process alone.
-        timeout: seconds for which a rank waits for another rank that is alive.
-    """
-
-    def __init__(self, group: ProcessGroup | None, timeout: float) -> None:
-        self._group: ProcessGroup | None = None
-        self.rank = 0
-        if not (dist.is_available() and dist.is_initialized()):
-            return
-        members = dist.get_process_group_ranks(group)
-        if len(members) > 1:
-            self.rank, self._root = dist.get_rank(group), members[0]
-            wait = datetime.timedelta(seconds=timeout)
-            # A separate gloo group takes CPU tensors, and destroying it makes waiting ranks raise.
-            self._group = dist.new_group(members, wait, "gloo", use_local_synchronization=True)
-
-    def broadcast(self, outcome: BatchOutcome, content: bytes) -> tuple[BatchOutcome, bytes]:
-        """Returns the arguments of rank 0 at all ranks; those of other ranks are ignored.
-
-        Raises:
-            FeedError: a rank has died, or did not call this within the time-out.
-        """
-        if self._group is None:
-            return outcome, content
-        with self._translating_errors():
-            head = torch.tensor([outcome, len(content)], dtype=torch.int64)
-            dist.broadcast(head, self._root, self._group)
-            outcome, length = BatchOutcome(int(head[0])), int(head[1])
-            if outcome is BatchOutcome.NOTHING_YET:
-                return outcome, b""
-            data = torch.empty(length, dtype=torch.uint8)
-            if self.rank == 0 and length:
-                data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-            dist.broadcast(data, self._root, self._group)
-            dist.barrier(self._group)  # no rank trains a batch that another rank did not receive
-        return outcome, content if self.rank == 0 else data.numpy().tobytes()
-
-    def all_equal(self, number: int) -> bool:
-        """Returns whether all ranks gave the same number, which has at most 63 bits.
-
-        Raises:
-            FeedError: as for `broadcast`.
-        """
-        if self._group is None:
-            return True
-        with self._translating_errors():
-            ends = torch.tensor([number, -number], dtype=torch.int64)
-            dist.all_reduce(ends, dist.ReduceOp.MAX, self._group)
-        return int(ends[0]) == number == -int(ends[1])
-
-    def close(self) -> None:
-        """Leaves the group. Ranks that wait for this one raise."""
-        group, self._group = self._group, None
-        if group is not None:
-            with suppress(Exception):  # it may have been destroyed with the default group
-                dist.destroy_process_group(group)
-
-    @contextmanager
-    def _translating_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
-            raise FeedError(
-                f"rank {self.rank} cannot reach another rank, which has ended or hangs ({reason}); "
-                "restart all ranks from their checkpoint"
-            ) from error
 
 
 logger = logging.getLogger(__name__)
@@ -194,9 +117,9 @@ class BatchFeed:
         self._connection = Connection(url, retry_timeout=retry_timeout, **options)
         self._registration, self._poll = registration, poll
         self._group, self._rank_timeout = process_group, rank_timeout
-        self._ranks: TrainerRanks | None = None
+        self._ranks: ControlGroup | None = None  # None before the first batch, and without other ranks
         self._retries = RetrySchedule(retry_timeout, random.Random())
-        self._registered = self._closed = False
+        self._joined = self._registered = self._closed = False
         self._saved: int | None = None
         self._number: int | None = None  # of the registration; None at atroposlib's server
         self._warning = ""
@@ -239,15 +162,12 @@ class BatchFeed:
         self.close()
 
     def _next(self) -> Batch:
-        if self._ranks is None:
-            self._ranks = TrainerRanks(self._group, self._rank_timeout)
-            digest = blake2b(msgspec.json.encode(self._registration), digest_size=7).digest()
-            if not self._ranks.all_equal(int.from_bytes(digest)):
-                raise ConfigError("the ranks were given different registrations; give all of them the same")
+        if not self._joined:
+            self._join()
         while True:
             outcome, content, error = BatchOutcome.NOTHING_YET, b"", None
             until = time.monotonic() + SYNC_INTERVAL
-            if self._ranks.rank:
+            if self._ranks is not None and self._ranks.rank:
                 self._await_next_step(until)
             else:
                 try:
@@ -255,11 +175,36 @@ class BatchFeed:
                     outcome = BatchOutcome.BATCH if content else BatchOutcome.NOTHING_YET
                 except FeedError as failed:
                     outcome, content, error = BatchOutcome.FAILED, str(failed).encode(), failed
-            outcome, content = self._ranks.broadcast(outcome, content)
+            outcome, content = self._broadcast(outcome, content)
             if outcome is BatchOutcome.FAILED:
                 raise error or FeedError(f"rank 0 has failed: {content.decode()}")
             if outcome is BatchOutcome.BATCH:
                 return Batch(self.step + 1, decode_reply(content, BatchReply).batch or [])
+
+    def _join(self) -> None:
+        """Connects the ranks, and checks that all of them register the same run."""
+        self._joined = True
+        if not (dist.is_available() and dist.is_initialized()):
+            return
+        ranks = ranks_of(self._group)
+        if len(ranks) == 1:
+            return
+        with _naming_the_remedy():
+            self._ranks = ControlGroup(ranks, self._rank_timeout)
+            digest = blake2b(msgspec.json.encode(self._registration), digest_size=7).digest()
+            if len(set(self._ranks.all_gather(digest))) > 1:
+                raise ConfigError("the ranks were given different registrations; give all of them the same")
+
+    def _broadcast(self, outcome: BatchOutcome, content: bytes) -> tuple[BatchOutcome, bytes]:
+        """Returns the arguments of rank 0 at all ranks; those of other ranks are ignored."""
+        if self._ranks is None:
+            return outcome, content
+        with _naming_the_remedy():
+            packed = self._ranks.broadcast(bytes([outcome]) + content)
+            outcome = BatchOutcome(packed[0])
+            if outcome is not BatchOutcome.NOTHING_YET:
+                self._ranks.barrier()  # no rank trains a batch that another rank did not receive
+        return outcome, packed[1:]
 
     def _fetch(self, until: float) -> bytes:
         """Returns the reply with the next batch; empty if there is none before `until`."""
@@ -335,3 +280,12 @@ class BatchFeed:
             if left <= 0:
                 return
             time.sleep(min(self._poll, left))
+
+
+@contextmanager
+def _naming_the_remedy() -> Iterator[None]:
+    """Turns the loss of a rank into a `FeedError`."""
+    try:
+        yield
+    except SiteError as error:
+        raise FeedError(f"{error}, from its checkpoint") from error
