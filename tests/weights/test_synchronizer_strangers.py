@@ -68,7 +68,7 @@ class Uploads:
         async with Synchronizer.connect(endpoint, name="stranger") as stranger, RpcChannel(endpoint) as channel:
             if trains:
                 await stranger.set_trainer_status("running")
-            await channel.call(methods.SET_MODEL_STATE_DICT, self.parts(stranger), LIMIT)
+            await channel.call(methods.SET_MODEL_STATE_DICT.rpc, self.parts(stranger), LIMIT)
 
 
 @asynccontextmanager
@@ -145,7 +145,7 @@ async def test_one_address_cannot_take_all_sessions(monkeypatch: pytest.MonkeyPa
             yield wire.FromModule(hello=wire.Hello(name="stranger", explorers_running=1))
             await asyncio.Event().wait()
 
-        async with aclosing(channel.stream(methods.ATTEND, messages())) as answers:
+        async with aclosing(channel.stream(methods.ATTEND.rpc, messages())) as answers:
             async for _ in answers:
                 pass
 
@@ -210,7 +210,7 @@ async def test_a_call_that_says_nothing_ends(monkeypatch: pytest.MonkeyPatch) ->
 
     async with served() as (_, endpoint), RpcChannel(endpoint) as channel:
         with pytest.raises(CallRefusedError, match=r"a call without a message for 0\.1 s"):
-            async for _ in channel.stream(methods.ATTEND, nothing()):
+            async for _ in channel.stream(methods.ATTEND.rpc, nothing()):
                 pass
 
 

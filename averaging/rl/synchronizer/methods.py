@@ -1,93 +1,204 @@
-"""The gRPC methods of `averaging.synchronizer.v1.Synchronizer`, for both sides, and the checks of what they carry."""
+"""The methods of `averaging.synchronizer.v1.Synchronizer`: one table, from which both of its ends come.
+
+`SynchronizerService` answers a method with the method of `Synchronizer` that has its name, and `RemoteSynchronizer`
+calls it under that name. The fields of a request are the arguments, and the first field of a reply is the result. The
+second table has the commands, which a synchronizer gives to the modules of its sessions.
+"""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from averaging.common import parse_address
 from averaging.errors import ConfigError, ProtocolViolationError
 from averaging.rl.synchronizer.coordination import RunningStatus
-from averaging.rl.synchronizer.state_stream import MAX_PART_BYTES
+from averaging.rl.synchronizer.state_stream import MAX_PART_BYTES, Meta, meta_from, tensors_of
 from averaging.rpc import RpcMethod, check_named
 from averaging.wire import synchronizer_pb2 as wire
 
-_SERVICE = "/averaging.synchronizer.v1.Synchronizer/"
+Result = TypeVar("Result")
 
-MAX_EXPLORERS = 10_000
-"""Explorers of one member."""
+META = "state_dict_meta"
+"""The argument that describes tensors. It travels as the field `meta`, or as a message `Meta` of its own."""
 
-GET_STATUS = RpcMethod(f"{_SERVICE}GetStatus", wire.Request, wire.Status)
-ATTEND = RpcMethod(
-    f"{_SERVICE}Attend",
-    wire.FromModule,
-    wire.ToModule,
-    requests_stream=True,
-    replies_stream=True,
-    max_request_bytes=MAX_PART_BYTES,
-    max_reply_bytes=MAX_PART_BYTES,
-)
-SET_TRAINER_STATUS = RpcMethod(f"{_SERVICE}SetTrainerStatus", wire.StatusRequest, wire.Done)
-TRAINER_REQUIRES_WEIGHT_SYNC = RpcMethod(f"{_SERVICE}TrainerRequiresWeightSync", wire.Request, wire.TrainerReply)
-SET_EXPLORER_STATUS = RpcMethod(f"{_SERVICE}SetExplorerStatus", wire.StatusRequest, wire.Done)
-EXPLORER_REQUIRES_SYNC = RpcMethod(f"{_SERVICE}ExplorerRequiresSync", wire.Request, wire.ExplorerReply)
-SET_MODEL_STATE_DICT = RpcMethod(
-    f"{_SERVICE}SetModelStateDict",
-    wire.StatePart,
-    wire.Version,
-    requests_stream=True,
-    max_request_bytes=MAX_PART_BYTES,
-)
-GET_MODEL_STATE_DICT = RpcMethod(
-    f"{_SERVICE}GetModelStateDict",
-    wire.Request,
-    wire.StatePart,
-    replies_stream=True,
-    max_reply_bytes=MAX_PART_BYTES,
-)
-GET_STATE_DICT_META = RpcMethod(f"{_SERVICE}GetStateDictMeta", wire.Request, wire.Meta, max_reply_bytes=MAX_PART_BYTES)
-WAIT_NEW_MODEL_STATE_DICT = RpcMethod(f"{_SERVICE}WaitNewModelStateDict", wire.WaitRequest, wire.WaitReply)
-NOTIFY_NO_NEW_MODEL_STATE_DICT = RpcMethod(f"{_SERVICE}NotifyNoNewModelStateDict", wire.Request, wire.Done)
-GET_LATEST_MODEL_VERSION = RpcMethod(f"{_SERVICE}GetLatestModelVersion", wire.Request, wire.Version)
-GET_LATEST_MODEL_PATH = RpcMethod(f"{_SERVICE}GetLatestModelPath", wire.PathRequest, wire.Path)
-SETUP_WEIGHT_SYNC_GROUP = RpcMethod(
-    f"{_SERVICE}SetupWeightSyncGroup", wire.GroupRequest, wire.Done, max_request_bytes=MAX_PART_BYTES
-)
-COORDINATE_WEIGHT_SYNC_SETUP = RpcMethod(f"{_SERVICE}CoordinateWeightSyncSetup", wire.TimeoutRequest, wire.Done)
-COORDINATE_WEIGHT_SYNC_TEARDOWN = RpcMethod(f"{_SERVICE}CoordinateWeightSyncTeardown", wire.Request, wire.Done)
-READY_TO_NCCL_SYNC = RpcMethod(f"{_SERVICE}ReadyToNcclSync", wire.ReadyRequest, wire.WaitReply)
+_TO_WIRE: Mapping[RunningStatus, int] = {status: wire.RunningStatus.Value(status.name) for status in RunningStatus}
+_FROM_WIRE = {number: status for status, number in _TO_WIRE.items()}
 
-STATUSES: dict[RunningStatus, wire.RunningStatus.ValueType] = {
-    RunningStatus.RUNNING: wire.RUNNING,
-    RunningStatus.REQUIRE_SYNC: wire.REQUIRE_SYNC,
-    RunningStatus.STOPPED: wire.STOPPED,
+
+@dataclass(frozen=True)
+class Call(Generic[Result]):
+    """One method of the service.
+
+    Attributes:
+        rpc: How it travels.
+        session: Whether the caller needs an open session.
+        member: Whether the method takes the member that has the caller's session; None without a session.
+        waits: Whether the answer may take as long as the session lives, and not only the connection's `timeout`.
+        takes: The fields of a request that are arguments; by default all but `namespace` and `session`.
+        late: The reply after a `SyncTimeoutError`.
+    """
+
+    rpc: RpcMethod[Any, Any]
+    session: bool = False
+    member: bool = False
+    waits: bool = False
+    takes: tuple[str, ...] = ()
+    late: Any = None
+
+    @property
+    def name(self) -> str:
+        """Name of the method of `Synchronizer` and `RemoteSynchronizer`."""
+        return re.sub(r"(?<!^)(?=[A-Z])", "_", self.rpc.name).lower()
+
+    def request(self, namespace: str, session: bytes, arguments: Mapping[str, Any]) -> Any:
+        """Returns the message of a request."""
+        request = self.rpc.request(namespace=namespace)
+        if self.session or self.member:
+            request.session = session
+        return filled(request, arguments)
+
+    async def arguments(self, request: Any) -> dict[str, Any]:
+        """Returns the arguments in a request.
+
+        Raises:
+            ProtocolViolationError: One is invalid.
+        """
+        fields = [field.name for field in request.DESCRIPTOR.fields if field.name not in ("namespace", "session")]
+        return await values_of(request, [META if name == "meta" else name for name in self.takes or fields])
+
+    def reply(self, result: Any) -> Any:
+        """Returns the message of a reply. Its fields are those of a dict, or the first one is the result."""
+        reply = self.rpc.reply()
+        return filled(reply, result if isinstance(result, dict) else {_first_field(reply): result})
+
+    def result(self, reply: Any) -> Result:
+        """Returns the result in a reply. An empty text stands for None."""
+        field = _first_field(reply)
+        value: Any = value_of(reply, field) if field else None
+        return None if value == "" else value  # type: ignore[return-value]
+
+
+def _rpc(name: str, request: type[Any], reply: type[Any], **options: Any) -> RpcMethod[Any, Any]:
+    return RpcMethod(f"/averaging.synchronizer.v1.Synchronizer/{name}", request, reply, **options)
+
+
+_LARGE_REQUEST, _LARGE_REPLY = {"max_request_bytes": MAX_PART_BYTES}, {"max_reply_bytes": MAX_PART_BYTES}
+_BOTH_STREAM = {"requests_stream": True, "replies_stream": True}
+
+# The service has a handler of its own for each stream, and for the calls without one the same handler.
+ATTEND = Call[None](_rpc("Attend", wire.FromModule, wire.ToModule, **_BOTH_STREAM, **_LARGE_REQUEST, **_LARGE_REPLY))
+SET_MODEL_STATE_DICT = Call[int](
+    _rpc("SetModelStateDict", wire.StatePart, wire.Version, requests_stream=True, **_LARGE_REQUEST), waits=True
+)
+GET_MODEL_STATE_DICT = Call[None](
+    _rpc("GetModelStateDict", wire.Request, wire.StatePart, replies_stream=True, **_LARGE_REPLY)
+)
+GET_STATUS = Call[dict[str, Any]](_rpc("GetStatus", wire.Request, wire.Status))
+SET_TRAINER_STATUS = Call[None](
+    _rpc("SetTrainerStatus", wire.StatusRequest, wire.Done), session=True, member=True, takes=("status",)
+)
+TRAINER_REQUIRES_WEIGHT_SYNC = Call[bool | None](_rpc("TrainerRequiresWeightSync", wire.Request, wire.TrainerReply))
+SET_EXPLORER_STATUS = Call[None](_rpc("SetExplorerStatus", wire.StatusRequest, wire.Done), session=True, member=True)
+EXPLORER_REQUIRES_SYNC = Call[bool](_rpc("ExplorerRequiresSync", wire.Request, wire.ExplorerReply))
+GET_STATE_DICT_META = Call[Meta | None](_rpc("GetStateDictMeta", wire.Request, wire.Meta, **_LARGE_REPLY))
+WAIT_NEW_MODEL_STATE_DICT = Call[int | None](
+    _rpc("WaitNewModelStateDict", wire.WaitRequest, wire.WaitReply),
+    member=True,
+    waits=True,
+    late=wire.WaitReply(timed_out=True),
+)
+NOTIFY_NO_NEW_MODEL_STATE_DICT = Call[None](_rpc("NotifyNoNewModelStateDict", wire.Request, wire.Done), session=True)
+GET_LATEST_MODEL_VERSION = Call[int](_rpc("GetLatestModelVersion", wire.Request, wire.Version))
+GET_LATEST_MODEL_PATH = Call[str | None](_rpc("GetLatestModelPath", wire.PathRequest, wire.Path))
+SETUP_WEIGHT_SYNC_GROUP = Call[None](
+    _rpc("SetupWeightSyncGroup", wire.GroupRequest, wire.Done, **_LARGE_REQUEST), session=True, waits=True
+)
+COORDINATE_WEIGHT_SYNC_SETUP = Call[None](
+    _rpc("CoordinateWeightSyncSetup", wire.TimeoutRequest, wire.Done), session=True, member=True, waits=True
+)
+COORDINATE_WEIGHT_SYNC_TEARDOWN = Call[None](
+    _rpc("CoordinateWeightSyncTeardown", wire.Request, wire.Done), session=True, waits=True
+)
+READY_TO_NCCL_SYNC = Call[int | None](
+    _rpc("ReadyToNcclSync", wire.ReadyRequest, wire.WaitReply), session=True, member=True, waits=True
+)
+
+COMMANDS: Mapping[str, tuple[str, ...]] = {
+    "get_weight_sync_info": (),
+    "setup_weight_sync_group": ("master_address", "master_port", "world_size", "group_name", "timeout", "rank"),
+    "set_state_dict_meta": (META,),
+    "teardown_weight_sync_group": (),
 }
-_FROM_WIRE = {number: status for status, number in STATUSES.items()}
+"""The arguments of each command, in the order of the module's method."""
+
+SYNC_INFO = ("master_address", "master_port", META)
+"""The results of `get_weight_sync_info`, as fields of a `ModuleReply`."""
 
 
-def status_from(number: wire.RunningStatus.ValueType) -> RunningStatus:
-    """Returns the status with this number in messages.
+def filled(message: Any, values: Mapping[str, Any]) -> Any:
+    """Writes values into the fields of a message, and returns it. None leaves a field out."""
+    for name, value in values.items():
+        if name == META and value is not None:
+            meta = message if isinstance(message, wire.Meta) else message.meta
+            meta.MergeFrom(wire.Meta(has_tensors=True, tensors=tensors_of(value)))
+        elif value is not None:
+            setattr(message, name, _TO_WIRE[value] if isinstance(value, RunningStatus) else value)
+    return message
+
+
+def value_of(message: Any, name: str) -> Any:
+    """Returns the value of a field; None if it was left out.
 
     Raises:
-        ProtocolViolationError: There is none.
+        ProtocolViolationError: It is invalid.
     """
-    status = _FROM_WIRE.get(number)
-    if status is None:
-        raise ProtocolViolationError(f"status {number}; give RUNNING, REQUIRE_SYNC or STOPPED")
-    return status
+    if name == META:
+        if isinstance(message, wire.Meta):
+            return meta_from(message.tensors) if message.has_tensors else None
+        return meta_from(message.meta.tensors) if message.HasField("meta") else None
+    field = message.DESCRIPTOR.fields_by_name[name]
+    if field.has_presence and not message.HasField(name):
+        return None
+    value = getattr(message, name)
+    return status_from(value) if field.enum_type is not None else value
 
 
-async def address_from(host: str, port: int) -> tuple[str, int]:
-    """Returns a host and a port, named by another process, at which a weight sync group meets.
+async def values_of(message: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Returns the values of fields by name. An address, which another process names here, is checked.
 
     Loopback is allowed: all members may be on one machine, and torch's store sends nothing that others choose.
 
     Raises:
-        ProtocolViolationError: They are malformed, or no process can be there.
+        ProtocolViolationError: A value is invalid, or no process can be at the address.
     """
-    endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    try:
-        parse_address(endpoint)
-        await check_named(endpoint, loopback=True)
-    except (ConfigError, ProtocolViolationError) as error:
-        raise ProtocolViolationError(f"the address of a weight sync group: {error}") from None
-    if not port:
-        raise ProtocolViolationError("the address of a weight sync group has port 0")
-    return host, port
+    values = {name: value_of(message, name) for name in names}
+    if "master_address" in values:
+        host, port = values["master_address"], values["master_port"]
+        endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            parse_address(endpoint)
+            await check_named(endpoint, loopback=True)
+        except (ConfigError, ProtocolViolationError) as error:
+            raise ProtocolViolationError(f"the address of a weight sync group: {error}") from None
+        if not port:
+            raise ProtocolViolationError("the address of a weight sync group has port 0")
+    return values
+
+
+def status_from(number: int) -> RunningStatus | None:
+    """Returns the status with this number in messages; None for `UNSET`.
+
+    Raises:
+        ProtocolViolationError: There is none.
+    """
+    if number and number not in _FROM_WIRE:
+        raise ProtocolViolationError(f"status {number}; give RUNNING, REQUIRE_SYNC or STOPPED")
+    return _FROM_WIRE.get(number)
+
+
+def _first_field(reply: Any) -> str:
+    fields = reply.DESCRIPTOR.fields
+    return META if isinstance(reply, wire.Meta) else fields[0].name if fields else ""

@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import aclosing, suppress
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from averaging.common import Backoff, one_of
 from averaging.errors import (
@@ -29,11 +29,9 @@ from averaging.rl.synchronizer.state_stream import (
     StateDict,
     TensorAssembler,
     copy_in_thread,
-    meta_from,
     parts_of,
-    tensors_of,
 )
-from averaging.rpc import Credentials, Message, RpcChannel, RpcMethod
+from averaging.rpc import Credentials, RpcChannel
 from averaging.wire import synchronizer_pb2 as wire
 
 # A session at a synchronizer, at the side of the process that attends it: it is alive, and carries out commands.
@@ -123,28 +121,19 @@ class Attendance:
 
 
 async def _carry_out(command: wire.Command, module: Module | None, reply: wire.ModuleReply) -> None:
-    kind = command.WhichOneof("command")
-    if kind == "get_weight_sync_info" and isinstance(module, SendsWeights):
-        host, port, meta = await result_of(module.get_weight_sync_info())
-        reply.master_address, reply.master_port = host, port
-        reply.meta.CopyFrom(wire.Meta(has_tensors=True, tensors=tensors_of(meta)))
-    elif kind == "set_state_dict_meta" and isinstance(module, ReceivesWeights):
-        await result_of(module.set_state_dict_meta(meta_from(command.set_state_dict_meta.tensors)))
-    elif kind == "setup_weight_sync_group" and isinstance(module, SendsWeights | ReceivesWeights):
-        joined = command.setup_weight_sync_group
-        host, port = await methods.address_from(joined.master_address, joined.master_port)
-        size, rank = joined.world_size, joined.rank
-        await result_of(module.setup_weight_sync_group(host, port, size, joined.group_name, joined.timeout, rank))
-    elif kind == "teardown_weight_sync_group" and isinstance(module, SendsWeights | ReceivesWeights):
-        await result_of(module.teardown_weight_sync_group())
-    else:
+    kind = command.WhichOneof("command") or ""
+    method = getattr(module, kind, None)
+    if kind not in methods.COMMANDS or not callable(method):
         raise ConfigError(f"this process cannot carry out {kind}; its module lacks that method")
+    arguments = await methods.values_of(getattr(command, kind), methods.COMMANDS[kind])
+    result = await result_of(method(*arguments.values()))
+    if kind == "get_weight_sync_info":
+        methods.filled(reply, dict(zip(methods.SYNC_INFO, result, strict=True)))
 
 
 logger = logging.getLogger("averaging.rl.synchronizer")
 
-Request = TypeVar("Request", bound=Message)
-Reply = TypeVar("Reply", bound=Message)
+Result = TypeVar("Result")
 
 SILENCE_SECONDS = 30.0
 """A server that is silent for this time is lost."""
@@ -226,14 +215,12 @@ class RemoteSynchronizer:
     async def set_trainer_status(self, status: RunningStatus | str) -> None:
         """See `Synchronizer.set_trainer_status`."""
         status = one_of(RunningStatus, status, "status")
-        session = await self._open_session()
-        await self._call(methods.SET_TRAINER_STATUS, self._status(session, status))
+        await self._call(methods.SET_TRAINER_STATUS, status=status)
         self._trainer_status = status
 
     async def trainer_requires_weight_sync(self) -> bool | None:
         """See `Synchronizer.trainer_requires_weight_sync`."""
-        reply = await self._call(methods.TRAINER_REQUIRES_WEIGHT_SYNC, self._request())
-        return reply.required if reply.HasField("required") else None
+        return await self._call(methods.TRAINER_REQUIRES_WEIGHT_SYNC)
 
     async def set_explorer_status(
         self, status: RunningStatus | str, old_status: RunningStatus | str | None = None
@@ -241,15 +228,14 @@ class RemoteSynchronizer:
         """See `Synchronizer.set_explorer_status`."""
         status = one_of(RunningStatus, status, "status")
         old = None if old_status is None else one_of(RunningStatus, old_status, "old_status")
-        session = await self._open_session()
-        await self._call(methods.SET_EXPLORER_STATUS, self._status(session, status, old))
+        await self._call(methods.SET_EXPLORER_STATUS, status=status, old_status=old)
         self._explorers[status] += 1
         if old is not None:
             self._explorers[old] -= 1
 
     async def explorer_requires_sync(self) -> bool:
         """See `Synchronizer.explorer_requires_sync`."""
-        return (await self._call(methods.EXPLORER_REQUIRES_SYNC, self._request())).required
+        return await self._call(methods.EXPLORER_REQUIRES_SYNC)
 
     # The state
 
@@ -268,8 +254,7 @@ class RemoteSynchronizer:
             for part in parts:
                 yield part
 
-        reply = await self._call(methods.SET_MODEL_STATE_DICT, outgoing(), waits=True)
-        return reply.version
+        return await self._send(session, methods.SET_MODEL_STATE_DICT, outgoing())
 
     async def get_model_state_dict(self) -> tuple[ModelState, int]:
         """Receives the newest state, verifies its digest, and returns it with its version.
@@ -301,38 +286,27 @@ class RemoteSynchronizer:
 
     async def get_state_dict_meta(self) -> Meta | None:
         """See `Synchronizer.get_state_dict_meta`."""
-        reply = await self._call(methods.GET_STATE_DICT_META, self._request())
-        return meta_from(reply.tensors) if reply.has_tensors else None
+        return await self._call(methods.GET_STATE_DICT_META)
 
     async def wait_new_model_state_dict(self, current_version: int, *, timeout: float = 0.0) -> int:
-        """See `Synchronizer.wait_new_model_state_dict`.
-
-        Args:
-            current_version: The version that this explorer has.
-            timeout: Seconds to wait; 0 for the `sync_timeout` there, which is also the maximum.
-        """
-        session = await self._open_session()
-        request = wire.WaitRequest(
-            namespace=self._namespace, session=session.number, current_version=current_version, timeout=timeout
-        )
-        reply = await self._call(methods.WAIT_NEW_MODEL_STATE_DICT, request, waits=True)
-        if reply.timed_out:
+        """See `Synchronizer.wait_new_model_state_dict`."""
+        call = methods.WAIT_NEW_MODEL_STATE_DICT
+        version = await self._call(call, current_version=current_version, timeout=timeout)
+        if version is None:
             raise SyncTimeoutError(f"no version above {current_version} came to {self._channel.endpoint} in time")
-        return reply.version
+        return version
 
     async def notify_no_new_model_state_dict(self) -> None:
         """See `Synchronizer.notify_no_new_model_state_dict`."""
-        session = await self._open_session()
-        await self._call(methods.NOTIFY_NO_NEW_MODEL_STATE_DICT, self._request(session))
+        await self._call(methods.NOTIFY_NO_NEW_MODEL_STATE_DICT)
 
     async def get_latest_model_version(self) -> int:
         """See `Synchronizer.get_latest_model_version`."""
-        return (await self._call(methods.GET_LATEST_MODEL_VERSION, self._request())).version
+        return await self._call(methods.GET_LATEST_MODEL_VERSION)
 
     async def get_latest_model_path(self, use_huggingface: bool = False) -> str | None:
         """See `Synchronizer.get_latest_model_path`."""
-        request = wire.PathRequest(namespace=self._namespace, use_huggingface=use_huggingface)
-        return (await self._call(methods.GET_LATEST_MODEL_PATH, request)).path or None
+        return await self._call(methods.GET_LATEST_MODEL_PATH, use_huggingface=use_huggingface)
 
     # Weight sync groups
 
@@ -340,71 +314,42 @@ class RemoteSynchronizer:
         self, master_address: str, master_port: int, state_dict_meta: Meta | None = None
     ) -> None:
         """See `Synchronizer.setup_weight_sync_group`."""
-        session = await self._open_session()
-        request = wire.GroupRequest(
-            namespace=self._namespace, session=session.number, master_address=master_address, master_port=master_port
-        )
-        if state_dict_meta is not None:
-            request.meta.CopyFrom(wire.Meta(has_tensors=True, tensors=tensors_of(state_dict_meta)))
-        await self._call(methods.SETUP_WEIGHT_SYNC_GROUP, request, waits=True)
+        address = {"master_address": master_address, "master_port": master_port}
+        await self._call(methods.SETUP_WEIGHT_SYNC_GROUP, **address, state_dict_meta=state_dict_meta)
 
     async def coordinate_weight_sync_setup(self, timeout: float | None = None) -> None:
         """See `Synchronizer.coordinate_weight_sync_setup`."""
-        session = await self._open_session()
-        request = wire.TimeoutRequest(namespace=self._namespace, session=session.number, timeout=timeout or 0.0)
-        await self._call(methods.COORDINATE_WEIGHT_SYNC_SETUP, request, waits=True)
+        await self._call(methods.COORDINATE_WEIGHT_SYNC_SETUP, timeout=timeout)
 
     async def coordinate_weight_sync_teardown(self) -> None:
         """See `Synchronizer.coordinate_weight_sync_teardown`."""
-        session = await self._open_session()
-        await self._call(methods.COORDINATE_WEIGHT_SYNC_TEARDOWN, self._request(session), waits=True)
+        await self._call(methods.COORDINATE_WEIGHT_SYNC_TEARDOWN)
 
     async def ready_to_nccl_sync(self, module: str, trainer_step: int) -> int | None:
         """See `Synchronizer.ready_to_nccl_sync`."""
-        session = await self._open_session()
-        request = wire.ReadyRequest(
-            namespace=self._namespace, session=session.number, module=module, trainer_step=trainer_step
-        )
-        reply = await self._call(methods.READY_TO_NCCL_SYNC, request, waits=True)
+        version = await self._call(methods.READY_TO_NCCL_SYNC, module=module, trainer_step=trainer_step)
         if module == "trainer":
             self._trainer_status = RunningStatus.RUNNING
-        return reply.version if reply.HasField("version") else None
+        return version
 
     # Calls
 
-    def _request(self, session: Attendance | None = None) -> wire.Request:
-        return wire.Request(namespace=self._namespace, session=b"" if session is None else session.number)
-
-    def _status(
-        self, session: Attendance, status: RunningStatus, old: RunningStatus | None = None
-    ) -> wire.StatusRequest:
-        return wire.StatusRequest(
-            namespace=self._namespace,
-            session=session.number,
-            status=methods.STATUSES[status],
-            old_status=wire.UNSET if old is None else methods.STATUSES[old],
-        )
-
-    async def _call(
-        self, method: RpcMethod[Request, Reply], request: Request | AsyncIterator[Request], *, waits: bool = False
-    ) -> Reply:
-        """Calls a method; fails when the session ends.
-
-        Args:
-            method: The method.
-            request: The request, or several.
-            waits: Whether the answer may take as long as the synchronizer waits.
-        """
+    async def _call(self, call: methods.Call[Result], **arguments: Any) -> Result:
+        """Calls a method as the table says."""
         session = await self._open_session()
-        limit = _FOREVER if waits else self._timeout
-        return await session.until_lost(self._channel.call(method, request, limit))
+        return await self._send(session, call, call.request(self._namespace, session.number, arguments))
+
+    async def _send(self, session: Attendance, call: methods.Call[Result], request: Any) -> Result:
+        """Sends a request, or an iterator of them. Fails when the session ends."""
+        limit = _FOREVER if call.waits else self._timeout
+        return call.result(await session.until_lost(self._channel.call(call.rpc, request, limit)))
 
     async def _read_state(self) -> ReceivedTensors:
         session = await self._open_session()
-        assembler = TensorAssembler(MAX_STATE_BYTES)
+        request, assembler = wire.Request(namespace=self._namespace), TensorAssembler(MAX_STATE_BYTES)
 
         async def read() -> ReceivedTensors:
-            async with aclosing(self._channel.stream(methods.GET_MODEL_STATE_DICT, self._request())) as parts:
+            async with aclosing(self._channel.stream(methods.GET_MODEL_STATE_DICT.rpc, request)) as parts:
                 async for part in parts:
                     assembler.add(part)
             return assembler.result()
@@ -449,7 +394,7 @@ class RemoteSynchronizer:
             session.announce(self._module)
         reason = "the session has ended"
         try:
-            async with aclosing(self._channel.stream(methods.ATTEND, session.outgoing())) as messages:
+            async with aclosing(self._channel.stream(methods.ATTEND.rpc, session.outgoing())) as messages:
                 while True:
                     async with asyncio.timeout(SILENCE_SECONDS):
                         message = await anext(messages, None)
@@ -473,10 +418,7 @@ class RemoteSynchronizer:
             await session.close(reason)
 
     def _hello(self) -> wire.Hello:
-        hello = wire.Hello(namespace=self._namespace, name=self._name)
-        if self._trainer_status is not None:
-            hello.trainer_status = methods.STATUSES[self._trainer_status]
-        hello.explorers_running = self._explorers[RunningStatus.RUNNING]
-        hello.explorers_require_sync = self._explorers[RunningStatus.REQUIRE_SYNC]
-        hello.explorers_stopped = self._explorers[RunningStatus.STOPPED]
+        explorers = {f"explorers_{status.value}": count for status, count in self._explorers.items()}
+        hello: wire.Hello = methods.filled(wire.Hello(), {"trainer_status": self._trainer_status, **explorers})
+        hello.namespace, hello.name = self._namespace, self._name
         return hello

@@ -7,16 +7,18 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
+from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from averaging.errors import AveragingError, BusyError, ConfigError, ProtocolViolationError, SyncTimeoutError
 from averaging.peer import Peer
 from averaging.rl.synchronizer import methods
 from averaging.rl.synchronizer.coordination import RunningStatus
+from averaging.rl.synchronizer.modules import Module, result_of
+from averaging.rl.synchronizer.options import SynchronizerConfig
 from averaging.rl.synchronizer.sessions import ServerSession, Sessions
-from averaging.rl.synchronizer.state_stream import ModelState, TensorAssembler, meta_from, parts_of, tensors_of
-from averaging.rl.synchronizer.synchronizer import Synchronizer
+from averaging.rl.synchronizer.state_stream import ModelState, TensorAssembler, parts_of
 from averaging.rpc import Deadline, FairTimeout, RpcCaller, RpcHandler, rpc_caller
 from averaging.weights import LEAST_RATE, Place, SlotTable
 from averaging.wire import synchronizer_pb2 as wire
@@ -74,13 +76,33 @@ two largest ones."""
 HELLO_SECONDS = 10.0
 """A call that should open a session, or send a state, must begin within this time."""
 
+MAX_EXPLORERS = 10_000
+"""Explorers of one member."""
+
 LATE_SECONDS, LATE_SECONDS_OF_TRAINER = 2.0, 10.0
 """An upload that is so far behind the least rate gives way to others."""
 
 ALIVE_SECONDS = 1.0
 """Interval of the messages with which both ends of a session say that they are alive."""
 
-_DONE = wire.Done()
+
+class _Served(Protocol):
+    """What the service needs of a `Synchronizer`, besides the methods of the table."""
+
+    config: SynchronizerConfig
+
+    @property
+    def ended(self) -> bool: ...
+    def start(self) -> None: ...
+    async def add_module(self, module: Module, *, member: str = "") -> None: ...
+    def remove_member(self, member: str) -> None: ...
+    def is_trainer(self, member: str) -> bool: ...
+    async def set_trainer_status(self, status: RunningStatus, *, member: str = "") -> None: ...
+    async def set_explorer_status(
+        self, status: RunningStatus, old_status: RunningStatus | None = None, *, member: str = ""
+    ) -> None: ...
+    def get_model_state_dict(self) -> tuple[ModelState, int]: ...
+    async def adopt_model_state_dict(self, state: ModelState, trainer_step: int, member: str) -> int: ...
 
 
 class SynchronizerService:
@@ -90,15 +112,15 @@ class SynchronizerService:
         synchronizers: Their namespaces must differ.
     """
 
-    def __init__(self, synchronizers: Iterable[Synchronizer] = ()) -> None:
-        self.synchronizers: dict[str, Synchronizer] = {}
+    def __init__(self, synchronizers: Iterable[_Served] = ()) -> None:
+        self.synchronizers: dict[str, _Served] = {}
         for synchronizer in synchronizers:
             self.add(synchronizer)
         self._sessions = Sessions()
         self._pinned = PinnedStates()
-        self._uploads: WeakKeyDictionary[Synchronizer, SlotTable] = WeakKeyDictionary()
+        self._uploads: WeakKeyDictionary[_Served, SlotTable] = WeakKeyDictionary()
 
-    def add(self, synchronizer: Synchronizer) -> None:
+    def add(self, synchronizer: _Served) -> None:
         """Serves another one. One that has ended makes room in its namespace.
 
         Raises:
@@ -112,27 +134,10 @@ class SynchronizerService:
 
     def rpc_handlers(self) -> Iterable[RpcHandler]:
         """See `RpcService`."""
-        return [
-            methods.GET_STATUS.answers(self._get_status),
-            methods.ATTEND.exchanges(self._attend),
-            methods.SET_TRAINER_STATUS.answers(self._set_trainer_status),
-            methods.TRAINER_REQUIRES_WEIGHT_SYNC.answers(self._trainer_requires_weight_sync),
-            methods.SET_EXPLORER_STATUS.answers(self._set_explorer_status),
-            methods.EXPLORER_REQUIRES_SYNC.answers(self._explorer_requires_sync),
-            methods.SET_MODEL_STATE_DICT.collects(self._set_model_state_dict),
-            methods.GET_MODEL_STATE_DICT.streams(self._get_model_state_dict),
-            methods.GET_STATE_DICT_META.answers(self._get_state_dict_meta),
-            methods.WAIT_NEW_MODEL_STATE_DICT.answers(self._wait_new_model_state_dict),
-            methods.NOTIFY_NO_NEW_MODEL_STATE_DICT.answers(self._notify_no_new_model_state_dict),
-            methods.GET_LATEST_MODEL_VERSION.answers(self._get_latest_model_version),
-            methods.GET_LATEST_MODEL_PATH.answers(self._get_latest_model_path),
-            methods.SETUP_WEIGHT_SYNC_GROUP.answers(self._setup_weight_sync_group),
-            methods.COORDINATE_WEIGHT_SYNC_SETUP.answers(self._coordinate_weight_sync_setup),
-            methods.COORDINATE_WEIGHT_SYNC_TEARDOWN.answers(self._coordinate_weight_sync_teardown),
-            methods.READY_TO_NCCL_SYNC.answers(self._ready_to_nccl_sync),
-        ]
+        calls = [call for call in vars(methods).values() if isinstance(call, methods.Call)]
+        return [RpcHandler(call.rpc, getattr(self, f"_{call.name}", partial(self._answer, call))) for call in calls]
 
-    def _find(self, namespace: str) -> Synchronizer:
+    def _find(self, namespace: str) -> _Served:
         found = self.synchronizers.get(namespace)
         if found is None:
             raise ConfigError(
@@ -168,7 +173,7 @@ class SynchronizerService:
             synchronizer.remove_member(session.member)
 
     async def _read(
-        self, messages: AsyncIterator[wire.FromModule], session: ServerSession, synchronizer: Synchronizer
+        self, messages: AsyncIterator[wire.FromModule], session: ServerSession, synchronizer: _Served
     ) -> None:
         """Reads what the module says, until it is silent for too long or gone."""
         while True:
@@ -190,43 +195,18 @@ class SynchronizerService:
         """The member of a session, which every call that changes something needs."""
         return self._sessions.find(session, namespace).member
 
-    # Statuses
-
-    async def _get_status(self, request: wire.Request) -> wire.Status:
-        synchronizer = self._find(request.namespace)
-        counts = synchronizer.explorer_status_counts
-        stopped = synchronizer.trainer_status is RunningStatus.STOPPED
-        came = not stopped or synchronizer.trainer_requires_weight_sync() is None
-        return wire.Status(
-            trainer_status=methods.STATUSES[synchronizer.trainer_status] if came else wire.UNSET,
-            explorers_running=counts[RunningStatus.RUNNING],
-            explorers_require_sync=counts[RunningStatus.REQUIRE_SYNC],
-            explorers_stopped=counts[RunningStatus.STOPPED],
-            version=synchronizer.model_version,
-            path=await synchronizer.get_latest_model_path() or "",
-            modules=synchronizer.module_count,
-        )
-
-    async def _set_trainer_status(self, request: wire.StatusRequest) -> wire.Done:
-        status = methods.status_from(request.status)
-        member = self._member(request.session, request.namespace)
-        await self._find(request.namespace).set_trainer_status(status, member=member)
-        return _DONE
-
-    async def _trainer_requires_weight_sync(self, request: wire.Request) -> wire.TrainerReply:
-        required = self._find(request.namespace).trainer_requires_weight_sync()
-        return wire.TrainerReply() if required is None else wire.TrainerReply(required=required)
-
-    async def _set_explorer_status(self, request: wire.StatusRequest) -> wire.Done:
-        status, old = methods.status_from(request.status), None
-        if request.old_status:
-            old = methods.status_from(request.old_status)
-        member = self._member(request.session, request.namespace)
-        await self._find(request.namespace).set_explorer_status(status, old, member=member)
-        return _DONE
-
-    async def _explorer_requires_sync(self, request: wire.Request) -> wire.ExplorerReply:
-        return wire.ExplorerReply(required=self._find(request.namespace).explorer_requires_sync())
+    async def _answer(self, call: methods.Call[Any], request: Any) -> Any:
+        """Answers a call as the table says."""
+        synchronizer, member = self._find(request.namespace), None
+        if call.session or (call.member and request.session):
+            member = self._member(request.session, request.namespace)
+        arguments = await call.arguments(request)
+        if call.member:
+            arguments["member"] = member
+        try:
+            return call.reply(await result_of(getattr(synchronizer, call.name)(**arguments)))
+        except SyncTimeoutError:
+            return call.late
 
     # The state
 
@@ -247,7 +227,7 @@ class SynchronizerService:
         self,
         parts: AsyncIterator[wire.StatePart],
         assembler: TensorAssembler,
-        synchronizer: Synchronizer,
+        synchronizer: _Served,
         session: ServerSession,
     ) -> ModelState:
         """Receives the rest of a state. The upload of a trainer takes the place of one of a stranger."""
@@ -287,62 +267,6 @@ class SynchronizerService:
                     raise BusyError(f"version {version} is gone, because newer ones are read; ask for the newest one")
                 yield part
 
-    async def _get_state_dict_meta(self, request: wire.Request) -> wire.Meta:
-        meta = await self._find(request.namespace).get_state_dict_meta()
-        return wire.Meta() if meta is None else wire.Meta(has_tensors=True, tensors=tensors_of(meta))
-
-    async def _wait_new_model_state_dict(self, request: wire.WaitRequest) -> wire.WaitReply:
-        synchronizer = self._find(request.namespace)
-        limit = synchronizer.config.sync_timeout
-        if 0 < request.timeout < limit:
-            limit = request.timeout
-        counted = bool(request.session)
-        member = self._member(request.session, request.namespace) if counted else ""
-        try:
-            version = await synchronizer.wait_new(request.current_version, member, limit, counted=counted)
-        except SyncTimeoutError:
-            return wire.WaitReply(timed_out=True)
-        return wire.WaitReply(version=version)
-
-    async def _notify_no_new_model_state_dict(self, request: wire.Request) -> wire.Done:
-        self._member(request.session, request.namespace)
-        await self._find(request.namespace).notify_no_new_model_state_dict()
-        return _DONE
-
-    async def _get_latest_model_version(self, request: wire.Request) -> wire.Version:
-        return wire.Version(version=await self._find(request.namespace).get_latest_model_version())
-
-    async def _get_latest_model_path(self, request: wire.PathRequest) -> wire.Path:
-        path = await self._find(request.namespace).get_latest_model_path(request.use_huggingface)
-        return wire.Path(path=path or "")
-
-    # Groups
-
-    async def _setup_weight_sync_group(self, request: wire.GroupRequest) -> wire.Done:
-        self._member(request.session, request.namespace)
-        address, port = await methods.address_from(request.master_address, request.master_port)
-        meta = meta_from(request.meta.tensors) if request.HasField("meta") else None
-        await self._find(request.namespace).setup_weight_sync_group(address, port, meta)
-        return _DONE
-
-    async def _coordinate_weight_sync_setup(self, request: wire.TimeoutRequest) -> wire.Done:
-        synchronizer = self._find(request.namespace)
-        limit = min(request.timeout, synchronizer.config.sync_timeout) if request.timeout > 0 else None
-        member = self._member(request.session, request.namespace)
-        await synchronizer.coordinate_weight_sync_setup(limit, member=member)
-        return _DONE
-
-    async def _coordinate_weight_sync_teardown(self, request: wire.Request) -> wire.Done:
-        self._member(request.session, request.namespace)
-        await self._find(request.namespace).coordinate_weight_sync_teardown()
-        return _DONE
-
-    async def _ready_to_nccl_sync(self, request: wire.ReadyRequest) -> wire.WaitReply:
-        synchronizer = self._find(request.namespace)
-        member = self._member(request.session, request.namespace)
-        version = await synchronizer.ready_to_nccl_sync(request.module, request.trainer_step, member=member)  # type: ignore[arg-type]
-        return wire.WaitReply() if version is None else wire.WaitReply(version=version)
-
 
 async def _first(messages: AsyncIterator[Request]) -> Request | None:
     """Returns the first message of a call; None if there is none.
@@ -357,18 +281,15 @@ async def _first(messages: AsyncIterator[Request]) -> Request | None:
         raise ProtocolViolationError(f"a call without a message for {HELLO_SECONDS:g} s") from None
 
 
-async def _restore(synchronizer: Synchronizer, member: str, first: wire.FromModule) -> None:
+async def _restore(synchronizer: _Served, member: str, first: wire.FromModule) -> None:
     """Gives a module the statuses that it had before its connection broke."""
     hello = first.hello
-    if hello.trainer_status:
-        await synchronizer.set_trainer_status(methods.status_from(hello.trainer_status), member=member)
-    counts = {
-        RunningStatus.RUNNING: hello.explorers_running,
-        RunningStatus.REQUIRE_SYNC: hello.explorers_require_sync,
-        RunningStatus.STOPPED: hello.explorers_stopped,
-    }
-    if sum(counts.values()) > methods.MAX_EXPLORERS:
-        raise ProtocolViolationError(f"{sum(counts.values())} explorers of one member; at most {methods.MAX_EXPLORERS}")
+    trainer_status = methods.status_from(hello.trainer_status)
+    if trainer_status is not None:
+        await synchronizer.set_trainer_status(trainer_status, member=member)
+    counts = {status: getattr(hello, f"explorers_{status.value}") for status in RunningStatus}
+    if sum(counts.values()) > MAX_EXPLORERS:
+        raise ProtocolViolationError(f"{sum(counts.values())} explorers of one member; at most {MAX_EXPLORERS}")
     for status, count in counts.items():
         for _ in range(count):
             await synchronizer.set_explorer_status(status, member=member)
@@ -377,7 +298,7 @@ async def _restore(synchronizer: Synchronizer, member: str, first: wire.FromModu
 _services: WeakKeyDictionary[Peer, SynchronizerService] = WeakKeyDictionary()
 
 
-def serve_on(peer: Peer, synchronizer: Synchronizer) -> None:
+def serve_on(peer: Peer, synchronizer: _Served) -> None:
     """Serves a synchronizer on a peer, beside those that are served there.
 
     Raises:
@@ -391,7 +312,7 @@ def serve_on(peer: Peer, synchronizer: Synchronizer) -> None:
     service.add(synchronizer)
 
 
-def served_on(peer: Peer) -> dict[str, Synchronizer]:
+def served_on(peer: Peer) -> dict[str, _Served]:
     """Returns the synchronizers that are served on a peer, by namespace."""
     service = _services.get(peer)
     return {} if service is None else service.synchronizers

@@ -8,9 +8,9 @@ import secrets
 from typing import Any
 
 from averaging.errors import ProtocolViolationError, WeightGroupError, printable
-from averaging.rl.synchronizer.methods import address_from
+from averaging.rl.synchronizer import methods
 from averaging.rl.synchronizer.modules import Module
-from averaging.rl.synchronizer.state_stream import Meta, meta_from, tensors_of
+from averaging.rl.synchronizer.state_stream import Meta
 from averaging.rpc import rpc_caller
 from averaging.weights import Place, SlotTable
 from averaging.wire import synchronizer_pb2 as wire
@@ -58,8 +58,8 @@ class ServerSession:
         """Whether the connection is open."""
         return not self._gone
 
-    async def ask(self, **command: Any) -> wire.ModuleReply:
-        """Gives the process a command and waits for its reply.
+    async def ask(self, kind: str, *arguments: Any) -> wire.ModuleReply:
+        """Gives the process a command of the table `COMMANDS` and waits for its reply.
 
         Raises:
             WeightGroupError: The command failed, or the process is gone.
@@ -69,7 +69,10 @@ class ServerSession:
         number = next(self._serials)
         future: asyncio.Future[wire.ModuleReply] = asyncio.get_running_loop().create_future()
         self._asked[number] = future
-        self._commands.put_nowait(wire.Command(number=number, **command))
+        command = wire.Command(number=number)
+        getattr(command, kind).SetInParent()
+        methods.filled(getattr(command, kind), dict(zip(methods.COMMANDS[kind], arguments, strict=True)))
+        self._commands.put_nowait(command)
         try:
             reply = await future
         finally:
@@ -157,34 +160,23 @@ class _Plain:
 class _SessionModule(_Plain):
     """A process that can be in a weight sync group."""
 
-    async def setup_weight_sync_group(
-        self, master_address: str, master_port: int, world_size: int, group_name: str, timeout: float, rank: int
-    ) -> None:
-        joined = wire.JoinGroup(
-            master_address=master_address,
-            master_port=master_port,
-            rank=rank,
-            world_size=world_size,
-            group_name=group_name,
-            timeout=timeout,
-        )
-        await self._session.ask(setup_weight_sync_group=joined)
+    async def setup_weight_sync_group(self, *arguments: Any) -> None:
+        await self._session.ask("setup_weight_sync_group", *arguments)
 
     async def teardown_weight_sync_group(self) -> None:
-        await self._session.ask(teardown_weight_sync_group=wire.Done())
+        await self._session.ask("teardown_weight_sync_group")
 
 
 class _SessionSender(_SessionModule):
     """A trainer."""
 
-    async def get_weight_sync_info(self) -> tuple[str, int, Meta]:
-        reply = await self._session.ask(get_weight_sync_info=wire.Done())
-        return *await address_from(reply.master_address, reply.master_port), meta_from(reply.meta.tensors)
+    async def get_weight_sync_info(self) -> tuple[Any, ...]:
+        reply = await self._session.ask("get_weight_sync_info")
+        return tuple((await methods.values_of(reply, methods.SYNC_INFO)).values())
 
 
 class _Receiver(_SessionModule):
     """An explorer."""
 
     async def set_state_dict_meta(self, state_dict_meta: Meta) -> None:
-        meta = wire.Meta(has_tensors=True, tensors=tensors_of(state_dict_meta))
-        await self._session.ask(set_state_dict_meta=meta)
+        await self._session.ask("set_state_dict_meta", state_dict_meta)

@@ -22,7 +22,7 @@ StateDict: TypeAlias = "dict[str, torch.Tensor]"
 ModelState: TypeAlias = "StateDict | str | None"
 """Tensors by name, a path, or None if the weights are elsewhere."""
 
-Meta: TypeAlias = "list[tuple[str, str, tuple[int, ...]]]"
+Meta: TypeAlias = list[tuple[str, str, tuple[int, ...]]]
 """Name, dtype and shape of each tensor."""
 
 PIECE_BYTES = 1 << 18

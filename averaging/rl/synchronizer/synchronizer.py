@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import Any, Literal, Self
 from weakref import WeakKeyDictionary
 
 from averaging.common import one_of
@@ -17,14 +17,12 @@ from averaging.rl.synchronizer.coordination import Coordination, RunningStatus
 from averaging.rl.synchronizer.group_setup import Waiters, WeightGroups, now
 from averaging.rl.synchronizer.modules import POLL_SECONDS, Module, Modules
 from averaging.rl.synchronizer.options import GROUP_SECONDS, SynchronizerConfig, SyncMethod
+from averaging.rl.synchronizer.remote import RemoteSynchronizer
+from averaging.rl.synchronizer.service import SynchronizerService, serve_on, served_on
 from averaging.rl.synchronizer.state_sources import find_checkpoints, follow_peer, read_version, write_version
 from averaging.rl.synchronizer.state_stream import Meta, ModelState, StateDict, copy_in_thread, copy_of, meta_of
 from averaging.rpc import RpcHandler, read_credentials
 from averaging.tensors import in_thread
-
-if TYPE_CHECKING:
-    from averaging.rl.synchronizer.remote import RemoteSynchronizer
-    from averaging.rl.synchronizer.service import SynchronizerService
 
 logger = logging.getLogger("averaging.rl.synchronizer")
 
@@ -85,10 +83,7 @@ class Synchronizer:
         self._detached = False
         self._ended = False
         self._closing = asyncio.Event()
-        self._service: SynchronizerService | None = None
         if peer is not None:
-            from averaging.rl.synchronizer.service import serve_on
-
             serve_on(peer, self)
 
     def __repr__(self) -> str:
@@ -247,6 +242,18 @@ class Synchronizer:
             return None
         return self.trainer_status is RunningStatus.REQUIRE_SYNC
 
+    async def get_status(self) -> dict[str, Any]:
+        """Returns statuses, version and path in one answer; without those that are not there yet."""
+        stopped = self.trainer_status is RunningStatus.STOPPED
+        came = not stopped or self.trainer_requires_weight_sync() is None
+        return {
+            "trainer_status": self.trainer_status if came else None,
+            **{f"explorers_{status.value}": count for status, count in self.explorer_status_counts.items()},
+            "version": self.model_version,
+            "path": await self.get_latest_model_path(),
+            "modules": self.module_count,
+        }
+
     async def set_explorer_status(
         self, status: RunningStatus | str, old_status: RunningStatus | str | None = None, *, member: str = ""
     ) -> None:
@@ -369,34 +376,33 @@ class Synchronizer:
             raise ConfigError(f"the state is a path, {state}; read its tensors there")
         return None if state is None else meta_of(state)
 
-    async def wait_new_model_state_dict(self, current_version: int, *, member: str = "") -> int:
+    async def wait_new_model_state_dict(
+        self, current_version: int, *, member: str | None = "", timeout: float = 0.0
+    ) -> int:
         """Waits until there is a version above `current_version`; the explorer requires sync meanwhile.
 
         Args:
             current_version: The version that the explorer has.
-            member: Whose explorer waits.
+            member: Whose explorer waits; None for a caller without a status.
+            timeout: Seconds to wait; 0 for `sync_timeout`, which is also the maximum.
 
         Returns:
             The newest version. It is the one that the explorer has if the trainers or an explorer stopped, or after
             `notify_no_new_model_state_dict`.
 
         Raises:
-            SyncTimeoutError: Nothing came within `sync_timeout`. The explorer is RUNNING again.
+            SyncTimeoutError: Nothing came in time. The explorer is RUNNING again.
             ConfigError: No explorer of this member is RUNNING, or `current_version` was never handed out here.
             ClosedError: The synchronizer has ended, or the member has left.
         """
-        return await self.wait_new(current_version, member, self.config.sync_timeout)
-
-    async def wait_new(self, current_version: int, member: str, timeout: float, *, counted: bool = True) -> int:
-        """Like `wait_new_model_state_dict`, with a time limit; optionally without a status."""
         self._check()
-        deadline = now() + timeout
-        wait = await self._waiting.end_of(
-            self._state.wait_new_state(current_version, member, deadline, counted=counted)
-        )
-        if wait.version is None:
-            raise SyncTimeoutError(f"no version above {current_version} came within {timeout:g} s")
-        return wait.version
+        limit = self.config.sync_timeout
+        limit = timeout if 0 < timeout < limit else limit
+        wait = self._state.wait_new_state(current_version, member or "", now() + limit, counted=member is not None)
+        version = (await self._waiting.end_of(wait)).version
+        if version is None:
+            raise SyncTimeoutError(f"no version above {current_version} came within {limit:g} s")
+        return version
 
     async def notify_no_new_model_state_dict(self) -> None:
         """Gives explorers that wait for a new state the present version."""
@@ -447,11 +453,8 @@ class Synchronizer:
             WeightGroupError: A member failed; all have left the group.
         """
         self._check()
-        await self._groups.join(master_address, master_port, state_dict_meta, self._group_seconds)
-
-    @property
-    def _group_seconds(self) -> float:
-        return min(self.config.sync_timeout, GROUP_SECONDS)
+        limit = min(GROUP_SECONDS, self.config.sync_timeout)
+        await self._groups.join(master_address, master_port, state_dict_meta, limit)
 
     async def coordinate_weight_sync_setup(self, timeout: float | None = None, *, member: str = "") -> None:
         """Sets up one weight sync group for each trainer, with its share of the explorers; all join at the same time.
@@ -459,8 +462,8 @@ class Synchronizer:
         Repeat it after a member was lost, or for new members. A call during a set-up waits for the same one.
 
         Args:
-            timeout: Seconds for the set-up, and later for the transfer of a tensor; at most `sync_timeout` and 5
-                minutes if None.
+            timeout: Seconds for the set-up, and later for the transfer of a tensor; at most `sync_timeout`. None or 0
+                for 5 minutes.
             member: The member that calls, if it is one. Groups of others that have lost no member are left alone then.
 
         Raises:
@@ -468,7 +471,7 @@ class Synchronizer:
                 in a group then.
         """
         self._check()
-        await self._groups.set_up(timeout or self._group_seconds, member)
+        await self._groups.set_up(min(timeout or GROUP_SECONDS, self.config.sync_timeout), member)
 
     async def coordinate_weight_sync_teardown(self) -> None:
         """Lets all members leave their groups: first the explorers, then the trainers. Dead ones are left out.
@@ -525,8 +528,6 @@ class Synchronizer:
 
     def rpc_handlers(self) -> Iterable[RpcHandler]:
         """See `averaging.rpc.RpcService`."""
-        from averaging.rl.synchronizer.service import SynchronizerService
-
         return SynchronizerService([self]).rpc_handlers()
 
     # Others
@@ -599,8 +600,6 @@ class Synchronizer:
         Raises:
             ConfigError: The endpoint is malformed, or a file cannot be read.
         """
-        from averaging.rl.synchronizer.remote import RemoteSynchronizer
-
         credentials = read_credentials(tls=tls, token_file=token_file)
         return RemoteSynchronizer(endpoint, credentials, namespace=namespace, name=name, timeout=timeout)
 
@@ -613,6 +612,4 @@ def _present(peer: Peer | None) -> dict[str, Synchronizer]:
     """The synchronizers of a peer, or of this event loop, by namespace."""
     if peer is None:
         return _actors.get(asyncio.get_running_loop(), {})
-    from averaging.rl.synchronizer.service import served_on
-
-    return served_on(peer)
+    return {name: each for name, each in served_on(peer).items() if isinstance(each, Synchronizer)}
