@@ -23,7 +23,7 @@ import torch
 from torch.optim.lr_scheduler import LinearLR
 
 from averaging import DecentralizedAverager, DiLoCo, Receipt
-from averaging.integrations.tensorboard import TensorBoardRounds
+from averaging.integrations.loggers import TensorBoardRounds
 from averaging.protocol.group import Mode
 from averaging.protocol.messages import COMPRESSIONS
 from examples.command_line import in_order, parse, parser_of, positive, security_of

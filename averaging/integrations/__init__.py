@@ -5,6 +5,7 @@
 | `averaging.integrations.transformers` | `averaging[transformers]` |
 | `averaging.integrations.accelerate` | `averaging[transformers]` |
 | `averaging.integrations.lightning` | `averaging[lightning]` |
-| `averaging.integrations.tensorboard` | `averaging[tensorboard]` |
-| `averaging.integrations.wandb` | `averaging[wandb]` |
+| `averaging.integrations.loggers` | `averaging[tensorboard]`, `averaging[wandb]` |
+
+What all trainers do with an averager is in `trainer_hooks`, what is logged of a round in `loggers`.
 """

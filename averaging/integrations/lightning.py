@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from averaging.averager import DecentralizedAverager
 from averaging.errors import ConfigError
-from averaging.integrations.duties import Duties, missing
+from averaging.integrations.loggers import missing
+from averaging.integrations.trainer_hooks import TrainerHooks
 
 try:
     from lightning.pytorch import Callback
@@ -57,7 +58,7 @@ class AveragingCallback(Callback):
     ) -> None:
         self._options: dict[str, Any] = {"wait_for": wait_for, "timeout": timeout, "global_steps": global_steps}
         self._batch_size = batch_size
-        self._duties: Duties | None = None
+        self._hooks: TrainerHooks | None = None
         self._max_steps = 0.0
         self._samples = 0  # of the next step
         self._logged = 0
@@ -92,20 +93,20 @@ class AveragingCallback(Callback):
                 "configure_optimizers returns a scheduler, and the averager has one; remove one: the averager's "
                 "follows the run"
             )
-        self._duties = Duties(averager, **self._options)
-        self._duties.check(pl_module, REMEDY)
+        self._hooks = TrainerHooks(averager, **self._options)
+        self._hooks.check(pl_module, REMEDY)
         if trainer.ckpt_path is not None:
-            self._duties.check_resumed()
+            self._hooks.check_resumed()
         averager.register_step_pre_hook(self._add_batch_size)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Waits for the other peers."""
         self._max_steps = trainer.estimated_stepping_batches if trainer.max_steps == -1 else trainer.max_steps
-        self._started_duties.begin()
+        self._started.begin()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Counts the samples of the next step."""
-        if self._batch_size is None and self._started_duties.counts_samples:
+        if self._batch_size is None and self._started.counts_samples:
             if batch_idx % trainer.accumulate_grad_batches == 0:
                 self._samples = 0
             self._samples += extract_batch_size(batch)
@@ -118,12 +119,12 @@ class AveragingCallback(Callback):
         if every and trainer.global_step % every == 0 and trainer.global_step != self._logged:
             self._logged = trainer.global_step
             for logger in trainer.loggers:
-                logger.log_metrics(self._started_duties.scalars(), step=trainer.global_step - 1)  # as Lightning counts
-        trainer.should_stop |= self._started_duties.is_over(self._max_steps)
+                logger.log_metrics(self._started.scalars(), step=trainer.global_step - 1)  # as Lightning counts
+        trainer.should_stop |= self._started.is_over(self._max_steps)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ends the training together with the other peers."""
-        self._started_duties.finish()
+        self._started.finish()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Closes the averager."""
@@ -135,10 +136,10 @@ class AveragingCallback(Callback):
             _close(trainer)
 
     @property
-    def _started_duties(self) -> Duties:
-        if self._duties is None:
+    def _started(self) -> TrainerHooks:
+        if self._hooks is None:
             raise RuntimeError("called before on_fit_start")
-        return self._duties
+        return self._hooks
 
     def _add_batch_size(self, _: object, arguments: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         samples = (self._samples or None) if self._batch_size is None else self._batch_size

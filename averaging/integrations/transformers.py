@@ -11,7 +11,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from averaging.averager import DecentralizedAverager
 from averaging.errors import ConfigError
-from averaging.integrations.duties import Duties, missing
+from averaging.integrations.loggers import missing
+from averaging.integrations.trainer_hooks import TrainerHooks
 
 try:
     from transformers import TrainerCallback
@@ -71,7 +72,7 @@ class AveragingCallback(TrainerCallback):
         global_steps: int | None = None,
         batch_size: int | None = None,
     ) -> None:
-        self._duties = Duties(averager, wait_for=wait_for, timeout=timeout, global_steps=global_steps)
+        self._hooks = TrainerHooks(averager, wait_for=wait_for, timeout=timeout, global_steps=global_steps)
         self._averager = averager
         self._batch_size = batch_size
         self._trainer: Trainer | None = None
@@ -88,7 +89,7 @@ class AveragingCallback(TrainerCallback):
         if self._trainer is not None:
             raise ConfigError("this callback is attached to a Trainer already; create another one")
         _check(trainer)
-        self._duties.check(trainer.model, REMEDY)
+        self._hooks.check(trainer.model, REMEDY)
         trainer.optimizer = self._averager
         trainer.lr_scheduler = _UnchangedLR(self._averager)
         # First, so that reporting callbacks get the averager's status.
@@ -104,29 +105,29 @@ class AveragingCallback(TrainerCallback):
         """Waits for the other peers."""
         if self._trainer is None:
             raise ConfigError("this AveragingCallback was added to a Trainer; call attach(trainer) instead")
-        self._duties.check(self._trainer.model, REMEDY)
+        self._hooks.check(self._trainer.model, REMEDY)
         if state.global_step > 0:
-            self._duties.check_resumed()
-        self._duties.begin()
+            self._hooks.check_resumed()
+        self._hooks.begin()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Stops the training at the end of the run."""
-        if self._duties.is_over(state.max_steps):
+        if self._hooks.is_over(state.max_steps):
             control.should_training_stop = True
             # As the Trainer does at its own last step.
             control.should_evaluate |= args.eval_strategy == "steps"
             control.should_save |= args.save_strategy == "steps"
         if control.should_training_stop or state.global_step >= state.max_steps:
-            self._duties.finish()
+            self._hooks.finish()
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Finishes the training if another callback has stopped it."""
         if control.should_training_stop:
-            self._duties.finish()
+            self._hooks.finish()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Finishes the training if that was not done before."""
-        self._duties.finish()
+        self._hooks.finish()
 
     def on_log(
         self,
@@ -138,7 +139,7 @@ class AveragingCallback(TrainerCallback):
     ) -> None:
         """Adds the averager's status to the Trainer's training logs."""
         if logs is not None and "loss" in logs:
-            status = self._duties.scalars()
+            status = self._hooks.scalars()
             logs.update(status)
             state.log_history[-1].update(status)
 

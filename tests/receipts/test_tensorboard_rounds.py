@@ -1,4 +1,4 @@
-"""averaging.integrations.tensorboard: what a run writes is read back by TensorBoard itself."""
+"""averaging.integrations.loggers: what a run writes is read back by TensorBoard itself."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.tensorboard import SummaryWriter
 
 from averaging import LocalSGD, Outcome, Receipt
-from averaging.integrations.duties import RoundLogger, round_scalars
-from averaging.integrations.tensorboard import TensorBoardRounds
+from averaging.integrations.loggers import RoundLogger, TensorBoardRounds, round_scalars
 from averaging.receipts import Dropped, Straggler
 from tests.support.training import SGD, Run, steps
 from tests.trainers import page
@@ -141,7 +140,7 @@ def test_a_trainer_that_is_not_installed_is_named_with_its_extra(
 def test_a_logger_that_is_not_installed_is_named_with_its_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from averaging.integrations.wandb import WandbRounds
+    from averaging.integrations.loggers import WandbRounds
 
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ImportError, match=r"needs wandb, .* python -m pip install 'averaging\[wandb\]'"):

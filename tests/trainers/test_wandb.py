@@ -1,4 +1,4 @@
-"""averaging.integrations.wandb with the real library, offline; what it has kept is read back from its file."""
+"""averaging.integrations.loggers with the real library, offline; what it has kept is read back from its file."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ import wandb
 from wandb.proto import wandb_internal_pb2
 
 from averaging import LocalSGD, Outcome, Receipt
-from averaging.integrations.tensorboard import TensorBoardRounds
-from averaging.integrations.wandb import WandbRounds
+from averaging.integrations.loggers import TensorBoardRounds, WandbRounds
 from averaging.receipts import Straggler
 from tests.support.training import Run, steps
 from tests.trainers import page

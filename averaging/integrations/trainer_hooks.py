@@ -4,72 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 import torch
 
 from averaging.averager import DecentralizedAverager
 from averaging.errors import AveragingError, ConfigError, TensorError
-from averaging.receipts import Receipt
+from averaging.integrations.loggers import status_scalars
 from averaging.strategies import GradientAveraging
-
-# The error for a library that is not installed.
-
-
-def missing(library: str, extra: str) -> ImportError:
-    """Returns the error to raise if `library` cannot be imported.
-
-    Args:
-        library: import name.
-        extra: extra of this package that installs it.
-    """
-    return ImportError(
-        f"averaging.integrations.{extra} needs {library}, which cannot be imported; "
-        f"install it: python -m pip install 'averaging[{extra}]'"
-    )
-
-
-# Scalars of receipts and of the averager's status, for logs and plots.
-
-
-def round_scalars(receipt: Receipt) -> dict[str, float]:
-    """Returns the numbers of one round: seconds, bytes, members, elements."""
-    straggler = receipt.straggler
-    return {
-        "round/averaged": float(receipt.averaged),
-        "round/seconds": receipt.seconds,
-        **{f"round/seconds/{phase}": seconds for phase, seconds in receipt.phases.items()},
-        "round/bytes_sent": receipt.bytes_sent,
-        "round/bytes_received": receipt.bytes_received,
-        "round/members": len(receipt.members),
-        "round/dropped": len(receipt.dropped),
-        "round/kept_local": receipt.kept_local,
-        "round/straggler_seconds": 0.0 if straggler is None else straggler.seconds,
-    }
-
-
-def status_scalars(averager: DecentralizedAverager) -> dict[str, float]:
-    """Returns the progress of the averager and its run; `global_step` only if the strategy has global steps.
-
-    Raises:
-        ClosedError: the averager was closed.
-    """
-    status = averager.status
-    global_step = {} if status.global_step is None else {"averaging/global_step": status.global_step}
-    return {
-        "averaging/local_step": status.local_step,
-        **global_step,
-        "averaging/samples": status.samples,
-        "averaging/peers": len(status.peers),
-        "averaging/rounds": status.peer.rounds,
-    }
-
 
 logger = logging.getLogger("averaging.integrations")
 
 
-class Duties:
+class TrainerHooks:
     """The tasks of one trainer for one averager.
 
     Args:
@@ -177,46 +123,3 @@ class Duties:
             return status_scalars(self._averager)
         except AveragingError:
             return {}
-
-
-# The base class of loggers for the averager's rounds.
-
-
-class RoundLogger(ABC):
-    """A callable for `on_round`, which gets each receipt. Subclasses write the numbers.
-
-    If they cannot be written, for example to a full disk, there is one warning and the training continues.
-
-    Args:
-        on_round: called with each receipt afterwards, for example another logger.
-    """
-
-    def __init__(self, on_round: Callable[[Receipt], object] | None = None) -> None:
-        self._on_round = on_round
-        self._averager: DecentralizedAverager | None = None
-        self._has_failed = False
-
-    def follow(self, averager: DecentralizedAverager) -> None:
-        """Also writes the averager's status with each round: its steps, samples and peers."""
-        self._averager = averager
-
-    def __call__(self, receipt: Receipt) -> None:
-        """Writes one round."""
-        scalars = round_scalars(receipt)
-        if self._averager is not None:
-            try:
-                scalars |= status_scalars(self._averager)
-            except AveragingError:  # it left on SIGTERM during the round
-                self._averager = None
-        try:
-            self.write(receipt, scalars)
-        except Exception as error:  # of any library: a failed log must not end the training
-            if not self._has_failed:
-                self._has_failed = True
-                logger.warning("%s cannot write round %d: %s. Training continues", self, receipt.round, error)
-        if self._on_round is not None:
-            self._on_round(receipt)
-
-    @abstractmethod
-    def write(self, receipt: Receipt, scalars: dict[str, float]) -> None:
-        """Writes the numbers of one round."""

@@ -1,0 +1,220 @@
+"""What is logged of each round, and the loggers for TensorBoard and Weights & Biases.
+
+A new number of a round goes into `round_scalars`, one of the averager's progress into `status_scalars`.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from averaging.averager import DecentralizedAverager
+from averaging.errors import AveragingError, ConfigError
+from averaging.receipts import Receipt
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+logger = logging.getLogger("averaging.integrations")
+
+
+def missing(library: str, extra: str) -> ImportError:
+    """Returns the error to raise if `library` cannot be imported.
+
+    Args:
+        library: import name.
+        extra: extra of this package that installs it.
+    """
+    return ImportError(
+        f"averaging.integrations needs {library}, which cannot be imported; "
+        f"install it: python -m pip install 'averaging[{extra}]'"
+    )
+
+
+def round_scalars(receipt: Receipt) -> dict[str, float]:
+    """Returns the numbers of one round: seconds, bytes, members, elements."""
+    straggler = receipt.straggler
+    return {
+        "round/averaged": float(receipt.averaged),
+        "round/seconds": receipt.seconds,
+        **{f"round/seconds/{phase}": seconds for phase, seconds in receipt.phases.items()},
+        "round/bytes_sent": receipt.bytes_sent,
+        "round/bytes_received": receipt.bytes_received,
+        "round/members": len(receipt.members),
+        "round/dropped": len(receipt.dropped),
+        "round/kept_local": receipt.kept_local,
+        "round/straggler_seconds": 0.0 if straggler is None else straggler.seconds,
+    }
+
+
+def status_scalars(averager: DecentralizedAverager) -> dict[str, float]:
+    """Returns the progress of the averager and its run; `global_step` only if the strategy has global steps.
+
+    Raises:
+        ClosedError: the averager was closed.
+    """
+    status = averager.status
+    global_step = {} if status.global_step is None else {"averaging/global_step": status.global_step}
+    return {
+        "averaging/local_step": status.local_step,
+        **global_step,
+        "averaging/samples": status.samples,
+        "averaging/peers": len(status.peers),
+        "averaging/rounds": status.peer.rounds,
+    }
+
+
+class RoundLogger(ABC):
+    """A callable for `on_round`, which gets each receipt. Subclasses write the numbers.
+
+    If they cannot be written, for example to a full disk, there is one warning and the training continues.
+
+    Args:
+        on_round: called with each receipt afterwards, for example another logger.
+    """
+
+    def __init__(self, on_round: Callable[[Receipt], object] | None = None) -> None:
+        self._on_round = on_round
+        self._averager: DecentralizedAverager | None = None
+        self._has_failed = False
+
+    def follow(self, averager: DecentralizedAverager) -> None:
+        """Also writes the averager's status with each round: its steps, samples and peers."""
+        self._averager = averager
+
+    def __call__(self, receipt: Receipt) -> None:
+        """Writes one round."""
+        scalars = round_scalars(receipt)
+        if self._averager is not None:
+            try:
+                scalars |= status_scalars(self._averager)
+            except AveragingError:  # it left on SIGTERM during the round
+                self._averager = None
+        try:
+            self.write(receipt, scalars)
+        except Exception as error:  # of any library: a failed log must not end the training
+            if not self._has_failed:
+                self._has_failed = True
+                logger.warning("%s cannot write round %d: %s. Training continues", self, receipt.round, error)
+        if self._on_round is not None:
+            self._on_round(receipt)
+
+    @abstractmethod
+    def write(self, receipt: Receipt, scalars: dict[str, float]) -> None:
+        """Writes the numbers of one round."""
+
+
+class TensorBoardRounds(RoundLogger):
+    """Writes each round to TensorBoard, under `round/…`, with the number of the round at this peer as the step.
+
+    ```python
+    rounds = TensorBoardRounds("runs/a")
+    opt = DecentralizedAverager(
+        optimizer, model=model, run_id="example", strategy=LocalSGD(sync_every=50), on_round=rounds
+    )
+    rounds.follow(opt)  # steps, samples and peers too, under `averaging/…`
+    ```
+
+    Args:
+        writer: a SummaryWriter, or a folder for a new one. Each peer needs its own folder.
+        on_round: called with each receipt afterwards.
+
+    Raises:
+        ImportError: `writer` is a folder, and TensorBoard is not installed.
+        OSError: the folder cannot be written.
+    """
+
+    def __init__(
+        self, writer: SummaryWriter | str | Path, *, on_round: Callable[[Receipt], object] | None = None
+    ) -> None:
+        super().__init__(on_round)
+        self._writer = _open_writer(writer) if isinstance(writer, str | Path) else writer
+
+    @property
+    def writer(self) -> SummaryWriter:
+        """The SummaryWriter, for your own scalars."""
+        return self._writer
+
+    def __repr__(self) -> str:
+        return f"TensorBoardRounds({self._writer.log_dir!r})"
+
+    def write(self, receipt: Receipt, scalars: dict[str, float]) -> None:
+        """Writes the numbers, and the receipt as text."""
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, receipt.round)
+        text = f"{receipt}" if receipt.straggler is None else f"{receipt}; waited for {receipt.straggler.endpoint}"
+        self._writer.add_text("round/receipt", text, receipt.round)
+        self._writer.flush()
+
+
+def _open_writer(folder: str | Path) -> SummaryWriter:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise missing("tensorboard", "tensorboard") from error
+    Path(folder).mkdir(parents=True, exist_ok=True)  # with TensorFlow installed, the writer raises no OSError
+    return SummaryWriter(str(folder))
+
+
+class WandbRounds(RoundLogger):
+    """Writes each round to a W&B run, under `round/…`, with the number of the round at this peer as the step.
+
+    ```python
+    rounds = WandbRounds(wandb.init(project="example"))
+    opt = DecentralizedAverager(
+        optimizer, model=model, run_id="example", strategy=LocalSGD(sync_every=50), on_round=rounds
+    )
+    rounds.follow(opt)  # steps, samples and peers too, under `averaging/…`
+    ```
+
+    A round shares a step of W&B's own counter with your calls of `run.log`. It increments the counter only if another
+    round is logged before your next call. So calls with `step=` lose no data if they count calls of `opt.step`.
+
+    Args:
+        run: the value of `wandb.init()`. If None, the current run at each round is used, such as a trainer's.
+        on_round: called with each receipt afterwards.
+
+    Raises:
+        ImportError: `run` is None, and W&B is not installed.
+    """
+
+    def __init__(self, run: Any = None, *, on_round: Callable[[Receipt], object] | None = None) -> None:
+        super().__init__(on_round)
+        self._given = run
+        self._defined: Any = None  # the run whose metrics are defined
+        self._open: int | None = None  # step of the last round, which may not be committed yet
+        if run is None:
+            _current_run()
+
+    def __repr__(self) -> str:
+        return f"WandbRounds({self._given!r})"
+
+    def write(self, receipt: Receipt, scalars: dict[str, float]) -> None:
+        """Writes the numbers, the outcome and the straggler."""
+        run = _current_run() if self._given is None else self._given
+        if run is None:
+            raise ConfigError("there is no current run; call wandb.init() before the first round")
+        if run is not self._defined:
+            run.define_metric("round/number")
+            run.define_metric("round/*", step_metric="round/number")
+            run.define_metric("averaging/*", step_metric="round/number")
+            self._defined, self._open = run, None
+        texts = {
+            "round/outcome": receipt.outcome.value,
+            "round/straggler": "" if receipt.straggler is None else receipt.straggler.endpoint,
+        }
+        if run.step == self._open:
+            run.log({}, commit=True)  # else this round would overwrite the last one
+        run.log({"round/number": receipt.round, **scalars, **texts}, commit=False)
+        self._open = run.step
+
+
+def _current_run() -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise missing("wandb", "wandb") from error
+    return wandb.run
