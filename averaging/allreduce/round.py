@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import torch
 
-from averaging.allreduce.partition import Part, busiest_link, packed_size, packed_sizes, partition, shares
+from averaging.allreduce.partition import busiest_link, packed_size, packed_sizes, partition, shares
 from averaging.allreduce.reducer_side import ReducerSide
 from averaging.allreduce.round_account import AdoptPart, RoundAccount, RoundResult
 from averaging.allreduce.send_window import send_limits, window_bytes
@@ -79,16 +79,6 @@ class AllReduce:
         self._account = RoundAccount(group, endpoint, parts_of, send_limits=limits, identical=identical, adopt=early)
         senders = [member for member in group.members if own and member.sends and member is not me]
         self._monitor = WaitMonitor(deadlines, size_class(packed_size(schema), len(group.members)), len(senders))
-        self._sending = SenderSide(
-            endpoint,
-            group,
-            schema,
-            transport,
-            self._account,
-            monitor=self._monitor,
-            window=window,
-            non_finite=non_finite,
-        )
         self._reducing = ReducerSide(
             me,
             senders,
@@ -99,6 +89,17 @@ class AllReduce:
             send_limits=limits,
             non_finite=non_finite,
             proven=proven,
+        )
+        self._sending = SenderSide(
+            endpoint,
+            group,
+            schema,
+            transport,
+            self._account,
+            self._reducing,
+            monitor=self._monitor,
+            window=window,
+            non_finite=non_finite,
         )
 
     async def run(self, prepare: Prepare, timeout: float) -> RoundResult:
@@ -126,7 +127,7 @@ class AllReduce:
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(self._reducing.run(tensors))
                     for name, parts in self._reducers.items():
-                        tasks.create_task(self._exchange(name, parts, tensors))
+                        tasks.create_task(self._sending.send_to(name, parts, tensors))
         except TimeoutError:
             basis = f"round_timeout + {self._transfer_seconds:.1f} s for its bytes at 10 Mbit/s"
             expired = f"the round's deadline of {seconds:.1f} s = {basis} passed before"
@@ -178,13 +179,6 @@ class AllReduce:
                 self._sending.drop_hold_ups(reducers, now)
 
         return check
-
-    async def _exchange(self, name: str, parts: Sequence[Part], tensors: Sequence[torch.Tensor]) -> None:
-        dropped = await self._sending.send_to(name, parts, tensors)
-        if dropped is None:
-            self._reducing.reducer_finished(name, sum(packed_sizes(self._schema, parts)))
-        else:
-            self._reducing.suspect(dropped)
 
     def result(self) -> RoundResult:
         """The result so far."""

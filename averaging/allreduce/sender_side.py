@@ -12,6 +12,7 @@ from typing import Self
 import torch
 
 from averaging.allreduce.partition import Part, packed_sizes
+from averaging.allreduce.reducer_side import ReducerSide
 from averaging.allreduce.round_account import ANSWERS, RoundAccount, code_of
 from averaging.allreduce.send_window import MAX_HOLD_SECONDS, SendWindow, send_limits
 from averaging.allreduce.wait_monitor import HoldUps, WaitMonitor
@@ -143,6 +144,7 @@ class SenderSide:
 
     Args:
         account: records averages, bytes and dropped members.
+        reducing: expects streams of the same members.
         monitor: enforces the deadlines.
         window: bytes, see `send_window.window_bytes`.
     """
@@ -154,6 +156,7 @@ class SenderSide:
         schema: Schema,
         transport: Transport,
         account: RoundAccount,
+        reducing: ReducerSide,
         *,
         monitor: WaitMonitor,
         window: int,
@@ -162,7 +165,7 @@ class SenderSide:
         self._endpoint, self._group = endpoint, group
         self._schema = schema
         self._transport = transport
-        self._account = account
+        self._account, self._reducing = account, reducing
         self._monitor = monitor
         self._window = window
         self._non_finite = non_finite
@@ -187,19 +190,16 @@ class SenderSide:
             self._monitor.record_hold_up(name)
             self._pending[name].give_up(reason)
 
-    async def send_to(self, name: str, parts: Sequence[Part], tensors: Sequence[torch.Tensor]) -> Dropped | None:
+    async def send_to(self, name: str, parts: Sequence[Part], tensors: Sequence[torch.Tensor]) -> None:
         """Sends a reducer its parts and collects their averages, until all have arrived or it is dropped.
 
         Args:
             name: the reducer.
             parts: its shard, in order.
             tensors: this member's: flat, on the CPU, one per tensor of the schema; read, never written.
-
-        Returns:
-            The reason if the reducer was dropped, else None.
         """
-        received = 0
-        window = SendWindow(send_limits(packed_sizes(self._schema, parts), self._window), MAX_HOLD_SECONDS)
+        received, sizes = 0, packed_sizes(self._schema, parts)
+        window = SendWindow(send_limits(sizes, self._window), MAX_HOLD_SECONDS)
         answer = MessageCode.AVERAGED_PART
 
         def done() -> str:
@@ -242,9 +242,10 @@ class SenderSide:
         self._pending.pop(name, None)
         if received == len(parts):
             self._monitor.done(name, Phase.REPLY)
-            return None
-        self._account.drop(dropped)
-        return dropped
+            self._reducing.reducer_finished(name, sum(sizes))
+        else:
+            self._account.drop(dropped)
+            self._reducing.suspect(dropped)
 
     async def _messages(
         self,

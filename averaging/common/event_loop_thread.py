@@ -152,10 +152,11 @@ class EventLoopThread:
         """
         call = _PendingCall(coroutine)
         try:
-            self._submit(call)
+            self.check()
+            self._loop.call_soon_threadsafe(self._begin, call)
             self._wait_for(call.result)
-        except BaseException:
-            self._abandon(call)
+        except BaseException as error:
+            self._abandon(call, error)
             raise
         result: T = self._result(call.result)
         return result
@@ -168,9 +169,10 @@ class EventLoopThread:
         """
         call = _PendingCall(coroutine)
         try:
-            self._submit(call)
-        except BaseException:
-            self._abandon(call)
+            self.check()
+            self._loop.call_soon_threadsafe(self._begin, call)
+        except BaseException as error:
+            self._abandon(call, error)
             raise
         return call.result
 
@@ -216,13 +218,13 @@ class EventLoopThread:
     def begin_to_close(self) -> None:
         """Starts to close the thread without waiting for its end."""
         if not self._in_fork:
-            self._schedule(self._stop)
+            self._begin_to_stop()
 
     def close(self) -> None:
         """Cancels the calls in progress, leaves the context, and ends the thread. Further calls do nothing."""
         if self._in_fork:
             return
-        self._schedule(self._stop)
+        self._begin_to_stop()
         while self._thread.is_alive():
             self._thread.join(SIGNAL_PERIOD)
         atexit.unregister(self._close_at_exit)
@@ -241,20 +243,12 @@ class EventLoopThread:
         error.__cause__ = self._failure
         return error
 
-    def _submit(self, call: _PendingCall) -> None:
-        self.check()
-        if not self._schedule(self._begin, call):
-            raise self._not_running()
-
-    def _schedule(self, callback: Callable[..., object], *args: object) -> bool:
-        """Schedules a call in the thread. Returns False if its loop is closed."""
+    def _begin_to_stop(self) -> None:
         try:
-            self._loop.call_soon_threadsafe(callback, *args)
+            self._loop.call_soon_threadsafe(self._stop)
         except RuntimeError:
             if not self._loop.is_closed():  # a signal handler has raised it
                 raise
-            return False
-        return True
 
     def _wait_for(self, result: SignalSafeFuture[Any]) -> None:
         while not result.done():
@@ -264,14 +258,20 @@ class EventLoopThread:
             if self._gone and not result.done():
                 raise self._not_running()
 
-    def _abandon(self, call: _PendingCall) -> None:
-        """Cancels a call for which nobody waits, after an exception at any point of the waiting thread."""
+    def _abandon(self, call: _PendingCall, why: BaseException) -> None:
+        """Cancels a call for which nobody waits, after an exception at any point of the waiting thread.
+
+        Raises:
+            ClosedError: the exception says that the loop is closed.
+        """
         if not self._in_fork:
             with suppress(RuntimeError, ClosedError):
                 self._loop.call_soon_threadsafe(self._cancel, call)
                 self._wait_for(call.result)
         if not call.result.done():
             call.coroutine.close()
+        if isinstance(why, RuntimeError) and self._loop.is_closed():
+            raise self._not_running() from None
 
     # In the thread
 

@@ -5,17 +5,16 @@ Read in this order: `peer`, `topics` (what is averaged under which name), `round
 
 from averaging.peer.lifecycle import DiscoveryFactory
 from averaging.peer.peer import FetchedState, Peer
-from averaging.peer.round_options import ExpectedPeers, RoundOptions, all_of
-from averaging.peer.topics import Adopt, Topic, TopicOptions
+from averaging.peer.topics import Adopt, ExpectedAtFirst, ExpectedPeers, RoundOptions, Topic, TopicOptions
 
 __all__ = [
     "Adopt",
     "DiscoveryFactory",
+    "ExpectedAtFirst",
     "ExpectedPeers",
     "FetchedState",
     "Peer",
     "RoundOptions",
     "Topic",
     "TopicOptions",
-    "all_of",
 ]

@@ -19,9 +19,8 @@ from averaging.discovery import Discovery, ShardOfRun, shards_key
 from averaging.discovery.gossip import Waiting
 from averaging.errors import ClosedError, ConfigError, RoundError
 from averaging.peer.lifecycle import DiscoveryFactory, Running, make_transport, start
-from averaging.peer.round_options import Confirm, ExpectedPeers, StartSize, StopSearch
 from averaging.peer.run_progress import RunProgress
-from averaging.peer.topics import Topic, TopicOptions, make_topic
+from averaging.peer.topics import RoundOptions, Topic, TopicOptions, make_topic
 from averaging.protocol import Mode, attach, pack_gather, progress_key
 from averaging.receipts import DriftCheck, DropCode, PeerStatus, Receipt
 from averaging.security import read_credentials
@@ -353,20 +352,7 @@ class Peer(InProcess):
             raise ConfigError(f"topic {name!r} must have no dot and at most {MAX_TOPIC} characters")
         return make_topic(self.config, SharedTensors(tensors, lock_of=self._tensors), name, **options)
 
-    async def average(
-        self,
-        topic: Topic | None = None,
-        *,
-        weight: float = 1.0,
-        gather: Any = None,
-        phase: str = "",
-        start_size: int | StartSize | None = None,
-        expected_peers: ExpectedPeers | None = None,
-        search_timeout: float | None = None,
-        stop_search: StopSearch | None = None,
-        drift: DriftCheck | None = None,
-        confirm: Confirm | None = None,
-    ) -> Receipt:
+    async def average(self, topic: Topic | None = None, **options: Unpack[RoundOptions]) -> Receipt:
         """Finds a group and averages tensors with it.
 
         Cancelling it leaves the group in order. The tensors are not changed then, unless `in_place` is set or the
@@ -375,20 +361,7 @@ class Peer(InProcess):
 
         Args:
             topic: from `topic`; the peer's own tensors if None.
-            weight: of this peer's tensors in the average; finite and at least 0.
-            gather: passed to all members of the group: numbers, strings, bytes, lists, or dicts whose keys are strings,
-                bytes or integers; at most 64 KiB packed.
-            phase: of the topic, such as a step number; only peers in the same phase form a group.
-            start_size: a group that this peer leads begins as soon as it has this many contributing members. A function
-                is called with the others' progress by endpoint whenever that changes. If None it is `group_size`,
-                counting all members; for an auxiliary it is also the number of peers that train.
-            expected_peers: returns the peers to wait for, given the others' progress by endpoint. A peer whose address
-                refuses connections is removed from that progress, so that no peer waits for it.
-            search_timeout: seconds to look for a group; `round_timeout` if None.
-            stop_search: called whenever the others' progress changes; the search ends if it returns True.
-            drift: compares this peer with the other members; its fingerprint is passed to all of them with `gather`.
-            confirm: awaited with the group once the result is there. It returns why the result is not adopted, and the
-                round has failed then; or nothing. It does not work together with `in_place`.
+            options: see `RoundOptions`.
 
         Returns:
             The receipt, also if no group was found or the round failed.
@@ -399,26 +372,10 @@ class Peer(InProcess):
             RoundError: another `average` of this peer is in progress.
             ClosedError: the peer is not running, or was closed meanwhile.
         """
-        running = self._entered
-        weight = check_weight(weight)
-        try:
-            gathered = self._gathered(weight, gather, drift)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        topic = topic or self._own
-        search_timeout = self.config.round_timeout if search_timeout is None else search_timeout
+        running, topic = self._entered, topic or self._own
+        gathered = self._gathered(check_weight(options.get("weight", 1.0)), options.get("gather"), options.get("drift"))
         async with self._one_average.until_closed(running.endpoint):
-            receipt = await running.rounds.average(
-                topic,
-                gathered,
-                phase=phase,
-                start_size=start_size,
-                expected_peers=expected_peers,
-                search_timeout=search_timeout,
-                stop_search=stop_search,
-                drift=drift,
-                confirm=confirm,
-            )
+            receipt = await running.rounds.average(topic, gathered, options)
         if topic.commits and receipt.averaged:
             running.donors.declaration.changed()
         logger.info("%s", receipt)
@@ -430,7 +387,10 @@ class Peer(InProcess):
         if drift is not None:
             with suppress(ValueError):
                 return pack_gather(weight, bandwidth, mode, attach(gather, drift.own))
-        return pack_gather(weight, bandwidth, mode, gather)
+        try:
+            return pack_gather(weight, bandwidth, mode, gather)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
     async def check_division(self) -> None:
         """Checks that the known peers of the run divide the model into shards as this peer's site does.

@@ -6,8 +6,8 @@ import asyncio
 import logging
 import random
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,12 +20,11 @@ from averaging.config import NonFinite, PeerConfig
 from averaging.discovery import Discovery
 from averaging.errors import AveragingError, LyingLeaderError, PeerUnreachableError, RoundError, SchemaMismatchError
 from averaging.matchmaking import Arrivals, Exclusions, LoggedDifferences, Matchmaking, NoGroupError, ResponseHistory
-from averaging.peer.round_options import Confirm, ExpectedPeers, StartSize, StopSearch
 from averaging.peer.run_progress import RunProgress
 from averaging.peer.service import PeerService
-from averaging.peer.topics import Adopt, Topic
+from averaging.peer.topics import Adopt, ExpectedPeers, RoundOptions, StopSearch, Topic
 from averaging.protocol import Fingerprint, Group, Mode, detach
-from averaging.receipts import Account, Drift, DriftCheck, DropCode, LateArrival, Outcome, Receipt, Role
+from averaging.receipts import Account, Drift, DropCode, LateArrival, Outcome, Receipt, Role
 from averaging.security import is_bound
 from averaging.state import Snapshots
 from averaging.tensors import Schema, offload
@@ -94,11 +93,11 @@ class _Round:
 
     number: int
     topic: Topic
+    options: RoundOptions
     schema: Schema  # of the topic's phase
     started: float
     wall_clock: float  # start in seconds since the epoch
-    state: str = ""  # digest of what all members must hold alike
-    check: DriftCheck | None = None
+    receipt: Receipt = field(init=False)  # once it is over
     drift: tuple[Drift, ...] = ()
     group: Group | None = None
     group_found: float = 0.0  # time
@@ -119,6 +118,10 @@ class _Round:
         """Duration of each stage."""
         moments = [*self.stages.values(), end]
         return {stage: after - moment for stage, moment, after in zip(self.stages, moments, moments[1:], strict=False)}
+
+
+class _NotAveragedError(Exception):
+    """Ends a round without an average: the outcome and the reason for its receipt."""
 
 
 class Rounds:
@@ -194,91 +197,83 @@ class Rounds:
             return OVER_LIFETIME
         return min(OVER_LIFETIME, asyncio.get_running_loop().time() - self._phase_searches[0])
 
-    async def average(
-        self,
-        topic: Topic,
-        gathered: bytes,
-        *,
-        phase: str,
-        start_size: int | StartSize | None,
-        expected_peers: ExpectedPeers | None,
-        search_timeout: float,
-        stop_search: StopSearch | None,
-        drift: DriftCheck | None,
-        confirm: Confirm | None = None,
-    ) -> Receipt:
+    async def average(self, topic: Topic, gathered: bytes, options: RoundOptions) -> Receipt:
         """Averages with a group.
 
         Args:
             topic: what is averaged.
             gathered: this peer's packed `gather`.
-            phase: of the topic; only peers in the same phase form a group.
-            start_size: see `Peer.average`.
-            expected_peers: see `Peer.average`.
-            search_timeout: seconds to look for a group.
-            stop_search: see `Peer.average`.
-            drift: see `Peer.average`.
-            confirm: see `Peer.average`.
+            options: see `RoundOptions`.
 
         Returns:
             The receipt. The service's book keeps one in any case, also if this raises.
 
         Raises:
             TensorError: a tensor holds NaN or infinity, unless the peer allows these.
-            Exception: raised by `start_size`, `expected_peers`, `stop_search` or `confirm`.
+            Exception: raised by a function among the options.
         """
         self._count += 1
-        started = asyncio.get_running_loop().time()
-        alike = "" if drift is None or drift.own.moment != phase else drift.own.digest
-        round_ = _Round(self._count, topic, topic.at(phase), started, self._clock(), alike, drift)
+        started, schema = asyncio.get_running_loop().time(), topic.at(options.get("phase", ""))
+        round_ = _Round(self._count, topic, options, schema, started, self._clock())
+        with self._booked(round_):
+            await self._check_finite(round_)
+            group = await self._find_group(round_, gathered)
+            with self._reducing(round_, group) as allreduce:
+                if reason := self._too_small(group):
+                    await allreduce.leave()
+                    raise RoundError(reason)
+                round_.result = await allreduce.run(partial(self._prepare, round_), self._config.round_timeout)
+                await self._adopt(round_, group, round_.result)
+        return round_.receipt
+
+    @contextmanager
+    def _booked(self, round_: _Round) -> Iterator[None]:
+        """Keeps a receipt of the round, however it ends."""
+        outcome, reason = Outcome.CANCELLED, "cancelled by this peer's application"
         try:
-            receipt = await self._average(
-                round_, gathered, start_size, expected_peers, search_timeout, stop_search, confirm
-            )
+            yield
+            outcome, reason = Outcome.AVERAGED, ""
+        except _NotAveragedError as over:
+            outcome, reason = over.args
         except asyncio.CancelledError:
-            if round_.adopted:  # cancelled after the result was written
-                self._service.averaged += 1
-                self._service.book.keep(self._receipt(round_, Outcome.AVERAGED, ""))
-            else:
-                reason = "cancelled by this peer's application"
-                self._service.book.keep(self._receipt(round_, Outcome.CANCELLED, reason))
+            if round_.adopted:  # it was cancelled after the result was written
+                outcome, reason = Outcome.AVERAGED, ""
             raise
         except Exception as error:
-            self._service.book.keep(self._receipt(round_, Outcome.FAILED, f"{type(error).__name__}: {error}"))
+            outcome, reason = Outcome.FAILED, f"{type(error).__name__}: {error}"
             raise
         finally:
             self._last_ended = asyncio.get_running_loop().time()
-        self._service.book.keep(receipt)
-        return receipt
+            self._service.averaged += outcome is Outcome.AVERAGED
+            round_.receipt = self._receipt(round_, outcome, reason)
+            self._service.book.keep(round_.receipt)
 
-    async def _average(
-        self,
-        round_: _Round,
-        gathered: bytes,
-        start_size: int | StartSize | None,
-        expected_peers: ExpectedPeers | None,
-        search_timeout: float,
-        stop_search: StopSearch | None,
-        confirm: Confirm | None,
-    ) -> Receipt:
-        topic = round_.topic
-        if self._config.non_finite is NonFinite.REFUSE and self._config.mode is not Mode.AUXILIARY:
-            round_.enter("checking")
-            try:
-                check, nbytes = topic.tensors.check_finite, topic.tensors.nbytes
-                await topic.tensors.while_locked(check, self._config.round_timeout, nbytes)
-            except RoundError as error:
-                return self._receipt(round_, Outcome.FAILED, str(error))
+    async def _check_finite(self, round_: _Round) -> None:
+        if self._config.non_finite is not NonFinite.REFUSE or self._config.mode is Mode.AUXILIARY:
+            return
+        round_.enter("checking")
+        tensors = round_.topic.tensors
+        try:
+            await tensors.while_locked(tensors.check_finite, self._config.round_timeout, tensors.nbytes)
+        except RoundError as error:
+            raise _NotAveragedError(Outcome.FAILED, str(error)) from error
+
+    async def _find_group(self, round_: _Round, gathered: bytes) -> Group:
         round_.enter("looking")
-        lasting = round_.schema == topic.schema
+        options, began = round_.options, round_.stages["looking"]
+        lasting = round_.schema == round_.topic.schema
         matchmaking = self._service.matchmaking = self.matchmaking(round_.schema, lasting=lasting)
         if not lasting:
-            self._phase_searches.append(round_.stages["looking"])
-        if start_size is None and self._config.mode is Mode.AUXILIARY:
-            start_size = self._all_that_train
-        first = start_size(self._progress.announcements) if callable(start_size) else start_size
-        arrivals = round_.arrivals = Arrivals(self._endpoint, round_.stages["looking"])
-        search = matchmaking.find_group(gathered, self._clock() + search_timeout, first, arrivals)
+            self._phase_searches.append(began)
+        default = self._all_that_train if self._config.mode is Mode.AUXILIARY else None
+        start_size, stop_search = options.get("start_size", default), options.get("stop_search")
+        expected_peers: ExpectedPeers = options.get("expected_peers", _nobody)
+        announcements = self._progress.announcements
+        first = start_size(announcements) if callable(start_size) else start_size
+        seconds = options.get("search_timeout", self._config.round_timeout)
+        deadline = self._clock() + (seconds(announcements) if callable(seconds) else seconds)
+        arrivals = round_.arrivals = Arrivals(self._endpoint, began)
+        search = matchmaking.find_group(gathered, deadline, first, arrivals)
 
         def update(announcements: Mapping[str, bytes]) -> bool:
             """Updates the size at which the group begins. Returns whether the search ends instead."""
@@ -290,51 +285,40 @@ class Rounds:
 
         def missing() -> Collection[str]:
             """The expected peers that have not joined."""
-            expected = () if expected_peers is None else expected_peers(self._progress.announcements)
-            return [name for name in expected if not matchmaking.is_member(name)]
+            return [name for name in expected_peers(self._progress.announcements) if not matchmaking.is_member(name)]
 
         watches = stop_search is not None or callable(start_size)
         try:
-            group = await self._search(round_, search, update if watches else None, missing)
+            return await self._search(round_, search, update if watches else None, missing)
         except (NoGroupError, SchemaMismatchError) as error:
-            return self._receipt(round_, Outcome.NO_GROUP, str(error))
-        # No await until the service knows the all-reduce: parts of its members may come at any moment.
+            raise _NotAveragedError(Outcome.NO_GROUP, str(error)) from error
+
+    @contextmanager
+    def _reducing(self, round_: _Round, group: Group) -> Iterator[AllReduce]:
+        """The all-reduce of a group. Other members may send parts at any moment, so nothing is awaited before."""
         round_.enter("preparing")
-        round_.group_found = asyncio.get_running_loop().time()
+        round_.group_found = round_.stages["preparing"]
         round_.step_rates = self._progress.step_rates(group.endpoints)
         trainers = [member.endpoint for member in group.members if member.sends]  # nobody waits for an auxiliary
-        round_.last_to_arrive = arrivals.last(trainers, self._last_ended)
-        if round_.check is not None:
-            round_.check.counted_as = self._progress.members
-            round_.drift = round_.check.compare(self._endpoint, self._fingerprints(group))
+        if round_.arrivals is not None:
+            round_.last_to_arrive = round_.arrivals.last(trainers, self._last_ended)
+        if (drift := round_.options.get("drift")) is not None:
+            drift.counted_as = self._progress.members
+            round_.drift = drift.compare(self._endpoint, self._fingerprints(group))
         try:
             allreduce = round_.allreduce = self._service.round = self._new_round(round_, group)
         except AveragingError as error:
-            return self._receipt(round_, Outcome.FAILED, str(error))
+            raise _NotAveragedError(Outcome.FAILED, str(error)) from error
         try:
-            if reason := self._too_small(group):
-                await allreduce.leave()
-                return self._receipt(round_, Outcome.FAILED, reason)
-            result = round_.result = await allreduce.run(partial(self._prepare, round_), self._config.round_timeout)
-            round_.enter("adopting")
-            matchmaking.update_group_bits(group)
-            reason = _why_failed(group, self._endpoint, result, topic.adopt)
-            if not reason and confirm is not None:
-                reason = await confirm(group)
-            if not reason and self._config.mode is not Mode.AUXILIARY:
-                adopt, nbytes = partial(self._adopt, round_, result), topic.tensors.nbytes
-                await topic.tensors.while_locked(adopt, self._config.round_timeout, nbytes)
+            yield allreduce
         except RoundError as error:
-            return self._receipt(round_, Outcome.FAILED, str(error))
+            raise _NotAveragedError(Outcome.FAILED, str(error)) from error
         except LyingLeaderError as error:
             self.conduct.note(group.leader, DropCode.PROTOCOL_VIOLATION, self._clock())
-            return self._receipt(round_, Outcome.FAILED, str(error))
+            raise _NotAveragedError(Outcome.FAILED, str(error)) from error
         finally:
             self._service.round = None
             self.conduct.note_dropped(allreduce.result().proven_drops, self._clock())
-        outcome = Outcome.FAILED if reason else Outcome.AVERAGED
-        self._service.averaged += outcome is Outcome.AVERAGED
-        return self._receipt(round_, outcome, reason)
 
     def _too_small(self, group: Group) -> str:
         """Why this peer leaves a group that is too small; empty if it is large enough."""
@@ -445,7 +429,26 @@ class Rounds:
     def _may_write(self) -> bool:
         return not self._snapshots.needs_copy
 
-    def _adopt(self, round_: _Round, result: RoundResult) -> None:
+    async def _adopt(self, round_: _Round, group: Group, result: RoundResult) -> None:
+        """Writes the result to the tensors.
+
+        Raises:
+            RoundError: it is not complete enough, was not confirmed, or the application holds the tensors' lock.
+        """
+        round_.enter("adopting")
+        if self._service.matchmaking is not None:
+            self._service.matchmaking.update_group_bits(group)
+        confirm, tensors = round_.options.get("confirm"), round_.topic.tensors
+        reason = _why_failed(group, self._endpoint, result, round_.topic.adopt)
+        if not reason and confirm is not None:
+            reason = await confirm(group)
+        if reason:
+            raise RoundError(reason)
+        if self._config.mode is not Mode.AUXILIARY:
+            write = partial(self._write, round_, result)
+            await tensors.while_locked(write, self._config.round_timeout, tensors.nbytes)
+
+    def _write(self, round_: _Round, result: RoundResult) -> None:
         topic = round_.topic
         if topic.feedback is not None and round_.inputs is not None:
             plain = [part for part, _ in result.parts if part not in result.encoded]
@@ -492,12 +495,17 @@ class Rounds:
         """The digest of what all members hold alike: of the averages if the result is the state."""
         if result is not None and round_.adopted and round_.topic.commits and not result.kept_local:
             return result.digest
-        return round_.state
+        drift = round_.options.get("drift")
+        return "" if drift is None or drift.own.moment != round_.options.get("phase", "") else drift.own.digest
 
     def _fingerprints(self, group: Group) -> dict[str, Fingerprint]:
         """The fingerprints of the other members that sent one."""
         sent = {member.endpoint: detach(member.user)[1] for member in group.members}
         return {name: one for name, one in sent.items() if one is not None and name != self._endpoint}
+
+
+def _nobody(_: Mapping[str, bytes]) -> Collection[str]:
+    return ()
 
 
 def _with_arrival(account: Account, round_: _Round) -> Account:

@@ -1,18 +1,19 @@
-"""Topics: which tensors a round averages under which name, and how the result is written."""
+"""Topics: which tensors a round averages under which name, and how the result is written; and a round's options."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 
 from averaging.allreduce import Part, RoundResult, changes
 from averaging.common import one_of
 from averaging.config import PeerConfig
-from averaging.protocol import CompressionType, parse_aggregation, parse_compression
+from averaging.protocol import CompressionType, Group, parse_aggregation, parse_compression
+from averaging.receipts import DriftCheck
 from averaging.tensors import ReplyForm, Schema, SharedTensors, Write, decode, describe, encode
 
 # Error feedback: the error of a lossy codec in one round is added to what is sent in the next one.
@@ -194,3 +195,84 @@ def make_topic(
         ErrorFeedback(schema) if error_feedback and reply is ReplyForm.AVERAGE else None,
         config.in_place if in_place is None else in_place,
     )
+
+
+# The options of a round.
+
+
+StopSearch = Callable[[Mapping[str, bytes]], bool]
+"""Whether the search for a group ends, given the others' packed progress by endpoint."""
+
+StartSize = Callable[[Mapping[str, bytes]], int]
+"""Number of contributing members with which a group begins, given the same."""
+
+ExpectedPeers = Callable[[Mapping[str, bytes]], Collection[str]]
+"""Endpoints of the peers for which a round waits, given the same."""
+
+SearchTimeout = Callable[[Mapping[str, bytes]], float]
+"""Seconds to look for a group, given the same as the search begins."""
+
+Confirm = Callable[[Group], Awaitable[str]]
+"""Says why the result of a round with this group is not adopted; an empty text if it is."""
+
+
+class RoundOptions(TypedDict, total=False):
+    """Options of one round: the keyword arguments of `Peer.average`.
+
+    Attributes:
+        weight: weight of this peer's tensors in the average, finite and at least 0; 1 by default, in a strategy that of
+            the averager.
+        gather: value that all members of the group get: numbers, strings, bytes, lists, or dicts whose keys are
+            strings, bytes or integers; at most 64 KiB packed.
+        phase: phase of the topic, such as a step number; only peers in the same phase form a group.
+        start_size: number of contributing members with which a group that this peer leads begins at once. A function
+            is called with the others' progress by endpoint whenever that changes. By default it is `group_size`,
+            counting all members; for an auxiliary it is also the number of peers that train; in a strategy it is the
+            number of expected peers that have not left, and this one.
+        expected_peers: function that returns the peers to wait for, given the others' progress by endpoint. A peer
+            whose address refuses connections is removed from that progress, so that no peer waits for it. By default
+            nobody is waited for; in a strategy all peers that train in the run are.
+        search_timeout: seconds to look for a group, or a function that returns them, given the others' progress;
+            `round_timeout` by default, in a strategy `group_wait` for each key to search.
+        stop_search: function that is called whenever the others' progress changes; the search ends if it returns True.
+            In a strategy it ends by default when all expected peers have left.
+        drift: comparison of this peer with the other members, in a strategy from `Training.fingerprint`; its
+            fingerprint is passed to all of them with `gather`.
+        confirm: function that is awaited with the group once the result is there. It returns why the result is not
+            adopted, and the round has failed then; or nothing. It does not work together with `in_place`, and is not
+            for strategies.
+    """
+
+    weight: float
+    gather: Any
+    phase: str
+    start_size: int | StartSize
+    expected_peers: ExpectedPeers
+    search_timeout: float | SearchTimeout
+    stop_search: StopSearch
+    drift: DriftCheck
+    confirm: Confirm
+
+
+class ExpectedAtFirst:
+    """The peers that a round expects as its search begins, and which of them are expected later on.
+
+    Args:
+        peers: function of the others' progress, see `RoundOptions`.
+    """
+
+    def __init__(self, peers: ExpectedPeers) -> None:
+        self.peers = peers
+        self._first: frozenset[str] | None = None
+
+    def start_size(self, announcements: Mapping[str, bytes]) -> int:
+        """The number of those that are still expected, and this peer."""
+        present = frozenset(self.peers(announcements))
+        if self._first is None:
+            self._first = present
+        return 1 + len(self._first & present)
+
+    def have_left(self, announcements: Mapping[str, bytes]) -> bool:
+        """Whether there were some, and nobody is expected any more."""
+        self.start_size(announcements)
+        return bool(self._first) and not self.peers(announcements)

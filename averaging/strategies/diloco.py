@@ -154,31 +154,28 @@ class DiLoCo(LockstepStrategy):
     def step(
         self, training: Training, closure: Callable[[], float] | None = None, batch_size: int | None = None
     ) -> float | None:
-        """One local step. The first one starts from the present parameters: they may have been loaded or averaged."""
+        """One local step; ends a round whose result is due, and begins the next one if that is due.
+
+        The first step starts from the present parameters: they may have been loaded or averaged.
+        """
         if training.local_step == self.history.step == 0:
             with training.locked():
                 self._anchor()
-        return super().step(training, closure, batch_size)
+        loss = training.inner_step(closure, self.max_norm)
+        self._schedule.count(training.now())
+        if self._pending is not None and self._schedule.steps >= self.delay:
+            self._end(training, self._pending)
+        if self._pending is None:
+            others, is_behind, is_due = training.agreed(lambda: self._look(training))
+            if not (is_behind and self.catch_up(training, others)) and is_due:
+                self._begin(training, self._next_fragment, others.together)
+        if self._pending is not None and not self.delay:
+            self._end(training, self._pending)
+        return loss
 
     def _anchor(self) -> None:
         for fragment in self._fragments:
             fragment.anchor()
-
-    def after_step(self, training: Training) -> None:
-        """Ends a round whose result is due, and begins the next one if that is due."""
-        self._schedule.count(training.now())
-        if self._pending is not None:
-            if self._schedule.steps < self.delay:
-                return
-            self._end(training, self._pending)
-        others, is_behind, is_due = training.agreed(lambda: self._look(training))
-        if is_behind and self.catch_up(training, others):
-            return
-        if is_due:
-            fragment = self._next_fragment
-            self._begin(training, fragment, others.together)
-            if self._pending is not None and not self.delay:
-                self._end(training, self._pending)
 
     def finish(self, training: Training) -> None:
         """Waits for the round in progress."""

@@ -145,28 +145,18 @@ class LocalSGD(Strategy):
     def step(
         self, training: Training, closure: Callable[[], float] | None = None, batch_size: int | None = None
     ) -> float | None:
-        """One local step; before the first one after a round, the parameters are those of all its members."""
+        """One local step, and a round if one is due.
+
+        Before the first step after a round, the parameters are those of all its members.
+        """
         if self._averaged_in:
             group, self._averaged_in = self._averaged_in, ""
             self._alike = training.fingerprint(training.parameters, group, int(group[:8], 16))
-        return super().step(training, closure, batch_size)
-
-    def after_step(self, training: Training) -> None:
-        """Averages if a round is due."""
+        loss = training.inner_step(closure, self.max_norm)
         self._schedule.count(training.now())
-        topic = self._topic or self._make_topic(training)
-        others, is_due = training.agreed(lambda: (self._news(training), self._is_due(training, topic)))
-        if others is not None and self.catch_up(training, others):
-            return
-        if self._pending is not None:
-            if not training.is_over(self._pending):
-                return
-            self._apply(training, self._pending)
-            is_due = training.agreed(lambda: self._is_due(training, topic))
-        if not is_due:
-            return
-        if self._averages_state(training):
-            topic = self._current_topic(training, topic)
+        topic = self._due_topic(training)
+        if topic is None:
+            return loss
         self._schedule.restart()  # before the round, whose result newcomers get together with the steps since it
         options: RoundOptions = {"expected_peers": still_training}
         if self._alike is not None:
@@ -177,6 +167,22 @@ class LocalSGD(Strategy):
             self._pending = training.begin(topic, **options)
         else:
             self._end_round(training, training.average(topic, **options))
+        return loss
+
+    def _due_topic(self, training: Training) -> Topic | None:
+        """What is averaged now, if a round is due; applies the result of the round before."""
+        topic = self._topic or self._make_topic(training)
+        others, is_due = training.agreed(lambda: (self._news(training), self._is_due(training, topic)))
+        if others is not None and self.catch_up(training, others):
+            return None
+        if self._pending is not None:
+            if not training.is_over(self._pending):
+                return None
+            self._apply(training, self._pending)
+            is_due = training.agreed(lambda: self._is_due(training, topic))
+        if is_due and self._averages_state(training):
+            topic = self._current_topic(training, topic)
+        return topic if is_due else None
 
     def state(self) -> Extras:
         """The local steps since the last round."""

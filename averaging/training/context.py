@@ -17,7 +17,7 @@ import torch
 from averaging.common import EventLoopThread, check_weight, listed, on_loop
 from averaging.config import NonFinite
 from averaging.errors import ClosedError, TensorError
-from averaging.peer import FetchedState, Peer, RoundOptions, Topic, TopicOptions, all_of
+from averaging.peer import ExpectedAtFirst, FetchedState, Peer, RoundOptions, Topic, TopicOptions
 from averaging.protocol import Fingerprint, shorten
 from averaging.receipts import Drift, DriftCheck, DriftKind, HyperparameterLog, Receipt, StepRate
 from averaging.state import Extras, State
@@ -453,7 +453,7 @@ class Training:
             if self.site.size > 1:
                 return self.receipt_of(self.begin(topic, **options))
             self.check_tensors()
-            receipt = self._thread.run(self._round(None, topic, options))
+            receipt = self._thread.run(self._round(topic, options))
         return self._report(receipt)
 
     def _has_parameters(self, topic: Topic | None) -> bool:
@@ -466,7 +466,9 @@ class Training:
         pending = PendingRound(self.site, (topic or self._model_topic).tensors.tensors)
         self.check_tensors()
         if self.site.owns:
-            pending.began(self._thread, self._round(pending, topic, options))
+            round_ = self._round(topic, options, pending)
+            with pending.starting():
+                pending.receipt = self._thread.start(round_ if self.site.shards == 1 else pending.proposing(round_))
         return pending
 
     def is_over(self, pending: PendingRound) -> bool:
@@ -480,43 +482,38 @@ class Training:
         return self._report(end_of(pending, self._thread))
 
     def _round(
-        self, pending: PendingRound | None, topic: Topic | None, options: RoundOptions
+        self, topic: Topic | None, options: RoundOptions, pending: PendingRound | None = None
     ) -> Coroutine[Any, Any, Receipt]:
+        """A round in the peer's thread, with the options that the strategy has left to the averager."""
         self._synchronize()
-        gather = self._counters.added_to(options.get("gather"))  # in the training thread, which counts
-        config, weight, compared = self._peer.config, self.weight, self._compared(options)
-        # One declaration, and another one for each group bit that may have to be dropped.
-        search_timeout = min(config.group_wait * (1 + len(config.group_bits)), config.round_timeout)
-        names = self._peer.shard
+        config, shard = self._peer.config, self._peer.shard
         expected_peers = options.get("expected_peers", frozenset)
-        if names is not None:
-            expected_peers = names.translated(expected_peers)
+        expected = ExpectedAtFirst(expected_peers if shard is None else shard.translated(expected_peers))
+        # One declaration, and another one for each group bit that may have to be dropped.
+        seconds = min(config.group_wait * (1 + len(config.group_bits)), config.round_timeout)
+        chosen: RoundOptions = {
+            "weight": self.weight,
+            "start_size": expected.start_size,
+            "search_timeout": lambda seen: seconds if self._may_come(expected, seen) else 0.0,
+        }
+        if "expected_peers" in options or "search_timeout" not in options:
+            chosen["stop_search"] = expected.have_left
+        chosen.update(options)
+        chosen["expected_peers"] = expected.peers
+        chosen["gather"] = self._counters.added_to(options.get("gather"))  # in the training thread, which counts
+        chosen["drift"] = self._compared(options)
+        if shard is not None and pending is not None:
+            chosen["confirm"] = pending.confirm
+            chosen["gather"] = wrapped(shard.site, chosen["gather"])
+        return self._peer.average(topic or self._model_topic, **chosen)
 
-        async def average() -> Receipt:
-            progress = self._peer.progress
-            announcements = progress.announcements
-            expected = expected_peers(announcements)
-            # Those whose training has ended, or that refuse connections, make no group any more.
-            may_come = self._peer.peers - {self._peer.endpoint}
-            if not expected and not still_training(announcements):
-                may_come -= progress.announcers
-            chosen: RoundOptions = {
-                "weight": weight,
-                "start_size": all_of(expected_peers, announcements),
-                "expected_peers": expected_peers,
-                "search_timeout": search_timeout if may_come else 0.0,
-            }
-            if expected and ("expected_peers" in options or "search_timeout" not in options):
-                chosen["stop_search"] = lambda seen: not expected_peers(seen)  # all of them have left
-            chosen.update(options)
-            chosen["gather"], chosen["drift"] = gather, compared
-            if names is not None and pending is not None:
-                chosen["confirm"] = pending.confirm
-                chosen["expected_peers"] = expected_peers
-                chosen["gather"] = wrapped(names.site, chosen.get("gather"))
-            return await self._peer.average(topic or self._model_topic, **chosen)
-
-        return average()
+    def _may_come(self, expected: ExpectedAtFirst, announcements: Mapping[str, bytes]) -> bool:
+        """Whether a group may be found; called in the peer's thread."""
+        may_come = self._peer.peers - {self._peer.endpoint}
+        # Those whose training has ended, or that refuse connections, make no group any more.
+        if not expected.peers(announcements) and not still_training(announcements):
+            may_come -= self._peer.progress.announcers
+        return bool(may_come)
 
     # Drift
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,24 +43,25 @@ class PendingRound:
         self._proposal: SignalSafeFuture[_Proposal | None] = SignalSafeFuture()
         self._verdict: asyncio.Future[str] | None = None  # used by the peer's thread only
 
-    def began(self, thread: EventLoopThread, round_: Coroutine[Any, Any, Receipt]) -> None:
-        """Runs the round in the peer's thread."""
-
-        async def run() -> Receipt:
-            try:
-                return await round_
-            finally:
-                if not self._proposal.done():
-                    self._proposal.set_result(None)
-
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Wraps the start of the round in the peer's thread; all ranks learn from `end_of` that it is closed."""
         try:
-            self.receipt = thread.start(run())
+            yield
         except ClosedError as error:
             if self.site.size == 1:
                 raise
-            self.receipt = SignalSafeFuture()  # so that `end_of` tells all ranks
+            self.receipt = SignalSafeFuture()
             self.receipt.set_exception(error)
             self._proposal.set_result(None)
+
+    async def proposing(self, round_: Coroutine[Any, Any, Receipt]) -> Receipt:
+        """Runs the round of a shard; if it ends without a result, no verdict is waited for."""
+        try:
+            return await round_
+        finally:
+            if not self._proposal.done():
+                self._proposal.set_result(None)
 
     def done(self) -> bool:
         """Whether the round has ended at this rank."""

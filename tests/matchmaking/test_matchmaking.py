@@ -18,8 +18,7 @@ from averaging.discovery.gossip.record import RecordLimits
 from averaging.errors import PeerUnreachableError, SchemaMismatchError
 from averaging.matchmaking.rules import pack_looking
 from averaging.matchmaking.schema_differences import MAX_REMEMBERED, LoggedDifferences
-from averaging.peer import Topic, rounds
-from averaging.peer.round_options import all_of
+from averaging.peer import ExpectedAtFirst, Topic, rounds
 from averaging.protocol.group import pack_gather
 from averaging.protocol.messages import JoinRequest, MessageCode
 from averaging.testing import virtual_time
@@ -244,7 +243,7 @@ def test_no_peer_waits_for_one_that_has_left() -> None:
                 for peer in (first, second, leaves):
                     assert len(await peer.progress.until(lambda seen: len(seen) >= 2, 10.0)) >= 2
                 averaging = [
-                    asyncio.create_task(peer.average(start_size=all_of(frozenset, peer.progress.announcements)))
+                    asyncio.create_task(peer.average(start_size=ExpectedAtFirst(frozenset).start_size))
                     for peer in (first, second)
                 ]
                 await asyncio.sleep(5.0)
@@ -271,9 +270,7 @@ def test_an_auxiliary_makes_a_group_begin_neither_later_nor_sooner(group_wait: f
                 assert await peer.progress.until(bool, 10.0)
             averaging = [asyncio.create_task(auxiliary.average())]
             for peer in trains:
-                averaging.append(
-                    asyncio.create_task(peer.average(start_size=all_of(frozenset, peer.progress.announcements)))
-                )
+                averaging.append(asyncio.create_task(peer.average(start_size=ExpectedAtFirst(frozenset).start_size)))
                 await asyncio.sleep(3.0)
             return await asyncio.gather(*averaging)
 

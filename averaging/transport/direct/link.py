@@ -205,7 +205,25 @@ class Link:
             PeerUnreachableError: the connection was lost or closed.
         """
         self._sending = True
-        await self._send(kind, head, body)
+        pieces = self._pieces(kind, head, body)
+        limit = math.inf
+        while pieces:
+            if self.lost:
+                raise PeerUnreachableError(self.name, self.lost)
+            try:
+                sent = self._socket.sendmsg(pieces)
+            except (BlockingIOError, InterruptedError):
+                if limit == math.inf and self.write_seconds is not None:
+                    limit = self._loop.time() + self.write_seconds(len(body))
+                await self._wait_for_writer(limit)
+                continue
+            except OSError:
+                self._lose()
+                continue
+            while pieces and sent >= len(pieces[0]):
+                sent -= len(pieces.pop(0))
+            if pieces:
+                pieces[0] = pieces[0][sent:]
         self._sending = False
         if self._alive_wanted:
             self.tell_alive()
@@ -243,30 +261,12 @@ class Link:
         if self.lost:
             raise PeerUnreachableError(self.name, self.lost)
 
-    async def _send(self, kind: FrameKind, head: bytes, body: Buffer) -> None:
+    def _pieces(self, kind: FrameKind, head: bytes, body: Buffer) -> list[memoryview]:
+        """A frame as the system gets it, without a copy of a body that is not sealed."""
         header = pack_header(kind, len(head), len(body))
-        if self._ciphers is not None:
-            pieces = [memoryview(header), self._seal(self._ciphers.sending, header, head, body)]
-        else:
-            pieces = [memoryview(piece) for piece in (header, body, head) if len(piece)]
-        limit = math.inf
-        while pieces:
-            if self.lost:
-                raise PeerUnreachableError(self.name, self.lost)
-            try:
-                sent = self._socket.sendmsg(pieces)
-            except (BlockingIOError, InterruptedError):
-                if limit == math.inf and self.write_seconds is not None:
-                    limit = self._loop.time() + self.write_seconds(len(body))
-                await self._wait_for_writer(limit)
-                continue
-            except OSError:
-                self._lose()
-                continue
-            while pieces and sent >= len(pieces[0]):
-                sent -= len(pieces.pop(0))
-            if pieces:
-                pieces[0] = pieces[0][sent:]
+        if self._ciphers is None:
+            return [memoryview(piece) for piece in (header, body, head) if len(piece)]
+        return [memoryview(header), self._seal(self._ciphers.sending, header, head, body)]
 
     def _seal(self, cipher: Cipher, header: bytes, head: bytes, body: Buffer) -> memoryview:
         after_body = len(body) + TAG_BYTES if len(body) else 0

@@ -6,7 +6,6 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
 from typing import Any
 
 from averaging.common import parse_address
@@ -23,58 +22,8 @@ from averaging.transport.direct.opening import ECHO, OPEN, Grant, Request, echo_
 from averaging.transport.direct.serving import HeldLimits
 from averaging.transport.grpc import Callers, GrpcTransport, Handlers, call_unary, check_listen, held_limits
 
-# Sends one stream of parts over a connection, and yields the replies.
-
-
 FRAMES_AT_ONCE = 16
 """Frames that are sent before other tasks of the event loop get a chance."""
-
-
-async def call(
-    link: Link, endpoint: str, messages: AsyncIterator[AveragingData], heads: HeaderCache
-) -> AsyncGenerator[AveragingData, None]:
-    """Sends `messages` from a background task and yields the replies. `messages` is closed with the call.
-
-    The connection is closed unless both sides have ended the stream in order.
-
-    Raises:
-        PeerUnreachableError: the connection was lost.
-        CallRefusedError: the callee ended the stream with an error.
-        ProtocolViolationError: an answer is malformed.
-        Exception: of `messages`.
-    """
-    upload = _DirectUpload(link, messages)
-    in_order = averaged = False
-    try:
-        while (frame := await _next(link, upload)).kind is FrameKind.PART:
-            try:
-                reply = heads.decode(frame.head, frame.body)
-            except ProtocolViolationError as error:
-                raise ProtocolViolationError(f"answered with {error}", endpoint) from None
-            del frame  # its buffer may be used again when the reply is not needed any more
-            averaged = averaged or reply.tensor_part is not None
-            yield reply
-            del reply
-        if frame.kind is FrameKind.ERROR:
-            in_order = True
-            raise decode_error(endpoint, frame.head)
-        if frame.kind is not FrameKind.END:
-            raise ProtocolViolationError(f"answered with {frame.kind.name} in a stream of parts", endpoint)
-        in_order = True
-    finally:
-        link.spent = in_order and not averaged  # see `serve_stream`
-        if not in_order or not upload.ended:
-            link.close(abort=True)
-        await upload.close()
-
-
-async def _next(link: Link, upload: _DirectUpload) -> Frame:
-    try:
-        return await link.read()
-    except PeerUnreachableError:
-        if upload.failure is not None:
-            raise upload.failure from None
-        raise
 
 
 class _DirectUpload:
@@ -85,13 +34,13 @@ class _DirectUpload:
         failure: the exception of the iterator of messages, which closes the connection.
     """
 
-    def __init__(self, link: Link, messages: AsyncIterator[AveragingData]) -> None:
+    def __init__(self, link: Link) -> None:
         self.ended = False
         self.failure: Exception | None = None
         self._link = link
-        self._task: asyncio.Task[None] | None = asyncio.create_task(self._run(messages))
 
-    async def _run(self, messages: AsyncIterator[AveragingData]) -> None:
+    async def run(self, messages: AsyncIterator[AveragingData]) -> None:
+        """Sends `messages` and the end of the stream."""
         link = self._link
         try:
             sent = 0
@@ -112,13 +61,14 @@ class _DirectUpload:
             if isinstance(messages, AsyncGenerator):
                 await messages.aclose()
 
-    async def close(self) -> None:
-        """Ends the upload. Its task keeps its exception, whose frames keep this object, so both are dropped."""
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.wait({task})
-        self.failure = None
+    async def next_frame(self) -> Frame:
+        """The next frame of the other side; the upload's exception, if that has ended the connection."""
+        try:
+            return await self._link.read()
+        except PeerUnreachableError:
+            if self.failure is not None:
+                raise self.failure from None
+            raise
 
 
 SUPPORTED = hasattr(socket.socket, "sendmsg") and hasattr(socket.socket, "recvmsg_into")
@@ -254,14 +204,46 @@ class DirectTransport(GrpcTransport):
         return self._call(endpoint, messages)
 
     async def _call(self, endpoint: str, messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
+        """Sends `messages` from a task of its own and yields the replies. `messages` is closed with the call.
+
+        The connection is closed unless both sides have ended the stream in order.
+
+        Raises:
+            PeerUnreachableError: the connection was lost.
+            CallRefusedError: the callee ended the stream with an error.
+            ProtocolViolationError: an answer is malformed.
+            Exception: of `messages`.
+        """
         link = self._lanes.take(endpoint)
         if link is None:
             raise PeerUnreachableError(endpoint, self._lanes.reason(endpoint))
+        upload = _DirectUpload(link)
+        uploading = asyncio.create_task(upload.run(messages))
+        in_order = averaged = False
         try:
-            async with aclosing(call(link, endpoint, messages, self._heads)) as replies:
-                async for reply in replies:
-                    yield reply
+            while (frame := await upload.next_frame()).kind is FrameKind.PART:
+                try:
+                    reply = self._heads.decode(frame.head, frame.body)
+                except ProtocolViolationError as error:
+                    raise ProtocolViolationError(f"answered with {error}", endpoint) from None
+                del frame  # its buffer may be used again when the reply is not needed any more
+                averaged = averaged or reply.tensor_part is not None
+                yield reply
+                del reply
+            in_order = frame.kind in (FrameKind.ERROR, FrameKind.END)
+            if frame.kind is FrameKind.ERROR:
+                raise decode_error(endpoint, frame.head)
+            if not in_order:
+                raise ProtocolViolationError(f"answered with {frame.kind.name} in a stream of parts", endpoint)
         finally:
+            link.spent = in_order and not averaged  # see `serve_stream`
+            if not in_order or not upload.ended:
+                link.close(abort=True)
+            uploading.cancel()
+            await asyncio.wait({uploading})
+            # A task and an upload keep an exception, whose frames keep them.
+            upload.failure = None
+            del uploading
             self._lanes.give_back(endpoint, link)
 
     @property
