@@ -31,18 +31,15 @@ from averaging.tensors import check_size
 from averaging.timing import Deadline, Deadlines, FairTimeout, Phase
 from averaging.transport import Message, RpcCaller, RpcHandler, RpcMethod, RpcService, rpc_caller
 from averaging.transport.grpc import (
-    TENSOR_DTYPES,
     Caller,
     Dialling,
     GrpcTransport,
     TensorMessage,
     TensorReader,
-    tensor_dtype_name,
     tensor_messages,
 )
 
 __all__ = [
-    "TENSOR_DTYPES",
     "Credentials",
     "Deadline",
     "Deadlines",
@@ -62,7 +59,6 @@ __all__ = [
     "check_size",
     "read_credentials",
     "rpc_caller",
-    "tensor_dtype_name",
     "tensor_messages",
 ]
 

@@ -22,7 +22,7 @@ from averaging.config import NonFinite
 from averaging.errors import LyingLeaderError, NonFiniteError, ProtocolViolationError, TransportError
 from averaging.protocol import AveragingData, CompressionType, Member, MessageCode, WireTensor
 from averaging.receipts import DropCode, Dropped
-from averaging.tensors import ReplyForm, Schema, decode, decode_as, encode, finite_as
+from averaging.tensors import ReplyForm, Schema, decode, decode_as, dtype_name, encode, finite_as
 from averaging.timing import Deadline, Phase
 
 logger = logging.getLogger("averaging.allreduce")
@@ -437,7 +437,7 @@ class ReducerSide:
             what,
             number,
             self._me.endpoint,
-            str(dtype).removeprefix("torch."),
+            dtype_name(dtype),
         )
         return False
 

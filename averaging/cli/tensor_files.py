@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from averaging.cli.atomic_files import beside, replaced_atomically
 from averaging.cli.error_reporting import NOT_DONE, WRONG_USAGE, CommandError
-from averaging.tensors import DTYPES, all_finite
+from averaging.tensors import AVERAGED_DTYPES, all_finite
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -101,10 +101,12 @@ def check_can_be_averaged(path: Path, tensors: Mapping[str, torch.Tensor], *, al
     """
     if not tensors:
         raise CommandError(f"{path} contains no tensors to average, apart from integers and excluded ones", WRONG_USAGE)
-    wrong = [f"{name!r} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in DTYPES.values()]
+    wrong = [
+        f"{name!r} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in AVERAGED_DTYPES.values()
+    ]
     if wrong:
         raise CommandError(
-            f"{path}: {_listed(wrong)} cannot be averaged; {', '.join(DTYPES)} can. Leave them out with "
+            f"{path}: {_listed(wrong)} cannot be averaged; {', '.join(AVERAGED_DTYPES)} can. Leave them out with "
             "--exclude, or convert them",
             WRONG_USAGE,
         )

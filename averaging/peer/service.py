@@ -15,8 +15,8 @@ from averaging.errors import BusyError, ProtocolViolationError
 from averaging.matchmaking import Matchmaking
 from averaging.protocol import AveragingData, DownloadData, JoinRequest, MessageCode, MessageFromLeader, Resume
 from averaging.receipts import PeerStatus, ReceiptBook, Watched
-from averaging.state import MIN_RATE, Snapshots, Throughput, nbytes_of, pack
-from averaging.tensors import Schema
+from averaging.state import MIN_RATE, Snapshots, Throughput, pack
+from averaging.tensors import Schema, nbytes_of
 from averaging.timing import Deadline, Deadlines, FairTimeout
 
 # A semaphore with a limit per host, so that one host cannot take all places.

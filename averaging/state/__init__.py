@@ -7,13 +7,12 @@ how long each may take), `assembler` (pieces in, state out), `downloads` (the wh
 from averaging.state.assembler import StateAssembler
 from averaging.state.donors import MIN_RATE, Donors, Throughput
 from averaging.state.downloads import download, of_all_members
-from averaging.state.manifest import STATE_DTYPES, State, nbytes_of, pack
+from averaging.state.manifest import State, pack
 from averaging.state.snapshots import NO_EXTRAS, Extras, Snapshots
 
 __all__ = [
     "MIN_RATE",
     "NO_EXTRAS",
-    "STATE_DTYPES",
     "Donors",
     "Extras",
     "Snapshots",
@@ -21,7 +20,6 @@ __all__ = [
     "StateAssembler",
     "Throughput",
     "download",
-    "nbytes_of",
     "of_all_members",
     "pack",
 ]

@@ -10,22 +10,19 @@ from typing import Any
 import torch
 
 from averaging.common import first_moved_name, first_other_name
-from averaging.errors import StateError
+from averaging.errors import ProtocolViolationError, StateError
 from averaging.protocol import Buffer, DownloadData, Resume, WireTensor
 from averaging.state.donors import PER_TENSOR
 from averaging.state.manifest import (
-    DTYPE_NAMES,
-    STATE_DTYPES,
     State,
-    TensorInfo,
+    StateTensor,
     can_skip,
     covered,
     max_items,
-    nbytes_of,
     read_manifest,
     resume_at,
 )
-from averaging.tensors import Schema, all_finite
+from averaging.tensors import Schema, TensorBuffer, all_finite, nbytes_of
 
 Check = Callable[[Mapping[str, Any]], None]
 """Called with the user dict of a state before its tensors arrive. Raises StateError to refuse the state."""
@@ -42,7 +39,7 @@ class StateFingerprint:
     """
 
     version: int
-    tensors: tuple[tuple[torch.dtype, tuple[int, ...], bytes], ...]
+    tensors: tuple[tuple[str, tuple[int, ...], bytes], ...]
 
     def __str__(self) -> str:
         digests = b"".join(digest for _, _, digest in self.tensors)
@@ -51,11 +48,10 @@ class StateFingerprint:
 
 @dataclass(frozen=True, slots=True)
 class PartialTensor:
-    """A tensor of which only the first `filled` bytes were received. They are not verified."""
+    """A tensor of which only the first bytes were received. They are not verified."""
 
-    tensor: TensorInfo
-    buffer: bytearray
-    filled: int
+    tensor: StateTensor
+    data: bytearray
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +64,14 @@ class ReceivedState:
         partial: the tensor in which the download was interrupted.
     """
 
-    announced: tuple[TensorInfo, ...] = ()
-    tensors: Mapping[TensorInfo, torch.Tensor] = field(default_factory=dict)
+    announced: tuple[StateTensor, ...] = ()
+    tensors: Mapping[StateTensor, torch.Tensor] = field(default_factory=dict)
     partial: PartialTensor | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes received, at any place in the state."""
-        return nbytes_of(list(self.tensors)) + (self.partial.filled if self.partial else 0)
+        return nbytes_of(list(self.tensors)) + (len(self.partial.data) if self.partial else 0)
 
     @property
     def offset(self) -> int:
@@ -83,7 +79,7 @@ class ReceivedState:
         offset = 0
         for tensor in self.announced:
             if tensor not in self.tensors:
-                return offset + (self.partial.filled if self.partial and self.partial.tensor == tensor else 0)
+                return offset + (len(self.partial.data) if self.partial and self.partial.tensor == tensor else 0)
             offset += tensor.nbytes
         return offset
 
@@ -91,41 +87,6 @@ class ReceivedState:
     def resume(self) -> Resume | None:
         """The request to a donor to begin at `offset`; None if nothing was received."""
         return resume_at(self.announced, self.offset) if self.offset else None
-
-
-class _IncomingTensor:
-    """A tensor that is being received.
-
-    Args:
-        buffer: destination of its bytes; None if the tensor was received before, so that they are ignored.
-        filled: bytes in the buffer from an earlier download.
-
-    Attributes:
-        filled: bytes received so far.
-        resumed: bytes from the earlier download.
-        started: whether its first message was received.
-    """
-
-    def __init__(self, tensor: TensorInfo, buffer: bytearray | None, filled: int = 0) -> None:
-        self.tensor, self.buffer = tensor, buffer
-        self.filled = self.resumed = filled
-        self.started = False
-        self._chunks_left = 0
-
-    def start(self, chunks: int) -> None:
-        """Takes the number of chunks from its first message."""
-        self.started, self._chunks_left = True, max(1, chunks)
-
-    def add(self, piece: Buffer) -> bool:
-        """Appends a chunk. Returns whether it was the last."""
-        end = self.filled + len(piece)
-        self._chunks_left -= 1
-        if end > self.tensor.nbytes or self._chunks_left < 0:
-            raise StateError(f"tensor {self.tensor.name!r} is longer than announced")
-        if self.buffer is not None:
-            self.buffer[self.filled : end] = piece
-        self.filled = end
-        return end == self.tensor.nbytes and not self._chunks_left
 
 
 def accept_all(_: Mapping[str, Any]) -> None:
@@ -177,15 +138,16 @@ class StateAssembler:
         self.mixed_sources = False
         self.outdated = False
         self._user: Mapping[str, Any] = {}
-        self._announced: tuple[TensorInfo, ...] = ()
+        self._announced: tuple[StateTensor, ...] = ()
         self._done: list[torch.Tensor] = []
-        self._incoming: _IncomingTensor | None = None
+        self._incoming: TensorBuffer | None = None  # of the next tensor, once its first bytes are here
+        self._resumed: bytearray | None = None  # the first bytes of the next tensor, from an earlier download
         self.started = False
 
     @property
     def complete(self) -> bool:
         """Whether all announced tensors were received and verified."""
-        return self.started and self._incoming is None and len(self._done) == len(self._announced)
+        return self.started and len(self._done) == len(self._announced)
 
     @property
     def count(self) -> int:
@@ -201,7 +163,7 @@ class StateAssembler:
     def fingerprint(self) -> StateFingerprint:
         """Fingerprint of the announced state."""
         compared = self._announced[: len(self._schema.tensors)] if self._schema else self._announced
-        return StateFingerprint(self.version, tuple((dtype, shape, digest) for _, dtype, shape, digest in compared))
+        return StateFingerprint(self.version, tuple((tensor.dtype, tensor.shape, tensor.digest) for tensor in compared))
 
     @property
     def held(self) -> ReceivedState:
@@ -209,9 +171,10 @@ class StateAssembler:
         before = self._before.tensors
         tensors = {tensor: before[tensor] for tensor in self._announced if tensor in before}
         tensors |= zip(self._announced, self._done, strict=False)
-        partial, incoming = None, self._incoming
-        if incoming is not None and incoming.buffer is not None and 0 < incoming.filled < len(incoming.buffer):
-            partial = PartialTensor(incoming.tensor, incoming.buffer, incoming.filled)
+        data = self._resumed if self._incoming is None else self._incoming.data
+        partial = None
+        if data and len(data) < self._announced[len(self._done)].nbytes:
+            partial = PartialTensor(self._announced[len(self._done)], data)
         return ReceivedState(self._announced, tensors, partial)
 
     def feed(self, message: DownloadData) -> None:
@@ -253,12 +216,12 @@ class StateAssembler:
             lacking = own[len(announced)].name
             hint = "; give all peers of the run model=model, or none" if lacking.startswith("buffer/") else ""
             raise StateError(f"it has {len(announced)} tensors, this peer has {len(own)} ({lacking!r} only here{hint})")
-        for (name, dtype, shape, _), spec in zip(announced, own, strict=False):
-            if (dtype, shape) != (spec.torch_dtype, spec.shape):
-                there, here = (
-                    f"{DTYPE_NAMES[d]}{list(s)}" for d, s in ((dtype, shape), (spec.torch_dtype, spec.shape))
+        for tensor, spec in zip(announced, own, strict=False):
+            if (tensor.dtype, tensor.shape) != (spec.dtype, spec.shape):
+                raise StateError(
+                    f"its tensor {tensor.name!r} is {tensor.dtype}{list(tensor.shape)}, "
+                    f"here {spec.name!r} is {spec.dtype}{list(spec.shape)}"
                 )
-                raise StateError(f"its tensor {name!r} is {there}, here {spec.name!r} is {here}")
         ours, theirs = [spec.name for spec in own], [tensor.name for tensor in announced[: len(own)]]
         if other := (first_other_name if named else first_moved_name)(ours, theirs):
             raise StateError(
@@ -277,51 +240,47 @@ class StateAssembler:
             raise StateError(f"it skipped {skipped} bytes that this peer does not have")
         whole, inside = covered(self._announced, skipped)
         for tensor in self._announced[:whole]:
-            if (known := before.tensors.get(tensor)) is not None:
-                self._done.append(known)
-            else:  # an empty tensor
-                self._finish_tensor(_IncomingTensor(tensor, bytearray()))
+            known = before.tensors.get(tensor)
+            self._done.append(
+                self._verified(tensor, bytearray()) if known is None else known
+            )  # an empty one is unknown
         if inside and before.partial is not None:
-            self._incoming = _IncomingTensor(self._announced[whole], before.partial.buffer, inside)
+            self._resumed = before.partial.data
         self.received = skipped
 
     def _start_tensor(self, wire: WireTensor) -> None:
-        if self._incoming is not None and self._incoming.started:
-            raise StateError(f"tensor {self._incoming.tensor.name!r} is incomplete")
-        if len(self._done) == len(self._announced):
+        if self._incoming is not None:
+            raise StateError(f"tensor {self._announced[len(self._done)].name!r} is incomplete")
+        if self.complete:
             raise StateError("it sent more tensors than it announced")
         tensor = self._announced[len(self._done)]
-        if (STATE_DTYPES.get(wire.dtype), tuple(wire.size)) != (tensor.dtype, tensor.shape) or wire.compression:
+        if (wire.dtype, tuple(wire.size)) != (tensor.dtype, tensor.shape) or wire.compression:
             raise StateError(f"tensor {tensor.name!r} came as {wire.dtype} {list(wire.size)}, not as announced")
-        if self._incoming is None:
-            known = tensor in self._before.tensors
-            self._incoming = _IncomingTensor(tensor, None if known else bytearray(tensor.nbytes))
-        self._incoming.start(wire.chunks)
+        data = None if tensor in self._before.tensors else bytearray() if self._resumed is None else self._resumed
+        self._incoming = TensorBuffer(tensor.nbytes, data, max(1, wire.chunks))
 
     def _add_chunk(self, piece: Buffer) -> None:
         incoming = self._incoming
-        if incoming is None or not incoming.started:
+        if incoming is None:
             raise StateError("it sent a chunk that belongs to no tensor")
-        last = incoming.add(piece)
+        tensor = self._announced[len(self._done)]
+        try:
+            complete = incoming.add(piece)
+        except ProtocolViolationError as error:
+            raise StateError(f"tensor {tensor.name!r} does not fit its announcement: {error}") from None
         self.received += len(piece)
-        if last:
-            self._finish_tensor(incoming)
+        if complete:
+            data, self._incoming = incoming.data, None
+            self._done.append(self._before.tensors[tensor] if data is None else self._verified(tensor, data))
+            self._resumed = None
 
-    def _finish_tensor(self, incoming: _IncomingTensor) -> None:
-        self._incoming = None
-        tensor, buffer = incoming.tensor, incoming.buffer
-        if buffer is None:
-            self._done.append(self._before.tensors[tensor])
-        elif hashlib.sha256(buffer).digest() != tensor.digest:
-            self.mixed_sources = incoming.resumed > 0
-            source = f"; its first {incoming.resumed} bytes came from an earlier download" if incoming.resumed else ""
+    def _verified(self, tensor: StateTensor, data: bytearray) -> torch.Tensor:
+        """The tensor of these bytes, after their check."""
+        if hashlib.sha256(data).digest() != tensor.digest:
+            self.mixed_sources = bool(self._resumed)
+            source = "; its first bytes came from an earlier download" if self._resumed else ""
             raise StateError(f"tensor {tensor.name!r} does not match its digest{source}")
-        else:
-            flat = (
-                torch.frombuffer(buffer, dtype=tensor.dtype)
-                if buffer
-                else torch.empty(0, dtype=tensor.dtype, device="cpu")
-            )
-            if self._finite and tensor.dtype.is_floating_point and not all_finite(flat):
-                raise StateError(f"its tensor {tensor.name!r} holds NaN or infinity; non_finite='allow' takes it over")
-            self._done.append(flat.reshape(tensor.shape))
+        values = tensor.over(data)
+        if self._finite and values.is_floating_point() and not all_finite(values):
+            raise StateError(f"its tensor {tensor.name!r} holds NaN or infinity; non_finite='allow' takes it over")
+        return values

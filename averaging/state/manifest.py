@@ -11,8 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -20,47 +19,37 @@ from averaging.common import check_keys, pack_user, unpack
 from averaging.common import pack as pack_value
 from averaging.errors import ProtocolViolationError, StateError
 from averaging.protocol import DownloadData, Resume, WireTensor
-from averaging.tensors import DTYPES, Schema, check_size
+from averaging.tensors import (
+    STATE_DTYPES,
+    Schema,
+    TensorInfo,
+    check_distinct,
+    check_tensors,
+    dtype_name,
+    nbytes_of,
+    objection_to,
+    pieces_of,
+    view_memory,
+)
 
 MAX_METADATA_BYTES = 16 << 20
-MAX_TENSORS = 100_000
 MAX_VERSION = 1 << 62
 """Highest version accepted in a download. Later versions must still fit into the 64 bits of the messages."""
 MAX_ITEMS = 1 << 20
 BASE_ITEMS, ITEMS_PER_TENSOR = 1 << 16, 256
 """Limit on msgpack items in the metadata: a base, plus some for each averaged tensor and its optimizer state."""
 
-STATE_DTYPES: dict[str, torch.dtype] = {
-    **DTYPES,
-    "int64": torch.int64,
-    "int32": torch.int32,
-    "int16": torch.int16,
-    "int8": torch.int8,
-    "uint8": torch.uint8,
-    "bool": torch.bool,
-}
-"""Dtypes of tensors in a state. Not all of them can be averaged."""
 
-DTYPE_NAMES = {dtype: name for name, dtype in STATE_DTYPES.items()}
-
-
-class TensorInfo(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class StateTensor(TensorInfo):
     """A tensor of a state, with the SHA-256 digest of its bytes."""
 
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
     digest: bytes
 
     @property
-    def nbytes(self) -> int:
-        """Size of the tensor in bytes."""
-        return prod(self.shape) * self.dtype.itemsize
-
-
-def nbytes_of(tensors: Sequence[TensorInfo]) -> int:
-    """Total size in bytes."""
-    return sum(tensor.nbytes for tensor in tensors)
+    def described(self) -> list[Any]:
+        """Name, dtype and shape, as in the metadata."""
+        return [self.name, self.dtype, list(self.shape)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +63,7 @@ class Manifest:
     """
 
     version: int
-    tensors: tuple[TensorInfo, ...]
+    tensors: tuple[StateTensor, ...]
     user: Mapping[str, Any] = field(default_factory=dict)
     skipped: int = 0
     named: bool = True
@@ -83,7 +72,7 @@ class Manifest:
         """Serializes it for `DownloadData.metadata`."""
         fields: dict[str, Any] = {
             "version": self.version,
-            "tensors": [[name, DTYPE_NAMES[dtype], list(shape)] for name, dtype, shape, _ in self.tensors],
+            "tensors": [tensor.described for tensor in self.tensors],
             "digest": [tensor.digest for tensor in self.tensors],
             "user": dict(self.user),
             "named": self.named,
@@ -107,7 +96,9 @@ def read_manifest(packed: bytes, max_items: int) -> Manifest:
     try:
         fields = unpack(packed, max_items)
         digests = [_digest(digest) for digest in fields["digest"]]
-        specs = [(_name(name), STATE_DTYPES[dtype], _shape(shape)) for name, dtype, shape in fields["tensors"]]
+        infos = [TensorInfo(_text(name), _text(dtype), _shape(shape)) for name, dtype, shape in fields["tensors"]]
+        check_tensors(infos, STATE_DTYPES)
+        check_distinct([info.name for info in infos])
         version, user, skipped = _int(fields["version"]), _user(fields.get("user")), _int(fields.get("skipped") or 0)
     except ProtocolViolationError as error:
         raise StateError(f"its metadata is unreadable: {error}") from None
@@ -115,11 +106,9 @@ def read_manifest(packed: bytes, max_items: int) -> Manifest:
         raise StateError(f"its metadata is unreadable: {type(error).__name__}: {error}") from None
     if not 0 <= version <= MAX_VERSION:
         raise StateError(f"its version is {version:.3g}; it must be from 0 to {MAX_VERSION:.3g}")
-    if len(digests) != len(specs) or len(specs) > MAX_TENSORS:
-        raise StateError(f"its metadata has {len(specs)} tensors and {len(digests)} digests")
-    if len({name for name, _, _ in specs}) != len(specs):
-        raise StateError("two of its tensors have the same name")
-    tensors = tuple(TensorInfo(*spec, digest) for spec, digest in zip(specs, digests, strict=True))
+    if len(digests) != len(infos):
+        raise StateError(f"its metadata has {len(infos)} tensors and {len(digests)} digests")
+    tensors = tuple(StateTensor(i.name, i.dtype, i.shape, digest) for i, digest in zip(infos, digests, strict=True))
     return Manifest(version, tensors, user, skipped, fields.get("named") is True)
 
 
@@ -132,27 +121,24 @@ def covered(tensors: Sequence[TensorInfo], offset: int) -> tuple[int, int]:
     return len(tensors), 0
 
 
-def resume_at(tensors: Sequence[TensorInfo], offset: int) -> Resume:
+def resume_at(tensors: Sequence[StateTensor], offset: int) -> Resume:
     """Returns the request of a reader that has the first `offset` bytes of these tensors."""
     whole, inside = covered(tensors, offset)
-    described = [
-        [name, DTYPE_NAMES[dtype], list(shape), digest]
-        for name, dtype, shape, digest in tensors[: whole + (inside > 0)]
-    ]
+    described = [[*tensor.described, tensor.digest] for tensor in tensors[: whole + (inside > 0)]]
     return Resume(offset, hashlib.sha256(pack_value(described)).digest())
 
 
-def can_skip(tensors: Sequence[TensorInfo], resume: Resume | None) -> int:
+def can_skip(tensors: Sequence[StateTensor], resume: Resume | None) -> int:
     """Returns how many of the first bytes can be skipped for a reader with this request."""
     if resume is None or not 0 < resume.offset <= nbytes_of(tensors):
         return 0
     return resume.offset if resume == resume_at(tensors, resume.offset) else 0
 
 
-def _name(name: object) -> str:
-    if isinstance(name, str):
-        return name
-    raise TypeError(f"a name is {type(name).__name__}")
+def _text(text: object) -> str:
+    if isinstance(text, str):
+        return text
+    raise TypeError(f"a name is {type(text).__name__}")
 
 
 def _int(number: object) -> int:
@@ -177,10 +163,8 @@ def _digest(digest: object) -> bytes:
     raise TypeError(f"a digest is {type(digest).__name__}")  # bytes(number) would allocate that many bytes
 
 
-def _shape(shape: Sequence[int]) -> tuple[int, ...]:
-    sizes = tuple(int(size) for size in shape)
-    check_size(sizes)
-    return sizes
+def _shape(shape: Sequence[object]) -> tuple[int, ...]:
+    return tuple(map(_int, shape))
 
 
 # A peer's state packed into the messages of a download; `assembler` is the reverse.
@@ -221,13 +205,11 @@ def check_state(averaged: Collection[str], tensors: Mapping[str, torch.Tensor], 
     for name, tensor in tensors.items():
         if name in averaged:  # newcomers would confuse the two
             raise StateError(f"state tensor {name!r} has the name of an averaged tensor; rename it")
-        if tensor.dtype not in DTYPE_NAMES:
+        if objection := objection_to(tensor, STATE_DTYPES, "shared"):
             raise StateError(
-                f"state tensor {name!r} is {tensor.dtype}; {', '.join(STATE_DTYPES)} can be shared; leave it out, or "
-                "share no state with newcomers: share_state=False"
+                f"state tensor {name!r} {objection}; leave it out, pass a dense one such as its `to_dense()`, or share "
+                "no state with newcomers: share_state=False"
             )
-        if tensor.layout is not torch.strided or tensor.is_meta:
-            raise StateError(f"state tensor {name!r} has no dense values; pass a dense one, such as its `to_dense()`")
     try:
         packed = pack_user(dict(user))
     except (TypeError, ValueError, OverflowError) as error:
@@ -247,15 +229,20 @@ class Snapshot:
     digests: tuple[bytes, ...]
 
     @property
-    def tensors(self) -> tuple[TensorInfo, ...]:
+    def tensors(self) -> tuple[StateTensor, ...]:
         """The tensors as they are announced in the metadata."""
         named = zip(self.state.tensors.items(), self.digests, strict=True)
-        return tuple(TensorInfo(name, t.dtype, tuple(t.shape), digest) for (name, t), digest in named)
+        return tuple(announced(name, tensor, digest) for (name, tensor), digest in named)
+
+
+def announced(name: str, tensor: torch.Tensor, digest: bytes) -> StateTensor:
+    """A tensor as it is announced in the metadata."""
+    return StateTensor(name, dtype_name(tensor.dtype), tuple(tensor.shape), digest)
 
 
 def seal(state: State) -> Snapshot:
     """Computes the digests. The tensors must not be written afterwards."""
-    return Snapshot(state, tuple(hashlib.sha256(_raw(tensor)).digest() for tensor in state.tensors.values()))
+    return Snapshot(state, tuple(hashlib.sha256(view_memory(tensor)).digest() for tensor in state.tensors.values()))
 
 
 def pack(snapshot: Snapshot, resume: Resume | None = None) -> Iterator[DownloadData]:
@@ -265,26 +252,16 @@ def pack(snapshot: Snapshot, resume: Resume | None = None) -> Iterator[DownloadD
         snapshot: the state to send.
         resume: the part that the reader has. It is skipped if this state begins with the same.
     """
-    state, announced = snapshot.state, snapshot.tensors
-    skipped = can_skip(announced, resume)
-    metadata = Manifest(state.version, announced, state.user, skipped).pack()
-    whole, inside = covered(announced, skipped) if skipped else (0, 0)
-    for tensor in list(state.tensors.values())[whole:]:
-        buffer = _raw(tensor)[inside:]
-        inside = 0
-        chunks = max(1, -(-len(buffer) // CHUNK_BYTES))
-        for number in range(chunks):
-            piece = buffer[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
-            if number:
-                wire = WireTensor(piece)
-            else:
-                wire = WireTensor(piece, tuple(tensor.shape), DTYPE_NAMES[tensor.dtype], chunks=chunks)
+    state, tensors = snapshot.state, snapshot.tensors
+    skipped = can_skip(tensors, resume)
+    metadata = Manifest(state.version, tensors, state.user, skipped).pack()
+    whole, inside = covered(tensors, skipped) if skipped else (0, 0)
+    for info, tensor in list(zip(tensors, state.tensors.values(), strict=True))[whole:]:
+        pieces = list(pieces_of(view_memory(tensor)[inside:], CHUNK_BYTES))
+        head = WireTensor(pieces[0], info.shape, info.dtype, chunks=len(pieces))
+        for wire in (head, *map(WireTensor, pieces[1:])):
             yield DownloadData(metadata, wire)
             metadata = b""
+        inside = 0
     if metadata:
         yield DownloadData(metadata)
-
-
-def _raw(tensor: torch.Tensor) -> memoryview:
-    """Bytes of a contiguous CPU tensor, without a copy."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -14,8 +14,8 @@ from msgspec import msgpack
 from averaging.errors import StateError
 from averaging.protocol import DownloadData
 from averaging.state.assembler import StateAssembler
-from averaging.state.manifest import Manifest, Snapshot, State, TensorInfo, check_state, seal
-from averaging.tensors import Schema, SharedTensors, in_thread
+from averaging.state.manifest import Manifest, Snapshot, State, announced, check_state, seal
+from averaging.tensors import Schema, SharedTensors, copy_to_cpu, in_thread
 
 # Checks at the donor whether newcomers would accept its state. Otherwise only their logs would show a refusal.
 
@@ -123,8 +123,8 @@ class Snapshots:
             self._committed_user = check_state(self._tensors.names, extras.tensors, extras.user)
             self._committed_extras = extras
             if not self._self_check.tried:  # later states are checked when they are downloaded
-                infos = tuple(TensorInfo(n, t.dtype, tuple(t.shape), NO_DIGEST) for n, t in self._named().items())
-                self._self_check.check(Manifest(version, infos, extras.user))
+                tensors = tuple(announced(name, tensor, NO_DIGEST) for name, tensor in self._named().items())
+                self._self_check.check(Manifest(version, tensors, extras.user))
         self._copy = self._sealed = None
         self.version = max(version, self.version)
 
@@ -145,7 +145,7 @@ class Snapshots:
 
     def _copy_once(self) -> State:
         if self._copy is None:
-            copies = {name: _copied(tensor) for name, tensor in self._named().items()}
+            copies = {name: copy_to_cpu(tensor) for name, tensor in self._named().items()}
             user = msgpack.decode(self._committed_user)
             self._copy = State(self.version, copies, user)
         return self._copy
@@ -160,8 +160,3 @@ class Snapshots:
         if self._copy is state:  # else another state was committed meanwhile; this snapshot is still valid
             self._sealed = sealed
         return sealed
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous copy on the CPU."""
-    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

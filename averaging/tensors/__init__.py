@@ -1,14 +1,30 @@
-"""Tensors as peers exchange them: their schema, the codes that turn them into bytes, their digests, and a lock.
+"""Tensors as peers exchange them: what they look like, the codes that turn them into bytes, digests, and a lock.
 
-Read in this order: `schema` (what all members of a round must have alike), `shared_tensors` (tensors that the training
-thread and the event loop both use), `compression` (encode and decode by code number), `codec` (what a code implements),
-`half_precision` and `quantised` (the codes).
+Read in this order: `manifest` (dtypes, descriptions and their checks, bytes in pieces), `schema` (what all members of a
+round must have alike), `shared_tensors` (tensors that the training thread and the event loop both use), `compression`
+(encode and decode by code number).
 """
 
-from averaging.tensors.codec import Codec, check_size
-from averaging.tensors.compression import bytes_per_element, decode, decode_as, decoder, encode
-from averaging.tensors.half_precision import Raw
-from averaging.tensors.schema import DTYPES, ReplyForm, Schema, TensorSpec, describe, first_difference
+from averaging.tensors.compression import Codec, Raw, bytes_per_element, decode, decode_as, decoder, encode
+from averaging.tensors.manifest import (
+    AVERAGED_DTYPES,
+    DTYPES,
+    STATE_DTYPES,
+    WEIGHT_DTYPES,
+    TensorBuffer,
+    TensorInfo,
+    check_distinct,
+    check_size,
+    check_tensors,
+    copy_to_cpu,
+    dtype_name,
+    nbytes_of,
+    objection_to,
+    pieces_of,
+    view_bytes,
+    view_memory,
+)
+from averaging.tensors.schema import ReplyForm, Schema, TensorSpec, describe, first_difference
 from averaging.tensors.shared_tensors import (
     SharedTensors,
     Write,
@@ -21,26 +37,40 @@ from averaging.tensors.shared_tensors import (
 )
 
 __all__ = [
+    "AVERAGED_DTYPES",
     "DTYPES",
+    "STATE_DTYPES",
+    "WEIGHT_DTYPES",
     "Codec",
     "Raw",
     "ReplyForm",
     "Schema",
     "SharedTensors",
+    "TensorBuffer",
+    "TensorInfo",
     "TensorSpec",
     "Write",
     "all_finite",
     "bytes_per_element",
+    "check_distinct",
     "check_size",
+    "check_tensors",
+    "copy_to_cpu",
     "decode",
     "decode_as",
     "decoder",
     "describe",
     "digest_of_tensors",
+    "dtype_name",
     "encode",
     "finite_as",
     "first_difference",
     "in_thread",
+    "nbytes_of",
+    "objection_to",
     "offload",
+    "pieces_of",
     "sharing_memory",
+    "view_bytes",
+    "view_memory",
 ]

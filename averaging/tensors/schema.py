@@ -6,23 +6,13 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from math import prod
 
 import torch
 
 from averaging.common import digest_of_names, first_other_name
 from averaging.errors import TensorError
 from averaging.protocol import MEAN, Aggregation, CompressionType
-
-DTYPES: dict[str, torch.dtype] = {
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-}
-"""The dtypes that can be averaged, by name on the wire."""
-
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+from averaging.tensors.manifest import AVERAGED_DTYPES, TensorInfo, dtype_name, nbytes_of, objection_to
 
 
 class ReplyForm(StrEnum):
@@ -35,26 +25,13 @@ class ReplyForm(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(TensorInfo):
     """One tensor of the schema. `name` is not part of the hash."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
     compression: CompressionType = CompressionType.NONE
 
-    @property
-    def numel(self) -> int:
-        """Number of elements; 1 for a 0-dim tensor."""
-        return prod(self.shape)
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype as a `torch.dtype`."""
-        return DTYPES[self.dtype]
-
     def __str__(self) -> str:
-        return f"{self.dtype}[{', '.join(map(str, self.shape))}] as {self.compression.name}"
+        return f"{TensorInfo.__str__(self)} as {self.compression.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,19 +70,7 @@ class Schema:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors in memory."""
-        return sum(spec.numel * spec.torch_dtype.itemsize for spec in self.tensors)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype on the wire.
-
-    Raises:
-        TensorError: tensors of this dtype cannot be averaged.
-    """
-    try:
-        return _DTYPE_NAMES[dtype]
-    except KeyError:
-        raise TensorError(f"{dtype} cannot be averaged; {', '.join(DTYPES)} can") from None
+        return nbytes_of(self.tensors)
 
 
 def describe(
@@ -125,12 +90,9 @@ def describe(
     """
     specs = []
     for name, tensor in zip(names, tensors, strict=True):
-        if tensor.layout is not torch.strided:
-            raise TensorError(f"tensor {name!r} is {tensor.layout}; only dense tensors can be averaged")
-        try:
-            specs.append(TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape), compression))
-        except TensorError as error:
-            raise TensorError(f"tensor {name!r}: {error}") from None
+        if objection := objection_to(tensor, AVERAGED_DTYPES, "averaged"):
+            raise TensorError(f"tensor {name!r} {objection}")
+        specs.append(TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape), compression))
     return Schema(tuple(specs), part_size_bytes, reply, topic, aggregation)
 
 

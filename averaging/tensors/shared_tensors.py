@@ -15,6 +15,7 @@ import torch
 import xxhash
 
 from averaging.errors import RoundError, TensorError
+from averaging.tensors.manifest import view_memory
 
 # Runs long computations in a thread, so that this peer still answers pings while they run.
 
@@ -274,8 +275,7 @@ def digest_of_tensors(tensors: Iterable[torch.Tensor], start: int = 0, stop: int
         first = max(start - place, 0) // size
         last = tensor.numel() if stop is None else min(tensor.numel(), max(-(-(stop - place) // size), 0))
         if first < last:
-            piece = tensor.detach().reshape(-1)[first:last].cpu().contiguous()
-            digest.update(piece.view(torch.uint8).numpy().data)
+            digest.update(view_memory(tensor.detach().reshape(-1)[first:last].cpu()))
         place = end
     return digest.hexdigest()
 

@@ -10,8 +10,7 @@ import torch
 
 from averaging.common import without_wrappers
 from averaging.errors import ConfigError, TensorError
-from averaging.state import STATE_DTYPES
-from averaging.tensors import DTYPES, all_finite
+from averaging.tensors import AVERAGED_DTYPES, STATE_DTYPES, all_finite
 from averaging.training.trained_model import TrainedModel
 
 BUFFER = "buffer/"
@@ -121,7 +120,7 @@ def _can_be_sent(buffer: torch.Tensor) -> bool:
     if buffer.layout is not torch.strided:
         return False
     if buffer.is_floating_point():
-        return buffer.dtype in DTYPES.values() and all_finite(buffer)
+        return buffer.dtype in AVERAGED_DTYPES.values() and all_finite(buffer)
     return buffer.dtype in STATE_DTYPES.values()
 
 

@@ -8,10 +8,10 @@ Read in this order: `layout` (the tensors of a version), `snapshot` (one version
 from averaging.weights.follower import Staleness, WeightFollower
 from averaging.weights.follower_shards import Received, ShardTasks
 from averaging.weights.follower_tasks import FollowerOptions
-from averaging.weights.layout import WeightManifest
+from averaging.weights.layout import WeightManifest, whole_of
 from averaging.weights.places import LEAST_RATE, Place, SlotTable
 from averaging.weights.publisher import WeightPublisher
-from averaging.weights.shards import missing_part, whole_of
+from averaging.weights.shards import missing_part
 from averaging.weights.snapshot import WeightSnapshot, seal, view_state
 
 __all__ = [

@@ -21,8 +21,8 @@ from averaging.rpc import EventLoopThread, read_credentials
 from averaging.tensors import in_thread
 from averaging.weights.follower_shards import Received, ShardTasks
 from averaging.weights.follower_tasks import FollowerOptions
-from averaging.weights.layout import WeightManifest, WeightSpec, first_difference
-from averaging.weights.shards import is_wanted, missing_part, part_of, whole_of, write_part
+from averaging.weights.layout import WeightManifest, WeightSpec, first_difference, whole_of
+from averaging.weights.shards import is_wanted, missing_part, part_of, write_part
 
 # How old the weights of a follower are, and when that is too much. Pure.
 

@@ -7,14 +7,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from math import prod
 from typing import NamedTuple
 
 import torch
 
 from averaging.common import pack
 from averaging.errors import ProtocolViolationError, TensorError
-from averaging.rpc import check_size
+from averaging.tensors import (
+    WEIGHT_DTYPES,
+    TensorInfo,
+    check_distinct,
+    check_tensors,
+    dtype_name,
+    nbytes_of,
+    objection_to,
+)
 
 PIECE_BYTES = 1 << 20
 """Size of the pieces of a publisher."""
@@ -22,70 +29,27 @@ PIECE_BYTES = 1 << 20
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 1 << 12, 1 << 23
 """Sizes of pieces that are accepted from others; multiples of 16."""
 
-MAX_TENSORS = 100_000
-
 MAX_SHARDS = 4096
 
 DIGEST_BYTES = 32
 
-DTYPES: dict[str, torch.dtype] = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    )
-}
-"""The dtypes that are published, by name on the wire."""
-
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
 
 @dataclass(frozen=True, slots=True)
-class WeightSpec:
+class WeightSpec(TensorInfo):
     """A tensor, or a rectangular part of one.
 
     Attributes:
-        name: in the state dict.
-        dtype: one of `DTYPES`.
         shape: of what is published.
         whole: for a part, the shape of the whole tensor; empty otherwise.
         offset: for a part, the index of its first element in each dimension; empty otherwise.
     """
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
     whole: tuple[int, ...] = ()
     offset: tuple[int, ...] = ()
 
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype as a `torch.dtype`."""
-        return DTYPES[self.dtype]
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return self.torch_dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements."""
-        return prod(self.shape) * self.itemsize
-
     def __str__(self) -> str:
         part = f" at {list(self.offset)} of {list(self.whole)}" if self.whole else ""
-        return f"{self.dtype}{list(self.shape)}{part}"
+        return f"{TensorInfo.__str__(self)}{part}"
 
 
 class Piece(NamedTuple):
@@ -121,7 +85,7 @@ class WeightLayout:
     @cached_property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(spec.nbytes for spec in self.tensors)
+        return nbytes_of(self.tensors)
 
     @property
     def count(self) -> int:
@@ -187,12 +151,14 @@ def spec_of(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -
     Raises:
         TensorError: tensors like this are not published.
     """
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        raise TensorError(f"{name!r} has no dense values; leave it out, or publish a dense one")
-    dtype = dtype or tensor.dtype
-    if dtype not in DTYPE_NAMES:
-        raise TensorError(f"{name!r} is {dtype}; {', '.join(DTYPES)} can be published; leave it out")
-    return WeightSpec(name, DTYPE_NAMES[dtype], tuple(tensor.shape))
+    if objection := objection_to(tensor, WEIGHT_DTYPES, "published", dtype):
+        raise TensorError(f"{name!r} {objection}; leave it out")
+    return WeightSpec(name, dtype_name(dtype or tensor.dtype), tuple(tensor.shape))
+
+
+def whole_of(spec: WeightSpec) -> WeightSpec:
+    """The whole tensor of which this may be a part."""
+    return WeightSpec(spec.name, spec.dtype, spec.whole or spec.shape)
 
 
 def check_layout(tensors: Sequence[WeightSpec], piece_bytes: int, max_bytes: int) -> WeightLayout:
@@ -203,19 +169,11 @@ def check_layout(tensors: Sequence[WeightSpec], piece_bytes: int, max_bytes: int
     """
     if not MIN_PIECE_BYTES <= piece_bytes <= MAX_PIECE_BYTES or piece_bytes % 16:
         raise ProtocolViolationError(f"pieces of {piece_bytes} bytes")
-    if len(tensors) > MAX_TENSORS:
-        raise ProtocolViolationError(f"{len(tensors)} tensors; at most {MAX_TENSORS} are accepted")
+    check_tensors(tensors, WEIGHT_DTYPES)
+    check_tensors([whole_of(spec) for spec in tensors if spec.whole], WEIGHT_DTYPES)
+    check_distinct([(spec.name, spec.offset) for spec in tensors])
     for spec in tensors:
-        if spec.dtype not in DTYPES:
-            raise ProtocolViolationError(f"tensor {spec.name!r} of unknown dtype {spec.dtype[:40]!r}")
-        for size in (spec.shape, spec.whole):
-            try:
-                check_size(size)
-            except ProtocolViolationError as error:
-                raise ProtocolViolationError(f"tensor {spec.name[:80]!r} has an invalid shape: {error}") from None
         _check_part(spec)
-    if len({(spec.name, spec.offset) for spec in tensors}) != len(tensors):
-        raise ProtocolViolationError("two tensors of one name")
     layout = WeightLayout(tuple(tensors), piece_bytes)
     if layout.nbytes > max_bytes:
         raise ProtocolViolationError(f"{layout.nbytes} bytes of weights, more than the {max_bytes} of max_bytes")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from averaging.errors import TensorError
-from averaging.weights.layout import WeightLayout, WeightSpec, spec_of
+from averaging.weights.layout import WeightLayout, WeightSpec, spec_of, whole_of
 
 Box = tuple[tuple[int, int], ...]
 """For each dimension the first index, and that after the last one."""
@@ -46,11 +46,6 @@ def box_of(spec: WeightSpec) -> Box:
     """The part of the whole tensor that a description is about."""
     starts = spec.offset or (0,) * len(spec.shape)
     return tuple((start, start + extent) for start, extent in zip(starts, spec.shape, strict=True))
-
-
-def whole_of(spec: WeightSpec) -> WeightSpec:
-    """The whole tensor of which this may be a part."""
-    return WeightSpec(spec.name, spec.dtype, spec.whole or spec.shape)
 
 
 def common(one: Box, other: Box) -> Box | None:

@@ -11,8 +11,8 @@ import torch
 
 from averaging.errors import ProtocolViolationError
 from averaging.weights.differences import Bytes, Coding, decode
-from averaging.weights.layout import WeightLayout, WeightManifest, WeightSpec, spec_of
-from averaging.weights.shards import cut, part_of, whole_of
+from averaging.weights.layout import WeightLayout, WeightManifest, WeightSpec, spec_of, whole_of
+from averaging.weights.shards import cut, part_of
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class WeightSnapshot:
             place = places.get((spec.name, ()))
             if place is None or own.tensors[place] != whole_of(spec):
                 return self
-            part = _bytes(cut(_tensor(own.tensors[place], self.buffers[place]), spec))
+            part = _bytes(cut(own.tensors[place].over(self.buffers[place].data), spec))
             pieces = (layout.pieces[index] for index in layout.of_tensor(number))
             buffers.append(part)
             digests.extend(_sha256(part[piece.start : piece.stop]) for piece in pieces)
@@ -66,12 +66,12 @@ class WeightSnapshot:
     def parts(self) -> Iterator[tuple[WeightSpec, torch.Tensor]]:
         """Each tensor or part of one with its description; not to be written, as with `tensors`."""
         for spec, buffer in zip(self.manifest.layout.tensors, self.buffers, strict=True):
-            yield spec, _tensor(spec, buffer)
+            yield spec, spec.over(buffer.data)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors by name, on the CPU. They share the memory of this snapshot and must not be written."""
         specs = self.manifest.layout.tensors
-        return {spec.name: _tensor(spec, buffer) for spec, buffer in zip(specs, self.buffers, strict=True)}
+        return {spec.name: spec.over(buffer.data) for spec, buffer in zip(specs, self.buffers, strict=True)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ class Incoming:
             return
         layout, digest = self.manifest.layout, self.manifest.piece_digests[index]
         base, piece = self.differs_from, self._piece(index)
-        itemsize = layout.tensors[layout.pieces[index].tensor].itemsize
+        itemsize = layout.tensors[layout.pieces[index].tensor].torch_dtype.itemsize
         decode(coding, data, None if base is None else base.piece(index), itemsize, piece)
         if _sha256(piece) != digest:
             name = layout.tensors[layout.pieces[index].tensor].name
@@ -254,12 +254,6 @@ def _bytes(tensor: torch.Tensor) -> Bytes:
 def _piece(layout: WeightLayout, buffers: Sequence[Bytes], index: int) -> Bytes:
     tensor, start, stop = layout.pieces[index]
     return buffers[tensor][start:stop]
-
-
-def _tensor(spec: WeightSpec, buffer: Bytes) -> torch.Tensor:
-    if not len(buffer):
-        return torch.empty(spec.shape, dtype=spec.torch_dtype, device="cpu")
-    return torch.from_numpy(buffer).view(spec.torch_dtype).reshape(spec.shape)
 
 
 def _same(one: WeightManifest, other: WeightManifest, pieces: range) -> bool:

@@ -235,7 +235,7 @@ def _differences(source: WeightSnapshot | Incoming, base: WeightSnapshot, todo: 
     """Encodes pieces. Those that are sent as they are get no bytes, since they are here anyway."""
     layout, found = source.manifest.layout, {}
     for index in todo:
-        itemsize = layout.tensors[layout.pieces[index].tensor].itemsize
+        itemsize = layout.tensors[layout.pieces[index].tensor].torch_dtype.itemsize
         coding, data = encode(source.piece(index), base.piece(index), itemsize)
         found[index] = (coding, b"" if coding is Coding.RAW else data)
     return found

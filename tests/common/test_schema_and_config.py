@@ -20,13 +20,14 @@ from averaging.peer.topics import Adopt, make_topic
 from averaging.protocol.aggregation import Aggregation, AggregationKind, parse_aggregation
 from averaging.protocol.group import Mode
 from averaging.protocol.messages import CompressionType, parse_compression
-from averaging.tensors.schema import DTYPES, ReplyForm, Schema, TensorSpec, describe, first_difference
+from averaging.tensors import AVERAGED_DTYPES
+from averaging.tensors.schema import ReplyForm, Schema, TensorSpec, describe, first_difference
 from averaging.tensors.shared_tensors import SharedTensors
 
 specs = st.builds(
     TensorSpec,
     name=st.sampled_from(["w", "b"]),
-    dtype=st.sampled_from(sorted(DTYPES)),
+    dtype=st.sampled_from(sorted(AVERAGED_DTYPES)),
     shape=st.lists(st.integers(0, 20), max_size=3).map(tuple),
     compression=st.sampled_from(list(CompressionType)),
 )

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from averaging.errors import ProtocolViolationError
 from averaging.rl.synchronizer.state_stream import (
-    DTYPES,
     PIECE_BYTES,
     ModelState,
     ReceivedTensors,
@@ -23,6 +22,7 @@ from averaging.rl.synchronizer.state_stream import (
     parts_of,
     tensors_of,
 )
+from averaging.tensors import DTYPES
 from averaging.wire import synchronizer_pb2 as wire
 
 LIMIT = 1 << 26
@@ -127,7 +127,7 @@ def test_any_bytes_are_a_state_or_an_error(raw: bytes) -> None:
         ([wire.Tensor(name="w", dtype="float32", shape=[0, 1 << 63])], "invalid shape"),
         ([wire.Tensor(name="w", dtype="float32", shape=[1 << 48])], "invalid shape"),
         ([wire.Tensor(name="w", dtype="float32", shape=[1] * 65)], "invalid shape"),
-        ([wire.Tensor(name="w", dtype="qint8")], "dtype 'qint8'"),
+        ([wire.Tensor(name="w", dtype="qint8")], "unknown dtype 'qint8'"),
         ([wire.Tensor(name="", dtype="float32")], "a name of 0"),
         ([wire.Tensor(name="w" * 2000, dtype="float32")], "a name of 2000"),
         ([wire.Tensor(name="w", dtype="int8")] * 2, "same name"),

@@ -20,7 +20,7 @@ from hypothesis.extra import numpy as hnp
 from averaging.errors import ProtocolViolationError, TensorError
 from averaging.protocol.messages import CompressionType, WireTensor
 from averaging.tensors.compression import bytes_per_element, decode, encode
-from averaging.tensors.schema import DTYPES
+from averaging.tensors.manifest import AVERAGED_DTYPES
 from tests.support.selection import examples
 
 Array = npt.NDArray[np.float32]
@@ -82,7 +82,7 @@ def round_trip(values: Array, code: CompressionType) -> npt.NDArray[np.float64]:
 # --- shapes, dtypes, memory -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("dtype", AVERAGED_DTYPES.values(), ids=AVERAGED_DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("code", CompressionType)
 def test_every_shape_and_dtype(code: CompressionType, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -154,9 +154,9 @@ def test_integers_are_refused() -> None:
 
 
 def test_bytes_per_element() -> None:
-    sizes = {dtype: bytes_per_element(CompressionType.NONE, dtype) for dtype in DTYPES.values()}
+    sizes = {dtype: bytes_per_element(CompressionType.NONE, dtype) for dtype in AVERAGED_DTYPES.values()}
     assert sizes == {torch.float16: 2, torch.bfloat16: 2, torch.float32: 4, torch.float64: 8}
-    for dtype in DTYPES.values():
+    for dtype in AVERAGED_DTYPES.values():
         assert {code: bytes_per_element(code, dtype) for code in LOSSY} == {
             CompressionType.MEANSTD_16BIT: 2,
             CompressionType.FLOAT16: 2,
@@ -274,7 +274,7 @@ def test_a_non_finite_block_does_not_affect_the_others() -> None:
 # --- a decoder that trusts nothing ----------------------------------------------------------------
 
 names = st.sampled_from(
-    [*DTYPES, "compressed_float32", "clamped_float32", "rounded_float32", "", "int32", "object", "float32\n"]
+    [*AVERAGED_DTYPES, "compressed_float32", "clamped_float32", "rounded_float32", "", "int32", "object", "float32\n"]
 ) | st.text(max_size=12)
 codes = st.sampled_from([*map(int, CompressionType)]) | st.integers(-(2**31), 2**31 - 1)
 extents = st.integers(0, 6) | st.sampled_from([-1, 2**31, 2**32 - 1, 2**63, 2**64]) | st.integers()

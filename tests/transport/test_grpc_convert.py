@@ -31,7 +31,8 @@ from averaging.receipts.drift import Drift, DriftKind
 from averaging.receipts.receipt import Account, DropCode, Dropped, LateArrival, Outcome, Receipt, Role, Straggler
 from averaging.receipts.receipt_log import Watched
 from averaging.receipts.status import PeerStatus
-from averaging.tensors.schema import DTYPES, ReplyForm, Schema, TensorSpec
+from averaging.tensors import AVERAGED_DTYPES
+from averaging.tensors.schema import ReplyForm, Schema, TensorSpec
 from averaging.timing.learned_deadlines import Learned, Phase
 from averaging.transport.grpc import methods
 from averaging.transport.grpc.conversion import decode_averaging_data, decode_rumours
@@ -67,7 +68,9 @@ records = st.builds(Record, names, names, st.binary(), uint64, st.floats(), st.b
     lambda record: dataclasses.replace(record, owner=record.value + b"o", signature=b"s" + record.value)
 )
 digests = st.builds(Digest, names, names, uint64, several(st.tuples(uint64, uint64)), st.booleans(), st.floats())
-specs = st.builds(TensorSpec, names, st.sampled_from(sorted(DTYPES)), several(uint64), st.sampled_from(CompressionType))
+specs = st.builds(
+    TensorSpec, names, st.sampled_from(sorted(AVERAGED_DTYPES)), several(uint64), st.sampled_from(CompressionType)
+)
 receipts = st.builds(
     Receipt,
     round=uint64,

@@ -11,7 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from averaging.errors import ConfigError, ProtocolViolationError
-from averaging.rpc import TENSOR_DTYPES, TensorMessage, TensorReader, tensor_messages
+from averaging.rpc import TensorMessage, TensorReader, tensor_messages
+from averaging.tensors import STATE_DTYPES
 from averaging.wire.runtime_pb2 import FLOAT16, CompressionType
 
 
@@ -28,11 +29,11 @@ def sent(tensor: torch.Tensor, compression: str = "none", chunk_bytes: int = 4 <
     return found[-1]
 
 
-@pytest.mark.parametrize("name", TENSOR_DTYPES)
+@pytest.mark.parametrize("name", STATE_DTYPES)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 5), (17, 5)])
 @pytest.mark.parametrize("chunk_bytes", [7, 1 << 20])
 def test_every_dtype_and_shape(name: str, shape: tuple[int, ...], chunk_bytes: int) -> None:
-    tensor = (torch.randn(shape) * 10).to(TENSOR_DTYPES[name])
+    tensor = (torch.randn(shape) * 10).to(STATE_DTYPES[name])
     found = sent(tensor, chunk_bytes=chunk_bytes)
     assert found.dtype == tensor.dtype
     assert torch.equal(found, tensor)
@@ -131,7 +132,7 @@ extents = st.integers(0, 4) | st.sampled_from([1 << 30, (1 << 31) - 1])
 messages = st.builds(
     TensorMessage,
     size=st.lists(extents, max_size=3),
-    dtype=st.sampled_from([*TENSOR_DTYPES, "", "uint64", "rounded_float32", "clamped_float32"]),
+    dtype=st.sampled_from([*STATE_DTYPES, "", "uint64", "rounded_float32", "clamped_float32"]),
     buffer=st.binary(max_size=9) | st.sampled_from([b"", bytes(4), bytes(8)]),
     chunks=extents | st.sampled_from([-1, -(1 << 31)]),
     compression=st.sampled_from([*CompressionType.values(), 99]),

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.weights.layout import WeightLayout, WeightSpec
+from averaging.weights.layout import WeightLayout, WeightSpec, whole_of
 from averaging.weights.shards import (
     box_of,
     common,
@@ -16,7 +16,6 @@ from averaging.weights.shards import (
     is_wanted,
     missing_part,
     put_together,
-    whole_of,
     write_part,
 )
 from averaging.weights.snapshot import seal, view_state

@@ -149,7 +149,7 @@ def test_a_manifest_that_does_not_fit_together_is_refused() -> None:
 def test_a_layout_from_another_peer_is_checked(spec: WeightSpec, match: str) -> None:
     with pytest.raises(ProtocolViolationError, match=match):
         check_layout([spec], PIECE_BYTES, 1 << 40)
-    with pytest.raises(ProtocolViolationError, match="two tensors of one name"):
+    with pytest.raises(ProtocolViolationError, match="two tensors have the same name"):
         check_layout([WeightSpec("w", "int8", (1,))] * 2, PIECE_BYTES, 100)
     for size in (0, 100, 4097, 1 << 30):
         with pytest.raises(ProtocolViolationError, match="pieces of"):

@@ -18,8 +18,8 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from averaging.errors import ConfigError, StateError, WeightGroupError
-from averaging.rl.synchronizer.state_stream import DTYPES, Meta, StateDict, meta_of
-from averaging.tensors import in_thread
+from averaging.rl.synchronizer.state_stream import Meta, StateDict, meta_of
+from averaging.tensors import DTYPES, in_thread
 
 LOOK_SECONDS = 0.02
 """Interval at which a member looks whether the others have joined."""

@@ -6,16 +6,28 @@ A reader gets all tensors of one version or an error. Nothing is allocated befor
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import TypeAlias
 
 import torch
 
-from averaging.errors import BusyError, ProtocolViolationError, TensorError
-from averaging.rpc import check_size
-from averaging.tensors import offload
+from averaging.errors import ProtocolViolationError, TensorError
+from averaging.tensors import (
+    DTYPES,
+    TensorBuffer,
+    TensorInfo,
+    check_distinct,
+    check_tensors,
+    copy_to_cpu,
+    dtype_name,
+    nbytes_of,
+    objection_to,
+    offload,
+    pieces_of,
+    view_memory,
+)
 from averaging.wire import synchronizer_pb2 as wire
 
 StateDict: TypeAlias = "dict[str, torch.Tensor]"
@@ -31,15 +43,7 @@ PIECE_BYTES = 1 << 18
 MAX_PART_BYTES = 16 << 20
 """Maximum size of a message. The first one describes all tensors."""
 
-MAX_TENSORS, MAX_NAME, MAX_PATH = 100_000, 1024, 4096
-
-_DTYPES = (
-    "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 complex64 complex128 int64 int32 int16 int8 uint8 bool"
-)
-DTYPES: Mapping[str, torch.dtype] = {
-    name: dtype for name in _DTYPES.split(" ") if isinstance(dtype := getattr(torch, name, None), torch.dtype)
-}
-"""The dtypes that can be sent, by name."""
+MAX_NAME, MAX_PATH = 1024, 4096
 
 
 def copy_of(state: object) -> ModelState:
@@ -56,9 +60,9 @@ def copy_of(state: object) -> ModelState:
     for name, tensor in state.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise TensorError(f"{name!r} of the state is {type(tensor).__name__}; give tensors by name")
-        if tensor.layout is not torch.strided or tensor.is_meta or _name_of(tensor.dtype) not in DTYPES:
-            raise TensorError(f"tensor {name!r} ({tensor.dtype}, {tensor.layout}) cannot be sent; give a dense one")
-        copied[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        if objection := objection_to(tensor, DTYPES, "sent"):
+            raise TensorError(f"tensor {name!r} {objection}; give another one")
+        copied[name] = copy_to_cpu(tensor)
     return copied
 
 
@@ -73,7 +77,7 @@ async def copy_in_thread(state: object) -> ModelState:
 
 def meta_of(state: StateDict) -> Meta:
     """Returns the name, dtype and shape of each tensor."""
-    return [(name, _name_of(tensor.dtype), tuple(tensor.shape)) for name, tensor in state.items()]
+    return [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in state.items()]
 
 
 def tensors_of(meta: Meta) -> list[wire.Tensor]:
@@ -87,20 +91,12 @@ def meta_from(tensors: Sequence[wire.Tensor]) -> Meta:
     Raises:
         ProtocolViolationError: There are too many, two have the same name, or a dtype or shape is invalid.
     """
-    if len(tensors) > MAX_TENSORS:
-        raise ProtocolViolationError(f"a state of {len(tensors)} tensors; at most {MAX_TENSORS} are accepted")
-    meta: Meta = []
-    for tensor in tensors:
-        if not tensor.name or len(tensor.name) > MAX_NAME or tensor.dtype not in DTYPES:
-            raise ProtocolViolationError(f"a tensor of dtype {tensor.dtype[:20]!r} and a name of {len(tensor.name)}")
-        try:
-            check_size(tensor.shape)
-        except ProtocolViolationError as error:
-            raise ProtocolViolationError(f"tensor {tensor.name[:80]!r} has an invalid shape: {error}") from None
-        meta.append((tensor.name, tensor.dtype, tuple(tensor.shape)))
-    if len({name for name, _, _ in meta}) != len(meta):
-        raise ProtocolViolationError("two tensors of a state have the same name")
-    return meta
+    infos = [TensorInfo(tensor.name, tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
+    check_tensors(infos, DTYPES)
+    check_distinct([info.name for info in infos])
+    if wrong := [len(info.name) for info in infos if not 0 < len(info.name) <= MAX_NAME]:
+        raise ProtocolViolationError(f"a tensor with a name of {wrong[0]} characters")
+    return [(info.name, info.dtype, info.shape) for info in infos]
 
 
 def parts_of(state: ModelState, version: int = 0) -> Iterator[wire.StatePart]:
@@ -122,11 +118,9 @@ def parts_of(state: ModelState, version: int = 0) -> Iterator[wire.StatePart]:
     yield wire.StatePart(head=head)
     digest = _digest_of(meta)
     for tensor in state.values():
-        raw = _raw(tensor)
-        for begin in range(0, len(raw), PIECE_BYTES):
-            piece = bytes(raw[begin : begin + PIECE_BYTES])
+        for piece in pieces_of(view_memory(tensor), PIECE_BYTES) if tensor.numel() else ():
             digest.update(piece)
-            yield wire.StatePart(data=piece)
+            yield wire.StatePart(data=bytes(piece))
     yield wire.StatePart(digest=digest.digest())
 
 
@@ -152,9 +146,9 @@ class TensorAssembler:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._head: wire.StateHead | None = None
-        self._meta: Meta = []
+        self._missing: deque[TensorInfo] = deque()  # from the first one on that has not arrived completely
+        self._buffer = TensorBuffer(0, bytearray())  # of that one
         self._state: StateDict = {}
-        self._raw = memoryview(b"")  # the bytes of the present tensor that have not arrived
         self.finished = False
         self.nbytes = 0
 
@@ -171,7 +165,7 @@ class TensorAssembler:
             self._begin(part)
         elif part.data:
             self._add(part.data)
-        elif self._raw or len(self._state) < len(self._meta):
+        elif self._missing:
             raise ProtocolViolationError("a state with fewer bytes than its tensors have")
         elif part.digest != self._digest.digest():
             raise ProtocolViolationError("a state whose digest is not that of its bytes")
@@ -194,47 +188,37 @@ class TensorAssembler:
         if not part.HasField("head"):
             raise ProtocolViolationError("a state without a head")
         head = part.head
-        self._meta = meta_from(head.tensors)
-        nbytes = sum(prod(shape) * DTYPES[dtype].itemsize for _, dtype, shape in self._meta)
+        meta = meta_from(head.tensors)
+        self._missing.extend(TensorInfo(*entry) for entry in meta)
+        nbytes = nbytes_of(self._missing)
         if nbytes > self._max_bytes:
             raise ProtocolViolationError(
                 f"a state of {nbytes} bytes; at most {self._max_bytes} are accepted (`max_state_bytes`)"
             )
-        if len(head.path) > MAX_PATH or (head.has_tensors and head.path) or (self._meta and not head.has_tensors):
+        if len(head.path) > MAX_PATH or (head.has_tensors and head.path) or (meta and not head.has_tensors):
             raise ProtocolViolationError("a state with an invalid path")
         self.nbytes = nbytes
         self._head = head
-        self._digest = _digest_of(self._meta)
+        self._digest = _digest_of(meta)
         self.finished = not head.has_tensors
-        self._next_tensors()
+        self._next_tensor()
 
     def _add(self, data: bytes) -> None:
-        if len(data) > len(self._raw):
+        if not self._missing:
             raise ProtocolViolationError("a state with more bytes than its tensors have")
         self._digest.update(data)
-        self._raw[: len(data)] = data
-        self._raw = self._raw[len(data) :]
-        self._next_tensors()
+        if self._buffer.add(data):
+            tensor = self._missing.popleft()
+            self._state[tensor.name] = tensor.over(self._buffer.data or b"")
+            self._next_tensor()
 
-    def _next_tensors(self) -> None:
-        """Creates the tensors up to the next one that has bytes, unless the present one is incomplete."""
-        while not self._raw and len(self._state) < len(self._meta):
-            name, dtype, shape = self._meta[len(self._state)]
-            try:
-                tensor = torch.empty(shape, dtype=DTYPES[dtype], device="cpu")
-            except RuntimeError:
-                raise BusyError(f"there is no memory here for tensor {name[:80]!r} of shape {list(shape)}") from None
-            self._state[name] = tensor
-            self._raw = _raw(tensor)
-
-
-def _raw(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    def _next_tensor(self) -> None:
+        """Goes to the next tensor that has bytes."""
+        while self._missing and not self._missing[0].nbytes:
+            tensor = self._missing.popleft()
+            self._state[tensor.name] = tensor.over(b"")
+        if self._missing:
+            self._buffer = TensorBuffer(self._missing[0].nbytes, bytearray())
 
 
 def _digest_of(meta: Meta) -> hashlib._Hash:

@@ -20,7 +20,8 @@ from averaging.errors import (
 from averaging.rl.workers.methods import FETCH_PARAMETERS, WorkerChannels
 from averaging.rl.workers.payload import Realloc
 from averaging.rl.workers.samples import kind_of
-from averaging.rpc import TENSOR_DTYPES, TensorReader, tensor_dtype_name, tensor_messages
+from averaging.rpc import TensorReader, tensor_messages
+from averaging.tensors import STATE_DTYPES, copy_to_cpu, dtype_name
 from averaging.wire.workers_pb2 import FetchParametersRequest, NamedTensor
 
 # Tensors with names, on their way between two workers.
@@ -74,7 +75,7 @@ async def send(tensors: Iterable[tuple[str, str, torch.Tensor]], compression: st
         first = True
         for message in tensor_messages(tensor, compression):
             if first:
-                yield NamedTensor(id=sample, key=key, dtype=tensor_dtype_name(tensor.dtype), tensor=message)
+                yield NamedTensor(id=sample, key=key, dtype=dtype_name(tensor.dtype), tensor=message)
             else:
                 yield NamedTensor(tensor=message)
             first = False
@@ -105,13 +106,13 @@ async def receive(
     async with aclosing(messages):
         while (message := await _next(source, messages, pace)) is not None:
             if reader.complete:
-                if message.dtype not in TENSOR_DTYPES:
+                if message.dtype not in STATE_DTYPES:
                     raise ProtocolViolationError(f"sent a tensor of the unknown dtype {message.dtype!r:.100}", source)
                 admit(message)
                 head = NamedTensor(id=message.id, key=message.key, dtype=message.dtype)
             tensor = reader.read(message.tensor)
             if tensor is not None:
-                yield head.id, head.key, tensor.to(TENSOR_DTYPES[head.dtype])
+                yield head.id, head.key, tensor.to(STATE_DTYPES[head.dtype])
     if not reader.complete:
         raise ProtocolViolationError("sent an incomplete tensor", source)
 
@@ -230,7 +231,7 @@ class _Published:
 
 def copy_of(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns copies on the CPU."""
-    return {name: tensor.detach().cpu().clone() for name, tensor in parameters.items()}
+    return {name: copy_to_cpu(tensor) for name, tensor in parameters.items()}
 
 
 def blend(target: Mapping[str, torch.Tensor], source: Mapping[str, torch.Tensor], eta: float, model: str) -> None:

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from averaging.errors import ConfigError, TensorError
+from averaging.tensors import dtype_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class SampleBatch:
 
 def kind_of(tensor: torch.Tensor) -> tuple[str, torch.Size]:
     """Dtype, such as `int64`, and shape of a tensor."""
-    return str(tensor.dtype).removeprefix("torch."), tensor.shape
+    return dtype_name(tensor.dtype), tensor.shape
 
 
 # The part of a dataset that one worker holds.

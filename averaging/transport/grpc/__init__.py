@@ -36,10 +36,8 @@ from averaging.transport.grpc.methods import Method
 from averaging.transport.grpc.rpc_channel import Caller
 from averaging.transport.grpc.server import Context, Handlers, unary, write_all
 from averaging.transport.grpc.tensor_stream import (
-    TENSOR_DTYPES,
     TensorMessage,
     TensorReader,
-    tensor_dtype_name,
     tensor_messages,
 )
 from averaging.transport.grpc.transport import GrpcTransport
@@ -51,7 +49,6 @@ __all__ = [
     "KEEPALIVE_SECONDS",
     "SILENCE_SECONDS",
     "SMALL_BYTES",
-    "TENSOR_DTYPES",
     "WRITE_BYTES_PER_SECOND",
     "WRITE_SECONDS",
     "Caller",
@@ -71,7 +68,6 @@ __all__ = [
     "held_limits",
     "host_of",
     "parse",
-    "tensor_dtype_name",
     "tensor_messages",
     "unary",
     "write_all",

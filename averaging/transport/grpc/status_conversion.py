@@ -20,7 +20,7 @@ from averaging.receipts import (
     Straggler,
     Watched,
 )
-from averaging.tensors import DTYPES, ReplyForm, Schema, TensorSpec
+from averaging.tensors import AVERAGED_DTYPES, ReplyForm, Schema, TensorSpec
 from averaging.timing import Learned, Phase
 from averaging.transport.grpc.channel_options import MAX_DIMENSIONS, MAX_TENSORS, check_count
 from averaging.transport.grpc.conversion import parse
@@ -308,7 +308,7 @@ def decode_schema(raw: bytes) -> Schema:
 
 
 def _spec_from_wire(wire: status_pb2.TensorSpec) -> TensorSpec:
-    if wire.dtype not in DTYPES:
+    if wire.dtype not in AVERAGED_DTYPES:
         raise ProtocolViolationError(f"a schema in which tensor {wire.name!r} has the unknown dtype {wire.dtype!r}")
     try:
         compression = CompressionType[wire.compression]

@@ -9,42 +9,28 @@ import torch
 
 from averaging.errors import ConfigError, ProtocolViolationError
 from averaging.protocol import CompressionType, WireTensor, parse_compression
-from averaging.tensors import DTYPES, Codec, Raw, check_size, decoder, encode
+from averaging.tensors import (
+    AVERAGED_DTYPES,
+    STATE_DTYPES,
+    Codec,
+    Raw,
+    TensorBuffer,
+    check_size,
+    decoder,
+    dtype_name,
+    encode,
+    pieces_of,
+)
 from averaging.transport.grpc.channel_options import MAX_DIMENSIONS, check_count
 from averaging.wire.runtime_pb2 import CompressionType as WireCompression
 from averaging.wire.runtime_pb2 import Tensor as TensorMessage
 
-__all__ = [
-    "CHUNK_BYTES",
-    "TENSOR_DTYPES",
-    "TensorMessage",
-    "TensorReader",
-    "tensor_dtype_name",
-    "tensor_messages",
-]
+__all__ = ["CHUNK_BYTES", "TensorMessage", "TensorReader", "tensor_messages"]
 
 CHUNK_BYTES = 4 << 20
 """Default maximum bytes of a tensor in one message."""
 
-TENSOR_DTYPES: dict[str, torch.dtype] = DTYPES | {
-    name: getattr(torch, name) for name in ("int8", "uint8", "int16", "int32", "int64", "bool")
-}
-"""The dtypes that messages can carry, by name on the wire. Only the floating ones can be compressed."""
-
-_NAMES = {dtype: name for name, dtype in TENSOR_DTYPES.items()}
-_INTEGERS = {name: Raw(name, dtype) for name, dtype in TENSOR_DTYPES.items() if name not in DTYPES}
-
-
-def tensor_dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype on the wire.
-
-    Raises:
-        ConfigError: Messages cannot carry it.
-    """
-    try:
-        return _NAMES[dtype]
-    except KeyError:
-        raise ConfigError(f"{dtype} cannot be sent; {', '.join(TENSOR_DTYPES)} can") from None
+_INTEGERS = {name: Raw(name, dtype) for name, dtype in STATE_DTYPES.items() if name not in AVERAGED_DTYPES}
 
 
 def tensor_messages(
@@ -53,23 +39,25 @@ def tensor_messages(
     """Encodes a dense tensor of any shape and device as one or more messages, to be read by a `TensorReader` in order.
 
     Args:
-        tensor: A tensor of one of `TENSOR_DTYPES`. Integers and bool are never compressed.
+        tensor: A tensor of one of `STATE_DTYPES`. Integers and bool are never compressed.
         compression: As the option `compression` of a peer.
         chunk_bytes: Maximum bytes of the tensor in one message.
 
     Raises:
         ConfigError: The dtype cannot be sent, or there is no such compression.
     """
-    name, code = tensor_dtype_name(tensor.dtype), parse_compression(compression)
+    name, code = dtype_name(tensor.dtype), parse_compression(compression)
+    if name not in STATE_DTYPES:
+        raise ConfigError(f"{tensor.dtype} cannot be sent; {', '.join(STATE_DTYPES)} can")
     tensor = tensor.detach().cpu()
     if name in _INTEGERS:
         wire = WireTensor(_INTEGERS[name].pack(tensor), tuple(tensor.shape), name)
     else:
         wire = encode(tensor, code)
     chunks = max(1, -(-len(wire.buffer) // chunk_bytes))
-    for chunk in range(chunks):
-        message = TensorMessage(buffer=bytes(wire.buffer[chunk * chunk_bytes : (chunk + 1) * chunk_bytes]))
-        if not chunk:
+    for number, piece in enumerate(pieces_of(wire.buffer, chunk_bytes)):
+        message = TensorMessage(buffer=bytes(piece))
+        if not number:
             message.size.extend(wire.size)
             message.dtype = wire.dtype
             message.compression = WireCompression.ValueType(wire.compression)
@@ -90,8 +78,7 @@ class TensorReader:
     def __init__(self, max_bytes: int = 1 << 32) -> None:
         self._max_bytes = max_bytes
         self._wire: WireTensor | None = None
-        self._buffer = bytearray()
-        self._nbytes = self._chunks = 0
+        self._buffer = TensorBuffer(0, bytearray())
 
     @property
     def complete(self) -> bool:
@@ -110,31 +97,24 @@ class TensorReader:
             self._wire = self._begin(message)
         elif message.size or message.dtype:
             raise ProtocolViolationError("a tensor begins before the last chunk of the one before")
-        if self._nbytes and not message.buffer:
-            raise ProtocolViolationError(f"a tensor of {self._nbytes} bytes with an empty chunk")
-        self._buffer += message.buffer
-        self._chunks -= 1
-        received = len(self._buffer)
-        if received > self._nbytes or (received < self._nbytes and self._chunks <= 0):
-            wire = self._wire
-            raise ProtocolViolationError(
-                f"a tensor of size {wire.size}, compression {wire.compression} and dtype {wire.dtype!r} takes "
-                f"{self._nbytes} bytes, but {received} were received"
-            )
-        if self._chunks > 0:
+        buffer = self._buffer
+        if buffer.nbytes and not message.buffer:
+            raise ProtocolViolationError(f"a tensor of {buffer.nbytes} bytes with an empty chunk")
+        if not buffer.add(message.buffer):
             return None
-        wire, self._wire, self._buffer = replace(self._wire, buffer=memoryview(self._buffer)), None, bytearray()
+        wire, self._wire = replace(self._wire, buffer=memoryview(buffer.data or b"")), None
         return _decode(wire)
 
     def _begin(self, first: TensorMessage) -> WireTensor:
         """Checks what the first message of a tensor announces."""
         size = tuple(check_count(first.size, MAX_DIMENSIONS, "dimensions"))
         wire = WireTensor(b"", size, first.dtype, first.compression)
-        self._nbytes, self._chunks = _codec(wire).nbytes(size), max(1, first.chunks)
-        if self._nbytes > self._max_bytes:
-            raise ProtocolViolationError(f"a tensor of {self._nbytes} bytes, more than {self._max_bytes} bytes")
-        if first.chunks < 0 or self._chunks > max(1, self._nbytes):
-            raise ProtocolViolationError(f"a tensor of {self._nbytes} bytes in {first.chunks} chunks")
+        nbytes, chunks = _codec(wire).nbytes(size), max(1, first.chunks)
+        if nbytes > self._max_bytes:
+            raise ProtocolViolationError(f"a tensor of {nbytes} bytes, more than {self._max_bytes} bytes")
+        if first.chunks < 0 or chunks > max(1, nbytes):
+            raise ProtocolViolationError(f"a tensor of {nbytes} bytes in {first.chunks} chunks")
+        self._buffer = TensorBuffer(nbytes, bytearray(), chunks)
         return wire
 
 
