@@ -1,29 +1,45 @@
-"""The options of a peer: what they mean, whether they can work together, and where they are read from."""
+"""The options of a peer: declared once, with their meaning and range, and where they are read from.
+
+The command line, the environment, TOML files and docs/reference/options.md follow from the declarations. To add an
+option, add a field to `PeerConfig`, and its type to `PeerOptions`.
+"""
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, replace
 from enum import StrEnum
-from numbers import Integral, Real
+from functools import partial
 from typing import Any, Self, TypeAlias, TypedDict, TypeVar
 
 from averaging.common import (
+    ADDRESS,
+    ADDRESSES_TO_DIAL,
+    PATH,
+    SECONDS,
+    SWITCH,
+    Kind,
+    Option,
     Setting,
+    check_options,
+    choice,
     merge,
-    one_of,
+    number,
+    option,
+    options_of,
     parse_address,
     read_arguments,
     read_environment,
     read_toml,
+    spelled,
+    spelled_as_set,
+    text,
     unknown_option,
-    with_sources,
+    whole,
 )
 from averaging.errors import ConfigError
-from averaging.protocol import CompressionType, Mode, parse_aggregation, parse_compression
-from averaging.tensors import ReplyForm
+from averaging.protocol import COMPRESSIONS, CompressionType, Mode, ReplyForm, parse_aggregation
 
 DEFAULT_PART_SIZE_BYTES = 1 << 20
 """Smaller parts cost more per byte; larger ones gain nothing (docs/design/performance.md)."""
@@ -129,112 +145,234 @@ class PeerOptions(TypedDict, total=False):
     in_place: bool
 
 
+# The kinds of values that only a peer has.
+
+
+def _check_run_id(run_id: str) -> None:
+    if not run_id or "." in run_id or not run_id.isprintable():
+        raise ConfigError(f"{run_id!r} must be printable, not empty, and without a dot")
+    if (size := len(run_id.encode())) > MAX_RUN_ID_BYTES:
+        raise ConfigError(f"{run_id[:20]!r}… has {size} bytes of UTF-8; it may have {MAX_RUN_ID_BYTES} bytes")
+
+
+def _check_group_bits(bits: str) -> None:
+    if set(bits) - {"0", "1"}:
+        raise ConfigError(f"{bits!r} must be zeros and ones")
+    if len(bits) > MAX_GROUP_BITS:
+        raise ConfigError(f"it may have {MAX_GROUP_BITS} digits, not {len(bits)}")
+
+
+def _check_direct_listen(listen: str) -> None:
+    if listen not in (AUTO, "off"):
+        parse_address(listen)
+
+
+RUN_ID = text("ID", _check_run_id)
+_TLS = Kind("", "TLSFiles(ca, cert, key) or None", lambda value: isinstance(value, TLSFiles))
+_GROUP_SIZE = whole(2)
+
+_basic = partial(option, section="Basic options")
+_groups = partial(option, section="Advanced: groups")
+_timeouts = partial(option, section="Advanced: timeouts")
+_averages = partial(option, section="Advanced: averages")
+_direct = partial(option, section="Advanced: direct connections")
+_state = partial(option, section="Advanced: state")
+_access = partial(option, section="Advanced: access and records")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerConfig:
     """The options of a peer. The basic ones come first; the others have defaults that suit most runs.
 
-    An option with a fixed set of values may be given by name, in upper or lower case.
-
-    Attributes:
-        run_id: Peers with the same run id average together. It has no dots and at most 128 bytes of UTF-8.
-        join: `host:port` of some peers of the run. An empty list starts a run of its own. Give several if you can: a
-            newcomer that joins through a single peer may lose contact if that peer dies in the next moments.
-        listen: `host:port` to listen on; port 0 takes a free one. Not used in client mode.
-        advertise: `host:port` at which other peers reach this one, if it differs from `listen`. Port 0 means the port
-            of `listen`.
-        group_size: A group starts as soon as it has this many members.
-        mode: `node`, `client` (accepts no connections) or `auxiliary` (reduces, contributes no tensors).
-        tls: The files for TLS as one object; `tls_ca`, `tls_cert` and `tls_key` are the same files one by one.
-        tls_ca: File with the certificates of the authorities whose peers are trusted, see `averaging ca`.
-        tls_cert: File with this peer's certificate, valid for the host at which other peers reach it.
-        tls_key: File with the certificate's private key. With these three files all connections use TLS.
-        token_file: File with the run's tokens, one per line: the first is sent, all are accepted. It is read once.
-        compression: How tensors are encoded on the wire. The strategies have an option of the same name, which wins.
-
-        min_group_size: Smallest group that this peer takes part in. The leader starts with this many members when
-            `group_wait` is over. Set it to the same value at all peers.
-        group_bits: First group key, zeros and ones; an empty key puts all peers of the run under one key. To mix many
-            peers by small groups, use log2(group_size) bits for each round after the first and spread them evenly. Of
-            64 peers in groups of 4 the n-th has `f"{n % 16:04b}"`, and all have the mean after 3 rounds.
-        group_wait: Seconds that a peer waits for a full group before it starts with the members that are there.
-
-        join_timeout: Seconds within which one of the peers in `join` must answer.
-        round_timeout: Seconds to find a group, and as many again for the all-reduce. The time that the bytes take at
-            10 Mbit/s is added.
-        stall_timeout: Upper bound in seconds of the learned timeout after which a member without progress is dropped
-            from a round. One part in each direction for every other member must pass the link within it. See
-            docs/operate/reliability.md.
-        min_stall_timeout: Lower bound of the learned timeout in seconds. `stall_timeout` wins if it is smaller.
-
-        aggregation: How contributions become one: `mean`, or `median`, `trimmed:F` or `clip:TAU`, which bound what a
-            minority of false contributions can do (docs/operate/robust.md). The same at all peers.
-        reply_form: Whether reducers answer with the average, or with the difference to what was sent (`delta`). The
-            same at all peers.
-        non_finite: What happens to NaN and infinity in contributions and in a downloaded state. Set it to the same
-            value at all peers, since a peer that refuses them drops the peers that send them.
-        part_size_bytes: Size of a part on the wire. The same at all peers.
-        bandwidth: Bandwidth of this peer's link in bytes/s, so that its shard has a size to match. Set it on every peer
-            or on none: an unset peer counts as the median of the others.
-        direct_listen: `host:port` for direct connections, over which parts travel beside gRPC. `auto` takes any free
-            port on the host of `listen`; with None or `off` all parts travel over gRPC.
-        direct_advertise: Port at which other peers reach `direct_listen` on the host of this peer's endpoint, if it
-            differs.
-
-        share_state: Whether newcomers may download this peer's state. Clients never share it.
-        verify_donors: A state is downloaded only if this many donors offer the same version with the same digests of
-            the averaged tensors. Donors with one certificate, or without certificates on one host, count as one. 1
-            trusts a single donor.
-        on_drift: What a training peer does when its parameters or hyperparameters differ from those of most members of
-            its group although they should not: `warn`, `adopt` theirs, or `raise`. See docs/operate/reliability.md.
-
-        insecure: Whether other machines may connect although there is no TLS.
-        inspection: The callers that may inspect this peer.
-        receipts: File to which the receipt of every round is appended, one line of JSON each. See
-            docs/operate/receipts.md.
+    An option with a fixed set of values may be given by name, in upper or lower case. docs/reference/options.md lists
+    the options.
 
     Raises:
         ConfigError: A value is invalid. The message names the option and the reason.
     """
 
-    run_id: str
-    join: Sequence[str] = ()
-    listen: str = "127.0.0.1:0"
-    advertise: str | None = None
-    group_size: int = 8
-    mode: Mode = Mode.NODE
-    tls: TLSFiles | None = None
-    tls_ca: FilePath | None = None
-    tls_cert: FilePath | None = None
-    tls_key: FilePath | None = None
-    token_file: FilePath | None = None
-    compression: CompressionType = CompressionType.NONE
+    run_id: str = _basic(
+        MISSING, RUN_ID, "Peers with the same run id average together. It has no dots and at most 128 bytes of UTF-8."
+    )
+    join: Sequence[str] = _basic(
+        (),
+        ADDRESSES_TO_DIAL,
+        "Some peers of the run. Without any this peer starts a run of its own. Give several if you can: a newcomer "
+        "that joins through a single peer may lose contact if that peer dies in the next moments.",
+    )
+    listen: str = _basic(
+        "127.0.0.1:0",
+        ADDRESS,
+        "Address to listen on; port 0 takes a free one. Only this machine can reach the default. Not used in client "
+        "mode.",
+    )
+    advertise: str | None = _basic(
+        None,
+        ADDRESS,
+        "Address at which other peers reach this one, if it differs from {listen}. Port 0 means the port of {listen}.",
+    )
+    group_size: int = _basic(8, _GROUP_SIZE, "A group starts as soon as it has this many members.", shared=True)
+    mode: Mode = _basic(
+        Mode.NODE,
+        choice(Mode),
+        "A client accepts no connections, for a peer behind a firewall. An auxiliary reduces for other peers and "
+        "contributes no tensors: its own give the shapes only.",
+    )
+    tls: TLSFiles | None = _basic(
+        None,
+        _TLS,
+        "The files for TLS as one object; {tls_ca}, {tls_cert} and {tls_key} are the same files one by one.",
+        flag=False,
+    )
+    tls_ca: FilePath | None = _basic(
+        None,
+        PATH,
+        "Certificates of the authorities whose peers are trusted, see `averaging ca`. With all three TLS files all "
+        "connections use TLS.",
+        shared=True,
+    )
+    tls_cert: FilePath | None = _basic(
+        None,
+        PATH,
+        "This peer's certificate, from `averaging ca issue`, valid for the host at which other peers reach it.",
+        shared=True,
+    )
+    tls_key: FilePath | None = _basic(None, PATH, "Private key of the certificate.", shared=True)
+    token_file: FilePath | None = _basic(
+        None,
+        PATH,
+        "The run's tokens, one per line: the first is sent, all are accepted. Read once, at the start.",
+        shared=True,
+    )
+    compression: CompressionType = _basic(
+        CompressionType.NONE,
+        choice(COMPRESSIONS),
+        "How tensors are encoded on the wire; the same at all peers. The strategies have an option of the same "
+        "name, which wins.",
+        shared=True,
+    )
 
-    min_group_size: int = 2
-    group_bits: str = ""
-    group_wait: float = 5.0
+    min_group_size: int = _groups(
+        2,
+        _GROUP_SIZE,
+        "Smallest group that this peer takes part in. The leader starts with this many members when {group_wait} is "
+        "over. The same at all peers.",
+        shared=True,
+    )
+    group_bits: str = _groups(
+        "",
+        text("BITS", _check_group_bits),
+        "First group key, zeros and ones; an empty key puts all peers of the run under one key. To mix many peers "
+        "by small groups, use log2({group_size}) bits for each round after the first and spread them evenly. Of 64 "
+        "peers in groups of 4 one sixteenth each has 0000 to 1111, and all have the mean after 3 rounds.",
+        shared=True,
+    )
+    group_wait: float = _groups(
+        5.0, SECONDS, "Seconds that a peer waits for a full group before it starts with the members that are there."
+    )
 
-    join_timeout: float = 10.0
-    round_timeout: float = 60.0
-    stall_timeout: float = 30.0
-    min_stall_timeout: float = 1.0
+    join_timeout: float = _timeouts(10.0, SECONDS, "Seconds within which one of the peers in {join} must answer.")
+    round_timeout: float = _timeouts(
+        60.0,
+        SECONDS,
+        "Seconds to find a group, and as many again for the all-reduce. The time that the bytes take at 10 Mbit/s "
+        "is added.",
+    )
+    stall_timeout: float = _timeouts(
+        30.0,
+        SECONDS,
+        "Upper bound in seconds of the learned timeout after which a member without progress is dropped from a "
+        "round. One part in each direction for every other member must pass the link within it. See "
+        "docs/operate/reliability.md.",
+    )
+    min_stall_timeout: float = _timeouts(
+        1.0, SECONDS, "Lower bound of the learned timeout in seconds. {stall_timeout} wins if it is smaller."
+    )
 
-    aggregation: str = "mean"
-    reply_form: ReplyForm = ReplyForm.AVERAGE
-    non_finite: NonFinite = NonFinite.REFUSE
-    part_size_bytes: int = DEFAULT_PART_SIZE_BYTES
-    bandwidth: float | None = None
-    direct_listen: str | None = AUTO
-    direct_advertise: int | None = None
+    aggregation: str = _averages(
+        "mean",
+        text("RULE", parse_aggregation),
+        "How contributions become one: `mean`, or `median`, `trimmed:F` or `clip:TAU`, which bound what a minority "
+        "of false contributions can do (docs/operate/robust.md). The same at all peers.",
+        shared=True,
+    )
+    reply_form: ReplyForm = _averages(
+        ReplyForm.AVERAGE,
+        choice(ReplyForm),
+        "Whether reducers answer with the average, or with the difference to what was sent; `delta` suits lossy "
+        "compression of parameters. The same at all peers.",
+        shared=True,
+    )
+    non_finite: NonFinite = _averages(
+        NonFinite.REFUSE,
+        choice(NonFinite),
+        "What happens to NaN and infinity in contributions and in a downloaded state. The same at all peers, since "
+        "a peer that refuses them drops the peers that send them.",
+        shared=True,
+    )
+    part_size_bytes: int = _averages(
+        DEFAULT_PART_SIZE_BYTES,
+        whole(1 << 10, 1 << 28, "BYTES"),
+        "Size of a part on the wire. The same at all peers.",
+        shared=True,
+    )
+    bandwidth: float | None = _averages(
+        None,
+        number("bytes/s", above=0, metavar="BYTES/S"),
+        "Bandwidth of this peer's link in bytes/s, so that its shard has a size to match: 12.5e6 for 100 Mbit/s. "
+        "Set it on every peer or on none: an unset peer counts as the median of the others.",
+    )
 
-    share_state: bool = True
-    verify_donors: int = 1
-    on_drift: OnDrift = OnDrift.WARN
+    direct_listen: str | None = _direct(
+        AUTO,
+        text("HOST:PORT|auto|off", _check_direct_listen),
+        "Address for direct connections, over which parts travel beside gRPC. `auto` takes any free port on the "
+        "host of {listen}; with `off` all parts travel over gRPC.",
+        optional=True,
+    )
+    direct_advertise: int | None = _direct(
+        None,
+        whole(1, 65535, "PORT"),
+        "Port at which other peers reach {direct_listen} on the host of this peer's endpoint, if it differs.",
+    )
 
-    insecure: bool = False
-    inspection: Inspection = Inspection.TOKEN
-    receipts: FilePath | None = None
+    share_state: bool = _state(
+        True, SWITCH, "Whether newcomers may download this peer's state. Clients never share it."
+    )
+    verify_donors: int = _state(
+        1,
+        whole(1, 16),
+        "A state is downloaded only if this many donors offer the same version with the same digests of the "
+        "averaged tensors. Donors with one certificate, or without certificates on one host, count as one. 1 trusts "
+        "a single donor.",
+    )
+    on_drift: OnDrift = _state(
+        OnDrift.WARN,
+        choice(OnDrift),
+        "What a training peer does when its parameters or hyperparameters differ from those of most members of its "
+        "group although they should not: `warn`, `adopt` theirs, or `raise`. See docs/operate/reliability.md.",
+        flag=False,
+    )
 
-    in_place: bool = False
+    insecure: bool = _access(
+        False,
+        SWITCH,
+        "Whether other machines may connect although there is no TLS: each of them can change the tensors.",
+    )
+    inspection: Inspection = _access(
+        Inspection.TOKEN,
+        choice(Inspection),
+        "Callers that may inspect this peer (status, reflection, channelz, records): all, those with a token if the "
+        "run has one, or none.",
+    )
+    receipts: FilePath | None = _access(
+        None,
+        PATH,
+        "File to which the receipt of every round is appended, one line of JSON each; `averaging explain` reads "
+        "them. See docs/operate/receipts.md.",
+    )
+
+    in_place: bool = option(False, SWITCH, flag=False)
     """For benchmarks: averages are written as they arrive. A round that fails leaves the tensors partly averaged."""
 
     @classmethod
@@ -260,7 +398,7 @@ class PeerConfig:
         Raises:
             ConfigError: The file cannot be read, or an option is invalid. The message says where it was set.
         """
-        return _merged(cls, [*read_toml(path, _PATHS), *_environment(environ), *read_arguments(arguments)])
+        return _merged(cls, [*read_toml(path, OPTIONS), *_environment(environ), *read_arguments(arguments)])
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None, **arguments: Any) -> Self:
@@ -278,111 +416,23 @@ class PeerConfig:
         return _merged(cls, [*_environment(environ), *read_arguments(arguments)])
 
     def __post_init__(self) -> None:
-        self._check_types()
-        self._read_names()
-        self._read_tls()
-        if not self.run_id or "." in self.run_id or not self.run_id.isprintable():
-            raise ConfigError(f"run_id {self.run_id!r} must be printable, not empty, and without a dot", "run_id")
-        if (size := len(self.run_id.encode())) > MAX_RUN_ID_BYTES:
-            raise ConfigError(
-                f"run_id {self.run_id[:20]!r}… has {size} bytes of UTF-8; it may have {MAX_RUN_ID_BYTES}", "run_id"
-            )
-        _port("listen", self.listen)
-        if self.advertise is not None:
-            _port("advertise", self.advertise)
-        for seed in self.join:
-            if _port("join", seed) == 0:
-                raise ConfigError(f"join: {seed!r} has port 0; give the port on which that peer listens", "join")
-        for name in _SECONDS:
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{name} must be a finite number of seconds above 0, not {value!r}", name)
-        if self.group_wait > MAX_GROUP_WAIT:
-            raise ConfigError(
-                f"group_wait must be at most {MAX_GROUP_WAIT:g} s, not {self.group_wait:g}; "
-                "a peer declares itself again until round_timeout",
-                "group_wait",
-                "round_timeout",
-            )
-        if self.min_group_size < 2:
-            raise ConfigError(f"min_group_size must be at least 2, not {self.min_group_size}", "min_group_size")
-        if self.group_size < self.min_group_size:
-            raise ConfigError(
-                f"group_size {self.group_size} is below min_group_size {self.min_group_size}",
-                "group_size",
-                "min_group_size",
-            )
-        if set(self.group_bits) - {"0", "1"}:
-            raise ConfigError(f"group_bits must be zeros and ones, not {self.group_bits!r}", "group_bits")
-        if len(self.group_bits) > MAX_GROUP_BITS:
-            raise ConfigError(f"group_bits may have {MAX_GROUP_BITS} digits, not {len(self.group_bits)}", "group_bits")
-        if self.bandwidth is not None and not (math.isfinite(self.bandwidth) and self.bandwidth > 0):
-            raise ConfigError(f"bandwidth must be finite and above 0 bytes/s, not {self.bandwidth!r}", "bandwidth")
-        try:
-            parse_aggregation(self.aggregation)
-        except ConfigError as error:
-            raise ConfigError(f"aggregation: {error}", "aggregation") from None
-        if not 1 <= self.verify_donors <= 16:
-            raise ConfigError(f"verify_donors must be from 1 to 16, not {self.verify_donors}", "verify_donors")
+        check_options(self)
+        tls = tls_files(self.tls_ca, self.tls_cert, self.tls_key, self.tls)
+        object.__setattr__(self, "tls", tls)
+        if tls is not None:
+            for name, file in zip(_TLS_NAMES, (tls.ca, tls.cert, tls.key), strict=True):
+                object.__setattr__(self, name, file)
         if self.direct_listen == "off":
             object.__setattr__(self, "direct_listen", None)
-        if self.direct_listen not in (None, AUTO):
-            _port("direct_listen", str(self.direct_listen))
-        if self.direct_advertise is not None and not 0 < self.direct_advertise < 1 << 16:
+        if self.group_wait > MAX_GROUP_WAIT:
             raise ConfigError(
-                f"direct_advertise must be a port from 1 to 65535, not {self.direct_advertise}", "direct_advertise"
+                f"{spelled('group_wait')} must be at most {MAX_GROUP_WAIT:g} s, not {self.group_wait:g}; "
+                f"a peer declares itself again until {spelled('round_timeout')}",
+                "group_wait",
             )
-        if not 1024 <= self.part_size_bytes <= 1 << 28:
-            raise ConfigError(
-                f"part_size_bytes must be from 1 KiB to 256 MiB, not {self.part_size_bytes}", "part_size_bytes"
-            )
-
-    def _check_types(self) -> None:
-        """Checks types, since a file or a variable gives text: `insecure="no"` must not switch it on."""
-        for name, (kinds, expected) in _TYPES.items():
-            value = getattr(self, name)
-            if not isinstance(value, kinds):
-                raise ConfigError(f"{name} must be {expected}, not {value!r:.200}", name)
-        if isinstance(self.join, str):
-            raise ConfigError(f"join must be a list of addresses, not the text {self.join!r}", "join")
-        if not all(isinstance(seed, str) for seed in self.join):
-            raise ConfigError(
-                f"join must be a list of addresses, each a text HOST:PORT, not {self.join!r:.200}", "join"
-            )
-
-    def _read_tls(self) -> None:
-        """Makes `tls` and the three files say the same."""
-        files = (self.tls_ca, self.tls_cert, self.tls_key)
-        if self.tls is None:
-            check_tls_files(*files)
-        elif any(file not in (None, given) for file, given in zip(files, _files_of(self.tls), strict=True)):
-            raise ConfigError(
-                "tls was given together with another tls_ca, tls_cert or tls_key; give one or the other",
-                "tls",
-                *_TLS_NAMES,
-            )
-        if self.tls is not None:
-            for name, file in zip(_TLS_NAMES, _files_of(self.tls), strict=True):
-                object.__setattr__(self, name, file)
-        elif self.tls_ca is not None and self.tls_cert is not None and self.tls_key is not None:
-            object.__setattr__(self, "tls", TLSFiles(self.tls_ca, self.tls_cert, self.tls_key))
-
-    def _read_names(self) -> None:
-        """Replaces names by enum members: `"refuse"` equals `NonFinite.REFUSE`, but it is another object."""
-        try:
-            compression = parse_compression(self.compression)
-        except ConfigError as error:
-            raise ConfigError(f"compression: {error}", "compression") from None
-        read = {
-            "mode": one_of(Mode, self.mode, "mode"),
-            "compression": compression,
-            "reply_form": one_of(ReplyForm, self.reply_form, "reply_form"),
-            "non_finite": one_of(NonFinite, self.non_finite, "non_finite"),
-            "on_drift": one_of(OnDrift, self.on_drift, "on_drift"),
-            "inspection": one_of(Inspection, self.inspection, "inspection"),
-        }
-        for name, value in read.items():
-            object.__setattr__(self, name, value)
+        if self.group_size < self.min_group_size:
+            group_size = spelled("group_size", self.group_size)
+            raise ConfigError(f"{group_size} is below {spelled('min_group_size', self.min_group_size)}", "group_size")
 
     @property
     def is_closed(self) -> bool:
@@ -390,24 +440,14 @@ class PeerConfig:
         return self.tls_cert is not None or self.token_file is not None
 
 
-_TLS_NAMES = ("tls_ca", "tls_cert", "tls_key")
-_PATHS = (*_TLS_NAMES, "token_file", "receipts")
-_SECONDS = ("group_wait", "join_timeout", "round_timeout", "stall_timeout", "min_stall_timeout")
-_COUNTS = ("group_size", "min_group_size", "part_size_bytes", "verify_donors")
-_SWITCHES = ("share_state", "insecure", "in_place")
+OPTIONS: Mapping[str, Option] = options_of(PeerConfig)
+"""The declarations of all options of a peer, in the order of the documentation."""
 
-_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
-    **dict.fromkeys(("run_id", "listen", "group_bits", "aggregation"), ((str,), "a text")),
-    **dict.fromkeys(("advertise", "direct_listen"), ((str, type(None)), "a text or None")),
-    "direct_advertise": ((Integral, type(None)), "a port or None"),
-    "join": ((Collection,), "a list of addresses"),
-    **dict.fromkeys(_SECONDS, ((Real,), "a finite number of seconds above 0")),
-    "bandwidth": ((Real, type(None)), "a number of bytes/s or None"),
-    **dict.fromkeys(_COUNTS, ((Integral,), "a whole number")),
-    **dict.fromkeys(_SWITCHES, ((bool,), "True or False")),
-    "tls": ((TLSFiles, type(None)), "TLSFiles(ca, cert, key) or None"),
-    **dict.fromkeys(_PATHS, ((str, os.PathLike, type(None)), "a path or None")),
-}
+PeerConfig.__doc__ = f"{PeerConfig.__doc__}\n    Attributes:\n" + "".join(
+    f"        {name}: {declared.help_as(str)}\n" for name, declared in OPTIONS.items() if declared.section
+)
+
+_TLS_NAMES = ("tls_ca", "tls_cert", "tls_key")
 
 _FORMER_NAMES = {
     "initial_peers": "join",
@@ -428,7 +468,7 @@ _FORMER_NAMES = {
 
 def option_names() -> frozenset[str]:
     """All options of a peer except the run id, which is a named argument of all commands and classes."""
-    return frozenset(field.name for field in fields(PeerConfig)) - {"run_id"}
+    return frozenset(OPTIONS) - {"run_id"}
 
 
 def configure(config: PeerConfig | None, run_id: str | None, options: Mapping[str, Any]) -> PeerConfig:
@@ -443,60 +483,51 @@ def configure(config: PeerConfig | None, run_id: str | None, options: Mapping[st
             raise TypeError(unknown_option(name, "in the arguments", option_names(), _FORMER_NAMES))
     if config is None:
         if run_id is None:
-            raise ConfigError("run_id is missing; give run_id, or a config")
+            raise ConfigError("run_id is missing; give run_id, or a config", "run_id")
         return PeerConfig(run_id=run_id, **options)
     if not isinstance(config, PeerConfig):
         raise ConfigError(f"config must be a PeerConfig, not {config!r:.200}")
     return replace(config, **{**options, **({} if run_id is None else {"run_id": run_id})})
 
 
-def check_tls_files(ca: FilePath | None, cert: FilePath | None, key: FilePath | None) -> None:
-    """Checks that all files that TLS needs are given, or none of them.
+def tls_files(
+    ca: FilePath | None, cert: FilePath | None, key: FilePath | None, tls: TLSFiles | None = None
+) -> TLSFiles | None:
+    """The files for TLS, which may be given one by one, or as one object; None if none is given.
 
     Raises:
-        ConfigError: Some are given and some are not.
+        ConfigError: Some are given and some are not, or the object names others.
     """
-    missing = [name for name, file in zip(_TLS_NAMES, (ca, cert, key), strict=True) if file is None]
-    if 0 < len(missing) < 3:
-        raise ConfigError(
-            f"TLS needs tls_ca, tls_cert and tls_key together; give {' and '.join(missing)} as well", *_TLS_NAMES
-        )
+    files = (ca, cert, key)
+    if tls is not None:
+        if any(file not in (None, known) for file, known in zip(files, (tls.ca, tls.cert, tls.key), strict=True)):
+            raise ConfigError(
+                f"tls was given together with another {_names_of_files('or')}; give one or the other", "tls"
+            )
+        return tls
+    if ca is None or cert is None or key is None:
+        missing = [name for name, file in zip(_TLS_NAMES, files, strict=True) if file is None]
+        if len(missing) < 3:
+            raise ConfigError(
+                f"TLS needs {_names_of_files('and')} together; give {' and '.join(map(spelled, missing))} as well",
+                missing[0],
+            )
+        return None
+    return TLSFiles(ca, cert, key)
+
+
+def _names_of_files(word: str) -> str:
+    *first, last = map(spelled, _TLS_NAMES)
+    return f"{', '.join(first)} {word} {last}"
 
 
 def _merged(kind: type[C], settings: Iterable[Setting]) -> C:
-    given = merge(settings, option_names() | {"run_id"}, _FORMER_NAMES)
+    given = merge(settings, OPTIONS, _FORMER_NAMES)
     if "run_id" not in given:
-        raise ConfigError("run_id is missing; set it in the file, as AVERAGING_RUN_ID, or as an argument")
-    try:
+        raise ConfigError(f"{spelled('run_id')} is missing; set it, also in the file, or as AVERAGING_RUN_ID", "run_id")
+    with spelled_as_set(given):
         return kind(**{name: setting.value for name, setting in given.items()})
-    except ConfigError as error:
-        raise with_sources(error, given) from None
 
 
 def _environment(environ: Mapping[str, str] | None) -> list[Setting]:
-    return read_environment(os.environ if environ is None else environ, _from_text)
-
-
-def _from_text(name: str, text: str) -> Any:
-    """The value of a variable. Text that does not fit is returned as it is, and `PeerConfig` refuses it."""
-    if name == "join":
-        return [address.strip() for address in text.split(",") if address.strip()]
-    if name in _SWITCHES:
-        return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}.get(text.lower(), text)
-    if name in _COUNTS or name in _SECONDS or name in ("bandwidth", "direct_advertise"):
-        try:
-            return int(text) if name in _COUNTS or name == "direct_advertise" else float(text)
-        except ValueError:
-            return text
-    return text
-
-
-def _files_of(tls: TLSFiles) -> tuple[FilePath, FilePath, FilePath]:
-    return tls.ca, tls.cert, tls.key
-
-
-def _port(name: str, address: str) -> int:
-    try:
-        return parse_address(address)[1]
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}", name) from None
+    return read_environment(os.environ if environ is None else environ, OPTIONS)

@@ -22,14 +22,12 @@ class ConfigError(AveragingError, ValueError):
     """An invalid argument: a malformed address, a negative weight, a run id with a dot.
 
     Attributes:
-        options: the options that the message is about, as far as it is about options of a peer.
-        unknown: whether these options do not exist; the message then spells them as their source does.
+        option: name of the option that is invalid; empty if the message is not about one option.
     """
 
-    def __init__(self, message: str = "", *options: str, unknown: bool = False) -> None:
+    def __init__(self, message: str = "", option: str = "") -> None:
         super().__init__(message)
-        self.options = options
-        self.unknown = unknown
+        self.option = option
 
 
 class TensorError(AveragingError, ValueError):

@@ -5,7 +5,6 @@ A test fails if a page differs from the code.
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 from collections.abc import Iterator
@@ -17,13 +16,13 @@ import click
 
 from averaging import PeerConfig
 from averaging.cli import main as averaging_command
-from averaging.cli.peer_options import SECTIONS
+from averaging.config import OPTIONS
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
 
 INTRODUCTION = """# Options of a peer
 
-This page is written by `make reference` from `PeerConfig`; do not edit it.
+This page is written by `make reference` from the fields of `PeerConfig`; do not edit it.
 
 `Peer`, `BlockingPeer` and `DecentralizedAverager` take these options as keyword arguments, or as one object
 (`config=PeerConfig(...)`).
@@ -53,9 +52,6 @@ Lists are separated by commas, truth values are `true` or `false`, and an empty 
 An error says where a value was set. An unknown name is an error, which suggests the most similar option.
 """
 
-WITHOUT_FLAG = {"tls": "tls_ca", "on_drift": "verify_donors"}
-"""Options that `averaging peer` does not have as a flag, and an option of the section in which they stand."""
-
 COMMANDS = ("peer", "state", "watch", "explain", "follow", "feed", "register", "ca init", "ca issue")
 
 
@@ -67,29 +63,29 @@ def main() -> None:
 
 def options_page() -> str:
     """The page of the options of `PeerConfig`, the basic ones first."""
-    known = {field.name: field for field in fields(PeerConfig)}
-    meanings = described()
+    defaults = {field.name: field.default for field in fields(PeerConfig)}
+    sections: dict[str, list[str]] = {}
+    for name, declared in OPTIONS.items():
+        if declared.section:
+            sections.setdefault(declared.section, []).append(name)
     page = [INTRODUCTION]
-    for title, options in SECTIONS.items():
-        names = [*options, *(name for name, after in WITHOUT_FLAG.items() if after in options)]
-        page.append(f"## {title}\n\n| option | default |\n|---|---|")
-        page += [f"| [`{name}`](#{name}) | {default(known[name].default, name)} |" for name in names]
+    for title, names in sections.items():
+        page.append(f"## {title}\n\n| option | value | default |\n|---|---|---|")
+        page += [f"| [`{name}`](#{name}) | {value(name)} | {default(defaults[name], name)} |" for name in names]
         page.append("")
-        page += [f"### {name}\n\n{meanings[name]}\n" for name in names]
+        page += [f"### {name}\n\n{meaning(name)}\n" for name in names]
     return "\n".join(page)
 
 
-def described() -> dict[str, str]:
-    """The description of each option, from the docstring of `PeerConfig`."""
-    text = inspect.cleandoc(PeerConfig.__doc__ or "").partition("Attributes:")[2].partition("\nRaises:")[0]
-    found = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", text, re.MULTILINE)
-    return {name: capitalised(" ".join(meaning.split())) for name, meaning in found}
+def meaning(name: str) -> str:
+    """The description of an option, with links to the pages that it names."""
+    return re.sub(r"docs/([\w/-]+\.md)", link, OPTIONS[name].help_as(lambda other: f"`{other}`"))
 
 
-def capitalised(text: str) -> str:
-    """Capitalizes the first letter, and turns names of documentation pages into links."""
-    linked = re.sub(r"docs/([\w/-]+\.md)", link, text)
-    return linked[:1].upper() + linked[1:]
+def value(name: str) -> str:
+    """The values of an option, for the table."""
+    kind = OPTIONS[name].kind
+    return f"`{kind.metavar}`".replace("|", "`, `") if kind.expected == "a text" else kind.expected
 
 
 def link(page: re.Match[str]) -> str:

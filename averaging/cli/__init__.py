@@ -25,6 +25,7 @@ from averaging.cli.peer import peer_command
 from averaging.cli.register import register_command
 from averaging.cli.state import state_command
 from averaging.cli.watch import watch_command
+from averaging.common import as_flag, spelling
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 100}
 
@@ -57,7 +58,7 @@ class Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Reads the arguments, which may import torch, and runs the command."""
-        with starting():
+        with starting(), spelling(as_flag):
             return super().invoke(ctx)
 
 

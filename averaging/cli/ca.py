@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from averaging.cli.atomic_files import replaced_atomically
-from averaging.cli.error_reporting import NOT_DONE, WRONG_USAGE, CommandError, failure_of, starting, write_line
+from averaging.cli.error_reporting import NOT_DONE, WRONG_USAGE, CommandError, failure_of, write_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -80,23 +80,22 @@ def init_command(directory: Path, name: str, days: float, force: bool) -> None:
 
     Exit codes: 0 done; 1 a file could not be written; 2 wrong usage, or a file exists and --force was not given.
     """
-    with starting():
-        from averaging.errors import AveragingError
-        from averaging.security import make_authority
+    from averaging.errors import AveragingError
+    from averaging.security import make_authority
 
-        try:
-            made = make_authority(name, datetime.now(UTC), days)
-        except AveragingError as error:
-            raise failure_of(error) from None
-        certificate, key = _write(directory, AUTHORITY, made, force=force)
-        where = "" if directory == Path(AUTHORITY) else f" --directory {shlex.quote(str(directory))}"
-        _report(
-            f"wrote {certificate}: the authority's certificate, valid until {made.expires:%Y-%m-%d}; every peer needs "
-            "it\n"
-            f"wrote {key}: its private key; anyone who has it can join the run under any name, so keep it here\n"
-            "next, for each peer, with every host at which other peers reach it:\n"
-            f"  averaging ca issue NAME{where} --host HOST"
-        )
+    try:
+        made = make_authority(name, datetime.now(UTC), days)
+    except AveragingError as error:
+        raise failure_of(error) from None
+    certificate, key = _write(directory, AUTHORITY, made, force=force)
+    where = "" if directory == Path(AUTHORITY) else f" --directory {shlex.quote(str(directory))}"
+    _report(
+        f"wrote {certificate}: the authority's certificate, valid until {made.expires:%Y-%m-%d}; every peer needs "
+        "it\n"
+        f"wrote {key}: its private key; anyone who has it can join the run under any name, so keep it here\n"
+        "next, for each peer, with every host at which other peers reach it:\n"
+        f"  averaging ca issue NAME{where} --host HOST"
+    )
 
 
 @ca_group.command("issue")
@@ -129,29 +128,28 @@ def issue_command(
         raise click.UsageError(f"NAME {name!r} must consist of letters, digits, '.', '_', '-'; not {AUTHORITY!r}.")
     if bool(hosts) == client_mode:
         raise click.UsageError("give --host for every host at which other peers reach the peer, or --client-mode.")
-    with starting():
-        from averaging.errors import AveragingError
-        from averaging.security import issue
+    from averaging.errors import AveragingError
+    from averaging.security import issue
 
-        authority = _read_authority(directory)
-        try:
-            made = issue(authority, name, hosts, datetime.now(UTC), days)
-        except AveragingError as error:
-            raise failure_of(error) from None
-        certificate, key = _write(directory, name, made, force=force)
-        subject = ", ".join(hosts) or "a peer in client mode"
-        options = ["--tls-ca", directory / f"{AUTHORITY}.pem", "--tls-cert", certificate, "--tls-key", key]
-        place = "--mode client --join HOST:PORT"
-        if hosts:
-            host = _in_url(next((host for host in hosts if "*" not in host), "HOST"))
-            everywhere = "[::]" if host.startswith("[") else "0.0.0.0"  # noqa: S104 - only printed
-            place = shlex.join(["--listen", f"{everywhere}:4222", "--advertise", f"{host}:4222"])
-        _report(
-            f"wrote {certificate}: certificate for {subject}, valid until {made.expires:%Y-%m-%d}\n"
-            f"wrote {key}: its private key; only that peer may have it\n"
-            f"next: copy these two and {directory / f'{AUTHORITY}.pem'} to the machine of {name}, and start it there:\n"
-            f"  averaging peer FILE.safetensors --run-id RUN {place} {shlex.join(map(str, options))}"
-        )
+    authority = _read_authority(directory)
+    try:
+        made = issue(authority, name, hosts, datetime.now(UTC), days)
+    except AveragingError as error:
+        raise failure_of(error) from None
+    certificate, key = _write(directory, name, made, force=force)
+    subject = ", ".join(hosts) or "a peer in client mode"
+    options = ["--tls-ca", directory / f"{AUTHORITY}.pem", "--tls-cert", certificate, "--tls-key", key]
+    place = "--mode client --join HOST:PORT"
+    if hosts:
+        host = _in_url(next((host for host in hosts if "*" not in host), "HOST"))
+        everywhere = "[::]" if host.startswith("[") else "0.0.0.0"  # noqa: S104 - only printed
+        place = shlex.join(["--listen", f"{everywhere}:4222", "--advertise", f"{host}:4222"])
+    _report(
+        f"wrote {certificate}: certificate for {subject}, valid until {made.expires:%Y-%m-%d}\n"
+        f"wrote {key}: its private key; only that peer may have it\n"
+        f"next: copy these two and {directory / f'{AUTHORITY}.pem'} to the machine of {name}, and start it there:\n"
+        f"  averaging peer FILE.safetensors --run-id RUN {place} {shlex.join(map(str, options))}"
+    )
 
 
 def _report(text: str) -> None:

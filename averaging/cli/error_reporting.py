@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import threading
 from contextlib import contextmanager
@@ -126,14 +125,4 @@ def failure_of(error: AveragingError) -> CommandError:
     from averaging.errors import ConfigError, JoinRefusedError, TensorError
 
     wrong_usage = isinstance(error, ConfigError | TensorError | JoinRefusedError)
-    return CommandError(name_options(str(error)), WRONG_USAGE if wrong_usage else NOT_DONE)
-
-
-def name_options(message: str) -> str:
-    """Replaces the library's options in a message by those of the command line: `group_size` by --group-size."""
-    from averaging.config import option_names
-
-    for ours, option in (("non_finite='allow'", "non-finite allow"), ("insecure=True", "insecure"), ("`join`", "join")):
-        message = message.replace(ours, f"--{option}")
-    names = "|".join(sorted({name for name in option_names() if "_" in name} | {"advertise", "max_bytes", "run_id"}))
-    return re.sub(rf"`?\b({names})\b`?", lambda match: "--" + match.group(1).replace("_", "-"), message)
+    return CommandError(str(error), WRONG_USAGE if wrong_usage else NOT_DONE)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from averaging.cli.error_reporting import WRONG_USAGE, CommandError, starting, write_line
+from averaging.cli.error_reporting import WRONG_USAGE, CommandError, write_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,14 +53,13 @@ def explain_command(files: Sequence[Path], summary: bool) -> None:
 
     Exit codes: 0 done; 1 stdout cannot be written; 2 wrong usage, or a file or a line that cannot be read.
     """
-    with starting():
-        from averaging.receipts import explain
+    from averaging.receipts import explain
 
-        recorded = [(file, _read(file)) for file in files]
-        for line in explain([one for _, found in recorded for one in found.receipts], summary_only=summary):
-            if why_not := write_line(line):
-                raise CommandError(f"{why_not}; free space there")
-        bad = sum([_report_bad_lines(file, found) for file, found in recorded])
+    recorded = [(file, _read(file)) for file in files]
+    for line in explain([one for _, found in recorded for one in found.receipts], summary_only=summary):
+        if why_not := write_line(line):
+            raise CommandError(f"{why_not}; free space there")
+    bad = sum([_report_bad_lines(file, found) for file, found in recorded])
     if bad:
         what = "1 line that cannot be read is" if bad == 1 else f"{bad} lines that cannot be read are"
         raise CommandError(f"{what} missing above", WRONG_USAGE)

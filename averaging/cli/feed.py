@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli.error_reporting import WRONG_USAGE, CommandError, Stopped, failure_of, starting
-from averaging.cli.option_types import address, finite, security_options
+from averaging.cli.error_reporting import WRONG_USAGE, CommandError, Stopped, failure_of
+from averaging.cli.options import DURATION, flag, insecure_option, output_options, security_options
 from averaging.errors import printable
 
 if TYPE_CHECKING:
@@ -36,13 +36,7 @@ def event_text(event: Mapping[str, Any]) -> str:
 
 
 @click.command("feed")
-@click.option(
-    "--listen",
-    default="127.0.0.1:8000",
-    type=address,
-    metavar="HOST:PORT",
-    help="Listening address; port 0 chooses a free port.",
-)
+@flag("listen", default="127.0.0.1:8000", help="Address to listen on; port 0 takes a free one.")
 @click.option(
     "--store",
     default="feed.sqlite",
@@ -51,7 +45,7 @@ def event_text(event: Mapping[str, Any]) -> str:
 )
 @click.option("--fsync", is_flag=True, help="Wait for the disk before each answer, to survive a power failure too.")
 @security_options
-@click.option("--insecure", is_flag=True, help="Let other machines connect without TLS, in a network that you trust.")
+@insecure_option
 @click.option(
     "--allow-host",
     "hosts",
@@ -93,19 +87,18 @@ def event_text(event: Mapping[str, Any]) -> str:
 @click.option(
     "--request-timeout",
     default=60.0,
-    type=finite(above=0),
+    type=DURATION,
     metavar="SECONDS",
     help="Time limit for a request to arrive.",
 )
 @click.option(
     "--env-timeout",
     default=300.0,
-    type=finite(above=0),
+    type=DURATION,
     metavar="SECONDS",
     help="Time without posts after which an environment that all wait for gives up its part of each batch.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print events as one JSON object per line.")
-@click.option("-v", "--verbose", count=True, show_default=False, help="Log to stderr; -vv logs everything.")
+@output_options
 def feed_command(listen: str, store: str, *, as_json: bool, verbose: int, **given: Any) -> None:
     r"""Serves batches of scored rollouts: environments post groups, a trainer fetches batches.
 
@@ -143,12 +136,11 @@ def feed_command(listen: str, store: str, *, as_json: bool, verbose: int, **give
       done
       error        message
     """
-    with starting():
-        from averaging.cli.console import CommandOutput
+    from averaging.cli.console import CommandOutput
 
-        report = CommandOutput(as_json=as_json)
-        with report.logging(verbose), report.failures():
-            _run(listen, store, given, report)
+    report = CommandOutput(as_json=as_json)
+    with report.logging(verbose), report.failures():
+        _run(listen, store, given, report)
 
 
 def _run(listen: str, store: str, given: dict[str, Any], report: CommandOutput) -> None:

@@ -11,10 +11,18 @@ from averaging.cli.error_reporting import (
     CommandError,
     Stopped,
     failure_of,
-    starting,
     stopped,
 )
-from averaging.cli.option_types import PathToLookAt, address, address_to_dial, finite, run_id, security_options
+from averaging.cli.options import (
+    DIALLED,
+    DURATION,
+    PathToLookAt,
+    credentials_of,
+    flag,
+    insecure_option,
+    output_options,
+    security_options,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @click.command("follow")
-@click.argument("addresses", type=address_to_dial, nargs=-1, required=True, metavar="HOST:PORT...")
+@click.argument("addresses", type=DIALLED, nargs=-1, required=True, metavar="HOST:PORT...")
 @click.option("--output", type=PathToLookAt(), required=True, metavar="FILE.safetensors", help="The file to keep.")
 @click.option("--overwrite", is_flag=True, help="Replace --output if it exists and this command did not write it.")
 @click.option(
@@ -37,23 +45,23 @@ if TYPE_CHECKING:
 @click.option(
     "--exec-timeout",
     default=300.0,
-    type=finite(above=0),
+    type=DURATION,
     metavar="SECONDS",
     help="End the command of --exec, and its children, after this time. The next one gets the newest version.",
 )
-@click.option("--run-id", type=run_id, metavar="ID", help="Follow only the weights of this run.")
+@flag("run_id", help="Follow only the weights of this run.")
 @click.option("--once", is_flag=True, help="Write one version and end.")
 @click.option("--min-version", default=0, type=click.IntRange(min=0), metavar="N", help="Write no version below this.")
 @click.option(
     "--wait",
-    type=finite(above=0),
+    type=DURATION,
     metavar="SECONDS",
     help="With --once: fail if there is no version in this time. By default, it waits without limit.",
 )
 @click.option(
     "--timeout",
     default=10.0,
-    type=finite(above=0),
+    type=DURATION,
     metavar="SECONDS",
     help="Give up at the start if no publisher answers in this time, and later leave a source that is silent so long.",
 )
@@ -67,24 +75,16 @@ if TYPE_CHECKING:
 @click.option(
     "--hand-on/--no-hand-on", default=True, help="Whether to hand on versions to other followers. See --listen."
 )
-@click.option(
-    "--listen",
+@flag(
+    "listen",
     default="127.0.0.1:0",
-    type=address,
-    metavar="HOST:PORT",
     help="Address at which it hands on versions; port 0 takes a free one. On loopback, only followers of this machine "
     "can use it, and only if HOST:PORT is on loopback too.",
 )
-@click.option(
-    "--advertise",
-    type=address,
-    metavar="HOST:PORT",
-    help="Address at which other followers reach it, if it differs from --listen; port 0 means its port.",
-)
+@flag("advertise")
 @security_options
-@click.option("--insecure", is_flag=True, help="Let other machines connect without TLS, in a network that you trust.")
-@click.option("--json", "as_json", is_flag=True, help="Print events as one JSON object per line.")
-@click.option("-v", "--verbose", count=True, show_default=False, help="Log more to stderr; -vv logs everything.")
+@insecure_option
+@output_options
 def follow_command(addresses: tuple[str, ...], output: Path, *, as_json: bool, verbose: int, **given: Any) -> None:
     r"""Keeps --output at the newest version of the weights that the peer at HOST:PORT publishes.
 
@@ -120,31 +120,24 @@ def follow_command(addresses: tuple[str, ...], output: Path, *, as_json: bool, v
     """
     if given["wait"] is not None and not given["once"]:
         raise click.UsageError("--wait needs --once.")
-    with starting():
-        from averaging.cli.console import CommandOutput
+    from averaging.cli.console import CommandOutput
 
-        report = CommandOutput(as_json=as_json)
-        with report.logging(verbose), report.failures():
-            _run(list(dict.fromkeys(addresses)), output, given, report)
+    report = CommandOutput(as_json=as_json)
+    with report.logging(verbose), report.failures():
+        _run(list(dict.fromkeys(addresses)), output, given, report)
 
 
 def _run(addresses: list[str], path: Path, given: dict[str, Any], report: CommandOutput) -> None:
     from averaging.cli import signals
     from averaging.cli.follow_session import FollowSession, open_output
-    from averaging.config import TLSFiles, check_tls_files
     from averaging.errors import AveragingError, PeerUnreachableError
-    from averaging.rpc import read_credentials
     from averaging.weights import FollowerOptions
 
     try:
-        ca, cert, key = given["tls_ca"], given["tls_cert"], given["tls_key"]
-        check_tls_files(ca, cert, key)
         options = FollowerOptions(
             join=addresses,
             run_id=given["run_id"] or "",
-            credentials=read_credentials(
-                tls=TLSFiles(ca, cert, key) if ca else None, token_file=given["token_file"], insecure=given["insecure"]
-            ),
+            credentials=credentials_of(given),
             listen=given["listen"] if given["hand_on"] else None,
             advertise=given["advertise"],
             join_timeout=given["timeout"],

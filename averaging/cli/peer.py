@@ -6,9 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli.error_reporting import WRONG_USAGE, CommandError, Stopped, failure_of, starting, stopped
-from averaging.cli.option_types import PathToLookAt, finite, json_value
-from averaging.cli.peer_options import PeerCommand, join_command, peer_options, read_config
+from averaging.cli.error_reporting import WRONG_USAGE, CommandError, Stopped, failure_of, stopped
+from averaging.cli.options import (
+    NOT_NEGATIVE,
+    PathToLookAt,
+    PeerCommand,
+    join_command,
+    json_value,
+    output_options,
+    peer_options,
+    read_config,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,14 +54,13 @@ if TYPE_CHECKING:
 @click.option(
     "--exclude", multiple=True, metavar="PATTERN", help="Keep tensors with such names as they are; may be repeated."
 )
-@click.option("--weight", default=1.0, type=finite(at_least=0), metavar="W", help="Weight of FILE in the average.")
+@click.option("--weight", default=1.0, type=NOT_NEGATIVE, metavar="W", help="Weight of FILE in the average.")
 @click.option("--gather", type=json_value, metavar="JSON", help="A value that is sent to the members of each round.")
 @click.option(
     "--retries", default=2, type=click.IntRange(min=0), metavar="N", help="Retries after failed rounds in a row."
 )
-@click.option("--interval", default=0.0, type=finite(at_least=0), metavar="SECONDS", help="Pause after each round.")
-@click.option("--json", "as_json", is_flag=True, help="Print every event as one line of JSON.")
-@click.option("-v", "--verbose", count=True, show_default=False, help="Log to stderr; -vv logs everything.")
+@click.option("--interval", default=0.0, type=NOT_NEGATIVE, metavar="SECONDS", help="Pause after each round.")
+@output_options
 def peer_command(
     file: Path,
     output: Path | None,
@@ -114,19 +121,16 @@ def peer_command(
       done     rounds, output
       error    message
     """
-    with starting():
-        from averaging.cli.console import CommandOutput
-        from averaging.errors import ConfigError
+    from averaging.cli.console import CommandOutput
+    from averaging.errors import ConfigError
 
-        try:
-            config = read_config(file, output, given)
-        except ConfigError as error:
-            if error.unknown:
-                raise CommandError(str(error), WRONG_USAGE) from None
-            raise failure_of(error) from None
-        report = CommandOutput(as_json=as_json)
-        with report.logging(verbose), report.failures():
-            _run(file, output, config, given, report)
+    try:
+        config = read_config(file, output, given)
+    except ConfigError as error:
+        raise failure_of(error) from None
+    report = CommandOutput(as_json=as_json)
+    with report.logging(verbose), report.failures():
+        _run(file, output, config, given, report)
 
 
 def _run(file: Path, output: Path | None, config: PeerConfig, given: dict[str, Any], report: CommandOutput) -> None:

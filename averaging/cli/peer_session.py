@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from averaging.cli import console as console_text
 from averaging.cli import json_events
-from averaging.cli.error_reporting import CommandError, Stopped, failure_of, name_options
+from averaging.cli.error_reporting import CommandError, Stopped, failure_of
 from averaging.cli.tensor_files import Document, NotWrittenError, Output
 from averaging.errors import AveragingError
 from averaging.receipts import Outcome, Receipt
@@ -111,7 +111,7 @@ class CommandSession:
                 await self._finish_round(receipt)
             elif plan.serve or (receipt.outcome is Outcome.FAILED and failures < plan.retries):
                 failures += 1
-                text = name_options(console_text.not_averaged(self._name, receipt))
+                text = console_text.not_averaged(self._name, receipt)
                 self._report.emit(json_events.retry(self.rounds + 1, receipt), text)
             else:
                 raise CommandError(self._failure_text(receipt))
@@ -175,7 +175,7 @@ class CommandSession:
             raise asyncio.CancelledError
 
     def _failure_text(self, receipt: Receipt) -> str:
-        text = name_options(console_text.not_averaged(self._name, receipt))
+        text = console_text.not_averaged(self._name, receipt)
         if receipt.outcome is Outcome.FAILED:
             text += f" ({console_text.counted(self._plan.retries + 1, 'round')} failed in a row; --retries allows more)"
         return f"{text}. Nothing was written"

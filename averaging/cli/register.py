@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli.error_reporting import Stopped, failure_of, starting
-from averaging.cli.option_types import address, security_options
+from averaging.cli.error_reporting import Stopped, failure_of
+from averaging.cli.options import credentials_of, flag, insecure_option, output_options, security_options
 
 if TYPE_CHECKING:
     from averaging.cli.console import CommandOutput
@@ -17,26 +17,12 @@ if TYPE_CHECKING:
 
 
 @click.command("register")
-@click.option(
-    "--listen",
-    default="127.0.0.1:29400",
-    type=address,
-    metavar="HOST:PORT",
-    help="Address to listen on; port 0 takes a free one.",
-)
-@click.option(
-    "--advertise",
-    type=address,
-    metavar="HOST:PORT",
-    help="Address at which the nodes reach it, if it differs from --listen; port 0 means its port.",
-)
+@flag("listen", default="127.0.0.1:29400", help="Address to listen on; port 0 takes a free one.")
+@flag("advertise")
 @security_options
-@click.option("--insecure", is_flag=True, help="Let other machines connect without TLS, in a network that you trust.")
-@click.option("--json", "as_json", is_flag=True, help="Print events as one JSON object per line.")
-@click.option("-v", "--verbose", count=True, show_default=False, help="Log to stderr; -vv logs everything.")
-def register_command(
-    listen: str, advertise: str | None, insecure: bool, as_json: bool, verbose: int, **given: Any
-) -> None:
+@insecure_option
+@output_options
+def register_command(listen: str, advertise: str | None, as_json: bool, verbose: int, **given: Any) -> None:
     r"""Serves the register for the rendezvous of elastic torchrun jobs, until Ctrl+C or SIGTERM.
 
     Without this command, the node with the address in --rdzv-endpoint hosts the register, as does every `averaging peer
@@ -75,30 +61,24 @@ def register_command(
       ready    endpoint
       error    message
     """
-    with starting():
-        from averaging.cli import signals
-        from averaging.cli.console import CommandOutput
-        from averaging.config import TLSFiles, check_tls_files
-        from averaging.errors import AveragingError
-        from averaging.rpc import read_credentials
+    from averaging.cli import signals
+    from averaging.cli.console import CommandOutput
+    from averaging.errors import AveragingError
 
-        report = CommandOutput(as_json=as_json)
-        with report.logging(verbose), report.failures():
-            ca, cert, key = given["tls_ca"], given["tls_cert"], given["tls_key"]
-            try:
-                check_tls_files(ca, cert, key)
-                tls = TLSFiles(ca, cert, key) if ca else None
-                credentials = read_credentials(tls=tls, token_file=given["token_file"], insecure=insecure)
-            except AveragingError as error:
-                raise failure_of(error) from None
+    report = CommandOutput(as_json=as_json)
+    with report.logging(verbose), report.failures():
+        try:
+            credentials = credentials_of(given)
+        except AveragingError as error:
+            raise failure_of(error) from None
 
-            async def serve(_: Stop) -> None:
-                await _serve(listen, advertise, credentials, report)
+        async def serve(_: Stop) -> None:
+            await _serve(listen, advertise, credentials, report)
 
-            try:
-                signals.run(serve)
-            except Stopped:
-                return
+        try:
+            signals.run(serve)
+        except Stopped:
+            return
 
 
 async def _serve(listen: str, advertise: str | None, credentials: Credentials, report: CommandOutput) -> None:

@@ -11,10 +11,9 @@ from averaging.cli.error_reporting import (
     CommandError,
     Stopped,
     failure_of,
-    starting,
     stopped,
 )
-from averaging.cli.option_types import PathToLookAt, address_to_dial, credentials_of, finite, security_options
+from averaging.cli.options import DIALLED, DURATION, PathToLookAt, credentials_of, output_options, security_options
 from averaging.common import member_of
 
 if TYPE_CHECKING:
@@ -34,13 +33,13 @@ VERSION_KEY, USER_KEY, PACKED_USER_KEY = "averaging.version", "averaging.user", 
 
 
 @click.command("state")
-@click.argument("addresses", type=address_to_dial, nargs=-1, required=True, metavar="HOST:PORT...")
+@click.argument("addresses", type=DIALLED, nargs=-1, required=True, metavar="HOST:PORT...")
 @click.option("--output", type=PathToLookAt(), required=True, metavar="FILE.safetensors", help="Where to write it.")
 @click.option("--overwrite", is_flag=True, help="Replace --output if it exists.")
 @click.option(
     "--timeout",
     default=10.0,
-    type=finite(above=0),
+    type=DURATION,
     metavar="SECONDS",
     help="Give up a silent peer after this time; after 10 times this if it is alive and may prepare a large state.",
 )
@@ -59,8 +58,7 @@ VERSION_KEY, USER_KEY, PACKED_USER_KEY = "averaging.version", "averaging.user", 
     help="Number of different hosts among the addresses that must announce the same version and digests.",
 )
 @security_options
-@click.option("--json", "as_json", is_flag=True, help="Print events as one JSON object per line.")
-@click.option("-v", "--verbose", count=True, show_default=False, help="Log more to stderr; -vv logs everything.")
+@output_options
 def state_command(addresses: tuple[str, ...], output: Path, *, as_json: bool, verbose: int, **given: Any) -> None:
     r"""Downloads the state of the peer at HOST:PORT and writes it to a safetensors file.
 
@@ -89,12 +87,11 @@ def state_command(addresses: tuple[str, ...], output: Path, *, as_json: bool, ve
             f"--verify-donors {given['verify_donors']} needs addresses of as many different hosts; "
             "all loopback addresses are one host."
         )
-    with starting():
-        from averaging.cli.console import CommandOutput
+    from averaging.cli.console import CommandOutput
 
-        report = CommandOutput(as_json=as_json)
-        with report.logging(verbose), report.failures():
-            _run(list(dict.fromkeys(addresses)), output, given, report)
+    report = CommandOutput(as_json=as_json)
+    with report.logging(verbose), report.failures():
+        _run(list(dict.fromkeys(addresses)), output, given, report)
 
 
 def _hosts(addresses: Collection[str]) -> dict[str, str]:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from averaging.cli.console import begin
-from averaging.cli.error_reporting import CHECK_ADDRESS, CommandError, Stopped, failure_of, starting
-from averaging.cli.option_types import address_to_dial, credentials_of, security_options
+from averaging.cli.error_reporting import CHECK_ADDRESS, CommandError, Stopped, failure_of
+from averaging.cli.options import DIALLED, credentials_of, security_options
 
 if TYPE_CHECKING:
     from averaging.cli.signals import Stop
@@ -22,7 +22,7 @@ MAX_MESSAGE_BYTES = 16 << 20
 
 
 @click.command("watch")
-@click.argument("address", type=address_to_dial, metavar="HOST:PORT")
+@click.argument("address", type=DIALLED, metavar="HOST:PORT")
 @click.option(
     "--last",
     default=0,
@@ -46,22 +46,21 @@ def watch_command(address: str, last: int, rounds: int | None, as_json: bool, **
     Exit codes: 0 the peer has left, --rounds are done, or Ctrl+C; 1 the peer could not be reached, or the connection
     was lost; 2 wrong usage.
     """
-    with starting():
-        from averaging.cli import signals
-        from averaging.errors import AveragingError
+    from averaging.cli import signals
+    from averaging.errors import AveragingError
 
-        try:
-            credentials = credentials_of(given)
-        except AveragingError as error:
-            raise failure_of(error) from None
+    try:
+        credentials = credentials_of(given)
+    except AveragingError as error:
+        raise failure_of(error) from None
 
-        async def watch(_: Stop) -> None:
-            await _watch(address, credentials, last, rounds, as_json)
+    async def watch(_: Stop) -> None:
+        await _watch(address, credentials, last, rounds, as_json)
 
-        try:
-            signals.run(watch)
-        except Stopped:
-            return
+    try:
+        signals.run(watch)
+    except Stopped:
+        return
 
 
 async def _watch(address: str, credentials: Credentials, last: int, rounds: int | None, as_json: bool) -> None:

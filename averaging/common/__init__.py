@@ -1,9 +1,8 @@
 """Checks and helpers that every room may use. None of them knows what a peer is.
 
-`addresses` (endpoints and the rules for them), `validation` (arguments), `option_sources` (options from files and the
-environment), `safe_msgpack` (msgpack from strangers), `sanitize` (text from strangers), `backoff` (delays between
-tries), `host_quota` (limits per host), `event_loop_thread` (an event
-loop in a thread of its own), `malloc`.
+`addresses` (endpoints and the rules for them), `validation` (arguments), `options` (how they are declared, checked,
+read and named), `safe_msgpack` (msgpack from strangers), `sanitize` (text from strangers), `backoff` (delays between
+tries), `host_quota` (limits per host), `event_loop_thread` (an event loop in a thread of its own), `malloc`.
 """
 
 from averaging.common.addresses import (
@@ -22,14 +21,32 @@ from averaging.common.event_loop_thread import EventLoopThread, SignalSafeFuture
 from averaging.common.host_quota import HostQuota
 from averaging.common.in_process import InProcess
 from averaging.common.malloc import keep_freed_memory
-from averaging.common.option_sources import (
+from averaging.common.options import (
+    ADDRESS,
+    ADDRESS_TO_DIAL,
+    ADDRESSES_TO_DIAL,
+    PATH,
+    SECONDS,
+    SWITCH,
+    Kind,
+    Option,
     Setting,
+    as_flag,
+    check_options,
+    choice,
     merge,
+    number,
+    option,
+    options_of,
     read_arguments,
     read_environment,
     read_toml,
+    spelled,
+    spelled_as_set,
+    spelling,
+    text,
     unknown_option,
-    with_sources,
+    whole,
 )
 from averaging.common.safe_msgpack import (
     MAX_INTEGER_KEYS,
@@ -52,20 +69,31 @@ from averaging.common.tensor_names import (
 from averaging.common.validation import check_weight, is_count, is_finite, named, one_of
 
 __all__ = [
+    "ADDRESS",
+    "ADDRESSES_TO_DIAL",
+    "ADDRESS_TO_DIAL",
     "CLIENT_PREFIX",
     "MAX_INTEGER_KEYS",
     "MAX_NAMES",
+    "PATH",
+    "SECONDS",
+    "SWITCH",
     "Backoff",
     "EventLoopThread",
     "HostQuota",
     "InProcess",
+    "Kind",
+    "Option",
     "Setting",
     "SignalSafeFuture",
     "all_numbers_finite",
     "apart",
+    "as_flag",
     "backoff_delay",
     "check_keys",
+    "check_options",
     "check_weight",
+    "choice",
     "contradict",
     "counted",
     "covers",
@@ -84,9 +112,12 @@ __all__ = [
     "member_of",
     "merge",
     "named",
+    "number",
     "objection",
     "on_loop",
     "one_of",
+    "option",
+    "options_of",
     "pack",
     "pack_user",
     "parse_address",
@@ -97,8 +128,12 @@ __all__ = [
     "read_environment",
     "read_toml",
     "size",
+    "spelled",
+    "spelled_as_set",
+    "spelling",
+    "text",
     "unknown_option",
     "unpack",
-    "with_sources",
+    "whole",
     "without_wrappers",
 ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from averaging.common import is_loopback, parse_address
-from averaging.config import TLSFiles, check_tls_files
+from averaging.config import TLSFiles, tls_files
 from averaging.errors import ConfigError
 
 DEFAULT_PORT, ETCD_PORT = 29400, 2379
@@ -87,12 +87,10 @@ def read_options(endpoint: str, conf: Mapping[str, Any], max_nodes: int) -> Rend
             raise ConfigError(f"--rdzv-conf has no option {name!r}{hint}")
     etcd, endpoints = _endpoints(endpoint)
     files = {name: conf.get(name) for name in _FILES}
-    ca, cert, key = (files[name] for name in ("tls_ca", "tls_cert", "tls_key"))
-    check_tls_files(ca, cert, key)
     options = RendezvousOptions(
         endpoints=endpoints,
         etcd=etcd,
-        tls=TLSFiles(ca, cert, key) if ca and cert and key else None,
+        tls=tls_files(files["tls_ca"], files["tls_cert"], files["tls_key"]),
         token_file=files["token_file"],
         insecure=_switch(conf, "insecure") or False,
         is_host=_switch(conf, "is_host"),

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from averaging.allreduce import AllReduce, RoundResult
-from averaging.common import CLIENT_PREFIX, Backoff, counted
+from averaging.common import CLIENT_PREFIX, Backoff, counted, spelled
 from averaging.config import NonFinite, PeerConfig
 from averaging.discovery import Discovery
 from averaging.errors import AveragingError, LyingLeaderError, PeerUnreachableError, RoundError, SchemaMismatchError
@@ -325,9 +325,10 @@ class Rounds:
         members, minimum = len(group.members), self._config.min_group_size
         if members >= minimum:
             return ""
+        option = spelled("min_group_size")
         return (
             f"{group.leader} began a group of {counted(members, 'member')}, but this peer takes part only in groups of "
-            f"at least {minimum} (min_group_size), so it left; give all peers of the run the same min_group_size"
+            f"at least {minimum} ({option}), so it left; give all peers of the run the same {option}"
         )
 
     async def _search(

@@ -4,7 +4,7 @@ Read in this order: `messages` (one dataclass for each message), `group` (who is
 `aggregation` (rules for the mean).
 """
 
-from averaging.protocol.aggregation import MEAN, Aggregation, AggregationKind, parse_aggregation
+from averaging.protocol.aggregation import MEAN, Aggregation, AggregationKind, ReplyForm, parse_aggregation
 from averaging.protocol.fingerprint import (
     ENTRY_BYTES,
     MAX_ENTRIES,
@@ -89,6 +89,7 @@ __all__ = [
     "Packed",
     "Record",
     "Refusal",
+    "ReplyForm",
     "Resume",
     "Rumour",
     "Value",

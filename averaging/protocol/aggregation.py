@@ -27,6 +27,15 @@ class AggregationKind(StrEnum):
     """CenteredClip: a mean in which each contribution's distance from the result is clipped to tau."""
 
 
+class ReplyForm(StrEnum):
+    """What a reducer returns for a part."""
+
+    AVERAGE = "average"
+    """The average, which all members adopt byte for byte."""
+    DELTA = "delta"
+    """The average minus the sender's part. The sender adds it to its tensor."""
+
+
 @dataclass(frozen=True, slots=True)
 class Aggregation:
     """A rule and its parameter; part of what a group agrees on.

@@ -19,8 +19,8 @@ from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from averaging.common import covers
-from averaging.config import FilePath, Inspection, PeerConfig, check_tls_files
+from averaging.common import covers, spelled
+from averaging.config import FilePath, Inspection, PeerConfig, tls_files
 from averaging.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -120,28 +120,28 @@ def read_tls(
     Raises:
         ConfigError: a file is missing, unreadable, not valid now, or does not match the others.
     """
-    check_tls_files(ca, cert, key)
-    if ca is None or cert is None or key is None:
+    files = tls_files(ca, cert, key)
+    if files is None:
         return None
+    ca, cert, key = files.ca, files.cert, files.key
+    of_ca, of_cert, of_key = spelled("tls_ca", ca), spelled("tls_cert", cert), spelled("tls_key", key)
     ca_pem, own_pem, key_pem = _read("tls_ca", ca), _read("tls_cert", cert), _read_secret("tls_key", key)
-    authorities = _parse(f"tls_ca {ca}", "certificates in PEM", lambda: x509.load_pem_x509_certificates(ca_pem))
-    certificate = _parse(f"tls_cert {cert}", "certificate in PEM", lambda: x509.load_pem_x509_certificate(own_pem))
-    private = _parse(f"tls_key {key}", "key in PEM without a password", lambda: load_pem_private_key(key_pem, None))
+    authorities = _parse(of_ca, "certificates in PEM", lambda: x509.load_pem_x509_certificates(ca_pem))
+    certificate = _parse(of_cert, "certificate in PEM", lambda: x509.load_pem_x509_certificate(own_pem))
+    private = _parse(of_key, "key in PEM without a password", lambda: load_pem_private_key(key_pem, None))
     if not isinstance(private, EllipticCurvePrivateKey | RSAPrivateKey):
-        raise ConfigError(f"tls_key {key} is neither an elliptic curve key nor RSA; peers accept no other")
+        raise ConfigError(f"{of_key} is neither an elliptic curve key nor RSA; peers accept no other")
     if private.public_key() != certificate.public_key():
-        raise ConfigError(f"tls_key {key} is not the key of tls_cert {cert}; give two files that belong together")
+        raise ConfigError(f"{of_key} is not the key of {of_cert}; give two files that belong together")
     if not any(is_issued_by(certificate, authority) for authority in authorities):
-        raise ConfigError(f"tls_cert {cert} was not issued by an authority in tls_ca {ca}; give the ca.pem of its run")
+        raise ConfigError(f"{of_cert} was not issued by an authority in {of_ca}; give the ca.pem of its run")
     if problem := validity_problem(certificate, clock()):
-        raise ConfigError(f"tls_cert {cert} {problem}; issue another one (averaging ca issue), or set the clock right")
+        raise ConfigError(f"{of_cert} {problem}; issue another one (averaging ca issue), or set the clock right")
     if validity_problem(certificate, clock() + EXPIRES_SOON):
-        logger.warning(
-            "tls_cert %s expires on %s; issue another one", cert, f"{certificate.not_valid_after_utc:%Y-%m-%d}"
-        )
+        logger.warning("%s expires on %s; issue another one", of_cert, f"{certificate.not_valid_after_utc:%Y-%m-%d}")
     if not _may_be_used_for(certificate, ExtendedKeyUsageOID.CLIENT_AUTH):
-        raise ConfigError(f"tls_cert {cert} is not for clients; issue one with the extended key usage clientAuth too")
-    return Tls(ca_pem, own_pem, key_pem, tuple(authorities), certificate, private, f"tls_cert {cert}")
+        raise ConfigError(f"{of_cert} is not for clients; issue one with the extended key usage clientAuth too")
+    return Tls(ca_pem, own_pem, key_pem, tuple(authorities), certificate, private, of_cert)
 
 
 def read_tokens(file: FilePath | None) -> tuple[str, ...]:
@@ -152,17 +152,18 @@ def read_tokens(file: FilePath | None) -> tuple[str, ...]:
     """
     if file is None:
         return ()
+    name = spelled("token_file", file)
     try:
         lines = [line.strip() for line in _read_secret("token_file", file).decode("ascii").splitlines()]
     except UnicodeDecodeError:
-        raise ConfigError(f"token_file {file} holds characters that are not ASCII; use ASCII tokens") from None
+        raise ConfigError(f"{name} holds characters that are not ASCII; use ASCII tokens") from None
     tokens = tuple(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
     if not tokens or len(tokens) > MAX_TOKENS:
-        raise ConfigError(f"token_file {file} holds {len(tokens)} tokens; it must hold 1 to {MAX_TOKENS}, one per line")
+        raise ConfigError(f"{name} holds {len(tokens)} tokens; it must hold 1 to {MAX_TOKENS}, one per line")
     for number, token in enumerate(tokens, 1):
         if not MIN_TOKEN <= len(token) <= MAX_TOKEN or not token.isprintable() or " " in token:
             raise ConfigError(
-                f"token {number} in token_file {file} must have {MIN_TOKEN} to {MAX_TOKEN} characters and no spaces; "
+                f"token {number} in {name} must have {MIN_TOKEN} to {MAX_TOKEN} characters and no spaces; "
                 "`openssl rand -hex 32` makes one"
             )
     return tokens
@@ -210,16 +211,16 @@ def _read(option: str, file: FilePath) -> bytes:
         with Path(file).open("rb") as stream:
             content = stream.read(MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"{option} {file} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{spelled(option, file)} cannot be read: {error.strerror}") from None
     if len(content) > MAX_FILE_BYTES:
-        raise ConfigError(f"{option} {file} has more than {MAX_FILE_BYTES} bytes, so it is the wrong file")
+        raise ConfigError(f"{spelled(option, file)} has more than {MAX_FILE_BYTES} bytes, so it is the wrong file")
     return content
 
 
 def _read_secret(option: str, file: FilePath) -> bytes:
     content = _read(option, file)
     if Path(file).stat().st_mode & 0o077:
-        logger.warning("%s %s can be read by other users of this machine; chmod 600 it", option, file)
+        logger.warning("%s can be read by other users of this machine; chmod 600 it", spelled(option, file))
     return content
 
 

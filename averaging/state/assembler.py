@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from averaging.common import first_moved_name, first_other_name
+from averaging.common import first_moved_name, first_other_name, spelled
 from averaging.errors import ProtocolViolationError, StateError
 from averaging.protocol import Buffer, DownloadData, Resume, WireTensor
 from averaging.state.donors import PER_TENSOR
@@ -229,7 +229,9 @@ class StateAssembler:
                 "and buffers in the same order"
             )
         if self.nbytes > self._max_bytes:
-            raise StateError(f"it announces {self.nbytes} bytes, more than the {self._max_bytes} of max_bytes")
+            raise StateError(
+                f"it announces {self.nbytes} bytes, more than the {self._max_bytes} of {spelled('max_bytes')}"
+            )
         if self._expected is not None and self.fingerprint != self._expected:
             raise StateError(f"it has {self.fingerprint} now, not {self._expected} as when donors were compared")
 
@@ -282,5 +284,6 @@ class StateAssembler:
             raise StateError(f"tensor {tensor.name!r} does not match its digest{source}")
         values = tensor.over(data)
         if self._finite and values.is_floating_point() and not all_finite(values):
-            raise StateError(f"its tensor {tensor.name!r} holds NaN or infinity; non_finite='allow' takes it over")
+            allow = spelled("non_finite", "allow")
+            raise StateError(f"its tensor {tensor.name!r} holds NaN or infinity; {allow} takes it over")
         return values

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
+from averaging.common import spelled
 from averaging.errors import AveragingError, PeerUnreachableError, StateError, TransportError
 from averaging.protocol import DownloadData, Resume
 from averaging.state.assembler import Check, ReceivedState, StateAssembler, StateFingerprint, accept_all
@@ -222,8 +223,9 @@ class _Download:
                 for donor, answer in answers.items()
             )
             counted = "" if members is None else " of different certificates or hosts"
+            option = spelled("verify_donors")
             raise StateError(
-                f"fewer than {wanted} donors{counted} have the same state, as verify_donors requires; {reasons}",
+                f"fewer than {wanted} donors{counted} have the same state, as {option} requires; {reasons}",
                 unconnected=_some_unconnected(answers.values()),
             )
         return agreeing, announced[agreeing[0]]

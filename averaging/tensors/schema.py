@@ -5,23 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 
 from averaging.common import digest_of_names, first_other_name
 from averaging.errors import TensorError
 from averaging.protocol import MEAN, Aggregation, CompressionType
+from averaging.protocol import ReplyForm as ReplyForm
 from averaging.tensors.manifest import AVERAGED_DTYPES, TensorInfo, dtype_name, nbytes_of, objection_to
-
-
-class ReplyForm(StrEnum):
-    """What a reducer returns for a part."""
-
-    AVERAGE = "average"
-    """The average, which all members adopt byte for byte."""
-    DELTA = "delta"
-    """The average minus the sender's part. The sender adds it to its tensor."""
 
 
 @dataclass(frozen=True, slots=True)

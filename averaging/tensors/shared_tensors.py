@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 import xxhash
 
+from averaging.common import spelled
 from averaging.errors import RoundError, TensorError
 from averaging.tensors.manifest import view_memory
 
@@ -149,7 +150,7 @@ class SharedTensors:
                 if decided.locked() or time.monotonic() >= end:
                     raise RoundError(
                         f"the application held the tensors' lock for {timeout:g} s; release it sooner, or raise "
-                        "`round_timeout`"
+                        f"{spelled('round_timeout')}"
                     )
             try:
                 if not decided.acquire(blocking=False):
@@ -240,9 +241,10 @@ class SharedTensors:
             if not all_finite(tensor):
                 place = (~torch.isfinite(tensor.cpu().reshape(-1))).nonzero()[0].item()
                 value = tensor.cpu().reshape(-1)[int(place)].item()
+                allow = spelled("non_finite", "allow")
                 raise TensorError(
                     f"tensor {name!r} holds {value} at flat index {place}; fix it, leave it out if that is intended "
-                    "(a mask, for example), or set non_finite='allow', which spreads the value to all members"
+                    f"(a mask, for example), or set {allow}, which spreads the value to all members"
                 )
 
 

@@ -15,7 +15,7 @@ from typing import Self
 import torch
 
 from averaging.common import is_count, plain_state
-from averaging.config import FilePath, TLSFiles, check_tls_files
+from averaging.config import FilePath, TLSFiles, tls_files
 from averaging.errors import ClosedError, ConfigError, TensorError
 from averaging.rpc import EventLoopThread, read_credentials
 from averaging.tensors import in_thread
@@ -166,16 +166,13 @@ class WeightFollower:
         join_timeout: float = 10.0,
         stall_timeout: float = 30.0,
     ) -> None:
-        check_tls_files(tls_ca, tls_cert, tls_key)
-        if tls_ca is not None and tls_cert is not None and tls_key is not None:
-            if tls is not None:
-                raise ConfigError("tls was given together with tls_ca, tls_cert and tls_key; give one or the other")
-            tls = TLSFiles(tls_ca, tls_cert, tls_key)
         self._model = model
         options = FollowerOptions(
             join=tuple(join) if not isinstance(join, str) else join,
             run_id=run_id,
-            credentials=read_credentials(tls=tls, token_file=token_file, insecure=insecure),
+            credentials=read_credentials(
+                tls=tls_files(tls_ca, tls_cert, tls_key, tls), token_file=token_file, insecure=insecure
+            ),
             listen=listen,
             advertise=advertise,
             join_timeout=join_timeout,

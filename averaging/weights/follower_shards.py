@@ -13,7 +13,7 @@ from typing import Self
 
 import torch
 
-from averaging.common import Backoff, parse_address
+from averaging.common import Backoff, parse_address, spelled
 from averaging.errors import AveragingError, ProtocolViolationError, TensorError
 from averaging.weights.follower_tasks import MAX_PAUSE, MIN_PAUSE, FollowerOptions, FollowerTasks
 from averaging.weights.layout import Shard, WeightManifest, WeightSpec
@@ -200,9 +200,8 @@ class ShardTasks:
         parts = [self._manifests.get(shard.digest) for shard in self._announced[-1].shards] if self._announced else []
         total = sum(part.layout.nbytes for part in parts if part is not None)
         if total > self._options.max_bytes:
-            raise ProtocolViolationError(
-                f"{total} bytes of weights in {len(parts)} parts, more than the {self._options.max_bytes} of max_bytes"
-            )
+            limit = spelled("max_bytes", self._options.max_bytes)
+            raise ProtocolViolationError(f"{total} bytes of weights in {len(parts)} parts, more than {limit}")
 
     def _advance(self, endpoint: str, received: int, total: int) -> None:
         self._progress[endpoint] = received, total

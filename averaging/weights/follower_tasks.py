@@ -218,7 +218,7 @@ class FollowerTasks:
             return first
         told = "; ".join(map(str, reasons)) or "no answer"
         return StateError(
-            f"no publisher answered within {self._options.join_timeout:g} s ({told}); check the addresses in `join`, "
+            f"no publisher answered within {self._options.join_timeout:g} s ({told}); check the addresses, "
             "and that a publisher is up"
         )
 

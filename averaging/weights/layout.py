@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from averaging.common import pack
+from averaging.common import pack, spelled
 from averaging.errors import ProtocolViolationError, TensorError
 from averaging.tensors import (
     WEIGHT_DTYPES,
@@ -176,7 +176,7 @@ def check_layout(tensors: Sequence[WeightSpec], piece_bytes: int, max_bytes: int
         _check_part(spec)
     layout = WeightLayout(tuple(tensors), piece_bytes)
     if layout.nbytes > max_bytes:
-        raise ProtocolViolationError(f"{layout.nbytes} bytes of weights, more than the {max_bytes} of max_bytes")
+        raise ProtocolViolationError(f"{layout.nbytes} bytes of weights, more than {spelled('max_bytes', max_bytes)}")
     return layout
 
 

@@ -21,11 +21,12 @@ import averaging
 from averaging.cli import main
 from averaging.cli.ca import ca_group
 from averaging.cli.error_reporting import DEFAULTS, CommandError, failure_of, starting
+from averaging.cli.options import FLAGS, join_command
 from averaging.cli.peer import peer_command
-from averaging.cli.peer_options import SECTIONS, join_command
 from averaging.cli.signals import run
+from averaging.common import as_flag, spelling
 from averaging.config import Inspection, NonFinite, PeerConfig, TLSFiles, option_names
-from averaging.errors import ConfigError, ListenError, StateError
+from averaging.errors import ConfigError, StateError
 from averaging.protocol.group import Mode
 from averaging.protocol.messages import COMPRESSIONS, CompressionType
 from averaging.tensors.schema import ReplyForm
@@ -57,25 +58,25 @@ WRONG_VALUES = [
     (["--advertise", "http://example.org:4222"], "--advertise", "give HOST:PORT"),
     (["--run-id", "é" * 65], "--run-id", "it may have 128 bytes"),
     (["--rounds", "0"], "--rounds", "x>=1"),
-    (["--group-size", "1"], "--group-size", "x>=2"),
+    (["--group-size", "1"], "--group-size", "whole number of at least 2"),
     (["--overwrite"], "--overwrite", "add --output FILE"),
     (["--group-size", "3", "--min-group-size", "4"], "--group-size 3", "below --min-group-size 4"),
-    (["--min-group-size", "1"], "--min-group-size", "x>=2"),
+    (["--min-group-size", "1"], "--min-group-size", "whole number of at least 2"),
     (["--group-bits", "012"], "--group-bits", "zeros and ones"),
     (["--group-bits", "01" * 33], "--group-bits", "64 digits, not 66"),
     (["--weight", "-1"], "--weight", "at least 0"),
-    (["--weight", "nan"], "--weight", "not finite"),
-    (["--weight", "inf"], "--weight", "not finite"),
-    (["--weight", "much"], "--weight", "not a number"),
+    (["--weight", "nan"], "--weight", "must be a finite number of at least 0"),
+    (["--weight", "inf"], "--weight", "must be a finite number of at least 0"),
+    (["--weight", "much"], "--weight", "must be a finite number of at least 0, not 'much'"),
     (["--round-timeout", "0"], "--round-timeout", "above 0"),
     (["--group-wait", "-1"], "--group-wait", "above 0"),
-    (["--stall-timeout", "inf"], "--stall-timeout", "not finite"),
+    (["--stall-timeout", "inf"], "--stall-timeout", "finite number of seconds above 0"),
     (["--interval", "-0.1"], "--interval", "at least 0"),
     (["--bandwidth", "0"], "--bandwidth", "above 0"),
     (["--retries", "-1"], "--retries", "x>=0"),
-    (["--part-size-bytes", "1"], "--part-size-bytes", "1024<="),
-    (["--compression", "zip"], "--compression", "'float16'"),
-    (["--reply-form", "sum"], "--reply-form", "'delta'"),
+    (["--part-size-bytes", "1"], "--part-size-bytes", "from 1024 to 268435456"),
+    (["--compression", "zip"], "--compression", "one of none, meanstd_16bit, float16"),
+    (["--reply-form", "sum"], "--reply-form", "one of average, delta"),
     (["--aggregation", "trimmed"], "--aggregation", "trimmed:F"),
     (["--gather", "{'loss': 1}"], "--gather", "'{\"loss\": 0.5}'"),
     (["--gather", "NaN"], "--gather", "not a number in JSON"),
@@ -138,7 +139,10 @@ def test_a_wrong_option_is_named_with_its_remedy(
             "no directory nowhere; make it",
         ),
         (["peer", "a.safetensors", "--run-id", "demo", "--receipts", "."], "is a directory"),
-        (["peer", "a.safetensors", "--run-id", "demo", "--receipts", ""], "give the name of a file"),
+        (
+            ["peer", "a.safetensors", "--run-id", "demo", "--receipts", ""],
+            "--receipts must be the path of a file, not ''",
+        ),
         (["peer", "a.safetensors", "--run-id", "demo", "--receipts", "r" * 300], "cannot be looked at (File name too"),
         (["peer", "f" * 300, "--run-id", "demo"], "cannot be looked at (File name too long); give another name"),
         (["watch"], "Missing argument 'HOST:PORT'"),
@@ -176,7 +180,7 @@ def shown(value: object) -> str:
 
 def test_options_and_defaults_are_those_of_the_library() -> None:
     options = {str(option.name): option for option in peer_command.params if isinstance(option, click.Option)}
-    assert {name for section in SECTIONS.values() for name in section} == option_names() - HIDDEN | {"run_id"}
+    assert set(FLAGS) == option_names() - HIDDEN | {"run_id"}
     for field in fields(PeerConfig):
         if field.name in HIDDEN or field.default in (MISSING, None, "", ()):
             continue
@@ -194,11 +198,12 @@ def test_help_shows_basic_options_first() -> None:
     titles = [
         line[:-1] for line in text.splitlines() if line.startswith(("Basic options:", "This command:", "Advanced"))
     ]
-    assert titles == ["Basic options", "This command", *list(SECTIONS)[1:]]
+    sections = list(dict.fromkeys(declared.section for declared in FLAGS.values()))
+    assert titles == ["Basic options", "This command", *sections[1:]]
 
 
 def test_choices_are_those_of_the_library() -> None:
-    choices = {str(p.name): list(p.type.choices) for p in peer_command.params if isinstance(p.type, click.Choice)}
+    choices = {name: o.kind.metavar.strip("[]").split("|") for name, o in FLAGS.items() if o.kind.metavar[:1] == "["}
     assert choices == {
         "compression": list(COMPRESSIONS),
         "mode": [mode.name.lower() for mode in Mode],
@@ -252,8 +257,13 @@ def test_the_command_that_joins_repeats_what_must_be_the_same() -> None:
     [
         ("grup_size = 4", {}, [], ["group_size", "run.toml"]),
         ("", {"AVERAGING_GROUPSIZE": "4"}, [], ["AVERAGING_GROUPSIZE", "group_size"]),
-        ("group_size = 3", {}, ["--min-group-size", "4"], ["--group-size is set in run.toml", "by an argument"]),
-        ("", {"AVERAGING_GROUP_SIZE": "many"}, [], ["--group-size", "AVERAGING_GROUP_SIZE", "'many'"]),
+        ("group_size = 3", {}, ["--min-group-size", "4"], ["group_size = 3 in run.toml is below --min-group-size 4"]),
+        (
+            "",
+            {"AVERAGING_GROUP_SIZE": "many"},
+            [],
+            ["AVERAGING_GROUP_SIZE must be a whole number of at least 2, not 'many'"],
+        ),
         ("group_size = 4 4", {}, [], ["run.toml is not TOML"]),
         ("mode = 'client'", {}, [], ["--mode client needs --join"]),
     ],
@@ -277,9 +287,10 @@ def test_a_wrong_option_names_its_source(
 
 
 def test_errors_of_the_library_speak_of_options() -> None:
-    assert failure_of(ConfigError("group_size 1 is below min_group_size 2")).exit_code == 2
-    assert failure_of(ConfigError("group_size 1")).message == "--group-size 1"
-    assert failure_of(ListenError("or on 0.0.0.0 with `advertise`")).message == "or on 0.0.0.0 with --advertise"
+    with pytest.raises(ConfigError) as caught, spelling(as_flag):
+        PeerConfig(run_id="demo", group_size=2, min_group_size=3)
+    assert failure_of(caught.value).exit_code == 2
+    assert failure_of(caught.value).message == "--group-size 2 is below --min-group-size 3"
     assert failure_of(StateError("nothing")).exit_code == 1
 
 
@@ -317,7 +328,7 @@ def test_ctrl_c_of_which_an_import_makes_its_own_error_is_no_traceback() -> None
 
 
 def test_ctrl_c_while_arguments_are_read_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("averaging.common.parse_address", lambda _: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr("averaging.common.options.parse_address", lambda _: signal.raise_signal(signal.SIGINT))
     result = CliRunner().invoke(main, ["watch", "127.0.0.1:1"])
     assert (result.exit_code, result.stdout) == (130, "")
     assert result.stderr == "Error: stopped by SIGINT before it began; nothing was written\n"

@@ -19,13 +19,13 @@ ELSEWHERE = KnownPeer(SINCE, {"run.peers": b"", "run/x.0b": pack_looking(True), 
 
 def test_no_other_peer_is_in_the_run() -> None:
     assert explain_absence(KEY, Diagnosis({})) == "no other peer is in the run: start more peers of it, or wait longer"
-    text = explain_absence(KEY, Diagnosis({}, isolation="this peer was given no `join`"))
-    assert text.endswith("or wait longer (this peer was given no `join`)")
+    text = explain_absence(KEY, Diagnosis({}, isolation="this peer was given no join"))
+    assert text.endswith("or wait longer (this peer was given no join)")
 
 
 def test_other_peers_are_not_ready() -> None:
     peers = {"a:1": IDLE, "b:1": TRAINS, "c:1": ENDED, "d:1": ELSEWHERE}
-    assert explain_absence(KEY, Diagnosis(peers, isolation="this peer was given no `join`")) == (
+    assert explain_absence(KEY, Diagnosis(peers, isolation="this peer was given no join")) == (
         "4 other peers in the run, none of them ready for a group under run.0b: "
         "a:1 (in the run since 2023-11-14 22:13:20 UTC, does not look for a group), "
         "b:1 (in the run since 2023-11-14 22:14:20 UTC, trains, and does not look for a group), "

@@ -457,7 +457,7 @@ async def test_a_wrong_run_token_or_authority_fails_at_once(tmp_path: Path, what
         "run": "belongs to run 'one', not to 'two'; give both peers the same run id",
         "token": "its run does not accept this peer's token",
         "no token": "its run requires a token, and this peer has none",
-        "authority": "its certificate was not issued by an authority in tls_ca",
+        "authority": "its certificate was not issued by this peer's certificate authority",
         "TLS": "it does not speak TLS",
     }
     async with AsyncExitStack() as stack:

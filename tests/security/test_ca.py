@@ -202,9 +202,9 @@ def test_a_directory_with_too_long_a_name(tmp_path: Path) -> None:
 def test_files_that_do_not_match_are_refused_with_a_remedy(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert ca("issue", "b", "--host", "b").exit_code == 0
     assert ca("init", "--directory", directory / "foreign").exit_code == 0
-    with pytest.raises(ConfigError, match=r"tls_key .*b\.key is not the key of tls_cert .*a\.pem"):
+    with pytest.raises(ConfigError, match=r"tls_key=.*b\.key' is not the key of tls_cert=.*a\.pem"):
         read(directory, key="b")
-    with pytest.raises(ConfigError, match="was not issued by an authority in tls_ca .*; give the ca.pem of its run"):
+    with pytest.raises(ConfigError, match="was not issued by an authority in tls_ca=.*; give the ca.pem of its run"):
         read(directory, authority="foreign/ca")
     with pytest.raises(ConfigError, match="expired on .*; issue another one"):
         read(directory, now=time() + 366 * 86400)
@@ -213,10 +213,10 @@ def test_files_that_do_not_match_are_refused_with_a_remedy(directory: Path, capl
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read(directory, "none")
     (directory / "empty.pem").touch()
-    with pytest.raises(ConfigError, match="empty.pem holds no certificate in PEM"):
+    with pytest.raises(ConfigError, match="empty.pem' holds no certificate in PEM"):
         read(directory, "empty", key="a")
     shutil.copy(directory / "a.pem", directory / "c.key")
-    with pytest.raises(ConfigError, match=r"c\.key holds no key in PEM without a password"):
+    with pytest.raises(ConfigError, match=r"c\.key' holds no key in PEM without a password"):
         read(directory, key="c")
     (directory / "large.pem").write_bytes(b"x" * ((1 << 20) + 1))
     with pytest.raises(ConfigError, match="more than 1048576 bytes"):
@@ -234,7 +234,7 @@ def test_files_that_do_not_match_are_refused_with_a_remedy(directory: Path, capl
 def test_unsuitable_certificates_of_other_tools_are_refused_with_a_remedy(directory: Path) -> None:
     other = Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     (directory / "other.key").write_bytes(other)
-    with pytest.raises(ConfigError, match=r"tls_key .*other\.key is neither an elliptic curve key nor RSA"):
+    with pytest.raises(ConfigError, match=r"tls_key=.*other\.key' is neither an elliptic curve key nor RSA"):
         read(directory, key="other")
     root, own = (x509.load_pem_x509_certificate((directory / f"{name}.pem").read_bytes()) for name in ("ca", "a"))
     signer = load_pem_private_key((directory / "ca.key").read_bytes(), None)
@@ -247,7 +247,7 @@ def test_unsuitable_certificates_of_other_tools_are_refused_with_a_remedy(direct
     )
     served = builder.sign(signer, hashes.SHA256()).public_bytes(Encoding.PEM)
     (directory / "server.pem").write_bytes(served)
-    with pytest.raises(ConfigError, match=r"server\.pem is not for clients; issue one with .* clientAuth too"):
+    with pytest.raises(ConfigError, match=r"server\.pem' is not for clients; issue one with .* clientAuth too"):
         read(directory, "server", key="a")
 
 

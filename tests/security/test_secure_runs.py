@@ -110,7 +110,7 @@ def test_three_processes_average_and_strangers_get_nothing(directory: Path, star
     no_token = [word for word in files_of("c") if word not in ("--token-file", "token")]
     hung_up = "it closed the connection at once; do both use TLS"
     definite = [
-        (foreign, "its certificate was not issued by an authority in --tls-ca"),
+        (foreign, "its certificate was not issued by this peer's certificate authority"),
         (
             wrong,
             "its run does not accept this peer's token: make one of the run's tokens the first",

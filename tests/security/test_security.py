@@ -171,7 +171,7 @@ async def test_a_caller_without_any_certificate_is_turned_away() -> None:
     ("listener", "words"),
     [
         (Credentials(), "does not speak TLS"),
-        (secure(*HERE, of="foreign", believes="foreign"), "not issued by an authority in tls_ca"),
+        (secure(*HERE, of="foreign", believes="foreign"), "not issued by this peer's certificate authority"),
         (secure(*HERE, age=2), "has expired"),
         (secure(*HERE, age=-1), "is not valid yet"),
     ],
@@ -501,7 +501,7 @@ async def test_metadata_services_of_clouds_are_not_dialled() -> None:
     async with serving(FakePeer()) as (caller, _):
         for endpoint in ("169.254.169.254:80", "[fe80::1]:1", "[fd00:ec2::254]:80", "0.0.0.0:1", "[ff02::1]:1"):
             for call in CALLS.values():
-                with pytest.raises(ProtocolViolationError, match=f"{re.escape(endpoint)} is not dialled: .*`join`"):
+                with pytest.raises(ProtocolViolationError, match=f"{re.escape(endpoint)} is not dialled: .*to join"):
                     await call(caller, endpoint)
 
 

@@ -107,7 +107,7 @@ def told(code: grpc.StatusCode, details: str, *, sent_token: bool = False) -> Av
         ("Ssl handshake failed: CERTIFICATE_VERIFY_FAILED: certificate is not yet valid", "not valid yet"),
         (
             "Ssl handshake failed: CERTIFICATE_VERIFY_FAILED: self signed certificate",
-            "not issued by an authority in",
+            "not issued by this peer's certificate authority",
         ),
         ("Ssl handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL", "check the certificates of both"),
         ("Cannot check peer: missing selected ALPN property.", "what answers there is not a peer"),

@@ -125,7 +125,7 @@ def test_a_manifest_travels() -> None:
 def test_a_manifest_that_does_not_fit_together_is_refused() -> None:
     manifest = snapshot().manifest
     message = version_message(manifest)
-    with pytest.raises(ProtocolViolationError, match="more than the 1000 of max_bytes"):
+    with pytest.raises(ProtocolViolationError, match="more than max_bytes=1000"):
         read_version(message, 1000)
     message.tensors[1].name = "renamed"
     with pytest.raises(ProtocolViolationError, match="does not match its pieces"):

@@ -12,7 +12,7 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self
 
-from averaging.common import CLIENT_PREFIX, is_endpoint
+from averaging.common import CLIENT_PREFIX, is_endpoint, spelled
 from averaging.discovery import Diagnosis, Entry, clock_difference
 from averaging.discovery.gossip.anti_entropy import AntiEntropy, Maintenance, Reachability
 from averaging.discovery.gossip.bootstrap import SAME_NAME, Bootstrap, Waiting
@@ -86,7 +86,9 @@ class GossipDiscovery:
         if not is_endpoint(endpoint):
             raise ConfigError(f"{endpoint!r} cannot be a peer's endpoint; give HOST:PORT or {CLIENT_PREFIX}<uuid4>")
         if self._is_client and not join:
-            raise ConfigError("a client accepts no connections, so it needs a peer to join; give an endpoint in `join`")
+            raise ConfigError(
+                f"a client accepts no connections, so it needs a peer to join; give {spelled('join')}", "join"
+            )
         self._run_id, self._endpoint = run_id, endpoint
         self._join_timeout, self._clock = join_timeout, clock
         self._rng = rng = rng or random.Random()
@@ -163,9 +165,9 @@ class GossipDiscovery:
     def _explain_isolation(self) -> str:
         """Why this peer may be alone and what to do, if that follows from its `join`; empty otherwise."""
         if self._bootstrap.joined_itself or (self._joins_own_address and not self._members.seeds):
-            why = "the only `join` of this peer is its own address"
+            why = f"the only {spelled('join')} of this peer is its own address"
         elif not self._members.seeds:
-            why = "this peer was given no `join`"
+            why = f"this peer was given no {spelled('join')}"
         else:
             return ""
         return f"{why}, so the others must join {self._endpoint}, or this peer one of them"

@@ -10,7 +10,7 @@ from typing import Any
 
 from averaging.common import parse_address
 from averaging.config import AUTO
-from averaging.errors import AveragingError, ConfigError, PeerUnreachableError, ProtocolViolationError
+from averaging.errors import AveragingError, PeerUnreachableError, ProtocolViolationError
 from averaging.protocol import AveragingData
 from averaging.transport import AveragingService, GossipService, Lane
 from averaging.transport.direct.frames import BufferPool, Frame, FrameKind
@@ -104,8 +104,6 @@ class DirectTransport(GrpcTransport):
         super().__init__(listen, advertise, **options)
         if direct_listen != AUTO:
             parse_address(direct_listen)
-        if direct_advertise is not None and not 0 < direct_advertise < 1 << 16:
-            raise ConfigError(f"direct_advertise must be a port from 1 to 65535, not {direct_advertise}")
         self._direct_listen, self._direct_advertise = direct_listen, direct_advertise
         self._max_part_bytes = max_part_bytes
         self._buffers, self._heads = BufferPool(), HeaderCache()

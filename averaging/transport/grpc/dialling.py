@@ -9,13 +9,13 @@ import socket
 from collections.abc import Collection, Sequence
 from itertools import chain
 
-from averaging.common import is_loopback, objection, parse_address, parse_ip
+from averaging.common import is_loopback, objection, parse_address, parse_ip, spelled
 from averaging.errors import ConfigError, ListenError, ProtocolViolationError
 
 RESOLVE_SECONDS = 3.0
 """Timeout of the look-up of a host name before it is dialled. If it fails, gRPC tries itself and reports the error."""
 
-NAME_IT = "; to dial it anyway, name it in `join`"
+NAME_IT = "; to dial it anyway, name it among the peers to join"
 
 
 class Dialling:
@@ -87,7 +87,7 @@ logger = logging.getLogger("averaging.transport")
 
 _REMEDIES = {
     errno.EADDRINUSE: "the port is taken; end the program that uses it, or choose another port (0 for a free one)",
-    errno.EADDRNOTAVAIL: "this machine has no such address; listen on one that it has, or on 0.0.0.0 with `advertise`",
+    errno.EADDRNOTAVAIL: "this machine has no such address; listen on one that it has, or on 0.0.0.0 with {advertise}",
     errno.EACCES: "this user may not use that port; choose one above 1023",
     errno.EINVAL: "the system refuses this address; a link-local one needs its interface, as in [fe80::7%eth0]:4222",
     errno.EAFNOSUPPORT: "this machine does not support that address family",
@@ -119,14 +119,15 @@ async def check_listen(address: str, advertise: str | None, *, exposed: bool = T
         raise ConfigError(f"other peers cannot dial {advertise}; advertise HOST:PORT at which they reach this peer")
     if advertise is None and any(map(_is_wildcard, hosts)):
         raise ConfigError(
-            f"{address} means all addresses of this machine, which other peers cannot dial; "
-            "give `advertise` as well, HOST:PORT at which they reach this peer (port 0 for the one listened on)"
+            f"{address} means all addresses of this machine, which other peers cannot dial; give "
+            f"{spelled('advertise')} as well, HOST:PORT at which they reach this peer (port 0 for the one listened "
+            "on)"
         )
     if not exposed and not all(map(is_loopback, hosts)):
         raise ConfigError(
             f"other machines can connect to {address}, and without TLS they can read and change all traffic: give "
-            "tls_ca, tls_cert and tls_key (`averaging ca` makes them), or insecure=True if every machine that can "
-            "connect is trusted"
+            f"{spelled('tls_ca')}, {spelled('tls_cert')} and {spelled('tls_key')} (`averaging ca` makes them), or "
+            f"{spelled('insecure', True)} if every machine that can connect is trusted"
         )
     failures = [failure for family, _, _, _, where in found if (failure := _try_to_bind(family, where))]
     taken = any(failure.errno == errno.EADDRINUSE for failure in failures)
@@ -134,6 +135,7 @@ async def check_listen(address: str, advertise: str | None, *, exposed: bool = T
         failure = failures[0]
         number = errno.EADDRINUSE if taken else failure.errno
         reason = _REMEDIES.get(number or 0, f"{failure.strerror}; choose another address")
+        reason = reason.replace("{advertise}", spelled("advertise"))
         raise ListenError(f"cannot listen on {address}: {reason}")
 
 

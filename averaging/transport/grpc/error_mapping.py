@@ -27,6 +27,7 @@ from typing import Any, Never, TypeVar
 
 import grpc
 
+from averaging.common import spelled
 from averaging.errors import (
     AveragingError,
     BusyError,
@@ -75,7 +76,7 @@ _DEFINITE = (
     ("certificate is not yet valid", "its certificate is not valid yet: check the clocks"),
     (
         "certificate_verify_failed",
-        "its certificate was not issued by an authority in tls_ca: all peers of a run need certificates of one",
+        "its certificate was not issued by this peer's certificate authority: all peers of a run need one",
     ),
 )
 """Parts of gRPC's messages about the other peer's certificate, and the reason reported for each.
@@ -131,8 +132,11 @@ _TOO_LARGE_REASONS = {
 }
 
 
-_CREDENTIAL_MISSING = "its run requires a token, and this peer has none: give token_file with one of the run's tokens"
-_CREDENTIAL_BAD = "its run does not accept this peer's token: make one of the run's tokens the first line of token_file"
+def _credential_reason(sent_token: bool) -> str:
+    file = spelled("token_file")
+    if sent_token:
+        return f"its run does not accept this peer's token: make one of the run's tokens the first line of {file}"
+    return f"its run requires a token, and this peer has none: give {file} with one of the run's tokens"
 
 
 def error_of_call(endpoint: str, error: grpc.aio.AioRpcError, *, sent_token: bool = False) -> AveragingError:
@@ -147,7 +151,7 @@ def error_of_call(endpoint: str, error: grpc.aio.AioRpcError, *, sent_token: boo
     if reason == _LOST and details.lower().startswith("failed to connect"):
         reason = "it closed the connection at once; do both use TLS, with one authority?"
     if code is grpc.StatusCode.UNAUTHENTICATED:
-        return UnauthenticatedError(endpoint, _CREDENTIAL_BAD if sent_token else _CREDENTIAL_MISSING)
+        return UnauthenticatedError(endpoint, _credential_reason(sent_token))
     if code in _UNREACHABLE:
         definite = any(reason == definite_reason for _, definite_reason in _DEFINITE)
         return PeerUnreachableError(

@@ -1,0 +1,251 @@
+"""Options of commands: those of `PeerConfig` as flags, and the types of the others.
+
+An option of a peer is declared in `averaging/config.py` alone. It comes from --config FILE.toml, from the environment
+or from the command line; later ones win.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import click
+
+from averaging.common import ADDRESS_TO_DIAL, SECONDS, SWITCH, Kind, Option, as_flag, number
+from averaging.config import OPTIONS, PeerConfig, tls_files
+from averaging.protocol import CompressionType, Mode
+
+if TYPE_CHECKING:
+    from averaging.rpc import Credentials
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+FLAGS = {name: declared for name, declared in OPTIONS.items() if declared.flag}
+"""The options of a peer that commands have, by name."""
+
+SECURITY = ("tls_ca", "tls_cert", "tls_key", "token_file")
+"""The options of all commands that call peers."""
+
+
+class KindType(click.ParamType[Any]):
+    """The values of a `Kind` as a type of click. A wrong one ends the command with exit code 2."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self.name = kind.metavar
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Parses and checks the text."""
+        from averaging.errors import ConfigError
+
+        name = param.get_error_hint(ctx).strip("'") if param is not None else "the value"
+        try:
+            return self.kind.check(name, self.kind.parse(value) if isinstance(value, str) else value)
+        except ConfigError as error:
+            raise click.UsageError(str(error), ctx) from None
+
+
+DIALLED = KindType(ADDRESS_TO_DIAL)
+DURATION = KindType(SECONDS)
+NOT_NEGATIVE = KindType(number(least=0))
+
+
+class PathToLookAt(click.Path):
+    """The path of a file, which may not exist yet. A path that the system refuses is a usage error with its reason.
+
+    Before Python 3.14 `Path.exists` raises for such paths: no permission, a name that is too long, a cycle of links.
+    """
+
+    def __init__(self, *, dir_okay: bool = True) -> None:
+        super().__init__(path_type=Path, dir_okay=dir_okay)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """Checks that the system accepts the path."""
+        path = cast(Path, super().convert(value, param, ctx))
+        try:
+            path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            pass  # the command reports a missing file, with a remedy
+        except OSError as error:
+            self.fail(f"{str(path)!r} cannot be looked at ({error.strerror}); give another name.", param, ctx)
+        return path
+
+
+def json_value(value: str) -> Any:
+    """A value written as JSON."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not a number in JSON")
+
+    try:
+        parsed = json.loads(value, parse_constant=refuse)
+        json.dumps(parsed, ensure_ascii=False).encode()
+        return parsed
+    except UnicodeEncodeError:  # bytes outside the terminal's encoding, or a lone surrogate \udXXX
+        raise click.BadParameter(
+            f"{value!r} has characters that are not Unicode; write complete \\uXXXX escapes."
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise click.BadParameter(f"{value!r} is not JSON ({error}); for example: '{{\"loss\": 0.5}}'") from None
+
+
+def _flag(name: str, declared: Option, **more: Any) -> Callable[[Command], Command]:
+    """One option of `PeerConfig` as an option of click. `more` replaces what is declared."""
+    settings = {"help": declared.help_as(as_flag), "metavar": declared.kind.metavar or None} | more
+    switch = f"{as_flag(name)}/{as_flag(name, False)}" if settings.get("is_flag") else as_flag(name)
+    return click.option(switch, name, **settings)
+
+
+def flag(name: str, **more: Any) -> Callable[[Command], Command]:
+    """An option of `PeerConfig` for another command, which checks its value and has a default of its own, or None."""
+    return _flag(name, OPTIONS[name], type=KindType(OPTIONS[name].kind), **more)
+
+
+def security_options(command: Command) -> Command:
+    """Adds --tls-ca, --tls-cert, --tls-key and --token-file."""
+    for name in reversed(SECURITY):
+        command = flag(name)(command)
+    return command
+
+
+def insecure_option(command: Command) -> Command:
+    """Adds --insecure, for commands that listen."""
+    text = "Let other machines connect without TLS, in a network that you trust."
+    return click.option("--insecure", is_flag=True, help=text)(command)
+
+
+def output_options(command: Command) -> Command:
+    """Adds --json and --verbose."""
+    command = click.option("-v", "--verbose", count=True, show_default=False, help="Log to stderr; -vv logs all.")(
+        command
+    )
+    return click.option("--json", "as_json", is_flag=True, help="Print events as one JSON object per line.")(command)
+
+
+def credentials_of(given: dict[str, Any]) -> Credentials:
+    """Reads the credentials that the options name.
+
+    Raises:
+        ConfigError: a file cannot be read, or does not match the others.
+    """
+    from averaging.rpc import read_credentials
+
+    tls = tls_files(given["tls_ca"], given["tls_cert"], given["tls_key"])
+    return read_credentials(tls=tls, token_file=given["token_file"], insecure=given.get("insecure", False))
+
+
+class PeerCommand(click.Command):
+    """A command whose --help shows the basic options first, then its own, then the advanced ones."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes one section of --help after the other."""
+        sections: dict[str, list[tuple[str, str]]] = {FLAGS["run_id"].section: [], "This command": []}
+        for parameter in self.get_params(ctx):
+            declared = FLAGS.get(str(parameter.name))
+            if record := isinstance(parameter, click.Option) and parameter.get_help_record(ctx):
+                sections.setdefault(declared.section if declared else "This command", []).append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+def peer_options(command: Command) -> Command:
+    """Adds --config and all options of `PeerConfig`, which are None if the command line does not give them.
+
+    Their values are texts, as those of variables are: `PeerConfig` checks both.
+    """
+    for name, declared in reversed(FLAGS.items()):
+        default = default_text(name)
+        text = declared.help_as(as_flag) + (" May be given several times." if name == "join" else "")
+        notes = [f"default: {default}"] * bool(default) + [declared.kind.bounds] * bool(declared.kind.bounds)
+        text += f"  [{'; '.join(notes)}]" if notes else ""
+        more = {"is_flag": True} if declared.kind is SWITCH else {"multiple": name == "join", "type": str}
+        command = _flag(name, declared, default=None, show_default=False, help=text, **more)(command)
+    return click.option(
+        "--config",
+        type=click.Path(path_type=Path, dir_okay=False),
+        envvar="AVERAGING_CONFIG",
+        metavar="FILE.toml",
+        help="File with options, such as `group_size = 4`. Variables such as AVERAGING_GROUP_SIZE win over it, and the "
+        "command line wins over both.",
+    )(command)
+
+
+def default_text(name: str) -> str:
+    """The default of an option as --help shows it; empty if that is no value."""
+    value = PeerConfig.__dataclass_fields__[name].default
+    if isinstance(value, bool):
+        return as_flag(name, value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(_plain(value)) if isinstance(value, int) or (isinstance(value, str) and value) else ""
+
+
+def _plain(value: Any) -> Any:
+    """An option as the command line takes it."""
+    return value.name.lower() if isinstance(value, CompressionType | Mode) else value
+
+
+def read_config(file: Path, output: Path | None, given: dict[str, Any]) -> PeerConfig:
+    """The options from the file, the environment and the command line, checked together.
+
+    Raises:
+        click.UsageError: They contradict each other.
+        ConfigError: An option is invalid.
+    """
+    texts = {name: given[name] for name in FLAGS}
+    arguments = {n: FLAGS[n].kind.parse(value) if isinstance(value, str) else value for n, value in texts.items()}
+    if given["config"] is None:
+        config = PeerConfig.from_environment(**arguments)
+    else:
+        config = PeerConfig.from_toml(given["config"], **arguments)
+    if config.mode is Mode.CLIENT:
+        for name in ("listen", "advertise"):
+            if given[name]:
+                raise click.UsageError(f"--mode client accepts no connections; leave --{name} out.")
+        if not config.join:
+            raise click.UsageError("--mode client needs --join: no peer could ever reach this one otherwise.")
+    if config.mode is Mode.AUXILIARY and output:
+        raise click.UsageError("--mode auxiliary gets no result, so there is nothing to write; leave --output out.")
+    if given["overwrite"] and not output:
+        raise click.UsageError("--overwrite is for --output; add --output FILE.")
+    if config.receipts is not None:
+        _check_receipts(Path(config.receipts))
+    if output and not given["overwrite"] and output.exists() and file.exists() and output.samefile(file):
+        raise click.UsageError("--output is FILE itself; give --overwrite to replace it, or another name.")
+    return config
+
+
+def _check_receipts(path: Path) -> None:
+    """Refuses a name that cannot be meant. Whether the file can be written shows later, and stops no round.
+
+    Raises:
+        click.UsageError: There is no such directory, or the file contains something else.
+    """
+    PathToLookAt().convert(path, None, None)
+    if path.is_dir():
+        raise click.UsageError(f"--receipts: {path} is a directory; give the name of a file.")
+    if not path.parent.is_dir():
+        raise click.UsageError(f"--receipts: there is no directory {path.parent}; make it first.")
+    try:
+        if not path.is_file():
+            return
+        with path.open("rb") as file:
+            beginning = file.read(1)
+    except OSError:
+        return
+    if beginning not in (b"", b"{"):
+        raise click.UsageError(f"--receipts: {path} holds something other than receipts; give another name.")
+
+
+def join_command(file: Path, config: PeerConfig) -> list[str]:
+    """The command that starts another peer of the run, up to the value of `--join`."""
+    defaults = PeerConfig(run_id=config.run_id)
+    command = ["averaging", "peer", str(file), "--run-id", config.run_id]
+    for name, declared in FLAGS.items():
+        value = getattr(config, name)
+        if declared.shared and value != getattr(defaults, name):
+            command += [as_flag(name), str(_plain(value))]
+    return command

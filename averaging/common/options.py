@@ -1,0 +1,379 @@
+"""Options: an option is declared once, as the metadata of a dataclass field, and read, checked and named from that.
+
+`Kind` describes the values, `Option` is the declaration, `Setting` a value from a file, the environment or an argument.
+Errors name an option with `spelled`, as its user wrote it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import tomllib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+from averaging.common.addresses import parse_address
+from averaging.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "AVERAGING_"
+CONFIG_VARIABLE = f"{ENVIRONMENT_PREFIX}CONFIG"
+"""Names the TOML file of `averaging peer`; it is no option of a peer."""
+
+KEY = "option"
+"""Key of the `Option` in the metadata of a field."""
+
+
+# How errors name an option.
+
+
+Spelling: TypeAlias = "Callable[[str, Any], str]"
+"""Returns the text for an option and a value; for the option alone if the value is None."""
+
+
+def as_argument(option: str, value: Any = None) -> str:
+    """`group_size=4`, as in Python."""
+    return option if value is None else f"{option}={str(value) if isinstance(value, os.PathLike) else value!r}"
+
+
+def as_flag(option: str, value: Any = None) -> str:
+    """`--group-size 4`, as on the command line."""
+    name = option.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    return f"--{name}" if value is None else f"--{name} {value}"
+
+
+_spelling: ContextVar[Spelling] = ContextVar("spelling", default=as_argument)
+
+
+def spelled(option: str, value: Any = None) -> str:
+    """Names an option in an error, as the user of this program writes it: as an argument, unless `spelling` is open."""
+    return _spelling.get()(option, value)
+
+
+@contextmanager
+def spelling(style: Spelling) -> Iterator[None]:
+    """Within it, and in the tasks that it starts, `spelled` uses another style."""
+    token = _spelling.set(style)
+    try:
+        yield
+    finally:
+        _spelling.reset(token)
+
+
+# What an option may be.
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """The values that an option may have.
+
+    Attributes:
+        metavar: placeholder of a value in --help.
+        expected: description of the values in errors, such as "a whole number from 1 to 16".
+        accepts: whether something is such a value.
+        convert: returns the value as it is kept. It may raise a ConfigError with a reason of its own.
+        read: parses the text of a variable or of the command line. A ValueError means that the text does not fit.
+        bounds: the range of a number x in --help, such as "x>=2".
+    """
+
+    metavar: str
+    expected: str
+    accepts: Callable[[Any], bool]
+    convert: Callable[[Any], Any] = lambda value: value
+    read: Callable[[str], Any] = str
+    bounds: str = ""
+
+    def check(self, name: str, value: Any) -> Any:
+        """Returns the value as it is kept.
+
+        Args:
+            name: name of the option in errors.
+            value: any object.
+
+        Raises:
+            ConfigError: `value` is no such value.
+        """
+        if not self.accepts(value):
+            raise ConfigError(f"{name} must be {self.expected}, not {value!r:.200}")
+        try:
+            return self.convert(value)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
+
+    def parse(self, text: str) -> Any:
+        """Parses a text. One that does not fit is returned as it is, and `check` refuses it."""
+        try:
+            return self.read(text)
+        except ValueError:
+            return text
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def text(metavar: str, check: Callable[[str], Any] = str) -> Kind:
+    """Texts.
+
+    Args:
+        metavar: see `Kind`.
+        check: raises a ConfigError if a text is invalid.
+    """
+
+    def convert(value: str) -> str:
+        check(value)
+        return value
+
+    return Kind(metavar, "a text", _is_text, convert)
+
+
+def whole(least: int, most: int | None = None, metavar: str = "N") -> Kind:
+    """Whole numbers in a range that includes its bounds."""
+    expected = f"a whole number of at least {least}" if most is None else f"a whole number from {least} to {most}"
+    bounds = f"x>={least}" if most is None else f"{least}<=x<={most}"
+
+    def accepts(value: Any) -> bool:
+        return _is_number(value, Integral) and least <= value and (most is None or value <= most)
+
+    return Kind(metavar, expected, accepts, read=int, bounds=bounds)
+
+
+def number(unit: str = "", *, above: float = -math.inf, least: float = -math.inf, metavar: str = "SECONDS") -> Kind:
+    """Finite numbers within a lower bound."""
+    bound = f" above {above:g}" if above > -math.inf else f" of at least {least:g}" if least > -math.inf else ""
+
+    def accepts(value: Any) -> bool:
+        return _is_number(value, Real) and math.isfinite(value) and value > above and value >= least
+
+    return Kind(metavar, f"a finite number{f' of {unit}' if unit else ''}{bound}", accepts, read=float)
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def choice(names: Mapping[str, Enum] | type[Enum]) -> Kind:
+    """Members of an enum, or their names in any case; `names` are lower-case."""
+    known = names if isinstance(names, Mapping) else {member.name.lower(): member for member in names}
+
+    def convert(value: Any) -> Any:
+        # A member of a StrEnum or IntEnum equals its value, and members of other enums with that value.
+        if any(value is member for member in known.values()):
+            return value
+        return known.get(value.strip().lower()) if isinstance(value, str) else None
+
+    return Kind(f"[{'|'.join(known)}]", f"one of {', '.join(known)}", lambda value: convert(value) is not None, convert)
+
+
+def _port(address: str) -> int:
+    return parse_address(address)[1]
+
+
+def _check_dialled(address: str) -> None:
+    if _port(address) == 0:
+        raise ConfigError(f"{address!r} has port 0; give the port on which that peer listens")
+
+
+def _are_addresses(value: Any) -> bool:
+    return isinstance(value, Collection) and not _is_text(value) and all(map(_is_text, value))
+
+
+def _check_all_dialled(addresses: Collection[str]) -> Collection[str]:
+    for address in addresses:
+        _check_dialled(address)
+    return addresses
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+_TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+ADDRESS = text("HOST:PORT", _port)
+ADDRESS_TO_DIAL = text("HOST:PORT", _check_dialled)
+ADDRESSES_TO_DIAL = Kind(
+    "HOST:PORT", "a list of addresses, each a text HOST:PORT", _are_addresses, _check_all_dialled, _split
+)
+PATH = Kind("FILE", "the path of a file", lambda value: isinstance(value, str | os.PathLike) and str(value) != "")
+SWITCH = Kind(
+    "", "True or False", lambda value: isinstance(value, bool), read=lambda text: _TRUTH.get(text.lower(), text)
+)
+SECONDS = number("seconds", above=0)
+
+
+# Declarations.
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """The declaration of an option.
+
+    Attributes:
+        kind: its values.
+        help: meaning, with the unit; `{other_option}` stands for the name of another option. In --help and the docs.
+        section: title under which it is documented; empty for an option that is not.
+        flag: whether the command has it.
+        shared: whether the peers of a run should agree on it.
+        optional: whether None is a value beside the default.
+    """
+
+    kind: Kind
+    help: str = ""
+    section: str = ""
+    flag: bool = True
+    shared: bool = False
+    optional: bool = False
+
+    def help_as(self, style: Callable[[str], str]) -> str:
+        """The help, with `style` for the names of other options."""
+        return self.help.format_map(_Styled(style))
+
+
+class _Styled(dict[str, str]):
+    """Gives `style(key)` for each key."""
+
+    def __init__(self, style: Callable[[str], str]) -> None:
+        super().__init__()
+        self._style = style
+
+    def __missing__(self, key: str) -> str:
+        return self._style(key)
+
+
+def option(default: Any, kind: Kind, help: str = "", **more: Any) -> Any:
+    """A dataclass field that is an option, see `Option`; MISSING as its default makes it required."""
+    return field(default=default, metadata={KEY: Option(kind, help, **more)})
+
+
+def options_of(config: Any) -> dict[str, Option]:
+    """The options of a dataclass by name, in their order."""
+    return {each.name: each.metadata[KEY] for each in fields(config)}
+
+
+def check_options(config: Any) -> None:
+    """Checks each option of a frozen dataclass, and replaces it by the value as it is kept.
+
+    Raises:
+        ConfigError: a value is invalid.
+    """
+    for each in fields(config):
+        declared, value = each.metadata[KEY], getattr(config, each.name)
+        if value is None and (each.default is None or declared.optional):
+            continue
+        try:
+            kept = declared.kind.check(spelled(each.name), value)
+        except ConfigError as error:
+            raise ConfigError(str(error), each.name) from None
+        object.__setattr__(config, each.name, kept)
+
+
+# Where the value of an option comes from.
+
+
+class Setting(NamedTuple):
+    """The value of an option from one source.
+
+    Attributes:
+        source: where it was set, for errors.
+        spelling: how its user wrote it; None for an argument.
+    """
+
+    name: str
+    value: Any
+    source: str
+    spelling: Spelling | None = None
+
+
+def read_toml(path: str | os.PathLike[str], options: Mapping[str, Option]) -> list[Setting]:
+    """Reads a flat TOML file; the keys of a table `[tls]` become options `tls_…`.
+
+    Args:
+        path: The file.
+        options: All options. Those that are relative paths are relative to the directory of `path`.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
+    try:
+        content = tomllib.loads(Path(path).read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; check the name of the file") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+    tls = content.pop("tls", {})
+    if not isinstance(tls, dict):
+        raise ConfigError(f"tls in {path} must be a table with ca, cert and key, not {tls!r:.200}", "tls")
+    content |= {f"tls_{name}": file for name, file in tls.items()}
+    for name, value in content.items():
+        if name in options and options[name].kind is PATH and isinstance(value, str):
+            content[name] = str(Path(path).parent / value)
+
+    def in_file(option: str, value: Any = None) -> str:
+        return f"{option} in {path}" if value is None else f"{option} = {value!r} in {path}"
+
+    return [Setting(name, value, f"in {path}", in_file) for name, value in content.items()]
+
+
+def read_environment(environ: Mapping[str, str], options: Mapping[str, Option]) -> list[Setting]:
+    """Reads variables such as `AVERAGING_RUN_ID`. An empty variable counts as not set."""
+    settings = []
+    for variable, text in environ.items():
+        if variable.startswith(ENVIRONMENT_PREFIX) and text and variable != CONFIG_VARIABLE:
+            name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+            value = options[name].kind.parse(text) if name in options else text
+            settings.append(Setting(name, value, f"in the environment as {variable}", as_variable))
+    return settings
+
+
+def as_variable(option: str, value: Any = None) -> str:
+    """`AVERAGING_GROUP_SIZE=4`, as in the environment."""
+    name = ENVIRONMENT_PREFIX + option.upper()
+    return name if value is None else f"{name}={value}"
+
+
+def read_arguments(arguments: Mapping[str, Any]) -> list[Setting]:
+    """Reads arguments; None and an empty tuple count as not given."""
+    return [Setting(name, value, "by an argument") for name, value in arguments.items() if value not in (None, ())]
+
+
+def merge(settings: Iterable[Setting], names: Collection[str], former_names: Mapping[str, str]) -> dict[str, Setting]:
+    """The last setting of each option.
+
+    Raises:
+        ConfigError: An option is unknown; the message names its source and the most similar option.
+    """
+    merged = {}
+    for setting in settings:
+        if setting.name not in names:
+            raise ConfigError(unknown_option(setting.name, setting.source, names, former_names), setting.name)
+        merged[setting.name] = setting
+    return merged
+
+
+@contextmanager
+def spelled_as_set(settings: Mapping[str, Setting]) -> Iterator[None]:
+    """Within it, `spelled` names each of these options as it was set."""
+    usual = _spelling.get()
+
+    def style(option: str, value: Any = None) -> str:
+        setting = settings.get(option)
+        return ((setting is not None and setting.spelling) or usual)(option, value)
+
+    with spelling(style):
+        yield
+
+
+def unknown_option(name: str, source: str, names: Collection[str], former_names: Mapping[str, str]) -> str:
+    """The error text for an option that does not exist."""
+    close: Sequence[str] = [former_names[name]] if name in former_names else difflib.get_close_matches(name, names, n=1)
+    remedy = f"did you mean {close[0]}?" if close else f"the options are {', '.join(sorted(names))}"
+    return f"unknown option {name!r} {source}; {remedy}"
