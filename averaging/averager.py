@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from averaging.common import EventLoopThread, is_count, is_finite, on_loop
 from averaging.config import OnDrift, PeerConfig, PeerOptions, configure
 from averaging.discovery import ShardOfRun
-from averaging.errors import AveragingError, ClosedError, ConfigError, DriftError, PeersMissingError, RoundError
+from averaging.errors import AveragingError, ClosedError, ConfigError, RoundError, WaitTimeoutError
 from averaging.peer import DiscoveryFactory, Peer, RoundOptions
 from averaging.protocol import Mode
 from averaging.receipts import Finish, PeerStatus, Receipt, TrainingStatus
@@ -164,7 +164,7 @@ class DecentralizedAverager(OptimizerWrapper):
             interactive session also: this process has an open averager of the same run already; the message names it.
         TensorError: A parameter or buffer cannot be averaged.
         ListenError: The peer cannot listen on its address.
-        NoSeedAnsweredError: None of the peers in `join` answered in time; a `JoinRefusedError` if all of them refuse.
+        JoinError: None of the peers in `join` answered in time, or all of them refuse.
         StateError: Other peers have a state, and none of them could deliver it. Nothing was changed.
     """
 
@@ -348,7 +348,7 @@ class DecentralizedAverager(OptimizerWrapper):
                 parameters now.
             StateError: The state of the inner optimizer contains something that newcomers cannot get.
             RoundError: `finish` was called.
-            DriftError: This peer differs from most peers, and `on_drift` is "raise". The step was made.
+            RoundError: This peer differs from most peers, and `on_drift` is "raise". The step was made.
             ClosedError: The averager was closed, or its thread has failed.
         """
         if self._has_left():
@@ -403,7 +403,8 @@ class DecentralizedAverager(OptimizerWrapper):
         if receipt is None:
             return
         if self._config.on_drift is OnDrift.RAISE:
-            raise DriftError(f"in round {receipt.round} {'; '.join(map(str, receipt.drifted))} (on_drift='raise')")
+            text = f"in round {receipt.round} {'; '.join(map(str, receipt.drifted))} (on_drift='raise')"
+            raise RoundError(text, drifted=True)
         self._adoption.adopt()
 
     def _tell_services(self) -> None:
@@ -474,14 +475,19 @@ class DecentralizedAverager(OptimizerWrapper):
 
         Raises:
             ConfigError: An argument is no number.
-            PeersMissingError: They are not there in time, and `required` is set.
+            WaitTimeoutError: They are not there in time, and `required` is set.
             ClosedError: The averager was closed, or its thread has failed.
         """
         is_there = self._await_peers(count, timeout)
         self._drive_scheduler()  # a state may have been taken over
         self._tell_news()
         if required and not is_there:
-            raise PeersMissingError(count, timeout, self.peers)
+            known = self.peers
+            raise WaitTimeoutError(
+                f"fewer than {count} peers train in the run after {timeout:g} s; known are {', '.join(sorted(known))}. "
+                "Start the others, check their run id and addresses, or wait longer.",
+                known,
+            )
         return is_there
 
     def _await_peers(self, count: int, timeout: float) -> bool:

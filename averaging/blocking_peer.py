@@ -39,7 +39,7 @@ class BlockingPeer(InProcess):
         ConfigError: An option is invalid.
         TensorError: A tensor cannot be averaged.
         ListenError: The peer cannot listen on its address.
-        NoSeedAnsweredError: None of the peers in `join` answered in time; a `JoinRefusedError` if all of them refuse.
+        JoinError: None of the peers in `join` answered in time, or all of them refuse.
     """
 
     def __init__(

@@ -76,7 +76,7 @@ class OnDrift(StrEnum):
     ADOPT = "adopt"
     """It also takes over the state and the hyperparameters of most members."""
     RAISE = "raise"
-    """`step` raises a DriftError."""
+    """`step` raises a RoundError."""
 
 
 class Inspection(StrEnum):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from enum import Enum, auto
 
 MAX_TEXT = 4000
 """Characters of a message. Longer messages are cut."""
@@ -12,10 +13,14 @@ class AveragingError(Exception):
     """The base of all errors of this library; the others are in `averaging.errors`.
 
     The message is one printable line of limited length, because other peers may have written parts of it.
+
+    Attributes:
+        reason: the message without the endpoint of a peer with which it may begin.
     """
 
-    def __init__(self, message: str = "") -> None:
+    def __init__(self, message: str = "", reason: str | None = None) -> None:
         super().__init__(printable(message))
+        self.reason = str(self) if reason is None else printable(reason)
 
 
 class ConfigError(AveragingError, ValueError):
@@ -34,32 +39,15 @@ class TensorError(AveragingError, ValueError):
     """A tensor that cannot be averaged: an integer dtype, or NaN and infinity where they are refused."""
 
 
-class SchemaMismatchError(AveragingError):
-    """Another peer of the run averages different tensors, or has different options for the same tensors.
+class WaitTimeoutError(AveragingError, TimeoutError):
+    """Something did not come about in time: enough peers that train, or a new state for an explorer.
 
     Attributes:
-        endpoint: the peer that differs.
-        difference: a description of the first difference.
+        peers: The endpoints of all known peers, including those that do not train, if they are waited for.
     """
 
-    def __init__(self, endpoint: str, difference: str) -> None:
-        super().__init__(f"{endpoint} averages something else: {difference}; give both the same tensors and options")
-        self.endpoint = endpoint
-        self.difference = difference
-
-
-class PeersMissingError(AveragingError, TimeoutError):
-    """Fewer peers than required started to train in the run in time.
-
-    Attributes:
-        peers: The endpoints of all known peers, including those that do not train.
-    """
-
-    def __init__(self, count: int, seconds: float, peers: Collection[str]) -> None:
-        super().__init__(
-            f"fewer than {count} peers train in the run after {seconds:g} s; known are {', '.join(sorted(peers))}. "
-            "Start the others, check their run id and addresses, or wait longer."
-        )
+    def __init__(self, message: str, peers: Collection[str] = ()) -> None:
+        super().__init__(message)
         self.peers = frozenset(peers)
 
 
@@ -71,15 +59,13 @@ class TransportError(AveragingError):
     """A call to another peer failed.
 
     Attributes:
-        endpoint: the peer that was called.
-        reason: what the transport said.
+        endpoint: the peer that was called; empty at that peer itself.
         definite: whether the configurations of the two peers exclude each other, so that a retry would fail too.
     """
 
     def __init__(self, endpoint: str, reason: str, *, definite: bool = False) -> None:
-        super().__init__(_of(endpoint, reason))
+        super().__init__(f"{endpoint}: {reason}" if endpoint else reason, reason)
         self.endpoint = endpoint
-        self.reason = printable(reason)
         self.definite = definite
 
 
@@ -108,30 +94,55 @@ class PeerUnreachableError(TransportError):
         self.unconnected = unconnected or refused or unknown_host
 
 
+class RefusalCause(Enum):
+    """Why a peer refused a call, as far as its caller acts on it."""
+
+    OTHER = ""
+    NOT_SERVED = "does not serve this"
+    """It does not serve the method: it has other software, another release, or has it switched off."""
+    UNAUTHENTICATED = "requires another token"
+    """Its run requires a token, and the caller has none, or one of another run. The reason says which."""
+    WRONG_RUN = "belongs to another run"
+    """It belongs to another run."""
+    SAME_NAME = "it has the name of the peer that asks"
+    """It is the caller itself, at another address, or a peer with the same name. The wire has this text, which must not
+    change."""
+
+
 class CallRefusedError(TransportError):
-    """The peer refused this call."""
+    """The peer refused this call.
+
+    Attributes:
+        cause: why. An `UNAUTHENTICATED` or `WRONG_RUN` call is `definite`.
+    """
+
+    def __init__(
+        self, endpoint: str, reason: str, cause: RefusalCause = RefusalCause.OTHER, *, definite: bool = False
+    ) -> None:
+        configured = cause in (RefusalCause.UNAUTHENTICATED, RefusalCause.WRONG_RUN)
+        super().__init__(endpoint, reason, definite=definite or configured)
+        self.cause = cause
 
 
-class NotServedError(CallRefusedError):
-    """The peer does not serve the method: it has other software, another release, or has it switched off."""
-
-
-class UnauthenticatedError(CallRefusedError):
-    """The run of the peer requires a token, and this peer has none, or one of another run. The reason says which."""
-
-    def __init__(self, endpoint: str, reason: str) -> None:
-        super().__init__(endpoint, reason, definite=True)
-
-
-class WrongRunError(CallRefusedError):
-    """The peer belongs to another run."""
-
-    def __init__(self, endpoint: str, reason: str) -> None:
-        super().__init__(endpoint, reason, definite=True)
+def refusal_cause(error: BaseException) -> RefusalCause | None:
+    """The cause if `error` is a refusal, else None."""
+    return error.cause if isinstance(error, CallRefusedError) else None
 
 
 class BusyError(AveragingError):
     """This peer serves the maximum number of calls. The caller should call another peer, or retry later."""
+
+
+class ViolationKind(Enum):
+    """How a peer broke the protocol, as far as code acts on it."""
+
+    OTHER = auto()
+    UNPROVEN = auto()
+    """Either a member or the peer that relayed its message broke it; it is not known which."""
+    NON_FINITE = auto()
+    """It sent NaN or infinity where they are refused."""
+    FOREIGN_ENDPOINT = auto()
+    """It uses an endpoint that its certificate does not cover."""
 
 
 class ProtocolViolationError(AveragingError):
@@ -139,37 +150,25 @@ class ProtocolViolationError(AveragingError):
 
     Attributes:
         endpoint: the peer, with which the message begins; empty if the message does not name it.
-        reason: the message without the endpoint.
+        kind: how.
     """
 
-    def __init__(self, reason: str = "", endpoint: str = "") -> None:
-        super().__init__(f"{endpoint} {reason}" if endpoint else reason)
+    def __init__(self, reason: str = "", endpoint: str = "", *, kind: ViolationKind = ViolationKind.OTHER) -> None:
+        super().__init__(f"{endpoint} {reason}" if endpoint else reason, reason)
         self.endpoint = endpoint
-        self.reason = printable(reason)
-
-
-class UnprovenViolationError(ProtocolViolationError):
-    """The protocol was broken, either by a member or by the peer that relayed its message; it is not known which."""
-
-
-class LyingLeaderError(AveragingError):
-    """A leader announced different groups to its members, so the round has no valid result."""
-
-
-class NonFiniteError(ProtocolViolationError):
-    """A peer sent NaN or infinity where they are refused."""
-
-
-class ForeignEndpointError(ProtocolViolationError):
-    """A peer uses an endpoint that its certificate does not cover."""
+        self.kind = kind
 
 
 class RoundError(AveragingError):
-    """A round that cannot produce an average, for example because the weights of its members sum to zero."""
+    """A round cannot produce an average, for example because the weights of its members sum to zero.
 
+    Attributes:
+        drifted: whether this peer differs from most peers of its run although it should not, and `on_drift` is "raise".
+    """
 
-class DriftError(AveragingError):
-    """This peer differs from most peers of its run although it should not, and `on_drift` is "raise"."""
+    def __init__(self, message: str, *, drifted: bool = False) -> None:
+        super().__init__(message)
+        self.drifted = drifted
 
 
 class SiteError(AveragingError):
@@ -183,42 +182,38 @@ class DiscoveryError(AveragingError):
     """Discovery refused a record: it is too large, it has expired, or there are too many."""
 
 
-class NoSeedAnsweredError(DiscoveryError):
-    """None of the peers given to join answered in time.
+class JoinError(AveragingError):
+    """None of the peers to join let this peer in.
 
     Args:
+        seconds: time limit in which none answered; None if all refused.
         hint: a further sentence about the cause.
 
     Attributes:
-        reasons: the reason for each seed.
+        reasons: the reason for each of them.
+        refused: whether all belong to another run, require another token, or have certificates of another authority. A
+            retry fails as well until one side is configured differently.
     """
 
-    def __init__(self, reasons: Mapping[str, str], seconds: float, hint: str = "") -> None:
-        text = (
-            f"none of the {len(reasons)} peers to join answered within {seconds:g} s ({_listed(reasons)}). "
-            "Check the addresses and that a peer of this run is up; without --join this peer starts a run of its own."
-        )
+    def __init__(self, reasons: Mapping[str, str], seconds: float | None, hint: str = "") -> None:
+        listed = "; ".join(f"{seed}: {reason}" for seed, reason in reasons.items())
+        if seconds is None:
+            text = (
+                f"this peer and those to join cannot be in one run as they are configured ({listed}). "
+                "Change what the reasons name and start this peer again."
+            )
+        else:
+            text = (
+                f"none of the {len(reasons)} peers to join answered within {seconds:g} s ({listed}). Check the "
+                "addresses and that a peer of this run is up; without --join this peer starts a run of its own."
+            )
         super().__init__(f"{text} {hint}" if hint else text)
         self.reasons = dict(reasons)
-
-
-class JoinRefusedError(NoSeedAnsweredError):
-    """All peers given to join belong to another run, require another token, or have certificates of another authority.
-
-    A retry fails as well until one side is configured differently.
-    """
-
-    def __init__(self, reasons: Mapping[str, str], hint: str = "") -> None:
-        text = (
-            f"this peer and those to join cannot be in one run as they are configured ({_listed(reasons)}). "
-            "Change what the reasons name and start this peer again."
-        )
-        DiscoveryError.__init__(self, f"{text} {hint}" if hint else text)
-        self.reasons = dict(reasons)
+        self.refused = seconds is None
 
 
 class StateError(AveragingError):
-    """No donor delivered a valid state. Nothing was changed locally.
+    """No donor, trainer or group of trainers and explorers delivered a valid state. Nothing was changed locally.
 
     Attributes:
         gone: the asked donors at whose endpoint nothing listens any more.
@@ -293,23 +288,6 @@ class MasterRefusedError(WorkerError):
 
 class DataLostError(WorkerError):
     """Samples that a call needs were held by a lost worker alone."""
-
-
-class SyncTimeoutError(AveragingError, TimeoutError):
-    """No new state came to a synchronizer while an explorer waited for one."""
-
-
-class WeightGroupError(AveragingError):
-    """Trainers and explorers cannot transfer weights in a group of torch.distributed: a member is missing or failed."""
-
-
-def _listed(reasons: Mapping[str, str]) -> str:
-    return "; ".join(_of(seed, reason) for seed, reason in reasons.items())
-
-
-def _of(endpoint: str, reason: str) -> str:
-    """Puts the endpoint before the reason, unless the reason begins with it."""
-    return reason if reason.startswith((f"{endpoint} ", f"{endpoint}: ")) else f"{endpoint}: {reason}"
 
 
 def printable(text: str, most: int = MAX_TEXT) -> str:

@@ -224,7 +224,7 @@ class RpcChannel:
 
         Raises:
             PeerUnreachableError: There is no answer within `timeout`, or the connection broke.
-            CallRefusedError: The server refused the call; an `UnauthenticatedError` if it requires another token.
+            CallRefusedError: The server refused the call, for example because it requires another token.
             ProtocolViolationError: The reply is malformed or too long.
             ClosedError: The channel was closed.
         """

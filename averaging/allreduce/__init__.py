@@ -6,10 +6,11 @@ averages out), `shard_reducer` (the sums), `round_account` (the results), `round
 
 from averaging.allreduce.partition import Part
 from averaging.allreduce.round import AllReduce
-from averaging.allreduce.round_account import RoundResult, changes
+from averaging.allreduce.round_account import LyingLeaderError, RoundResult, changes
 
 __all__ = [
     "AllReduce",
+    "LyingLeaderError",
     "Part",
     "RoundResult",
     "changes",

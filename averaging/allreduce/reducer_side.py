@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from averaging.allreduce.partition import Part, packed_sizes
-from averaging.allreduce.round_account import ANSWERS, RoundAccount, code_of
+from averaging.allreduce.round_account import ANSWERS, LyingLeaderError, RoundAccount, code_of
 from averaging.allreduce.send_window import SendWindow
 from averaging.allreduce.shard_reducer import reducer_for
 from averaging.allreduce.wait_monitor import HoldUps, Overdue, WaitMonitor, blocking
 from averaging.config import NonFinite
-from averaging.errors import LyingLeaderError, NonFiniteError, ProtocolViolationError, TransportError
+from averaging.errors import ProtocolViolationError, TransportError, ViolationKind
 from averaging.protocol import AveragingData, CompressionType, Member, MessageCode, WireTensor
 from averaging.receipts import DropCode, Dropped
 from averaging.tensors import ReplyForm, Schema, decode, decode_as, dtype_name, encode, finite_as
@@ -335,7 +335,7 @@ class ReducerSide:
         expected, dtype = self._parts[number].numel, self._schema.tensors[self._parts[number].tensor].torch_dtype
         values = decode_as(message.tensor_part, dtype)
         if self._non_finite is NonFinite.REFUSE and not finite_as(values, dtype):
-            raise NonFiniteError(f"sent NaN or infinity in part {number}")
+            raise ProtocolViolationError(f"sent NaN or infinity in part {number}", kind=ViolationKind.NON_FINITE)
         if tuple(values.shape) != (expected,):
             raise ProtocolViolationError(f"sent part {number} with shape {list(values.shape)} instead of [{expected}]")
         return values

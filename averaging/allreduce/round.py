@@ -14,12 +14,12 @@ import torch
 
 from averaging.allreduce.partition import busiest_link, packed_size, packed_sizes, partition, shares
 from averaging.allreduce.reducer_side import ReducerSide
-from averaging.allreduce.round_account import AdoptPart, RoundAccount, RoundResult
+from averaging.allreduce.round_account import AdoptPart, LyingLeaderError, RoundAccount, RoundResult
 from averaging.allreduce.send_window import send_limits, window_bytes
 from averaging.allreduce.sender_side import SenderSide
 from averaging.allreduce.wait_monitor import HoldUps, WaitMonitor
 from averaging.config import NonFinite
-from averaging.errors import LyingLeaderError, RoundError
+from averaging.errors import RoundError
 from averaging.protocol import AveragingData, Group, MessageCode
 from averaging.receipts import DropCode, Dropped
 from averaging.tensors import ReplyForm, Schema

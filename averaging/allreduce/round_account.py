@@ -16,10 +16,10 @@ from averaging.allreduce.partition import Part
 from averaging.errors import (
     AveragingError,
     CallRefusedError,
-    LyingLeaderError,
-    NonFiniteError,
     PeerUnreachableError,
-    UnprovenViolationError,
+    ProtocolViolationError,
+    RoundError,
+    ViolationKind,
 )
 from averaging.protocol import Buffer, Group, MessageCode, conflicting_digest, pack_metadata
 from averaging.receipts import Account, DropCode, Dropped, Role, Straggler
@@ -57,6 +57,10 @@ def digest_of(shards: Iterable[str]) -> str:
     return xxhash.xxh3_64_hexdigest(" ".join(shards).encode())
 
 
+class LyingLeaderError(RoundError):
+    """A leader announced different groups to its members, so the round has no valid result."""
+
+
 # Maps answers and errors of other members to the drop codes of receipts. Pure.
 
 
@@ -76,9 +80,9 @@ def code_of(error: AveragingError) -> DropCode:
             return DropCode.CONNECTION_LOST
         case CallRefusedError():
             return DropCode.REFUSED
-        case NonFiniteError():
+        case ProtocolViolationError(kind=ViolationKind.NON_FINITE):
             return DropCode.NON_FINITE
-        case UnprovenViolationError():
+        case ProtocolViolationError(kind=ViolationKind.UNPROVEN):
             return DropCode.OTHER_GROUP
         case _:
             return DropCode.PROTOCOL_VIOLATION
@@ -323,7 +327,7 @@ class RoundAccount:
         """Compares the group that was announced to a member, by the metadata of its message, with this member's.
 
         Raises:
-            UnprovenViolationError: they differ. The group id is bound to this member's group, so the round
+            ProtocolViolationError: they differ. The group id is bound to this member's group, so the round
                 continues among the members with the same group.
             LyingLeaderError: they differ, and it is unknown which members have the right group.
         """
@@ -331,8 +335,9 @@ class RoundAccount:
             return
         leader = self._group.leader or "the leader"
         if self._group.bound:
-            raise UnprovenViolationError(
-                f"claims that {leader} announced other members, another order or other weights to it"
+            raise ProtocolViolationError(
+                f"claims that {leader} announced other members, another order or other weights to it",
+                kind=ViolationKind.UNPROVEN,
             )
         self.saw_conflict = True
         self.metadata = pack_metadata(self._group, digest)  # evidence for the members with the same group

@@ -17,7 +17,7 @@ from averaging.allreduce.round_account import ANSWERS, RoundAccount, code_of
 from averaging.allreduce.send_window import MAX_HOLD_SECONDS, SendWindow, send_limits
 from averaging.allreduce.wait_monitor import HoldUps, WaitMonitor
 from averaging.config import NonFinite
-from averaging.errors import AveragingError, NonFiniteError, ProtocolViolationError, TransportError
+from averaging.errors import AveragingError, ProtocolViolationError, TransportError, ViolationKind
 from averaging.protocol import AveragingData, Group, MessageCode
 from averaging.receipts import DropCode, Dropped
 from averaging.tensors import ReplyForm, Schema, decode_as, encode, finite_as
@@ -281,7 +281,7 @@ class SenderSide:
             is_delta = self._schema.reply is ReplyForm.DELTA
             kept = tensors[part.tensor][part.start : part.stop] + values.to(dtype) if is_delta else values
             if not finite_as(kept, dtype):
-                raise NonFiniteError("answered with NaN or infinity")
+                raise ProtocolViolationError("answered with NaN or infinity", kind=ViolationKind.NON_FINITE)
         self._account.received_average(name, part, values, reply.tensor_part.buffer)
 
     async def announce_leave(self, names: Sequence[str], code: MessageCode, seconds: float) -> None:

@@ -122,7 +122,7 @@ def write_line(line: str) -> str:
 
 def failure_of(error: AveragingError) -> CommandError:
     """Converts an error of the library. The exit code is 2 if the user's arguments are wrong, else 1."""
-    from averaging.errors import ConfigError, JoinRefusedError, TensorError
+    from averaging.errors import ConfigError, JoinError, TensorError
 
-    wrong_usage = isinstance(error, ConfigError | TensorError | JoinRefusedError)
+    wrong_usage = isinstance(error, ConfigError | TensorError) or (isinstance(error, JoinError) and error.refused)
     return CommandError(str(error), WRONG_USAGE if wrong_usage else NOT_DONE)

@@ -6,9 +6,10 @@ and `follower_side`, which asks other peers to lead. The other modules are what 
 
 from averaging.matchmaking.arrivals import Arrivals
 from averaging.matchmaking.exclusions import Exclusions
-from averaging.matchmaking.matchmaking import Matchmaking, NoGroupError
+from averaging.matchmaking.matchmaking import Matchmaking
 from averaging.matchmaking.response_history import ResponseHistory
 from averaging.matchmaking.schema_differences import LoggedDifferences
+from averaging.matchmaking.search_state import NoGroupError
 
 __all__ = [
     "Arrivals",

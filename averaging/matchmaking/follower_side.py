@@ -10,7 +10,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 
 from averaging.discovery import Discovery
-from averaging.errors import ProtocolViolationError, TransportError, UnprovenViolationError
+from averaging.errors import ProtocolViolationError, TransportError, ViolationKind
 from averaging.matchmaking import rules
 from averaging.matchmaking.exclusions import Exclusions
 from averaging.matchmaking.response_history import LeaderStanding, ResponseHistory
@@ -263,7 +263,7 @@ class FollowerSide:
         except ProtocolViolationError as error:
             search.answers[leader] = error.reason
             logger.warning("%s", error)
-            if not isinstance(error, UnprovenViolationError):
+            if error.kind is not ViolationKind.UNPROVEN:
                 self._exclusions.note(leader, DropCode.PROTOCOL_VIOLATION, self._clock())
             return MessageCode.PROTOCOL_VIOLATION, ""
         return MessageCode.NO_CODE, ""
@@ -371,4 +371,6 @@ class FollowerSide:
                         return
         except TimeoutError:
             pass
-        raise UnprovenViolationError(f"began a group with {unknown[0]}, which discovery does not know", leader)
+        raise ProtocolViolationError(
+            f"began a group with {unknown[0]}, which discovery does not know", leader, kind=ViolationKind.UNPROVEN
+        )

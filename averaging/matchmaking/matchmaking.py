@@ -17,7 +17,7 @@ from averaging.matchmaking.follower_side import FollowerSide
 from averaging.matchmaking.response_history import ResponseHistory
 from averaging.matchmaking.rules import Declaration, LeaderCandidate
 from averaging.matchmaking.schema_differences import LoggedDifferences, SchemaDifferences
-from averaging.matchmaking.search_state import SearchDeadline, SearchState
+from averaging.matchmaking.search_state import NoGroupError, SearchDeadline, SearchState
 from averaging.protocol import (
     Group,
     JoinRequest,
@@ -35,10 +35,6 @@ from averaging.transport import Transport
 logger = logging.getLogger(__name__)
 
 _NO_DEADLINE = Deadline(math.inf, "none: the search has its own")
-
-
-class NoGroupError(AveragingError):
-    """No group came together in time. The message names the peers that were there and what they answered."""
 
 
 class Matchmaking:
@@ -157,8 +153,7 @@ class Matchmaking:
             arrivals: notes when the other peers began to look, if given.
 
         Raises:
-            NoGroupError: no group was found in time.
-            SchemaMismatchError: all other peers under the key average other tensors.
+            NoGroupError: no group was found in time, or all other peers under the key average other tensors.
         """
         member = unpack_gather(self._endpoint, gather)
         schema, size = self.schema, self._group_size

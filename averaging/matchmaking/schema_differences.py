@@ -6,7 +6,8 @@ import asyncio
 import logging
 
 from averaging.discovery import Discovery
-from averaging.errors import AveragingError, SchemaMismatchError
+from averaging.errors import AveragingError
+from averaging.matchmaking.search_state import NoGroupError
 from averaging.tensors import Schema, first_difference
 from averaging.timing import VERDICT_SECONDS
 from averaging.transport import Transport
@@ -23,7 +24,7 @@ class LoggedDifferences:
     def __init__(self) -> None:
         self._texts: dict[str, None] = {}  # the oldest first
 
-    def add(self, difference: SchemaMismatchError) -> bool:
+    def add(self, difference: NoGroupError) -> bool:
         """Adds a difference; returns whether it is new."""
         text = str(difference)
         if text in self._texts:
@@ -45,12 +46,12 @@ class SchemaDifferences:
         self._schema, self._transport, self._discovery = schema, transport, discovery
         self._logged = logged
 
-    async def warn(self, endpoint: str, known: dict[str, SchemaMismatchError | None]) -> None:
+    async def warn(self, endpoint: str, known: dict[str, NoGroupError | None]) -> None:
         """Logs what `find` returns, each difference once."""
         difference = await self.find(endpoint, known)
         logger.log(logging.WARNING if self._logged.add(difference) else logging.DEBUG, "%s", difference)
 
-    async def find(self, endpoint: str, known: dict[str, SchemaMismatchError | None]) -> SchemaMismatchError:
+    async def find(self, endpoint: str, known: dict[str, NoGroupError | None]) -> NoGroupError:
         """Asks `endpoint` for its schema and returns the first difference; `known` caches it."""
         if found := known.get(endpoint):
             return found
@@ -62,5 +63,7 @@ class SchemaDifferences:
                 difference = first_difference(self._schema, theirs) or "a member of its group has other names for them"
         except (TimeoutError, AveragingError) as error:
             logger.debug("%s did not send its schema: %s", endpoint, error)
-        found = known[endpoint] = SchemaMismatchError(endpoint, difference)
+        found = known[endpoint] = NoGroupError(
+            f"{endpoint} averages something else: {difference}; give both the same tensors and options"
+        )
         return found

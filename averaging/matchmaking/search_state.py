@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 
 from averaging.common import counted, listed
 from averaging.discovery import Diagnosis, Entry, KnownPeer, clock_difference
-from averaging.errors import SchemaMismatchError
+from averaging.errors import AveragingError
 from averaging.matchmaking import rules
 from averaging.matchmaking.arrivals import Arrivals
 from averaging.matchmaking.rules import CLOCK_TOLERANCE, Declaration, JoinRefusal, LeaderCandidate, unpack_looking
@@ -83,6 +83,10 @@ def _clock_time(since: float) -> str:
         return "an unreadable time"
 
 
+class NoGroupError(AveragingError):
+    """No group came together in time. The message names the peers that were there and what they answered."""
+
+
 @dataclass(slots=True, eq=False)
 class OpenRequest:
     """A request to lead this peer. It is pending within its head start, and overdue afterwards.
@@ -141,7 +145,7 @@ class SearchState:
         self.looking_too: set[str] = set()
         self.answers: dict[str, str] = {}
         self.refusals: dict[str, JoinRefusal] = {}
-        self.differing: dict[str, SchemaMismatchError | None] = {}
+        self.differing: dict[str, NoGroupError | None] = {}
         self._rng = rng
         self._decisions: dict[str, asyncio.Future[MessageFromLeader]] = {}  # by follower
         self._gathered = {state.member.endpoint: gather}

@@ -77,7 +77,7 @@ async def start(
 
     Raises:
         ListenError: it cannot listen at the address.
-        NoSeedAnsweredError: no peer of `join` answered in time; a `JoinRefusedError` if all refuse permanently.
+        JoinError: no peer of `join` answered in time, or all refuse permanently.
     """
     async with AsyncExitStack() as stack:
         endpoint = await transport.bind()

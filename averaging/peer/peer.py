@@ -175,7 +175,7 @@ class Peer(InProcess):
 
         Raises:
             ListenError: it cannot listen at the address.
-            NoSeedAnsweredError: no peer of `join` answered in time; a `JoinRefusedError` if all refuse permanently,
+            JoinError: no peer of `join` answered in time, or all refuse permanently,
                 because of another run, token or authority.
         """
         self._running = await start(

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from averaging.allreduce import AllReduce, RoundResult
+from averaging.allreduce import AllReduce, LyingLeaderError, RoundResult
 from averaging.common import CLIENT_PREFIX, Backoff, counted, spelled
 from averaging.config import NonFinite, PeerConfig
 from averaging.discovery import Discovery
-from averaging.errors import AveragingError, LyingLeaderError, PeerUnreachableError, RoundError, SchemaMismatchError
+from averaging.errors import AveragingError, PeerUnreachableError, RoundError
 from averaging.matchmaking import Arrivals, Exclusions, LoggedDifferences, Matchmaking, NoGroupError, ResponseHistory
 from averaging.peer.run_progress import RunProgress
 from averaging.peer.service import PeerService
@@ -290,7 +290,7 @@ class Rounds:
         watches = stop_search is not None or callable(start_size)
         try:
             return await self._search(round_, search, update if watches else None, missing)
-        except (NoGroupError, SchemaMismatchError) as error:
+        except NoGroupError as error:
             raise _NotAveragedError(Outcome.NO_GROUP, str(error)) from error
 
     @contextmanager
@@ -312,9 +312,8 @@ class Rounds:
         try:
             yield allreduce
         except RoundError as error:
-            raise _NotAveragedError(Outcome.FAILED, str(error)) from error
-        except LyingLeaderError as error:
-            self.conduct.note(group.leader, DropCode.PROTOCOL_VIOLATION, self._clock())
+            if isinstance(error, LyingLeaderError):
+                self.conduct.note(group.leader, DropCode.PROTOCOL_VIOLATION, self._clock())
             raise _NotAveragedError(Outcome.FAILED, str(error)) from error
         finally:
             self._service.round = None
@@ -342,7 +341,6 @@ class Rounds:
 
         Raises:
             NoGroupError: there is none, or the other peers have advanced or left.
-            SchemaMismatchError: all other peers average other tensors.
             Exception: raised by `stop_search` or `missing`.
         """
         watching: list[asyncio.Task[None]] = []

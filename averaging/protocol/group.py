@@ -16,7 +16,7 @@ from typing import Any
 from msgspec.msgpack import Ext
 
 from averaging.common import CLIENT_PREFIX, check_keys, is_number, pack, pack_user, unpack
-from averaging.errors import UnprovenViolationError
+from averaging.errors import ProtocolViolationError, ViolationKind
 
 MAX_GATHER_BYTES = 64 * 1024
 """Maximum size of what a peer announces to its group (its `gather`)."""
@@ -193,25 +193,33 @@ def unpack_gather(endpoint: str, gather: bytes) -> Member:
     """Unpacks what `endpoint` announced about itself. An empty `gather` means weight 1 and no bandwidth.
 
     Raises:
-        UnprovenViolationError: it is not such an array, or a value is invalid.
+        ProtocolViolationError: it is not such an array, or a value is invalid.
     """
     by_name = Mode.CLIENT if endpoint.startswith(CLIENT_PREFIX) else Mode.NODE
     if not gather:
         return Member(endpoint, mode=by_name)
     if len(gather) > MAX_GATHER_BYTES:
-        raise UnprovenViolationError(f"has a gather of {len(gather)} bytes, more than {MAX_GATHER_BYTES}", endpoint)
+        raise ProtocolViolationError(
+            f"has a gather of {len(gather)} bytes, more than {MAX_GATHER_BYTES}", endpoint, kind=ViolationKind.UNPROVEN
+        )
     fields = _unpack(gather)
     if isinstance(fields, Ext) and fields.code == _WRAPPED_ARRAY:
         fields = _unpack(bytes(fields.data))
     if not isinstance(fields, list | tuple) or len(fields) != 4:
-        raise UnprovenViolationError("has a gather that is not [weight, bandwidth, mode, user]", endpoint)
+        raise ProtocolViolationError(
+            "has a gather that is not [weight, bandwidth, mode, user]", endpoint, kind=ViolationKind.UNPROVEN
+        )
     weight, bandwidth, mode, user = fields
     if not is_number(weight) or weight < 0:
-        raise UnprovenViolationError(f"has weight {weight!r}; it must be finite and at least 0", endpoint)
+        raise ProtocolViolationError(
+            f"has weight {weight!r}; it must be finite and at least 0", endpoint, kind=ViolationKind.UNPROVEN
+        )
     if bandwidth is not None and (not is_number(bandwidth) or bandwidth < 0):
-        raise UnprovenViolationError(f"has bandwidth {bandwidth!r}; it must be nil or finite, at least 0", endpoint)
+        raise ProtocolViolationError(
+            f"has bandwidth {bandwidth!r}; it must be nil or finite, at least 0", endpoint, kind=ViolationKind.UNPROVEN
+        )
     if isinstance(mode, bool) or mode not in list(Mode):
-        raise UnprovenViolationError(f"has mode {mode!r}; it must be 0, 1 or 2", endpoint)
+        raise ProtocolViolationError(f"has mode {mode!r}; it must be 0, 1 or 2", endpoint, kind=ViolationKind.UNPROVEN)
     return Member(
         endpoint,
         weight=float(weight),

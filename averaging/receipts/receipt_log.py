@@ -263,7 +263,7 @@ class ReceiptBook:
             CallRefusedError: there are too many watchers.
         """
         if len(self._watchers) >= MAX_WATCHERS:
-            raise CallRefusedError(self._endpoint, f"it has {MAX_WATCHERS} watchers already; try again later")
+            raise CallRefusedError("", f"it has {MAX_WATCHERS} watchers already; try again later")
         watcher = _Watcher(deque([*self._history][max(0, len(self._history) - last) :]))
         self._watchers.add(watcher)
         try:

@@ -21,10 +21,9 @@ from averaging.errors import (
     AveragingError,
     CallRefusedError,
     ListenError,
-    NotServedError,
     PeerUnreachableError,
     ProtocolViolationError,
-    WrongRunError,
+    RefusalCause,
 )
 from averaging.protocol import (
     AveragingData,
@@ -281,13 +280,13 @@ class MemoryTransport:
     @property
     def _service(self) -> AveragingService:
         if self._averaging is None:
-            raise NotServedError(self.endpoint, "does not serve this")
+            raise CallRefusedError("", RefusalCause.NOT_SERVED.value, RefusalCause.NOT_SERVED)
         return self._averaging
 
     @property
     def _records(self) -> GossipService:
         if self._gossip is None:
-            raise NotServedError(self.endpoint, "does not serve this")
+            raise CallRefusedError("", RefusalCause.NOT_SERVED.value, RefusalCause.NOT_SERVED)
         return self._gossip
 
     async def _unary(
@@ -356,8 +355,8 @@ class MemoryTransport:
             call.down.end(CallRefusedError(self.endpoint, str(error)))
         except PeerUnreachableError:
             call.down.end(PeerUnreachableError(self.endpoint, "connection lost"))
-        except WrongRunError as error:
-            call.down.end(WrongRunError(self.endpoint, error.reason))
+        except CallRefusedError as error:
+            call.down.end(CallRefusedError(self.endpoint, str(error), error.cause))
         except AveragingError as error:
             call.down.end(CallRefusedError(self.endpoint, str(error)))
         except Exception as error:

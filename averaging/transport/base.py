@@ -85,7 +85,7 @@ class GossipService(Protocol):
     """The calls about discovery that a peer serves.
 
     Raises:
-        WrongRunError: from any method, if the caller belongs to another run.
+        CallRefusedError: from any method, if the caller belongs to another run.
         ProtocolViolationError: from any method, if the caller violates the protocol.
     """
 

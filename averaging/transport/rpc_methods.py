@@ -130,7 +130,7 @@ class RpcHandler:
     """A method and its handler, from `RpcMethod.answers`, `streams`, `collects` or `exchanges`.
 
     An error of `averaging.errors` that `answer` raises reaches the caller as a `CallRefusedError` with its message; a
-    `BusyError`, `WrongRunError` and so on keep their gRPC status. For any other exception the caller gets INTERNAL, and
+    `BusyError` and so on keep their gRPC status. For any other exception the caller gets INTERNAL, and
     the traceback is logged here.
     """
 

@@ -13,13 +13,15 @@ from typing import Self
 from averaging.common import Backoff, is_loopback, parse_address
 from averaging.errors import (
     AveragingError,
+    CallRefusedError,
     ConfigError,
-    NotServedError,
     PeerUnreachableError,
     ProtocolViolationError,
+    RefusalCause,
     StateError,
     TensorError,
     TransportError,
+    refusal_cause,
 )
 from averaging.rpc import Credentials, RpcChannel, RpcHandler, RpcServer
 from averaging.weights.download import Downloads, Publisher
@@ -210,7 +212,7 @@ class FollowerTasks:
         reasons = list(self._reasons.values())
         if len(reasons) == len(set(self._options.join)) and all(map(_is_definite, reasons)):
             first = reasons[0]
-            if isinstance(first, NotServedError):
+            if isinstance(first, CallRefusedError) and first.cause is RefusalCause.NOT_SERVED:
                 return StateError(
                     f"{first.endpoint} publishes no weights; give its averager or peer services=[WeightPublisher(…)], "
                     "or follow another one"
@@ -356,8 +358,10 @@ class FollowerTasks:
 
 def _is_definite(error: AveragingError) -> bool:
     """Whether a further attempt would fail alike."""
-    return isinstance(error, TensorError | ProtocolViolationError | NotServedError) or (
-        isinstance(error, TransportError) and error.definite
+    return (
+        isinstance(error, TensorError | ProtocolViolationError)
+        or refusal_cause(error) is RefusalCause.NOT_SERVED
+        or (isinstance(error, TransportError) and error.definite)
     )
 
 

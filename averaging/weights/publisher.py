@@ -13,7 +13,16 @@ import torch
 
 from averaging.averager import DecentralizedAverager
 from averaging.common import CLIENT_PREFIX, is_count, is_endpoint, is_loopback, parse_address, plain_state
-from averaging.errors import AveragingError, BusyError, ConfigError, SiteError, StateError, TensorError, WrongRunError
+from averaging.errors import (
+    AveragingError,
+    BusyError,
+    CallRefusedError,
+    ConfigError,
+    RefusalCause,
+    SiteError,
+    StateError,
+    TensorError,
+)
 from averaging.rpc import RpcHandler, rpc_caller
 from averaging.tensors import in_thread
 from averaging.training import ControlGroup, ranks_of
@@ -296,7 +305,7 @@ class WeightPublisher:
     def _check_run(self, run_id: str) -> None:
         if self._run_id and run_id and run_id != self._run_id:
             reason = f"the publisher belongs to run {self._run_id!r}, not to {run_id[:64]!r}; give both the same run id"
-            raise WrongRunError("the publisher", reason)
+            raise CallRefusedError("", reason, RefusalCause.WRONG_RUN)
 
     async def _follow(self, request: wire.FollowRequest) -> AsyncGenerator[wire.Version, None]:
         self._check_run(request.run_id)

@@ -21,7 +21,13 @@ from averaging.allreduce.round_account import (
     find_straggler,
 )
 from averaging.allreduce.send_window import send_limits
-from averaging.errors import AveragingError, CallRefusedError, NonFiniteError, PeerUnreachableError
+from averaging.errors import (
+    AveragingError,
+    CallRefusedError,
+    PeerUnreachableError,
+    ProtocolViolationError,
+    ViolationKind,
+)
 from averaging.protocol.group import Group, Member, Mode
 from averaging.receipts.receipt import DropCode, Dropped, Straggler
 from averaging.testing import virtual_time
@@ -208,7 +214,7 @@ def test_one_digest_of_all_shards() -> None:
     [
         (PeerUnreachableError("a:1", "gone"), DropCode.CONNECTION_LOST),
         (CallRefusedError("a:1", "no"), DropCode.REFUSED),
-        (NonFiniteError("NaN"), DropCode.NON_FINITE),
+        (ProtocolViolationError("NaN", kind=ViolationKind.NON_FINITE), DropCode.NON_FINITE),
         (AveragingError("?"), DropCode.PROTOCOL_VIOLATION),
     ],
 )

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, LocalSGD, Mode, Outcome, Receipt, Strategy
-from averaging.errors import ClosedError, ListenError, NoSeedAnsweredError, PeerUnreachableError, StateError
+from averaging.errors import ClosedError, JoinError, ListenError, PeerUnreachableError, StateError
 from averaging.protocol.messages import DownloadData, Resume
 from averaging.transport.grpc import GrpcTransport
 from tests.support.processes import JsonProcess
@@ -405,7 +405,7 @@ def test_what_prevents_a_peers_start_prevents_the_averagers(make: Make) -> None:
     _, one = make()
     with pytest.raises(ListenError):
         make(listen=one.endpoint)
-    with pytest.raises(NoSeedAnsweredError, match=r"192\.0\.2\.1:9"):
+    with pytest.raises(JoinError, match=r"192\.0\.2\.1:9"):
         make(join=["192.0.2.1:9"], join_timeout=0.2)
 
 

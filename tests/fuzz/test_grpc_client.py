@@ -21,7 +21,6 @@ from averaging.errors import (
     PeerUnreachableError,
     ProtocolViolationError,
     StateError,
-    UnauthenticatedError,
 )
 from averaging.protocol.messages import AveragingData, JoinRequest, MessageCode, MessageFromLeader, WireTensor
 from averaging.state.downloads import download
@@ -54,7 +53,7 @@ ENDS = {
     grpc.StatusCode.UNAVAILABLE: PeerUnreachableError,
     grpc.StatusCode.CANCELLED: PeerUnreachableError,
     grpc.StatusCode.DEADLINE_EXCEEDED: PeerUnreachableError,
-    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
+    grpc.StatusCode.UNAUTHENTICATED: CallRefusedError,
     grpc.StatusCode.INVALID_ARGUMENT: CallRefusedError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: CallRefusedError,
     grpc.StatusCode.INTERNAL: CallRefusedError,

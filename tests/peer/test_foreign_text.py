@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from averaging import Peer
-from averaging.errors import MAX_TEXT, AveragingError, NoSeedAnsweredError
+from averaging.errors import MAX_TEXT, AveragingError, JoinError
 from averaging.protocol.messages import AveragingData, Digest, JoinRequest, MessageCode, Record, Rumour, WireTensor
 from averaging.transport.grpc import GrpcTransport
 
@@ -40,7 +40,7 @@ async def test_the_text_of_a_refusal(caplog: pytest.LogCaptureFixture) -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        with pytest.raises(NoSeedAnsweredError) as told:
+        with pytest.raises(JoinError) as told:
             async with Peer([torch.ones(1)], run_id="run", join=[f"127.0.0.1:{port}"], join_timeout=0.3):
                 pass
     finally:

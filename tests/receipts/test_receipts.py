@@ -19,10 +19,10 @@ from averaging.allreduce.round_account import code_of
 from averaging.errors import (
     AveragingError,
     CallRefusedError,
-    NonFiniteError,
     PeerUnreachableError,
     ProtocolViolationError,
     TensorError,
+    ViolationKind,
 )
 from averaging.peer.rounds import _why_failed
 from averaging.peer.topics import Adopt
@@ -174,7 +174,7 @@ def test_numbers_that_are_none_have_their_own_code() -> None:
     [
         (PeerUnreachableError("a:1", "gone"), DropCode.CONNECTION_LOST),
         (CallRefusedError("a:1", "no"), DropCode.REFUSED),
-        (NonFiniteError("a:1 sent NaN"), DropCode.NON_FINITE),
+        (ProtocolViolationError("a:1 sent NaN", kind=ViolationKind.NON_FINITE), DropCode.NON_FINITE),
         (ProtocolViolationError("a:1 sent nonsense"), DropCode.PROTOCOL_VIOLATION),
     ],
 )

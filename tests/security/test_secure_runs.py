@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from averaging import DecentralizedAverager, LocalSGD
-from averaging.errors import NoSeedAnsweredError
+from averaging.errors import JoinError
 from tests.support.processes import DEADLINE, JsonProcess, averaging_command, averaging_process
 
 ROOT = Path(__file__).parents[2]
@@ -197,7 +197,7 @@ def test_averagers_take_the_same_options(directory: Path) -> None:
 
     assert averaging_command("ca", "issue", "c", "--host", "127.0.0.1").returncode == 0
     with averager("a", [], token_file="token") as first:
-        with pytest.raises(NoSeedAnsweredError, match="give token_file"):
+        with pytest.raises(JoinError, match="give token_file"):
             averager("c", [first.endpoint])
         with averager("c", [first.endpoint], token_file="token") as other:
             assert other.wait_for_peers(2, DEADLINE)

@@ -26,8 +26,6 @@ from averaging.errors import (
     ConfigError,
     PeerUnreachableError,
     ProtocolViolationError,
-    UnauthenticatedError,
-    WrongRunError,
 )
 from averaging.protocol.messages import AveragingData, MessageCode, Rumour
 from averaging.security.client_names import is_bound
@@ -361,7 +359,7 @@ async def test_the_caller_is_informed_what_to_give(name: str) -> None:
         for tokens in ((), ("another-token-012345",), (OLD_TOKEN, TOKEN)):
             told = "does not accept this peer's token" if tokens else "requires a token, and this peer has none"
             async with client(credentials=Credentials(tokens=tokens)) as caller:
-                with pytest.raises(UnauthenticatedError, match=f"its run {told}: .* token_file"):
+                with pytest.raises(CallRefusedError, match=f"its run {told}: .* token_file"):
                     await CALLS[name](caller, endpoint)
         assert service.requests == []
         assert (gossip.digests, gossip.pushed) == ([], [])
@@ -384,7 +382,7 @@ async def test_the_callee_logs_who_has_no_token_or_a_wrong_one(
     async with serving(FakePeer(), FakeGossip(), credentials=Credentials(tokens=(TOKEN,))) as (_, endpoint):
         for call in CALLS.values():
             async with client(credentials=Credentials(tokens=tokens)) as caller:
-                with pytest.raises(UnauthenticatedError):
+                with pytest.raises(CallRefusedError, match="token"):
                     await call(caller, endpoint)
     (line,) = refused(caplog)
     assert line.startswith(f"refused a call from 127.0.0.1: {told}; ")
@@ -423,7 +421,7 @@ async def test_the_callee_logs_who_belongs_to_another_run(caplog: pytest.LogCapt
             one(caller.exchange(peer.endpoint, replace(DIGEST, run_id="other"))),
             one(caller.subscribe(peer.endpoint, replace(DIGEST, run_id="other"))),
         ):
-            with pytest.raises(WrongRunError, match="belongs to run 'one', not to 'other'; give both"):
+            with pytest.raises(CallRefusedError, match="belongs to run 'one', not to 'other'; give both"):
                 await call
     (line,) = refused(caplog)
     assert line.startswith("refused a call from 127.0.0.1: 127.0.0.1:")
@@ -445,7 +443,7 @@ async def test_tokens_are_changed_one_peer_after_the_other() -> None:
         serving(FakePeer(), credentials=Credentials(tokens=stages[-1])) as (_, endpoint),
         client(credentials=Credentials(tokens=stages[0])) as caller,
     ):
-        with pytest.raises(UnauthenticatedError):
+        with pytest.raises(CallRefusedError, match="token"):
             await caller.get_schema(endpoint)
 
 

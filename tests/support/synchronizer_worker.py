@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from averaging import StateError
-from averaging.errors import CallRefusedError, PeerUnreachableError, WeightGroupError
+from averaging.errors import CallRefusedError, PeerUnreachableError, StateError
 from averaging.rl.synchronizer import RunningStatus, Synchronizer
 from averaging.rl.synchronizer.collective import WeightReceiver, WeightSender
 from averaging.rl.synchronizer.remote import RemoteSynchronizer
@@ -58,10 +57,10 @@ async def train(synchronizer: RemoteSynchronizer, options: dict[str, Any]) -> No
             try:
                 found = await synchronizer.ready_to_nccl_sync("trainer", step + 1)
                 if found is None:
-                    raise WeightGroupError("not ready")
+                    raise StateError("not ready")
                 version = found
                 await sender.send(version)
-            except WeightGroupError as error:
+            except StateError as error:
                 report("lost", error=str(error))
                 with suppress(CallRefusedError):
                     await synchronizer.coordinate_weight_sync_setup(20.0)
@@ -86,7 +85,7 @@ async def explore(synchronizer: RemoteSynchronizer, options: dict[str, Any]) -> 
                 with suppress(CallRefusedError):
                     await synchronizer.coordinate_weight_sync_setup(20.0)
                 continue
-            with suppress(WeightGroupError, StateError):
+            with suppress(StateError):
                 report("version", version=found, value=value_of(await receiver.receive(found)))
         else:
             await synchronizer.wait_new_model_state_dict(version)

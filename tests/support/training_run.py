@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, LocalSGD, Strategy
 from averaging.discovery.gossip import GossipDiscovery
 from averaging.discovery.gossip.identity import UnsignedIdentity
-from averaging.errors import DriftError, NoSeedAnsweredError, StateError
+from averaging.errors import JoinError, RoundError, StateError
 from averaging.receipts.receipt import Receipt
 from averaging.receipts.status import Finish
 from averaging.testing import virtual_time
@@ -73,7 +73,7 @@ class Run:
             try:
                 opt = self._averager(site, optimizer, rng)
                 break
-            except (NoSeedAnsweredError, StateError):
+            except (JoinError, StateError):
                 sleep(1.0)
         now = asyncio.get_running_loop().time
         while now() < self.until:
@@ -83,7 +83,7 @@ class Run:
                 site.tamper(opt, opt.local_step)
             try:
                 opt.step(batch_size=4)
-            except DriftError as error:
+            except RoundError as error:
                 site.error = error
                 opt.close()
                 return

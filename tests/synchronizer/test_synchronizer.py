@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from averaging import ClosedError, ConfigError, StateError, TensorError
-from averaging.errors import SyncTimeoutError
+from averaging.errors import WaitTimeoutError
 from averaging.rl.synchronizer import RunningStatus, Synchronizer, SynchronizerConfig, state_sources
 from averaging.rl.synchronizer.state_sources import LATEST, NAME
 from averaging.testing import virtual_time
@@ -77,7 +77,7 @@ async def test_a_timeout_and_a_cancellation_leave_nobody_in_require_sync() -> No
         await synchronizer.set_trainer_status(RUNNING)
         await synchronizer.set_explorer_status(RUNNING)
         began = asyncio.get_running_loop().time()
-        with pytest.raises(SyncTimeoutError, match="within 5 s"):
+        with pytest.raises(WaitTimeoutError, match="within 5 s"):
             await synchronizer.wait_new_model_state_dict(0)
         assert asyncio.get_running_loop().time() - began == pytest.approx(5.0, abs=0.01)
         assert not synchronizer.explorer_requires_sync()

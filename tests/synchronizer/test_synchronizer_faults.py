@@ -11,7 +11,7 @@ from contextlib import ExitStack, asynccontextmanager
 
 import pytest
 
-from averaging.errors import WeightGroupError
+from averaging.errors import StateError
 from averaging.rl.synchronizer import RunningStatus, Synchronizer, SynchronizerConfig
 from averaging.rl.synchronizer.collective import WeightReceiver, WeightSender
 from averaging.rpc import RpcServer
@@ -165,10 +165,10 @@ async def test_an_explorer_that_dies_during_the_set_up_is_named_and_the_others_a
         ready_meanwhile = asyncio.ensure_future(run.synchronizer.ready_to_nccl_sync("trainer", 1, member="trainer"))
         await until(lambda: run.synchronizer.trainer_status is REQUIRE_SYNC)
         frozen.kill()
-        with pytest.raises(WeightGroupError, match="explorer 'frozen 1'.*gone"):
+        with pytest.raises(StateError, match="explorer 'frozen 1'.*gone"):
             await setting_up
         assert await ready_meanwhile is None
-        with pytest.raises(WeightGroupError, match="there is no weight sync group"):
+        with pytest.raises(StateError, match="there is no weight sync group"):
             await sender.send(1)
 
         await run.synchronizer.coordinate_weight_sync_setup()
@@ -192,18 +192,18 @@ async def test_a_dead_explorer_does_not_hold_up_the_teardown() -> None:
         await run.synchronizer.coordinate_weight_sync_setup()
         explorers[0].kill()
         await run.synchronizer.coordinate_weight_sync_teardown()
-        with pytest.raises(WeightGroupError, match="there is no weight sync group"):
+        with pytest.raises(StateError, match="there is no weight sync group"):
             await sender.send(1)
 
 
 @pytest.mark.asyncio
 async def test_without_members_and_with_another_version_it_fails_clearly() -> None:
     async with site() as run:
-        with pytest.raises(WeightGroupError, match="there is no trainer"):
+        with pytest.raises(StateError, match="there is no trainer"):
             await run.synchronizer.coordinate_weight_sync_setup()
         sender, receiver = Sender(), WeightReceiver()
         await run.synchronizer.add_module(sender, member="trainer")
-        with pytest.raises(WeightGroupError, match="there is no explorer"):
+        with pytest.raises(StateError, match="there is no explorer"):
             await run.synchronizer.coordinate_weight_sync_setup()
         await run.synchronizer.add_module(receiver, member="explorer")
         host, port, meta = sender.get_weight_sync_info()
@@ -214,5 +214,5 @@ async def test_without_members_and_with_another_version_it_fails_clearly() -> No
         results = await asyncio.gather(sender.send(3), receiver.receive(4), return_exceptions=True)
         assert "sent version 3, not 4" in str(results[1])
         await sender.teardown_weight_sync_group()
-        with pytest.raises(WeightGroupError, match=r"not all .* within 0\.0001 s|timed out"):
+        with pytest.raises(StateError, match=r"not all .* within 0\.0001 s|timed out"):
             await run.synchronizer.coordinate_weight_sync_setup(timeout=0.0001)

@@ -17,7 +17,7 @@ import torch
 
 from averaging import Outcome, Peer, Receipt
 from averaging.common import HostQuota
-from averaging.errors import CallRefusedError, NotServedError, PeerUnreachableError, ProtocolViolationError
+from averaging.errors import CallRefusedError, PeerUnreachableError, ProtocolViolationError
 from averaging.protocol.messages import AveragingData, MessageCode
 from averaging.security.credentials import Credentials
 from averaging.transport.base import is_alive
@@ -504,7 +504,7 @@ async def test_other_versions_have_no_lane_and_say_so() -> None:
     async def answers(_: Request) -> Grant:
         return Grant(1, bytes(32), version=0)
 
-    with pytest.raises(NotServedError, match="its direct lane has version 1, and this peer's 2"):
+    with pytest.raises(CallRefusedError, match="its direct lane has version 1, and this peer's 2"):
         await opened_by(answers)
     async with serving(FakePeer()) as (_, endpoint), client() as caller:
         with pytest.raises(CallRefusedError, match="version 1 of the direct lane; this peer has version 2"):

@@ -14,14 +14,11 @@ from averaging.errors import (
     BusyError,
     CallRefusedError,
     ClosedError,
-    ForeignEndpointError,
-    NonFiniteError,
-    NotServedError,
     PeerUnreachableError,
     ProtocolViolationError,
+    RefusalCause,
     TransportError,
-    UnauthenticatedError,
-    WrongRunError,
+    ViolationKind,
 )
 from averaging.transport.grpc.error_mapping import MAX_REASON, error_of_call, is_failed_write, refuse
 
@@ -156,7 +153,7 @@ def test_why_a_call_broke_off_is_reported(details: str, reason: str) -> None:
     [
         (grpc.StatusCode.CANCELLED, "", PeerUnreachableError, "it ended the call"),
         (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", PeerUnreachableError, "no answer in time"),
-        (grpc.StatusCode.UNIMPLEMENTED, "Method not found!", NotServedError, "does not serve this"),
+        (grpc.StatusCode.UNIMPLEMENTED, "Method not found!", CallRefusedError, "does not serve this"),
         (
             grpc.StatusCode.UNIMPLEMENTED,
             "Received http2 header with status: 404",
@@ -194,7 +191,8 @@ def test_what_a_status_means(
 )
 def test_a_wrong_token_is_reported_as_wrong_and_not_as_missing(sent_token: bool, reason: str) -> None:
     error = told(grpc.StatusCode.UNAUTHENTICATED, "whatever the other side calls it", sent_token=sent_token)
-    assert isinstance(error, UnauthenticatedError)
+    assert isinstance(error, CallRefusedError)
+    assert error.cause is RefusalCause.UNAUTHENTICATED
     assert error.reason == reason
     assert error.definite
 
@@ -202,7 +200,7 @@ def test_a_wrong_token_is_reported_as_wrong_and_not_as_missing(sent_token: bool,
 @pytest.mark.parametrize(
     ("code", "details", "definite"),
     [
-        (grpc.StatusCode.NOT_FOUND, "a:1 belongs to run 'one', not to 'other'", True),
+        (grpc.StatusCode.NOT_FOUND, "it belongs to run 'one', not to 'other'", True),
         (grpc.StatusCode.PERMISSION_DENIED, "calls itself b:1, but its certificate is for c", True),
         (grpc.StatusCode.UNAVAILABLE, f"{DIALLING}Ssl handshake failed: WRONG_VERSION_NUMBER", True),
         (grpc.StatusCode.UNAVAILABLE, f"{DIALLING}Ssl handshake failed: CERTIFICATE_VERIFY_FAILED: self signed", True),
@@ -246,9 +244,9 @@ class Context:
     ("error", "code"),
     [
         (ProtocolViolationError("words"), grpc.StatusCode.INVALID_ARGUMENT),
-        (NonFiniteError("words"), grpc.StatusCode.INVALID_ARGUMENT),
-        (ForeignEndpointError("words"), grpc.StatusCode.PERMISSION_DENIED),
-        (WrongRunError("a:1", "words"), grpc.StatusCode.NOT_FOUND),
+        (ProtocolViolationError("words", kind=ViolationKind.NON_FINITE), grpc.StatusCode.INVALID_ARGUMENT),
+        (ProtocolViolationError("words", kind=ViolationKind.FOREIGN_ENDPOINT), grpc.StatusCode.PERMISSION_DENIED),
+        (CallRefusedError("a:1", "words", RefusalCause.WRONG_RUN), grpc.StatusCode.NOT_FOUND),
         (BusyError("words"), grpc.StatusCode.RESOURCE_EXHAUSTED),
         (ClosedError("words"), grpc.StatusCode.FAILED_PRECONDITION),
     ],

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.config import Inspection
-from averaging.errors import ForeignEndpointError
+from averaging.errors import ProtocolViolationError
 from averaging.security.credentials import Credentials
 from averaging.transport.grpc.authentication import (
     HEALTH_CHECK,
@@ -88,5 +88,5 @@ def test_names_that_may_be_used(endpoint: str) -> None:
 
 @pytest.mark.parametrize(("endpoint", "hosts"), [("b.example.org:1", ["a.example.org"]), ("192.0.2.7:1", [])])
 def test_names_that_are_others(endpoint: str, hosts: list[str]) -> None:
-    with pytest.raises(ForeignEndpointError, match="its certificate is for (a.example.org|no host)"):
+    with pytest.raises(ProtocolViolationError, match="its certificate is for (a.example.org|no host)"):
         check_claim(endpoint, hosts, lambda: None)

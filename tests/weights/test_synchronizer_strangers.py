@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from averaging import WeightPublisher
-from averaging.errors import AveragingError, CallRefusedError, WeightGroupError
+from averaging.errors import AveragingError, CallRefusedError, StateError
 from averaging.rl.synchronizer import (
     RunningStatus,
     Synchronizer,
@@ -193,7 +193,7 @@ async def test_explorers_are_not_called_to_addresses_at_which_no_trainer_can_be(
                 await asyncio.sleep(0.01)
         with pytest.raises(CallRefusedError, match="not dialled: 169.254.169.254 is a link-local address"):
             await stranger.setup_weight_sync_group("169.254.169.254", 80)
-        with pytest.raises(WeightGroupError, match="a link-local address"):  # the synchronizer itself is not trusted
+        with pytest.raises(StateError, match="a link-local address"):  # the synchronizer itself is not trusted
             await synchronizer.setup_weight_sync_group("169.254.169.254", 80)
         assert not member.called
         await stranger.setup_weight_sync_group("127.0.0.1", 80)

@@ -29,7 +29,7 @@ from averaging import (
     WeightFollower,
     WeightPublisher,
 )
-from averaging.errors import ListenError, ProtocolViolationError, UnauthenticatedError, WrongRunError
+from averaging.errors import CallRefusedError, ListenError, ProtocolViolationError
 from averaging.rpc import EventLoopThread, RpcHandler, RpcServer, read_credentials
 from averaging.weights import Staleness
 from averaging.weights.follower_tasks import FollowerOptions, FollowerTasks
@@ -422,7 +422,7 @@ async def test_nobody_answers() -> None:
 @pytest.mark.asyncio
 async def test_another_run_is_refused() -> None:
     async with RpcServer("127.0.0.1:0", [WeightPublisher(run_id="mine")]) as server, AsyncExitStack() as stack:
-        with pytest.raises(WrongRunError, match="run 'mine', not to 'run'"):
+        with pytest.raises(CallRefusedError, match="run 'mine', not to 'run'"):
             await follow(stack, server.endpoint)
 
 
@@ -441,7 +441,7 @@ async def test_tls_and_tokens(tmp_path: Path) -> None:
             await has(follower, 0)
             assert holds(follower, weights)
         assert sum(follower.store.sent > 0 for follower in followers) == 1, "they hand on with TLS too"
-        with pytest.raises(UnauthenticatedError, match="requires a token"):
+        with pytest.raises(CallRefusedError, match="requires a token"):
             await follow(stack, server.endpoint, credentials=dataclasses.replace(credentials, tokens=()))
         with pytest.raises(StateError, match="TLS"):
             await follow(stack, server.endpoint, join_timeout=1.0)
@@ -491,7 +491,7 @@ def test_an_averager_publishes_after_each_round_also_alone(strategy: Strategy) -
             train(optimizer, trained, 2)
             received(follower, version)
             assert same(mine.state_dict(), trained.state_dict())
-        with pytest.raises(WrongRunError):
+        with pytest.raises(CallRefusedError, match="belongs to run"):
             WeightFollower(mine, join=[optimizer.endpoint], run_id="other").__enter__()
 
 

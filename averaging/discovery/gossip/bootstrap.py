@@ -11,7 +11,7 @@ from typing import Any
 
 from averaging.common import Backoff
 from averaging.discovery.gossip.settings import CALL_FAILURES, GossipSettings, why_failed
-from averaging.errors import JoinRefusedError, NoSeedAnsweredError, TransportError
+from averaging.errors import JoinError, RefusalCause, TransportError, refusal_cause
 from averaging.timing import Deadline, FairTimeout
 
 logger = logging.getLogger(__name__)
@@ -21,10 +21,6 @@ FIRST_REPORT, LAST_REPORT = 1.0, 60.0
 
 DEFINITE_SECONDS = 0.5
 """Seconds for which a seed must have refused all calls of this peer before the refusal counts as final."""
-
-SAME_NAME = "it has the name of the peer that asks"
-"""The refusal of a peer that is called under its own name: it called itself at another address, or another peer has the
-same name. The caller compares this text, so it must not change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +88,8 @@ class Bootstrap:
         """Returns as soon as one seed has answered; tasks that `spawn` creates go on calling the others.
 
         Raises:
-            JoinRefusedError: all have refused, and would do so again.
-            NoSeedAnsweredError: none has answered within `timeout` seconds, in which this peer itself did not stand
-                still.
+            JoinError: all have refused, and would do so again; or none has answered within `timeout` seconds, in which
+                this peer itself did not stand still.
         """
         if not self._reasons:
             return
@@ -107,9 +102,9 @@ class Bootstrap:
                 while not await _is_set_within(pauses.next_delay(), self._done):
                     self._report(Waiting(time() - began, timeout, dict(self._reasons)))
         except TimeoutError:
-            raise NoSeedAnsweredError(self._reasons, timeout, self._hint()) from None
+            raise JoinError(self._reasons, timeout, self._hint()) from None
         if not self._answered:
-            raise JoinRefusedError(self._reasons, self._hint())
+            raise JoinError(self._reasons, None, self._hint())
 
     async def check_own_address(self, endpoint: str) -> None:
         """Calls this peer's own endpoint, which is one of its seeds, until it answers; warns if another peer does.
@@ -121,7 +116,7 @@ class Bootstrap:
             try:
                 await self._compare(endpoint)
             except CALL_FAILURES as error:
-                if str(error).endswith(SAME_NAME):
+                if refusal_cause(error) is RefusalCause.SAME_NAME:
                     break
             await asyncio.sleep(self._settings.retry_interval * self._rng.uniform(0.5, 1.5))
         if not self._called_itself:
@@ -150,7 +145,7 @@ class Bootstrap:
                 await self._compare(seed)
             except CALL_FAILURES as error:
                 self._reasons[seed] = why_failed(error)
-                if self._called_itself and self._reasons[seed].endswith(SAME_NAME):
+                if self._called_itself and refusal_cause(error) is RefusalCause.SAME_NAME:
                     self._own.add(seed)
                     self.joined_itself = self._own == self._reasons.keys()
                     self._finish_if_settled(answered=self.joined_itself)  # as if it had been given no seeds

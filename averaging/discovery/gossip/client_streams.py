@@ -50,7 +50,7 @@ class ClientStream:
             for first in range(0, len(waiting), size):
                 yield tuple(waiting[first : first + size])
             if ended:
-                raise CallRefusedError(self._endpoint, "ends the stream: this peer leaves, or its reader is too slow")
+                raise CallRefusedError("", "ends the stream: this peer leaves, or its reader is too slow")
 
 
 class ClientStreams:
@@ -74,9 +74,9 @@ class ClientStreams:
             CallRefusedError: there are too many streams, or this peer leaves.
         """
         if self._ended:
-            raise CallRefusedError(self._endpoint, "leaves the run; try another peer")
+            raise CallRefusedError("", "leaves the run; try another peer")
         if len(self._streams) >= self._settings.max_streams:
-            raise CallRefusedError(self._endpoint, f"has {len(self._streams)} clients already; try another peer")
+            raise CallRefusedError("", f"has {len(self._streams)} clients already; try another peer")
         stream = ClientStream(self._endpoint, self._settings)
         self._streams[stream] = None
         try:

@@ -15,7 +15,7 @@ from typing import Any, Self
 from averaging.common import CLIENT_PREFIX, is_endpoint, spelled
 from averaging.discovery import Diagnosis, Entry, clock_difference
 from averaging.discovery.gossip.anti_entropy import AntiEntropy, Maintenance, Reachability
-from averaging.discovery.gossip.bootstrap import SAME_NAME, Bootstrap, Waiting
+from averaging.discovery.gossip.bootstrap import Bootstrap, Waiting
 from averaging.discovery.gossip.client_streams import ClientStreams
 from averaging.discovery.gossip.clock_offsets import ClockOffsets
 from averaging.discovery.gossip.identity import Author, Ed25519Identity, Identity
@@ -30,7 +30,7 @@ from averaging.errors import (
     ConfigError,
     DiscoveryError,
     ProtocolViolationError,
-    WrongRunError,
+    RefusalCause,
     printable,
 )
 from averaging.protocol import Digest, ExchangeReply, Record, Refusal, Rumour
@@ -191,7 +191,7 @@ class GossipDiscovery:
         self._admit(digest.run_id)
         if digest.endpoint == self._endpoint:
             self._bootstrap.note_call_from_itself()
-            raise CallRefusedError(self._endpoint, SAME_NAME)
+            raise CallRefusedError("", RefusalCause.SAME_NAME.value, RefusalCause.SAME_NAME)
         self._reachability.note_call()
         self._offsets.note_call(digest.endpoint, digest.sent, self._clock(), asyncio.get_running_loop().time())
         self._bootstrap.note_call(digest.endpoint)
@@ -236,10 +236,10 @@ class GossipDiscovery:
 
     def _admit(self, run_id: str) -> None:
         if run_id != self._run_id:
-            reason = f"{self._endpoint} belongs to run {self._run_id!r}, not to {run_id[:64]!r}"
-            raise WrongRunError(self._endpoint, f"{reason}; give both peers the same run id")
+            reason = f"it belongs to run {self._run_id!r}, not to {run_id[:64]!r}; give both peers the same run id"
+            raise CallRefusedError("", reason, RefusalCause.WRONG_RUN)
         if self._left:
-            raise CallRefusedError(self._endpoint, "has left the run")
+            raise CallRefusedError("", "has left the run")
 
     # Joining and leaving
 
@@ -247,8 +247,7 @@ class GossipDiscovery:
         """Joins the run.
 
         Raises:
-            NoSeedAnsweredError: no seed answered in time.
-            JoinRefusedError: all seeds refused, and would do so again.
+            JoinError: no seed answered in time, or all refused, and would do so again.
         """
         if self._entered:
             raise ClosedError("a discovery can be entered only once; make another one")

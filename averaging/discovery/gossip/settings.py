@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from averaging.discovery.gossip.record import RecordLimits
-from averaging.errors import PeerUnreachableError, ProtocolViolationError, TransportError
+from averaging.errors import AveragingError, PeerUnreachableError, ProtocolViolationError, TransportError
 
 CALL_FAILURES = (TransportError, ProtocolViolationError, TimeoutError)
 """The errors of a call that concern only the peer that was called."""
@@ -13,7 +13,7 @@ CALL_FAILURES = (TransportError, ProtocolViolationError, TimeoutError)
 
 def why_failed(error: Exception) -> str:
     """The reason of one of `CALL_FAILURES`, without the peer's endpoint."""
-    return error.reason if isinstance(error, TransportError) else str(error) or "no answer"
+    return error.reason if isinstance(error, AveragingError) else str(error) or "no answer"
 
 
 def is_refused(error: Exception) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from averaging.errors import ConfigError, StateError, WeightGroupError
+from averaging.errors import ConfigError, StateError
 from averaging.rl.synchronizer.state_stream import Meta, StateDict, meta_of
 from averaging.tensors import DTYPES, in_thread
 
@@ -69,7 +69,7 @@ class _CollectiveMember:
             rank: 0 for the trainer.
 
         Raises:
-            WeightGroupError: The others did not join in time, or `teardown_weight_sync_group` was called meanwhile.
+            StateError: The others did not join in time, or `teardown_weight_sync_group` was called meanwhile.
         """
         await self.teardown_weight_sync_group()
         self._leaving = leaving = threading.Event()
@@ -81,9 +81,9 @@ class _CollectiveMember:
             def wait_until(ready: Callable[[], bool]) -> None:
                 while not ready():
                     if leaving.wait(LOOK_SECONDS):
-                        raise WeightGroupError("the set-up of the weight sync group was given up")
+                        raise StateError("the set-up of the weight sync group was given up")
                     if time.monotonic() > end:
-                        raise WeightGroupError(f"not all {world_size} members joined within {timeout:g} s")
+                        raise StateError(f"not all {world_size} members joined within {timeout:g} s")
 
             if rank:  # a store that waits for its first member cannot be interrupted
                 wait_until(lambda: _is_listening(master_address, master_port))
@@ -103,7 +103,7 @@ class _CollectiveMember:
         try:
             self._group = await _interruptible(join, leaving)
         except (RuntimeError, ValueError) as error:
-            raise WeightGroupError(f"the weight sync group at {master_address}:{master_port}: {error}") from None
+            raise StateError(f"the weight sync group at {master_address}:{master_port}: {error}") from None
 
     async def teardown_weight_sync_group(self) -> None:
         """Leaves the group. A set-up or a transfer in progress ends with an error."""
@@ -116,7 +116,7 @@ class _CollectiveMember:
         """Runs `action` in a thread, with a function that broadcasts one tensor from rank 0."""
         group, leaving = self._group, self._leaving
         if group is None:
-            raise WeightGroupError("there is no weight sync group; coordinate_weight_sync_setup() makes one")
+            raise StateError("there is no weight sync group; coordinate_weight_sync_setup() makes one")
 
         def broadcast(raw: torch.Tensor) -> None:
             travelling = raw if raw.device == self._device else raw.to(self._device)
@@ -126,7 +126,7 @@ class _CollectiveMember:
                     work.wait(_WAIT)
                 except RuntimeError:
                     if leaving.is_set():
-                        raise WeightGroupError("this member left the weight sync group during a transfer") from None
+                        raise StateError("this member left the weight sync group during a transfer") from None
                     if work.is_completed():
                         raise
             if travelling is not raw:
@@ -135,7 +135,7 @@ class _CollectiveMember:
         try:
             return await _interruptible(lambda: action(broadcast), leaving)
         except RuntimeError as error:
-            raise WeightGroupError(f"a member of the weight sync group was lost: {error}") from None
+            raise StateError(f"a member of the weight sync group was lost: {error}") from None
 
 
 class WeightSender(_CollectiveMember):
@@ -178,7 +178,7 @@ class WeightSender(_CollectiveMember):
         """Sends the weights to all explorers of the group, which call `receive` at the same time.
 
         Raises:
-            WeightGroupError: A member was lost, or there is no group. Set it up again.
+            StateError: A member was lost, or there is no group. Set it up again.
         """
         state = dict(self._state_dict())
 
@@ -220,7 +220,7 @@ class WeightReceiver(_CollectiveMember):
             The weights on the CPU; all of one version.
 
         Raises:
-            WeightGroupError: A member was lost, or there is no group.
+            StateError: A member was lost, or there is no group.
             StateError: The trainer sent another version, or the digest is wrong.
         """
         meta = list(self._meta)

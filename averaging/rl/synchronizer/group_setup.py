@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from averaging.errors import ClosedError, WeightGroupError
+from averaging.errors import ClosedError, StateError
 from averaging.rl.synchronizer import modules
 from averaging.rl.synchronizer.coordination import Coordination, End, SyncGroup, Wait
 from averaging.rl.synchronizer.modules import Modules
@@ -92,7 +92,7 @@ class WeightGroups:
             await asyncio.shield(setting_up)
         except asyncio.CancelledError:
             if setting_up.cancelled():
-                raise WeightGroupError("the set-up of the weight sync groups was given up") from None
+                raise StateError("the set-up of the weight sync groups was given up") from None
             raise
 
     async def join(self, address: str, port: int, meta: Meta | None, timeout: float) -> None:

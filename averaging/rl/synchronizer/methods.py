@@ -38,7 +38,7 @@ class Call(Generic[Result]):
         member: Whether the method takes the member that has the caller's session; None without a session.
         waits: Whether the answer may take as long as the session lives, and not only the connection's `timeout`.
         takes: The fields of a request that are arguments; by default all but `namespace` and `session`.
-        late: The reply after a `SyncTimeoutError`.
+        late: The reply after a `WaitTimeoutError`.
     """
 
     rpc: RpcMethod[Any, Any]

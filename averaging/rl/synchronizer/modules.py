@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from averaging.errors import AveragingError, WeightGroupError
+from averaging.errors import AveragingError, StateError
 from averaging.rl.synchronizer.coordination import SyncGroup
 from averaging.rl.synchronizer.state_stream import Meta
 
@@ -189,11 +189,11 @@ async def set_up(
         The groups.
 
     Raises:
-        WeightGroupError: A member failed or was late. All others have left their groups then.
+        StateError: A member failed or was late. All others have left their groups then.
     """
     if not trainers or not explorers:
         missing = "trainer" if not trainers else "explorer"
-        raise WeightGroupError(f"there is no {missing} for a weight sync group; add_module() adds one")
+        raise StateError(f"there is no {missing} for a weight sync group; add_module() adds one")
     plans = list(_plans(trainers, explorers))
     async with _all_or_none(trainers, explorers, timeout), asyncio.TaskGroup() as tasks:
         for plan in plans:
@@ -220,10 +220,10 @@ async def join_explorers(
     """Lets the explorers join the group of a trainer that joins as rank 0 on its own.
 
     Raises:
-        WeightGroupError: There is no explorer, or one failed. All explorers have left then.
+        StateError: There is no explorer, or one failed. All explorers have left then.
     """
     if not explorers:
-        raise WeightGroupError("there is no explorer for a weight sync group; add_module() adds one")
+        raise StateError("there is no explorer for a weight sync group; add_module() adds one")
     async with _all_or_none({}, explorers, timeout):
         await _join(explorers, address, port, group_name, timeout)
         if meta is not None:
@@ -241,7 +241,7 @@ async def _all_or_none(
     except BaseException as error:
         await tear_down(trainers, explorers)
         if isinstance(error, TimeoutError):
-            raise WeightGroupError(
+            raise StateError(
                 f"not all members joined the weight sync group within {timeout:g} s; set it up again"
             ) from None
         if isinstance(error, BaseExceptionGroup):
@@ -299,13 +299,13 @@ async def tear_down(trainers: Mapping[str, SendsWeights], explorers: Mapping[str
 
 @contextmanager
 def _naming(kind: str, name: str) -> Iterator[None]:
-    """Turns an error of a module into a `WeightGroupError` that names it."""
+    """Turns an error of a module into a `StateError` that names it."""
     try:
         yield
     except Exception as error:
         reason = str(error) if isinstance(error, AveragingError) else repr(error)
         who = f"{kind} {name!r}" if name else f"the {kind}"
-        raise WeightGroupError(f"{who} could not join the weight sync group: {reason}") from error
+        raise StateError(f"{who} could not join the weight sync group: {reason}") from error
 
 
 def _first(error: BaseException) -> BaseException:

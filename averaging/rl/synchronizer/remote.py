@@ -16,8 +16,8 @@ from averaging.errors import (
     ClosedError,
     ConfigError,
     PeerUnreachableError,
-    SyncTimeoutError,
     TransportError,
+    WaitTimeoutError,
 )
 from averaging.rl.synchronizer import methods
 from averaging.rl.synchronizer.coordination import RunningStatus
@@ -181,7 +181,7 @@ class RemoteSynchronizer:
 
         Raises:
             PeerUnreachableError: There is no answer within `timeout`.
-            CallRefusedError: There is no synchronizer in this namespace; an `UnauthenticatedError` without a token.
+            CallRefusedError: There is no synchronizer in this namespace; also without its token.
         """
         self._attending = asyncio.get_running_loop().create_task(self._stay_attached())
         try:
@@ -293,7 +293,7 @@ class RemoteSynchronizer:
         call = methods.WAIT_NEW_MODEL_STATE_DICT
         version = await self._call(call, current_version=current_version, timeout=timeout)
         if version is None:
-            raise SyncTimeoutError(f"no version above {current_version} came to {self._channel.endpoint} in time")
+            raise WaitTimeoutError(f"no version above {current_version} came to {self._channel.endpoint} in time")
         return version
 
     async def notify_no_new_model_state_dict(self) -> None:

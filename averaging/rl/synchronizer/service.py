@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
-from averaging.errors import AveragingError, BusyError, ConfigError, ProtocolViolationError, SyncTimeoutError
+from averaging.errors import AveragingError, BusyError, ConfigError, ProtocolViolationError, WaitTimeoutError
 from averaging.peer import Peer
 from averaging.rl.synchronizer import methods
 from averaging.rl.synchronizer.coordination import RunningStatus
@@ -205,7 +205,7 @@ class SynchronizerService:
             arguments["member"] = member
         try:
             return call.reply(await result_of(getattr(synchronizer, call.name)(**arguments)))
-        except SyncTimeoutError:
+        except WaitTimeoutError:
             return call.late
 
     # The state

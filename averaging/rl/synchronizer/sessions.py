@@ -7,7 +7,7 @@ import itertools
 import secrets
 from typing import Any
 
-from averaging.errors import ProtocolViolationError, WeightGroupError, printable
+from averaging.errors import ProtocolViolationError, StateError, printable
 from averaging.rl.synchronizer import methods
 from averaging.rl.synchronizer.modules import Module
 from averaging.rl.synchronizer.state_stream import Meta
@@ -62,10 +62,10 @@ class ServerSession:
         """Gives the process a command of the table `COMMANDS` and waits for its reply.
 
         Raises:
-            WeightGroupError: The command failed, or the process is gone.
+            StateError: The command failed, or the process is gone.
         """
         if self._gone:
-            raise WeightGroupError(f"{self.member} is gone")
+            raise StateError(f"{self.member} is gone")
         number = next(self._serials)
         future: asyncio.Future[wire.ModuleReply] = asyncio.get_running_loop().create_future()
         self._asked[number] = future
@@ -78,7 +78,7 @@ class ServerSession:
         finally:
             self._asked.pop(number, None)
         if reply.error:
-            raise WeightGroupError(printable(reply.error, MAX_ERROR))
+            raise StateError(printable(reply.error, MAX_ERROR))
         return reply
 
     def take(self, reply: wire.ModuleReply) -> None:
@@ -103,7 +103,7 @@ class ServerSession:
         self._gone = True
         for future in self._asked.values():
             if not future.done():
-                future.set_exception(WeightGroupError(f"{self.member} is gone"))
+                future.set_exception(StateError(f"{self.member} is gone"))
 
 
 class Sessions:

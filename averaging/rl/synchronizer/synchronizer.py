@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 from averaging.common import one_of
 from averaging.config import FilePath, TLSFiles
-from averaging.errors import ClosedError, ConfigError, StateError, SyncTimeoutError
+from averaging.errors import ClosedError, ConfigError, StateError, WaitTimeoutError
 from averaging.peer import Peer
 from averaging.rl.synchronizer.coordination import Coordination, RunningStatus
 from averaging.rl.synchronizer.group_setup import Waiters, WeightGroups, now
@@ -391,7 +391,7 @@ class Synchronizer:
             `notify_no_new_model_state_dict`.
 
         Raises:
-            SyncTimeoutError: Nothing came in time. The explorer is RUNNING again.
+            WaitTimeoutError: Nothing came in time. The explorer is RUNNING again.
             ConfigError: No explorer of this member is RUNNING, or `current_version` was never handed out here.
             ClosedError: The synchronizer has ended, or the member has left.
         """
@@ -401,7 +401,7 @@ class Synchronizer:
         wait = self._state.wait_new_state(current_version, member or "", now() + limit, counted=member is not None)
         version = (await self._waiting.end_of(wait)).version
         if version is None:
-            raise SyncTimeoutError(f"no version above {current_version} came within {limit:g} s")
+            raise WaitTimeoutError(f"no version above {current_version} came within {limit:g} s")
         return version
 
     async def notify_no_new_model_state_dict(self) -> None:
@@ -450,7 +450,7 @@ class Synchronizer:
             state_dict_meta: Names, dtypes and shapes that the trainer will send; None to leave them as they are.
 
         Raises:
-            WeightGroupError: A member failed; all have left the group.
+            StateError: A member failed; all have left the group.
         """
         self._check()
         limit = min(GROUP_SECONDS, self.config.sync_timeout)
@@ -467,7 +467,7 @@ class Synchronizer:
             member: The member that calls, if it is one. Groups of others that have lost no member are left alone then.
 
         Raises:
-            WeightGroupError: A member failed or was late, or there is no trainer or explorer. None of these members is
+            StateError: A member failed or was late, or there is no trainer or explorer. None of these members is
                 in a group then.
         """
         self._check()

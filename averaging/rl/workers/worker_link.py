@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from averaging.errors import (
     AveragingError,
+    CallRefusedError,
     MasterRefusedError,
-    TransportError,
-    UnauthenticatedError,
+    PeerUnreachableError,
+    RefusalCause,
     WorkerLostError,
 )
 from averaging.rl.workers.methods import BATCH_BYTES, REQUEST_REPLY_STREAM, Channel, Connect
@@ -142,12 +143,13 @@ class WorkerLink:
         except MasterRefusedError as error:
             self.refused = error
             return str(error), True
-        except UnauthenticatedError as error:
-            self.hopeless = True
-            return f"{error}; give the master the credentials of its workers", True
-        except TransportError as error:
+        except PeerUnreachableError as error:
             self.hopeless = error.definite
-            return str(error), getattr(error, "refused", True)
+            return str(error), error.refused
+        except CallRefusedError as error:
+            self.hopeless = error.definite
+            unauthenticated = error.cause is RefusalCause.UNAUTHENTICATED
+            return f"{error}; give the master the credentials of its workers" if unauthenticated else str(error), True
         except (AveragingError, TimeoutError) as error:
             return str(error), True
         return "the worker has ended it", False

@@ -7,10 +7,11 @@ from functools import lru_cache
 from averaging.errors import (
     AveragingError,
     CallRefusedError,
-    ForeignEndpointError,
     ProtocolViolationError,
-    WrongRunError,
+    RefusalCause,
+    ViolationKind,
     printable,
+    refusal_cause,
 )
 from averaging.protocol import AveragingData, Buffer, MessageCode, WireTensor
 from averaging.transport.direct.frames import MAX_HEAD_BYTES
@@ -24,12 +25,6 @@ MAX_REASON = 300
 """Maximum length of an error message, in characters."""
 
 _DEFINITE, _WRONG_RUN, _OTHER = 1, 2, 3
-
-_ERRORS: tuple[tuple[type[AveragingError], int], ...] = (
-    (ForeignEndpointError, _DEFINITE),
-    (WrongRunError, _WRONG_RUN),
-    (AveragingError, _OTHER),
-)
 
 
 def encode_head(data: AveragingData) -> bytes:
@@ -115,7 +110,11 @@ def encode_error(error: AveragingError | None) -> bytes:
         return direct_pb2.DirectError(
             kind=_OTHER, reason="internal error; see the log of that peer"
         ).SerializeToString()
-    kind = next(kind for family, kind in _ERRORS if isinstance(error, family))
+    kind = _OTHER
+    if isinstance(error, ProtocolViolationError) and error.kind is ViolationKind.FOREIGN_ENDPOINT:
+        kind = _DEFINITE
+    elif refusal_cause(error) is RefusalCause.WRONG_RUN:
+        kind = _WRONG_RUN
     return direct_pb2.DirectError(kind=kind, reason=printable(str(error), MAX_REASON)).SerializeToString()
 
 
@@ -128,5 +127,5 @@ def decode_error(endpoint: str, head: bytes) -> CallRefusedError:
     wire = parse(direct_pb2.DirectError(), head)
     reason = printable(wire.reason, MAX_REASON) or "refused"
     if wire.kind == _WRONG_RUN:
-        return WrongRunError(endpoint, reason)
+        return CallRefusedError(endpoint, reason, RefusalCause.WRONG_RUN)
     return CallRefusedError(endpoint, reason, definite=wire.kind == _DEFINITE)

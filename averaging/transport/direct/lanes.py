@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from averaging.common import CLIENT_PREFIX, backoff_delay, is_endpoint
-from averaging.errors import AveragingError, NotServedError, ProtocolViolationError, TransportError
+from averaging.errors import AveragingError, RefusalCause, refusal_cause
 from averaging.transport.direct.link import Link
 from averaging.transport.direct.sealing import MAX_SEALED_BYTES
 from averaging.transport.grpc import IDLE_SECONDS
@@ -150,12 +150,12 @@ class Lanes:
         lane.reason = NOT_OPEN
         try:
             link = await self._open_link(endpoint)
-        except NotServedError as error:
-            lane.reason, lane.retry_at = error.reason, loop.time() + FOREIGN_PAUSE_SECONDS
         except AveragingError as error:
-            reason = error.reason if isinstance(error, TransportError | ProtocolViolationError) else str(error)
-            self._fail(lane, reason, loop.time())
-            logger.info("no direct connection to %s: %s", endpoint, lane.reason)
+            if refusal_cause(error) is RefusalCause.NOT_SERVED:
+                lane.reason, lane.retry_at = error.reason, loop.time() + FOREIGN_PAUSE_SECONDS
+            else:
+                self._fail(lane, error.reason, loop.time())
+                logger.info("no direct connection to %s: %s", endpoint, lane.reason)
         else:
             lane.link, lane.opened, lane.used = link, loop.time(), loop.time()
             link.on_lost = lambda: self._lost(lane, link)

@@ -14,7 +14,7 @@ import grpc
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from averaging.errors import NotServedError, PeerUnreachableError, ProtocolViolationError
+from averaging.errors import CallRefusedError, PeerUnreachableError, ProtocolViolationError, RefusalCause
 from averaging.transport.direct.frames import (
     DIGEST_BYTES,
     FROM_CALLEE,
@@ -210,7 +210,7 @@ async def open_link(
         buffers: where bodies are received.
 
     Raises:
-        NotServedError: the callee has no direct lane, or one of another version.
+        CallRefusedError: the callee has no direct lane, or one of another version.
         TransportError: the callee does not grant it, or cannot be reached at its direct port.
         ProtocolViolationError: the answer is malformed, or the address must not be dialled.
     """
@@ -219,10 +219,16 @@ async def open_link(
     nonce = os.urandom(NONCE_BYTES)
     try:
         grant = await ask(Request(commitment_to(nonce), public_key))
-    except NotServedError:
-        raise NotServedError(endpoint, NOT_SERVED) from None
+    except CallRefusedError as error:
+        if error.cause is not RefusalCause.NOT_SERVED:
+            raise
+        raise CallRefusedError(endpoint, NOT_SERVED, RefusalCause.NOT_SERVED) from None
     if grant.version != VERSION:
-        raise NotServedError(endpoint, f"its direct lane has version {grant.version or 1}, and this peer's {VERSION}")
+        raise CallRefusedError(
+            endpoint,
+            f"its direct lane has version {grant.version or 1}, and this peer's {VERSION}",
+            RefusalCause.NOT_SERVED,
+        )
     ciphers = None
     if own is not None:
         secret, proof = shared_secret(own, grant.public_key), proof_of(nonce, grant.ticket)

@@ -148,7 +148,7 @@ class Admission:
     Attributes:
         host: from which the ticket was requested.
         ticket: the ticket itself.
-        check: raises a ForeignEndpointError if the holder may not use an endpoint as its own.
+        check: raises a ProtocolViolationError if the holder may not use an endpoint as its own.
         seal: makes the ciphers of the connection from the caller's proof; None for a plain one.
     """
 

@@ -18,7 +18,7 @@ from cryptography import x509
 
 from averaging.common import CLIENT_PREFIX, HostQuota, counted, covers, is_endpoint, parse_address
 from averaging.config import Inspection
-from averaging.errors import BusyError, ForeignEndpointError, WrongRunError, printable
+from averaging.errors import BusyError, CallRefusedError, ProtocolViolationError, RefusalCause, ViolationKind, printable
 from averaging.security import Credentials, Tls, fits, is_bound, validity_problem
 from averaging.transport.grpc import methods
 from averaging.transport.grpc.channel_options import MAX_CALLS_PER_HOST, MAX_WATCHES_PER_HOST
@@ -186,7 +186,7 @@ class Callers:
 
         Raises:
             BusyError: too many calls of the same host are in progress.
-            ForeignEndpointError: the caller's certificate is not valid now: a connection may last for weeks.
+            ProtocolViolationError: the caller's certificate is not valid now: a connection may last for weeks.
         """
         host = host_of(context)
         # A member joined its group with a valid certificate, and may finish the round with an expired one.
@@ -195,21 +195,22 @@ class Callers:
             problem = validity_problem(certificate, time.time()) if certificate else "is missing"
             if problem:
                 self.refusals.note(host, f"its certificate {problem}")
-                raise ForeignEndpointError(f"the caller's certificate {problem}")
+                raise ProtocolViolationError(f"the caller's certificate {problem}", kind=ViolationKind.FOREIGN_ENDPOINT)
         watch = path == HEALTH_WATCH
         watches = _counted(self._watches, host, "Health/Watch calls") if watch else nullcontext()
         with _counted(self._calls, host, "calls"), watches:
             try:
                 yield
-            except WrongRunError as error:
-                self.refusals.note(host, str(error))
+            except CallRefusedError as error:
+                if error.cause is RefusalCause.WRONG_RUN:
+                    self.refusals.note(host, str(error))
                 raise
 
     def checker(self, context: Context) -> Callable[[str], None]:
         """Returns a function that checks an endpoint which the caller uses as its own, also after the call has ended.
 
         Raises:
-            ForeignEndpointError: from the returned function, if the caller's certificate is not valid for it.
+            ProtocolViolationError: from the returned function, if the caller's certificate is not valid for it.
         """
         host, hosts = host_of(context), certified_hosts(context) if self._authenticated else []
         certificate = certificate_of(context) if self._authenticated else None
@@ -219,7 +220,7 @@ class Callers:
                 return
             try:
                 check_claim(endpoint, hosts, lambda: certificate)
-            except ForeignEndpointError as error:
+            except ProtocolViolationError as error:
                 self.refusals.note(host, f"it {error}")
                 raise
 
@@ -229,7 +230,7 @@ class Callers:
         """Returns a function that decodes the messages of a call and checks which endpoint they name as the sender.
 
         Raises:
-            ForeignEndpointError: from the returned function, if the caller's certificate is not valid for that
+            ProtocolViolationError: from the returned function, if the caller's certificate is not valid for that
                 endpoint.
             ProtocolViolationError: from the returned function, if a message is malformed.
         """
@@ -242,7 +243,7 @@ class Callers:
             endpoint = claim(request)
             try:
                 check_claim(endpoint, certified_hosts(context), lambda: certificate_of(context))
-            except ForeignEndpointError as error:  # some methods report it only within their reply
+            except ProtocolViolationError as error:  # some methods report it only within their reply
                 self.refusals.note(host_of(context), f"it {error}")
                 raise
             return request
@@ -286,16 +287,21 @@ def check_claim(endpoint: str, hosts: Sequence[str], certificate: Callable[[], x
         certificate: returns the caller's certificate; called only for the names of clients, which have no host.
 
     Raises:
-        ForeignEndpointError: the name belongs to another certificate.
+        ProtocolViolationError: the name belongs to another certificate.
     """
     if endpoint.startswith(CLIENT_PREFIX):
         owner = certificate()
         if is_bound(endpoint) and (owner is None or not fits(endpoint, owner)):
-            raise ForeignEndpointError(f"calls itself {endpoint}, a name that belongs to another certificate's key")
+            raise ProtocolViolationError(
+                f"calls itself {endpoint}, a name that belongs to another certificate's key",
+                kind=ViolationKind.FOREIGN_ENDPOINT,
+            )
         return
     if is_endpoint(endpoint) and not covers(hosts, parse_address(endpoint)[0]):
         certified = ", ".join(hosts) or "no host"
-        raise ForeignEndpointError(f"calls itself {endpoint}, but its certificate is for {certified}")
+        raise ProtocolViolationError(
+            f"calls itself {endpoint}, but its certificate is for {certified}", kind=ViolationKind.FOREIGN_ENDPOINT
+        )
 
 
 @lru_cache(maxsize=256)

@@ -5,13 +5,14 @@
 | unreachable, connection lost      | UNAVAILABLE         | PeerUnreachableError                         |
 | it ends calls, or loses a peer    | CANCELLED           | PeerUnreachableError                         |
 | ProtocolViolationError            | INVALID_ARGUMENT    | CallRefusedError with its message            |
-| no token, or a wrong one          | UNAUTHENTICATED     | UnauthenticatedError                         |
-| WrongRunError                     | NOT_FOUND           | WrongRunError with its message               |
-| ForeignEndpointError              | PERMISSION_DENIED   | CallRefusedError with its message, definite  |
+| no token, or a wrong one          | UNAUTHENTICATED     | CallRefusedError, UNAUTHENTICATED            |
+| CallRefusedError, WRONG_RUN       | NOT_FOUND           | CallRefusedError, WRONG_RUN                  |
+| … of the kind FOREIGN_ENDPOINT    | PERMISSION_DENIED   | CallRefusedError with its message, definite  |
 | BusyError                         | RESOURCE_EXHAUSTED  | CallRefusedError with its message            |
+| CallRefusedError, SAME_NAME       | FAILED_PRECONDITION | CallRefusedError, SAME_NAME                  |
 | another AveragingError            | FAILED_PRECONDITION | CallRefusedError with its message            |
 | any other exception               | INTERNAL            | CallRefusedError; the traceback stays there  |
-| no such service                   | UNIMPLEMENTED       | NotServedError                               |
+| no such service                   | UNIMPLEMENTED       | CallRefusedError, NOT_SERVED                 |
 | it sends too large a message      | RESOURCE_EXHAUSTED  | ProtocolViolationError                       |
 | it receives too large a message   | RESOURCE_EXHAUSTED  | CallRefusedError                             |
 """
@@ -32,12 +33,10 @@ from averaging.errors import (
     AveragingError,
     BusyError,
     CallRefusedError,
-    ForeignEndpointError,
-    NotServedError,
     PeerUnreachableError,
     ProtocolViolationError,
-    UnauthenticatedError,
-    WrongRunError,
+    RefusalCause,
+    ViolationKind,
     printable,
 )
 
@@ -151,7 +150,7 @@ def error_of_call(endpoint: str, error: grpc.aio.AioRpcError, *, sent_token: boo
     if reason == _LOST and details.lower().startswith("failed to connect"):
         reason = "it closed the connection at once; do both use TLS, with one authority?"
     if code is grpc.StatusCode.UNAUTHENTICATED:
-        return UnauthenticatedError(endpoint, _credential_reason(sent_token))
+        return CallRefusedError(endpoint, _credential_reason(sent_token), RefusalCause.UNAUTHENTICATED)
     if code in _UNREACHABLE:
         definite = any(reason == definite_reason for _, definite_reason in _DEFINITE)
         return PeerUnreachableError(
@@ -163,10 +162,13 @@ def error_of_call(endpoint: str, error: grpc.aio.AioRpcError, *, sent_token: boo
             definite=definite,
         )
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        return CallRefusedError(endpoint, reason) if reason else NotServedError(endpoint, "does not serve this")
+        cause = RefusalCause.OTHER if reason else RefusalCause.NOT_SERVED
+        return CallRefusedError(endpoint, reason or cause.value, cause)
     message = printable(details, MAX_REASON) or code.name.lower().replace("_", " ")
     if code is grpc.StatusCode.NOT_FOUND:
-        return WrongRunError(endpoint, message)
+        return CallRefusedError(endpoint, message, RefusalCause.WRONG_RUN)
+    if message.endswith(RefusalCause.SAME_NAME.value):
+        return CallRefusedError(endpoint, message, RefusalCause.SAME_NAME)
     return CallRefusedError(endpoint, message, definite=code is grpc.StatusCode.PERMISSION_DENIED)
 
 
@@ -211,22 +213,23 @@ def read_reply(endpoint: str, decode: Callable[[bytes], Decoded], raw: bytes) ->
 
 async def refuse(context: grpc.aio.ServicerContext[Any, Any], path: str, error: Exception) -> Never:
     """Ends a call at the callee because of `error`. Details of unexpected errors are not sent to the caller."""
-    message = str(error)
-    if isinstance(error, grpc.aio.BaseError):
-        code = None
-    elif isinstance(error, ForeignEndpointError):
-        code = grpc.StatusCode.PERMISSION_DENIED
-    elif isinstance(error, WrongRunError):
-        code = grpc.StatusCode.NOT_FOUND
-    elif isinstance(error, BusyError):
-        code = grpc.StatusCode.RESOURCE_EXHAUSTED
-    elif isinstance(error, ProtocolViolationError):
-        code = grpc.StatusCode.INVALID_ARGUMENT
-    elif isinstance(error, AveragingError):
-        code = grpc.StatusCode.FAILED_PRECONDITION
-    else:
-        logger.error("%s from %s failed", path, context.peer(), exc_info=error)
-        code, message = grpc.StatusCode.INTERNAL, "internal error; see the log of that peer"
+    message, code = str(error), None
+    match error:
+        case grpc.aio.BaseError():
+            pass
+        case ProtocolViolationError(kind=ViolationKind.FOREIGN_ENDPOINT):
+            code = grpc.StatusCode.PERMISSION_DENIED
+        case CallRefusedError(cause=RefusalCause.WRONG_RUN):
+            code = grpc.StatusCode.NOT_FOUND
+        case BusyError():
+            code = grpc.StatusCode.RESOURCE_EXHAUSTED
+        case ProtocolViolationError():
+            code = grpc.StatusCode.INVALID_ARGUMENT
+        case AveragingError():
+            code = grpc.StatusCode.FAILED_PRECONDITION
+        case _:
+            logger.error("%s from %s failed", path, context.peer(), exc_info=error)
+            code, message = grpc.StatusCode.INTERNAL, "internal error; see the log of that peer"
     try:
         if code is not None:
             await context.abort(code, printable(message, MAX_REASON))
