@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.errors import ProtocolViolationError
-from averaging.rl.workers import Handle, Payload
-from averaging.rl.workers.executor import Queued, flush_order
+from averaging.rl.workers import Handle, HookName, Payload
+from averaging.rl.workers.executor import flush_order
 from averaging.rl.workers.master_session import Next, RequestBook
 from averaging.rl.workers.methods import decode_payload, encode_payload
 from averaging.rl.workers.payload import Compute, Realloc, Step, Transfer, convert, pack, unpack
@@ -86,13 +86,19 @@ def test_a_request_that_is_not_wanted_any_longer_does_not_wait() -> None:
     assert book.flushed() == []
 
 
-def queued(call: str, mesh: int = 1, *hooks: str, handle: str = Handle.INFERENCE, publishes: bool = False) -> Queued:
-    return Queued(handle, call, mesh, hooks, publishes, request(call))
+def queued(call: str, mesh: int = 1, *hooks: str, handle: str = Handle.INFERENCE, takers: int = 0) -> Payload:
+    """A request; `empty` with takers publishes parameters, and without takes them."""
+    payload = request(call, handle, data=pack(Compute(call, "model", mesh)))
+    payload.post_hooks, payload.post_hook_data = list(hooks), [b""] * len(hooks)
+    if handle == Handle.EMPTY:
+        realloc = Realloc("t", "actor", "ref", 1.0, origin="" if takers else "w0", takers=takers)
+        payload.post_hooks, payload.post_hook_data = [HookName.PARAM_REALLOC], [pack(realloc)]
+    return payload
 
 
 def test_the_order_of_a_flush_does_not_depend_on_the_order_of_arrival() -> None:
     requests = [
-        queued("source/publish", handle=Handle.EMPTY, publishes=True),
+        queued("source/publish", handle=Handle.EMPTY, takers=1),
         queued("b", 1),
         queued("a", 2),
         queued("c", 2, "save"),
@@ -101,14 +107,14 @@ def test_the_order_of_a_flush_does_not_depend_on_the_order_of_arrival() -> None:
         queued("target/take", handle=Handle.EMPTY),
     ]
     for arrival in itertools.permutations(requests):
-        assert flush_order(arrival) == requests
+        assert sorted(arrival, key=flush_order) == requests
 
 
 def test_the_order_of_rounds_does_not_depend_on_the_mesh() -> None:
     """A site with more workers for the actor enters the rounds in the same order."""
     for actor, critic in ((1, 2), (2, 1)):
-        ordered = flush_order([queued("critic", critic, "average"), queued("actor", actor, "average")])
-        assert [one.call for one in ordered] == ["actor", "critic"]
+        ordered = sorted([queued("critic", critic, "average"), queued("actor", actor, "average")], key=flush_order)
+        assert [payload.request_id for payload in ordered] == ["actor", "critic"]
 
 
 def test_a_payload_survives_its_message() -> None:

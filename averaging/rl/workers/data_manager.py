@@ -209,11 +209,7 @@ class DataManager:
         for sample in samples:
             if not sample.data:
                 raise ConfigError(f"sample {sample.id} has no tensors")
-            for key, tensor in sample.data.items():
-                self._check(sample.id, key, *kind_of(tensor))
-        for sample in samples:
-            self._data.setdefault(sample.id, {}).update(sample.data)
-        self._notify()
+        self._put([(sample.id, key, tensor) for sample in samples for key, tensor in sample.data.items()])
 
     def update(self, batch: SampleBatch) -> None:
         """Adds tensors to samples, or replaces them.
@@ -221,13 +217,13 @@ class DataManager:
         Raises:
             TensorError: A tensor has another dtype or shape than the plan says. Nothing is stored then.
         """
-        for key, tensors in batch.data.items():
-            for sample, tensor in zip(batch.ids, tensors, strict=True):
-                self._check(sample, key, *kind_of(tensor))
-        for key, tensors in batch.data.items():
-            for sample, tensor in zip(batch.ids, tensors, strict=True):
-                self._data.setdefault(sample, {})[key] = tensor
-        self._notify()
+        self._put(
+            [
+                (sample, key, tensor)
+                for key, tensors in batch.data.items()
+                for sample, tensor in zip(batch.ids, tensors, strict=True)
+            ]
+        )
 
     def get(self, ids: Sequence[str], keys: Sequence[str]) -> SampleBatch:
         """Returns these tensors.
@@ -279,7 +275,6 @@ class DataManager:
             raise WorkerError(source, f"{self._worker} is to get tensors of {source!r}, which is not in its plan")
         request = FetchDataRequest(caller=self._worker, ids=ids, keys=keys)
         left = {(sample, key) for sample in ids for key in keys}
-        found: dict[str, dict[str, torch.Tensor]] = {}
 
         def admit(head: NamedTensor) -> None:
             if (head.id, head.key) not in left:
@@ -291,13 +286,10 @@ class DataManager:
 
         messages = self._channels[self.endpoints[source]].stream(FETCH_DATA, request)
         async with aclosing(receive(source, messages, admit)) as tensors:
-            async for sample, key, tensor in tensors:
-                found.setdefault(sample, {})[key] = tensor
+            received = [tensor async for tensor in tensors]
         if left:
             raise ProtocolViolationError(f"did not send {len(left)} of {len(ids) * len(keys)} tensors", source)
-        for sample, tensors_of_sample in found.items():
-            self._data.setdefault(sample, {}).update(tensors_of_sample)
-        self._notify()
+        self._put(received)
 
     async def serve(self, request: FetchDataRequest) -> AsyncGenerator[NamedTensor, None]:
         """Answers `fetch_data`: waits until all tensors are there, and sends them.
@@ -326,6 +318,12 @@ class DataManager:
         if key in self.keys:
             self.keys[key].check(key, sample, dtype, shape)
 
-    def _notify(self) -> None:
+    def _put(self, tensors: Iterable[tuple[str, str, torch.Tensor]]) -> None:
+        """Stores tensors, given with sample and name. Nothing is stored if one of them is not as the plan says."""
+        tensors = list(tensors)
+        for sample, key, tensor in tensors:
+            self._check(sample, key, *kind_of(tensor))
+        for sample, key, tensor in tensors:
+            self._data.setdefault(sample, {})[key] = tensor
         self._changed.set()
         self._changed = asyncio.Event()

@@ -8,8 +8,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -100,48 +100,34 @@ def _finish(done: asyncio.Future[Any], result: Any, error: Exception | None) -> 
         done.set_exception(error)
 
 
-# The order in which a worker carries out the blocking requests of one flush. Pure.
+def flush_order(request: Payload) -> tuple[int, int, str]:
+    """The sort key of the blocking requests of a flush.
 
-
-@dataclass(frozen=True, slots=True)
-class Queued:
-    """A blocking request that waits for a flush.
-
-    Attributes:
-        handle: Its kind.
-        call: Name of the call, or of the model for `initialize`.
-        mesh: Number of workers of the model.
-        post_hooks: Names of its hooks.
-        publishes: Whether it is `empty` and publishes parameters.
-        request: The request.
-    """
-
-    handle: str
-    call: str
-    mesh: int
-    post_hooks: tuple[str, ...]
-    publishes: bool
-    request: Payload
-
-
-def flush_order(queued: Iterable[Queued]) -> list[Queued]:
-    """Sorts requests. The order depends on the plan alone and not on the order of arrival, so it is equal everywhere.
+    It depends on the plan alone and not on the order of arrival, so the order is the same at all workers and sites.
 
     1. Requests that only publish parameters, since others wait for them.
     2. Calls of smaller meshes first, then by name.
     3. Calls with an averaging round, by name. Their mesh does not count, because the same model may have another mesh
        at another site, and two sites that enter two rounds in different orders wait for each other.
     4. Requests that only take parameters, since the calls publish them.
+
+    Raises:
+        ProtocolViolationError: The data of the request or of a hook is malformed.
     """
-    return sorted(queued, key=_key)
+    compute = convert(request.data, Compute)
+    publishes = bool(_published_by(request))
+    if request.handle_name == Handle.EMPTY:
+        return (0 if publishes else 3), 0, compute.call
+    if HookName.AVERAGE in request.post_hooks:
+        return 2, 0, compute.call
+    return 1, compute.mesh, compute.call
 
 
-def _key(queued: Queued) -> tuple[int, int, str]:
-    if queued.handle == Handle.EMPTY:
-        return (0 if queued.publishes else 3), 0, queued.call
-    if HookName.AVERAGE in queued.post_hooks:
-        return 2, 0, queued.call
-    return 1, queued.mesh, queued.call
+def _published_by(request: Payload) -> list[Realloc]:
+    """The transfers of a `param_realloc` whose parameters a request publishes."""
+    hooks = zip(request.post_hooks, request.post_hook_data, strict=True)
+    reallocs = [convert(data, Realloc) for name, data in hooks if name == HookName.PARAM_REALLOC]
+    return [realloc for realloc in reallocs if not realloc.origin]
 
 
 logger = logging.getLogger("averaging.rl.workers")
@@ -238,14 +224,16 @@ class Executor:
         is that of `flush_order`.
         """
         async with self._one_flush:
-            queued: list[Queued] = []
+            queued: list[tuple[tuple[int, int, str], Payload]] = []
             for request in requests:
                 await asyncio.sleep(0)  # there can be tens of thousands
                 try:
-                    queued.append(self._queued(request))
+                    self._shard(request.handler)
+                    queued.append((flush_order(request), request))
                 except AveragingError as error:
                     self._reply(self._failed(request, error))
-            ready = [each.request for each in flush_order(queued) if await self._prepare(each.request)]
+            queued.sort(key=itemgetter(0))
+            ready = [request for _, request in queued if await self._prepare(request)]
             for request in ready:
                 await asyncio.sleep(0)
                 self._reply(await self._carry_out(request))
@@ -262,16 +250,6 @@ class Executor:
             self._reply(self._failed(request, error))
             return False
         return True
-
-    def _queued(self, request: Payload) -> Queued:
-        self._shard(request.handler)
-        compute = convert(request.data, Compute)
-        publishes = any(
-            name == HookName.PARAM_REALLOC and not convert(data, Realloc).origin
-            for name, data in zip(request.post_hooks, request.post_hook_data, strict=True)
-        )
-        hooks = tuple(request.post_hooks)
-        return Queued(request.handle_name, compute.call, compute.mesh, hooks, publishes, request)
 
     async def _carry_out(self, request: Payload) -> Payload:
         """Runs a call and its post-hooks, and returns the reply."""
@@ -298,9 +276,8 @@ class Executor:
 
     def _publish_nothing(self, request: Payload) -> None:
         """Tells those who wait for parameters that a request has failed."""
-        for name, data in zip(request.post_hooks, request.post_hook_data, strict=True):
-            if name == HookName.PARAM_REALLOC and not (realloc := convert(data, Realloc)).origin:
-                self.parameters.publish(realloc, None)
+        for realloc in _published_by(request):
+            self.parameters.publish(realloc, None)
 
     async def _initialize(self, model: str) -> int:
         if model not in self.versions:
