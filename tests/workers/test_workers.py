@@ -168,7 +168,7 @@ def test_a_request_that_cannot_be_sent_fails_alone(site: Site, data: object, rea
 @pytest.mark.parametrize("config", [{"a": object()}, {"a": "x" * 20_000_000}], ids=["object", "size"])
 def test_a_reply_that_cannot_be_sent_fails_alone(site: Site, config: dict[str, object]) -> None:
     site.start_ppo()
-    site.workers["a0"]._backends["actor"].model_config = lambda: config  # type: ignore[method-assign]
+    site.workers["a0"]._executor._backends["actor"].model_config = lambda: config  # type: ignore[method-assign]
     with site.master() as master:
         with pytest.raises(WorkerError, match="model_config of actor.* has failed at a0: its reply is lost: it "):
             master.call(["actor@dp0-tp0-pp0"], Handle.MODEL_CONFIG, timeout=20.0)

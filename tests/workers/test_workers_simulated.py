@@ -343,7 +343,7 @@ def test_param_realloc(eta: float) -> None:
 def test_param_realloc_into_the_model_that_makes_the_call() -> None:
     async def scenario(site: Site) -> None:
         await site.start_ppo()
-        site.workers["a0"]._backends["actor"].weight += 4  # type: ignore[attr-defined]
+        site.workers["a0"]._executor._backends["actor"].weight += 4  # type: ignore[attr-defined]
         source = Recorded("r0", site.log)
         source.weight += 40
         await site.start("x0", best=source)
@@ -351,7 +351,7 @@ def test_param_realloc_into_the_model_that_makes_the_call() -> None:
         async with site.master(site.plan(hook, models=(Model("best", ("x0",)),))) as (_, runner):
             await runner.initialize()
             await runner.step()
-        weights = [float(site.workers[name]._backends["actor"].weight[0]) for name in ("a0", "a1")]  # type: ignore[attr-defined]
+        weights = [float(site.workers[name]._executor._backends["actor"].weight[0]) for name in ("a0", "a1")]  # type: ignore[attr-defined]
         assert weights == [0.5 * 40 + 0.5 * 5, 0.5 * 40 + 0.5 * 1]
 
     simulate(scenario)

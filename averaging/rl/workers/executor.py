@@ -32,7 +32,7 @@ from averaging.rl.workers.payload import (
     Transfer,
     convert,
 )
-from averaging.rl.workers.plan import ModelShardID
+from averaging.rl.workers.plan import ModelShardID, Placement
 from averaging.rl.workers.samples import Dataset
 
 # A thread for the methods of backends, which block.
@@ -175,6 +175,28 @@ class Executor:
         self._save_folder = save_folder
         self._reply = reply
         self._one_flush = asyncio.Lock()
+
+    def place(self, placement: Placement) -> str:
+        """Takes its part in a plan. Returns why that is impossible, and then changes nothing; empty if it is not."""
+        dp = placement.dp_rank, placement.dp_size
+        for shard, _ in placement.shards:
+            if shard.model not in self._backends:
+                known = ", ".join(self._backends) or "none"
+                return f"{self._worker} has no backend of model {shard.model!r:.200}; it has {known}"
+        if not -1 <= dp[0] < max(0, dp[1]):
+            return f"{self._worker} is to be rank {dp[0]} of {dp[1]} that hold a part of the dataset"
+        if dp[0] >= 0 and self._dataset is None:
+            return f"{self._worker} is to hold a part of the dataset, and has none; give it a dataset"
+        if dp[0] >= 0 and dp != self.dp and self._dataset is not None:
+            self._dataset.place(*dp)
+        self.dp = dp
+        self.shards = {str(shard): shard for shard, _ in placement.shards}
+        for shard, topology in placement.shards:
+            backend = self._backends[shard.model]
+            backend.shard, backend.topology = shard, topology
+        self.data.endpoints = self.parameters.endpoints = placement.endpoints
+        self.data.keys = placement.keys
+        return ""
 
     # Requests that run at once
 

@@ -94,20 +94,26 @@ class ModelWorker:
     ) -> None:
         self.name = name
         self._incarnation = uuid.uuid4().hex
-        self._backends = dict(backends)
-        self._dataset = dataset
-        self._save_folder = None if save_folder is None else Path(save_folder)
         self._server = None
         if listen is not None:
             own = local_credentials(SERVICE) if credentials is None else credentials
             self._server = RpcServer(listen, [self], advertise=advertise, credentials=own)
         self._channels = WorkerChannels(connect or connector(credentials, named_by_master=True))
-        self._compression = compression
-        self._computations = Computations(inline=inline)
-        self._loading = Computations(inline=inline)
+        self._computations, self._loading = Computations(inline=inline), Computations(inline=inline)
+        self._executor = Executor(
+            name,
+            dict(backends),
+            dataset,
+            DataManager(name, self._channels, compression=compression),
+            ParameterExchange(name, self._channels),
+            self._computations,
+            self._loading,
+            None if save_folder is None else Path(save_folder),
+            self._reply,
+        )
         self._in_own_thread = True
+        self._is_running = False
         self._stack = AsyncExitStack()
-        self._executor: Executor | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._session: MasterSession | None = None
         self._book = RequestBook()
@@ -133,17 +139,7 @@ class ModelWorker:
             stack.push_async_callback(self._loading.close)
             stack.push_async_callback(self._channels.close)
             stack.push_async_callback(self._end_tasks)
-            self._executor = Executor(
-                self.name,
-                self._backends,
-                self._dataset,
-                DataManager(self.name, self._channels, compression=self._compression),
-                ParameterExchange(self.name, self._channels),
-                self._computations,
-                self._loading,
-                self._save_folder,
-                self._reply,
-            )
+            self._is_running = True
             if self._server is not None:
                 await stack.enter_async_context(self._server)
             self._stack = stack.pop_all()
@@ -153,7 +149,7 @@ class ModelWorker:
         """Stops serving, after the method of a backend that is running."""
         if self._session is not None:
             self._session.close()
-        self._executor = None
+        self._is_running = False
         await self._stack.aclose()
 
     def run(self, on_ready: Any = None) -> None:
@@ -199,18 +195,13 @@ class ModelWorker:
         if first is None or not first.HasField("attach"):
             raise ProtocolViolationError("the stream of a master does not begin with attach")
         executor, attach = self._open, first.attach
-        placement = None
-        if not (refusal := self._refusal(attach)):
-            placement = unpack(attach.placement, Placement)
-            refusal = self._misfit(placement)
-        if placement is None or refusal:
+        if refusal := self._refusal(attach) or executor.place(unpack(attach.placement, Placement)):
             logger.warning("refused a master: %s", refusal)
             yield WorkerMessage(refused=refusal)
             return
         if self._session is not None:
             self._session.close()
         session = self._session = MasterSession(attach.master, asyncio.get_running_loop().time())
-        self._place(executor, placement)
         known, replies = self._book.attach(attach.outstanding)
         samples = executor.data.inventory()
         lengths = {sample: executor.data.length(sample) for sample in samples}
@@ -245,32 +236,6 @@ class ModelWorker:
                 f"end that one first"
             )
         return ""
-
-    def _misfit(self, placement: Placement) -> str:
-        """Why this worker cannot do what a plan demands; empty if it can."""
-        for shard, _ in placement.shards:
-            if shard.model not in self._backends:
-                known = ", ".join(self._backends) or "none"
-                return f"{self.name} has no backend of model {shard.model!r:.200}; it has {known}"
-        if not -1 <= placement.dp_rank < max(0, placement.dp_size):
-            return (
-                f"{self.name} is to be rank {placement.dp_rank} of {placement.dp_size} that hold a part of the dataset"
-            )
-        if placement.dp_rank >= 0 and self._dataset is None:
-            return f"{self.name} is to hold a part of the dataset, and has none; give it a dataset"
-        return ""
-
-    def _place(self, executor: Executor, placement: Placement) -> None:
-        dp = placement.dp_rank, placement.dp_size
-        if dp[0] >= 0 and dp != executor.dp and self._dataset is not None:
-            self._dataset.place(*dp)
-        executor.dp = dp
-        executor.shards = {str(shard): shard for shard, _ in placement.shards}
-        for shard, topology in placement.shards:
-            backend = self._backends[shard.model]
-            backend.shard, backend.topology = shard, topology
-        executor.data.endpoints = executor.parameters.endpoints = placement.endpoints
-        executor.data.keys = placement.keys
 
     async def _read(self, session: MasterSession, messages: AsyncIterator[MasterMessage]) -> None:
         """Takes the messages of a master, until it sends no more or another one attaches.
@@ -333,7 +298,7 @@ class ModelWorker:
 
     @property
     def _open(self) -> Executor:
-        if self._executor is None:
+        if not self._is_running:
             raise ClosedError(f"the model worker {self.name} is not running")
         return self._executor
 
