@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from averaging.errors import AveragingError
 from averaging.rl.workers import Handle, HookName, ModelWorker
-from averaging.rl.workers.methods import REQUEST_REPLY_STREAM
+from averaging.rl.workers.payload import REQUEST_REPLY_STREAM
 from averaging.testing import virtual_time
 from averaging.wire.workers_pb2 import Attach, MasterMessage, WorkerMessage
 from averaging.wire.workers_pb2 import Payload as Message

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.errors import DataLostError
+from averaging.rl.workers.backend import ListDataset, Sample
 from averaging.rl.workers.data_manager import DataManager, OwnerTracker, Redistributor, balance
-from averaging.rl.workers.methods import WorkerChannels
-from averaging.rl.workers.payload import Step, pack, unpack
-from averaging.rl.workers.samples import ListDataset, Sample
+from averaging.rl.workers.payload import Step, WorkerChannels, pack, unpack
 from tests.support.memory_workers import MemoryWorkers
 
 Held = dict[tuple[str, str], set[str]]

@@ -13,8 +13,17 @@ from averaging.errors import ProtocolViolationError
 from averaging.rl.workers import Handle, HookName, Payload
 from averaging.rl.workers.executor import flush_order
 from averaging.rl.workers.master_session import Next, RequestBook
-from averaging.rl.workers.methods import decode_payload, encode_payload
-from averaging.rl.workers.payload import Compute, Realloc, Step, Transfer, convert, pack, unpack
+from averaging.rl.workers.payload import (
+    Compute,
+    Realloc,
+    Step,
+    Transfer,
+    convert,
+    decode_payload,
+    encode_payload,
+    pack,
+    unpack,
+)
 from averaging.wire import workers_pb2
 
 

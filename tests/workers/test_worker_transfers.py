@@ -18,9 +18,8 @@ from averaging.errors import (
     WorkerLostError,
 )
 from averaging.rl.workers import DataManager, KeySpec, SampleBatch
-from averaging.rl.workers.methods import WorkerChannels
 from averaging.rl.workers.parameters import MIN_BYTES_PER_SECOND, SILENCE_SECONDS, Pace, ParameterExchange
-from averaging.rl.workers.payload import Realloc, Step
+from averaging.rl.workers.payload import Realloc, Step, WorkerChannels
 from averaging.rpc import TensorMessage, tensor_messages
 from averaging.testing import virtual_time
 from averaging.wire.workers_pb2 import FetchDataRequest, NamedTensor

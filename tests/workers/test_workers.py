@@ -33,9 +33,15 @@ from averaging.rl.workers import (
     SampleBatch,
     request_client,
 )
-from averaging.rl.workers.methods import FETCH_DATA, FETCH_PARAMETERS, REQUEST_REPLY_STREAM, encode_payload
+from averaging.rl.workers.payload import (
+    FETCH_DATA,
+    FETCH_PARAMETERS,
+    REQUEST_REPLY_STREAM,
+    encode_payload,
+    pack,
+    unpack,
+)
 from averaging.rl.workers.payload import SaveRequest as SaveData
-from averaging.rl.workers.payload import pack, unpack
 from averaging.rl.workers.plan import Model
 from averaging.rpc import Credentials, EventLoopThread, RpcChannel, RpcMethod, read_credentials
 from averaging.security.credentials import local_credentials

@@ -33,8 +33,7 @@ from averaging.rl.workers import (
     Topology,
 )
 from averaging.rl.workers.data_manager import OwnerTracker
-from averaging.rl.workers.methods import REQUEST_REPLY_STREAM
-from averaging.rl.workers.payload import Inventory, pack
+from averaging.rl.workers.payload import REQUEST_REPLY_STREAM, Inventory, pack
 from averaging.rl.workers.plan import Hook
 from averaging.rl.workers.request_client import RequestClient
 from averaging.rl.workers.step_runner import StepRunner

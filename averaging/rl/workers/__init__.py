@@ -1,22 +1,24 @@
 """A master drives model workers by request and reply; docs/how-to/workers.md is the guide.
 
-Read in this order: `plan` (models, calls and hooks), `samples` and `backend` (what users write for a worker), `payload`
-(requests and replies) and `methods` (how they travel). At the master: `master_worker`, `request_client`, `worker_link`
+Read in this order: `plan` (models, calls and hooks), `backend` (what users write for a worker: backends and datasets),
+`payload` (requests and replies, and how they travel). At the master: `master_worker`, `request_client`, `worker_link`
 (the stream to a worker), `step_runner` (which requests a step needs). At a worker: `model_worker`, `master_session`
 (what it knows of its master), `executor` (calls of backends and hooks), `data_manager` (who holds which tensors, and
 their transfers), `parameters` (parameters on their way between models).
 """
 
-from averaging.rl.workers.backend import Backend
+from averaging.rl.workers.backend import Backend, Dataset, ListDataset, Sample, SampleBatch
 from averaging.rl.workers.data_manager import DataManager, Redistributor
 from averaging.rl.workers.master_worker import MasterWorker
 from averaging.rl.workers.model_worker import ModelWorker
-from averaging.rl.workers.payload import Compute, DatasetSpec, Handle, HookName, Payload
+from averaging.rl.workers.payload import Compute, DatasetSpec, Handle, Payload
 from averaging.rl.workers.plan import (
     Average,
     Call,
     Evaluate,
+    HookName,
     Interface,
+    KeySpec,
     Model,
     ModelShardID,
     Offload,
@@ -26,7 +28,6 @@ from averaging.rl.workers.plan import (
     Save,
     Topology,
 )
-from averaging.rl.workers.samples import Dataset, KeySpec, ListDataset, Sample, SampleBatch
 from averaging.rl.workers.step_runner import StepResult
 
 __all__ = [

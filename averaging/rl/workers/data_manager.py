@@ -10,10 +10,10 @@ from contextlib import aclosing, suppress
 import torch
 
 from averaging.errors import ConfigError, DataLostError, ProtocolViolationError, WorkerError
-from averaging.rl.workers.methods import FETCH_DATA, WorkerChannels
+from averaging.rl.workers.backend import Sample, SampleBatch, kind_of
 from averaging.rl.workers.parameters import SILENCE_SECONDS, receive, send
-from averaging.rl.workers.payload import MAX_NAMES, Step
-from averaging.rl.workers.samples import KeySpec, Sample, SampleBatch, kind_of
+from averaging.rl.workers.payload import FETCH_DATA, MAX_NAMES, Step, WorkerChannels
+from averaging.rl.workers.plan import KeySpec
 from averaging.wire.workers_pb2 import FetchDataRequest, NamedTensor
 
 MAX_IDS = 1000

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from averaging.errors import AveragingError, ConfigError, WorkerLostError
-from averaging.rl.workers.backend import Backend, check_numbers, check_outputs
+from averaging.rl.workers.backend import Backend, Dataset, check_numbers, check_outputs
 from averaging.rl.workers.data_manager import DataManager
 from averaging.rl.workers.parameters import ParameterExchange, blend, copy_of
 from averaging.rl.workers.payload import (
@@ -24,7 +24,6 @@ from averaging.rl.workers.payload import (
     DatasetSpec,
     Fetched,
     Handle,
-    HookName,
     Payload,
     Realloc,
     SampleQuery,
@@ -32,8 +31,7 @@ from averaging.rl.workers.payload import (
     Transfer,
     convert,
 )
-from averaging.rl.workers.plan import ModelShardID, Placement
-from averaging.rl.workers.samples import Dataset
+from averaging.rl.workers.plan import HookName, ModelShardID, Placement
 
 # A thread for the methods of backends, which block.
 

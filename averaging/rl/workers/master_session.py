@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from averaging.errors import AveragingError, ProtocolViolationError, printable
-from averaging.rl.workers.methods import BATCH_BYTES, encode_reply
-from averaging.rl.workers.payload import BLOCKING, Handle, Payload
+from averaging.rl.workers.payload import BATCH_BYTES, BLOCKING, Handle, Payload, encode_reply
 from averaging.wire.workers_pb2 import WorkerMessage
 
 MAX_QUEUED = 1 << 16

@@ -9,7 +9,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from averaging.common import on_loop
 from averaging.rl.workers.data_manager import OwnerTracker
-from averaging.rl.workers.methods import Connect
+from averaging.rl.workers.payload import Connect
 from averaging.rl.workers.plan import Plan
 from averaging.rl.workers.request_client import RequestClient
 from averaging.rl.workers.step_runner import StepResult, StepRunner

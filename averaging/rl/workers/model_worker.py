@@ -12,24 +12,28 @@ from pathlib import Path
 from typing import Any, Self
 
 from averaging.errors import AveragingError, ClosedError, ConfigError, ProtocolViolationError
-from averaging.rl.workers.backend import Backend
+from averaging.rl.workers.backend import Backend, Dataset
 from averaging.rl.workers.data_manager import DataManager
 from averaging.rl.workers.executor import Computations, Executor
 from averaging.rl.workers.master_session import MAX_QUEUED, MasterSession, Next, RequestBook
-from averaging.rl.workers.methods import (
+from averaging.rl.workers.parameters import ParameterExchange
+from averaging.rl.workers.payload import (
     FETCH_DATA,
     FETCH_PARAMETERS,
+    NO_REPLY,
     REQUEST_REPLY_STREAM,
     SERVICE,
     Connect,
+    Handle,
+    Inventory,
+    Payload,
     WorkerChannels,
     connector,
     decode_payload,
+    pack,
+    unpack,
 )
-from averaging.rl.workers.parameters import ParameterExchange
-from averaging.rl.workers.payload import NO_REPLY, Handle, Inventory, Payload, pack, unpack
 from averaging.rl.workers.plan import Placement
-from averaging.rl.workers.samples import Dataset
 from averaging.rpc import Credentials, EventLoopThread, RpcHandler, RpcServer
 from averaging.security import local_credentials
 from averaging.wire.workers_pb2 import Attach, Attached, MasterMessage, WorkerMessage

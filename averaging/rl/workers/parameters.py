@@ -17,9 +17,8 @@ from averaging.errors import (
     WorkerError,
     WorkerLostError,
 )
-from averaging.rl.workers.methods import FETCH_PARAMETERS, WorkerChannels
-from averaging.rl.workers.payload import Realloc
-from averaging.rl.workers.samples import kind_of
+from averaging.rl.workers.backend import kind_of
+from averaging.rl.workers.payload import FETCH_PARAMETERS, Realloc, WorkerChannels
 from averaging.rpc import TensorReader, tensor_messages
 from averaging.tensors import STATE_DTYPES, copy_to_cpu, dtype_name
 from averaging.wire.workers_pb2 import FetchParametersRequest, NamedTensor

@@ -11,11 +11,20 @@ from graphlib import CycleError, TopologicalSorter
 from typing import ClassVar, TypeAlias
 
 from averaging.common import parse_address
-from averaging.errors import ConfigError
-from averaging.rl.workers.payload import HookName
-from averaging.rl.workers.samples import KeySpec
+from averaging.errors import ConfigError, TensorError
 
 # The hooks after a call, as a plan names them. Pure.
+
+
+class HookName(StrEnum):
+    """The hooks before and after a blocking request."""
+
+    DATA_TRANSFER = "data_transfer"
+    EVALUATE = "evaluate"
+    OFFLOAD = "offload"
+    PARAM_REALLOC = "param_realloc"
+    SAVE = "save"
+    AVERAGE = "average"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,6 +310,34 @@ class Model:
     def heads(self) -> dict[int, str]:
         """The worker of the DP head of each data-parallel rank."""
         return {shard.dp_rank: worker for shard, worker in self.shards.items() if shard.is_dp_head}
+
+
+@dataclass(frozen=True, slots=True)
+class KeySpec:
+    """Dtype and shape of a tensor of each sample.
+
+    Attributes:
+        dtype: For example `int64`.
+        shape: With None for dimensions of any length.
+    """
+
+    dtype: str
+    shape: tuple[int | None, ...]
+
+    def check(self, key: str, sample: str, dtype: str, shape: Sequence[int]) -> None:
+        """Checks dtype and shape of one tensor.
+
+        Raises:
+            TensorError: They are others.
+        """
+        fits = len(shape) == len(self.shape) and all(
+            want is None or have == want for have, want in zip(shape, self.shape, strict=True)
+        )
+        if dtype != self.dtype or not fits:
+            wanted = ", ".join("any" if extent is None else str(extent) for extent in self.shape)
+            raise TensorError(
+                f"{key!r} of sample {sample} is {dtype}{list(shape)}; the plan says {self.dtype}[{wanted}]"
+            )
 
 
 @dataclass(frozen=True, slots=True)

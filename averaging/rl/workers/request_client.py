@@ -9,8 +9,16 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Self
 
 from averaging.errors import ConfigError, WorkerError, WorkerLostError
-from averaging.rl.workers.methods import Connect, connector, decode_payload, encode_payload
-from averaging.rl.workers.payload import NO_REPLY, Handle, Payload, unpack
+from averaging.rl.workers.payload import (
+    NO_REPLY,
+    Connect,
+    Handle,
+    Payload,
+    connector,
+    decode_payload,
+    encode_payload,
+    unpack,
+)
 from averaging.rl.workers.plan import Plan
 from averaging.rl.workers.worker_link import LinkOptions, WorkerLink
 from averaging.rpc import Credentials, Deadlines

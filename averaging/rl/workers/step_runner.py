@@ -19,7 +19,6 @@ from averaging.rl.workers.payload import (
     DatasetSpec,
     Fetched,
     Handle,
-    HookName,
     Payload,
     Realloc,
     SampleQuery,
@@ -27,7 +26,7 @@ from averaging.rl.workers.payload import (
     Transfer,
     convert,
 )
-from averaging.rl.workers.plan import Call, Hook, Model, ModelShardID, ParamRealloc, Plan, Save
+from averaging.rl.workers.plan import Call, Hook, HookName, Model, ModelShardID, ParamRealloc, Plan, Save
 from averaging.rl.workers.request_client import RequestClient
 
 logger = logging.getLogger("averaging.rl.workers")

@@ -16,8 +16,17 @@ from averaging.errors import (
     RefusalCause,
     WorkerLostError,
 )
-from averaging.rl.workers.methods import BATCH_BYTES, REQUEST_REPLY_STREAM, Channel, Connect
-from averaging.rl.workers.payload import NO_REPLY, Handle, Inventory, pack, unpack
+from averaging.rl.workers.payload import (
+    BATCH_BYTES,
+    NO_REPLY,
+    REQUEST_REPLY_STREAM,
+    Channel,
+    Connect,
+    Handle,
+    Inventory,
+    pack,
+    unpack,
+)
 from averaging.rl.workers.plan import Placement
 from averaging.rpc import Deadline, Deadlines, FairTimeout, Phase
 from averaging.wire.workers_pb2 import Attach, Attached, MasterMessage
