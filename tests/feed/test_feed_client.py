@@ -15,7 +15,7 @@ import pytest
 
 from averaging.errors import ConfigError, FeedBusyError, FeedError, FeedRefusedError, FeedUnreachableError
 from averaging.rl.feed import BatchFeed, FeedEnvironment
-from averaging.rl.feed.client import MAX_PAUSE, Connection, RetrySchedule
+from averaging.rl.feed.connection import MAX_PAUSE, Connection, RetrySchedule
 from averaging.rl.feed.messages import BatchReply, Registered
 from tests.support.feeds import a_group, environment, registration
 

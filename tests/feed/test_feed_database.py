@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from averaging.cli.feed import event_text
 from averaging.errors import ConfigError, FeedBusyError, FeedError, FeedRefusedError
-from averaging.rl.feed.database import KEY_SECONDS, MAX_HEADROOM, WRITE_RETRY_SECONDS, Database, DatabaseThread, Post
-from averaging.rl.feed.messages import RegisterEnv, Registration, ScoredData
+from averaging.rl.feed.database import KEY_SECONDS, MAX_HEADROOM, WRITE_RETRY_SECONDS, Database, DatabaseThread
+from averaging.rl.feed.messages import Post, RegisterEnv, Registration, ScoredData
 from averaging.rl.feed.run_state import KEYED, MAX_BUFFERED, RunState
 
 

@@ -317,7 +317,7 @@ def test_clients_log_why_there_is_no_batch(feed: Feed, caplog: pytest.LogCapture
         for _ in range(2):
             batches._request_batch()
     said = [record.name for record in caplog.records if "batch_size 5 is not a multiple" in record.getMessage()]
-    assert said == ["averaging.rl.feed.environment", "averaging.rl.feed.trainer"]
+    assert said == ["averaging.rl.feed.clients"] * 2
 
 
 def test_a_trainer_can_say_which_checkpoint_it_saved(feed: Feed, stack: ExitStack, tmp_path: Path) -> None:

@@ -2,13 +2,16 @@
 
 The server and both clients use the HTTP API of atroposlib, so each also works with that library's counterpart.
 Needs `pip install 'averaging[rl]'`.
+
+Read in this order: `messages` (what travels), `batch_formation` and `run_state` (which groups form a batch; pure),
+`database` (the run on disk), `routes` (what the server answers; a new route is a method there), `server` (what all
+requests must pass), `connection` and `clients` (the trainer's and the environment's side).
 """
 
-from averaging.rl.feed.environment import FeedEnvironment
+from averaging.rl.feed.clients import Batch, BatchFeed, FeedEnvironment
 from averaging.rl.feed.messages import EnvStatus, Registered, RegisterEnv, Registration, ScoredData
 from averaging.rl.feed.routes import ServerLimits
 from averaging.rl.feed.server import FeedServer
-from averaging.rl.feed.trainer import Batch, BatchFeed
 
 __all__ = [
     "Batch",

@@ -11,14 +11,13 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from averaging.errors import ConfigError, FeedBusyError, FeedError, FeedRefusedError
-from averaging.rl.feed.messages import RegisterEnv, Registration
+from averaging.rl.feed.messages import Post, RegisterEnv, Registration
 from averaging.rl.feed.run_state import Env, RunState, SampleGroup
 
 logger = logging.getLogger(__name__)
@@ -56,23 +55,6 @@ def _env_row(env_id: int, env: Env) -> tuple[object, ...]:
     return env_id, msgspec.json.encode(env.config), env.name, env.connected, env.owner
 
 
-@dataclass(frozen=True, slots=True)
-class Post:
-    """The groups of one request.
-
-    Attributes:
-        groups: environment and number of sequences of each.
-        contents: the JSON of each.
-        key: identifies repetitions of the request; empty if the client sent none.
-        digest: equal in all repetitions of the request.
-    """
-
-    groups: Sequence[tuple[int | None, int]]
-    contents: Sequence[bytes]
-    key: str
-    digest: bytes
-
-
 class Database:
     """Opens a file, and creates it if needed.
 
@@ -88,7 +70,7 @@ class Database:
     Attributes:
         state: the state of the run. Change it through the methods below only.
         latest: content of the group that entered the queue last; empty if none did since the file was opened.
-        detached: whether changes are kept in memory. Neither `post` nor `reset` may be called then.
+        detached: whether changes are kept in memory, until `attach`. Neither `post` nor `reset` may be called then.
 
     Raises:
         ConfigError: the file cannot be opened, is of another kind, is used by another process, or a part of it is gone.
@@ -171,12 +153,8 @@ class Database:
             facts["registration"] = msgspec.json.encode(state.registration)
         self._db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", list(facts.items()))
 
-    def detach(self) -> None:
-        """Keeps changes in memory until `attach`."""
-        self.detached = True
-
     def attach(self) -> None:
-        """Writes changes to the file again. Call it after `write_state` and `commit`."""
+        """Ends `detached`. Call it after `write_state` and `commit`."""
         self.detached = False
         self._delivered.clear()
 
@@ -409,9 +387,6 @@ class Database:
         self.state, self._stale = state, False
 
 
-# The thread that uses the database. Each job in it is one transaction.
-
-
 T = TypeVar("T")
 
 ATTACH_SECONDS, COMPLAIN_SECONDS = 1.0, 60.0
@@ -419,7 +394,7 @@ ATTACH_SECONDS, COMPLAIN_SECONDS = 1.0, 60.0
 
 
 class DatabaseThread:
-    """Runs jobs on a database one after the other. Use it as an async context manager.
+    """Runs jobs on a database one after the other, each in a transaction. Use it as an async context manager.
 
     Args:
         open_database: called in the thread.
@@ -465,23 +440,20 @@ class DatabaseThread:
         database = self._database
         try:
             if database.detached and not self._attach():
-                return self._run_detached(job, drains)
+                if not drains:
+                    raise sqlite3.OperationalError("its disk is full, and batches are delivered from memory")
+                return job(database)
             try:
                 return self._transact(job)
             except sqlite3.Error as error:
                 self._complain(f"the store cannot be written: {error}")
                 if not drains:
                     raise
-                database.detach()
+                database.detached = True
                 return job(database)
         except sqlite3.Error as error:
             message = f"the store cannot be written: {error}; nothing was changed, so send the same again"
             raise FeedBusyError(503, message, WRITE_RETRY_SECONDS) from None
-
-    def _run_detached(self, job: Callable[[Database], T], drains: bool) -> T:
-        if not drains:
-            raise sqlite3.OperationalError("its disk is full, and batches are delivered from memory")
-        return job(self._database)
 
     def _transact(self, job: Callable[[Database], T]) -> T:
         try:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import chain
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import msgspec
 
@@ -196,6 +198,39 @@ def check_finite(group: ScoredData) -> None:
         # The sum is quick, but may overflow.
         if not math.isfinite(sum(numbers)) and not all(map(math.isfinite, numbers)):
             raise FeedRefusedError(422, "an advantage or logprob is not finite; drop the group or give finite numbers")
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """The groups of one request.
+
+    Attributes:
+        groups: environment and number of sequences of each.
+        contents: the JSON of each.
+        key: identifies repetitions of the request; empty if the client sent none.
+        digest: equal in all repetitions of the request.
+    """
+
+    groups: Sequence[tuple[int | None, int]]
+    contents: Sequence[bytes]
+    key: str
+    digest: bytes
+
+    @classmethod
+    def of(cls, groups: Sequence[ScoredData], key: str) -> Self:
+        """Encodes the groups of a request.
+
+        Raises:
+            FeedRefusedError: a number is not finite.
+        """
+        digest = blake2b(digest_size=16)
+        contents = []
+        for group in groups:
+            check_finite(group)
+            contents.append(msgspec.json.encode(group))
+            if key:  # without env_id: an environment that was restarted may have a new one
+                digest.update(msgspec.json.encode(msgspec.structs.replace(group, env_id=None)))
+        return cls([(group.env_id, len(group.tokens)) for group in groups], contents, key, digest.digest())
 
 
 def object_count(body: bytes | bytearray) -> int:

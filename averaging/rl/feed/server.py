@@ -1,28 +1,43 @@
-"""`FeedServer`: the socket, the database and the HTTP server as one async context manager."""
+"""`FeedServer`: the socket, the database and the HTTP server, and what all requests must pass before their route."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import hmac
+import logging
 import socket
 import ssl
 import time
-from collections.abc import Callable, Sequence
+import zlib
+from collections import Counter as Counts
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from socket import gethostname
-from types import TracebackType
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from averaging.common import is_loopback, parse_address
-from averaging.errors import ConfigError, ListenError
+from averaging.common import is_loopback, parse_address, parse_ip
+from averaging.errors import ConfigError, FeedBusyError, FeedRefusedError, ListenError
 from averaging.rl.feed.database import Database, DatabaseThread
-from averaging.rl.feed.routes import Event, Routes, ServerLimits, network_of
+from averaging.rl.feed.routes import CHANGING, ROUTES, Event, Handler, Routes, ServerLimits, error_reply
 from averaging.rl.feed.run_state import RunState
 from averaging.security import read_tls, read_tokens
+
+logger = logging.getLogger(__name__)
+
+UNZIP_BYTES = 1 << 20
+"""Bytes that the event loop decompresses before it serves other requests."""
 
 KEEP_ALIVE = 30
 """Seconds for which a connection without a request is kept open."""
@@ -102,8 +117,8 @@ class FeedServer:
         async with AsyncExitStack() as stack:
             listener = stack.enter_context(_listening(self._listen))
             database = await stack.enter_async_context(DatabaseThread(self._open))
-            routes = Routes(database, self._tokens, self._hosts, self._limits, self._on_event)
-            config = self._config(routes)
+            routes = Routes(database, self._limits.body_objects, self._on_event)
+            config = self._config(Gate(routes, self._tokens, self._hosts, self._limits))
             config.load()
             server = uvicorn.Server(config)  # not serve(), which would install signal handlers
             server.lifespan = config.lifespan_class(config)
@@ -116,10 +131,8 @@ class FeedServer:
             self._stack = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self._stack.__aexit__(kind, error, traceback)
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
 
     async def wait(self) -> None:
         """Waits until the server ends. It ends only if it fails."""
@@ -129,13 +142,13 @@ class FeedServer:
         server.should_exit = True
         await asyncio.wait({self._serving})
 
-    def _config(self, routes: Routes) -> uvicorn.Config:
+    def _config(self, gate: Gate) -> uvicorn.Config:
         options: dict[str, Any] = {}
         if self._tls:
             verify = ssl.CERT_NONE if self._tokens else ssl.CERT_REQUIRED
             options = self._tls_files | {"ssl_cert_reqs": verify}
         return uvicorn.Config(
-            routes.application,
+            gate.application(),
             http=type(
                 "HTTPProtocol",
                 (_LimitedConnection,),
@@ -151,6 +164,157 @@ class FeedServer:
             timeout_graceful_shutdown=GRACE,
             **options,
         )
+
+
+class Gate:
+    """The application: lets requests in, within the limits and with a token, and gives their bodies to `routes`.
+
+    Args:
+        routes: answers the requests.
+        tokens: each request except GET / must carry one of them; if empty, no token is required.
+        hosts: names of this server, which the Host header must have if it is neither an address nor without a dot; None
+            allows any.
+        limits: limits of the bodies.
+    """
+
+    def __init__(
+        self, routes: Routes, tokens: Sequence[str], hosts: Sequence[str] | None, limits: ServerLimits
+    ) -> None:
+        self._routes, self._limits = routes, limits
+        self._tokens, self._hosts = [token.encode() for token in tokens], hosts
+        self._body_bytes: Counts[str] = Counts()  # by network
+
+    def application(self) -> Starlette:
+        """Returns the application with all of `ROUTES`."""
+        return Starlette(
+            routes=[self._route(name, handler) for name, handler in ROUTES.items()],
+            exception_handlers={HTTPException: _no_such_route},
+        )
+
+    def _route(self, name: str, handler: Handler) -> Route:
+        method, _, path = name.partition(" ")
+        route = Route(path, self._endpoint(path, handler), methods=[method])
+        if path in CHANGING and route.methods:
+            route.methods.discard("HEAD")  # Starlette adds it to GET
+        return route
+
+    def _endpoint(self, path: str, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            began = time.perf_counter()
+            try:
+                self._check_page(request)
+                if path != "/":
+                    self._check_token(request)
+                response = await self._with_body(request, handler)
+            except FeedRefusedError as error:
+                response = error_reply(error.status, str(error))
+            except FeedBusyError as error:
+                response = error_reply(error.status, str(error), {"Retry-After": f"{error.retry_after:.0f}"})
+            except ClientDisconnect:
+                response = error_reply(400, "the client disconnected before its request was complete")
+            except Exception:
+                logger.exception("%s has failed", path)
+                response = error_reply(500, "internal error of this server; see its log")
+            self._routes.answered(path, response.status_code, time.perf_counter() - began)
+            return response
+
+        return endpoint
+
+    def _check_page(self, request: Request) -> None:
+        """Refuses requests of web pages. Otherwise any page in a browser on this machine could drop the run.
+
+        A page whose name its owner lets point to this machine has the same origin as the server (DNS rebinding). Only
+        the Host header then has a name that is not the server's.
+        """
+        headers = request.headers
+        host = headers.get("host", "")
+        if self._hosts is not None and host and not _is_name_of_server(host, self._hosts):
+            raise FeedRefusedError(
+                403,
+                f"{host[:100]!r} is no known name of this server; use its address, start it with --allow-host NAME, or "
+                "require a token",
+            )
+        sent_by = [headers[name].lower() for name in ("origin", "referer") if name in headers]
+        own_page = all(page.split("/")[2:3] == [host.lower()] for page in sent_by)
+        if not own_page or headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+            raise FeedRefusedError(403, "requests of web pages are refused; use another HTTP client")
+
+    def _check_token(self, request: Request) -> None:
+        scheme, _, value = request.headers.get("authorization", "").partition(" ")
+        given = value.strip().encode()
+        if scheme.lower() == "basic":  # clients without an option for a token send the password of their URL
+            try:
+                given = base64.b64decode(given, validate=True).partition(b":")[2]
+            except ValueError:
+                given = b""
+        # All are compared, so that the time taken reveals nothing.
+        matches = sum([hmac.compare_digest(given, token) for token in self._tokens])
+        if self._tokens and not (matches and scheme.lower() in ("basic", "bearer")):
+            raise FeedRefusedError(401, "this server requires a token; send 'Authorization: Bearer TOKEN'")
+
+    async def _with_body(self, request: Request, handler: Handler) -> Response:
+        """Reads the body within the limits, and calls `handler`. The body counts until the handler returns."""
+        encoding = request.headers.get("content-encoding", "").lower()
+        unzip = zlib.decompressobj(wbits=31) if "gzip" in encoding else None
+        body, network = bytearray(), network_of(request.client and request.client.host)
+        try:
+            async with asyncio.timeout(self._limits.seconds):
+                async for chunk in request.stream():
+                    if unzip is None:
+                        self._extend(body, chunk, network)
+                        continue
+                    while True:  # not the whole chunk at once, which may grow a thousand times
+                        piece = unzip.decompress(chunk, UNZIP_BYTES)
+                        self._extend(body, piece, network)
+                        if len(piece) < UNZIP_BYTES:
+                            break
+                        chunk = unzip.unconsumed_tail
+                        await asyncio.sleep(0)
+            if unzip and body and (not unzip.eof or unzip.unused_data):
+                raise FeedRefusedError(400, "the body is not one whole gzip stream")
+            return await handler(self._routes, request, body)
+        except zlib.error:
+            raise FeedRefusedError(400, "the body is not gzip, although its Content-Encoding is") from None
+        except TimeoutError:
+            raise FeedRefusedError(408, f"the body did not arrive within {self._limits.seconds:g} s") from None
+        finally:
+            self._body_bytes[network] -= len(body)
+            if not self._body_bytes[network]:
+                del self._body_bytes[network]
+
+    def _extend(self, body: bytearray, piece: bytes, network: str) -> None:
+        limit = self._limits.body_bytes
+        body += piece
+        self._body_bytes[network] += len(piece)
+        if len(body) > limit:
+            raise FeedRefusedError(413, f"the body has more than {limit} bytes; send fewer groups at once")
+        # Of one address half: bodies that it does not complete must not keep those of others out.
+        if self._body_bytes[network] > 2 * limit or self._body_bytes.total() > 4 * limit:
+            raise FeedBusyError(503, "this server reads too many bodies at present; send the same again", 1.0)
+
+
+async def _no_such_route(request: Request, error: Exception) -> Response:
+    if not isinstance(error, HTTPException):
+        raise error
+    return error_reply(error.status_code, f"{request.method} {request.url.path}: {error.detail}", error.headers)
+
+
+def _is_name_of_server(host_header: str, hosts: Sequence[str]) -> bool:
+    """Whether a request for that host can reach only this server: nobody else can let such a name point to it."""
+    try:
+        host = (urlsplit(f"//{host_header}").hostname or "").rstrip(".")
+    except ValueError:
+        return False
+    return "." not in host or parse_ip(host) is not None or is_loopback(host) or host in hosts
+
+
+def network_of(host: str | None) -> str:
+    """Returns what one client can have many addresses of: the first half of an IPv6 address, or an IPv4 address."""
+    host = host or ""
+    address = parse_ip(host.partition("%")[0])
+    if address is None or address.version == 4 or address.ipv4_mapped:
+        return host
+    return address.exploded[:19]
 
 
 class _LimitedConnection(H11Protocol):
