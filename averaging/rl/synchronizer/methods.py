@@ -29,7 +29,7 @@ _FROM_WIRE = {number: status for status, number in _TO_WIRE.items()}
 
 
 @dataclass(frozen=True)
-class Call(Generic[Result]):
+class SynchronizerMethod(Generic[Result]):
     """One method of the service.
 
     Attributes:
@@ -89,40 +89,48 @@ _LARGE_REQUEST, _LARGE_REPLY = {"max_request_bytes": MAX_PART_BYTES}, {"max_repl
 _BOTH_STREAM = {"requests_stream": True, "replies_stream": True}
 
 # The service has a handler of its own for each stream, and for the calls without one the same handler.
-ATTEND = Call[None](_rpc("Attend", wire.FromModule, wire.ToModule, **_BOTH_STREAM, **_LARGE_REQUEST, **_LARGE_REPLY))
-SET_MODEL_STATE_DICT = Call[int](
+ATTEND = SynchronizerMethod[None](
+    _rpc("Attend", wire.FromModule, wire.ToModule, **_BOTH_STREAM, **_LARGE_REQUEST, **_LARGE_REPLY)
+)
+SET_MODEL_STATE_DICT = SynchronizerMethod[int](
     _rpc("SetModelStateDict", wire.StatePart, wire.Version, requests_stream=True, **_LARGE_REQUEST), waits=True
 )
-GET_MODEL_STATE_DICT = Call[None](
+GET_MODEL_STATE_DICT = SynchronizerMethod[None](
     _rpc("GetModelStateDict", wire.Request, wire.StatePart, replies_stream=True, **_LARGE_REPLY)
 )
-GET_STATUS = Call[dict[str, Any]](_rpc("GetStatus", wire.Request, wire.Status))
-SET_TRAINER_STATUS = Call[None](
+GET_STATUS = SynchronizerMethod[dict[str, Any]](_rpc("GetStatus", wire.Request, wire.Status))
+SET_TRAINER_STATUS = SynchronizerMethod[None](
     _rpc("SetTrainerStatus", wire.StatusRequest, wire.Done), session=True, member=True, takes=("status",)
 )
-TRAINER_REQUIRES_WEIGHT_SYNC = Call[bool | None](_rpc("TrainerRequiresWeightSync", wire.Request, wire.TrainerReply))
-SET_EXPLORER_STATUS = Call[None](_rpc("SetExplorerStatus", wire.StatusRequest, wire.Done), session=True, member=True)
-EXPLORER_REQUIRES_SYNC = Call[bool](_rpc("ExplorerRequiresSync", wire.Request, wire.ExplorerReply))
-GET_STATE_DICT_META = Call[Meta | None](_rpc("GetStateDictMeta", wire.Request, wire.Meta, **_LARGE_REPLY))
-WAIT_NEW_MODEL_STATE_DICT = Call[int | None](
+TRAINER_REQUIRES_WEIGHT_SYNC = SynchronizerMethod[bool | None](
+    _rpc("TrainerRequiresWeightSync", wire.Request, wire.TrainerReply)
+)
+SET_EXPLORER_STATUS = SynchronizerMethod[None](
+    _rpc("SetExplorerStatus", wire.StatusRequest, wire.Done), session=True, member=True
+)
+EXPLORER_REQUIRES_SYNC = SynchronizerMethod[bool](_rpc("ExplorerRequiresSync", wire.Request, wire.ExplorerReply))
+GET_STATE_DICT_META = SynchronizerMethod[Meta | None](_rpc("GetStateDictMeta", wire.Request, wire.Meta, **_LARGE_REPLY))
+WAIT_NEW_MODEL_STATE_DICT = SynchronizerMethod[int | None](
     _rpc("WaitNewModelStateDict", wire.WaitRequest, wire.WaitReply),
     member=True,
     waits=True,
     late=wire.WaitReply(timed_out=True),
 )
-NOTIFY_NO_NEW_MODEL_STATE_DICT = Call[None](_rpc("NotifyNoNewModelStateDict", wire.Request, wire.Done), session=True)
-GET_LATEST_MODEL_VERSION = Call[int](_rpc("GetLatestModelVersion", wire.Request, wire.Version))
-GET_LATEST_MODEL_PATH = Call[str | None](_rpc("GetLatestModelPath", wire.PathRequest, wire.Path))
-SETUP_WEIGHT_SYNC_GROUP = Call[None](
+NOTIFY_NO_NEW_MODEL_STATE_DICT = SynchronizerMethod[None](
+    _rpc("NotifyNoNewModelStateDict", wire.Request, wire.Done), session=True
+)
+GET_LATEST_MODEL_VERSION = SynchronizerMethod[int](_rpc("GetLatestModelVersion", wire.Request, wire.Version))
+GET_LATEST_MODEL_PATH = SynchronizerMethod[str | None](_rpc("GetLatestModelPath", wire.PathRequest, wire.Path))
+SETUP_WEIGHT_SYNC_GROUP = SynchronizerMethod[None](
     _rpc("SetupWeightSyncGroup", wire.GroupRequest, wire.Done, **_LARGE_REQUEST), session=True, waits=True
 )
-COORDINATE_WEIGHT_SYNC_SETUP = Call[None](
+COORDINATE_WEIGHT_SYNC_SETUP = SynchronizerMethod[None](
     _rpc("CoordinateWeightSyncSetup", wire.TimeoutRequest, wire.Done), session=True, member=True, waits=True
 )
-COORDINATE_WEIGHT_SYNC_TEARDOWN = Call[None](
+COORDINATE_WEIGHT_SYNC_TEARDOWN = SynchronizerMethod[None](
     _rpc("CoordinateWeightSyncTeardown", wire.Request, wire.Done), session=True, waits=True
 )
-READY_TO_NCCL_SYNC = Call[int | None](
+READY_TO_NCCL_SYNC = SynchronizerMethod[int | None](
     _rpc("ReadyToNcclSync", wire.ReadyRequest, wire.WaitReply), session=True, member=True, waits=True
 )
 

@@ -334,12 +334,12 @@ class RemoteSynchronizer:
 
     # Calls
 
-    async def _call(self, call: methods.Call[Result], **arguments: Any) -> Result:
+    async def _call(self, call: methods.SynchronizerMethod[Result], **arguments: Any) -> Result:
         """Calls a method as the table says."""
         session = await self._open_session()
         return await self._send(session, call, call.request(self._namespace, session.number, arguments))
 
-    async def _send(self, session: Attendance, call: methods.Call[Result], request: Any) -> Result:
+    async def _send(self, session: Attendance, call: methods.SynchronizerMethod[Result], request: Any) -> Result:
         """Sends a request, or an iterator of them. Fails when the session ends."""
         limit = _FOREVER if call.waits else self._timeout
         return call.result(await session.until_lost(self._channel.call(call.rpc, request, limit)))

@@ -134,7 +134,7 @@ class SynchronizerService:
 
     def rpc_handlers(self) -> Iterable[RpcHandler]:
         """See `RpcService`."""
-        calls = [call for call in vars(methods).values() if isinstance(call, methods.Call)]
+        calls = [call for call in vars(methods).values() if isinstance(call, methods.SynchronizerMethod)]
         return [RpcHandler(call.rpc, getattr(self, f"_{call.name}", partial(self._answer, call))) for call in calls]
 
     def _find(self, namespace: str) -> _Served:
@@ -195,7 +195,7 @@ class SynchronizerService:
         """The member of a session, which every call that changes something needs."""
         return self._sessions.find(session, namespace).member
 
-    async def _answer(self, call: methods.Call[Any], request: Any) -> Any:
+    async def _answer(self, call: methods.SynchronizerMethod[Any], request: Any) -> Any:
         """Answers a call as the table says."""
         synchronizer, member = self._find(request.namespace), None
         if call.session or (call.member and request.session):
