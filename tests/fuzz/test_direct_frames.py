@@ -24,9 +24,9 @@ from averaging.transport.direct.frames import (
     pack_hello,
     proof_of,
 )
-from averaging.transport.direct.heads import encode_head
 from averaging.transport.direct.opening import OPEN, Request
 from averaging.transport.direct.sealing import Cipher, Ciphers, derive_keys, shared_secret
+from averaging.transport.direct.streams import encode_head
 from averaging.transport.grpc.client import call_unary
 from tests.support.certificates import HERE, secure
 from tests.support.grpc_fakes import FakePeer, number_of, part

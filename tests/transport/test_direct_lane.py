@@ -22,8 +22,8 @@ from averaging.protocol.messages import AveragingData, MessageCode
 from averaging.security.credentials import Credentials
 from averaging.transport.base import is_alive
 from averaging.transport.direct import lanes, opening
+from averaging.transport.direct import listener as listener_module
 from averaging.transport.direct import sealing as tickets
-from averaging.transport.direct import serving as direct_serving
 from averaging.transport.direct.frames import (
     FROM_CALLEE,
     FROM_CALLER,
@@ -122,7 +122,7 @@ async def every_connection_ends(callee: GrpcTransport) -> bool:
             await asyncio.wait(listener._connections)
     assert not listener._admitted._taken
     assert not listener._newcomers._taken
-    assert not listener._held._quota._taken
+    assert not listener._held._taken
     return True
 
 
@@ -233,8 +233,8 @@ async def endless_parts() -> AsyncGenerator[AveragingData, None]:
 
 @pytest.mark.asyncio
 async def test_a_reader_that_takes_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct_serving, "WRITE_SECONDS", 0.2)
-    monkeypatch.setattr(direct_serving, "WRITE_BYTES_PER_SECOND", 1 << 30)
+    monkeypatch.setattr(listener_module, "WRITE_SECONDS", 0.2)
+    monkeypatch.setattr(listener_module, "WRITE_BYTES_PER_SECOND", 1 << 30)
     service = FakePeer(aggregate=floods)
     async with (
         serving(service) as (_, endpoint),
@@ -637,7 +637,7 @@ async def test_bytes_that_no_round_has_asked_for_are_bounded(monkeypatch: pytest
     async with serving(service) as (callee, endpoint), AsyncExitStack() as stack:
         listener = transport_of(callee)._listener
         assert listener is not None
-        monkeypatch.setattr(listener._held, "_quota", HostQuota(1 << 30, 2 * MIB + 4096))
+        monkeypatch.setattr(listener, "_held", HostQuota(1 << 30, 2 * MIB + 4096))
         callers = [await stack.enter_async_context(client()) for _ in range(3)]
         calls = [
             await stack.enter_async_context(aclosing(caller.aggregate_part(endpoint, parts(1, MIB))))
@@ -659,9 +659,9 @@ async def test_a_round_that_has_accepted_a_sender_bounds_its_bytes_itself(monkey
     async with serving(FakePeer()) as (callee, endpoint), client() as caller:
         listener = transport_of(callee)._listener
         assert listener is not None
-        monkeypatch.setattr(listener._held, "_quota", HostQuota(1 << 30, 2 * MIB))
+        monkeypatch.setattr(listener, "_held", HostQuota(1 << 30, 2 * MIB))
         assert await send_parts(caller, endpoint, 20, MIB) == list(range(20))
-        assert not listener._held._quota._taken
+        assert not listener._held._taken
 
 
 # When gRPC carries the parts

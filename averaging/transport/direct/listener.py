@@ -12,23 +12,18 @@ from averaging.common import HostQuota, parse_address
 from averaging.errors import AveragingError, ListenError, PeerUnreachableError, ProtocolViolationError
 from averaging.transport import AveragingService
 from averaging.transport.direct.frames import FROM_CALLER, HELLO_BYTES, MAGIC, BufferPool, FrameKind, read_hello
-from averaging.transport.direct.heads import HeaderCache
 from averaging.transport.direct.link import HangUps, Link
 from averaging.transport.direct.sealing import Admission, Tickets
-from averaging.transport.direct.serving import (
-    MAX_CONNECTIONS,
-    MAX_CONNECTIONS_PER_HOST,
-    MAX_NEWCOMERS,
-    MAX_NEWCOMERS_PER_HOST,
-    Held,
-    HeldLimits,
-    Stream,
-    serve_stream,
-    write_seconds,
-)
-from averaging.transport.grpc import HANDSHAKE_SECONDS
+from averaging.transport.direct.streams import HeaderCache, Stream, serve_stream
+from averaging.transport.grpc import HANDSHAKE_SECONDS, WRITE_BYTES_PER_SECOND, WRITE_SECONDS
 
 logger = logging.getLogger("averaging.transport")
+
+MAX_CONNECTIONS, MAX_CONNECTIONS_PER_HOST = 1024, 256
+"""Connections of callers with a ticket."""
+
+MAX_NEWCOMERS, MAX_NEWCOMERS_PER_HOST = 512, 64
+"""Connections whose ticket has not arrived yet."""
 
 BACKLOG = 128
 
@@ -42,7 +37,7 @@ class Listener:
     Args:
         address: `host:port`; port 0 takes a free one.
         max_body: bytes of the largest body that is accepted.
-        limits: bytes of parts that no round has asked for.
+        held: quota of the bytes of parts that no round has asked for.
         buffers: where bodies are received.
         clock: monotonic.
 
@@ -59,7 +54,7 @@ class Listener:
         address: str,
         *,
         max_body: int,
-        limits: HeldLimits,
+        held: HostQuota,
         buffers: BufferPool,
         clock: Callable[[], float],
     ) -> None:
@@ -72,7 +67,7 @@ class Listener:
         self._hang_ups: HangUps | None = None
         self._newcomers = HostQuota(MAX_NEWCOMERS, MAX_NEWCOMERS_PER_HOST)
         self._admitted = HostQuota(MAX_CONNECTIONS, MAX_CONNECTIONS_PER_HOST)
-        self._heads, self._held = HeaderCache(), Held(limits)
+        self._heads, self._held = HeaderCache(), held
         self._links: dict[bytes, Link] = {}  # by their tickets
         self._connections: set[asyncio.Task[None]] = set()
         self._busy: set[asyncio.Task[None]] = set()  # those with a stream in progress
@@ -214,6 +209,11 @@ class Listener:
         if (await link.read()).kind is not FrameKind.READY:
             raise ProtocolViolationError(f"{link.name} did not begin as a caller does")
         await link.send(FrameKind.WELCOME)
+
+
+def write_seconds(nbytes: int) -> float:
+    """How long a caller may take to read a reply of a size."""
+    return WRITE_SECONDS + nbytes / WRITE_BYTES_PER_SECOND
 
 
 def normalized(address: str) -> str:

@@ -8,68 +8,18 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
-from averaging.common import parse_address
+from averaging.common import HostQuota, parse_address
 from averaging.config import AUTO
 from averaging.errors import AveragingError, PeerUnreachableError, ProtocolViolationError
 from averaging.protocol import AveragingData
 from averaging.transport import AveragingService, GossipService, Lane
-from averaging.transport.direct.frames import BufferPool, Frame, FrameKind
-from averaging.transport.direct.heads import HeaderCache, decode_error, encode_head
+from averaging.transport.direct.frames import BufferPool, FrameKind
 from averaging.transport.direct.lanes import MAX_KNOWN, Lanes
 from averaging.transport.direct.link import Link
 from averaging.transport.direct.listener import Listener
 from averaging.transport.direct.opening import ECHO, OPEN, Grant, Request, echo_handler, open_handler, open_link
-from averaging.transport.direct.serving import HeldLimits
+from averaging.transport.direct.streams import HeaderCache, Upload, decode_error
 from averaging.transport.grpc import Callers, GrpcTransport, Handlers, call_unary, check_listen, held_limits
-
-FRAMES_AT_ONCE = 16
-"""Frames that are sent before other tasks of the event loop get a chance."""
-
-
-class _DirectUpload:
-    """Sends messages as fast as the connection takes them.
-
-    Attributes:
-        ended: whether all were sent.
-        failure: the exception of the iterator of messages, which closes the connection.
-    """
-
-    def __init__(self, link: Link) -> None:
-        self.ended = False
-        self.failure: Exception | None = None
-        self._link = link
-
-    async def run(self, messages: AsyncIterator[AveragingData]) -> None:
-        """Sends `messages` and the end of the stream."""
-        link = self._link
-        try:
-            sent = 0
-            async for message in messages:
-                body = b"" if message.tensor_part is None else message.tensor_part.buffer
-                await link.send(FrameKind.PART, encode_head(message), body)
-                sent += 1
-                if sent % FRAMES_AT_ONCE == 0:
-                    await asyncio.sleep(0)  # small frames may never have to wait for the socket
-            await link.send(FrameKind.END)
-            self.ended = True
-        except PeerUnreachableError:
-            return  # the reader gets the reason
-        except Exception as error:
-            self.failure = error
-            link.close(abort=True)
-        finally:
-            if isinstance(messages, AsyncGenerator):
-                await messages.aclose()
-
-    async def next_frame(self) -> Frame:
-        """The next frame of the other side; the upload's exception, if that has ended the connection."""
-        try:
-            return await self._link.read()
-        except PeerUnreachableError:
-            if self.failure is not None:
-                raise self.failure from None
-            raise
-
 
 SUPPORTED = hasattr(socket.socket, "sendmsg") and hasattr(socket.socket, "recvmsg_into")
 """Whether this system has what the lane needs; Windows has not."""
@@ -125,7 +75,7 @@ class DirectTransport(GrpcTransport):
                 self._listener = Listener(
                     address,
                     max_body=self._max_part_bytes,
-                    limits=HeldLimits(limits.per_host, limits.in_all),
+                    held=HostQuota(limits.in_all, limits.per_host),
                     buffers=self._buffers,
                     clock=time.monotonic,
                 )
@@ -215,7 +165,7 @@ class DirectTransport(GrpcTransport):
         link = self._lanes.take(endpoint)
         if link is None:
             raise PeerUnreachableError(endpoint, self._lanes.reason(endpoint))
-        upload = _DirectUpload(link)
+        upload = Upload(link)
         uploading = asyncio.create_task(upload.run(messages))
         in_order = averaged = False
         try:

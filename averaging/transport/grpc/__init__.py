@@ -30,7 +30,13 @@ from averaging.transport.grpc.channel_options import (
     held_limits,
 )
 from averaging.transport.grpc.client import call_unary
-from averaging.transport.grpc.conversion import decode_averaging_data, decode_nothing, encode_nothing, parse
+from averaging.transport.grpc.conversion import (
+    decode_averaging_data,
+    decode_nothing,
+    encode_averaging_data,
+    encode_nothing,
+    parse,
+)
 from averaging.transport.grpc.dialling import Dialling, check_listen
 from averaging.transport.grpc.methods import Method
 from averaging.transport.grpc.rpc_channel import Caller
@@ -64,6 +70,7 @@ __all__ = [
     "check_listen",
     "decode_averaging_data",
     "decode_nothing",
+    "encode_averaging_data",
     "encode_nothing",
     "held_limits",
     "host_of",

@@ -172,7 +172,7 @@ def _encode_head(
         compression=runtime_pb2.CompressionType.ValueType(compression),
         chunks=chunks,
     )
-    inner = tensor.SerializeToString() + _length_prefix(_BUFFER, nbytes)
+    inner = tensor.SerializeToString() + (_length_prefix(_BUFFER, nbytes) if nbytes else b"")
     return _length_prefix(field, len(inner) + nbytes) + inner
 
 

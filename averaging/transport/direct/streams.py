@@ -1,0 +1,263 @@
+"""One stream of parts over a connection: its messages as frames, and both sides of it.
+
+A connection carries one stream after the other. A stream that got no average spends its connection: streams that are
+empty, or that no round wants, would otherwise follow each other as fast as the caller sends them, and take the event
+loop from the rounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, suppress
+from dataclasses import replace
+from functools import lru_cache
+
+from averaging.common import HostQuota
+from averaging.errors import (
+    AveragingError,
+    BusyError,
+    CallRefusedError,
+    PeerUnreachableError,
+    ProtocolViolationError,
+    RefusalCause,
+    ViolationKind,
+    printable,
+    refusal_cause,
+)
+from averaging.protocol import AveragingData, Buffer, MessageCode, WireTensor
+from averaging.transport import AveragingService
+from averaging.transport.direct.frames import MAX_HEAD_BYTES, Frame, FrameKind
+from averaging.transport.direct.link import FRAMES_AHEAD, Link
+from averaging.transport.direct.sealing import Admission
+from averaging.transport.grpc import IDLE_SECONDS, decode_averaging_data, encode_averaging_data, parse
+from averaging.wire import direct_pb2
+
+logger = logging.getLogger("averaging.transport")
+
+MAX_HEADS = 256
+"""Heads that are kept: more than the number of part sizes in a model. If there are more, all are forgotten."""
+
+MAX_REASON = 300
+"""Maximum length of an error message, in characters."""
+
+FRAMES_AT_ONCE = 16
+"""Frames that are sent before other tasks of the event loop get a chance."""
+
+IDLE_GRACE_SECONDS = 60.0
+"""A callee keeps an idle connection for this much longer than its caller, so that only the caller ends it."""
+
+LINGER_SECONDS = 0.5
+"""After the callee has ended a stream, the rest of it is discarded for this time; then the connection is closed."""
+
+_DEFINITE, _WRONG_RUN, _OTHER = 1, 2, 3
+
+
+def encode_head(data: AveragingData) -> bytes:
+    """Encodes a message without the buffer of its tensor.
+
+    Raises:
+        ProtocolViolationError: the result is longer than other peers accept.
+    """
+    tensor = None if data.tensor_part is None else replace(data.tensor_part, buffer=b"")
+    head = _encode(data.code, data.group_id, data.endpoint, data.metadata, tensor)
+    if len(head) > MAX_HEAD_BYTES:
+        raise ProtocolViolationError(f"a message with {len(head)} bytes besides its tensor; at most {MAX_HEAD_BYTES}")
+    return head
+
+
+@lru_cache(maxsize=MAX_HEADS)
+def _encode(code: MessageCode, group_id: bytes, endpoint: str, metadata: bytes, tensor: WireTensor | None) -> bytes:
+    return encode_averaging_data(AveragingData(code, group_id, endpoint, tensor, metadata))
+
+
+class HeaderCache:
+    """Decodes heads. Those of the parts of one round are few, so they are kept."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, AveragingData] = {}
+
+    def decode(self, head: bytes, body: Buffer) -> AveragingData:
+        """Returns the message; its tensor shares the memory of `body`.
+
+        Raises:
+            ProtocolViolationError: the head is malformed, has a buffer of its own, or there is a body without a tensor.
+        """
+        like = self._known.get(head)
+        if like is None:
+            like = decode_averaging_data(head)
+            if like.tensor_part is not None and len(like.tensor_part.buffer):
+                raise ProtocolViolationError("a frame with a part of its tensor in the head")
+            if len(self._known) >= MAX_HEADS:
+                self._known.clear()
+            self._known[head] = like
+        if like.tensor_part is not None:
+            return replace(like, tensor_part=replace(like.tensor_part, buffer=body), encoded=[])
+        if len(body):
+            raise ProtocolViolationError("a frame with bytes that belong to no tensor")
+        return like
+
+
+def encode_error(error: AveragingError | None) -> bytes:
+    """Encodes the error with which the callee ends a stream; None for an unexpected one, which is not described."""
+    kind, reason = _OTHER, "internal error; see the log of that peer"
+    if error is not None:
+        if isinstance(error, ProtocolViolationError) and error.kind is ViolationKind.FOREIGN_ENDPOINT:
+            kind = _DEFINITE
+        elif refusal_cause(error) is RefusalCause.WRONG_RUN:
+            kind = _WRONG_RUN
+        reason = printable(str(error), MAX_REASON)
+    return direct_pb2.DirectError(kind=kind, reason=reason).SerializeToString()
+
+
+def decode_error(endpoint: str, head: bytes) -> CallRefusedError:
+    """Returns the error that `endpoint` sent.
+
+    Raises:
+        ProtocolViolationError: it is malformed.
+    """
+    wire = parse(direct_pb2.DirectError(), head)
+    reason = printable(wire.reason, MAX_REASON) or "refused"
+    if wire.kind == _WRONG_RUN:
+        return CallRefusedError(endpoint, reason, RefusalCause.WRONG_RUN)
+    return CallRefusedError(endpoint, reason, definite=wire.kind == _DEFINITE)
+
+
+class Upload:
+    """The caller's side: sends messages as fast as the connection takes them, while the replies are read.
+
+    Attributes:
+        ended: whether all were sent.
+        failure: the exception of the iterator of messages, which closes the connection.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self.ended = False
+        self.failure: Exception | None = None
+        self._link = link
+
+    async def run(self, messages: AsyncIterator[AveragingData]) -> None:
+        """Sends `messages` and the end of the stream."""
+        link = self._link
+        try:
+            sent = 0
+            async for message in messages:
+                body = b"" if message.tensor_part is None else message.tensor_part.buffer
+                await link.send(FrameKind.PART, encode_head(message), body)
+                sent += 1
+                if sent % FRAMES_AT_ONCE == 0:
+                    await asyncio.sleep(0)  # small frames may never have to wait for the socket
+            await link.send(FrameKind.END)
+            self.ended = True
+        except PeerUnreachableError:
+            return  # the reader gets the reason
+        except Exception as error:
+            self.failure = error
+            link.close(abort=True)
+        finally:
+            if isinstance(messages, AsyncGenerator):
+                await messages.aclose()
+
+    async def next_frame(self) -> Frame:
+        """The next frame of the other side; the upload's exception, if that has ended the connection."""
+        try:
+            return await self._link.read()
+        except PeerUnreachableError:
+            if self.failure is not None:
+                raise self.failure from None
+            raise
+
+
+class Stream:
+    """The callee's side: the messages of one stream of parts.
+
+    Attributes:
+        ended: whether the caller has sent the last one.
+    """
+
+    def __init__(self, link: Link, admission: Admission, heads: HeaderCache, held: HostQuota) -> None:
+        self._link, self._admission, self._heads, self._held = link, admission, heads, held
+        self._begun = self._accepted = self.ended = False
+        self._nbytes = 0
+        link.ahead, link.on_frame = 0, self._count
+
+    async def begin(self) -> bool:
+        """Waits until the stream begins; False if the connection ends instead."""
+        try:
+            async with asyncio.timeout(IDLE_SECONDS + IDLE_GRACE_SECONDS):
+                await self._link.activity()
+        except TimeoutError:
+            return False
+        return not self._link.lost
+
+    def __aiter__(self) -> AsyncIterator[AveragingData]:
+        return self
+
+    async def __anext__(self) -> AveragingData:
+        if self._begun and not self._accepted:  # a round has accepted the sender, and bounds what is read from now on
+            self._accept()
+        if self.ended:
+            raise StopAsyncIteration
+        kind, head, body = await self._link.read()
+        self._begun = True
+        if kind is FrameKind.END:
+            self.ended = True
+            raise StopAsyncIteration
+        if kind is not FrameKind.PART:
+            raise ProtocolViolationError(f"sent {kind.name} in a stream of parts")
+        message = self._heads.decode(head, body)
+        if message.endpoint:
+            self._admission.check(message.endpoint)
+        return message
+
+    async def read_to_the_end(self) -> None:
+        """Discards what the caller still sends, for at most `LINGER_SECONDS`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_SECONDS):
+                while not self.ended:
+                    self.ended = (await self._link.read()).kind is FrameKind.END
+
+    def close(self) -> None:
+        """Ends the count of its bytes."""
+        self._accept()
+        self._link.on_frame = None
+
+    def _count(self, nbytes: int) -> None:
+        if self._accepted:
+            return
+        if not self._held.take(self._admission.host, nbytes):
+            raise BusyError("the unfinished requests of your host hold too much memory")
+        self._nbytes += nbytes
+
+    def _accept(self) -> None:
+        if not self._accepted:
+            self._accepted = True
+            self._held.leave(self._admission.host, self._nbytes)
+            self._link.ahead = FRAMES_AHEAD
+
+
+async def serve_stream(link: Link, stream: Stream, service: AveragingService) -> None:
+    """Serves one stream to its end. The connection can carry another one if `stream.ended`, and it is not `spent`."""
+    link.spent = True
+    with suppress(PeerUnreachableError):
+        await _answer(link, stream, service)
+        await stream.read_to_the_end()
+
+
+async def _answer(link: Link, stream: Stream, service: AveragingService) -> None:
+    try:
+        async with aclosing(service.aggregate_part(stream)) as replies:
+            async for reply in replies:
+                link.spent = link.spent and reply.tensor_part is None
+                body = b"" if reply.tensor_part is None else reply.tensor_part.buffer
+                await link.send(FrameKind.PART, encode_head(reply), body)
+    except PeerUnreachableError:
+        raise
+    except AveragingError as error:
+        await link.send(FrameKind.ERROR, encode_error(error))
+    except Exception:
+        logger.exception("a stream of parts from %s failed", link.name)
+        await link.send(FrameKind.ERROR, encode_error(None))
+    else:
+        await link.send(FrameKind.END)
