@@ -124,7 +124,7 @@ def decode_error(endpoint: str, head: bytes) -> CallRefusedError:
     return CallRefusedError(endpoint, reason, definite=wire.kind == _DEFINITE)
 
 
-class Upload:
+class DirectUpload:
     """The caller's side: sends messages as fast as the connection takes them, while the replies are read.
 
     Attributes:

@@ -18,7 +18,7 @@ from averaging.transport.direct.lanes import MAX_KNOWN, Lanes
 from averaging.transport.direct.link import Link
 from averaging.transport.direct.listener import Listener
 from averaging.transport.direct.opening import ECHO, OPEN, Grant, Request, echo_handler, open_handler, open_link
-from averaging.transport.direct.streams import HeaderCache, Upload, decode_error
+from averaging.transport.direct.streams import DirectUpload, HeaderCache, decode_error
 from averaging.transport.grpc import Callers, GrpcTransport, Handlers, call_unary, check_listen, held_limits
 
 SUPPORTED = hasattr(socket.socket, "sendmsg") and hasattr(socket.socket, "recvmsg_into")
@@ -165,7 +165,7 @@ class DirectTransport(GrpcTransport):
         link = self._lanes.take(endpoint)
         if link is None:
             raise PeerUnreachableError(endpoint, self._lanes.reason(endpoint))
-        upload = Upload(link)
+        upload = DirectUpload(link)
         uploading = asyncio.create_task(upload.run(messages))
         in_order = averaged = False
         try:
