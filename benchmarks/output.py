@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import benchmarks
-from averaging.cli.atomic_files import replaced_atomically
+from averaging.cli.files import replaced_atomically
 
 
 def make_folder(parser: argparse.ArgumentParser, folder: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from averaging.cli.ca import ca_group
-from averaging.cli.error_reporting import DEFAULTS, NOT_DONE, starting
+from averaging.cli.exits import DEFAULTS, NOT_DONE, starting
 from averaging.cli.explain import explain_command
 from averaging.cli.feed import feed_command
 from averaging.cli.follow import follow_command
@@ -46,9 +46,8 @@ class Commands(click.Group):
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            # Text of click itself, such as --help. The commands handle the errors of their own output.
             with contextlib.suppress(OSError):
-                click.echo(f"Error: cannot write this out: {error.strerror}; make room there", err=True)
+                click.echo(f"Error: cannot write to stdout: {error.strerror}; free space there", err=True)
             sys.exit(NOT_DONE)
         finally:
             if options.get("standalone_mode", True):

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from averaging.cli.atomic_files import replaced_atomically
-from averaging.cli.error_reporting import NOT_DONE, WRONG_USAGE, CommandError, failure_of, write_line
+from averaging.cli.exits import NOT_DONE, WRONG_USAGE, CommandError, failure_of
+from averaging.cli.files import replaced_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -89,7 +89,7 @@ def init_command(directory: Path, name: str, days: float, force: bool) -> None:
         raise failure_of(error) from None
     certificate, key = _write(directory, AUTHORITY, made, force=force)
     where = "" if directory == Path(AUTHORITY) else f" --directory {shlex.quote(str(directory))}"
-    _report(
+    click.echo(
         f"wrote {certificate}: the authority's certificate, valid until {made.expires:%Y-%m-%d}; every peer needs "
         "it\n"
         f"wrote {key}: its private key; anyone who has it can join the run under any name, so keep it here\n"
@@ -144,18 +144,12 @@ def issue_command(
         host = _in_url(next((host for host in hosts if "*" not in host), "HOST"))
         everywhere = "[::]" if host.startswith("[") else "0.0.0.0"  # noqa: S104 - only printed
         place = shlex.join(["--listen", f"{everywhere}:4222", "--advertise", f"{host}:4222"])
-    _report(
+    click.echo(
         f"wrote {certificate}: certificate for {subject}, valid until {made.expires:%Y-%m-%d}\n"
         f"wrote {key}: its private key; only that peer may have it\n"
         f"next: copy these two and {directory / f'{AUTHORITY}.pem'} to the machine of {name}, and start it there:\n"
         f"  averaging peer FILE.safetensors --run-id RUN {place} {shlex.join(map(str, options))}"
     )
-
-
-def _report(text: str) -> None:
-    """Prints what was done. The files stay if that fails."""
-    if why_not := write_line(text):
-        click.echo(f"{why_not}; the files are written", err=True)
 
 
 def _read_authority(directory: Path) -> Issued:

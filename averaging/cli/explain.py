@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from averaging.cli.error_reporting import WRONG_USAGE, CommandError, write_line
+from averaging.cli.exits import WRONG_USAGE, CommandError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,8 +57,7 @@ def explain_command(files: Sequence[Path], summary: bool) -> None:
 
     recorded = [(file, _read(file)) for file in files]
     for line in explain([one for _, found in recorded for one in found.receipts], summary_only=summary):
-        if why_not := write_line(line):
-            raise CommandError(f"{why_not}; free space there")
+        click.echo(line)
     bad = sum([_report_bad_lines(file, found) for file, found in recorded])
     if bad:
         what = "1 line that cannot be read is" if bad == 1 else f"{bad} lines that cannot be read are"

@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli.error_reporting import WRONG_USAGE, CommandError, Stopped, failure_of
+from averaging.cli.exits import WRONG_USAGE, CommandError, Stop, Stopped, failure_of, run
 from averaging.cli.options import DURATION, flag, insecure_option, output_options, security_options
 from averaging.errors import printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from averaging.cli.console import CommandOutput
-    from averaging.cli.signals import Stop
+    from averaging.cli.output import CommandOutput
 
 SIZE = click.IntRange(min=1 << 10)
 
@@ -136,7 +135,7 @@ def feed_command(listen: str, store: str, *, as_json: bool, verbose: int, **give
       done
       error        message
     """
-    from averaging.cli.console import CommandOutput
+    from averaging.cli.output import CommandOutput
 
     report = CommandOutput(as_json=as_json)
     with report.logging(verbose), report.failures():
@@ -148,7 +147,6 @@ def _run(listen: str, store: str, given: dict[str, Any], report: CommandOutput) 
         from averaging.rl.feed import FeedServer, ServerLimits
     except ModuleNotFoundError as error:
         raise CommandError(f"{error.name} is not installed; run: pip install 'averaging[rl]'", WRONG_USAGE) from None
-    from averaging.cli import signals
     from averaging.errors import AveragingError
 
     limits = ServerLimits(
@@ -177,7 +175,7 @@ def _run(listen: str, store: str, given: dict[str, Any], report: CommandOutput) 
             await server.wait()
 
     try:
-        signals.run(serve)
+        run(serve)
     except Stopped as stop:
         if not ready:
             raise CommandError("stopped during the start", 128 + stop.number) from None

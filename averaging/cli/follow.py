@@ -6,13 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli.error_reporting import (
-    CHECK_ADDRESS,
-    CommandError,
-    Stopped,
-    failure_of,
-    stopped,
-)
+from averaging.cli.exits import CHECK_ADDRESS, CommandError, Stop, Stopped, failure_of, run, stopped
 from averaging.cli.options import (
     DIALLED,
     DURATION,
@@ -27,8 +21,7 @@ from averaging.cli.options import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from averaging.cli.console import CommandOutput
-    from averaging.cli.signals import Stop
+    from averaging.cli.output import CommandOutput
 
 
 @click.command("follow")
@@ -120,7 +113,7 @@ def follow_command(addresses: tuple[str, ...], output: Path, *, as_json: bool, v
     """
     if given["wait"] is not None and not given["once"]:
         raise click.UsageError("--wait needs --once.")
-    from averaging.cli.console import CommandOutput
+    from averaging.cli.output import CommandOutput
 
     report = CommandOutput(as_json=as_json)
     with report.logging(verbose), report.failures():
@@ -128,7 +121,6 @@ def follow_command(addresses: tuple[str, ...], output: Path, *, as_json: bool, v
 
 
 def _run(addresses: list[str], path: Path, given: dict[str, Any], report: CommandOutput) -> None:
-    from averaging.cli import signals
     from averaging.cli.follow_session import FollowSession, open_output
     from averaging.errors import AveragingError, PeerUnreachableError
     from averaging.weights import FollowerOptions
@@ -150,7 +142,7 @@ def _run(addresses: list[str], path: Path, given: dict[str, Any], report: Comman
         async def follow(_: Stop) -> None:
             await session.run()
 
-        signals.run(follow)
+        run(follow)
     except Stopped as signal:
         if given["once"]:
             raise stopped(signal.number, "; nothing was written") from None

@@ -10,10 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from averaging.cli import console as console_text
-from averaging.cli.error_reporting import CommandError
+from averaging.cli.exits import CommandError
+from averaging.cli.files import NotWrittenError, Output, read
 from averaging.cli.state import VERSION_KEY
-from averaging.cli.tensor_files import NotWrittenError, Output, read
+from averaging.common import size
 from averaging.errors import TensorError
 from averaging.tensors import in_thread
 from averaging.weights import (
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from averaging.cli.console import CommandOutput
+    from averaging.cli.output import CommandOutput
 
 # Runs a shell command of the user for a limited time, and ends it with all its children.
 
@@ -268,7 +268,7 @@ class FollowSession:
         return WrittenWeights(version, digest, whole.manifest.layout.nbytes)
 
     def _emit_written(self, written: WrittenWeights) -> None:
-        path, size = self._output.path, console_text.size
+        path = self._output.path
         received = self._tasks.bytes_received - self._received
         self._received += received
         self._report.emit(
@@ -335,7 +335,7 @@ class FollowSession:
         if not self._tasks.connected:
             return f"waiting for {', '.join(self._options.join)}"
         if self._progress is not None and announced is not None:
-            received, total = map(console_text.size, self._progress)
+            received, total = map(size, self._progress)
             return f"receiving version {announced.version}: {received} of {total}"
         return "waiting for the next version"
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli.error_reporting import WRONG_USAGE, CommandError, Stopped, failure_of, stopped
+from averaging.cli import events
+from averaging.cli.exits import WRONG_USAGE, CommandError, Stop, Stopped, failure_of, run, stopped
+from averaging.cli.files import Document, NotWrittenError, Output, check_can_be_averaged, read
 from averaging.cli.options import (
     NOT_NEGATIVE,
     PathToLookAt,
@@ -17,15 +21,20 @@ from averaging.cli.options import (
     peer_options,
     read_config,
 )
+from averaging.common import counted, keep_freed_memory
+from averaging.config import NonFinite
+from averaging.errors import AveragingError, ConfigError
+from averaging.protocol import Mode, pack_gather
+from averaging.receipts import Outcome, Receipt
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
-    from averaging.cli.console import CommandOutput
-    from averaging.cli.peer_session import CommandSession
-    from averaging.cli.tensor_files import Document, Output
+    from averaging.cli.output import CommandOutput
     from averaging.config import PeerConfig
     from averaging.discovery.gossip import Waiting
+    from averaging.peer import Peer
 
 
 @click.command("peer", cls=PeerCommand)
@@ -121,8 +130,7 @@ def peer_command(
       done     rounds, output
       error    message
     """
-    from averaging.cli.console import CommandOutput
-    from averaging.errors import ConfigError
+    from averaging.cli.output import CommandOutput
 
     try:
         config = read_config(file, output, given)
@@ -137,79 +145,220 @@ def _run(file: Path, output: Path | None, config: PeerConfig, given: dict[str, A
     """Reads, averages, writes.
 
     Raises:
-        Failure: the round failed.
+        CommandError: the round failed.
     """
-    from averaging.cli import console as console_text
-    from averaging.cli import json_events, signals
-    from averaging.cli.tensor_files import Output, check_can_be_averaged, read
-    from averaging.common import keep_freed_memory
-    from averaging.config import NonFinite
-    from averaging.protocol import Mode
-
     keep_freed_memory()
     destination = Output(output, overwrite=given["overwrite"]) if output else None
     document = read(file).divided(file, given["only"], given["exclude"])
     # An auxiliary contributes no numbers.
     lenient = config.non_finite is NonFinite.ALLOW or config.mode is Mode.AUXILIARY
     check_can_be_averaged(file, document.tensors, allow_non_finite=lenient)
-    session = _session(file, document, destination, config, given, report)
+    session = CommandSession(
+        _plan(file, config, given), _make_peer(document, config, given, report), document, destination, report
+    )
     try:
-        signals.run(session.run)
+        run(session.run)
     except Stopped as signal:
         if not given["serve"]:
-            rounds = f"{session.rounds} of {console_text.counted(given['rounds'] or 1, 'round')}"
+            rounds = f"{session.rounds} of {counted(given['rounds'] or 1, 'round')}"
             written = f"wrote {session.output}" if session.output else "nothing was written"
             raise stopped(signal.number, f" after {rounds}; {written}") from None
     if session.unwritten:
         raise CommandError(session.unwritten)
     why_not = "no --output was given" if destination is None else "no round was done"
-    report.emit(
-        json_events.done(session.rounds, session.output), console_text.finished(session.rounds, session.output, why_not)
-    )
+    report.emit(*events.done(session.rounds, session.output, why_not))
 
 
-def _patterns(option: str, given: dict[str, Any]) -> list[str]:
-    """What another peer of the run must give as well."""
-    return [word for pattern in given[option.removeprefix("--")] for word in (option, pattern)]
-
-
-def _session(
-    file: Path,
-    document: Document,
-    destination: Output | None,
-    config: PeerConfig,
-    given: dict[str, Any],
-    report: CommandOutput,
-) -> CommandSession:
-    from averaging.cli import console as console_text
-    from averaging.cli import json_events
-    from averaging.cli.peer_session import CommandSession, RoundPlan
-    from averaging.elastic import RegisterService
-    from averaging.errors import AveragingError
-    from averaging.peer import Peer
-    from averaging.protocol import Mode, pack_gather
-
-    plan = RoundPlan(
+def _plan(file: Path, config: PeerConfig, given: dict[str, Any]) -> RoundPlan:
+    patterns = [word for name in ("only", "exclude") for pattern in given[name] for word in (f"--{name}", pattern)]
+    return RoundPlan(
         rounds=given["rounds"] or (None if given["serve"] else 1),
         serve=given["serve"],
         retries=given["retries"],
         interval=given["interval"],
         weight=given["weight"],
         gather=given["gather"],
-        join_command=[*join_command(file, config), *_patterns("--only", given), *_patterns("--exclude", given)],
+        join_command=[*join_command(file, config), *patterns],
     )
 
+
+def _make_peer(document: Document, config: PeerConfig, given: dict[str, Any], report: CommandOutput) -> Peer:
+    from averaging.elastic import RegisterService
+    from averaging.peer import Peer
+
     def tell_joining(waiting: Waiting) -> None:
-        report.note(json_events.joining(waiting), console_text.joining(waiting))
+        report.note(*events.joining(waiting))
 
     try:
         # Elastic torchrun jobs of the run may meet here.
-        hosts = given["serve"] and config.mode is not Mode.CLIENT
-        services = [RegisterService()] if hosts else []
+        services = [RegisterService()] if given["serve"] and config.mode is not Mode.CLIENT else []
         peer = Peer(document.tensors, config=config, on_joining=tell_joining, services=services)
         pack_gather(given["weight"], config.bandwidth, config.mode, given["gather"])
     except AveragingError as error:
         raise failure_of(error) from None
     except ValueError as error:
         raise CommandError(f"--gather: {error}", WRONG_USAGE) from None
-    return CommandSession(plan, peer, document, destination, report)
+    return peer
+
+
+RETRY_PAUSE = 1.0
+"""Seconds between a failed round and the next one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundPlan:
+    """The options of the command line about rounds.
+
+    Attributes:
+        rounds: number of rounds; None for no limit.
+        serve: whether to keep serving after them until a signal, and to retry rounds forever.
+        retries: number of failed rounds in a row that are tried again.
+        interval: pause after each round, in seconds.
+        weight: weight of this peer's tensors.
+        gather: data to send to the other members.
+        join_command: the command with which another peer joins this one, without `--join` and its value.
+    """
+
+    rounds: int | None
+    serve: bool
+    retries: int
+    interval: float
+    weight: float
+    gather: Any
+    join_command: Sequence[str]
+
+    def is_done(self, rounds: int) -> bool:
+        """Whether the command ends after this number of rounds."""
+        return not self.serve and self.rounds is not None and rounds >= self.rounds
+
+
+class CommandSession:
+    """One invocation of the command.
+
+    Attributes:
+        rounds: number of rounds that averaged.
+        written: whether the output has the present result.
+        unwritten: why it could not be written; empty if it was not tried or succeeded.
+    """
+
+    def __init__(
+        self, plan: RoundPlan, peer: Peer, document: Document, output: Output | None, report: CommandOutput
+    ) -> None:
+        self._plan, self._peer = plan, peer
+        self._document, self._output = document, output
+        self._report = report
+        self.rounds = 0
+        self.written = False
+        self.unwritten = ""
+        self._writing = False
+
+    @property
+    def output(self) -> str | None:
+        """Path of the output if it has the present result, else None."""
+        return str(self._output.path) if self._output and self.written else None
+
+    async def run(self, stop: Stop) -> None:
+        """Joins the run, averages, writes the output, and leaves.
+
+        Raises:
+            CommandError: a round failed, or the output could not be written.
+            Stopped: a signal ended the command early.
+        """
+        peer, plan, kept = self._peer, self._plan, list(self._document.kept)
+        try:
+            async with peer:
+                stop.wait = self._must_finish
+                command = [*plan.join_command, "--join", peer.endpoint]
+                mode = peer.config.mode.name.lower()
+                self._report.emit(*events.ready(peer.endpoint, peer.run_id, mode, peer.schema, command, kept))
+                await self._average_until_done(stop)
+                stop.wait = lambda: True  # leaving takes at most a second
+        except AveragingError as error:
+            raise failure_of(error) from None
+
+    def _must_finish(self) -> bool:
+        """Whether a signal is delayed, because leaving during an all-reduce would harm the other members."""
+        return self._writing or bool(self._peer.status.group_id)
+
+    async def _average_until_done(self, stop: Stop) -> None:
+        plan, failures = self._plan, 0
+        while True:
+            receipt = await self._attempt()
+            if receipt.averaged:
+                failures = 0
+                await self._finish_round(receipt)
+            elif plan.serve or (receipt.outcome is Outcome.FAILED and failures < plan.retries):
+                failures += 1
+                self._report.emit(*events.retry(self._name, self.rounds + 1, receipt))
+            else:
+                raise CommandError(self._failure_text(receipt))
+            if plan.is_done(self.rounds):
+                break
+            if stop.number:
+                raise Stopped(stop.number)
+            await asyncio.sleep(plan.interval if receipt.averaged else RETRY_PAUSE)
+
+    @property
+    def _name(self) -> str:
+        return events.round_name(self.rounds + 1, self._plan.rounds)
+
+    async def _attempt(self) -> Receipt:
+        def describe() -> str:
+            status = self._peer.status
+            if status.members:
+                return f"{self._name}: averaging with {len(status.members) - 1} others"
+            return events.looking(self._name, status.known_peers - 1)
+
+        async with self._report.waiting(describe):
+            return await self._peer.average(weight=self._plan.weight, gather=self._plan.gather)
+
+    async def _finish_round(self, receipt: Receipt) -> None:
+        name = self._name
+        self.rounds += 1
+        self._report.emit(*events.averaged(name, self.rounds, self._peer.endpoint, receipt))
+        reached = self.rounds == self._plan.rounds
+        if self._plan.serve or reached:
+            await self._write()
+        if self._plan.serve and reached:
+            self._report.emit(*events.serving(self.rounds, self.output))
+
+    async def _write(self) -> None:
+        if self._output is None:
+            return
+        # The tensors are written only in rounds, so they need no lock here.
+        self._writing = True
+        self.written, self.unwritten = False, ""
+        document = self._document
+        write = asyncio.to_thread(self._output.write, document.tensors | document.kept, document.metadata)
+        writing = asyncio.create_task(write)
+        cancelled = await _until_done(writing)
+        try:
+            writing.result()
+            self.written = True
+        except NotWrittenError as error:
+            if not self._plan.serve:
+                raise
+            # Other peers depend on this peer, and the disk may have space again after the next round.
+            self.unwritten = error.message
+            self._report.emit(*events.unwritten(self.rounds - 1, str(self._output.path), error.message))
+        finally:
+            self._writing = False
+        if cancelled:
+            raise asyncio.CancelledError
+
+    def _failure_text(self, receipt: Receipt) -> str:
+        text = events.not_averaged(self._name, receipt)
+        if receipt.outcome is Outcome.FAILED:
+            text += f" ({counted(self._plan.retries + 1, 'round')} failed in a row; --retries allows more)"
+        return f"{text}. Nothing was written"
+
+
+async def _until_done(task: asyncio.Task[None]) -> bool:
+    """Waits for a task in a thread, which cannot be cancelled. Returns whether this wait was cancelled meanwhile."""
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            cancelled = True
+    return cancelled

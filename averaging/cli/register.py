@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli.error_reporting import Stopped, failure_of
+from averaging.cli.exits import Stop, Stopped, failure_of, run
 from averaging.cli.options import credentials_of, flag, insecure_option, output_options, security_options
 
 if TYPE_CHECKING:
-    from averaging.cli.console import CommandOutput
-    from averaging.cli.signals import Stop
+    from averaging.cli.output import CommandOutput
     from averaging.rpc import Credentials
 
 
@@ -61,8 +60,7 @@ def register_command(listen: str, advertise: str | None, as_json: bool, verbose:
       ready    endpoint
       error    message
     """
-    from averaging.cli import signals
-    from averaging.cli.console import CommandOutput
+    from averaging.cli.output import CommandOutput
     from averaging.errors import AveragingError
 
     report = CommandOutput(as_json=as_json)
@@ -76,7 +74,7 @@ def register_command(listen: str, advertise: str | None, as_json: bool, verbose:
             await _serve(listen, advertise, credentials, report)
 
         try:
-            signals.run(serve)
+            run(serve)
         except Stopped:
             return
 

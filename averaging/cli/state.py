@@ -6,13 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli.error_reporting import (
-    CHECK_ADDRESS,
-    CommandError,
-    Stopped,
-    failure_of,
-    stopped,
-)
+from averaging.cli.exits import CHECK_ADDRESS, CommandError, Stop, Stopped, failure_of, run, stopped
 from averaging.cli.options import DIALLED, DURATION, PathToLookAt, credentials_of, output_options, security_options
 from averaging.common import member_of
 
@@ -20,8 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
     from pathlib import Path
 
-    from averaging.cli.console import CommandOutput
-    from averaging.cli.signals import Stop
+    from averaging.cli.output import CommandOutput
     from averaging.security import Credentials
     from averaging.state import State, StateAssembler
 
@@ -87,7 +80,7 @@ def state_command(addresses: tuple[str, ...], output: Path, *, as_json: bool, ve
             f"--verify-donors {given['verify_donors']} needs addresses of as many different hosts; "
             "all loopback addresses are one host."
         )
-    from averaging.cli.console import CommandOutput
+    from averaging.cli.output import CommandOutput
 
     report = CommandOutput(as_json=as_json)
     with report.logging(verbose), report.failures():
@@ -100,9 +93,8 @@ def _hosts(addresses: Collection[str]) -> dict[str, str]:
 
 
 def _run(addresses: list[str], path: Path, given: dict[str, Any], report: CommandOutput) -> None:
-    from averaging.cli import console as console_text
-    from averaging.cli import json_events, signals
-    from averaging.cli.tensor_files import Output
+    from averaging.cli import events
+    from averaging.cli.files import Output
     from averaging.errors import AveragingError
 
     try:
@@ -117,22 +109,17 @@ def _run(addresses: list[str], path: Path, given: dict[str, Any], report: Comman
         return state
 
     try:
-        state = signals.run(fetch)
+        state = run(fetch)
     except Stopped as signal:
         raise stopped(signal.number, "; nothing was written") from None
     nbytes = sum(tensor.nbytes for tensor in state.tensors.values())
-    tensors = console_text.counted(len(state.tensors), "tensor")
-    report.emit(
-        json_events.downloaded(state.version, len(state.tensors), nbytes, state.user, str(path)),
-        f"done: version {state.version}, {tensors}, {console_text.size(nbytes)}, wrote {path}",
-    )
+    report.emit(*events.downloaded(state.version, len(state.tensors), nbytes, state.user, str(path)))
 
 
 async def _download(
     addresses: list[str], credentials: Credentials, given: dict[str, Any], report: CommandOutput
 ) -> State:
-    from averaging.cli import console as console_text
-    from averaging.cli import json_events
+    from averaging.cli import events
     from averaging.errors import AveragingError, StateError
     from averaging.state import download
     from averaging.transport.grpc import GrpcTransport
@@ -144,11 +131,7 @@ async def _download(
             nonlocal announced
             if not announced:
                 announced = True
-                report.emit(
-                    json_events.started(reader.version, reader.count, reader.nbytes),
-                    f"{address} has version {reader.version}: {console_text.counted(reader.count, 'tensor')}, "
-                    f"{console_text.size(reader.nbytes)}",
-                )
+                report.emit(*events.started(address, reader.version, reader.count, reader.nbytes))
             advance(reader.received, reader.nbytes)
 
         transport = GrpcTransport(None, max_message_bytes=MAX_MESSAGE_BYTES, credentials=credentials, given=addresses)

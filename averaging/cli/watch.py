@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli.console import begin
-from averaging.cli.error_reporting import CHECK_ADDRESS, CommandError, Stopped, failure_of
+from averaging.cli.exits import CHECK_ADDRESS, CommandError, Stop, Stopped, failure_of, run
 from averaging.cli.options import DIALLED, credentials_of, security_options
 
 if TYPE_CHECKING:
-    from averaging.cli.signals import Stop
     from averaging.receipts import Watched
     from averaging.security import Credentials
 
@@ -46,7 +42,6 @@ def watch_command(address: str, last: int, rounds: int | None, as_json: bool, **
     Exit codes: 0 the peer has left, --rounds are done, or Ctrl+C; 1 the peer could not be reached, or the connection
     was lost; 2 wrong usage.
     """
-    from averaging.cli import signals
     from averaging.errors import AveragingError
 
     try:
@@ -58,7 +53,7 @@ def watch_command(address: str, last: int, rounds: int | None, as_json: bool, **
         await _watch(address, credentials, last, rounds, as_json)
 
     try:
-        signals.run(watch)
+        run(watch)
     except Stopped:
         return
 
@@ -71,14 +66,11 @@ async def _watch(address: str, credentials: Credentials, last: int, rounds: int 
         click.echo(f"watching {address}: one line per round; Ctrl+C ends this", err=True)
     transport = GrpcTransport(None, max_message_bytes=MAX_MESSAGE_BYTES, credentials=credentials, given=[address])
     await transport.bind()
-    count, warned = 0, False
+    count = 0
     try:
         async with aclosing(transport.watch_rounds(address, last)) as receipts:
             async for watched in receipts:
-                failure_reason = await _print(watched, as_json)
-                if failure_reason and not warned:
-                    warned = True
-                    click.echo(f"{failure_reason}; the command continues. Free space there", err=True)
+                _print(watched, as_json)
                 count += 1
                 if count == rounds:
                     break
@@ -92,19 +84,11 @@ async def _watch(address: str, credentials: Credentials, last: int, rounds: int 
         await transport.close()
 
 
-async def _print(watched: Watched, as_json: bool) -> str:
-    """Prints one receipt; returns the reason if that fails. It waits for slow output, and the peer skips receipts."""
+def _print(watched: Watched, as_json: bool) -> None:
+    """Prints one receipt. While the output is slow, the peer skips receipts."""
     from averaging.common import counted
     from averaging.receipts import Round, describe, dumps
 
     if watched.skipped:
         click.echo(f"{counted(watched.skipped, 'receipt')} missing before the next one: output is too slow", err=True)
-    line = dumps(watched.receipt) if as_json else describe(Round((watched.receipt,)))
-    try:
-        if sys.stdout is not None:  # it was closed when the command was started
-            await asyncio.wrap_future(begin(sys.stdout, f"{line}\n"))
-    except BrokenPipeError:
-        raise  # the reader has closed it; click ends the command
-    except OSError as error:
-        return f"cannot write to stdout: {error.strerror}"
-    return ""
+    click.echo(dumps(watched.receipt) if as_json else describe(Round((watched.receipt,))))

@@ -7,11 +7,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import TypeVar
 
 from averaging.common import MAX_NAMES, counted, duration, listed, size
 from averaging.errors import printable
-from averaging.receipts.drift import Drift
+from averaging.receipts.drift import Drift, DriftKind
 from averaging.receipts.receipt import Dropped, LateArrival, Outcome, Receipt, Straggler, step_rate_text
+
+T = TypeVar("T")
 
 # Finds members that arrive late at their groups regularly, and suggests remedies. Pure.
 
@@ -22,11 +25,11 @@ AS_FAST = 0.8
 
 def last_to_arrive(receipts: Iterable[Receipt]) -> LateArrival | None:
     """Returns the member that most receipts of one group name as the last, with the median of their seconds."""
-    reports: dict[str, list[float]] = defaultdict(list)
-    for receipt in receipts:
-        late = receipt.last_to_arrive
-        if late is not None and late.endpoint in receipt.members:
-            reports[late.endpoint].append(late.seconds)
+    reports = _grouped(
+        (late.endpoint, late.seconds)
+        for receipt in receipts
+        if (late := receipt.last_to_arrive) is not None and late.endpoint in receipt.members
+    )
     if not reports:
         return None
     name = max(reports, key=lambda name: (len(reports[name]), max(reports[name])))
@@ -39,10 +42,7 @@ def describe_late(rounds: Sequence[Sequence[Receipt]]) -> Iterator[str]:
     Args:
         rounds: the receipts of each round.
     """
-    late: dict[str, list[float]] = defaultdict(list)
-    for receipts in rounds:
-        if last := last_to_arrive(receipts):
-            late[last.endpoint].append(last.seconds)
+    late = _grouped((last.endpoint, last.seconds) for receipts in rounds if (last := last_to_arrive(receipts)))
     for name, seconds in sorted(late.items(), key=lambda item: -sum(item[1]))[:MAX_NAMES]:
         there = [receipts for receipts in rounds if any(name in receipt.members for receipt in receipts)]
         line = f"last to arrive: {name} in {len(seconds)} of {counted(len(there), 'round')}"
@@ -73,9 +73,9 @@ def _slow_and_last(rounds: Sequence[Sequence[Receipt]]) -> list[str]:
     last: Counter[str] = Counter()
     for receipts in rounds:
         for receipt in receipts:
-            others = [one for one in receipt.accounts if one.endpoint != receipt.endpoint and one.mode == "node"]
+            others = [each for each in receipt.accounts if each.endpoint != receipt.endpoint and each.mode == "node"]
             there[receipt.endpoint] += 1
-            last[receipt.endpoint] += bool(others) and all(one.waited is None for one in others)
+            last[receipt.endpoint] += bool(others) and all(member.waited is None for member in others)
     rates = _rates(rounds)
     return [name for name, count in last.items() if _is_regular(count, there[name]) and _is_slow(name, rates)]
 
@@ -149,13 +149,14 @@ def _remedy(name: str, topic: str, count: str) -> str:
 
 def _rates(rounds: Sequence[Sequence[Receipt]]) -> dict[str, float]:
     """Median step rate of each peer that announced one."""
-    rates: dict[str, list[float]] = defaultdict(list)
-    for receipts in rounds:
-        for receipt in receipts:
-            for account in receipt.accounts:
-                if account.step_rate is not None:
-                    rates[account.endpoint].append(account.step_rate)
-    return {name: statistics.median(found) for name, found in rates.items()}
+    rates = _grouped(
+        (account.endpoint, account.step_rate)
+        for receipts in rounds
+        for receipt in receipts
+        for account in receipt.accounts
+        if account.step_rate is not None
+    )
+    return {name: statistics.median(announced) for name, announced in rates.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,47 +195,55 @@ class Round:
         """
         reports: dict[str, dict[str, Dropped]] = defaultdict(dict)
         for receipt in self.receipts:
-            for one in receipt.dropped:
-                reports[one.endpoint][receipt.endpoint] = one
+            for dropped in receipt.dropped:
+                reports[dropped.endpoint][receipt.endpoint] = dropped
         reporters = {receipt.endpoint for receipt in self.receipts}
         lost = {name for name, by in reports.items() if 2 * len(by) > len(reporters - {name})}
-        credible = {name: {who: one for who, one in by.items() if who not in lost} for name, by in reports.items()}
+        credible = {
+            name: {who: report for who, report in by.items() if who not in lost} for name, by in reports.items()
+        }
         return {name: by for name, by in credible.items() if by} or dict(reports)
 
     @property
     def straggler(self) -> Straggler | None:
         """The longest wait for a member. Late parts take precedence, because they may cause late averages."""
-        found = [receipt.straggler for receipt in self.receipts if receipt.straggler is not None]
-        found = [one for one in found if one.endpoint not in self.dropped]
-        return max(found, key=lambda one: (one.what == "parts", one.seconds), default=None)
+        stragglers = [receipt.straggler for receipt in self.receipts if receipt.straggler is not None]
+        present = [straggler for straggler in stragglers if straggler.endpoint not in self.dropped]
+        return max(present, key=lambda straggler: (straggler.what == "parts", straggler.seconds), default=None)
 
     @property
     def drift(self) -> dict[str, list[Drift]]:
         """What differs at which peers although it should not, by endpoint, but for rounding."""
-        found: dict[str, list[Drift]] = defaultdict(list)
-        for one in dict.fromkeys(drift for receipt in self.receipts for drift in receipt.drifted):
-            if all((one.kind, one.name) != (other.kind, other.name) for other in found[one.endpoint]):
-                found[one.endpoint].append(one)
-        return dict(found)
+        first: dict[tuple[str, DriftKind, str], Drift] = {}
+        for receipt in self.receipts:
+            for drift in receipt.drifted:
+                first.setdefault((drift.endpoint, drift.kind, drift.name), drift)
+        return _grouped((drift.endpoint, drift) for drift in first.values())
 
     @property
     def states(self) -> dict[str, list[str]]:
         """Endpoints by state digest, which must be the same at all members; empty unless two peers have a digest."""
-        found: dict[str, list[str]] = defaultdict(list)
-        for receipt in self.receipts:
-            if receipt.state:
-                found[receipt.state].append(receipt.endpoint)
-        return dict(found) if sum(map(len, found.values())) > 1 else {}
+        states = _grouped((receipt.state, receipt.endpoint) for receipt in self.receipts if receipt.state)
+        return states if sum(map(len, states.values())) > 1 else {}
 
     @property
     def digests(self) -> dict[str, dict[str, list[str]]]:
         """For each reducer with a digest at two peers or more: the endpoints by digest of its averages."""
-        reducers: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-        for receipt in self.receipts:
-            for account in receipt.accounts:
-                if account.digest:
-                    reducers[account.endpoint][account.digest].append(receipt.endpoint)
-        return {name: dict(found) for name, found in reducers.items() if sum(map(len, found.values())) > 1}
+        reports = _grouped(
+            (account.endpoint, (account.digest, receipt.endpoint))
+            for receipt in self.receipts
+            for account in receipt.accounts
+            if account.digest
+        )
+        return {reducer: _grouped(pairs) for reducer, pairs in reports.items() if len(pairs) > 1}
+
+
+def _grouped(pairs: Iterable[tuple[str, T]]) -> dict[str, list[T]]:
+    """Collects the values of each key, in their order."""
+    groups: dict[str, list[T]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def merge(receipts: Iterable[Receipt]) -> list[Round]:
@@ -244,8 +253,8 @@ def merge(receipts: Iterable[Receipt]) -> list[Round]:
         alone = (receipt.endpoint, receipt.round, receipt.started)
         # The same receipt may be in two files: one written by the peer, one by `averaging watch`.
         groups[(receipt.group_id,) if receipt.group_id else alone].setdefault(receipt.endpoint, receipt)
-    rounds = [Round(tuple(sorted(found.values(), key=_began))) for found in groups.values()]
-    return sorted(rounds, key=lambda one: _began(one.receipts[0]))
+    rounds = [Round(tuple(sorted(group.values(), key=_began))) for group in groups.values()]
+    return sorted(rounds, key=lambda round_: _began(round_.receipts[0]))
 
 
 def explain(receipts: Sequence[Receipt], *, summary_only: bool = False) -> Iterator[str]:
@@ -257,56 +266,56 @@ def explain(receipts: Sequence[Receipt], *, summary_only: bool = False) -> Itera
         return
     yield printable(_header(rounds, peers))
     if not summary_only:
-        for one in rounds:
-            yield describe(one, peers)
+        for round_ in rounds:
+            yield describe(round_, peers)
     yield from map(printable, _summary(rounds, peers))
 
 
-def describe(one: Round, peers: Iterable[str] = ()) -> str:
+def describe(round_: Round, peers: Iterable[str] = ()) -> str:
     """Returns one line about a round.
 
     Args:
-        one: the round.
+        round_: the round.
         peers: all peers with receipts. If there are several, the line says which peers its facts are from.
     """
     several = len(set(peers)) > 1
-    first = one.receipts[0]
-    facts = [_result(one)]
+    first = round_.receipts[0]
+    facts = [_result(round_)]
     if not first.members and several:
         facts.append(f"receipt of {first.endpoint}")
     facts += [
         f"{receipt.endpoint} {_how_it_failed(receipt)}"
-        for receipt in one.receipts
-        if one.outcome is Outcome.AVERAGED and not receipt.averaged
+        for receipt in round_.receipts
+        if round_.outcome is Outcome.AVERAGED and not receipt.averaged
     ]
-    facts += [_drop(one, name, several) for name in one.dropped]
-    if late := last_to_arrive(one.receipts):
+    facts += [_drop(round_, name, several) for name in round_.dropped]
+    if late := last_to_arrive(round_.receipts):
         facts.append(str(late))
-    if straggler := one.straggler:
+    if straggler := round_.straggler:
         facts.append(f"waited {straggler.seconds:.1f} s for the {straggler.what} of {straggler.endpoint}")
     facts += [
         f"{counted(receipt.kept_local, 'element')} kept the local value{_at(receipt, several)}"
-        for receipt in one.receipts
+        for receipt in round_.receipts
         if receipt.kept_local and receipt.averaged
     ]
-    facts += [f"DRIFT: {one}" for found in one.drift.values() for one in found]
+    facts += [f"DRIFT: {drift}" for drifts in round_.drift.values() for drift in drifts]
     if several and first.members:
-        facts += _agreement(one)
-        missing = sorted((set(peers) & set(one.members)) - {receipt.endpoint for receipt in one.receipts})
+        facts += _agreement(round_)
+        missing = sorted((set(peers) & set(round_.members)) - {receipt.endpoint for receipt in round_.receipts})
         if missing:
             facts.append(f"no receipt of {listed(missing)}")
-    return printable(f"{one.name}: {'; '.join(facts)}")
+    return printable(f"{round_.name}: {'; '.join(facts)}")
 
 
-def _result(one: Round) -> str:
-    first = one.receipts[0]
-    if one.outcome is not Outcome.AVERAGED:
+def _result(round_: Round) -> str:
+    first = round_.receipts[0]
+    if round_.outcome is not Outcome.AVERAGED:
         return _how_it_failed(first)
-    here = len(one.members) - len(one.dropped)
-    longest = max(one.receipts, key=lambda receipt: receipt.seconds)
+    here = len(round_.members) - len(round_.dropped)
+    longest = max(round_.receipts, key=lambda receipt: receipt.seconds)
     return (
-        f"{here} of {len(one.members)} in {duration(longest.seconds)} "
-        f"(all-reduce {duration(max(receipt.allreduce_seconds for receipt in one.receipts))})"
+        f"{here} of {len(round_.members)} in {duration(longest.seconds)} "
+        f"(all-reduce {duration(max(receipt.allreduce_seconds for receipt in round_.receipts))})"
     )
 
 
@@ -315,35 +324,36 @@ def _how_it_failed(receipt: Receipt) -> str:
     return f"{outcome} after {receipt.seconds:.1f} s: {receipt.reason or 'no reason given'}"
 
 
-def _drop(one: Round, name: str, several: bool) -> str:
-    observers = one.dropped[name]
+def _drop(round_: Round, name: str, several: bool) -> str:
+    observers = round_.dropped[name]
     by = ""
     if several:
-        reporters = {receipt.endpoint for receipt in one.receipts} - {name}
+        reporters = {receipt.endpoint for receipt in round_.receipts} - {name}
         by = "" if reporters <= observers.keys() else f" by {listed(sorted(observers))}"
     reasons = list(dict.fromkeys(dropped.reason for dropped in observers.values()))
     more = "".join(f"; or {reason}" for reason in reasons[1:MAX_NAMES])
     return f"{name} dropped{by}, {reasons[0]}{more}"
 
 
-def _agreement(one: Round) -> list[str]:
+def _agreement(round_: Round) -> list[str]:
     """Returns one item for each reducer whose averages differ between peers, and one if states differ."""
     differing = [
         f"DIFFERENT AVERAGES of {reducer}: "
-        + ", ".join(f"{digest} at {listed(names)}" for digest, names in found.items())
-        for reducer, found in one.digests.items()
-        if len(found) > 1
+        + ", ".join(f"{digest} at {listed(names)}" for digest, names in digests.items())
+        for reducer, digests in round_.digests.items()
+        if len(digests) > 1
     ]
-    if len(one.states) > 1:
-        states = ", ".join(f"{digest} at {listed(names)}" for digest, names in one.states.items())
+    if len(round_.states) > 1:
+        states = ", ".join(f"{digest} at {listed(names)}" for digest, names in round_.states.items())
         differing.append(f"DIFFERENT STATES: {states}")
-    if one.digests and not differing:
-        return [f"all {len({name for found in one.digests.values() for who in found.values() for name in who})} agree"]
+    if round_.digests and not differing:
+        compared = {name for digests in round_.digests.values() for names in digests.values() for name in names}
+        return [f"all {len(compared)} agree"]
     return differing
 
 
 def _header(rounds: Sequence[Round], peers: Iterable[str]) -> str:
-    receipts = [receipt for one in rounds for receipt in one.receipts]
+    receipts = [receipt for round_ in rounds for receipt in round_.receipts]
     runs = sorted({receipt.run_id for receipt in receipts})
     begin, end = min(map(_began, receipts)), max(receipt.started + receipt.seconds for receipt in receipts)
     whose = f"{'runs' if len(runs) > 1 else 'run'} {', '.join(runs)}"
@@ -351,7 +361,7 @@ def _header(rounds: Sequence[Round], peers: Iterable[str]) -> str:
 
 
 def _summary(rounds: Sequence[Round], peers: set[str]) -> Iterator[str]:
-    outcomes = Counter(one.outcome for one in rounds)
+    outcomes = Counter(round_.outcome for round_ in rounds)
     names = {
         Outcome.AVERAGED: "averaged",
         Outcome.NO_GROUP: "without a group",
@@ -363,13 +373,14 @@ def _summary(rounds: Sequence[Round], peers: set[str]) -> Iterator[str]:
     yield from _summary_of_drops(rounds)
     yield from _summary_of_time(rounds)
     yield from _summary_of_drift(rounds)
-    receipts = [receipt for one in rounds for receipt in one.receipts]
-    sent, received = sum(one.bytes_sent for one in receipts), sum(one.bytes_received for one in receipts)
+    receipts = [receipt for round_ in rounds for receipt in round_.receipts]
+    sent = sum(receipt.bytes_sent for receipt in receipts)
+    received = sum(receipt.bytes_received for receipt in receipts)
     yield f"bytes: {size(sent)} sent, {size(received)} received"
     if len(peers) > 1:
-        averages = [any(len(found) > 1 for found in one.digests.values()) for one in rounds if one.digests]
+        averages = [any(len(seen) > 1 for seen in round_.digests.values()) for round_ in rounds if round_.digests]
         yield _summary_of_agreement("averages", averages)
-        yield _summary_of_agreement("states", [len(one.states) > 1 for one in rounds if one.states])
+        yield _summary_of_agreement("states", [len(round_.states) > 1 for round_ in rounds if round_.states])
 
 
 def _summary_of_agreement(what: str, differing: Sequence[bool]) -> str:
@@ -382,31 +393,24 @@ def _summary_of_agreement(what: str, differing: Sequence[bool]) -> str:
 
 def _summary_of_drops(rounds: Sequence[Round]) -> Iterator[str]:
     codes: dict[str, Counter[str]] = defaultdict(Counter)
-    for one in rounds:
-        for name, observers in one.dropped.items():
+    for round_ in rounds:
+        for name, observers in round_.dropped.items():
             codes[name][next(iter(observers.values())).code.value.replace("_", " ")] += 1
-    for name, found in sorted(codes.items(), key=lambda item: -item[1].total()):
-        why = ", ".join(f"{code} {count}" for code, count in found.most_common())
-        yield f"dropped: {name} in {counted(found.total(), 'round')} ({why})"
+    for name, counts in sorted(codes.items(), key=lambda item: -item[1].total()):
+        why = ", ".join(f"{code} {count}" for code, count in counts.most_common())
+        yield f"dropped: {name} in {counted(counts.total(), 'round')} ({why})"
     if not codes:
         yield "dropped: none"
 
 
 def _summary_of_drift(rounds: Sequence[Round]) -> Iterator[str]:
-    found: dict[str, list[Drift]] = defaultdict(list)
-    for one in rounds:
-        for name, drift in one.drift.items():
-            found[name].append(drift[0])
-    for name, drift in sorted(found.items(), key=lambda item: -len(item[1])):
+    first = _grouped((name, drift[0]) for round_ in rounds for name, drift in round_.drift.items())
+    for name, drift in sorted(first.items(), key=lambda item: -len(item[1])):
         yield f"drift: {name} in {counted(len(drift), 'round')}, first: {drift[0]}"
 
 
 def _summary_of_time(rounds: Sequence[Round]) -> Iterator[str]:
-    phases: dict[str, list[float]] = defaultdict(list)
-    for one in rounds:
-        for receipt in one.receipts:
-            for phase, seconds in receipt.phases.items():
-                phases[phase].append(seconds)
+    phases = _grouped(item for round_ in rounds for receipt in round_.receipts for item in receipt.phases.items())
     whole = sum(map(sum, phases.values()))
     if whole > 0:
         slowest = max(phases, key=lambda phase: sum(phases[phase]))
@@ -415,16 +419,12 @@ def _summary_of_time(rounds: Sequence[Round]) -> Iterator[str]:
             f"slowest phase: {slowest}, {duration(sum(took))} of {duration(whole)} ({sum(took) / whole:.0%}; "
             f"median {duration(statistics.median(took))})"
         )
-    yield from describe_late([one.receipts for one in rounds if one.members])
-    waits: dict[str, list[float]] = defaultdict(list)
-    for one in rounds:
-        if straggler := one.straggler:
-            waits[straggler.endpoint].append(straggler.seconds)
-    for name, held in sorted(waits.items(), key=lambda item: -sum(item[1])):
-        yield (
-            f"straggler: {name} in {counted(len(held), 'round')}, maximum {max(held):.1f} s, total {sum(held):.1f} s"
-        )
-        if len(held) >= 2 and 2 * len(held) >= len(rounds) and all(_has_full_share(one, name) for one in rounds):
+    yield from describe_late([round_.receipts for round_ in rounds if round_.members])
+    waits = _grouped((straggler.endpoint, straggler.seconds) for round_ in rounds if (straggler := round_.straggler))
+    for name, waited in sorted(waits.items(), key=lambda item: -sum(item[1])):
+        total = f"maximum {max(waited):.1f} s, total {sum(waited):.1f} s"
+        yield f"straggler: {name} in {counted(len(waited), 'round')}, {total}"
+        if _is_regular(len(waited), len(rounds)) and all(_has_full_share(round_, name) for round_ in rounds):
             yield (
                 f"hint: {name} reduces as much as the others; if its link is slower, set `bandwidth` at every peer to "
                 "that of its own link"
@@ -433,10 +433,10 @@ def _summary_of_time(rounds: Sequence[Round]) -> Iterator[str]:
         yield "straggler: none in the all-reduce"
 
 
-def _has_full_share(one: Round, name: str) -> bool:
+def _has_full_share(round_: Round, name: str) -> bool:
     """Whether no member is known to have reduced more than `name` in a round."""
-    shares = [{account.endpoint: account.share for account in receipt.accounts} for receipt in one.receipts]
-    return all(found.get(name, 1.0) >= 0.99 * max(found.values(), default=0.0) for found in shares)
+    shares = [{account.endpoint: account.share for account in receipt.accounts} for receipt in round_.receipts]
+    return all(share.get(name, 1.0) >= 0.99 * max(share.values(), default=0.0) for share in shares)
 
 
 def _began(receipt: Receipt) -> float:

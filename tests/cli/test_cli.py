@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from averaging import cli
-from averaging.cli.error_reporting import CommandError
+from averaging.cli.exits import CommandError
 from tests.support.processes import DEADLINE, JsonProcess, averaging_command, averaging_process
 from tests.support.selection import rest_is_long
 
@@ -398,29 +398,6 @@ def test_a_terminal_that_is_closed_ends_no_peer(files: list[Path]) -> None:
             assert process.wait(DEADLINE) == 0
         finally:
             process.kill()
-
-
-def test_a_pipe_that_nobody_reads_holds_up_no_peer(start: Start, files: list[Path]) -> None:
-    serving = start("peer", files[0], *PAIR, "--serve")
-    join = serving.expect("ready")["join"]
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    with suppress(BlockingIOError):
-        while True:
-            os.write(writer, bytes(1 << 12))
-    os.set_blocking(writer, True)
-    line = [sys.executable, "-m", "averaging", "peer", str(files[1]), *PAIR, "--serve", "--join", join, "--json"]
-    # Both streams are full: nobody can be told.
-    with subprocess.Popen(line, stdout=writer, stderr=writer) as process:
-        os.close(writer)
-        try:
-            for _ in range(3):
-                serving.expect("round")
-            process.terminate()
-            assert process.wait(DEADLINE) == 0
-        finally:
-            process.kill()
-            os.close(reader)
 
 
 @pytest.mark.parametrize("arguments", [("--no-such-option",), ("explain", "missing.jsonl")])

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import math
 import shlex
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.cli import console as console_text
-from averaging.cli import json_events
+from averaging.cli import events
+from averaging.common import plain, size
 from averaging.receipts.receipt import Dropped, Outcome, Receipt
 from averaging.tensors.schema import Schema, TensorSpec
 
@@ -40,7 +41,8 @@ CONTROL = "\x1b[2J\r\n\x00"
 
 
 def test_a_round() -> None:
-    assert json_events.averaged(0, RECEIPT) == {
+    event, _ = events.averaged("round 0", 0, ME, RECEIPT)
+    assert event == {
         "event": "round",
         "round": 0,
         "group_id": "01" * 20,
@@ -58,18 +60,18 @@ def test_a_round() -> None:
 
 
 def test_a_retry() -> None:
-    told = json_events.retry(1, FAILED)
+    told, _ = events.retry("round 1", 1, FAILED)
     assert (told["event"], told["round"], told["outcome"]) == ("retry", 1, "failed")
     assert told["message"] == FAILED.reason
-    assert json_events.retry(1, ALONE)["outcome"] == "no_group"
+    assert events.retry("round 1", 1, ALONE)[0]["outcome"] == "no_group"
 
 
 def test_ready_shows_how_to_join() -> None:
-    told = json_events.ready(ME, "demo", "node", SCHEMA)
+    told, _ = events.ready(ME, "demo", "node", SCHEMA, [])
     assert told["join"] == told["endpoint"] == ME
     assert told["schema_hash"] == SCHEMA.hash.hex()
     assert (told["tensors"], told["bytes"]) == (2, 56)
-    assert json_events.ready("client::7", "demo", "client", SCHEMA)["join"] is None
+    assert events.ready("client::7", "demo", "client", SCHEMA, [])[0]["join"] is None
 
 
 values = st.recursive(
@@ -81,7 +83,7 @@ values = st.recursive(
 
 @given(values)
 def test_anything_gathered_is_one_line_of_json(value: Any) -> None:
-    line = json_events.dumps({"gathered": json_events.plain(value)})
+    line = json.dumps({"gathered": plain(value)}, allow_nan=False)
     assert line.isascii()
     assert line.isprintable()
     json.loads(line, parse_constant=lambda name: pytest.fail(name))
@@ -89,14 +91,14 @@ def test_anything_gathered_is_one_line_of_json(value: Any) -> None:
 
 def test_what_json_can_represent_is_left_as_it_is() -> None:
     value = {"a": [1, 2.5, None, True, "x"], "b": {"c": []}}
-    assert json_events.plain(value) == value
+    assert plain(value) == value
 
 
 def test_the_depth_is_bounded() -> None:
     deep: Any = 1
     for _ in range(5000):
         deep = [deep]
-    assert len(json_events.dumps({"gathered": json_events.plain(deep)})) < 100
+    assert len(json.dumps({"gathered": plain(deep)}, allow_nan=False)) < 100
 
 
 @pytest.mark.parametrize(
@@ -111,17 +113,17 @@ def test_the_depth_is_bounded() -> None:
     ],
 )
 def test_sizes(count: int, told: str) -> None:
-    assert console_text.size(count) == told
+    assert size(count) == told
 
 
 def test_round_names() -> None:
-    assert console_text.round_name(1, 3) == "round 1 of 3"
-    assert console_text.round_name(1, None) == "round 1"
-    assert console_text.round_name(4, 3) == "round 4"
+    assert events.round_name(1, 3) == "round 1 of 3"
+    assert events.round_name(1, None) == "round 1"
+    assert events.round_name(4, 3) == "round 4"
 
 
 def test_lines_about_a_round() -> None:
-    told = console_text.averaged("round 1 of 3", ME, RECEIPT, json_events.averaged(0, RECEIPT)["gathered"]).splitlines()
+    told = events.averaged("round 1 of 3", 1, ME, RECEIPT)[1].splitlines()
     assert told[0] == (
         f"round 1 of 3: averaged with {OTHER}, {LOST} in 2.50 s (all-reduce 0.50 s, 3.0 MiB sent, 100 bytes received)"
     )
@@ -132,7 +134,7 @@ def test_lines_about_a_round() -> None:
 
 def test_many_members_are_counted() -> None:
     members = (ME, *(f"192.0.2.7:{port}" for port in range(1, 10)))
-    told = console_text.averaged("round 1", ME, Receipt(0, Outcome.AVERAGED, members=members), {})
+    told = events.averaged("round 1", 1, ME, Receipt(0, Outcome.AVERAGED, members=members))[1]
     assert "192.0.2.7:4 and 5 more" in told
     assert "192.0.2.7:5" not in told
 
@@ -145,35 +147,34 @@ def test_strangers_cannot_write_to_the_terminal() -> None:
         dropped=(Dropped(f"client::{CONTROL}", CONTROL),),
         gathered={f"client::{CONTROL}": CONTROL},
     )
-    told = console_text.averaged("round 1", ME, evil, evil.gathered)
+    told = events.averaged("round 1", 1, ME, evil)[1]
     assert "\x1b" not in told
     assert len(told.splitlines()) == 3
-    assert console_text.not_averaged("round 1", Receipt(0, Outcome.FAILED, reason=CONTROL)).isprintable()
+    assert events.not_averaged("round 1", Receipt(0, Outcome.FAILED, reason=CONTROL)).isprintable()
+
+
+def ready(endpoint: str, command: list[str], kept: Sequence[str] = ()) -> str:
+    return events.ready(endpoint, "demo", "node", SCHEMA, command, kept)[1]
 
 
 def test_the_command_that_joins_can_be_pasted() -> None:
     command = ["averaging", "peer", "my model.safetensors", "--run-id", "demo", "--join", ME]
-    lines = console_text.ready(ME, "demo", SCHEMA, command).splitlines()
+    lines = ready(ME, command).splitlines()
     assert shlex.split(lines[-1]) == command
     assert "this machine" in lines[1]
-    assert "not averaged, but kept as they are: seen" in console_text.ready(ME, "demo", SCHEMA, command, ["seen"])
-    assert "this machine" in console_text.ready("127.0.1.1:1", "demo", SCHEMA, command)
-    elsewhere = console_text.ready("192.0.2.7:1", "demo", SCHEMA, command)
+    assert "not averaged, but kept as they are: seen" in ready(ME, command, ["seen"])
+    assert "this machine" in ready("127.0.1.1:1", command)
+    elsewhere = ready("192.0.2.7:1", command)
     assert "this machine" not in elsewhere
     assert "with --listen on an address that other peers can reach, or with --mode client:" in elsewhere
-    assert "--join" not in console_text.ready("client::7", "demo", SCHEMA, command)
+    assert "--join" not in ready("client::7", command)
 
 
 def test_why_there_was_no_average() -> None:
-    assert console_text.not_averaged("round 1", ALONE) == (
-        "round 1: no group within 60.0 s: no other peer is in the run"
-    )
-    assert console_text.not_averaged("round 1", FAILED).startswith("round 1: failed after 1.0 s: all other")
+    assert events.not_averaged("round 1", ALONE) == ("round 1: no group within 60.0 s: no other peer is in the run")
+    assert events.not_averaged("round 1", FAILED).startswith("round 1: failed after 1.0 s: all other")
 
 
 def test_the_last_line() -> None:
-    assert console_text.finished(1, "out.safetensors", "") == "done: 1 round, wrote out.safetensors"
-    assert (
-        console_text.finished(2, None, "no --output was given")
-        == "done: 2 rounds, nothing written: no --output was given"
-    )
+    assert events.done(1, "out.safetensors", "")[1] == "done: 1 round, wrote out.safetensors"
+    assert events.done(2, None, "no --output was given")[1] == "done: 2 rounds, nothing written: no --output was given"

@@ -16,9 +16,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from averaging.cli import main
-from averaging.cli.error_reporting import CommandError
+from averaging.cli.exits import CommandError
+from averaging.cli.files import Document, Output, read
 from averaging.cli.state import _metadata
-from averaging.cli.tensor_files import Document, Output, read
 from averaging.state.manifest import State
 
 GOOD = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(1.5, dtype=torch.bfloat16), "e": torch.empty(0, 3)}

@@ -16,12 +16,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from averaging.cli import peer_session as sessions
-from averaging.cli.console import CommandOutput
-from averaging.cli.error_reporting import CommandError, Stopped
-from averaging.cli.peer_session import CommandSession, RoundPlan
-from averaging.cli.signals import Stop, run
-from averaging.cli.tensor_files import Document, Output
+from averaging.cli import peer as sessions
+from averaging.cli.exits import CommandError, Stop, Stopped, run
+from averaging.cli.files import Document, Output
+from averaging.cli.output import CommandOutput
+from averaging.cli.peer import CommandSession, RoundPlan
 from averaging.errors import TensorError
 from averaging.peer.peer import Peer
 from averaging.protocol.group import Mode

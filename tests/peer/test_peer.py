@@ -266,7 +266,7 @@ async def test_a_lock_that_is_held_for_too_long_fails_the_round_and_is_no_error(
         assert receipt.outcome is Outcome.FAILED
         assert (
             receipt.reason
-            == "the application held the tensors' lock for 0.05 s; release it sooner, or raise `round_timeout`"
+            == "the application held the tensors' lock for 0.05 s; release it sooner, or raise round_timeout"
         )
         assert (await peer.average()).outcome is Outcome.NO_GROUP
 

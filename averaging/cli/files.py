@@ -1,23 +1,56 @@
-"""The safetensors files of the command line, checked before the peer starts and written atomically."""
+"""The files of commands: safetensors files, checked before the peer starts, and files that are replaced atomically.
+
+Nothing here imports torch before a safetensors file is read or written, so that `averaging ca` starts fast.
+"""
 
 from __future__ import annotations
 
+import os
+import secrets
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-
-from averaging.cli.atomic_files import beside, replaced_atomically
-from averaging.cli.error_reporting import NOT_DONE, WRONG_USAGE, CommandError
-from averaging.tensors import AVERAGED_DTYPES, all_finite
+from averaging.cli.exits import NOT_DONE, WRONG_USAGE, CommandError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     import torch
+
+
+def beside(path: Path) -> Path:
+    """Returns the path of a temporary file in the same directory."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+
+
+@contextmanager
+def replaced_atomically(path: Path) -> Iterator[Path]:
+    """Yields a temporary path to write to. On exit it is synced and moved to `path`, or removed after an error.
+
+    Raises:
+        OSError: the file cannot be moved.
+    """
+    temporary = beside(path)
+    try:
+        yield temporary
+        _sync(temporary)
+        temporary.replace(path)
+        _sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    """Syncs a file or a directory to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
 
 RESERVED_NAME = "__metadata__"
 """A tensor of this name would make a safetensors file unreadable."""
@@ -71,6 +104,8 @@ def read(path: Path) -> Document:
     Raises:
         CommandError: exit code 2: the file does not exist, is incomplete, or is not a safetensors file.
     """
+    from safetensors import SafetensorError, safe_open
+
     if not path.exists():
         raise CommandError(f"{path} does not exist; give a file written by safetensors.torch.save_file", WRONG_USAGE)
     if not path.is_file():
@@ -99,6 +134,8 @@ def check_can_be_averaged(path: Path, tensors: Mapping[str, torch.Tensor], *, al
     Raises:
         CommandError: exit code 2; the message names the tensors.
     """
+    from averaging.tensors import AVERAGED_DTYPES, all_finite
+
     if not tensors:
         raise CommandError(f"{path} contains no tensors to average, apart from integers and excluded ones", WRONG_USAGE)
     wrong = [
@@ -172,6 +209,9 @@ class Output:
             NotWrittenError: the file cannot be written now.
             CommandError: another process has created the file meanwhile, or a tensor has the reserved name.
         """
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
         if RESERVED_NAME in tensors:
             raise CommandError(
                 f"{self.path} was not written: the format allows no tensor called {RESERVED_NAME!r}", NOT_DONE

@@ -1,0 +1,148 @@
+"""How a command ends: with one line that says what to do, an exit code, and no traceback.
+
+Ctrl+C, SIGTERM and SIGHUP end it gracefully, a second signal at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator, Mapping
+    from types import FrameType
+
+    from averaging.errors import AveragingError
+
+T = TypeVar("T")
+
+NOT_DONE, WRONG_USAGE, SIGNALLED = 1, 2, 128
+"""Exit codes. A command that a signal ends early exits with `SIGNALLED` plus the signal's number."""
+
+CHECK_ADDRESS = "check the address, and that a peer is up there"
+
+DEFAULTS: Mapping[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+"""The signals that end a command, with Python's default handlers."""
+
+
+class CommandError(click.ClickException):
+    """Ends a command. Click prints the message to stderr and exits with `exit_code`."""
+
+    def __init__(self, message: str, exit_code: int = NOT_DONE) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code  # type: ignore[misc] # click's own are of the class
+
+
+def failure_of(error: AveragingError) -> CommandError:
+    """Converts an error of the library. The exit code is 2 if the user's arguments are wrong, else 1."""
+    from averaging.errors import ConfigError, JoinError, TensorError
+
+    wrong_usage = isinstance(error, ConfigError | TensorError) or (isinstance(error, JoinError) and error.refused)
+    return CommandError(str(error), WRONG_USAGE if wrong_usage else NOT_DONE)
+
+
+def stopped(number: int, when: str = "") -> CommandError:
+    """Returns the error of a command that a signal ended early."""
+    return CommandError(f"stopped by {signal.Signals(number).name}{when}", SIGNALLED + number)
+
+
+class Stopped(Exception):  # noqa: N818 - not an error
+    """A signal ended the command gracefully.
+
+    Attributes:
+        number: number of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class Interrupted(KeyboardInterrupt):
+    """Raised by a signal before the command has handlers of its own.
+
+    It is a subclass, because a KeyboardInterrupt that has left an `exec`, such as those of dataclasses, makes
+    `python -m` end by SIGINT regardless of the exit code.
+    """
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise Interrupted(number)
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """Converts a signal into a `CommandError` while the command has no handlers of its own.
+
+    SIGTERM needs a handler because the first process of a container ignores it by default.
+    """
+    ours = []
+    if threading.current_thread() is threading.main_thread():
+        ours = [number for number, default in DEFAULTS.items() if signal.getsignal(number) is default]
+    for number in ours:
+        signal.signal(number, _interrupt)
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        raise stopped(interrupt.args[0] if isinstance(interrupt, Interrupted) else signal.SIGINT) from None
+    finally:
+        for number in ours:
+            signal.signal(number, DEFAULTS[number])
+
+
+class Stop:
+    """The request of a signal to end the command.
+
+    Attributes:
+        number: number of the first signal; 0 before any.
+        wait: called at the first signal. True: the command will check `number` soon. False: its task is cancelled. A
+            second signal always cancels it.
+    """
+
+    def __init__(self, task: asyncio.Task[object]) -> None:
+        self._task = task
+        self.number = 0
+        self.wait: Callable[[], bool] = lambda: False
+
+    def request(self, number: int) -> None:
+        """Handles a signal."""
+        again, self.number = bool(self.number), self.number or number
+        if again or not self.wait():
+            self._task.cancel()
+
+
+def run(main: Callable[[Stop], Awaitable[T]]) -> T:
+    """Runs `main` on a new event loop. Signals cancel it, see `Stop`.
+
+    Raises:
+        Stopped: a signal cancelled it.
+    """
+    return asyncio.run(_run(main))
+
+
+async def _run(main: Callable[[Stop], Awaitable[T]]) -> T:
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    if task is None:
+        raise RuntimeError("not in a task")
+    stop, numbers = Stop(task), list(DEFAULTS)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup has it ignored
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers if number != signal.SIGINT}
+    for number in numbers:
+        loop.add_signal_handler(number, stop.request, number)
+    try:
+        return await main(stop)
+    except asyncio.CancelledError:
+        if not stop.number:
+            raise
+        raise Stopped(stop.number) from None
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+        for number, handler in before.items():  # asyncio restores the default, which has another exit code
+            signal.signal(number, handler)
