@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from averaging.allreduce.partition import Part, packed_sizes
-from averaging.allreduce.round_account import ANSWERS, LyingLeaderError, RoundAccount, code_of
+from averaging.allreduce.round_tally import ANSWERS, LyingLeaderError, RoundTally, code_of
 from averaging.allreduce.send_window import SendWindow
 from averaging.allreduce.shard_reducer import reducer_for
-from averaging.allreduce.wait_monitor import HoldUps, Overdue, WaitMonitor, blocking
+from averaging.allreduce.wait_monitor import DelayBudget, Overdue, WaitMonitor, blocking
 from averaging.config import NonFinite
 from averaging.errors import ProtocolViolationError, TransportError, ViolationKind
 from averaging.protocol import AveragingData, CompressionType, Member, MessageCode, WireTensor
@@ -64,7 +64,7 @@ class ReducerSide:
         me: this member; its own values are in the average if it sends.
         senders: the members whose parts come over the network; none if there are no parts.
         parts: the shard, in order.
-        account: records averages, bytes and dropped members.
+        tally: records averages, bytes and dropped members.
         monitor: enforces the deadlines; a sender that exceeds one is dropped.
         send_limits: how many parts of a sender are read, by how many are answered, see `send_window.send_limits`.
         proven: whether the transport authenticates the streams of a member. Without proof another member could have
@@ -77,7 +77,7 @@ class ReducerSide:
         senders: Sequence[Member],
         parts: Sequence[Part],
         schema: Schema,
-        account: RoundAccount,
+        tally: RoundTally,
         *,
         monitor: WaitMonitor,
         send_limits: Sequence[int],
@@ -91,7 +91,7 @@ class ReducerSide:
         self._first_nbytes = sum(packed_sizes(schema, parts[:1]))
         self._schema = schema
         self._tensors: Sequence[torch.Tensor] | None = None  # of this member; other members may be ready earlier
-        self._account = account
+        self._tally = tally
         self._monitor = monitor
         self._non_finite = non_finite
         self._senders = {member.endpoint: _Sender(SendWindow(send_limits)) for member in senders}
@@ -105,17 +105,17 @@ class ReducerSide:
         """The senders that have not sent all parts or have not taken all averages."""
         return [name for name, sender in self._senders.items() if not sender.done.is_set()]
 
-    def drop_hold_ups(self, hold_ups: HoldUps, now: float) -> None:
+    def drop_delaying(self, delays: DelayBudget, now: float) -> None:
         """Drops the senders for which others have waited for too long, `now` seconds after the start of the round."""
         if self._tensors is None:
             return  # all wait for this member
         unfinished = self.unfinished
-        counts = {name: one.count for name, one in self._senders.items() if name not in self._account.dropped}
+        counts = {name: sender.count for name, sender in self._senders.items() if name not in self._tally.dropped}
         holding = blocking(counts, self._send_limits)
         not_taken = all(count == len(self._parts) for count in counts.values()) and len(unfinished) < len(counts)
         if not_taken or all(map(self._monitor.on_probation, unfinished)):
             holding.update(unfinished)  # only this member waits for them
-        for name, reason in hold_ups.update(holding, now).items():
+        for name, reason in delays.update(holding, now).items():
             self._monitor.record_hold_up(name)
             self._drop(Dropped(name, reason, DropCode.ROUND_DEADLINE))
 
@@ -194,7 +194,7 @@ class ReducerSide:
             yield self._refusal(MessageCode.CANCELLED, first)
             return
         try:
-            self._account.compare(name, first.metadata)
+            self._tally.compare(name, first.metadata)
             values = self._read(0, first)
         except LyingLeaderError as error:
             self._fail(error)
@@ -204,10 +204,13 @@ class ReducerSide:
             self._drop_or_suspect(sender, Dropped(name, str(error), code_of(error)))
             yield self._refusal(MessageCode.PROTOCOL_VIOLATION, first)
             return
+        # From here on the stream is the sender's, and a later one in its name is refused or counts as a leave notice.
         sender.opened = True
         self._monitor.end(name, Phase.OPENING)
         self._monitor.done(name, Phase.OPENING)
         reply_overdue = self._overdue(name, Phase.TAKING, "took no reply")
+        # Parts are read and averages sent at the same time: a sender that waits for averages before it sends more would
+        # otherwise stop both. The window keeps the reading at most so many parts ahead of the averages.
         reading = asyncio.create_task(self._read_parts(name, sender, first, values, messages))
         replies_sent = 0
         dropped = Dropped(name, "connection lost", DropCode.CONNECTION_LOST)
@@ -219,7 +222,8 @@ class ReducerSide:
                     yield self._with_metadata(reply, first)
                     return
                 replies_sent += 1
-                self._account.sent(name, len(reply.tensor_part.buffer))
+                self._tally.sent(name, len(reply.tensor_part.buffer))
+                # The generator resumes when the transport has room for the next message, that is when the sender reads.
                 self._monitor.begin(name, Phase.TAKING, reply_overdue)
                 yield self._with_metadata(reply, first) if replies_sent == 1 else reply
                 self._monitor.end(name, Phase.TAKING)
@@ -239,12 +243,12 @@ class ReducerSide:
 
     def _with_metadata(self, reply: AveragingData, first: AveragingData) -> AveragingData:
         """Adds metadata to the first reply, but only if the sender has sent some in `first`."""
-        return replace(reply, metadata=self._account.metadata, encoded=[]) if first.metadata else reply
+        return replace(reply, metadata=self._tally.metadata, encoded=[]) if first.metadata else reply
 
     def _handle_leave_notice(self, sender: _Sender, name: str, leave_notice: AveragingData) -> None:
         dropped = _left(name, leave_notice.code)
         try:
-            self._account.compare(name, leave_notice.metadata)
+            self._tally.compare(name, leave_notice.metadata)
         except LyingLeaderError as error:
             self._fail(error)
             return
@@ -307,7 +311,7 @@ class ReducerSide:
         except TransportError as error:
             self._drop(Dropped(name, error.reason, code_of(error)))
         except Exception as error:
-            logger.exception("group %s: internal error on a part of %s", self._account.group_id.hex()[:8], name)
+            logger.exception("group %s: internal error on a part of %s", self._tally.group_id.hex()[:8], name)
             reason = f"internal error at this peer, {type(error).__name__}; see this peer's log"
             self._drop(Dropped(name, reason, DropCode.INTERNAL_ERROR), MessageCode.INTERNAL_ERROR)
 
@@ -321,7 +325,7 @@ class ReducerSide:
 
     def _before_opening(self, name: str) -> str:
         """A hint if a member reduces for this peer but never opened its stream: a firewall may block it."""
-        answers = self._account.has_received_from(name)
+        answers = self._tally.has_received_from(name)
         return f"it answered parts of this peer; can it reach {self._me.endpoint}?" if answers else ""
 
     def _read(self, number: int, message: AveragingData) -> torch.Tensor:
@@ -344,7 +348,7 @@ class ReducerSide:
         wire = message.tensor_part or WireTensor()
         self._reducer.add(name, values)
         sender.count += 1
-        self._account.received_part(name, len(wire.buffer))
+        self._tally.received_part(name, len(wire.buffer))
         kept = values if self._schema.reply is ReplyForm.DELTA else _NOTHING
         sender.delivered[number] = _Delivered(CompressionType(wire.compression), kept)
         self._answer_complete()
@@ -356,7 +360,7 @@ class ReducerSide:
         if sender.done.is_set():
             return
         # In a run without certificates another member could have caused the drop.
-        self._account.drop(dropped, proven=self._proven(name))
+        self._tally.drop(dropped, proven=self._proven(name))
         sender.done.set()
         self._monitor.forget(name, Phase.OPENING, Phase.PART, Phase.TAKING)
         sender.delivered.clear()
@@ -400,10 +404,10 @@ class ReducerSide:
                 continue
             replies[compression] = AveragingData(MessageCode.AVERAGED_PART, tensor_part=wire)
             if compression is spec.compression:
-                self._account.averaged = True
-                self._account.reduced(wire.buffer)
+                self._tally.averaged = True
+                self._tally.reduced(wire.buffer)
                 if local is not None:
-                    self._account.put(part, kept)
+                    self._tally.put(part, kept)
         for sender, delivered in waiting:
             sender.replies.put_nowait(replies[delivered.compression])
 
@@ -415,13 +419,13 @@ class ReducerSide:
         if local is not None:
             own = (average - local).to(spec.torch_dtype)
             if self._is_usable("this peer's own delta", number, local + own):
-                self._account.averaged = True
-                self._account.put(part, own)
+                self._tally.averaged = True
+                self._tally.put(part, own)
         for sender, delivered in waiting:
             wire, kept = _encoded(average - delivered.values, spec.torch_dtype, delivered.compression)
             reply = _NO_AVERAGE
             if self._is_usable("a delta", number, delivered.values + kept):
-                self._account.averaged = True
+                self._tally.averaged = True
                 reply = AveragingData(MessageCode.AVERAGED_PART, tensor_part=wire)
             sender.replies.put_nowait(reply)
 
@@ -433,7 +437,7 @@ class ReducerSide:
         logger.warning(
             "group %s: %s of part %d of %s overflows %s although all contributions are finite; the part keeps its "
             "local values. Check the tensors for values that have grown too large",
-            self._account.group_id.hex()[:8],
+            self._tally.group_id.hex()[:8],
             what,
             number,
             self._me.endpoint,

@@ -14,10 +14,10 @@ import torch
 
 from averaging.allreduce.partition import busiest_link, packed_size, packed_sizes, partition, shares
 from averaging.allreduce.reducer_side import ReducerSide
-from averaging.allreduce.round_account import AdoptPart, LyingLeaderError, RoundAccount, RoundResult
+from averaging.allreduce.round_tally import AdoptPart, LyingLeaderError, RoundResult, RoundTally
 from averaging.allreduce.send_window import send_limits, window_bytes
 from averaging.allreduce.sender_side import SenderSide
-from averaging.allreduce.wait_monitor import HoldUps, WaitMonitor
+from averaging.allreduce.wait_monitor import DelayBudget, WaitMonitor
 from averaging.config import NonFinite
 from averaging.errors import RoundError
 from averaging.protocol import AveragingData, Group, MessageCode
@@ -41,7 +41,7 @@ class AllReduce:
 
     Args:
         deadlines: limits for members without progress; updated by the round.
-        adopt: see `RoundAccount`. It may overwrite a part of the tensors with its average; that part is not read again.
+        adopt: see `RoundTally`. It may overwrite a part of the tensors with its average; that part is not read again.
         proven: see `ReducerSide`.
 
     Raises:
@@ -76,7 +76,7 @@ class AllReduce:
         self._schema, self._transport = schema, transport
         # If the leader could have announced different groups, nothing is adopted before the end.
         early = adopt if group.bound else None
-        self._account = RoundAccount(group, endpoint, parts_of, send_limits=limits, identical=identical, adopt=early)
+        self._tally = RoundTally(group, endpoint, parts_of, send_limits=limits, identical=identical, adopt=early)
         senders = [member for member in group.members if own and member.sends and member is not me]
         self._monitor = WaitMonitor(deadlines, size_class(packed_size(schema), len(group.members)), len(senders))
         self._reducing = ReducerSide(
@@ -84,7 +84,7 @@ class AllReduce:
             senders,
             own,
             schema,
-            self._account,
+            self._tally,
             monitor=self._monitor,
             send_limits=limits,
             non_finite=non_finite,
@@ -95,7 +95,7 @@ class AllReduce:
             group,
             schema,
             transport,
-            self._account,
+            self._tally,
             self._reducing,
             monitor=self._monitor,
             window=window,
@@ -114,7 +114,7 @@ class AllReduce:
         Raises:
             LyingLeaderError: the leader announced another group to another member.
         """
-        self._account.begin()
+        self._tally.begin()
         for name in self._reducers:
             self._transport.prepare_lane(name)
         seconds = timeout + self._transfer_seconds
@@ -122,8 +122,8 @@ class AllReduce:
             async with FairTimeout(Deadline(seconds, "the round's"), seconds), self._monitor.running():
                 self._reducing.begin()
                 tensors = await prepare()
-                self._account.ready()
-                self._monitor.on_check(self._check_hold_ups(timeout))
+                self._tally.ready()
+                self._monitor.on_check(self._check_delays(timeout))
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(self._reducing.run(tensors))
                     for name, parts in self._reducers.items():
@@ -134,7 +134,7 @@ class AllReduce:
             self._reducing.drop_unfinished(f"{expired} it was done")
             missing = self._sending.unfinished
             for name in missing:
-                self._account.drop(Dropped(name, f"{expired} its last average came", DropCode.ROUND_DEADLINE))
+                self._tally.drop(Dropped(name, f"{expired} its last average came", DropCode.ROUND_DEADLINE))
             if len(self._reducers) == 1:  # of several reducers one is given up earlier, unless all are equally slow
                 for name in missing:
                     self._monitor.record_hold_up(name)
@@ -162,7 +162,7 @@ class AllReduce:
         self._reducing.close(code)
         await self._sending.announce_leave(list(self._reducers), code, LEAVE_NOTICE_SECONDS)
 
-    def _check_hold_ups(self, timeout: float) -> Callable[[float], None]:
+    def _check_delays(self, timeout: float) -> Callable[[float], None]:
         """A check that drops members that hold the round up, early enough for the others to finish it.
 
         Args:
@@ -170,19 +170,21 @@ class AllReduce:
         """
         allowed, whole = self._monitor.deadlines.lower, timeout + self._transfer_seconds
         reserve = min(timeout / 2, max(RESERVE * allowed, self._transfer_seconds / 2))
-        senders = HoldUps(whole - reserve, allowed, self._monitor.on_probation)
-        reducers = HoldUps(whole - reserve / 2, allowed, self._monitor.on_probation)  # it may have waited for a sender
+        senders = DelayBudget(whole - reserve, allowed, self._monitor.on_probation)
+        reducers = DelayBudget(
+            whole - reserve / 2, allowed, self._monitor.on_probation
+        )  # it may have waited for a sender
 
         def check(now: float) -> None:
-            self._reducing.drop_hold_ups(senders, now)
+            self._reducing.drop_delaying(senders, now)
             if not self._reducing.unfinished:
-                self._sending.drop_hold_ups(reducers, now)
+                self._sending.drop_delaying(reducers, now)
 
         return check
 
     def result(self) -> RoundResult:
         """The result so far."""
-        return self._account.result()
+        return self._tally.result()
 
     def aggregate_part(
         self, first: AveragingData, messages: AsyncIterator[AveragingData]

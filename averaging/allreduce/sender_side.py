@@ -13,9 +13,9 @@ import torch
 
 from averaging.allreduce.partition import Part, packed_sizes
 from averaging.allreduce.reducer_side import ReducerSide
-from averaging.allreduce.round_account import ANSWERS, RoundAccount, code_of
+from averaging.allreduce.round_tally import ANSWERS, RoundTally, code_of
 from averaging.allreduce.send_window import MAX_HOLD_SECONDS, SendWindow, send_limits
-from averaging.allreduce.wait_monitor import HoldUps, WaitMonitor
+from averaging.allreduce.wait_monitor import DelayBudget, WaitMonitor
 from averaging.config import NonFinite
 from averaging.errors import AveragingError, ProtocolViolationError, TransportError, ViolationKind
 from averaging.protocol import AveragingData, Group, MessageCode
@@ -143,7 +143,7 @@ class SenderSide:
     """One member's streams to the reducers of its group.
 
     Args:
-        account: records averages, bytes and dropped members.
+        tally: records averages, bytes and dropped members.
         reducing: expects streams of the same members.
         monitor: enforces the deadlines.
         window: bytes, see `send_window.window_bytes`.
@@ -155,7 +155,7 @@ class SenderSide:
         group: Group,
         schema: Schema,
         transport: Transport,
-        account: RoundAccount,
+        tally: RoundTally,
         reducing: ReducerSide,
         *,
         monitor: WaitMonitor,
@@ -165,7 +165,7 @@ class SenderSide:
         self._endpoint, self._group = endpoint, group
         self._schema = schema
         self._transport = transport
-        self._account, self._reducing = account, reducing
+        self._tally, self._reducing = tally, reducing
         self._monitor = monitor
         self._window = window
         self._non_finite = non_finite
@@ -177,16 +177,16 @@ class SenderSide:
         """The reducers whose averages are missing."""
         return list(self._pending)
 
-    def drop_hold_ups(self, hold_ups: HoldUps, now: float) -> None:
+    def drop_delaying(self, delays: DelayBudget, now: float) -> None:
         """Gives up reducers for which only this member has waited for too long.
 
         Args:
-            hold_ups: the account of this side.
+            delays: the delay budget of the reducers.
             now: seconds since the start of the round.
         """
         some_are_done = len(self._pending) < self._started
         alone = some_are_done or all(map(self._monitor.on_probation, self._pending))
-        for name, reason in hold_ups.update(self.unfinished if alone else [], now).items():
+        for name, reason in delays.update(self.unfinished if alone else [], now).items():
             self._monitor.record_hold_up(name)
             self._pending[name].give_up(reason)
 
@@ -215,13 +215,13 @@ class SenderSide:
                 outgoing = self._messages(name, parts, tensors, window, liveness.progress)
                 async with aclosing(self._transport.aggregate_part(name, outgoing)) as replies:
                     if (lane := self._transport.lane(name)) is not None:
-                        self._account.lane(name, lane.name, lane.reason)
+                        self._tally.lane(name, lane.name, lane.reason)
                     # Read to the end of the stream: closing it early would look like a lost connection.
                     async for reply in replies:
                         if received == len(parts):
                             raise ProtocolViolationError("sent more replies than it got parts")
                         answer = reply.code
-                        self._account.compare(name, reply.metadata)
+                        self._tally.compare(name, reply.metadata)
                         self._read(name, parts[received], reply, tensors)
                         received += 1
                         window.answered()
@@ -244,7 +244,7 @@ class SenderSide:
             self._monitor.done(name, Phase.REPLY)
             self._reducing.reducer_finished(name, sum(sizes))
         else:
-            self._account.drop(dropped)
+            self._tally.drop(dropped)
             self._reducing.suspect(dropped)
 
     async def _messages(
@@ -261,10 +261,10 @@ class SenderSide:
             progress()
             values = tensors[part.tensor][part.start : part.stop]
             wire = encode(values, self._schema.tensors[part.tensor].compression)
-            self._account.sent(name, len(wire.buffer))
+            self._tally.sent(name, len(wire.buffer))
             if number == 0:
                 code, group = MessageCode.PART_FOR_AVERAGING, self._group
-                yield AveragingData(code, group.group_id, self._endpoint, wire, self._account.metadata)
+                yield AveragingData(code, group.group_id, self._endpoint, wire, self._tally.metadata)
             else:
                 yield AveragingData(tensor_part=wire)
 
@@ -282,11 +282,11 @@ class SenderSide:
             kept = tensors[part.tensor][part.start : part.stop] + values.to(dtype) if is_delta else values
             if not finite_as(kept, dtype):
                 raise ProtocolViolationError("answered with NaN or infinity", kind=ViolationKind.NON_FINITE)
-        self._account.received_average(name, part, values, reply.tensor_part.buffer)
+        self._tally.received_average(name, part, values, reply.tensor_part.buffer)
 
     async def announce_leave(self, names: Sequence[str], code: MessageCode, seconds: float) -> None:
         """Announces to reducers that this member leaves, so that none waits for its parts. Gives up after `seconds`."""
-        group_id, metadata = self._group.group_id, self._account.metadata if self._account.saw_conflict else b""
+        group_id, metadata = self._group.group_id, self._tally.metadata if self._tally.saw_conflict else b""
         message = AveragingData(code=code, group_id=group_id, endpoint=self._endpoint, metadata=metadata)
 
         async def announce(name: str) -> None:

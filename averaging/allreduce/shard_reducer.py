@@ -210,8 +210,8 @@ def centered_clip(values: Sequence[torch.Tensor], weights: Sequence[float], tau:
     for _ in range(_CLIP_STEPS):
         step.zero_()
         total = 0.0
-        for one, weight in zip(values, weights, strict=True):
-            torch.sub(one, center, out=pull)
+        for contribution, weight in zip(values, weights, strict=True):
+            torch.sub(contribution, center, out=pull)
             distance = float(torch.linalg.vector_norm(pull))
             if math.isfinite(distance):
                 share = weight * (min(1.0, tau / distance) if distance else 1.0)
@@ -257,9 +257,9 @@ def _ordered(columns: torch.Tensor) -> torch.Tensor:
 
 def _by_columns(values: Sequence[torch.Tensor], rule: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Applies a coordinate-wise rule to a bounded number of coordinates at a time."""
-    is_wide = any(one.dtype == torch.float64 for one in values)
+    is_wide = any(tensor.dtype == torch.float64 for tensor in values)
     result = torch.empty_like(values[0], dtype=torch.float64 if is_wide else torch.float32)
     for start in range(0, len(result), _COLUMNS):
         end = start + _COLUMNS
-        result[start:end] = rule(torch.stack([one[start:end].to(result.dtype) for one in values]))
+        result[start:end] = rule(torch.stack([tensor[start:end].to(result.dtype) for tensor in values]))
     return result

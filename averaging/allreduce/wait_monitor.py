@@ -107,11 +107,11 @@ class WaitMonitor:
 
     def deadline(self, name: str, phase: Phase) -> Deadline:
         """The deadline learned before this round."""
-        found = self._learned.get((name, phase))
-        if found is None:
-            learned = [self._look_up(name, one) for one in _SIMILAR.get(phase, (phase,))]
-            found = self._learned[name, phase] = max(learned, key=lambda one: one.seconds)
-        return found
+        deadline = self._learned.get((name, phase))
+        if deadline is None:
+            learned = [self._look_up(name, similar) for similar in _SIMILAR.get(phase, (phase,))]
+            deadline = self._learned[name, phase] = max(learned, key=lambda candidate: candidate.seconds)
+        return deadline
 
     def _look_up(self, name: str, phase: Phase) -> Deadline:
         if phase not in self._guesses:
@@ -196,7 +196,7 @@ def blocking(delivered: Mapping[str, int], send_limits: Sequence[int]) -> set[st
     return {name for name, count in delivered.items() if count < send_limits[-1] and front >= send_limits[count]}
 
 
-class HoldUps:
+class DelayBudget:
     """Adds up for how long each member holds a round up.
 
     Args:

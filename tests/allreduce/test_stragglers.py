@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.allreduce.partition import Part
-from averaging.allreduce.round_account import (
+from averaging.allreduce.round_tally import (
     Lag,
-    RoundAccount,
     RoundResult,
+    RoundTally,
     ShardDigest,
     code_of,
     digest_of,
@@ -123,7 +123,7 @@ def played(*moments: tuple[float, str], averaged: bool = False, members: str = "
         group = Group(b"g", (*map(Member, members), Member("x", mode=Mode.AUXILIARY)))
         mine = [Part(0, start, start + 2) for start in (0, 2)]
         shares = {name: mine if name == "a" else [] for name in (*members, "x")}
-        account = RoundAccount(group, "a", shares, send_limits=send_limits([8, 8], 8), identical=True)
+        account = RoundTally(group, "a", shares, send_limits=send_limits([8, 8], 8), identical=True)
         await asyncio.sleep(10.0)
         account.begin()
         began = asyncio.get_running_loop().time()
@@ -171,7 +171,7 @@ def test_a_share_is_a_fraction_of_all_elements_and_0_without_elements() -> None:
     assert [account.share for account in played().accounts] == [1.0, 0.0, 0.0, 0.0]
 
     async def main() -> RoundResult:
-        return RoundAccount(Group(b"g", (Member("a"),)), "a", {"a": []}, send_limits=[0], identical=True).result()
+        return RoundTally(Group(b"g", (Member("a"),)), "a", {"a": []}, send_limits=[0], identical=True).result()
 
     assert [account.share for account in virtual_time.run(main()).accounts] == [0.0]
 

@@ -15,7 +15,7 @@ import torch
 
 from averaging import Peer
 from averaging.allreduce import RoundResult
-from averaging.allreduce.round_account import code_of
+from averaging.allreduce.round_tally import code_of
 from averaging.errors import (
     AveragingError,
     CallRefusedError,

@@ -10,7 +10,7 @@ from typing import Any
 
 from averaging.allreduce import AllReduce
 from averaging.allreduce.reducer_side import ReducerSide
-from averaging.allreduce.round_account import RoundAccount
+from averaging.allreduce.round_tally import RoundTally
 from averaging.allreduce.sender_side import SenderSide
 from averaging.allreduce.wait_monitor import WaitMonitor
 from averaging.matchmaking import search_state
@@ -23,7 +23,7 @@ from averaging.timing.learned_deadlines import Deadlines
 
 PASSING = (
     AllReduce,
-    RoundAccount,
+    RoundTally,
     ReducerSide,
     SenderSide,
     WaitMonitor,

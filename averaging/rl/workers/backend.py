@@ -21,7 +21,7 @@ class Sample:
 
     Attributes:
         id: Unique in the dataset; at most 200 characters.
-        data: Its tensors by name; at least one.
+        data: Tensors of the sample by name, at least one.
     """
 
     id: str
@@ -34,7 +34,7 @@ class SampleBatch:
 
     Attributes:
         ids: Ids of the samples.
-        data: By name, one tensor for each sample in the same order. Their first dimensions may differ.
+        data: Lists of tensors by name, with a tensor for each sample in the same order. First dimensions may differ.
 
     Raises:
         ConfigError: The numbers of tensors and samples differ.
@@ -135,7 +135,7 @@ class Backend:
 
 
 def check_numbers(stats: object, method: str) -> dict[str, float]:
-    """Returns statistics as numbers; none for None. Tensors with one element count as numbers.
+    """Returns statistics as numbers; an empty mapping for None. Tensors with a single element count as numbers.
 
     Raises:
         ConfigError: They are something else.
@@ -158,18 +158,18 @@ def check_outputs(batch: SampleBatch, outputs: list[str], result: object, method
         raise ConfigError(f"{method} must return a mapping of names to tensors, not {result!r:.200}")
     if lacking := [key for key in outputs if key not in result]:
         raise ConfigError(f"{method} returned no {lacking[0]!r}; the plan names it as an output")
-    found = {key: list(result[key]) for key in outputs}
-    for key, tensors in found.items():
+    tensors_of = {key: list(result[key]) for key in outputs}
+    for key, tensors in tensors_of.items():
         if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
             raise ConfigError(f"{method} returned something else than tensors for {key!r}")
-    return SampleBatch(batch.ids, found)
+    return SampleBatch(batch.ids, tensors_of)
 
 
 class Dataset(Protocol):
     """Where a worker gets samples. Its methods run in the thread of the computations."""
 
     def place(self, dp_rank: int, dp_size: int) -> None:
-        """Called once before `fetch`: this worker is one of `dp_size` that hold a part each, without overlap."""
+        """Called once before `fetch`: `dp_size` workers hold a part each, without overlap."""
         ...
 
     @property
@@ -183,7 +183,7 @@ class Dataset(Protocol):
         ...
 
     def fetch(self, count: int) -> Sequence[Sample]:
-        """The next samples of the part: at most `count`, and none if there are none now."""
+        """The next samples of the part: at most `count`, and an empty sequence if nothing is there now."""
         ...
 
     def load(self, ids: Sequence[str]) -> Sequence[Sample]:
@@ -232,16 +232,16 @@ class ListDataset:
 
     def fetch(self, count: int) -> list[Sample]:
         """See `Dataset`. It begins again after the last sample."""
-        found: list[str] = []
-        while len(found) < min(count, self.size):
+        ids: list[str] = []
+        while len(ids) < min(count, self.size):
             if not self._left:
                 self._epoch += 1
                 order = list(self._part)
                 if self._seed is not None:
                     random.Random(f"{self._seed} {self._epoch}").shuffle(order)
                 self._left.extend(order)
-            found.append(self._left.popleft())
-        return [self._by_id[sample] for sample in dict.fromkeys(found)]
+            ids.append(self._left.popleft())
+        return [self._by_id[sample] for sample in dict.fromkeys(ids)]
 
     def load(self, ids: Sequence[str]) -> list[Sample]:
         """See `Dataset`."""

@@ -50,7 +50,7 @@ class OwnerTracker:
                 of_sample[key] = {worker}
 
     def owners(self, sample: str, key: str) -> frozenset[str]:
-        """The workers that hold a tensor; none if it is unknown."""
+        """The workers that hold a tensor; an empty set if it is unknown."""
         return frozenset(self._owners.get(sample, {}).get(key, ()))
 
     def remove(self, ids: Iterable[str]) -> None:
@@ -69,15 +69,15 @@ class OwnerTracker:
     def missing(self, ids: Iterable[str], keys: Iterable[str]) -> dict[str, list[str]]:
         """The tensors that no worker holds: names by sample."""
         keys = list(keys)
-        found = {sample: [key for key in keys if not self.owners(sample, key)] for sample in ids}
-        return {sample: lacking for sample, lacking in found.items() if lacking}
+        missing = {sample: [key for key in keys if not self.owners(sample, key)] for sample in ids}
+        return {sample: names for sample, names in missing.items() if names}
 
 
 class Redistributor:
     """Plans the transfers before a call.
 
     Args:
-        tracker: Who holds what.
+        tracker: The record of which worker holds which tensors.
     """
 
     def __init__(self, tracker: OwnerTracker) -> None:
@@ -107,6 +107,7 @@ class Redistributor:
                         continue
                     if not owners:
                         raise DataLostError("", f"no worker holds {key!r} of sample {sample}, which {worker} needs")
+                    # The name decides between owners with equal loads, so that a plan depends on the record alone.
                     source = min(owners, key=lambda owner: (load[owner], owner))
                     load[source] += 1
                     missing[source].append(key)
@@ -147,16 +148,16 @@ def balance(lengths: Mapping[str, int], ranks: Sequence[int]) -> dict[int, list[
         The samples of each rank, in their order in `lengths`.
     """
     order = {sample: place for place, sample in enumerate(lengths)}
-    found: dict[int, list[str]] = {rank: [] for rank in ranks}
+    ids_of: dict[int, list[str]] = {rank: [] for rank in ranks}
     total: Counter[int] = Counter()
     most, longer = divmod(len(lengths), len(ranks))
     for sample in sorted(lengths, key=lambda sample: (-lengths[sample], order[sample])):
-        full = sum(len(ids) > most for ids in found.values())  # ranks that have one more than the others
-        open_ranks = [rank for rank in ranks if len(found[rank]) < most + (full < longer)]
+        full = sum(len(ids) > most for ids in ids_of.values())  # ranks that have `most` + 1
+        open_ranks = [rank for rank in ranks if len(ids_of[rank]) < most + (full < longer)]
         rank = min(open_ranks, key=lambda rank: (total[rank], rank))
-        found[rank].append(sample)
+        ids_of[rank].append(sample)
         total[rank] += lengths[sample]
-    return {rank: sorted(ids, key=order.__getitem__) for rank, ids in found.items()}
+    return {rank: sorted(ids, key=order.__getitem__) for rank, ids in ids_of.items()}
 
 
 class DataManager:
@@ -319,7 +320,7 @@ class DataManager:
             self.keys[key].check(key, sample, dtype, shape)
 
     def _put(self, tensors: Iterable[tuple[str, str, torch.Tensor]]) -> None:
-        """Stores tensors, given with sample and name. Nothing is stored if one of them is not as the plan says."""
+        """Stores tensors, given with sample and name. Nothing is stored if a tensor is not as the plan says."""
         tensors = list(tensors)
         for sample, key, tensor in tensors:
             self._check(sample, key, *kind_of(tensor))

@@ -137,13 +137,13 @@ class Executor:
     Args:
         worker: Name of this worker.
         backends: The backend of each model.
-        dataset: Where samples come from.
+        dataset: Source of samples; None if this worker has none.
         data: The tensors of samples.
         parameters: The parameters under way.
         computations: The thread of the backends.
         loading: The thread of the dataset.
-        save_folder: Where the hook `save` may write; None if nowhere.
-        reply: Called with the reply to each request as soon as it is complete.
+        save_folder: Folder in which the hook `save` may write; None if it may not.
+        reply: Function that gets the reply to each request as soon as it is complete.
     """
 
     def __init__(
@@ -224,8 +224,8 @@ class Executor:
         source = self._source
         if source is None:
             raise ConfigError(f"{self._worker} holds no part of a dataset; give it one, or fetch from the DP heads")
-        found = await self._loading.run(source.load if request.ids else source.fetch, request.ids or request.count)
-        new = [sample for sample in found if not self.data.has_data(sample.id, sample.data if request.ids else ())]
+        loaded = await self._loading.run(source.load if request.ids else source.fetch, request.ids or request.count)
+        new = [sample for sample in loaded if not self.data.has_data(sample.id, sample.data if request.ids else ())]
         self.data.store(new)
         ids = [sample.id for sample in new]
         keys = sorted(set.intersection(*(set(sample.data) for sample in new))) if new else []
@@ -240,8 +240,8 @@ class Executor:
     async def flush(self, requests: Sequence[Payload]) -> None:
         """Carries out the requests of one level, after those of the level before, and replies to each.
 
-        All pre-hooks run first: a computation may wait for one at another worker, whose data comes from here. The order
-        is that of `flush_order`.
+        All pre-hooks run before the first computation, because the pre-hook of another worker may wait for tensors that
+        a worker stores early, and computations may meet in a collective. The order is that of `flush_order`.
         """
         async with self._one_flush:
             queued: list[tuple[tuple[int, int, str], Payload]] = []
@@ -348,12 +348,12 @@ class Executor:
             )
         try:
             folder = self._save_folder.resolve()
-            found = (folder / path).resolve()
+            target = (folder / path).resolve()
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError(f"{path!r:.200} is no path: {error}") from None
-        if not found.is_relative_to(folder):
+        if not target.is_relative_to(folder):
             raise ConfigError(f"{path!r:.200} is not below {folder}, the folder in which {self._worker} may save")
-        return str(found)
+        return str(target)
 
     async def _param_realloc(self, realloc: Realloc, backend: Backend) -> None:
         own = await self._computations.run(backend.parameters)

@@ -91,10 +91,10 @@ class RequestBook:
 
     def flushed(self) -> list[Payload]:
         """Returns the requests that waited for a flush; they are running from now on."""
-        found = list(self._queued.values())
+        requests = list(self._queued.values())
         self._running |= dict.fromkeys(self._queued, True)
         self._queued.clear()
-        return found
+        return requests
 
     def finish(self, reply: Payload, *, keep: bool = True) -> bool:
         """Ends a request. Returns whether the reply is to be sent; it is kept until `forget`."""
@@ -153,11 +153,11 @@ class MasterSession:
 
     Attributes:
         master: Random name of the master's process. Whoever knows it can take the place of that master.
-        alias: Its first characters, which others may see.
-        since: When it attached, in the running loop's time.
-        heard: When its last message came.
-        failure: Why the stream is closed, if that is the master's fault.
-        ends: Whether the master sends no further messages, and waits only for the replies to those that it has sent.
+        alias: First characters of `master`, which others may see.
+        since: Time at which the master attached, of the running loop.
+        heard: Time at which its last message came.
+        failure: Error that closed the stream, if it is the master's fault.
+        ends: Whether the master sends no further messages, and waits only for replies.
     """
 
     def __init__(self, master: str, now: float) -> None:

@@ -44,7 +44,7 @@ def _in_thread(method: Callable[Concatenate[RequestClient, P], T]) -> Callable[C
 def _awaitable(
     method: Callable[Concatenate[RequestClient, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[MasterWorker, P], Coroutine[Any, Any, T]]:
-    """A coroutine method of the client as one for any event loop: it runs in the master's thread."""
+    """A coroutine method of the client, which runs in the master's thread, as a coroutine for any event loop."""
 
     @wraps(method)
     async def call(master: MasterWorker, /, *args: P.args, **options: P.kwargs) -> T:
@@ -99,7 +99,7 @@ class MasterWorker:
         ping_seconds: Interval of the pings to each worker.
         min_stall_timeout: Seconds that a worker may at least take to answer a ping.
         stall_timeout: Seconds that it may at most take. In between, the limit is learned from its earlier answers.
-        connect: Opens channels; for tests.
+        connect: Function that opens channels; for tests.
 
     Raises:
         ConfigError: An argument is invalid.

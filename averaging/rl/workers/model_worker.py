@@ -65,18 +65,18 @@ class ModelWorker:
     its own. The master connects to the worker, so the order in which they start does not matter.
 
     Args:
-        name: Its name in the plan of the master.
-        backends: The backend of each model of which it holds a shard.
+        name: Name of the worker in the plan of the master.
+        backends: The backend of each model of which the worker holds a shard.
         listen: `host:port` to listen on; port 0 takes a free one. None if a server or peer has it in `services`, whose
             credentials then decide who may connect.
-        dataset: Where samples come from, if it may be a DP head of the first call's model.
-        advertise: `host:port` at which others reach it, if that differs from `listen`.
+        dataset: Source of samples, for a worker that may be a DP head of the first call's model.
+        advertise: `host:port` at which others reach the worker, if that differs from `listen`.
         credentials: Certificates and tokens, see `averaging.rpc.read_credentials`. Without them only processes of this
             user on this machine may connect: they share a token in ~/.local/state/averaging/workers.token.
         save_folder: Folder below which the hook `save` may write. Without it, the hook is refused.
-        compression: Compression of floating tensors of samples that it sends, such as `bfloat16`.
-        connect: Opens channels to other workers; for tests.
-        inline: Calls the backends in the event loop; for simulations.
+        compression: Compression of floating tensors of samples on their way to other workers, such as `bfloat16`.
+        connect: Function that opens channels to other workers; for tests.
+        inline: Whether backends run in the event loop; for simulations.
 
     Raises:
         ConfigError: An argument is invalid.
@@ -160,7 +160,7 @@ class ModelWorker:
         """Serves until Ctrl+C, calls the backends in this thread, and returns.
 
         Args:
-            on_ready: Called with the endpoint as soon as the worker listens.
+            on_ready: Function that gets the endpoint as soon as the worker listens.
 
         Raises:
             ListenError: The address is not available.
@@ -214,6 +214,7 @@ class ModelWorker:
         for reply in replies:
             session.send(reply)
         logger.info("%s serves the master %s", self.name, session.alias)
+        # A task of its own, since replies go out also while the master sends nothing. When either side ends, both do.
         reading = self._start(self._read(session, messages))
         try:
             while (message := await session.next_message()) is not None:
@@ -237,12 +238,12 @@ class ModelWorker:
         if session is not None and session.master != attach.master and session.lives(now, MASTER_SECONDS):
             return (
                 f"{self.name} serves another master ({session.alias}) since {now - session.since:.0f} s, which lives; "
-                f"end that one first"
+                f"end that master first"
             )
         return ""
 
     async def _read(self, session: MasterSession, messages: AsyncIterator[MasterMessage]) -> None:
-        """Takes the messages of a master, until it sends no more or another one attaches.
+        """Takes the messages of a master, until it sends no more or another master attaches.
 
         A master that sends no more, such as a shell command, still gets the replies to the requests under way.
         """

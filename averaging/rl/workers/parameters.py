@@ -91,8 +91,9 @@ async def receive(
 
     Args:
         source: Name of the worker.
-        messages: They are closed at the end.
-        admit: Called with the first message of each tensor, before memory is taken for it; raises unless it is wanted.
+        messages: The messages, which are closed at the end.
+        admit: Function that gets the first message of each tensor before memory is taken for it, and raises if the
+            tensor was not requested.
         silence: Maximum seconds without a message. The source must also keep the minimum rate, see `Pace`.
 
     Raises:
@@ -220,7 +221,7 @@ class ParameterExchange:
         return published.parameters
 
     def _models_of(self, transfer: str) -> tuple[str, str] | None:
-        return next((models for models, one in self._published.items() if one.transfer == transfer), None)
+        return next((models for models, copy in self._published.items() if copy.transfer == transfer), None)
 
 
 class _Published:
@@ -260,7 +261,7 @@ def check_alike(model: str, name: str, target: torch.Tensor | None, source: tupl
         model: Name of the target.
         name: Name of the parameter.
         target: The target's parameter; None if it has none of this name.
-        source: Dtype and shape of the other one.
+        source: Dtype and shape of the source's parameter.
 
     Raises:
         TensorError: They differ.

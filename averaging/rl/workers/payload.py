@@ -93,8 +93,8 @@ class Payload:
         pre_hook_data: Their data.
         post_hooks: Names of the hooks after the request, in order.
         post_hook_data: Their data.
-        error: In a reply: why the request failed.
-        unreachable: In a reply with an error: the worker from which data could not be fetched.
+        error: Reason why the request failed, in a reply.
+        unreachable: Worker from which data could not be fetched, in a reply with an error.
     """
 
     handler: str
@@ -123,7 +123,7 @@ class SampleQuery:
 
     Attributes:
         count: Maximum number of samples.
-        ids: If not empty, these samples instead, also those of another worker's part.
+        ids: Samples to load instead if not empty, also those of another worker's part.
     """
 
     count: int = 0
@@ -135,7 +135,7 @@ class Fetched:
     """Samples that were loaded. Samples that the worker already held are left out.
 
     Attributes:
-        ids: Their ids.
+        ids: Ids of the samples.
         seqlens: Length of each: the first dimension of its first tensor.
         keys: Names of their tensors.
         dp_rank: Rank of the worker among those that hold a part of the dataset.
@@ -269,9 +269,9 @@ class Realloc:
         transfer: Name of this transfer, equal on both sides.
         source: Name of the model that publishes its parameters.
         target: Name of the model that takes them.
-        eta: From 0 to 1.
-        origin: At the target, the worker from which it takes the parameters; empty at the source.
-        takers: At the source, how many workers take them.
+        eta: Share of the source, from 0 to 1.
+        origin: Worker from which the target takes the parameters; empty in the request to the source.
+        takers: Number of workers that take them, in the request to the source.
     """
 
     transfer: str
@@ -414,7 +414,7 @@ def decode_payload(message: workers_pb2.Payload) -> Payload:
 
 
 class Channel(Protocol):
-    """A connection to one worker; `RpcChannel` is one."""
+    """A connection to one worker, such as an `RpcChannel`."""
 
     def stream(self, method: RpcMethod[Any, Any], request: Any | AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
         """Calls a method with many replies."""

@@ -32,7 +32,7 @@ class _Hook:
     """What all hooks have.
 
     Attributes:
-        every: The hook runs after each so many steps.
+        every: Number of steps from one run of the hook to the next.
 
     Raises:
         ConfigError: A value is out of range.
@@ -129,14 +129,15 @@ class Call:
     """A model function call (MFC): one model computes new tensors of samples, or trains on them.
 
     Attributes:
-        name: For example `actor_gen`.
+        name: Name of the call, for example `actor_gen`.
         model: Name of the model.
         interface: `generate`, `inference` or `train_step`.
         inputs: Names of the tensors that it gets.
-        outputs: Names of the tensors that it returns; none for `train_step`.
+        outputs: Names of the tensors that it returns; empty for `train_step`.
         post_hooks: Hooks after it, in order.
-        after: Names of calls that must be complete before, although this one gets no tensor of theirs.
-        on_lost: By default `error` for `train_step`, whose ranks exchange gradients, and `reassign` for the others.
+        after: Names of calls that must be complete before, although this call gets no tensor of theirs.
+        on_lost: What happens if a worker dies; by default `error` for `train_step`, whose ranks exchange gradients, and
+            `reassign` otherwise.
 
     Raises:
         ConfigError: The interface is unknown, or a call has no inputs.
@@ -161,7 +162,7 @@ class Call:
 
     @property
     def reassigns(self) -> bool:
-        """Whether another data-parallel rank gets the samples of a lost one."""
+        """Whether another data-parallel rank gets the samples of a lost rank."""
         return (self.on_lost or (OnLost.ERROR if self.interface == Interface.TRAIN_STEP else OnLost.REASSIGN)) == (
             OnLost.REASSIGN
         )
@@ -171,7 +172,7 @@ class Levels:
     """The levels of a graph: the calls of one level depend only on those of earlier levels.
 
     Args:
-        calls: In any order.
+        calls: The calls in any order.
         data_keys: Names of the tensors that the dataset has.
 
     Attributes:
@@ -262,7 +263,7 @@ class Model:
     """A model and its workers.
 
     Attributes:
-        name: For example `actor`.
+        name: Name of the model, for example `actor`.
         workers: Names of its workers, in the order of the data-parallel, then pipeline, then tensor rank. One worker
             may hold several models.
         topology: One data-parallel rank for each worker if None.
@@ -317,8 +318,8 @@ class KeySpec:
     """Dtype and shape of a tensor of each sample.
 
     Attributes:
-        dtype: For example `int64`.
-        shape: With None for dimensions of any length.
+        dtype: Name of the dtype, for example `int64`.
+        shape: Extents, with None for dimensions of any length.
     """
 
     dtype: str
@@ -349,7 +350,7 @@ class Placement:
         endpoints: `host:port` of all workers, by name.
         keys: Dtype and shape of tensors, by name.
         dp_rank: Rank of the worker among those that hold a part of the dataset; -1 if it holds none.
-        dp_size: Their number.
+        dp_size: Number of those workers.
         ping_seconds: Interval of the pings of the master.
     """
 
@@ -433,13 +434,13 @@ class Plan:
         """
         if handler in self.workers:
             return handler
-        found = self._routes.get(handler)
-        if found is None:
+        worker = self._routes.get(handler)
+        if worker is None:
             raise ConfigError(
                 f"{handler!r} is neither a worker nor a shard of the plan; it has {_listed(self.workers)} and "
                 f"{_listed(self._routes)}"
             )
-        return found
+        return worker
 
     def shards_at(self, worker: str) -> list[tuple[ModelShardID, Topology]]:
         """The shards that a worker holds."""

@@ -35,8 +35,8 @@ class RequestClient:
         ping_seconds: Interval of the pings to each worker.
         min_stall_timeout: Seconds that a worker may at least take to answer a ping.
         stall_timeout: Seconds that it may at most take. In between, the limit is learned from its earlier answers.
-        connect: Opens channels; for tests.
-        on_lost: Called with each worker that is lost.
+        connect: Function that opens channels; for tests.
+        on_lost: Function that gets the name of each worker that is lost.
     """
 
     def __init__(
@@ -172,8 +172,8 @@ class RequestClient:
             handlers: Names of workers or shards.
             handle_name: A `Handle`.
             datas: The data for each handler.
-            no_syn: If False, all workers must first say that the request has arrived (syn). Then they are told to carry
-                it out (ack). If a worker is lost before, none carries it out.
+            no_syn: Whether each worker carries the request out when it arrives. If not, all workers must first say that
+                it has arrived (syn), and are told then to carry it out (ack). If a worker is lost before, nobody does.
 
         Raises:
             ConfigError: The plan has no such handler, or the numbers of handlers and datas differ.
@@ -240,8 +240,8 @@ class RequestClient:
     async def next_outcome(self, ids: Collection[str] | None = None) -> tuple[str, Payload | WorkerError]:
         """Waits for the next reply, or error, to one of these requests; to any of all if None."""
         while True:
-            if (found := self._first(ids)) is not None:
-                return found, self._take(found)
+            if (arrived := self._first(ids)) is not None:
+                return arrived, self._take(arrived)
             await self._arrival.wait()
 
     def poll(self, ids: Collection[str] | None = None) -> Payload | None:
@@ -250,8 +250,8 @@ class RequestClient:
         Raises:
             WorkerError: The request has failed.
         """
-        found = self._first(ids)
-        return None if found is None else _reply(self._take(found))
+        arrived = self._first(ids)
+        return None if arrived is None else _reply(self._take(arrived))
 
     async def poll_async(self, ids: Collection[str] | None = None) -> Payload:
         """Waits for the next reply to one of these requests, or of all.

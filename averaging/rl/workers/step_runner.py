@@ -37,8 +37,8 @@ class StepResult:
     """What one step has done.
 
     Attributes:
-        step: Its number, from 1.
-        stats: By call the means, over the data-parallel ranks, of the numbers that the backends returned.
+        step: Number of the step, from 1.
+        stats: Means over the data-parallel ranks of the numbers that the backends returned, by call.
         seconds: Duration.
         samples: Ids of its samples.
         lost: Workers that are lost.
@@ -56,8 +56,8 @@ class StepRunner:
 
     Args:
         plan: The plan.
-        client: Sends the requests.
-        tracker: Who holds what; `client` removes lost workers from it.
+        client: The client that sends the requests.
+        tracker: The record of which worker holds which tensors; `client` removes lost workers from it.
 
     Attributes:
         step_number: Number of the last step that is complete.
@@ -78,12 +78,12 @@ class StepRunner:
         for worker, link in self._client.links.items():
             if link.inventory is None:
                 continue
-            held = link.inventory
-            self.step_number = max([self.step_number, *held.versions.values()])
-            for sample, keys in held.samples.items():
+            inventory = link.inventory
+            self.step_number = max([self.step_number, *inventory.versions.values()])
+            for sample, keys in inventory.samples.items():
                 self._tracker.add(worker, [sample], keys)
                 if set(keys) >= set(self._plan.data_keys):
-                    self._buffer.setdefault(sample, held.lengths.get(sample, 1))
+                    self._buffer.setdefault(sample, inventory.lengths.get(sample, 1))
         await self._initialize_models(self._plan.workers)
 
     async def spec(self) -> list[DatasetSpec]:
@@ -258,9 +258,9 @@ class LevelRunner:
 
     Args:
         plan: The plan.
-        client: Sends the requests.
-        tracker: Who holds what.
-        load_again: Loads samples of the dataset that a lost worker held.
+        client: The client that sends the requests.
+        tracker: The record of which worker holds which tensors.
+        load_again: Function that loads samples of the dataset that a lost worker held.
     """
 
     def __init__(
@@ -328,7 +328,9 @@ class LevelRunner:
         if part is None or not isinstance(error, WorkerLostError) or not part.call.reassigns:
             raise error
         self._tracker.remove_worker(error.worker)
-        same = {one for one in waiting if jobs[one].part is part}
+        # The other shards of the rank compute the same samples, which are posted anew as a whole: nobody awaits their
+        # replies any more, and tensors that they may store in the meantime are not recorded.
+        same = {request_id for request_id in waiting if jobs[request_id].part is part}
         self._client.forget(same)
         waiting -= same
         if error.worker == job.worker:
@@ -383,6 +385,8 @@ class LevelRunner:
                     request.post_hooks.append(hook.name)
                     request.post_hook_data.append(self._hook_data(hook, shard, transfer, step))
                 jobs[self._client.post(request)] = _Job(worker, part)
+                # The calls that are posted next may take these tensors from here: a source that does not have them yet
+                # answers when its own transfers are done.
                 self._tracker.add(worker, part.ids, call.inputs)
         for hook, transfer in zip(hooks, transfers, strict=True):
             if isinstance(hook, ParamRealloc):
@@ -427,15 +431,15 @@ class LevelRunner:
         return jobs
 
     def _realloc(self, hook: ParamRealloc, shard: ModelShardID, transfer: str) -> Realloc:
-        """The side of a shard in a `param_realloc`: shards of the target take from the source's in turn."""
+        """A shard's part in a `param_realloc`; target shards are assigned to source shards round-robin."""
         living = self._client.living
         source, target = self._plan.by_name[hook.source], self._plan.by_name[hook.target]
 
         def alike(model: Model) -> list[tuple[ModelShardID, str]]:
             return [
-                (one, worker)
-                for one, worker in model.shards.items()
-                if worker in living and (one.tp_rank, one.pp_rank) == (shard.tp_rank, shard.pp_rank)
+                (other, worker)
+                for other, worker in model.shards.items()
+                if worker in living and (other.tp_rank, other.pp_rank) == (shard.tp_rank, shard.pp_rank)
             ]
 
         sources, targets = alike(source), alike(target)
@@ -445,10 +449,10 @@ class LevelRunner:
         name = f"{transfer}-{shard.tp_rank}-{shard.pp_rank}"
         if shard.model == hook.source:
             return Realloc(name, hook.source, hook.target, hook.eta, takers=len(takers[shard]))
-        origin = next(worker for one, worker in sources if shard in takers[one])
+        origin = next(worker for source_shard, worker in sources if shard in takers[source_shard])
         return Realloc(name, hook.source, hook.target, hook.eta, origin=origin)
 
     async def _flush(self, jobs: Mapping[str, _Job]) -> dict[str, _Job]:
         workers = list(dict.fromkeys(job.worker for job in jobs.values()))
         ids = await self._client.request(workers, Handle.FLUSH)
-        return {one: _Job(worker, None, is_flush=True) for one, worker in zip(ids, workers, strict=True)}
+        return {flush: _Job(worker, None, is_flush=True) for flush, worker in zip(ids, workers, strict=True)}

@@ -47,7 +47,7 @@ class LinkOptions:
 
     Attributes:
         master: Random name of the master's process.
-        connect: Opens channels.
+        connect: Function that opens channels.
         deadlines: Learned times until workers answer.
         ping_seconds: Interval of the pings.
     """
@@ -66,19 +66,19 @@ class WorkerLink:
 
     Args:
         worker: Name of the worker.
-        endpoint: Its `host:port`.
-        placement: What it must know of the plan.
-        options: What all links share.
-        on_reply: Called with each reply that is awaited.
-        on_lost: Called when the worker is lost; it will not answer the requests that were posted.
+        endpoint: `host:port` of the worker.
+        placement: The worker's part of the plan.
+        options: Options that all links share.
+        on_reply: Function that gets each reply that is awaited.
+        on_lost: Function that gets the error when the worker is lost, which answers no posted request then.
 
     Attributes:
-        inventory: What the worker held when it attached; None while it is not attached.
-        lost: Why the worker is lost; None before it has attached for the first time, and while it is attached.
-        refused: Why the worker refused this master, if it did so last.
-        reason: Why the last attempt to attach has failed; empty if none has.
-        hopeless: Whether it would fail again, for example for want of a token.
-        changed: Set, and replaced, when one of these has changed.
+        inventory: Models and samples of the worker when it attached; None while it is not attached.
+        lost: Error that says why the worker is lost; None while it is attached, and before it has attached at all.
+        refused: Error of a worker that refused this master at the last attempt.
+        reason: Text that says why the last attempt to attach has failed; empty if no attempt has.
+        hopeless: Whether further attempts would fail as well, for example for want of a token.
+        changed: Event that is set, and replaced, when an attribute above has changed.
         outstanding: Requests whose replies are awaited, by id. They are sent again after a break.
         unsent: Requests to send as soon as the worker is attached, in order.
     """
@@ -216,7 +216,7 @@ class WorkerLink:
                 yield message
 
     def _batch(self, request: PayloadMessage) -> list[PayloadMessage]:
-        """The requests of one message: this one, and those that wait behind it; without those that nobody awaits."""
+        """The requests of one message: `request` and those that wait behind it, without those that nobody awaits."""
         batch, nbytes = [], 0
         while True:
             if request.handle_name in NO_REPLY or request.request_id in self.outstanding:
@@ -231,6 +231,8 @@ class WorkerLink:
             self._lose("it has restarted, and lost what it held")
         self._incarnation = attached.incarnation
         self.lost = None
+        # After a break the master does not know which requests have arrived. The worker names those that it has, and
+        # the others are sent again; it carries each out once. Of requests without a reply only the unsent ones follow.
         self.inventory = unpack(attached.inventory, Inventory)
         known = set(attached.known)
         without_reply = [request for request in self._take_unsent() if request.handle_name in NO_REPLY]

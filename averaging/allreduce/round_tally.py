@@ -197,7 +197,7 @@ class RoundResult:
         parts: the parts whose reply arrived, with the average or the delta: 1-D, on the CPU, read-only. Parts that were
             adopted on arrival are not included.
         dropped: the dropped members, in the order in which they were dropped.
-        proven_drops: those in `dropped` that are proven to have caused it themselves.
+        proven_drops: members of `dropped` that are proven to have caused it themselves.
         kept_local: number of elements without a reply, which keep their local values.
         encoded: the parts that another member reduced; this member reduced the other ones in `parts`.
         received_any: whether a part or an average of another member arrived and there is at least one average.
@@ -225,8 +225,8 @@ def changes(result: RoundResult) -> Iterator[tuple[int, int, torch.Tensor]]:
         yield part.tensor, part.start, values
 
 
-class RoundAccount:
-    """The account of a round in progress at one member.
+class RoundTally:
+    """What a round in progress has brought so far, at one member.
 
     Args:
         endpoint: this member.
