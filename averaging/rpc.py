@@ -19,19 +19,21 @@ async with RpcServer("127.0.0.1:0", [Register()]) as server, RpcChannel(server.e
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import Self, TypeVar
+from contextlib import aclosing
+from typing import Self, TypeVar, cast
 
 from averaging.common import EventLoopThread, parse_address
 from averaging.config import FilePath, Inspection, TLSFiles
-from averaging.errors import ClosedError, ConfigError
+from averaging.errors import ClosedError, ConfigError, PeerUnreachableError, ProtocolViolationError
 from averaging.security import Credentials, read_tls, read_tokens
 from averaging.tensors import check_size
 from averaging.timing import Deadline, Deadlines, FairTimeout, Phase
-from averaging.transport import Message, RpcCaller, RpcHandler, RpcMethod, RpcService, rpc_caller
+from averaging.transport import Message, MessageType, RpcCaller, RpcHandler, RpcMethod, RpcService, rpc_caller
 from averaging.transport.grpc import (
-    Caller,
+    Channels,
     Dialling,
     GrpcTransport,
     TensorMessage,
@@ -46,6 +48,7 @@ __all__ = [
     "EventLoopThread",
     "FairTimeout",
     "Message",
+    "MessageType",
     "Phase",
     "RpcCaller",
     "RpcChannel",
@@ -62,8 +65,8 @@ __all__ = [
     "tensor_messages",
 ]
 
-Request = TypeVar("Request", bound=Message)
-Reply = TypeVar("Reply", bound=Message)
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
 
 MAX_MESSAGE_BYTES = 32 << 20
 """Default maximum size of a message in bytes."""
@@ -197,7 +200,7 @@ class RpcChannel:
             raise ConfigError(f"{endpoint} has port 0; give the port on which the server listens")
         self.endpoint = endpoint
         dialling = Dialling(loopback=loopback) if named_by_peer else Dialling((endpoint,))
-        self._caller = Caller(endpoint, max_message_bytes, credentials or Credentials(), dialling)
+        self._channels = Channels(max_message_bytes, credentials=credentials, dialling=dialling)
 
     async def __aenter__(self) -> Self:
         return self
@@ -207,7 +210,7 @@ class RpcChannel:
 
     async def close(self) -> None:
         """Closes the connection. Calls in progress end with a `PeerUnreachableError`."""
-        await self._caller.close()
+        await self._channels.close()
 
     async def call(
         self,
@@ -230,7 +233,16 @@ class RpcChannel:
         """
         if method.replies_stream:
             raise ConfigError(f"{method.path} answers with a stream; use stream()")
-        return await self._caller.call(method, request, timeout)
+        try:
+            async with asyncio.timeout(timeout):
+                if not method.requests_stream:
+                    return await self._channels.call(self.endpoint, method, cast("Request", request))
+                async with aclosing(self._channels.stream(self.endpoint, method, request)) as replies:
+                    async for reply in replies:
+                        return reply
+        except TimeoutError:
+            raise PeerUnreachableError(self.endpoint, f"no answer within {timeout:g} s") from None
+        raise ProtocolViolationError(f"answered {method.path} with nothing", self.endpoint)
 
     def stream(
         self, method: RpcMethod[Request, Reply], request: Request | AsyncIterator[Request]
@@ -246,4 +258,4 @@ class RpcChannel:
         """
         if not method.replies_stream:
             raise ConfigError(f"{method.path} answers with one message; use call()")
-        return self._caller.stream(method, request)
+        return self._channels.stream(self.endpoint, method, request)

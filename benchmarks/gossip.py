@@ -24,7 +24,7 @@ from averaging.protocol.messages import Digest, ExchangeReply, Record, Refusal, 
 from averaging.testing import virtual_time
 from averaging.testing.transport import MemoryNetwork, MemoryTransport
 from averaging.transport.base import AveragingService, Transport
-from averaging.transport.grpc import GrpcTransport, conversion
+from averaging.transport.grpc import GrpcTransport, methods
 
 RUN = "bench"
 KEY = f"{RUN}.0b"
@@ -169,7 +169,7 @@ class CountingTransport(MemoryTransport):
 
     def size(self, record: Record) -> int:
         if record not in self.sizes:
-            self.sizes[record] = len(conversion.encode_records((record,)))
+            self.sizes[record] = len(methods.SUBSCRIBE.reply.SerializeToString((record,)))
         return self.sizes[record]
 
 

@@ -88,6 +88,10 @@ class WireTensor:
     chunks: int = 0
     requires_grad: bool = False
 
+    def with_buffer(self, buffer: Buffer) -> WireTensor:
+        """The same tensor with other bytes."""
+        return WireTensor(buffer, self.size, self.dtype, self.compression, self.chunks, self.requires_grad)
+
 
 @dataclass(frozen=True, slots=True)
 class JoinRequest:
@@ -136,6 +140,10 @@ class AveragingData:
     metadata: bytes = b""
     encoded: list[bytes] = field(default_factory=list, compare=False, repr=False)
 
+    def with_tensor(self, tensor: WireTensor | None) -> AveragingData:
+        """The same message with another tensor."""
+        return AveragingData(self.code, self.group_id, self.endpoint, tensor, self.metadata)
+
 
 @dataclass(frozen=True, slots=True)
 class DownloadData:
@@ -143,6 +151,10 @@ class DownloadData:
 
     metadata: bytes = b""
     tensor_part: WireTensor | None = None
+
+    def with_tensor(self, tensor: WireTensor | None) -> DownloadData:
+        """The same message with another tensor."""
+        return DownloadData(self.metadata, tensor)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,22 +1,30 @@
-"""Definitions of gRPC methods and services for packages above the core. Pure."""
+"""Definitions of gRPC methods and services, of the core and of the rooms above it. Pure."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, Self, TypeAlias, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, Self, TypeVar
 
-from averaging.errors import ConfigError
+from google.protobuf.message import DecodeError
+
+from averaging.errors import ConfigError, ProtocolViolationError
 
 DEFAULT_REQUEST_BYTES = 64 << 10
 """Default maximum size of a request."""
 
-RESERVED = ("grpc.", "averaging.direct.v1.Direct", "averaging.gossip.v1.Gossip", "averaging.status.v1.Status")
+RESERVED = (
+    "grpc.",
+    "DecentralizedAveraging",
+    "averaging.direct.v1.Direct",
+    "averaging.gossip.v1.Gossip",
+    "averaging.status.v1.Status",
+)
 """Prefixes of the services that every peer has, some of which are answered without a token."""
 
-_PATH = re.compile(r"/([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)/([A-Za-z_]\w*)", re.ASCII)
+_PATH = re.compile(r"/([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)/([A-Za-z_]\w*)", re.ASCII)
 
 
 class Message(Protocol):
@@ -32,8 +40,34 @@ class Message(Protocol):
         ...
 
 
-Request = TypeVar("Request", bound=Message)
-Reply = TypeVar("Reply", bound=Message)
+Content = TypeVar("Content")
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
+
+
+class MessageType(Protocol[Content]):
+    """What `RpcMethod` needs of the type of a message: a generated class has it, and so does a `MessageCopier`."""
+
+    def SerializeToString(self, message: Content, /) -> bytes:  # noqa: N802 - protobuf's name
+        """The bytes of `message`."""
+        ...
+
+    def FromString(self, raw: bytes, /) -> Content:  # noqa: N802 - protobuf's name
+        """The message that `raw` encodes; raises DecodeError, or ProtocolViolationError if a field is invalid."""
+        ...
+
+
+def parse(kind: MessageType[Content], raw: bytes) -> Content:
+    """Decodes a message of another peer.
+
+    Raises:
+        ProtocolViolationError: `raw` is not such a message.
+    """
+    try:
+        return kind.FromString(raw)
+    except DecodeError:
+        descriptor: Any = getattr(kind, "DESCRIPTOR", None)
+        raise ProtocolViolationError(f"{len(raw)} bytes that are not a {descriptor.full_name}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +77,12 @@ class RpcCaller:
     Attributes:
         host: Address of the caller, without the port. Several processes may share it.
         connection: The connection over which it calls.
+        headers: Metadata of the call; two calls over one connection are equal without it.
     """
 
     host: str = ""
     connection: str = ""
+    headers: tuple[tuple[str, str | bytes], ...] = field(default=(), compare=False, repr=False)
 
 
 _NOBODY = RpcCaller()
@@ -70,24 +106,26 @@ class RpcMethod(Generic[Request, Reply]):
 
     Attributes:
         path: `/package.Service/Method`, as in the proto file.
-        request: Generated class of a request.
-        reply: Generated class of a reply.
+        request: Generated class of a request, or another `MessageType`.
+        reply: Generated class of a reply, or another `MessageType`.
         requests_stream: Whether the caller sends a stream of requests.
         replies_stream: Whether the server answers with a stream of replies.
-        max_request_bytes: Longer requests are refused before they are decoded.
-        max_reply_bytes: The same for replies; with None the limit of all messages.
+        max_request_bytes: Longer requests are refused before they are decoded; with None the limit of all messages.
+        max_reply_bytes: The same for replies.
+        sender: Returns the endpoint that a request names as its sender, which the caller's certificate must cover.
 
     Raises:
         ConfigError: The path is malformed.
     """
 
     path: str
-    request: type[Request]
-    reply: type[Reply]
+    request: MessageType[Request]
+    reply: MessageType[Reply]
     requests_stream: bool = False
     replies_stream: bool = False
-    max_request_bytes: int = DEFAULT_REQUEST_BYTES
+    max_request_bytes: int | None = DEFAULT_REQUEST_BYTES
     max_reply_bytes: int | None = None
+    sender: Callable[[Request], str] | None = None
 
     def __post_init__(self) -> None:
         if not _PATH.fullmatch(self.path):
@@ -102,6 +140,22 @@ class RpcMethod(Generic[Request, Reply]):
     def name(self) -> str:
         """Name of the method in its service."""
         return self.path.split("/")[2]
+
+    def read_request(self, raw: bytes) -> Request:
+        """Decodes a request of another peer.
+
+        Raises:
+            ProtocolViolationError: The request is too long or malformed.
+        """
+        return parse(self.request, self._short(raw, self.max_request_bytes))
+
+    def read_reply(self, raw: bytes) -> Reply:
+        """Decodes a reply of another peer.
+
+        Raises:
+            ProtocolViolationError: The reply is too long or malformed.
+        """
+        return parse(self.reply, self._short(raw, self.max_reply_bytes))
 
     def answers(self, answer: Callable[[Request], Awaitable[Reply]]) -> RpcHandler:
         """Handles one request with one reply. `RpcHandler` lists the errors that `answer` may raise."""
@@ -124,6 +178,11 @@ class RpcMethod(Generic[Request, Reply]):
             raise ConfigError(f"the streams of {self.path} differ from those of its handler; change one of them")
         return RpcHandler(self, answer)
 
+    def _short(self, raw: bytes, most: int | None) -> bytes:
+        if most is not None and len(raw) > most:
+            raise ProtocolViolationError(f"a message of {len(raw)} bytes in {self.path}; at most {most} are accepted")
+        return raw
+
 
 @dataclass(frozen=True, slots=True)
 class RpcHandler:
@@ -144,9 +203,6 @@ class RpcService(Protocol):
     def rpc_handlers(self) -> Iterable[RpcHandler]:
         """Returns the handlers of this service. Called once, before the server starts."""
         ...
-
-
-Requests: TypeAlias = "Request | AsyncIterator[Request]"
 
 
 def handlers_of(services: Iterable[RpcService], present: Iterable[RpcHandler] = ()) -> list[RpcHandler]:

@@ -144,7 +144,7 @@ async def test_whatever_the_header_says_all_is_sent(told: str) -> None:
         call: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(methods.DOWNLOAD_STATE.path)
         value = told if told.isascii() else told.encode()
         name = headers.RESUME if told.isascii() else f"{headers.RESUME}-bin"
-        [message] = [methods.DOWNLOAD_STATE.decode_reply(raw) async for raw in call(b"", metadata=((name, value),))]
+        [message] = [methods.DOWNLOAD_STATE.read_reply(raw) async for raw in call(b"", metadata=((name, value),))]
     assert isinstance(message, DownloadData)
     assert message.tensor_part is not None
     assert message.tensor_part.buffer == torch.ones(3).numpy().tobytes()

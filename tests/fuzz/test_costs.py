@@ -47,10 +47,10 @@ from averaging.state.donors import unpack_priority
 from averaging.state.manifest import MAX_ITEMS, read_manifest
 from averaging.testing import virtual_time
 from averaging.training.optimizer_state import load_optimizer
+from averaging.transport import RpcMethod
 from averaging.transport.grpc import channel_options as headers
 from averaging.transport.grpc import methods
 from averaging.transport.grpc.authentication import is_token
-from averaging.transport.grpc.methods import Method
 from tests.fuzz import clashing
 from tests.fuzz.material import protobufs, values
 from tests.support.receipts import receipt
@@ -175,8 +175,8 @@ def test_integers_that_clash_cost_little_more_than_others() -> None:
 
 # Other messages
 
-METHODS: list[Method[Any, Any]] = [method for method in vars(methods).values() if isinstance(method, Method)]
-DECODERS = {f"{m.name}-{side}": getattr(m, f"decode_{side}") for m in METHODS for side in ("request", "reply")}
+METHODS: list[RpcMethod[Any, Any]] = list(methods.METHODS)
+DECODERS = {f"{m.name}-{side}": getattr(m, f"read_{side}") for m in METHODS for side in ("request", "reply")}
 
 
 @pytest.mark.parametrize("name", DECODERS)

@@ -26,16 +26,16 @@ from averaging.state.donors import unpack_priority
 from averaging.state.manifest import State, pack, seal
 from averaging.tensors.compression import decode
 from averaging.tensors.schema import describe
+from averaging.transport import RpcMethod
 from averaging.transport.grpc import methods
-from averaging.transport.grpc.methods import Method
 from tests.fuzz.material import ENDPOINTS, damaged, packed, protobufs, states, values, wire_tensors
 from tests.support.receipts import receipt
 from tests.support.selection import examples
 
 MANY = settings(max_examples=examples(600), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
-METHODS: list[Method[Any, Any]] = [method for method in vars(methods).values() if isinstance(method, Method)]
-DECODERS = {f"{m.name}-{side}": getattr(m, f"decode_{side}") for m in METHODS for side in ("request", "reply")}
+METHODS: list[RpcMethod[Any, Any]] = list(methods.METHODS)
+DECODERS = {f"{m.name}-{side}": getattr(m, f"read_{side}") for m in METHODS for side in ("request", "reply")}
 
 STATE = State(3, {"w": torch.arange(6.0).reshape(2, 3), "b": torch.zeros(0), "n": torch.tensor(1)}, {"step": 1})
 SOUND_STATE = list(pack(seal(STATE)))

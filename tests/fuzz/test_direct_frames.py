@@ -27,7 +27,6 @@ from averaging.transport.direct.frames import (
 from averaging.transport.direct.opening import OPEN, Request
 from averaging.transport.direct.sealing import Cipher, Ciphers, derive_keys, shared_secret
 from averaging.transport.direct.streams import encode_head
-from averaging.transport.grpc.client import call_unary
 from tests.support.certificates import HERE, secure
 from tests.support.grpc_fakes import FakePeer, number_of, part
 
@@ -106,7 +105,7 @@ async def attack(changes: list[tuple[str, float, bytes]], credentials: Credentia
         public = own.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
         nonce = bytes(NONCE_BYTES)
         request = Request(commitment_to(nonce), public if credentials else b"")
-        grant = await call_unary(caller._channels, endpoint, OPEN, request)
+        grant = await caller._channels.call(endpoint, OPEN, request)
         cipher = None
         if credentials:
             secret, proof = shared_secret(own, grant.public_key), proof_of(nonce, grant.ticket)

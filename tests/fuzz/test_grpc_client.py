@@ -26,8 +26,8 @@ from averaging.protocol.messages import AveragingData, JoinRequest, MessageCode,
 from averaging.state.downloads import download
 from averaging.state.manifest import State, pack, seal
 from averaging.tensors.schema import describe
+from averaging.transport import RpcMethod
 from averaging.transport.grpc import GrpcTransport, methods
-from averaging.transport.grpc.methods import Method
 from tests.fuzz.material import damaged, protobufs, states
 from tests.support.complaints import complaints
 from tests.support.spelling import spelled
@@ -41,13 +41,13 @@ REQUEST = JoinRequest("peer:1", b"hash", 1e10)
 PART = AveragingData(MessageCode.PART_FOR_AVERAGING, b"x" * 20, "peer:1", WireTensor(b"\0" * 4, (1,), "float32"))
 STATE = list(pack(seal(State(3, {"w": torch.arange(6.0), "n": torch.tensor(1)}, {"step": 1}))))
 SOUND = [
-    methods.JOIN_GROUP.encode_reply(
+    methods.JOIN_GROUP.reply.SerializeToString(
         MessageFromLeader(MessageCode.BEGIN_ALLREDUCE, b"x" * 20, "peer:2", ("peer:1", "peer:2"), (b"1", b""))
     ),
-    methods.AGGREGATE_PART.encode_reply(PART),
-    *map(methods.DOWNLOAD_STATE.encode_reply, STATE),
+    methods.AGGREGATE_PART.reply.SerializeToString(PART),
+    *map(methods.DOWNLOAD_STATE.reply.SerializeToString, STATE),
 ]
-METHODS: tuple[Method[Any, Any], ...] = (methods.JOIN_GROUP, methods.AGGREGATE_PART, methods.DOWNLOAD_STATE)
+METHODS: tuple[RpcMethod[Any, Any], ...] = (methods.JOIN_GROUP, methods.AGGREGATE_PART, methods.DOWNLOAD_STATE)
 ENDS = {
     None: None,
     grpc.StatusCode.UNAVAILABLE: PeerUnreachableError,
@@ -63,7 +63,9 @@ ENDS = {
 
 answers = st.lists(st.one_of(protobufs(), damaged(SOUND), st.binary(max_size=60)), max_size=4)
 downloads = st.one_of(
-    states(STATE).map(lambda messages: [methods.DOWNLOAD_STATE.encode_reply(message) for message in messages]),
+    states(STATE).map(
+        lambda messages: [methods.DOWNLOAD_STATE.reply.SerializeToString(message) for message in messages]
+    ),
     st.lists(damaged(SOUND[2:]), max_size=4),
 )
 
@@ -122,7 +124,7 @@ async def one_part() -> AsyncGenerator[AveragingData, None]:
     yield PART
 
 
-def start(caller: GrpcTransport, method: Method[Any, Any], endpoint: str) -> AsyncGenerator[Any, None]:
+def start(caller: GrpcTransport, method: RpcMethod[Any, Any], endpoint: str) -> AsyncGenerator[Any, None]:
     if method is methods.JOIN_GROUP:
         return caller.join_group(endpoint, REQUEST)
     if method is methods.AGGREGATE_PART:
@@ -131,13 +133,13 @@ def start(caller: GrpcTransport, method: Method[Any, Any], endpoint: str) -> Asy
 
 
 def expected(
-    method: Method[Any, Any], answer: list[bytes], end: grpc.StatusCode | None
+    method: RpcMethod[Any, Any], answer: list[bytes], end: grpc.StatusCode | None
 ) -> tuple[list[Any], type[AveragingError] | None]:
     """What should arrive, and the error after it."""
     arrive: list[Any] = []
     for raw in answer:
         try:
-            arrive.append(method.decode_reply(raw))
+            arrive.append(method.read_reply(raw))
         except ProtocolViolationError:
             return arrive, ProtocolViolationError
     return arrive, ENDS[end]
@@ -148,7 +150,7 @@ def expected(
 def test_any_bytes_in_the_answer(
     world: World,
     caplog: pytest.LogCaptureFixture,
-    calls: list[tuple[Method[Any, Any], list[bytes], grpc.StatusCode | None]],
+    calls: list[tuple[RpcMethod[Any, Any], list[bytes], grpc.StatusCode | None]],
 ) -> None:
     async def main() -> None:
         for method, answer, end in calls:

@@ -18,15 +18,14 @@ from hypothesis import strategies as st
 from averaging import Peer
 from averaging.protocol.messages import AveragingData, JoinRequest, MessageCode, WireTensor
 from averaging.transport.grpc import methods
-from averaging.transport.grpc.methods import Method
 from tests.fuzz.material import damaged, protobufs
 from tests.support import raw_http2
 from tests.support.complaints import complaints
 
-PATHS = [method.path for method in vars(methods).values() if isinstance(method, Method)]
+PATHS = [method.path for method in methods.METHODS]
 SOUND = [
-    methods.JOIN_GROUP.encode_request(JoinRequest("peer:1", b"hash", 1e10, b"", False)),
-    methods.AGGREGATE_PART.encode_request(
+    methods.JOIN_GROUP.request.SerializeToString(JoinRequest("peer:1", b"hash", 1e10, b"", False)),
+    methods.AGGREGATE_PART.request.SerializeToString(
         AveragingData(MessageCode.PART_FOR_AVERAGING, b"x" * 20, "peer:1", WireTensor(b"\0" * 4, (1,), "float32"))
     ),
 ]
@@ -97,10 +96,10 @@ def test_any_bytes_in_any_call(
             code, replies = await call(world.channel, path, messages if several else messages[:1])
             assert code in RIGHT, path
             if several:
-                assert {methods.AGGREGATE_PART.decode_reply(reply).code for reply in replies} <= CODES
+                assert {methods.AGGREGATE_PART.read_reply(reply).code for reply in replies} <= CODES
         code, [status] = await call(world.channel, methods.GET_STATUS.path, [b""])
         assert code is grpc.StatusCode.OK
-        assert methods.GET_STATUS.decode_reply(status).endpoint == world.peer.endpoint
+        assert methods.GET_STATUS.read_reply(status).endpoint == world.peer.endpoint
 
     with caplog.at_level(logging.ERROR):
         world.run(main())

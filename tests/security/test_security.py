@@ -51,7 +51,7 @@ from tests.support.grpc_fakes import (
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
-OURS = [value.path for value in vars(methods).values() if isinstance(value, methods.Method)]
+OURS = [method.path for method in methods.METHODS]
 HEALTH, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 INSPECTION = [
     methods.GET_STATUS.path,

@@ -40,7 +40,6 @@ from averaging.transport.direct.link import Link
 from averaging.transport.direct.opening import OPEN, Grant, Request
 from averaging.transport.direct.transport import DirectTransport
 from averaging.transport.grpc import GrpcTransport
-from averaging.transport.grpc.client import call_unary
 from tests.support.certificates import HERE, secure, write
 from tests.support.grpc_fakes import (
     LANE,
@@ -354,7 +353,7 @@ async def asked(credentials: Credentials | None = None) -> AsyncIterator[tuple[s
     service = FakePeer()
     async with serving(service, credentials=credentials) as (_, endpoint), client(credentials=credentials) as caller:
         request = Request(commitment_to(NONCE), b"" if credentials is None else os.urandom(32))
-        yield endpoint.partition(":")[0], await call_unary(caller._channels, endpoint, OPEN, request), service
+        yield endpoint.partition(":")[0], await caller._channels.call(endpoint, OPEN, request), service
 
 
 async def greet(host: str, port: int, hello: bytes, more: bytes = b"") -> bytes:
@@ -423,7 +422,7 @@ async def test_a_key_that_everybody_knows_is_refused() -> None:
     async with serving(FakePeer(), credentials=credentials) as (_, endpoint), client(credentials=credentials) as caller:
         for key, reason in ((b"", "a public key of 0 bytes"), (bytes(32), "known to everybody")):
             with pytest.raises(CallRefusedError, match=reason):
-                await call_unary(caller._channels, endpoint, OPEN, Request(os.urandom(32), key))
+                await caller._channels.call(endpoint, OPEN, Request(os.urandom(32), key))
 
 
 @pytest.mark.asyncio
@@ -494,9 +493,9 @@ async def test_who_knows_the_ticket_and_not_the_nonce_is_not_admitted() -> None:
 async def test_a_nonce_is_for_one_connection() -> None:
     async with serving(FakePeer()) as (_, endpoint), client() as caller:
         request = Request(commitment_to(NONCE))
-        await call_unary(caller._channels, endpoint, OPEN, request)
+        await caller._channels.call(endpoint, OPEN, request)
         with pytest.raises(CallRefusedError, match="a nonce that was used"):
-            await call_unary(caller._channels, endpoint, OPEN, request)
+            await caller._channels.call(endpoint, OPEN, request)
 
 
 @pytest.mark.asyncio
@@ -508,7 +507,7 @@ async def test_other_versions_have_no_lane_and_say_so() -> None:
         await opened_by(answers)
     async with serving(FakePeer()) as (_, endpoint), client() as caller:
         with pytest.raises(CallRefusedError, match="version 1 of the direct lane; this peer has version 2"):
-            await call_unary(caller._channels, endpoint, OPEN, Request(commitment_to(NONCE), version=0))
+            await caller._channels.call(endpoint, OPEN, Request(commitment_to(NONCE), version=0))
 
 
 # Floods
@@ -524,7 +523,7 @@ async def flood(caller: GrpcTransport, endpoint: str, callee: GrpcTransport, fra
 
     async def send() -> None:
         nonce = os.urandom(NONCE_BYTES)
-        grant = await call_unary(caller._channels, endpoint, OPEN, Request(commitment_to(nonce)))
+        grant = await caller._channels.call(endpoint, OPEN, Request(commitment_to(nonce)))
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
             writer.write(pack_hello(nonce, grant.ticket) + READY)
@@ -594,9 +593,9 @@ async def test_tickets_of_a_host_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(tickets, "MAX_PER_HOST", 2)
     async with serving(FakePeer()) as (_, endpoint), client() as caller:
         for _ in range(2):
-            await call_unary(caller._channels, endpoint, OPEN, Request(os.urandom(32)))
+            await caller._channels.call(endpoint, OPEN, Request(os.urandom(32)))
         with pytest.raises(CallRefusedError, match="too many direct connections were requested"):
-            await call_unary(caller._channels, endpoint, OPEN, Request(os.urandom(32)))
+            await caller._channels.call(endpoint, OPEN, Request(os.urandom(32)))
         assert await send_parts(caller, endpoint) == [0, 1, 2]
         assert lane_of(caller, endpoint)[0] == "grpc"
         assert "too many direct connections" in lane_of(caller, endpoint)[1]

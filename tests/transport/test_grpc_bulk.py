@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from averaging.errors import ProtocolViolationError
 from averaging.protocol.messages import AveragingData, MessageCode, WireTensor
-from averaging.transport.grpc import conversion
+from averaging.transport import parse
+from averaging.transport.grpc.conversion import AVERAGING_DATA
 from averaging.wire import averaging_pb2
 
 LARGE = 4096
@@ -35,25 +36,25 @@ messages = st.builds(
 
 @given(messages)
 def test_protobuf_reads_what_was_written_and_so_do_we(message: AveragingData) -> None:
-    raw = conversion.encode_averaging_data(message)
+    raw = AVERAGING_DATA.SerializeToString(message)
     wire = averaging_pb2.AveragingData.FromString(raw)
     assert message.tensor_part is not None
     assert wire.tensor_part.buffer == message.tensor_part.buffer
     assert tuple(wire.tensor_part.size) == message.tensor_part.size
     assert (int(wire.code), wire.group_id, wire.endpoint) == (int(message.code), message.group_id, message.endpoint)
-    assert conversion.decode_averaging_data(raw) == message
-    assert conversion.decode_averaging_data(wire.SerializeToString()) == message
+    assert parse(AVERAGING_DATA, raw) == message
+    assert parse(AVERAGING_DATA, wire.SerializeToString()) == message
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 127, 128, LARGE, (1 << 14) - 1, 1 << 14, 1 << 21])
 def test_the_length_of_a_buffer_takes_one_byte_to_four(nbytes: int) -> None:
     message = AveragingData(tensor_part=WireTensor(memoryview(b"x" * nbytes)))
-    assert conversion.decode_averaging_data(conversion.encode_averaging_data(message)) == message
+    assert parse(AVERAGING_DATA, AVERAGING_DATA.SerializeToString(message)) == message
 
 
 def test_a_message_for_several_is_encoded_once() -> None:
     part = AveragingData(tensor_part=WireTensor(b"x" * LARGE))
-    assert conversion.encode_averaging_data(part) is conversion.encode_averaging_data(part)
+    assert AVERAGING_DATA.SerializeToString(part) is AVERAGING_DATA.SerializeToString(part)
     assert len(part.encoded) == 1
 
 
@@ -61,7 +62,7 @@ def test_a_message_for_several_is_encoded_once() -> None:
 def test_any_bytes_are_a_message_or_a_violation_as_protobuf_says(prefix: bytes, place: int, byte: int) -> None:
     """Random bytes before, and one changed byte within, a proper message."""
     proper = bytearray(
-        conversion.encode_averaging_data(AveragingData(tensor_part=WireTensor(b"x" * LARGE, (4,), "float32")))
+        AVERAGING_DATA.SerializeToString(AveragingData(tensor_part=WireTensor(b"x" * LARGE, (4,), "float32")))
     )
     proper[place] = byte
     raw = prefix + bytes(proper)
@@ -70,7 +71,7 @@ def test_any_bytes_are_a_message_or_a_violation_as_protobuf_says(prefix: bytes, 
     except Exception:
         expected = None
     try:
-        data = conversion.decode_averaging_data(raw)
+        data = parse(AVERAGING_DATA, raw)
     except ProtocolViolationError:
         return  # protobuf may be more generous: unknown codes and negative chunks are refused
     assert expected is not None
@@ -94,12 +95,12 @@ def test_any_bytes_are_a_message_or_a_violation_as_protobuf_says(prefix: bytes, 
 )
 def test_fields_of_later_versions_are_stepped_over(unknown: bytes) -> None:
     """Field 15 of every kind, before the tensor and after it; the bytes in it would begin a tensor."""
-    part = conversion.encode_averaging_data(AveragingData(tensor_part=WireTensor(b"x" * LARGE)))
-    data = conversion.decode_averaging_data(unknown + part + unknown)
+    part = AVERAGING_DATA.SerializeToString(AveragingData(tensor_part=WireTensor(b"x" * LARGE)))
+    data = parse(AVERAGING_DATA, unknown + part + unknown)
     assert data == AveragingData(tensor_part=WireTensor(b"x" * LARGE))
 
 
 def test_a_number_longer_than_numbers_are_is_refused() -> None:
-    part = conversion.encode_averaging_data(AveragingData(tensor_part=WireTensor(b"x" * LARGE)))
+    part = AVERAGING_DATA.SerializeToString(AveragingData(tensor_part=WireTensor(b"x" * LARGE)))
     with pytest.raises(ProtocolViolationError):
-        conversion.decode_averaging_data(b"\x78" + b"\xff" * 10 + b"\x01" + part)
+        parse(AVERAGING_DATA, b"\x78" + b"\xff" * 10 + b"\x01" + part)

@@ -34,14 +34,12 @@ from averaging.receipts.status import PeerStatus
 from averaging.tensors import AVERAGED_DTYPES
 from averaging.tensors.schema import ReplyForm, Schema, TensorSpec
 from averaging.timing.learned_deadlines import Learned, Phase
+from averaging.transport import RpcMethod
 from averaging.transport.grpc import methods
-from averaging.transport.grpc.conversion import decode_averaging_data, decode_rumours
-from averaging.transport.grpc.methods import Method
-from averaging.transport.grpc.status_conversion import decode_schema, decode_status
 from averaging.wire import averaging_pb2, gossip_pb2, runtime_pb2, status_pb2
 from tests.support.spelling import spelled
 
-METHODS: list[Method[Any, Any]] = [method for method in vars(methods).values() if isinstance(method, Method)]
+METHODS: list[RpcMethod[Any, Any]] = list(methods.METHODS)
 
 
 def several(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
@@ -176,10 +174,10 @@ MESSAGES: dict[str, tuple[st.SearchStrategy[Any], st.SearchStrategy[Any]]] = {
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 @given(data=st.data())
-def test_there_and_back(method: Method[Any, Any], data: st.DataObject) -> None:
+def test_there_and_back(method: RpcMethod[Any, Any], data: st.DataObject) -> None:
     requests, replies = MESSAGES[method.name]
     request, reply = data.draw(requests), data.draw(replies)
-    raw_request, raw_reply = method.encode_request(request), method.encode_reply(reply)
+    raw_request, raw_reply = method.request.SerializeToString(request), method.reply.SerializeToString(reply)
     assert isinstance(raw_request, bytes)  # all that gRPC takes
     assert isinstance(raw_reply, bytes)
     assert spelled(method.read_request(raw_request)) == spelled(request)
@@ -188,8 +186,8 @@ def test_there_and_back(method: Method[Any, Any], data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 @given(raw=st.binary(max_size=200))
-def test_any_bytes_are_read_or_a_violation(method: Method[Any, Any], raw: bytes) -> None:
-    for decode in (method.decode_request, method.decode_reply):
+def test_any_bytes_are_read_or_a_violation(method: RpcMethod[Any, Any], raw: bytes) -> None:
+    for decode in (method.read_request, method.read_reply):
         with contextlib.suppress(ProtocolViolationError):
             decode(raw)
 
@@ -223,21 +221,23 @@ def test_the_codes_are_those_of_the_protos() -> None:
 )
 def test_impossible_averaging_data(raw: bytes, words: str) -> None:
     with pytest.raises(ProtocolViolationError, match=words):
-        decode_averaging_data(raw)
+        methods.AGGREGATE_PART.read_request(raw)
 
 
 def test_a_rumour_needs_a_record() -> None:
     with pytest.raises(ProtocolViolationError, match="without a record"):
-        decode_rumours(gossip_pb2.Rumours(run_id="run", rumours=[gossip_pb2.Rumour()]).SerializeToString())
+        methods.PUSH.read_request(gossip_pb2.Rumours(run_id="run", rumours=[gossip_pb2.Rumour()]).SerializeToString())
 
 
 def test_an_unknown_outcome_or_role() -> None:
     with pytest.raises(ProtocolViolationError, match="unknown role 'king'"):
-        decode_status(
+        methods.GET_STATUS.read_reply(
             status_pb2.PeerStatus(last_round=status_pb2.Receipt(outcome="failed", role="king")).SerializeToString()
         )
     with pytest.raises(ProtocolViolationError, match="unknown outcome 'won'"):
-        decode_status(status_pb2.PeerStatus(last_round=status_pb2.Receipt(outcome="won")).SerializeToString())
+        methods.GET_STATUS.read_reply(
+            status_pb2.PeerStatus(last_round=status_pb2.Receipt(outcome="won")).SerializeToString()
+        )
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -245,7 +245,7 @@ def test_arrivals_and_step_rates_that_are_no_numbers_are_taken_for_unknown(value
     account = status_pb2.MemberAccount(endpoint="a:1", role="leader", waited=value, step_rate=value)
     late = status_pb2.LateArrival(endpoint="a:1", seconds=value)
     told = status_pb2.Receipt(outcome="averaged", accounts=[account], last_to_arrive=late)
-    receipt = decode_status(status_pb2.PeerStatus(last_round=told).SerializeToString()).last_round
+    receipt = methods.GET_STATUS.read_reply(status_pb2.PeerStatus(last_round=told).SerializeToString()).last_round
     assert receipt is not None
     assert receipt.last_to_arrive is None
     assert [(one.waited, one.step_rate) for one in receipt.accounts] == [(None, None)]
@@ -253,7 +253,7 @@ def test_arrivals_and_step_rates_that_are_no_numbers_are_taken_for_unknown(value
 
 def test_a_wait_of_which_only_later_releases_know_is_left_out() -> None:
     told = [status_pb2.LearnedDeadline(endpoint="a:1", phase=phase) for phase in ("nap", "part")]
-    status = decode_status(status_pb2.PeerStatus(deadlines=told).SerializeToString())
+    status = methods.GET_STATUS.read_reply(status_pb2.PeerStatus(deadlines=told).SerializeToString())
     assert [one.phase for one in status.deadlines] == [Phase.PART]
 
 
@@ -274,14 +274,14 @@ def test_a_wait_of_which_only_later_releases_know_is_left_out() -> None:
 )
 def test_an_impossible_schema(schema: status_pb2.Schema, words: str) -> None:
     with pytest.raises(ProtocolViolationError, match=words):
-        decode_schema(schema.SerializeToString())
+        methods.GET_SCHEMA.read_reply(schema.SerializeToString())
 
 
 def test_a_tensor_has_as_many_dimensions_as_pytorch_computes_with() -> None:
     fits, more = (AveragingData(tensor_part=WireTensor(b"", (1,) * dimensions, "float32")) for dimensions in (64, 65))
-    assert methods.AGGREGATE_PART.read_request(methods.AGGREGATE_PART.encode_request(fits)) == fits
+    assert methods.AGGREGATE_PART.read_request(methods.AGGREGATE_PART.request.SerializeToString(fits)) == fits
     with pytest.raises(ProtocolViolationError, match="65 dimensions; at most 64 are accepted"):
-        methods.AGGREGATE_PART.read_request(methods.AGGREGATE_PART.encode_request(more))
+        methods.AGGREGATE_PART.read_request(methods.AGGREGATE_PART.request.SerializeToString(more))
 
 
 MANY = 1 << 20
@@ -298,7 +298,7 @@ TENSOR = runtime_pb2.Tensor(size=[1] * MANY)
     ],
     ids=["rumours", "digest", "subscription", "dimensions"],
 )
-def test_what_a_request_repeats_is_counted_before_it_is_taken(method: Method[Any, Any], raw: bytes) -> None:
+def test_what_a_request_repeats_is_counted_before_it_is_taken(method: RpcMethod[Any, Any], raw: bytes) -> None:
     with pytest.raises(ProtocolViolationError, match=r"a message with \d+ .*; at most \d+ are accepted"):
         method.read_request(raw)
 
@@ -321,13 +321,13 @@ def test_what_a_request_repeats_is_counted_before_it_is_taken(method: Method[Any
         ),
     ],
 )
-def test_what_a_reply_repeats_is_counted_before_it_is_taken(method: Method[Any, Any], raw: bytes) -> None:
+def test_what_a_reply_repeats_is_counted_before_it_is_taken(method: RpcMethod[Any, Any], raw: bytes) -> None:
     with pytest.raises(ProtocolViolationError, match=r"a message with \d+ .*; at most \d+ are accepted"):
         method.read_reply(raw)
 
 
 @pytest.mark.parametrize("method", [method for method in METHODS if method.max_request_bytes is not None])
-def test_requests_are_no_longer_than_they_can_be(method: Method[Any, Any]) -> None:
+def test_requests_are_no_longer_than_they_can_be(method: RpcMethod[Any, Any]) -> None:
     # Of a field that nobody knows: what is read of it does not count.
     raw = b"\xfa\x7f" + bytes([0x80, 0x80, 0x80, 0x03]) + bytes(6 << 20)
     with pytest.raises(ProtocolViolationError, match=r"a message of \d+ bytes in .*; at most \d+ are accepted"):
@@ -335,7 +335,7 @@ def test_requests_are_no_longer_than_they_can_be(method: Method[Any, Any]) -> No
 
 
 @pytest.mark.parametrize("method", [methods.EXCHANGE, methods.PUSH, methods.SUBSCRIBE], ids=lambda method: method.name)
-def test_replies_of_discovery_are_no_longer_than_they_can_be(method: Method[Any, Any]) -> None:
+def test_replies_of_discovery_are_no_longer_than_they_can_be(method: RpcMethod[Any, Any]) -> None:
     raw = b"\xfa\x7f" + bytes([0x80, 0x80, 0x80, 0x03]) + bytes(6 << 20)  # as above
     with pytest.raises(ProtocolViolationError, match=r"a message of \d+ bytes in .*; at most \d+ are accepted"):
         method.read_reply(raw)
@@ -354,14 +354,17 @@ def test_the_largest_of_discovery_fit() -> None:
         claimed=2**63 - 1,
     )
     request = ("r" * 128, (Rumour(record, 2**64 - 1, 2**64 - 1),) * 1024)
-    assert methods.PUSH.read_request(methods.PUSH.encode_request(request)) == request
+    assert methods.PUSH.read_request(methods.PUSH.request.SerializeToString(request)) == request
     refusals = (Refusal("k" * 256, "s" * 256, "r" * 256),) * 1024
-    assert methods.PUSH.read_reply(methods.PUSH.encode_reply(refusals)) == refusals
+    assert methods.PUSH.read_reply(methods.PUSH.reply.SerializeToString(refusals)) == refusals
     reply = ExchangeReply((record,) * 128, (2**64 - 1,) * (1 << 15), sent=1.7e9)
-    assert methods.EXCHANGE.read_reply(methods.EXCHANGE.encode_reply(reply)) == reply
-    assert methods.SUBSCRIBE.read_reply(methods.SUBSCRIBE.encode_reply((record,) * 1024)) == (record,) * 1024
+    assert methods.EXCHANGE.read_reply(methods.EXCHANGE.reply.SerializeToString(reply)) == reply
+    assert methods.SUBSCRIBE.read_reply(methods.SUBSCRIBE.reply.SerializeToString((record,) * 1024)) == (record,) * 1024
     digest = Digest("r" * 128, "e" * 256, 2**64 - 1, ((2**64 - 1, 2**63 - 1),) * (1 << 15), True, 1.7e9)
     for method in (methods.EXCHANGE, methods.SUBSCRIBE):
-        assert method.read_request(method.encode_request(digest)) == digest
+        assert method.read_request(method.request.SerializeToString(digest)) == digest
     request_to_join = JoinRequest("e" * 300, bytes(32), 1.0, bytes(64 << 10), True)
-    assert methods.JOIN_GROUP.read_request(methods.JOIN_GROUP.encode_request(request_to_join)) == request_to_join
+    assert (
+        methods.JOIN_GROUP.read_request(methods.JOIN_GROUP.request.SerializeToString(request_to_join))
+        == request_to_join
+    )

@@ -23,7 +23,6 @@ from averaging.protocol.messages import JoinRequest, MessageFromLeader
 from averaging.security.credentials import Credentials
 from averaging.transport.base import Transport
 from averaging.transport.grpc import GrpcTransport
-from averaging.transport.grpc.channel_options import channel_options
 from averaging.transport.grpc.channels import Channels
 from averaging.transport.grpc.dialling import check_listen, resolve, warn_of_loopback
 from averaging.transport.grpc.server import Server
@@ -419,13 +418,13 @@ async def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.Monke
 
 @pytest.mark.asyncio
 async def test_channels_long_unused_are_closed() -> None:
-    channels = Channels(channel_options(MAX_MESSAGE_BYTES), max_idle=2)
+    channels = Channels(MAX_MESSAGE_BYTES, max_idle=2)
 
     async def channel_to(port: int) -> grpc.aio.Channel:
-        async with channels.call(f"127.0.0.1:{port}") as line:
+        async with channels.connection(f"127.0.0.1:{port}") as line:
             return line.channel
 
-    async with channels.call("127.0.0.1:1") as busy:
+    async with channels.connection("127.0.0.1:1") as busy:
         two, three = await channel_to(2), await channel_to(3)
         assert await channel_to(2) is two
         await channel_to(4)

@@ -22,9 +22,8 @@ from averaging.errors import PeerUnreachableError, ProtocolViolationError
 from averaging.protocol.messages import AveragingData
 from averaging.transport.direct import DirectTransport
 from averaging.transport.grpc import channel_options, methods
-from averaging.transport.grpc import client as grpc_client
+from averaging.transport.grpc import channels as grpc_channels
 from averaging.transport.grpc.channels import Channels, target
-from averaging.transport.grpc.client import call_both_ways
 from tests.support.certificates import HERE, secure, write
 from tests.support.grpc_fakes import (
     MAX_MESSAGE_BYTES,
@@ -233,12 +232,12 @@ def without_garbage_collection() -> Iterator[None]:
 @pytest.mark.usefixtures("without_garbage_collection")
 async def test_a_channel_that_has_reconnected_and_is_given_up_is_disconnected() -> None:
     """Another call had it reconnect before the lost one was read; gRPC keeps the connection while a call exists."""
-    channels, ended = Channels(channel_options.channel_options(MAX_MESSAGE_BYTES)), asyncio.Semaphore(0)
+    channels, ended = Channels(MAX_MESSAGE_BYTES), asyncio.Semaphore(0)
     async with serving(FakePeer()) as (_, endpoint), relayed(endpoint, ended) as (relay, cut):
         messages = endless(asyncio.Event())
-        async with aclosing(call_both_ways(channels, relay, methods.AGGREGATE_PART, messages)) as replies:
+        async with aclosing(channels.stream(relay, methods.AGGREGATE_PART, messages)) as replies:
             await anext(replies)
-            async with channels.call(relay) as line:
+            async with channels.connection(relay) as line:
                 cut()
                 await line.channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
                 await asyncio.wait_for(line.channel.channel_ready(), NOTICED)
@@ -252,14 +251,14 @@ async def test_a_channel_that_has_reconnected_and_is_given_up_is_disconnected() 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("closed_meanwhile", [False, True])
 async def test_a_channel_that_one_call_gives_up_carries_the_others_to_their_end(closed_meanwhile: bool) -> None:
-    channels = Channels(channel_options.channel_options(MAX_MESSAGE_BYTES))
+    channels = Channels(MAX_MESSAGE_BYTES)
     async with serving(FakePeer()) as (_, endpoint):
-        async with channels.call(endpoint) as line:
+        async with channels.connection(endpoint) as line:
             with contextlib.suppress(PeerUnreachableError):
-                async with channels.call(endpoint) as same:
+                async with channels.connection(endpoint) as same:
                     assert same is line
                     raise PeerUnreachableError(endpoint, "it ended the call")
-            async with channels.call(endpoint) as other:
+            async with channels.connection(endpoint) as other:
                 assert other is not line
             assert line.channel.get_state() is not grpc.ChannelConnectivity.SHUTDOWN
             call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = line.channel.unary_unary(methods.GET_SCHEMA.path)
@@ -318,11 +317,11 @@ class Ending:
 @pytest.mark.asyncio
 async def test_the_status_behind_a_failed_write_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the wire the write fails first in one lost connection of some hundreds, so the call here is made up."""
-    monkeypatch.setattr(grpc_client, "STATUS_TRIES", 5)
+    monkeypatch.setattr(grpc_channels, "STATUS_TRIES", 5)
 
     async def status(tries: int, code: grpc.StatusCode) -> grpc.StatusCode | None:
         try:
-            await grpc_client.raise_for_callee_status(cast("grpc_client.StreamCall", Ending(tries, code)))
+            await grpc_channels.raise_for_callee_status(cast("grpc_channels.StreamCall", Ending(tries, code)))
         except grpc.aio.AioRpcError as error:
             return error.code()
         return None

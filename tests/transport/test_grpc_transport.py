@@ -19,9 +19,7 @@ from averaging.protocol.messages import (
     Rumour,
     WireTensor,
 )
-from averaging.transport.grpc.channel_options import channel_options
 from averaging.transport.grpc.channels import Channels
-from averaging.transport.grpc.client import call_unary
 from averaging.transport.grpc.methods import LIST_RECORDS
 from tests.support.grpc_fakes import (
     ACCEPTED,
@@ -225,8 +223,8 @@ async def test_gossip() -> None:
         assert await caller.push(endpoint, "run", rumours) == (Refusal("run.0b", "a:1", "somebody else's"),)
         async with aclosing(caller.subscribe(endpoint, DIGEST)) as heard:
             assert [records async for records in heard] == [(RECORD, RECORD), ()]
-        channels = Channels(channel_options(MIB))
-        listed = await call_unary(channels, endpoint, LIST_RECORDS, "run.all_averagers")
+        channels = Channels(MIB)
+        listed = await channels.call(endpoint, LIST_RECORDS, "run.all_averagers")
         await channels.close()
     assert gossip.digests == [DIGEST, DIGEST]
     assert gossip.pushed == [("run", rumours)]

@@ -19,6 +19,7 @@ from averaging.errors import BusyError, CallRefusedError, PeerUnreachableError
 from averaging.peer.service import DOWNLOADS_PER_HOST, MAX_DOWNLOADS, HostQueue
 from averaging.protocol.messages import AveragingData, Digest, ExchangeReply, MessageCode, Record
 from averaging.state.downloads import download
+from averaging.transport import RpcMethod
 from averaging.transport.grpc import GrpcTransport, channel_options, channels, methods, server, unread_replies
 from averaging.transport.grpc.authentication import Callers
 from tests.support.grpc_fakes import (
@@ -138,16 +139,16 @@ async def test_a_connection_without_calls_is_closed_and_opened_again(monkeypatch
 async def test_a_connection_that_a_router_may_have_forgotten_is_not_used_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    lines = channels.Channels(channel_options.channel_options(MAX_MESSAGE_BYTES))
+    lines = channels.Channels(MAX_MESSAGE_BYTES)
     async with serving(FakePeer()) as (_, endpoint):
-        async with lines.call(endpoint) as first:
+        async with lines.connection(endpoint) as first:
             pass
-        async with lines.call(endpoint) as again:
+        async with lines.connection(endpoint) as again:
             assert again is first
             monkeypatch.setattr(channels, "UNUSED_SECONDS", -1.0)
-            async with lines.call(endpoint) as beside:
+            async with lines.connection(endpoint) as beside:
                 assert beside is first
-        async with lines.call(endpoint) as another:
+        async with lines.connection(endpoint) as another:
             assert another is not first
         assert first.channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
         await lines.close()
@@ -275,7 +276,7 @@ class Talkative(FakeGossip):
 @pytest.mark.asyncio
 @pytest.mark.parametrize("method", [methods.LIST_RECORDS, methods.EXCHANGE], ids=["one reply", "a stream of replies"])
 async def test_replies_that_a_host_does_not_read_are_bounded(
-    method: methods.Method[Any, Any], monkeypatch: pytest.MonkeyPatch
+    method: RpcMethod[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also those whose callers have been given up, since gRPC keeps them. Other hosts are answered."""
     monkeypatch.setattr(unread_replies, "MAX_UNREAD_BYTES", 9 << 20)

@@ -155,7 +155,7 @@ async def test_errors_are_those_of_the_library() -> None:
 async def test_a_malformed_request_is_refused_by_name() -> None:
     async with RpcServer("127.0.0.1:0", [Echo()]) as server, grpc.aio.insecure_channel(server.endpoint) as foreign:
         call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = foreign.unary_unary(SAY.path)
-        with pytest.raises(grpc.aio.AioRpcError, match="is no StringValue"):
+        with pytest.raises(grpc.aio.AioRpcError, match="not a google.protobuf.StringValue"):
             await call(b"\x0a\x01\xff")  # text that is no UTF-8
 
 

@@ -176,7 +176,7 @@ async def test_what_is_taken_is_not_held(few_bytes: None) -> None:
     ):
         await caller.open(methods.GET_STATUS.path)
         stream = await caller.open(methods.AGGREGATE_PART.path)
-        raw = message(methods.AGGREGATE_PART.encode_request(part(7, MIB // 4)))
+        raw = message(methods.AGGREGATE_PART.request.SerializeToString(part(7, MIB // 4)))
         for number in range(24):  # 6 MiB
             assert await caller.send(stream, raw)
             assert await caller.replied(stream, (number + 1) * len(raw))
@@ -211,7 +211,7 @@ async def test_a_first_part_that_waits_for_its_round_is_held(few_bytes: None) ->
         stranger(endpoint) as caller,
         asyncio.timeout(PATIENCE),
     ):
-        raw = message(methods.AGGREGATE_PART.encode_request(part(7, MIB)))
+        raw = message(methods.AGGREGATE_PART.request.SerializeToString(part(7, MIB)))
         for _ in range(3):
             await caller.send(await caller.open(methods.AGGREGATE_PART.path), raw)
         await caller.wait_until_hung_up()
@@ -324,7 +324,7 @@ async def test_a_part_may_take_as_long_as_its_round_allows(little_time: None) ->
     """As over 256 kbit/s, where 1 MiB takes half a minute."""
     async with serving(FakePeer()) as (_, endpoint), stranger(endpoint) as caller, asyncio.timeout(PATIENCE):
         call = await caller.open(methods.AGGREGATE_PART.path)
-        raw = message(methods.AGGREGATE_PART.encode_request(part(7, 1 << 16)))
+        raw = message(methods.AGGREGATE_PART.request.SerializeToString(part(7, 1 << 16)))
         for number in (1, 2):
             for begin in range(0, len(raw), 8192):
                 assert await caller.send(call, raw[begin : begin + 8192])

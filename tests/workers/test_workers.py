@@ -365,7 +365,7 @@ async def test_without_credentials_only_this_user_is_served(method: RpcMethod[An
     async with ModelWorker("a0", {"actor": Actor("a0", Log())}, listen="127.0.0.1:0") as worker:
         for credentials in (Credentials(), read_credentials(token_file=other)):
             async with RpcChannel(worker.endpoint, credentials=credentials) as channel:
-                request = stranger() if method.requests_stream else method.request()
+                request = stranger() if method.requests_stream else method.request.FromString(b"")
                 with pytest.raises(CallRefusedError, match="(requires a|accept this peer's) token"):
                     async with aclosing(channel.stream(method, request)) as replies:
                         await anext(replies)

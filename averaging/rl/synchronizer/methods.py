@@ -16,7 +16,7 @@ from averaging.common import parse_address
 from averaging.errors import ConfigError, ProtocolViolationError
 from averaging.rl.synchronizer.coordination import RunningStatus
 from averaging.rl.synchronizer.state_stream import MAX_PART_BYTES, Meta, meta_from, tensors_of
-from averaging.rpc import RpcMethod, check_named
+from averaging.rpc import MessageType, RpcMethod, check_named
 from averaging.wire import synchronizer_pb2 as wire
 
 Result = TypeVar("Result")
@@ -55,7 +55,8 @@ class SynchronizerMethod(Generic[Result]):
 
     def request(self, namespace: str, session: bytes, arguments: Mapping[str, Any]) -> Any:
         """Returns the message of a request."""
-        request = self.rpc.request(namespace=namespace)
+        request = self.rpc.request.FromString(b"")
+        request.namespace = namespace
         if self.session or self.member:
             request.session = session
         return filled(request, arguments)
@@ -71,7 +72,7 @@ class SynchronizerMethod(Generic[Result]):
 
     def reply(self, result: Any) -> Any:
         """Returns the message of a reply. Its fields are those of a dict, or the first one is the result."""
-        reply = self.rpc.reply()
+        reply = self.rpc.reply.FromString(b"")
         return filled(reply, result if isinstance(result, dict) else {_first_field(reply): result})
 
     def result(self, reply: Any) -> Result:
@@ -81,7 +82,7 @@ class SynchronizerMethod(Generic[Result]):
         return None if value == "" else value  # type: ignore[return-value]
 
 
-def _rpc(name: str, request: type[Any], reply: type[Any], **options: Any) -> RpcMethod[Any, Any]:
+def _rpc(name: str, request: MessageType[Any], reply: MessageType[Any], **options: Any) -> RpcMethod[Any, Any]:
     return RpcMethod(f"/averaging.synchronizer.v1.Synchronizer/{name}", request, reply, **options)
 
 

@@ -8,13 +8,14 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import NoneType
 from typing import Any
 
-import grpc
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from averaging.errors import CallRefusedError, PeerUnreachableError, ProtocolViolationError, RefusalCause
+from averaging.transport import RpcHandler, RpcMethod, rpc_caller
 from averaging.transport.direct.frames import (
     DIGEST_BYTES,
     FROM_CALLEE,
@@ -41,20 +42,13 @@ from averaging.transport.direct.sealing import (
 from averaging.transport.grpc import (
     CONNECT_SECONDS,
     SMALL_BYTES,
-    Callers,
-    Context,
     Dialling,
-    Method,
-    decode_nothing,
-    encode_nothing,
-    host_of,
-    parse,
-    unary,
-    write_all,
+    MessageCopier,
+    claim_checker,
 )
 from averaging.wire import direct_pb2
 
-SERVICE = "averaging.direct.v1.Direct"
+SERVICE = "/averaging.direct.v1.Direct"
 
 MAX_ADDRESSES = 4
 """Addresses of one host to which a connection is tried, one after the other."""
@@ -84,106 +78,87 @@ class Grant:
         ticket: for one connection.
         public_key: of this connection; empty without TLS.
         version: of the callee's lane.
+        seconds: for which the ticket is valid.
     """
 
     port: int
     ticket: bytes
     public_key: bytes = b""
     version: int = VERSION
+    seconds: float = VALID_SECONDS
 
 
-def _encode_request(request: Request) -> bytes:
-    return direct_pb2.OpenRequest(
-        public_key=request.public_key, version=request.version, commitment=request.commitment
-    ).SerializeToString()
+class _RequestCopier(MessageCopier[Request]):
+    def read(self, message: Any) -> Request:
+        """See `MessageCopier`."""
+        request = super().read(message)
+        if request.version != VERSION:  # version 1 did not tell it
+            raise ProtocolViolationError(
+                f"version {request.version or 1} of the direct lane; this peer has version {VERSION}"
+            )
+        if len(request.commitment) != DIGEST_BYTES:
+            raise ProtocolViolationError(f"a commitment of {len(request.commitment)} bytes instead of {DIGEST_BYTES}")
+        return request
 
 
-def _decode_request(raw: bytes) -> Request:
-    wire = parse(direct_pb2.OpenRequest(), raw)
-    if wire.version != VERSION:  # version 1 did not tell it
-        raise ProtocolViolationError(f"version {wire.version or 1} of the direct lane; this peer has version {VERSION}")
-    if len(wire.commitment) != DIGEST_BYTES:
-        raise ProtocolViolationError(f"a commitment of {len(wire.commitment)} bytes instead of {DIGEST_BYTES}")
-    return Request(wire.commitment, wire.public_key, wire.version)
+class _GrantCopier(MessageCopier[Grant]):
+    def read(self, message: Any) -> Grant:
+        """See `MessageCopier`."""
+        grant = super().read(message)
+        if not 0 < grant.port < 1 << 16 or len(grant.ticket) != TICKET_BYTES:
+            raise ProtocolViolationError(
+                f"port {grant.port} and a ticket of {len(grant.ticket)} bytes for a connection"
+            )
+        return grant
 
 
-def _encode_reply(grant: Grant) -> bytes:
-    return direct_pb2.OpenReply(
-        port=grant.port,
-        ticket=grant.ticket,
-        seconds=VALID_SECONDS,
-        public_key=grant.public_key,
-        version=grant.version,
-    ).SerializeToString()
+OPEN = RpcMethod(
+    f"{SERVICE}/Open",
+    _RequestCopier(Request, direct_pb2.OpenRequest),
+    _GrantCopier(Grant, direct_pb2.OpenReply),
+    max_reply_bytes=SMALL_BYTES,
+)
 
-
-def _decode_reply(raw: bytes) -> Grant:
-    wire = parse(direct_pb2.OpenReply(), raw)
-    if not 0 < wire.port < 1 << 16 or len(wire.ticket) != TICKET_BYTES:
-        raise ProtocolViolationError(f"port {wire.port} and a ticket of {len(wire.ticket)} bytes for a connection")
-    return Grant(wire.port, wire.ticket, wire.public_key, wire.version)
-
-
-OPEN: Method[Request, Grant] = Method(
-    SERVICE,
-    "Open",
-    _encode_request,
-    _decode_request,
-    _encode_reply,
-    _decode_reply,
+ECHO = RpcMethod(
+    f"{SERVICE}/Echo",
+    MessageCopier(bytes, direct_pb2.EchoRequest),
+    MessageCopier(NoneType, direct_pb2.EchoReply),
     max_reply_bytes=SMALL_BYTES,
 )
 
 
-ECHO: Method[bytes, None] = Method(
-    SERVICE,
-    "Echo",
-    lambda ticket: direct_pb2.EchoRequest(ticket=ticket).SerializeToString(),
-    lambda raw: parse(direct_pb2.EchoRequest(), raw).ticket,
-    encode_nothing,
-    decode_nothing,
-    max_reply_bytes=SMALL_BYTES,
-)
-
-
-def echo_handler(echo: Callable[[bytes], None], callers: Callers) -> grpc.RpcMethodHandler[bytes, bytes]:
-    """The callee's side of `Echo`; `echo` sends an ALIVE frame over the connection with a ticket."""
-
-    async def answer(ticket: bytes) -> None:
-        echo(ticket)
-
-    return unary(ECHO, callers, answer)
-
-
-def open_handler(
-    tickets: Tickets, port: Callable[[], int], callers: Callers, clock: Callable[[], float], *, sealed: bool
-) -> grpc.RpcMethodHandler[bytes, bytes]:
+def direct_handlers(
+    tickets: Tickets,
+    port: Callable[[], int],
+    echo: Callable[[bytes], None],
+    clock: Callable[[], float],
+    *,
+    sealed: bool,
+) -> list[RpcHandler]:
     """The callee's side.
 
     Args:
         tickets: where the connection is admitted.
         port: returns the port at which callers reach this peer.
-        callers: of the gRPC server.
+        echo: sends an ALIVE frame over the connection with a ticket.
         clock: of the tickets.
         sealed: whether this peer has TLS, so that the connection is sealed.
     """
 
-    async def handle(raw: bytes, context: Context) -> None:
-        request = callers.read(OPEN, context)(raw)
+    async def grant(request: Request) -> Grant:
         ticket, public_key, seal = os.urandom(TICKET_BYTES), b"", None
         if sealed:
             own = X25519PrivateKey.generate()
             public_key = _public_bytes(own)
             seal = partial(_ciphers_of_callee, shared_secret(own, request.public_key), request.public_key, public_key)
-        admission = Admission(host_of(context), ticket, callers.checker(context), seal)
+        admission = Admission(rpc_caller().host, ticket, claim_checker(), seal)
         tickets.grant(admission, request.commitment, clock())
+        return Grant(port(), ticket, public_key)
 
-        async def reply() -> Any:
-            yield Grant(port(), ticket, public_key)
+    async def answer_echo(ticket: bytes) -> None:
+        echo(ticket)
 
-        await write_all(context, OPEN, callers, reply())
-
-    return grpc.unary_unary_rpc_method_handler(handle)
+    return [OPEN.answers(grant), ECHO.answers(answer_echo)]
 
 
 def _ciphers_of_callee(secret: bytes, caller: bytes, callee: bytes, proof: bytes) -> Ciphers:

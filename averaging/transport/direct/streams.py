@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
-from dataclasses import replace
 from functools import lru_cache
 
 from averaging.common import HostQuota
@@ -26,12 +25,12 @@ from averaging.errors import (
     printable,
     refusal_cause,
 )
-from averaging.protocol import AveragingData, Buffer, MessageCode, WireTensor
-from averaging.transport import AveragingService
-from averaging.transport.direct.frames import MAX_HEAD_BYTES, Frame, FrameKind
+from averaging.protocol import AveragingData, Buffer
+from averaging.transport import AveragingService, linger, parse
+from averaging.transport.direct.frames import MAX_HEAD_BYTES, FrameKind
 from averaging.transport.direct.link import FRAMES_AHEAD, Link
 from averaging.transport.direct.sealing import Admission
-from averaging.transport.grpc import IDLE_SECONDS, decode_averaging_data, encode_averaging_data, parse
+from averaging.transport.grpc import AVERAGING_DATA, IDLE_SECONDS
 from averaging.wire import direct_pb2
 
 logger = logging.getLogger("averaging.transport")
@@ -42,16 +41,15 @@ MAX_HEADS = 256
 MAX_REASON = 300
 """Maximum length of an error message, in characters."""
 
-FRAMES_AT_ONCE = 16
-"""Frames that are sent before other tasks of the event loop get a chance."""
-
 IDLE_GRACE_SECONDS = 60.0
 """A callee keeps an idle connection for this much longer than its caller, so that only the caller ends it."""
 
-LINGER_SECONDS = 0.5
-"""After the callee has ended a stream, the rest of it is discarded for this time; then the connection is closed."""
-
 _DEFINITE, _WRONG_RUN, _OTHER = 1, 2, 3
+
+
+def frame_of(data: AveragingData) -> tuple[FrameKind, bytes, Buffer]:
+    """Returns the kind, head and body of the frame of a message: the body is the buffer of its tensor."""
+    return FrameKind.PART, encode_head(data), b"" if data.tensor_part is None else data.tensor_part.buffer
 
 
 def encode_head(data: AveragingData) -> bytes:
@@ -60,16 +58,16 @@ def encode_head(data: AveragingData) -> bytes:
     Raises:
         ProtocolViolationError: the result is longer than other peers accept.
     """
-    tensor = None if data.tensor_part is None else replace(data.tensor_part, buffer=b"")
-    head = _encode(data.code, data.group_id, data.endpoint, data.metadata, tensor)
+    tensor = data.tensor_part
+    head = _encode(data.with_tensor(None if tensor is None else tensor.with_buffer(b"")))
     if len(head) > MAX_HEAD_BYTES:
         raise ProtocolViolationError(f"a message with {len(head)} bytes besides its tensor; at most {MAX_HEAD_BYTES}")
     return head
 
 
 @lru_cache(maxsize=MAX_HEADS)
-def _encode(code: MessageCode, group_id: bytes, endpoint: str, metadata: bytes, tensor: WireTensor | None) -> bytes:
-    return encode_averaging_data(AveragingData(code, group_id, endpoint, tensor, metadata))
+def _encode(data: AveragingData) -> bytes:
+    return AVERAGING_DATA.SerializeToString(data)
 
 
 class HeaderCache:
@@ -86,14 +84,14 @@ class HeaderCache:
         """
         like = self._known.get(head)
         if like is None:
-            like = decode_averaging_data(head)
+            like = parse(AVERAGING_DATA, head)
             if like.tensor_part is not None and len(like.tensor_part.buffer):
                 raise ProtocolViolationError("a frame with a part of its tensor in the head")
             if len(self._known) >= MAX_HEADS:
                 self._known.clear()
             self._known[head] = like
         if like.tensor_part is not None:
-            return replace(like, tensor_part=replace(like.tensor_part, buffer=body), encoded=[])
+            return like.with_tensor(like.tensor_part.with_buffer(body))
         if len(body):
             raise ProtocolViolationError("a frame with bytes that belong to no tensor")
         return like
@@ -117,56 +115,11 @@ def decode_error(endpoint: str, head: bytes) -> CallRefusedError:
     Raises:
         ProtocolViolationError: it is malformed.
     """
-    wire = parse(direct_pb2.DirectError(), head)
+    wire = parse(direct_pb2.DirectError, head)
     reason = printable(wire.reason, MAX_REASON) or "refused"
     if wire.kind == _WRONG_RUN:
         return CallRefusedError(endpoint, reason, RefusalCause.WRONG_RUN)
     return CallRefusedError(endpoint, reason, definite=wire.kind == _DEFINITE)
-
-
-class DirectUpload:
-    """The caller's side: sends messages as fast as the connection takes them, while the replies are read.
-
-    Attributes:
-        ended: whether all were sent.
-        failure: the exception of the iterator of messages, which closes the connection.
-    """
-
-    def __init__(self, link: Link) -> None:
-        self.ended = False
-        self.failure: Exception | None = None
-        self._link = link
-
-    async def run(self, messages: AsyncIterator[AveragingData]) -> None:
-        """Sends `messages` and the end of the stream."""
-        link = self._link
-        try:
-            sent = 0
-            async for message in messages:
-                body = b"" if message.tensor_part is None else message.tensor_part.buffer
-                await link.send(FrameKind.PART, encode_head(message), body)
-                sent += 1
-                if sent % FRAMES_AT_ONCE == 0:
-                    await asyncio.sleep(0)  # small frames may never have to wait for the socket
-            await link.send(FrameKind.END)
-            self.ended = True
-        except PeerUnreachableError:
-            return  # the reader gets the reason
-        except Exception as error:
-            self.failure = error
-            link.close(abort=True)
-        finally:
-            if isinstance(messages, AsyncGenerator):
-                await messages.aclose()
-
-    async def next_frame(self) -> Frame:
-        """The next frame of the other side; the upload's exception, if that has ended the connection."""
-        try:
-            return await self._link.read()
-        except PeerUnreachableError:
-            if self.failure is not None:
-                raise self.failure from None
-            raise
 
 
 class Stream:
@@ -211,12 +164,10 @@ class Stream:
             self._admission.check(message.endpoint)
         return message
 
-    async def read_to_the_end(self) -> None:
-        """Discards what the caller still sends, for at most `LINGER_SECONDS`."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LINGER_SECONDS):
-                while not self.ended:
-                    self.ended = (await self._link.read()).kind is FrameKind.END
+    async def drop(self) -> bool:
+        """Reads a frame that nobody wants; returns whether another one may follow."""
+        self.ended = self.ended or (await self._link.read()).kind is FrameKind.END
+        return not self.ended
 
     def close(self) -> None:
         """Ends the count of its bytes."""
@@ -242,7 +193,7 @@ async def serve_stream(link: Link, stream: Stream, service: AveragingService) ->
     link.spent = True
     with suppress(PeerUnreachableError):
         await _answer(link, stream, service)
-        await stream.read_to_the_end()
+        await linger(stream.drop)
 
 
 async def _answer(link: Link, stream: Stream, service: AveragingService) -> None:
@@ -250,8 +201,7 @@ async def _answer(link: Link, stream: Stream, service: AveragingService) -> None
         async with aclosing(service.aggregate_part(stream)) as replies:
             async for reply in replies:
                 link.spent = link.spent and reply.tensor_part is None
-                body = b"" if reply.tensor_part is None else reply.tensor_part.buffer
-                await link.send(FrameKind.PART, encode_head(reply), body)
+                await link.send(*frame_of(reply))
     except PeerUnreachableError:
         raise
     except AveragingError as error:

@@ -6,20 +6,21 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
+from functools import partial
 from typing import Any
 
 from averaging.common import HostQuota, parse_address
 from averaging.config import AUTO
 from averaging.errors import AveragingError, PeerUnreachableError, ProtocolViolationError
 from averaging.protocol import AveragingData
-from averaging.transport import AveragingService, GossipService, Lane
+from averaging.transport import AveragingService, GossipService, Lane, Upload
 from averaging.transport.direct.frames import BufferPool, FrameKind
 from averaging.transport.direct.lanes import MAX_KNOWN, Lanes
 from averaging.transport.direct.link import Link
 from averaging.transport.direct.listener import Listener
-from averaging.transport.direct.opening import ECHO, OPEN, Grant, Request, echo_handler, open_handler, open_link
-from averaging.transport.direct.streams import DirectUpload, HeaderCache, decode_error
-from averaging.transport.grpc import Callers, GrpcTransport, Handlers, call_unary, check_listen, held_limits
+from averaging.transport.direct.opening import ECHO, OPEN, Grant, Request, direct_handlers, open_link
+from averaging.transport.direct.streams import HeaderCache, decode_error, frame_of
+from averaging.transport.grpc import GrpcTransport, check_listen, held_limits
 
 SUPPORTED = hasattr(socket.socket, "sendmsg") and hasattr(socket.socket, "recvmsg_into")
 """Whether this system has what the lane needs; Windows has not."""
@@ -92,20 +93,12 @@ class DirectTransport(GrpcTransport):
     async def serve(self, averaging: AveragingService, gossip: GossipService | None) -> None:
         """See `GrpcTransport.serve`."""
         listener = self._listener
-        if listener is None:
-            await super().serve(averaging, gossip)
-            return
-        listener.start(averaging)
-
-        def handlers(callers: Callers) -> Handlers:
-            return {
-                ECHO: echo_handler(listener.echo, callers),
-                OPEN: open_handler(
-                    listener.tickets, lambda: self.direct_port, callers, time.monotonic, sealed=self._sealed
-                ),
-            }
-
-        await self._start(averaging, gossip, handlers)
+        if listener is not None:
+            listener.start(averaging)
+            self._rpcs += direct_handlers(
+                listener.tickets, lambda: self.direct_port, listener.echo, time.monotonic, sealed=self._sealed
+            )
+        await super().serve(averaging, gossip)
 
     async def close(self, grace: float = 0.0) -> None:
         """See `GrpcTransport.close`."""
@@ -131,7 +124,7 @@ class DirectTransport(GrpcTransport):
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(link.alive())
-                tasks.create_task(call_unary(self._channels, endpoint, ECHO, link.ticket))
+                tasks.create_task(self._channels.call(endpoint, ECHO, link.ticket))
         except* AveragingError:
             raise PeerUnreachableError(endpoint, "the direct connection is lost") from None
 
@@ -165,11 +158,18 @@ class DirectTransport(GrpcTransport):
         link = self._lanes.take(endpoint)
         if link is None:
             raise PeerUnreachableError(endpoint, self._lanes.reason(endpoint))
-        upload = DirectUpload(link)
-        uploading = asyncio.create_task(upload.run(messages))
+        upload = Upload(
+            messages,
+            frame_of,
+            link.send,
+            partial(link.send, FrameKind.END),
+            partial(link.close, abort=True),
+            (PeerUnreachableError,),
+        )
+        upload.task = asyncio.create_task(upload.run())
         in_order = averaged = False
         try:
-            while (frame := await upload.next_frame()).kind is FrameKind.PART:
+            while (frame := await link.read()).kind is FrameKind.PART:
                 try:
                     reply = self._heads.decode(frame.head, frame.body)
                 except ProtocolViolationError as error:
@@ -183,15 +183,15 @@ class DirectTransport(GrpcTransport):
                 raise decode_error(endpoint, frame.head)
             if not in_order:
                 raise ProtocolViolationError(f"answered with {frame.kind.name} in a stream of parts", endpoint)
+        except PeerUnreachableError:
+            if upload.failure is not None:
+                raise upload.failure from None
+            raise
         finally:
             link.spent = in_order and not averaged  # see `serve_stream`
             if not in_order or not upload.ended:
                 link.close(abort=True)
-            uploading.cancel()
-            await asyncio.wait({uploading})
-            # A task and an upload keep an exception, whose frames keep them.
-            upload.failure = None
-            del uploading
+            await upload.close()
             self._lanes.give_back(endpoint, link)
 
     @property
@@ -200,7 +200,7 @@ class DirectTransport(GrpcTransport):
 
     async def _open(self, endpoint: str) -> Link:
         async def ask(request: Request) -> Grant:
-            return await call_unary(self._channels, endpoint, OPEN, request)
+            return await self._channels.call(endpoint, OPEN, request)
 
         return await open_link(
             endpoint,

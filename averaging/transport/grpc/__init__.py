@@ -17,7 +17,7 @@ if tuple(map(int, metadata.version("grpcio").split(".")[:2])) <= (1, 85):  # lat
 _ours = _SETTINGS.keys() - os.environ.keys()
 os.environ.update({name: _SETTINGS[name] for name in _ours})
 
-from averaging.transport.grpc.authentication import Callers, host_of
+from averaging.transport.grpc.authentication import claim_checker
 from averaging.transport.grpc.channel_options import (
     CONNECT_SECONDS,
     HANDSHAKE_SECONDS,
@@ -29,18 +29,9 @@ from averaging.transport.grpc.channel_options import (
     WRITE_SECONDS,
     held_limits,
 )
-from averaging.transport.grpc.client import call_unary
-from averaging.transport.grpc.conversion import (
-    decode_averaging_data,
-    decode_nothing,
-    encode_averaging_data,
-    encode_nothing,
-    parse,
-)
+from averaging.transport.grpc.channels import Channels
+from averaging.transport.grpc.conversion import AVERAGING_DATA, MessageCopier
 from averaging.transport.grpc.dialling import Dialling, check_listen
-from averaging.transport.grpc.methods import Method
-from averaging.transport.grpc.rpc_channel import Caller
-from averaging.transport.grpc.server import Context, Handlers, unary, write_all
 from averaging.transport.grpc.tensor_stream import (
     TensorMessage,
     TensorReader,
@@ -49,6 +40,7 @@ from averaging.transport.grpc.tensor_stream import (
 from averaging.transport.grpc.transport import GrpcTransport
 
 __all__ = [
+    "AVERAGING_DATA",
     "CONNECT_SECONDS",
     "HANDSHAKE_SECONDS",
     "IDLE_SECONDS",
@@ -57,27 +49,16 @@ __all__ = [
     "SMALL_BYTES",
     "WRITE_BYTES_PER_SECOND",
     "WRITE_SECONDS",
-    "Caller",
-    "Callers",
-    "Context",
+    "Channels",
     "Dialling",
     "GrpcTransport",
-    "Handlers",
-    "Method",
+    "MessageCopier",
     "TensorMessage",
     "TensorReader",
-    "call_unary",
     "check_listen",
-    "decode_averaging_data",
-    "decode_nothing",
-    "encode_averaging_data",
-    "encode_nothing",
+    "claim_checker",
     "held_limits",
-    "host_of",
-    "parse",
     "tensor_messages",
-    "unary",
-    "write_all",
 ]
 
 for _name in _ours:

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import lru_cache
 from hashlib import sha256
 from typing import Any, TypeVar
@@ -20,9 +21,9 @@ from averaging.common import CLIENT_PREFIX, HostQuota, counted, covers, is_endpo
 from averaging.config import Inspection
 from averaging.errors import BusyError, CallRefusedError, ProtocolViolationError, RefusalCause, ViolationKind, printable
 from averaging.security import Credentials, Tls, fits, is_bound, validity_problem
+from averaging.transport import RpcMethod
 from averaging.transport.grpc import methods
 from averaging.transport.grpc.channel_options import MAX_CALLS_PER_HOST, MAX_WATCHES_PER_HOST
-from averaging.transport.grpc.methods import Method
 from averaging.transport.grpc.unread_replies import UnreadReplies
 
 # Logs refused calls at the callee, because its operator cannot see the error that the caller gets.
@@ -81,15 +82,10 @@ HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 HEALTH_WATCH = "/grpc.health.v1.Health/Watch"
 """A stream that never ends by itself."""
 
-_INSPECTION = ("/grpc.reflection.", "/grpc.channelz.", f"/{methods.STATUS}/", methods.LIST_RECORDS.path)
+_INSPECTION = ("/grpc.reflection.", "/grpc.channelz.", f"{methods.STATUS}/", methods.LIST_RECORDS.path)
 
-_CLAIMS: dict[Method[Any, Any], Callable[[Any], str]] = {
-    methods.JOIN_GROUP: lambda request: str(request.endpoint),
-    methods.AGGREGATE_PART: lambda message: str(message.endpoint),
-    methods.EXCHANGE: lambda digest: str(digest.endpoint),
-    methods.SUBSCRIBE: lambda digest: str(digest.endpoint),
-}
-"""The endpoint that a request names as its sender. Records in `Push` carry signatures, see `discovery.certified`."""
+_CHECKER: ContextVar[Callable[[], Callable[[str], None]]] = ContextVar("_CHECKER")
+"""Returns the function that `claim_checker` returns, for the call that the current task serves."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[Any, Any] | None"]]
@@ -196,6 +192,7 @@ class Callers:
             if problem:
                 self.refusals.note(host, f"its certificate {problem}")
                 raise ProtocolViolationError(f"the caller's certificate {problem}", kind=ViolationKind.FOREIGN_ENDPOINT)
+        _CHECKER.set(lambda: self._checker(context))
         watch = path == HEALTH_WATCH
         watches = _counted(self._watches, host, "Health/Watch calls") if watch else nullcontext()
         with _counted(self._calls, host, "calls"), watches:
@@ -206,12 +203,7 @@ class Callers:
                     self.refusals.note(host, str(error))
                 raise
 
-    def checker(self, context: Context) -> Callable[[str], None]:
-        """Returns a function that checks an endpoint which the caller uses as its own, also after the call has ended.
-
-        Raises:
-            ProtocolViolationError: from the returned function, if the caller's certificate is not valid for it.
-        """
+    def _checker(self, context: Context) -> Callable[[str], None]:
         host, hosts = host_of(context), certified_hosts(context) if self._authenticated else []
         certificate = certificate_of(context) if self._authenticated else None
 
@@ -226,7 +218,7 @@ class Callers:
 
         return check
 
-    def read(self, method: Method[Request, Any], context: Context) -> Callable[[bytes], Request]:
+    def read(self, method: RpcMethod[Request, Any], context: Context) -> Callable[[bytes], Request]:
         """Returns a function that decodes the messages of a call and checks which endpoint they name as the sender.
 
         Raises:
@@ -234,13 +226,13 @@ class Callers:
                 endpoint.
             ProtocolViolationError: from the returned function, if a message is malformed.
         """
-        claim = _CLAIMS.get(method) if self._authenticated else None
-        if claim is None:
+        sender = method.sender
+        if sender is None or not self._authenticated:
             return method.read_request
 
         def decode(raw: bytes) -> Request:
             request = method.read_request(raw)
-            endpoint = claim(request)
+            endpoint = sender(request)
             try:
                 check_claim(endpoint, certified_hosts(context), lambda: certificate_of(context))
             except ProtocolViolationError as error:  # some methods report it only within their reply
@@ -249,6 +241,17 @@ class Callers:
             return request
 
         return decode
+
+
+def claim_checker() -> Callable[[str], None]:
+    """Returns a function that checks an endpoint which the caller uses as its own, also after its call has ended.
+
+    The caller is that of the call which the current task serves.
+
+    Raises:
+        ProtocolViolationError: from the returned function, if the caller's certificate is not valid for it.
+    """
+    return _CHECKER.get()()
 
 
 @contextmanager

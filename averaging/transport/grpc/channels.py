@@ -1,11 +1,15 @@
-"""The connections that a peer has opened: one per endpoint, shared by all calls to it."""
+"""The calls to other peers, and their connections: one per endpoint, shared by all calls to it.
+
+A call ends on both sides when its caller closes it.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TypeAlias, TypeVar, cast
 from urllib.parse import quote
 from weakref import WeakKeyDictionary
 
@@ -14,9 +18,19 @@ import grpc
 from averaging.common import CLIENT_PREFIX, is_endpoint, parse_address, parse_ip
 from averaging.errors import ClosedError, PeerUnreachableError, ProtocolViolationError
 from averaging.security import Credentials
+from averaging.transport import RpcMethod, Upload, close
 from averaging.transport.grpc.authentication import call_metadata, channel_credentials
-from averaging.transport.grpc.channel_options import UNUSED_SECONDS, Options
+from averaging.transport.grpc.channel_options import UNUSED_SECONDS, channel_options
 from averaging.transport.grpc.dialling import Dialling
+from averaging.transport.grpc.error_mapping import calling, is_failed_write, read_reply
+
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
+
+StreamCall: TypeAlias = "grpc.aio.UnaryStreamCall[bytes, bytes] | grpc.aio.StreamStreamCall[bytes, bytes]"
+
+STATUS_TRIES = 1000
+"""After a failed write, the callee's status of the call is polled this many times, once per millisecond."""
 
 MAX_IDLE = 256
 """Channels kept open without a call in progress. Of more, the least recently used is closed."""
@@ -38,33 +52,106 @@ class PeerConnection:
 
 
 class Channels:
-    """Opens channels on demand, and closes broken and unused ones.
-
-    Attributes:
-        metadata: sent with every call.
-    """
+    """Calls methods of any endpoint. Opens channels on demand, and closes broken and unused ones."""
 
     def __init__(
         self,
-        options: Options,
+        max_message_bytes: int,
         max_idle: int = MAX_IDLE,
         *,
         credentials: Credentials | None = None,
         dialling: Dialling | None = None,
     ) -> None:
         credentials = credentials or Credentials()
-        self._options = options
+        self._options = channel_options(max_message_bytes)
         self._credentials = channel_credentials(credentials.tls) if credentials.tls else None
         self._dialling = dialling or Dialling()
-        self.metadata = call_metadata(credentials.tokens)
+        self._metadata = call_metadata(credentials.tokens)
         self._max_idle = max_idle
         self._connections: dict[str, PeerConnection] = {}  # least recently used first
         self._replaced: set[PeerConnection] = set()  # broken or unused; each is closed when its last call ends
         self._loop: asyncio.AbstractEventLoop | None = None  # once it has opened a channel
         self._closed = False
 
+    async def call(self, endpoint: str, method: RpcMethod[Request, Reply], request: Request) -> Reply:
+        """Sends one request and returns the reply.
+
+        Raises:
+            AveragingError: The call failed, see `error_mapping`.
+        """
+        async with self.connection(endpoint) as connection:
+            start: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = connection.channel.unary_unary(method.path)
+            with calling(endpoint, sent_token=bool(self._metadata)):
+                raw = await start(method.request.SerializeToString(request), metadata=self._metadata)
+            return read_reply(endpoint, method.read_reply, raw)
+
+    async def stream(
+        self,
+        endpoint: str,
+        method: RpcMethod[Request, Reply],
+        request: Request | AsyncIterator[Request],
+        headers: tuple[tuple[str, str], ...] = (),
+    ) -> AsyncGenerator[Reply, None]:
+        """Sends one request, or all of an iterator in the background, and yields the replies.
+
+        Args:
+            endpoint: The callee.
+            method: The method.
+            request: The request; an iterator if the method takes a stream. It is closed with the call, and its
+                exceptions are raised here.
+            headers: Sent with the call.
+
+        Raises:
+            AveragingError: The call failed, see `error_mapping`.
+        """
+        async with self.connection(endpoint) as connection:
+            metadata = (*self._metadata, *headers)
+            upload: Upload[Request] | None = None
+            call: StreamCall
+            if method.requests_stream:
+                both: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = connection.channel.stream_stream(method.path)
+                call = exchange = both(metadata=metadata)
+                upload = Upload(
+                    cast("AsyncIterator[Request]", request),
+                    lambda message: (method.request.SerializeToString(message),),
+                    exchange.write,
+                    exchange.done_writing,
+                    exchange.cancel,
+                    (grpc.aio.AioRpcError, asyncio.InvalidStateError),
+                )
+                upload.task = asyncio.create_task(upload.run())
+                # A write still waiting at the end of the call would fail, and grpcio would report that as the status.
+                exchange.add_done_callback(upload.cancel)
+            else:
+                start: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = connection.channel.unary_stream(method.path)
+                call = start(method.request.SerializeToString(cast("Request", request)), metadata=metadata)
+            replies: AsyncIterator[bytes] = aiter(call)
+            try:
+                while (raw := await self._next(endpoint, call, replies)) is not None:
+                    yield read_reply(endpoint, method.read_reply, raw)
+            except PeerUnreachableError:
+                if upload is not None and upload.failure is not None:
+                    raise upload.failure from None
+                raise
+            finally:
+                call.cancel()
+                if upload is not None:
+                    await upload.close()
+                await close(replies)
+
+    async def _next(self, endpoint: str, call: StreamCall, replies: AsyncIterator[bytes]) -> bytes | None:
+        """Returns the next reply; None after the last."""
+        with calling(endpoint, sent_token=bool(self._metadata)):
+            try:
+                return await anext(replies, None)
+            except grpc.aio.AioRpcError as error:
+                if not is_failed_write(error.details()):
+                    raise
+            await raise_for_callee_status(call)
+        return None
+
     @asynccontextmanager
-    async def call(self, endpoint: str) -> AsyncIterator[PeerConnection]:
+    async def connection(self, endpoint: str) -> AsyncIterator[PeerConnection]:
         """Provides a connection to `endpoint` for one call.
 
         A channel on which the peer was unreachable is not used again. A new channel dials at once, whereas the old one
@@ -136,6 +223,25 @@ class Channels:
             _users[loop] -= 1
         if not _users.get(asyncio.get_running_loop()):
             await _last_reports()
+
+
+async def raise_for_callee_status(call: StreamCall) -> None:
+    """Raises unless the callee ended the call without an error.
+
+    If a write fails because the call has ended, grpcio (1.85) reports INTERNAL until the callee's status arrives.
+    """
+    for _ in range(STATUS_TRIES):
+        code, details = await call.code(), await call.details()
+        if code is grpc.StatusCode.OK:
+            return
+        if not is_failed_write(details):
+            raise _status(code, details)
+        await asyncio.sleep(0.001)
+    raise _status(grpc.StatusCode.UNAVAILABLE, "")
+
+
+def _status(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details)
 
 
 async def _last_reports() -> None:

@@ -1,179 +1,277 @@
-"""Converts the dataclasses of `averaging.protocol.messages` to and from bytes.
+"""Copies between the dataclasses of the library and the messages of the wire, by the names of their fields.
 
-Every `decode_…` raises ProtocolViolationError if the bytes are not such a message or contain unknown names. Only this
-module, `status_conversion` and `receipt_conversion` use the generated classes.
+`MessageCopier` derives from the types of a dataclass and from the descriptor of a message how each field is copied and
+checked; a `Rule` says what the types do not. `AVERAGING_DATA` and `DOWNLOAD_DATA` carry tensors; all other messages are
+in `methods`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, is_dataclass
+from enum import Enum
 from functools import lru_cache
-from typing import TypeVar
+from operator import attrgetter
+from types import NoneType
+from typing import Any, Generic, Protocol, Self, TypeVar, get_args, get_origin, get_type_hints
 
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
 from averaging.errors import ProtocolViolationError
-from averaging.protocol import (
-    AveragingData,
-    Digest,
-    DownloadData,
-    ExchangeReply,
-    JoinRequest,
-    MessageCode,
-    MessageFromLeader,
-    Record,
-    Refusal,
-    Rumour,
+from averaging.protocol import AveragingData, DownloadData, WireTensor
+from averaging.transport.grpc.channel_options import MAX_DIMENSIONS, check_count
+from averaging.wire import averaging_pb2, runtime_pb2
+
+Content = TypeVar("Content")
+
+
+class _Bulk(Protocol):
+    """A dataclass with a tensor, hashable without it."""
+
+    @property
+    def tensor_part(self) -> WireTensor | None: ...
+
+    def with_tensor(self, tensor: WireTensor | None) -> Self: ...
+
+    def __hash__(self) -> int: ...
+
+
+Bulk = TypeVar("Bulk", bound=_Bulk)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What the types of a field do not say.
+
+    Attributes:
+        most: Maximum number of items, which is checked before Python objects are made of them.
+        items: Name of the items in the error.
+        select: Returns what is copied of the field's value on the wire.
+        read: Converts the value of the dataclass after it was read; raises ProtocolViolationError if it is invalid.
+        write: Converts the value of the dataclass before it is written.
+        copier: For the messages in this field, if their own fields have rules.
+    """
+
+    most: int | None = None
+    items: str = ""
+    select: Callable[[Any], Any] | None = None
+    read: Callable[[Any], Any] | None = None
+    write: Callable[[Any], Any] | None = None
+    copier: MessageCopier[Any] | None = None
+
+
+_NO_RULE = Rule()
+
+Values = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """How one field is copied.
+
+    Attributes:
+        read: Returns the field's value in a message.
+        write: Returns what the message gets for a value.
+    """
+
+    name: str
+    read: Callable[[Message], Any]
+    write: Callable[[Any], Any]
+
+
+class MessageCopier(Generic[Content]):
+    """Encodes and decodes the objects of one type as one kind of message; a `MessageType`.
+
+    Fields have the same names on both sides; others are left out, or have their default. Enums are checked, `X | None`
+    is an absent field (an empty one, if the wire does not tell them apart), and other messages must be present.
+
+    Args:
+        kind: A dataclass. Or a tuple of fixed length, whose items are the message's fields in order; NoneType for a
+            message without content; and any other type for a message with one field.
+        wire: The generated class.
+        rules: By the name of the field.
+    """
+
+    def __init__(self, kind: type[Content], wire: type[Message], **rules: Rule) -> None:
+        self.DESCRIPTOR = wire.DESCRIPTOR
+        self._wire = wire
+        self._take, self._make, hints = _shape(kind, list(wire.DESCRIPTOR.fields_by_name))
+        name = getattr(kind, "__name__", wire.DESCRIPTOR.name)
+        self._fields = [
+            _field(name, descriptor, hints[field], rules.get(field, _NO_RULE))
+            for field, descriptor in wire.DESCRIPTOR.fields_by_name.items()
+            if field in hints
+        ]
+
+    def SerializeToString(self, content: Content, /) -> bytes:  # noqa: N802 - protobuf's name
+        """The message as bytes."""
+        return self.write(content).SerializeToString()
+
+    def FromString(self, raw: bytes, /) -> Content:  # noqa: N802 - protobuf's name
+        """Decodes and checks what another peer has sent.
+
+        Raises:
+            google.protobuf.message.DecodeError: The bytes are not such a message.
+            ProtocolViolationError: A field is missing or invalid.
+        """
+        return self.read(self._wire.FromString(raw))
+
+    def write(self, content: Content) -> Message:
+        """Returns the message."""
+        values = self._take(content)
+        return self._wire(**{field.name: field.write(values[field.name]) for field in self._fields})
+
+    def read(self, message: Any) -> Content:
+        """Returns what a message says.
+
+        Raises:
+            ProtocolViolationError: A field is missing or invalid.
+        """
+        content: Content = self._make(self._values(message))
+        return content
+
+    def _values(self, message: Message) -> dict[str, Any]:
+        return {field.name: field.read(message) for field in self._fields}
+
+
+def _shape(kind: Any, fields: list[str]) -> tuple[Callable[[Any], Values], Callable[[Values], Any], Values]:
+    """How a type is taken apart into fields and made of them, and the type of each field."""
+    if kind is NoneType:
+        return lambda _: {}, lambda _: None, {}
+    make: Callable[..., Any] = kind
+    if is_dataclass(kind):
+        hints = {name: hint for name, hint in get_type_hints(kind).items() if name in fields}
+        getters = {name: attrgetter(name) for name in hints}
+        return lambda content: {name: get(content) for name, get in getters.items()}, lambda v: make(**v), hints
+    if get_origin(kind) is tuple and Ellipsis not in (items := get_args(kind)):
+        return (
+            lambda content: dict(zip(fields, content, strict=True)),
+            lambda v: tuple(v.values()),
+            dict(zip(fields, items, strict=True)),
+        )
+    (only,) = fields
+    return lambda content: {only: content}, lambda v: v[only], {only: kind}
+
+
+def _field(kind: str, descriptor: Any, hint: Any, rule: Rule) -> _Field:
+    """Composes the functions that copy one field, from the inside to the outside."""
+    name, optional = descriptor.name, NoneType in get_args(hint)
+    if optional:
+        (hint,) = set(get_args(hint)) - {NoneType}
+    pairs = get_origin(hint) is not None and issubclass(get_origin(hint), Mapping)
+    if pairs:
+        hint = tuple[tuple[get_args(hint)], ...]  # type: ignore[misc]
+    repeated = get_origin(hint) is tuple and get_args(hint)[-1] is Ellipsis
+    read, write = _item(kind, descriptor, get_args(hint)[0] if repeated else hint, rule)
+    present = _presence(kind, descriptor, optional=optional) if not repeated else None
+    whole = dict if pairs else tuple
+
+    def read_field(message: Message) -> Any:
+        if present is not None and not present(message):
+            return None
+        value = getattr(message, name)
+        if rule.most is not None:
+            check_count(value, rule.most, rule.items)
+        if rule.select is not None:
+            value = rule.select(value)
+        if read is not None:
+            value = whole(map(read, value)) if repeated else read(value)
+        elif repeated:
+            value = tuple(value)
+        return value if rule.read is None else rule.read(value)
+
+    def write_field(value: Any) -> Any:
+        if value is None:
+            return None
+        if rule.write is not None:
+            value = rule.write(value)
+        if pairs:
+            value = value.items()
+        if write is None:
+            return value
+        return map(write, value) if repeated else write(value)
+
+    return _Field(name, read_field, write_field)
+
+
+Convert = Callable[[Any], Any]
+
+
+def _item(kind: str, descriptor: Any, hint: Any, rule: Rule) -> tuple[Convert | None, Convert | None]:
+    """How one value is read and written; None for a value that is the same on both sides."""
+    if descriptor.message_type is not None:
+        copier = rule.copier or MessageCopier(hint, GetMessageClass(descriptor.message_type))
+        return copier.read, copier.write
+    if isinstance(hint, type) and issubclass(hint, Enum) and rule.read is None:
+        return lambda value: _enum(hint, value, kind), None
+    return None, None
+
+
+def _presence(kind: str, descriptor: Any, *, optional: bool) -> Callable[[Message], bool] | None:
+    """Whether a field that need not be present is; raises if it must be. None for a field that always has a value."""
+    name, message = descriptor.name, descriptor.message_type is not None
+
+    def present(wire: Message) -> bool:
+        return wire.HasField(name) if descriptor.has_presence else bool(getattr(wire, name))
+
+    def required(wire: Message) -> bool:
+        if not wire.HasField(name):
+            raise ProtocolViolationError(f"a {kind} without a {name}")
+        return True
+
+    return present if optional else required if message else None
+
+
+def _enum(kind: type[Enum], value: object, owner: str) -> Enum:
+    try:
+        return kind(value)
+    except ValueError:
+        words = "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in kind.__name__).strip()
+        raise ProtocolViolationError(f"a {owner} with the unknown {words} {value!r}") from None
+
+
+# Tensors
+
+
+def _check_chunks(chunks: int) -> int:
+    if chunks < 0:
+        raise ProtocolViolationError(f"a tensor in {chunks} chunks")
+    return chunks
+
+
+TENSOR = MessageCopier(
     WireTensor,
+    runtime_pb2.Tensor,
+    buffer=Rule(write=bytes),
+    size=Rule(most=MAX_DIMENSIONS, items="dimensions"),
+    chunks=Rule(read=_check_chunks),
 )
-from averaging.transport.grpc.channel_options import MAX_DIMENSIONS, MAX_MEMBERS, MAX_RECORDS, MAX_RUMOURS, check_count
-from averaging.wire import averaging_pb2, gossip_pb2, runtime_pb2
 
-M = TypeVar("M", bound=Message)
-
-_PART = averaging_pb2.AveragingData.DESCRIPTOR.fields_by_name["tensor_part"].number
-_CHUNK = averaging_pb2.DownloadData.DESCRIPTOR.fields_by_name["tensor_part"].number
 
 _BUFFER = runtime_pb2.Tensor.DESCRIPTOR.fields_by_name["buffer"].number
 
 
-def parse(message: M, raw: bytes) -> M:
-    """Parses `raw` into `message`.
+class TensorCopier(MessageCopier[Bulk]):
+    """Copies messages with a `tensor_part`. Encoding copies its buffer once, where protobuf makes three copies."""
 
-    Raises:
-        ProtocolViolationError: `raw` is not such a message.
-    """
-    try:
-        message.ParseFromString(raw)
-    except DecodeError:
-        raise ProtocolViolationError(f"{len(raw)} bytes that are not a {message.DESCRIPTOR.full_name}") from None
-    return message
+    def __init__(self, kind: type[Bulk], wire: type[Message]) -> None:
+        super().__init__(kind, wire, tensor_part=Rule(copier=TENSOR))
+        self._number = wire.DESCRIPTOR.fields_by_name["tensor_part"].number
+        self._outer = lru_cache(maxsize=16)(super().SerializeToString)
+        self._head = lru_cache(maxsize=256)(self._encode_head)
 
+    def SerializeToString(self, content: Bulk, /) -> bytes:  # noqa: N802 - protobuf's name
+        """The message as bytes."""
+        outer, tensor = self._outer(content.with_tensor(None)), content.tensor_part
+        if tensor is None:
+            return outer
+        return b"".join((outer, self._head(tensor.with_buffer(b""), len(tensor.buffer)), tensor.buffer))
 
-def _code(number: int) -> MessageCode:
-    try:
-        return MessageCode(number)
-    except ValueError:
-        raise ProtocolViolationError(f"unknown message code {number}") from None
-
-
-def encode_nothing(_: None) -> bytes:
-    """A request without fields."""
-    return b""
-
-
-def decode_nothing(_: bytes) -> None:
-    """A request without fields. Content is ignored, as protobuf ignores unknown fields."""
-
-
-# Averaging
-
-
-def encode_join_request(request: JoinRequest) -> bytes:
-    """JoinRequest."""
-    return averaging_pb2.JoinRequest(
-        endpoint=request.endpoint,
-        schema_hash=request.schema_hash,
-        expiration=request.expiration,
-        gather=request.gather,
-        client_mode=request.client_mode,
-    ).SerializeToString()
-
-
-def decode_join_request(raw: bytes) -> JoinRequest:
-    """JoinRequest."""
-    wire = parse(averaging_pb2.JoinRequest(), raw)
-    return JoinRequest(wire.endpoint, wire.schema_hash, wire.expiration, wire.gather, wire.client_mode)
-
-
-def encode_message_from_leader(message: MessageFromLeader) -> bytes:
-    """MessageFromLeader."""
-    return averaging_pb2.MessageFromLeader(
-        code=averaging_pb2.MessageCode.ValueType(message.code),
-        group_id=message.group_id,
-        suggested_leader=message.suggested_leader,
-        ordered_group_endpoints=message.ordered_group_endpoints,
-        gathered=message.gathered,
-    ).SerializeToString()
-
-
-def decode_message_from_leader(raw: bytes) -> MessageFromLeader:
-    """MessageFromLeader."""
-    wire = parse(averaging_pb2.MessageFromLeader(), raw)
-    return MessageFromLeader(
-        _code(wire.code),
-        wire.group_id,
-        wire.suggested_leader,
-        tuple(check_count(wire.ordered_group_endpoints, MAX_MEMBERS, "members")),
-        tuple(check_count(wire.gathered, MAX_MEMBERS, "members")),
-    )
-
-
-def encode_averaging_data(data: AveragingData) -> bytes:
-    """AveragingData. It carries the tensors, so its cost matters; the result is cached in `data`."""
-    if not data.encoded:
-        outer = _encode_outer(data.code, data.group_id, data.endpoint, data.metadata)
-        data.encoded.append(_join(outer, _PART, data.tensor_part))
-    return data.encoded[0]
-
-
-@lru_cache(maxsize=16)
-def _encode_outer(code: MessageCode, group_id: bytes, endpoint: str, metadata: bytes) -> bytes:
-    """AveragingData without its tensor."""
-    return averaging_pb2.AveragingData(
-        code=averaging_pb2.MessageCode.ValueType(code), group_id=group_id, endpoint=endpoint, metadata=metadata
-    ).SerializeToString()
-
-
-def decode_averaging_data(raw: bytes) -> AveragingData:
-    """AveragingData."""
-    wire = parse(averaging_pb2.AveragingData(), raw)
-    return AveragingData(_code(wire.code), wire.group_id, wire.endpoint, _tensor_from_wire(wire), wire.metadata)
-
-
-def encode_download_data(data: DownloadData) -> bytes:
-    """DownloadData."""
-    outer = averaging_pb2.DownloadData(metadata=data.metadata).SerializeToString()
-    return _join(outer, _CHUNK, data.tensor_part)
-
-
-def decode_download_data(raw: bytes) -> DownloadData:
-    """DownloadData."""
-    wire = parse(averaging_pb2.DownloadData(), raw)
-    return DownloadData(wire.metadata, _tensor_from_wire(wire))
-
-
-def _join(outer: bytes, field: int, tensor: WireTensor | None) -> bytes:
-    """Appends the field `field` with a tensor to an encoded message, with one copy of the buffer instead of three."""
-    if tensor is None:
-        return outer
-    nbytes = len(tensor.buffer)
-    head = _encode_head(
-        field, tensor.size, tensor.dtype, tensor.compression, tensor.chunks, tensor.requires_grad, nbytes
-    )
-    return b"".join((outer, head, tensor.buffer))
-
-
-@lru_cache(maxsize=256)
-def _encode_head(
-    field: int,
-    size: tuple[int, ...],
-    dtype: str,
-    compression: int,
-    chunks: int,
-    requires_grad: bool,
-    nbytes: int,
-) -> bytes:
-    """Encodes a tensor up to its buffer, its last field. All parts of one size have the same head."""
-    tensor = runtime_pb2.Tensor(
-        size=size,
-        requires_grad=requires_grad,
-        dtype=dtype,
-        compression=runtime_pb2.CompressionType.ValueType(compression),
-        chunks=chunks,
-    )
-    inner = tensor.SerializeToString() + (_length_prefix(_BUFFER, nbytes) if nbytes else b"")
-    return _length_prefix(field, len(inner) + nbytes) + inner
+    def _encode_head(self, tensor: WireTensor, nbytes: int) -> bytes:
+        """Encodes a tensor up to its buffer, its last field. All parts of one size have the same head."""
+        inner = TENSOR.SerializeToString(tensor) + (_length_prefix(_BUFFER, nbytes) if nbytes else b"")
+        return _length_prefix(self._number, len(inner) + nbytes) + inner
 
 
 def _length_prefix(field: int, nbytes: int) -> bytes:
@@ -187,143 +285,26 @@ def _length_prefix(field: int, nbytes: int) -> bytes:
     return bytes(encoded)
 
 
-def _tensor_from_wire(message: averaging_pb2.AveragingData | averaging_pb2.DownloadData) -> WireTensor | None:
-    """Returns the tensor of a message, if it has one."""
-    if not message.HasField("tensor_part"):
-        return None
-    wire = message.tensor_part
-    if wire.chunks < 0:
-        raise ProtocolViolationError(f"a tensor in {wire.chunks} chunks")
-    return WireTensor(
-        buffer=wire.buffer,
-        size=tuple(check_count(wire.size, MAX_DIMENSIONS, "dimensions")),
-        dtype=wire.dtype,
-        compression=wire.compression,
-        chunks=wire.chunks,
-        requires_grad=wire.requires_grad,
-    )
+class _AveragingDataCopier(TensorCopier[AveragingData]):
+    """Keeps the encoded message in the object, since one average goes to every sender."""
+
+    def SerializeToString(self, content: AveragingData, /) -> bytes:  # noqa: N802 - protobuf's name
+        """The message as bytes."""
+        if not content.encoded:
+            content.encoded.append(super().SerializeToString(content))
+        return content.encoded[0]
 
 
-# Discovery
+AVERAGING_DATA = _AveragingDataCopier(AveragingData, averaging_pb2.AveragingData)
+
+DOWNLOAD_DATA = TensorCopier(DownloadData, averaging_pb2.DownloadData)
 
 
-def encode_digest(digest: Digest) -> bytes:
-    """Digest."""
-    return gossip_pb2.Digest(
-        run_id=digest.run_id,
-        endpoint=digest.endpoint,
-        state_hash=digest.state_hash,
-        entries=[gossip_pb2.DigestEntry(id=id, version=version) for id, version in digest.entries],
-        complete=digest.complete,
-        sent=digest.sent,
-    ).SerializeToString()
+def items(most: int, what: str) -> Rule:
+    """A rule for a field with at most `most` items."""
+    return Rule(most=most, items=what)
 
 
-def decode_digest(raw: bytes) -> Digest:
-    """Digest."""
-    wire = parse(gossip_pb2.Digest(), raw)
-    entries = tuple((entry.id, entry.version) for entry in check_count(wire.entries, MAX_RECORDS, "entries"))
-    return Digest(wire.run_id, wire.endpoint, wire.state_hash, entries, wire.complete, wire.sent)
-
-
-def encode_exchange_reply(reply: ExchangeReply) -> bytes:
-    """ExchangeReply."""
-    records = [_record_to_wire(record) for record in reply.records]
-    wire = gossip_pb2.ExchangeReply(records=records, wanted=reply.wanted, differs=reply.differs, sent=reply.sent)
-    return wire.SerializeToString()
-
-
-def decode_exchange_reply(raw: bytes) -> ExchangeReply:
-    """ExchangeReply."""
-    wire = parse(gossip_pb2.ExchangeReply(), raw)
-    wanted = tuple(check_count(wire.wanted, MAX_RECORDS, "ids"))
-    return ExchangeReply(_records_from_wire(wire.records), wanted, wire.differs, wire.sent)
-
-
-def encode_rumours(request: tuple[str, tuple[Rumour, ...]]) -> bytes:
-    """Rumours: (run id, rumours)."""
-    run_id, rumours = request
-    return gossip_pb2.Rumours(
-        run_id=run_id,
-        rumours=[
-            gossip_pb2.Rumour(
-                record=_record_to_wire(rumour.record), range_start=rumour.range_start, range_end=rumour.range_end
-            )
-            for rumour in rumours
-        ],
-    ).SerializeToString()
-
-
-def decode_rumours(raw: bytes) -> tuple[str, tuple[Rumour, ...]]:
-    """Rumours: (run id, rumours)."""
-    wire = parse(gossip_pb2.Rumours(), raw)
-    if not all(rumour.HasField("record") for rumour in check_count(wire.rumours, MAX_RUMOURS, "rumours")):
-        raise ProtocolViolationError("a rumour without a record")
-    rumours = (
-        Rumour(_record_from_wire(rumour.record), rumour.range_start, rumour.range_end) for rumour in wire.rumours
-    )
-    return wire.run_id, tuple(rumours)
-
-
-def encode_refusals(refusals: tuple[Refusal, ...]) -> bytes:
-    """PushReply."""
-    refused = [gossip_pb2.Refusal(key=one.key, subkey=one.subkey, reason=one.reason) for one in refusals]
-    return gossip_pb2.PushReply(refused=refused).SerializeToString()
-
-
-def decode_refusals(raw: bytes) -> tuple[Refusal, ...]:
-    """PushReply."""
-    wire = parse(gossip_pb2.PushReply(), raw)
-    return tuple(Refusal(one.key, one.subkey, one.reason) for one in check_count(wire.refused, MAX_RUMOURS, "refusals"))
-
-
-def encode_records(records: tuple[Record, ...]) -> bytes:
-    """Records."""
-    return gossip_pb2.Records(records=[_record_to_wire(record) for record in records]).SerializeToString()
-
-
-def decode_records(raw: bytes) -> tuple[Record, ...]:
-    """Records."""
-    return _records_from_wire(parse(gossip_pb2.Records(), raw).records)
-
-
-def encode_key(key: str) -> bytes:
-    """ListRecordsRequest."""
-    return gossip_pb2.ListRecordsRequest(key=key).SerializeToString()
-
-
-def decode_key(raw: bytes) -> str:
-    """ListRecordsRequest."""
-    return parse(gossip_pb2.ListRecordsRequest(), raw).key
-
-
-def _record_to_wire(record: Record) -> gossip_pb2.Record:
-    return gossip_pb2.Record(
-        key=record.key,
-        subkey=record.subkey,
-        value=record.value,
-        version=record.version,
-        expiration=record.expiration,
-        withdrawn=record.withdrawn,
-        owner=record.owner,
-        signature=record.signature,
-        claimed=record.claimed,
-    )
-
-
-def _records_from_wire(wires: Sequence[gossip_pb2.Record]) -> tuple[Record, ...]:
-    return tuple(map(_record_from_wire, check_count(wires, MAX_RECORDS, "records")))
-
-
-def _record_from_wire(wire: gossip_pb2.Record) -> Record:
-    return Record(
-        key=wire.key,
-        subkey=wire.subkey,
-        value=wire.value,
-        version=wire.version,
-        expiration=wire.expiration,
-        withdrawn=wire.withdrawn,
-        owner=wire.owner,
-        signature=wire.signature,
-        claimed=wire.claimed,
-    )
+def each(copier: MessageCopier[Any], most: int, what: str) -> Rule:
+    """A rule for a field with at most `most` messages."""
+    return Rule(most=most, items=what, copier=copier)

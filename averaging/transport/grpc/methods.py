@@ -1,168 +1,237 @@
-"""Every method of the wire, for both sides: its path, and how its messages are encoded and decoded.
-
-gRPC passes only bytes, so that malformed messages are detected here. gRPC itself would answer UNKNOWN or return None.
-"""
+"""Every method of a peer, for both sides: its path, its messages, and the checks of their content."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections.abc import Mapping
+from math import isfinite
+from types import NoneType
+from typing import Any
 
-from averaging.transport.grpc import channel_options as message_limits
-from averaging.transport.grpc import conversion, status_conversion
-from averaging.transport.grpc import status_conversion as receipt_conversion
-
-Request = TypeVar("Request")
-Reply = TypeVar("Reply")
-
-AVERAGING = "DecentralizedAveraging"
-GOSSIP = "averaging.gossip.v1.Gossip"
-STATUS = "averaging.status.v1.Status"
-
-
-@dataclass(frozen=True, slots=True)
-class Method(Generic[Request, Reply]):
-    """One method of a service.
-
-    Attributes:
-        max_request_bytes: longer requests are refused before they are decoded; with None the limit of all messages.
-        max_reply_bytes: the same for replies.
-    """
-
-    service: str
-    name: str
-    encode_request: Callable[[Request], bytes]
-    decode_request: Callable[[bytes], Request]
-    encode_reply: Callable[[Reply], bytes]
-    decode_reply: Callable[[bytes], Reply]
-    max_request_bytes: int | None = message_limits.SMALL_BYTES
-    max_reply_bytes: int | None = None
-
-    def read_request(self, raw: bytes) -> Request:
-        """Decodes a request of another peer.
-
-        Raises:
-            ProtocolViolationError: the request is too long or malformed.
-        """
-        return self.decode_request(message_limits.short(raw, self.max_request_bytes, self.path))
-
-    def read_reply(self, raw: bytes) -> Reply:
-        """Decodes a reply of another peer.
-
-        Raises:
-            ProtocolViolationError: the reply is too long or malformed.
-        """
-        return self.decode_reply(message_limits.short(raw, self.max_reply_bytes, self.path))
-
-    @property
-    def path(self) -> str:
-        """The path in HTTP/2, such as `/averaging.gossip.v1.Gossip/Push`."""
-        return f"/{self.service}/{self.name}"
-
-
-JOIN_GROUP = Method(
-    AVERAGING,
-    "rpc_join_group",
-    conversion.encode_join_request,
-    conversion.decode_join_request,
-    conversion.encode_message_from_leader,
-    conversion.decode_message_from_leader,
-    max_request_bytes=message_limits.JOIN_BYTES,
+from averaging.errors import ConfigError, ProtocolViolationError
+from averaging.protocol import (
+    MEAN,
+    Aggregation,
+    CompressionType,
+    Digest,
+    ExchangeReply,
+    JoinRequest,
+    MessageFromLeader,
+    Record,
+    Refusal,
+    Rumour,
+    parse_aggregation,
 )
-AGGREGATE_PART = Method(
-    AVERAGING,
-    "rpc_aggregate_part",
-    conversion.encode_averaging_data,
-    conversion.decode_averaging_data,
-    conversion.encode_averaging_data,
-    conversion.decode_averaging_data,
+from averaging.receipts import Account, Drift, LateArrival, PeerStatus, Receipt, Watched
+from averaging.tensors import DTYPES, Schema, TensorSpec
+from averaging.timing import Phase
+from averaging.transport import RpcMethod
+from averaging.transport.grpc import channel_options as limits
+from averaging.transport.grpc.conversion import AVERAGING_DATA, DOWNLOAD_DATA, MessageCopier, Rule, each, items
+from averaging.wire import averaging_pb2, gossip_pb2, status_pb2
+
+_AVERAGING = "/DecentralizedAveraging"
+_GOSSIP = "/averaging.gossip.v1.Gossip"
+STATUS = "/averaging.status.v1.Status"
+
+# Averaging
+
+JOIN_GROUP = RpcMethod(
+    f"{_AVERAGING}/rpc_join_group",
+    MessageCopier(JoinRequest, averaging_pb2.JoinRequest),
+    MessageCopier(
+        MessageFromLeader,
+        averaging_pb2.MessageFromLeader,
+        ordered_group_endpoints=items(limits.MAX_MEMBERS, "members"),
+        gathered=items(limits.MAX_MEMBERS, "members"),
+    ),
+    replies_stream=True,
+    max_request_bytes=limits.JOIN_BYTES,
+    sender=lambda request: request.endpoint,
+)
+AGGREGATE_PART = RpcMethod(
+    f"{_AVERAGING}/rpc_aggregate_part",
+    AVERAGING_DATA,
+    AVERAGING_DATA,
+    requests_stream=True,
+    replies_stream=True,
     max_request_bytes=None,
+    sender=lambda message: message.endpoint,
 )
-DOWNLOAD_STATE = Method(
-    AVERAGING,
-    "rpc_download_state",
-    conversion.encode_nothing,
-    conversion.decode_nothing,
-    conversion.encode_download_data,
-    conversion.decode_download_data,
-)
-EXCHANGE = Method(
-    GOSSIP,
-    "Exchange",
-    conversion.encode_digest,
-    conversion.decode_digest,
-    conversion.encode_exchange_reply,
-    conversion.decode_exchange_reply,
-    max_request_bytes=message_limits.DIGEST_BYTES,
-    max_reply_bytes=message_limits.RECORDS_BYTES,
-)
-PUSH = Method(
-    GOSSIP,
-    "Push",
-    conversion.encode_rumours,
-    conversion.decode_rumours,
-    conversion.encode_refusals,
-    conversion.decode_refusals,
-    max_request_bytes=message_limits.RECORDS_BYTES,
-    max_reply_bytes=message_limits.REFUSALS_BYTES,
-)
-SUBSCRIBE = Method(
-    GOSSIP,
-    "Subscribe",
-    conversion.encode_digest,
-    conversion.decode_digest,
-    conversion.encode_records,
-    conversion.decode_records,
-    max_request_bytes=message_limits.DIGEST_BYTES,
-    max_reply_bytes=message_limits.RECORDS_BYTES,
-)
-LIST_RECORDS = Method(
-    GOSSIP,
-    "ListRecords",
-    conversion.encode_key,
-    conversion.decode_key,
-    conversion.encode_records,
-    conversion.decode_records,
-)
-GET_STATUS = Method(
-    STATUS,
-    "GetStatus",
-    conversion.encode_nothing,
-    conversion.decode_nothing,
-    status_conversion.encode_status,
-    status_conversion.decode_status,
-)
-WATCH_ROUNDS = Method(
-    STATUS,
-    "WatchRounds",
-    receipt_conversion.encode_watch_request,
-    receipt_conversion.decode_watch_request,
-    receipt_conversion.encode_watched,
-    receipt_conversion.decode_watched,
-)
-GET_SCHEMA = Method(
-    STATUS,
-    "GetSchema",
-    conversion.encode_nothing,
-    conversion.decode_nothing,
-    status_conversion.encode_schema,
-    status_conversion.decode_schema,
+DOWNLOAD_STATE = RpcMethod(
+    f"{_AVERAGING}/rpc_download_state",
+    MessageCopier(NoneType, averaging_pb2.DownloadRequest),
+    DOWNLOAD_DATA,
+    replies_stream=True,
 )
 
-REQUEST_BYTES: Mapping[str, int | None] = {
-    method.path: method.max_request_bytes
-    for method in (
-        JOIN_GROUP,
-        AGGREGATE_PART,
-        DOWNLOAD_STATE,
-        EXCHANGE,
-        PUSH,
-        SUBSCRIBE,
-        LIST_RECORDS,
-        GET_STATUS,
-        WATCH_ROUNDS,
-        GET_SCHEMA,
-    )
-}
+# Discovery. Records carry signatures, so `Push` names no sender.
+
+_RECORD = MessageCopier(Record, gossip_pb2.Record)
+_RECORDS = MessageCopier(tuple[Record, ...], gossip_pb2.Records, records=each(_RECORD, limits.MAX_RECORDS, "records"))
+_DIGEST = MessageCopier(Digest, gossip_pb2.Digest, entries=items(limits.MAX_RECORDS, "entries"))
+
+EXCHANGE = RpcMethod(
+    f"{_GOSSIP}/Exchange",
+    _DIGEST,
+    MessageCopier(
+        ExchangeReply,
+        gossip_pb2.ExchangeReply,
+        records=each(_RECORD, limits.MAX_RECORDS, "records"),
+        wanted=items(limits.MAX_RECORDS, "ids"),
+    ),
+    replies_stream=True,
+    max_request_bytes=limits.DIGEST_BYTES,
+    max_reply_bytes=limits.RECORDS_BYTES,
+    sender=lambda digest: digest.endpoint,
+)
+PUSH = RpcMethod(
+    f"{_GOSSIP}/Push",
+    MessageCopier(tuple[str, tuple[Rumour, ...]], gossip_pb2.Rumours, rumours=items(limits.MAX_RUMOURS, "rumours")),
+    MessageCopier(tuple[Refusal, ...], gossip_pb2.PushReply, refused=items(limits.MAX_RUMOURS, "refusals")),
+    max_request_bytes=limits.RECORDS_BYTES,
+    max_reply_bytes=limits.REFUSALS_BYTES,
+)
+SUBSCRIBE = RpcMethod(
+    f"{_GOSSIP}/Subscribe",
+    _DIGEST,
+    _RECORDS,
+    replies_stream=True,
+    max_request_bytes=limits.DIGEST_BYTES,
+    max_reply_bytes=limits.RECORDS_BYTES,
+    sender=lambda digest: digest.endpoint,
+)
+LIST_RECORDS = RpcMethod(f"{_GOSSIP}/ListRecords", MessageCopier(str, gossip_pb2.ListRecordsRequest), _RECORDS)
+
+# Status. Peers of other releases may omit fields of receipts; `gathered` is not sent.
+
+
+def _finite(value: float) -> float | None:
+    return value if isfinite(value) else None
+
+
+def _late(late: LateArrival) -> LateArrival | None:
+    return late if isfinite(late.seconds) else None
+
+
+_FINITE = Rule(read=_finite)
+
+_RECEIPT = MessageCopier(
+    Receipt,
+    status_pb2.Receipt,
+    accounts=Rule(copier=MessageCopier(Account, status_pb2.MemberAccount, waited=_FINITE, step_rate=_FINITE)),
+    drift=Rule(copier=MessageCopier(Drift, status_pb2.Drift, size=_FINITE)),
+    last_to_arrive=Rule(read=_late),
+)
+
+
+class _StatusCopier(MessageCopier[PeerStatus]):
+    """The group of a status is a message of its own, absent outside a round."""
+
+    def write(self, content: PeerStatus) -> Any:
+        """See `MessageCopier`."""
+        message: Any = super().write(content)
+        if content.group_id:
+            message.current_group.group_id = content.group_id
+            message.current_group.members.extend(content.members)
+        return message
+
+    def read(self, message: Any) -> PeerStatus:
+        """See `MessageCopier`."""
+        group = message.current_group
+        known = {"group_id": group.group_id, "members": tuple(group.members)}
+        known = {"group_id": group.group_id, "members": tuple(group.members)}
+        status: PeerStatus = self._make(known | self._values(message))
+        return status
+
+
+_PHASES = frozenset(Phase)
+
+GET_STATUS = RpcMethod(
+    f"{STATUS}/GetStatus",
+    MessageCopier(NoneType, status_pb2.GetStatusRequest),
+    _StatusCopier(
+        PeerStatus,
+        status_pb2.PeerStatus,
+        last_round=Rule(copier=_RECEIPT),
+        # Later releases may add phases.
+        deadlines=Rule(select=lambda deadlines: [learned for learned in deadlines if learned.phase in _PHASES]),
+    ),
+)
+WATCH_ROUNDS = RpcMethod(
+    f"{STATUS}/WatchRounds",
+    MessageCopier(int, status_pb2.WatchRoundsRequest),
+    MessageCopier(Watched, status_pb2.WatchedRound, receipt=Rule(copier=_RECEIPT)),
+    replies_stream=True,
+)
+
+
+class _SchemaCopier(MessageCopier[Schema]):
+    """A schema is sent with its hash, which must match."""
+
+    def write(self, content: Schema) -> Any:
+        """See `MessageCopier`."""
+        message: Any = super().write(content)
+        message.schema_hash = content.hash
+        return message
+
+    def read(self, message: Any) -> Schema:
+        """See `MessageCopier`."""
+        schema = super().read(message)
+        if message.schema_hash != schema.hash:
+            raise ProtocolViolationError("a schema that does not match its own hash; that peer runs other software")
+        return schema
+
+
+class _SpecCopier(MessageCopier[TensorSpec]):
+    """The compression of a tensor is sent by its name."""
+
+    def read(self, message: Any) -> TensorSpec:
+        """See `MessageCopier`."""
+        for field, known in (("dtype", DTYPES), ("compression", CompressionType.__members__)):
+            if (value := getattr(message, field)) not in known:
+                raise ProtocolViolationError(
+                    f"a schema in which tensor {message.name!r} has the unknown {field} {value!r}"
+                )
+        return super().read(message)
+
+
+def _aggregation(text: str) -> Aggregation:
+    try:
+        return parse_aggregation(text) if text else MEAN
+    except ConfigError:
+        raise ProtocolViolationError(f"a schema with the unknown aggregation {text!r}") from None
+
+
+_SPEC = _SpecCopier(
+    TensorSpec,
+    status_pb2.TensorSpec,
+    shape=items(limits.MAX_DIMENSIONS, "dimensions"),
+    compression=Rule(read=CompressionType.__getitem__, write=lambda compression: compression.name),
+)
+
+GET_SCHEMA = RpcMethod(
+    f"{STATUS}/GetSchema",
+    MessageCopier(NoneType, status_pb2.GetSchemaRequest),
+    _SchemaCopier(
+        Schema,
+        status_pb2.Schema,
+        tensors=each(_SPEC, limits.MAX_TENSORS, "tensors"),
+        aggregation=Rule(read=_aggregation, write=lambda rule: "" if rule == MEAN else str(rule)),
+    ),
+)
+
+METHODS: tuple[RpcMethod[Any, Any], ...] = (
+    JOIN_GROUP,
+    AGGREGATE_PART,
+    DOWNLOAD_STATE,
+    EXCHANGE,
+    PUSH,
+    SUBSCRIBE,
+    LIST_RECORDS,
+    GET_STATUS,
+    WATCH_ROUNDS,
+    GET_SCHEMA,
+)
+
+REQUEST_BYTES: Mapping[str, int | None] = {method.path: method.max_request_bytes for method in METHODS}
 """The `max_request_bytes` of every method, by path."""

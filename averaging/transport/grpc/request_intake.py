@@ -126,7 +126,8 @@ class IntakeInterceptor(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(serve, response_serializer=handler.response_serializer)
 
     async def _serve(self, path: str, handler: Handler, _: object, context: Context) -> None:
-        CALLER.set(RpcCaller(host_of(context), context.peer()))  # each call is served in a task of its own
+        headers = tuple(context.invocation_metadata() or ())
+        CALLER.set(RpcCaller(host_of(context), context.peer(), headers))  # each call is served in a task of its own
         with self._unfinished.call(context.peer()) as call:
             try:
                 async with call.until_hung_up():

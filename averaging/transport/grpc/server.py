@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeVar
 
 import grpc
 from grpc_channelz.v1 import channelz, channelz_pb2
@@ -16,18 +16,16 @@ from grpc_reflection.v1alpha import reflection
 
 from averaging.config import Inspection
 from averaging.errors import ListenError
-from averaging.protocol import Record
+from averaging.protocol import AveragingData, DownloadData, JoinRequest, MessageFromLeader, Record
 from averaging.receipts import PeerStatus
 from averaging.security import Credentials
 from averaging.tensors import Schema
-from averaging.transport import AveragingService, GossipService, RpcHandler
+from averaging.transport import AveragingService, GossipService, RpcHandler, RpcMethod, linger, rpc_caller
 from averaging.transport.grpc import channel_options as headers
 from averaging.transport.grpc import methods
 from averaging.transport.grpc.authentication import Callers, TokenInterceptor, host_of, server_credentials
 from averaging.transport.grpc.channel_options import held_limits, server_options
-from averaging.transport.grpc.methods import Method
 from averaging.transport.grpc.request_intake import IntakeInterceptor, RequestReader
-from averaging.transport.grpc.rpc_channel import method_of
 from averaging.transport.grpc.unfinished_calls import UnfinishedCalls
 from averaging.transport.grpc.unread_replies import write_average
 
@@ -37,14 +35,11 @@ Request = TypeVar("Request")
 Reply = TypeVar("Reply")
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
-Handlers: TypeAlias = "dict[Method[Any, Any], grpc.RpcMethodHandler[Any, Any]]"
 
+_INSPECTION = (methods.GET_STATUS, methods.GET_SCHEMA, methods.WATCH_ROUNDS, methods.LIST_RECORDS)
 
 END_DOUBT_SECONDS = 0.02
 """Wait after the last message: gRPC reports the loss of a caller as that, and cancels the call a millisecond later."""
-
-LINGER_SECONDS = 0.5
-"""Seconds for which the stream of a refused sender is read: some clients lose the reply if a write fails."""
 
 
 class Server:
@@ -78,27 +73,14 @@ class Server:
             raise ListenError(f"cannot listen on {address}; choose another port, or port 0 for a free one")
         self._started = False
 
-    async def start(
-        self,
-        averaging: AveragingService | None,
-        gossip: GossipService | None,
-        rpcs: Sequence[RpcHandler] = (),
-        further: Callable[[Callers], Handlers] | None = None,
-    ) -> None:
-        """Starts to answer calls, also those of `rpcs`, and those that `further` returns handlers for."""
-        handlers = _rpc_handlers(rpcs, self._callers)
-        if further is not None:
-            handlers |= further(self._callers)
-        if averaging is not None:
-            handlers |= _averaging_handlers(averaging, self._callers)
-        if gossip is not None:
-            handlers |= _gossip_handlers(gossip, self._callers)
-        if self._credentials.inspection is Inspection.OFF:
-            for method in (methods.GET_STATUS, methods.GET_SCHEMA, methods.WATCH_ROUNDS, methods.LIST_RECORDS):
-                handlers.pop(method, None)
+    async def start(self, handlers: Sequence[RpcHandler]) -> None:
+        """Starts to answer calls."""
         services: dict[str, dict[str, grpc.RpcMethodHandler[Any, Any]]] = {}
-        for method, handler in handlers.items():
-            services.setdefault(method.service, {})[method.name] = handler
+        for handler in handlers:
+            if self._credentials.inspection is Inspection.OFF and handler.method in _INSPECTION:
+                continue
+            members = services.setdefault(handler.method.service, {})
+            members[handler.method.name] = _grpc_handler(handler, self._callers)
         self._server.add_generic_rpc_handlers(
             [grpc.method_handlers_generic_handler(name, members) for name, members in services.items()]
         )
@@ -159,134 +141,97 @@ class _Calls(grpc.aio.ServerInterceptor):
             await asyncio.wait(self._tasks)
 
 
-def _averaging_handlers(service: AveragingService, callers: Callers) -> Handlers:
+def averaging_handlers(service: AveragingService) -> list[RpcHandler]:
+    """Serves averaging and the status of a peer."""
+
+    def join_group(request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
+        given = rpc_caller().headers
+        least, names = headers.read_min_group_size(given), headers.read_names(given)
+        return service.join_group(replace(request, min_group_size=least, names=names))
+
+    def download_state(_: None) -> AsyncGenerator[DownloadData, None]:
+        caller = rpc_caller()
+        return service.download_state(headers.read_resume(caller.headers), caller.host)
+
     async def get_status(_: None) -> PeerStatus:
         return service.get_status()
 
     async def get_schema(_: None) -> Schema:
         return service.get_schema()
 
-    return {
-        methods.JOIN_GROUP: _join(service, callers),
-        methods.AGGREGATE_PART: _parts(service, callers),
-        methods.DOWNLOAD_STATE: _download(service, callers),
-        methods.GET_STATUS: unary(methods.GET_STATUS, callers, get_status),
-        methods.GET_SCHEMA: unary(methods.GET_SCHEMA, callers, get_schema),
-        methods.WATCH_ROUNDS: _stream(methods.WATCH_ROUNDS, callers, service.watch_rounds),
-    }
+    return [
+        methods.JOIN_GROUP.streams(join_group),
+        methods.AGGREGATE_PART.exchanges(service.aggregate_part),
+        methods.DOWNLOAD_STATE.streams(download_state),
+        methods.GET_STATUS.answers(get_status),
+        methods.GET_SCHEMA.answers(get_schema),
+        methods.WATCH_ROUNDS.streams(service.watch_rounds),
+    ]
 
 
-def _gossip_handlers(service: GossipService, callers: Callers) -> Handlers:
+def gossip_handlers(service: GossipService) -> list[RpcHandler]:
+    """Serves discovery."""
+
     async def list_records(key: str) -> tuple[Record, ...]:
         return service.list_records(key)
 
-    return {
-        methods.EXCHANGE: _stream(methods.EXCHANGE, callers, service.exchange),
-        methods.PUSH: unary(methods.PUSH, callers, lambda request: service.push(*request)),
-        methods.SUBSCRIBE: _stream(methods.SUBSCRIBE, callers, service.subscribe),
-        methods.LIST_RECORDS: unary(methods.LIST_RECORDS, callers, list_records),
-    }
+    return [
+        methods.EXCHANGE.streams(service.exchange),
+        methods.PUSH.answers(lambda request: service.push(*request)),
+        methods.SUBSCRIBE.streams(service.subscribe),
+        methods.LIST_RECORDS.answers(list_records),
+    ]
 
 
-def _rpc_handlers(rpcs: Sequence[RpcHandler], callers: Callers) -> Handlers:
-    def handler(rpc: RpcHandler) -> tuple[Method[Any, Any], grpc.RpcMethodHandler[Any, Any]]:
-        method, answer = method_of(rpc.method), rpc.answer
+def _grpc_handler(rpc: RpcHandler, callers: Callers) -> grpc.RpcMethodHandler[bytes, bytes]:
+    method, answer = rpc.method, rpc.answer
 
-        async def one_reply(messages: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
-            yield await answer(messages)
-
-        if rpc.method.requests_stream:
-            return method, _both_ways(method, callers, answer if rpc.method.replies_stream else one_reply)
-        return method, (_stream if rpc.method.replies_stream else unary)(method, callers, answer)
-
-    return dict(map(handler, rpcs))
-
-
-def unary(
-    method: Method[Request, Reply], callers: Callers, answer: Callable[[Request], Awaitable[Reply]]
-) -> grpc.RpcMethodHandler[bytes, bytes]:
-    """A handler of one request with one reply."""
-
-    async def handle(raw: bytes, context: Context) -> None:
-        # Written and not returned, so that the server sees when the caller has read the reply.
-        await write_all(context, method, callers, one(callers.read(method, context)(raw)))
-
-    async def one(request: Request) -> AsyncGenerator[Reply, None]:
+    async def reply(request: Any) -> AsyncGenerator[Any, None]:
         yield await answer(request)
 
-    return grpc.unary_unary_rpc_method_handler(handle)
+    replies = answer if method.replies_stream else reply
 
-
-def _stream(
-    method: Method[Request, Reply], callers: Callers, answer: Callable[[Request], AsyncGenerator[Reply, None]]
-) -> grpc.RpcMethodHandler[bytes, bytes]:
     async def handle(raw: bytes, context: Context) -> None:
         request = callers.read(method, context)(raw)
         del raw  # some streams last for days
-        await write_all(context, method, callers, answer(request))
+        # Also a single reply is written and not returned, so that the server sees when the caller has read it.
+        await _write_all(context, method, callers, replies(request))
 
-    return grpc.unary_stream_rpc_method_handler(handle)
+    async def handle_stream(incoming: RequestReader, context: Context) -> None:
+        messages: _Messages[Any] = _Messages(incoming, callers.read(method, context))
+        if method is methods.AGGREGATE_PART:
+            await _write_averages(context, answer(messages), messages)
+        else:
+            await _write_all(context, method, callers, replies(messages))
 
-
-def _both_ways(
-    method: Method[Request, Reply],
-    callers: Callers,
-    answer: Callable[[AsyncIterator[Request]], AsyncGenerator[Reply, None]],
-) -> grpc.RpcMethodHandler[bytes, bytes]:
-    async def handle(incoming: RequestReader, context: Context) -> None:
-        await write_all(context, method, callers, answer(_Messages(incoming, callers.read(method, context))))
-
-    return grpc.stream_stream_rpc_method_handler(handle)
-
-
-def _join(service: AveragingService, callers: Callers) -> grpc.RpcMethodHandler[bytes, bytes]:
-    method = methods.JOIN_GROUP
-
-    async def handle(raw: bytes, context: Context) -> None:
-        given = context.invocation_metadata() or ()
-        least, names = headers.read_min_group_size(given), headers.read_names(given)
-        request = replace(callers.read(method, context)(raw), min_group_size=least, names=names)
-        await write_all(context, method, callers, service.join_group(request))
-
-    return grpc.unary_stream_rpc_method_handler(handle)
+    if method.requests_stream:
+        return grpc.stream_stream_rpc_method_handler(handle_stream)
+    return (grpc.unary_stream_rpc_method_handler if method.replies_stream else grpc.unary_unary_rpc_method_handler)(
+        handle
+    )
 
 
-def _download(service: AveragingService, callers: Callers) -> grpc.RpcMethodHandler[bytes, bytes]:
-    method = methods.DOWNLOAD_STATE
-
-    async def handle(raw: bytes, context: Context) -> None:
-        callers.read(method, context)(raw)
-        resume = headers.read_resume(context.invocation_metadata() or ())
-        await write_all(context, method, callers, service.download_state(resume, host_of(context)))
-
-    return grpc.unary_stream_rpc_method_handler(handle)
-
-
-def _parts(service: AveragingService, callers: Callers) -> grpc.RpcMethodHandler[bytes, bytes]:
-    method = methods.AGGREGATE_PART
-
-    async def handle(incoming: RequestReader, context: Context) -> None:
-        messages = _Messages(incoming, callers.read(method, context))
-        refused = False
-        async with aclosing(service.aggregate_part(messages)) as replies:
-            async for reply in replies:
-                refused = reply.tensor_part is None
-                await write_average(context, method.path, method.encode_reply(reply))
-        if refused:
-            await messages.read_to_the_end()
-
-    return grpc.stream_stream_rpc_method_handler(handle)
+async def _write_averages(
+    context: Context, replies: AsyncGenerator[AveragingData, None], messages: _Messages[AveragingData]
+) -> None:
+    method, refused = methods.AGGREGATE_PART, False
+    async with aclosing(replies):
+        async for reply in replies:
+            refused = reply.tensor_part is None
+            await write_average(context, method.path, method.reply.SerializeToString(reply))
+    if refused:
+        await linger(messages.drop)
 
 
-async def write_all(
-    context: Context, method: Method[Any, Reply], callers: Callers, replies: AsyncGenerator[Reply, None]
+async def _write_all(
+    context: Context, method: RpcMethod[Any, Reply], callers: Callers, replies: AsyncGenerator[Reply, None]
 ) -> None:
     """Writes the replies as the caller reads them, and closes their generator however the call ends."""
     host = host_of(context)
     async with aclosing(replies):
         callers.unread.check(host, context.peer())
         async for reply in replies:
-            await callers.unread.write(context, host, method.path, method.encode_reply(reply))
+            await callers.unread.write(context, host, method.path, method.reply.SerializeToString(reply))
 
 
 class _Messages(Generic[Request]):
@@ -311,12 +256,12 @@ class _Messages(Generic[Request]):
         await asyncio.sleep(END_DOUBT_SECONDS)
         raise StopAsyncIteration
 
-    async def read_to_the_end(self) -> None:
-        """Discards what the caller still sends, for at most `LINGER_SECONDS`."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LINGER_SECONDS):
-                while not self._reading and await self._read() is not None:
-                    self._incoming.call.release()
+    async def drop(self) -> bool:
+        """Reads a message that nobody wants; returns whether there was one."""
+        if self._reading or await self._read() is None:
+            return False
+        self._incoming.call.release()
+        return True
 
     async def _read(self) -> bytes | None:
         self._reading = True  # still so after a cancellation: gRPC continues to read, and allows no second read

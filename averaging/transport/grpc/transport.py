@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
 from averaging.common import is_loopback, parse_address
 from averaging.errors import ClosedError, ConfigError
@@ -25,13 +25,10 @@ from averaging.tensors import Schema
 from averaging.transport import AveragingService, GossipService, Lane, RpcHandler, RpcService, handlers_of
 from averaging.transport.grpc import channel_options as headers
 from averaging.transport.grpc import methods
-from averaging.transport.grpc.authentication import Callers
-from averaging.transport.grpc.channel_options import channel_options
 from averaging.transport.grpc.channels import Channels
-from averaging.transport.grpc.client import call_both_ways, call_stream, call_unary
 from averaging.transport.grpc.dialling import Dialling, check_listen, endpoint_of, is_on_loopback, warn_of_loopback
 from averaging.transport.grpc.log_filters import quieten
-from averaging.transport.grpc.server import Handlers, Server
+from averaging.transport.grpc.server import Server, averaging_handlers, gossip_handlers
 
 
 class GrpcTransport:
@@ -77,9 +74,7 @@ class GrpcTransport:
         # A client has no address, so only the peers that it joins can show that the run is on loopback.
         on_loopback = not given or any(is_loopback(parse_address(endpoint)[0]) for endpoint in given)
         self._dialling = Dialling(given, loopback=listen is None and on_loopback)
-        self._channels = Channels(
-            channel_options(max_message_bytes), credentials=self._credentials, dialling=self._dialling
-        )
+        self._channels = Channels(max_message_bytes, credentials=self._credentials, dialling=self._dialling)
         self.add_services(services)
 
     def add_services(self, services: Sequence[RpcService]) -> None:
@@ -117,23 +112,16 @@ class GrpcTransport:
 
     async def serve(self, averaging: AveragingService, gossip: GossipService | None) -> None:
         """Starts to serve calls, including health, reflection and channelz. It does nothing for a client."""
-        await self._start(averaging, gossip)
+        gossiping = [] if gossip is None else gossip_handlers(gossip)
+        await self.serve_services([*averaging_handlers(averaging), *gossiping])
 
-    async def serve_services(self) -> None:
-        """Starts to serve the calls of `services` alone."""
-        await self._start(None, None)
-
-    async def _start(
-        self,
-        averaging: AveragingService | None,
-        gossip: GossipService | None,
-        further: Callable[[Callers], Handlers] | None = None,
-    ) -> None:
+    async def serve_services(self, further: Sequence[RpcHandler] = ()) -> None:
+        """Starts to serve the calls of `services`, and `further` ones."""
         if self._listen is None:
             return
         if self._server is None:
             raise ClosedError("this peer has no address yet; call bind() first")
-        await self._server.start(averaging, gossip, self._rpcs, further)
+        await self._server.start([*self._rpcs, *further])
 
     async def close(self, grace: float = 0.0) -> None:
         """Stops serving, after at most `grace` seconds for calls in progress, and closes all connections.
@@ -149,7 +137,7 @@ class GrpcTransport:
 
     def join_group(self, endpoint: str, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
         """Asks `endpoint` to lead this peer, and yields its answers."""
-        return call_stream(self._channels, endpoint, methods.JOIN_GROUP, request, headers.of_join(request))
+        return self._channels.stream(endpoint, methods.JOIN_GROUP, request, headers.of_join(request))
 
     def aggregate_part(
         self, endpoint: str, messages: AsyncIterator[AveragingData]
@@ -158,7 +146,7 @@ class GrpcTransport:
 
         `messages` is closed with the call. Its exceptions are raised here.
         """
-        return call_both_ways(self._channels, endpoint, methods.AGGREGATE_PART, messages)
+        return self._channels.stream(endpoint, methods.AGGREGATE_PART, messages)
 
     def prepare_lane(self, endpoint: str) -> None:
         """Does nothing: parts travel over the connection of all calls."""
@@ -172,28 +160,28 @@ class GrpcTransport:
 
     def download_state(self, endpoint: str, resume: Resume | None = None) -> AsyncGenerator[DownloadData, None]:
         """Downloads the state of `endpoint`. Bytes named by `resume` are skipped if `endpoint` has the same."""
-        return call_stream(self._channels, endpoint, methods.DOWNLOAD_STATE, None, headers.of_resume(resume))
+        return self._channels.stream(endpoint, methods.DOWNLOAD_STATE, None, headers.of_resume(resume))
 
     async def get_status(self, endpoint: str) -> PeerStatus:
         """Returns the status of `endpoint`."""
-        return await call_unary(self._channels, endpoint, methods.GET_STATUS, None)
+        return await self._channels.call(endpoint, methods.GET_STATUS, None)
 
     async def get_schema(self, endpoint: str) -> Schema:
         """Returns the schema of the tensors that `endpoint` averages."""
-        return await call_unary(self._channels, endpoint, methods.GET_SCHEMA, None)
+        return await self._channels.call(endpoint, methods.GET_SCHEMA, None)
 
     def watch_rounds(self, endpoint: str, last: int = 0) -> AsyncGenerator[Watched, None]:
         """Yields the `last` receipts of `endpoint`, and each further one until it leaves."""
-        return call_stream(self._channels, endpoint, methods.WATCH_ROUNDS, last)
+        return self._channels.stream(endpoint, methods.WATCH_ROUNDS, last)
 
     def exchange(self, endpoint: str, digest: Digest) -> AsyncGenerator[ExchangeReply, None]:
         """Synchronizes records with `endpoint`."""
-        return call_stream(self._channels, endpoint, methods.EXCHANGE, digest)
+        return self._channels.stream(endpoint, methods.EXCHANGE, digest)
 
     async def push(self, endpoint: str, run_id: str, rumours: tuple[Rumour, ...]) -> tuple[Refusal, ...]:
         """Sends fresh records to `endpoint`; returns the refused ones."""
-        return await call_unary(self._channels, endpoint, methods.PUSH, (run_id, rumours))
+        return await self._channels.call(endpoint, methods.PUSH, (run_id, rumours))
 
     def subscribe(self, endpoint: str, digest: Digest) -> AsyncGenerator[tuple[Record, ...], None]:
         """Yields the fresh records that `endpoint` receives."""
-        return call_stream(self._channels, endpoint, methods.SUBSCRIBE, digest)
+        return self._channels.stream(endpoint, methods.SUBSCRIBE, digest)
