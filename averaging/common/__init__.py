@@ -1,8 +1,8 @@
 """Checks and helpers that every room may use. None of them knows what a peer is.
 
 `addresses` (endpoints and the rules for them), `validation` (arguments), `options` (how they are declared, checked,
-read and named), `safe_msgpack` (msgpack from strangers), `sanitize` (text from strangers), `backoff` (delays between
-tries), `host_quota` (limits per host), `event_loop_thread` (an event loop in a thread of its own), `malloc`.
+read and named), `safe_msgpack` (msgpack from strangers), `sanitize` (text from strangers), `limits` (delays between
+tries, quotas per host), `event_loop_thread` (an event loop in a thread of its own), `malloc`.
 """
 
 from averaging.common.addresses import (
@@ -16,10 +16,8 @@ from averaging.common.addresses import (
     parse_address,
     parse_ip,
 )
-from averaging.common.backoff import Backoff, backoff_delay
-from averaging.common.event_loop_thread import EventLoopThread, SignalSafeFuture, on_loop
-from averaging.common.host_quota import HostQuota
-from averaging.common.in_process import InProcess
+from averaging.common.event_loop_thread import EventLoopThread, InProcess, SignalSafeFuture, on_loop
+from averaging.common.limits import Backoff, HostQuota, backoff_delay
 from averaging.common.malloc import keep_freed_memory
 from averaging.common.options import (
     ADDRESS,

@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, suppress
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
-from averaging.errors import ClosedError
+from averaging.errors import ClosedError, ConfigError
 
 # A future for threads in which signal handlers raise, such as the main thread on Ctrl+C.
 
@@ -396,3 +396,20 @@ class _PendingCall:
 def _first_error(error: BaseException) -> BaseException:
     """The first error in a group, or the error itself."""
     return _first_error(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+
+
+# Objects with threads and connections, which exist in one process only.
+
+
+class InProcess:
+    """Refuses to be copied or pickled, also as a part of something else, such as the `collate_fn` of a DataLoader."""
+
+    _instead = "make another one there"
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise ConfigError(
+            f"a {type(self).__name__} holds a thread and connections, so it cannot be copied or pickled; "
+            f"{self._instead}. "
+            "A DataLoader with the start method spawn or forkserver pickles its dataset, collate_fn and worker_init_fn "
+            "for its worker processes: none of these may refer to it, as the method of an object does that holds it"
+        )

@@ -16,15 +16,13 @@ from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-from averaging.discovery.gossip.certified_identity import MAX_PROOF_BYTES, CertifiedIdentity
-from averaging.discovery.gossip.identity import Author, Ed25519Identity, Identity
+from averaging.discovery.gossip.identity import MAX_PROOF_BYTES, Author, CertifiedIdentity, Ed25519Identity, Identity
 from averaging.discovery.gossip.record import Reason, RecordLimits
 from averaging.discovery.gossip.record_table import RecordStore, RecordTable
 from averaging.errors import DiscoveryError
 from averaging.protocol.messages import Record
 from averaging.security.ca import Issued, issue, make_authority
-from averaging.security.client_names import bound_name
-from averaging.security.credentials import Tls
+from averaging.security.credentials import Tls, bound_name
 
 NOW = datetime.datetime.now(datetime.UTC)
 AUTHORITY, FOREIGN = make_authority("run", NOW, 10), make_authority("run", NOW, 10)
@@ -192,7 +190,7 @@ def test_a_valid_proof_that_is_too_long_is_refused() -> None:
 
 
 def test_the_number_of_cached_proofs_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("averaging.discovery.gossip.certified_identity._MAX_CACHED", 2)
+    monkeypatch.setattr("averaging.discovery.gossip.identity._MAX_CACHED", 2)
     reader = identity("192.0.2.1")
     for name in "abc":
         assert reader.verify("run", record(identity(name), f"{name}:1"))

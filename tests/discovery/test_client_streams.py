@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from averaging.discovery.gossip.client_streams import ClientStreams
+from averaging.discovery.gossip.rumours import ClientStreams
 from averaging.discovery.gossip.settings import GossipSettings
 from averaging.errors import CallRefusedError
 from averaging.protocol.messages import Record

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from averaging.common.addresses import CLIENT_PREFIX
 from averaging.security.ca import issue, make_authority
-from averaging.security.client_names import bound_name, fits, is_bound, unbound_name
+from averaging.security.credentials import bound_name, fits, is_bound, unbound_name
 
 NOW = datetime.datetime.now(datetime.UTC)
 AUTHORITY = make_authority("run", NOW, 10)

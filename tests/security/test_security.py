@@ -18,8 +18,7 @@ import torch
 
 from averaging import Peer
 from averaging.config import Inspection
-from averaging.discovery.gossip.certified_identity import CertifiedIdentity
-from averaging.discovery.gossip.identity import Author, Identity
+from averaging.discovery.gossip.identity import Author, CertifiedIdentity, Identity
 from averaging.discovery.gossip.record import RecordLimits
 from averaging.errors import (
     CallRefusedError,
@@ -28,8 +27,7 @@ from averaging.errors import (
     ProtocolViolationError,
 )
 from averaging.protocol.messages import AveragingData, MessageCode, Rumour
-from averaging.security.client_names import is_bound
-from averaging.security.credentials import Credentials
+from averaging.security.credentials import Credentials, is_bound
 from averaging.transport.grpc import GrpcTransport, methods
 from averaging.transport.grpc.authentication import call_metadata, channel_credentials
 from averaging.transport.grpc.dialling import Dialling

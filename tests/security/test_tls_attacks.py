@@ -19,8 +19,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from grpc.experimental import session_cache
 
 from averaging import Outcome, Peer
-from averaging.discovery.gossip.certified_identity import CertifiedIdentity
-from averaging.discovery.gossip.identity import Author
+from averaging.discovery.gossip.identity import Author, CertifiedIdentity
 from averaging.discovery.gossip.record import RecordLimits
 from averaging.errors import JoinError, PeerUnreachableError
 from averaging.security.ca import issue

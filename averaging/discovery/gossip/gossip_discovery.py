@@ -16,13 +16,12 @@ from averaging.common import CLIENT_PREFIX, is_endpoint, spelled
 from averaging.discovery import Diagnosis, Entry, clock_difference
 from averaging.discovery.gossip.anti_entropy import AntiEntropy, Maintenance, Reachability
 from averaging.discovery.gossip.bootstrap import Bootstrap, Waiting
-from averaging.discovery.gossip.client_streams import ClientStreams
 from averaging.discovery.gossip.clock_offsets import ClockOffsets
 from averaging.discovery.gossip.identity import Author, Ed25519Identity, Identity
 from averaging.discovery.gossip.membership import RING, Membership, all_others
 from averaging.discovery.gossip.record import Reason
 from averaging.discovery.gossip.record_table import Change, Merged, RecordStore
-from averaging.discovery.gossip.rumours import Rumours
+from averaging.discovery.gossip.rumours import ClientStreams, Rumours
 from averaging.discovery.gossip.settings import GossipSettings
 from averaging.errors import (
     CallRefusedError,

@@ -1,0 +1,80 @@
+"""How often to try again, and how much a host may take. Pure: the caller sleeps, and passes the random source."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+
+_MAX_DOUBLINGS = 64
+
+
+def backoff_delay(first: float, longest: float, failures: int) -> float:
+    """Returns the delay after that many earlier failures: `first`, doubled with each failure, at most `longest`."""
+    return min(longest, first * 2.0 ** min(failures, _MAX_DOUBLINGS))
+
+
+class Backoff:
+    """Delays that double until `reset`.
+
+    Args:
+        first: the first delay in seconds.
+        longest: upper bound of the delay in seconds, before jitter.
+        rng: source of the jitter; without it the delays have none.
+        jitter: lowest and highest random factor of a delay.
+    """
+
+    def __init__(
+        self, first: float, longest: float, rng: random.Random | None = None, jitter: tuple[float, float] = (0.5, 1.5)
+    ) -> None:
+        self._first, self._longest, self._rng, self._jitter = first, longest, rng, jitter
+        self._failures = 0
+
+    def next_delay(self) -> float:
+        """Returns the seconds to wait before the next try."""
+        delay = backoff_delay(self._first, self._longest, self._failures)
+        self._failures += 1
+        return delay if self._rng is None else delay * self._rng.uniform(*self._jitter)
+
+    def reset(self) -> None:
+        """Makes the next delay the first one again, after a success."""
+        self._failures = 0
+
+
+# Quotas per host, so that one host cannot take all.
+
+
+class HostQuota:
+    """Counts what callers have taken, in total and by host.
+
+    Args:
+        in_all: maximum of all hosts together.
+        per_host: maximum of one host.
+    """
+
+    def __init__(self, in_all: float, per_host: float) -> None:
+        self._in_all, self._per_host = in_all, per_host
+        self._taken: Counter[str] = Counter()
+
+    def taken_by(self, host: str) -> int:
+        """Returns what `host` has taken."""
+        return self._taken[host]
+
+    def has_room(self, host: str, amount: int = 1) -> bool:
+        """Whether `host` may take that much now."""
+        if self._taken[host] + amount > self._per_host:
+            return False
+        return self._in_all == math.inf or self._taken.total() + amount <= self._in_all
+
+    def take(self, host: str, amount: int = 1) -> bool:
+        """Takes an amount; returns whether there was room for it."""
+        if not self.has_room(host, amount):
+            return False
+        self._taken[host] += amount
+        return True
+
+    def leave(self, host: str, amount: int = 1) -> None:
+        """Returns an amount."""
+        self._taken[host] -= amount
+        if not self._taken[host]:
+            del self._taken[host]
