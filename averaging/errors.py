@@ -231,37 +231,17 @@ class ClosedError(AveragingError):
 
 
 class FeedError(AveragingError):
-    """A feed cannot continue: a registration does not match, the server has forgotten a batch, or a rank has died."""
-
-
-class FeedRefusedError(FeedError):
-    """The feed server refused a request, and would refuse it again.
+    """A feed cannot continue: the server refuses a request or gives no usable answer, or a rank has died.
 
     Attributes:
-        status: the HTTP status, for example 422.
+        status: the HTTP status, for example 422; 0 if no answer came.
+        retry_after: seconds after which the same request can succeed; None if it would be refused again.
     """
 
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class FeedBusyError(FeedError):
-    """The feed server cannot take this request now; the same request can succeed later.
-
-    Attributes:
-        status: the HTTP status, for example 503; 0 if no answer came.
-        retry_after: seconds to wait before the next request.
-    """
-
-    def __init__(self, status: int, message: str, retry_after: float = 0.0) -> None:
+    def __init__(self, message: str, status: int = 0, retry_after: float | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.retry_after = retry_after
-
-
-class FeedUnreachableError(FeedError):
-    """The feed server gave no usable answer within the time limit of the caller."""
 
 
 class WorkerError(AveragingError):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 import torch.distributed as dist
 
-from averaging.errors import ConfigError, FeedBusyError, FeedError, FeedRefusedError, SiteError, printable
+from averaging.errors import ConfigError, FeedError, SiteError, printable
 from averaging.rl.feed.connection import Connection, RetrySchedule, decode_reply
 from averaging.rl.feed.messages import BatchReply, EnvStatus, Registered, RegisterEnv, Registration, ScoredData
 from averaging.training import ControlGroup, ranks_of
@@ -95,10 +95,9 @@ class BatchFeed:
 
     Raises:
         ConfigError: an argument is invalid, or the ranks were given different registrations.
-        FeedRefusedError: at rank 0, the server refuses a request, for example for a forgotten batch, or because another
-            trainer has registered since.
-        FeedUnreachableError: at rank 0, the server gave no usable answer for `retry_timeout`.
-        FeedError: at the other ranks, rank 0 has failed; at all ranks, another rank has died, left or timed out.
+        FeedError: at rank 0, the server refuses a request, for example for a forgotten batch, or because another
+            trainer has registered since, or gave no usable answer for `retry_timeout`; at the other ranks, rank 0 has
+            failed; at all ranks, another rank has died, left or timed out.
     """
 
     def __init__(
@@ -215,10 +214,10 @@ class BatchFeed:
                 self._retries.succeeded()
                 if content:
                     return content
-            except FeedBusyError as error:
+            except FeedError as error:
+                pause = self._retries.failed(error, time.monotonic())
                 # atroposlib's server answers 500 after a reset, until a trainer registers.
                 self._registered = self._registered and (error.status != 500 or self._number is not None)
-                pause = self._retries.failed(error, time.monotonic())
             left = until - time.monotonic()
             time.sleep(max(0.0, min(pause, left)))
             if pause >= left:
@@ -255,7 +254,7 @@ class BatchFeed:
         self._warning = reply.warning
         if reply.status == "error":  # the server was reset, or restarted without its state
             self._registered = False
-            raise FeedBusyError(0, f"{self._connection.url} answers: {reply.message}")
+            raise FeedError(f"{self._connection.url} answers: {reply.message}", 0, 0.0)
         if reply.batch and reply.step not in (None, step):
             raise FeedError(f"{self._connection.url} answers with step {reply.step} instead of {step}")
         return content if reply.batch else b""
@@ -337,9 +336,8 @@ class FeedEnvironment:
         """Registers as soon as a trainer has asked for its first batch. Returns the server's answer.
 
         Raises:
-            FeedRefusedError: the server refuses this environment.
-            FeedUnreachableError: the server gave no usable answer for `retry_timeout`.
-            FeedError: no trainer has started within `start_timeout`.
+            FeedError: the server refuses this environment, gave no usable answer for `retry_timeout`, or no trainer has
+                started within `start_timeout`.
         """
         began = time.monotonic()
         while True:
@@ -369,15 +367,14 @@ class FeedEnvironment:
                 key each time.
 
         Raises:
-            FeedRefusedError: the server refuses them; it took none.
-            FeedUnreachableError: the server did not acknowledge them for `retry_timeout`; post them again with the same
-                `key`.
+            FeedError: the server refuses them and took none, or did not acknowledge them for `retry_timeout`; then post
+                them again with the same `key`.
         """
         key = key or uuid.uuid4().hex
         registered = self.registered or self.register()
         try:
             self._post(groups, registered, key)
-        except FeedRefusedError as error:
+        except FeedError as error:
             if error.status != 404:
                 raise
             self._post(groups, self.register(), key)  # the server was reset, and has forgotten this environment
@@ -386,8 +383,7 @@ class FeedEnvironment:
         """Returns the step of the run and the sizes of the queue.
 
         Raises:
-            FeedRefusedError: the server does not know this environment.
-            FeedUnreachableError: the server gave no usable answer for `retry_timeout`.
+            FeedError: the server does not know this environment, or gave no usable answer for `retry_timeout`.
         """
         body = {"env_id": (self.registered or self.register()).env_id}
         return self._connection.request("GET", "/status-env", EnvStatus, body=body)

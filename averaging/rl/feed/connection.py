@@ -18,10 +18,7 @@ import msgspec
 from averaging.common import Backoff, is_loopback
 from averaging.errors import (
     ConfigError,
-    FeedBusyError,
     FeedError,
-    FeedRefusedError,
-    FeedUnreachableError,
     printable,
 )
 from averaging.rl.feed.messages import decode
@@ -60,15 +57,17 @@ class RetrySchedule:
         self._first_failure = None
         self._backoff.reset()
 
-    def failed(self, error: FeedBusyError, now: float) -> float:
+    def failed(self, error: FeedError, now: float) -> float:
         """Returns the seconds to wait before the next try.
 
         Raises:
-            FeedUnreachableError: there was no success for `retry_timeout`.
+            FeedError: it would fail again, or there was no success for `retry_timeout`.
         """
+        if error.retry_after is None:
+            raise error
         self._first_failure = now if self._first_failure is None else self._first_failure
         if now - self._first_failure >= self._retry_timeout:
-            raise FeedUnreachableError(f"gave up after {now - self._first_failure:.0f} s: {error}")
+            raise FeedError(f"gave up after {now - self._first_failure:.0f} s: {error}")
         return max(error.retry_after, self._backoff.next_delay())
 
 
@@ -125,14 +124,13 @@ class Connection:
         """Repeats a request until it succeeds. Returns the decoded reply; for the arguments see `send`.
 
         Raises:
-            FeedRefusedError: the server refuses this request.
-            FeedUnreachableError: no try succeeded within `retry_timeout`.
+            FeedError: the server refuses this request, or no try succeeded within `retry_timeout`.
         """
         schedule = RetrySchedule(self._retry_timeout, random.Random())
         while True:
             try:
                 return self.request_once(method, path, kind, **request)
-            except FeedBusyError as error:
+            except FeedError as error:
                 time.sleep(schedule.failed(error, time.monotonic()))
 
     def request_once(self, method: str, path: str, kind: type[T], **request: Any) -> T:
@@ -151,9 +149,7 @@ class Connection:
         """Sends a request once. Returns the body of the reply.
 
         Raises:
-            FeedRefusedError: the server refuses this request.
-            FeedBusyError: the same request can succeed later.
-            FeedError: the reply is larger than `max_bytes`.
+            FeedError: the server refuses this request, has no time for it now, or answers more than `max_bytes`.
         """
         sent_headers, content = dict(headers or {}), None
         if body is not None:
@@ -172,15 +168,15 @@ class Connection:
         except (httpx.HTTPError, httpx.StreamError) as error:
             reason = str(error) or type(error).__name__
             through = f" through the proxy in {self._proxy}" if self._proxy else ""
-            raise FeedBusyError(
-                0, f"{self.url} cannot be reached{through} ({reason}); check that the feed is up"
+            raise FeedError(
+                f"{self.url} cannot be reached{through} ({reason}); check that the feed is up", 0, 0.0
             ) from None
         if response.is_success:
             return bytes(reply)
         message = f"{self.url}{path} answers {response.status_code}: {_message(bytes(reply))}"
         if response.status_code >= 500 or response.status_code in (408, 429):
-            raise FeedBusyError(response.status_code, message, _seconds(response.headers.get("retry-after", "")))
-        raise FeedRefusedError(response.status_code, message)
+            raise FeedError(message, response.status_code, _seconds(response.headers.get("retry-after", "")))
+        raise FeedError(message, response.status_code)
 
 
 def _without_user(url: str) -> tuple[str, tuple[str, str] | None]:
@@ -218,7 +214,7 @@ def decode_reply(body: bytes, kind: type[T]) -> T:
     """
     try:
         return decode(body, kind)
-    except FeedRefusedError as error:
+    except FeedError as error:
         raise FeedError(f"the server's answer cannot be used: {error}; is it a feed?") from None
 
 

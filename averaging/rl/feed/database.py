@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from averaging.errors import ConfigError, FeedBusyError, FeedError, FeedRefusedError
+from averaging.errors import ConfigError, FeedError
 from averaging.rl.feed.messages import Post, RegisterEnv, Registration
 from averaging.rl.feed.run_state import Env, RunState, SampleGroup
 
@@ -198,14 +198,13 @@ class Database:
             `Added.buffered`, and whether this post is a repetition.
 
         Raises:
-            FeedRefusedError: a group can never be part of a batch, or the key belongs to other data.
-            FeedBusyError: the queue is full, or nearly the disk.
+            FeedError: a group can never be part of a batch, the key belongs to other data, or queue or disk are full.
         """
         earlier = self._db.execute("SELECT digest, buffered FROM posts WHERE key = ?", (post.key,)).fetchone()
         if earlier is not None:
             if earlier[0] != post.digest:
-                raise FeedRefusedError(
-                    422, "this Idempotency-Key was used for other data before; send new data with a new key"
+                raise FeedError(
+                    "this Idempotency-Key was used for other data before; send new data with a new key", 422
                 )
             return msgspec.json.decode(earlier[1], type=list[int]), True
         self._check_disk(sum(map(len, post.contents)))
@@ -244,7 +243,7 @@ class Database:
             The batch's step, its number of sequences, and the content of each group; None if there is no batch yet.
 
         Raises:
-            FeedRefusedError: no trainer has registered, or another one since, or `step` is of another run or forgotten.
+            FeedError: no trainer has registered, or another one since, or `step` is of another run or forgotten.
         """
         if trainer is not None:
             self.state.check_trainer(trainer)
@@ -311,10 +310,10 @@ class Database:
             min(MAX_HEADROOM, disk.total // VOLUME_PARTS) + 2 * nbytes + (log.stat().st_size if log.exists() else 0)
         )
         if disk.free < needed and free_pages * page_size < needed:
-            raise FeedBusyError(
-                503,
+            raise FeedError(
                 f"the store cannot be written: its disk is nearly full, with {disk.free} bytes free; nothing was "
                 "changed, so send the same again",
+                503,
                 WRITE_RETRY_SECONDS,
             )
 
@@ -431,8 +430,7 @@ class DatabaseThread:
                 jobs that post or reset.
 
         Raises:
-            FeedError: `job` raised it.
-            FeedBusyError: the file cannot be written; nothing was changed.
+            FeedError: `job` raised it, or the file cannot be written; nothing was changed.
         """
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._run, job, drains)
 
@@ -453,7 +451,7 @@ class DatabaseThread:
                 return job(database)
         except sqlite3.Error as error:
             message = f"the store cannot be written: {error}; nothing was changed, so send the same again"
-            raise FeedBusyError(503, message, WRITE_RETRY_SECONDS) from None
+            raise FeedError(message, 503, WRITE_RETRY_SECONDS) from None
 
     def _transact(self, job: Callable[[Database], T]) -> T:
         try:
@@ -463,7 +461,7 @@ class DatabaseThread:
         except Exception as error:
             with suppress(sqlite3.Error):  # the next transaction loads the state again
                 self._database.rollback(reload=not isinstance(error, FeedError))
-            if isinstance(error, FeedBusyError) and error.retry_after == WRITE_RETRY_SECONDS:
+            if isinstance(error, FeedError) and error.retry_after == WRITE_RETRY_SECONDS:
                 self._complain(str(error))
             raise
         return result

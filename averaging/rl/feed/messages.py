@@ -14,7 +14,7 @@ from typing import Annotated, Any, Self, TypeVar
 
 import msgspec
 
-from averaging.errors import ConfigError, FeedRefusedError
+from averaging.errors import ConfigError, FeedError
 
 MAX_NAME, MAX_TEXT, MAX_BATCH_SIZE, MAX_STEP, MAX_WEIGHT = 1024, 4096, 1 << 20, 1 << 53, 1e9
 
@@ -190,14 +190,14 @@ def check_finite(group: ScoredData) -> None:
     """Checks the numbers that JSON can spell as text, such as "nan", which `decode` takes.
 
     Raises:
-        FeedRefusedError: one of them is not finite, so the group cannot be encoded.
+        FeedError: one of them is not finite, so the group cannot be encoded.
     """
     distilled = (numbers for sequence in group.distill_logprobs or () for numbers in sequence)
     of_sequences = (group.advantages, group.ref_logprobs, group.inference_logprobs)
     for numbers in chain(distilled, *(each or () for each in of_sequences)):
         # The sum is quick, but may overflow.
         if not math.isfinite(sum(numbers)) and not all(map(math.isfinite, numbers)):
-            raise FeedRefusedError(422, "an advantage or logprob is not finite; drop the group or give finite numbers")
+            raise FeedError("an advantage or logprob is not finite; drop the group or give finite numbers", 422)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,7 @@ class Post:
         """Encodes the groups of a request.
 
         Raises:
-            FeedRefusedError: a number is not finite.
+            FeedError: a number is not finite.
         """
         digest = blake2b(digest_size=16)
         contents = []
@@ -243,7 +243,7 @@ def decode(body: bytes | bytearray, kind: type[Message]) -> Message:
     """Decodes an untrusted message.
 
     Raises:
-        FeedRefusedError: it is not JSON, lacks a field, or fails a check of its type.
+        FeedError: it is not JSON, lacks a field, or fails a check of its type.
     """
     try:
         return msgspec.json.decode(body, type=kind, strict=False)
@@ -252,4 +252,4 @@ def decode(body: bytes | bytearray, kind: type[Message]) -> Message:
         is_malformed = isinstance(error, msgspec.DecodeError) and not isinstance(error, msgspec.ValidationError)
         if is_malformed and any(name in body for name in (b"NaN", b"Infinity")):
             reason += "; JSON has neither NaN nor Infinity, so drop the group or give finite numbers"
-        raise FeedRefusedError(422, f"the body cannot be used: {reason}") from None
+        raise FeedError(f"the body cannot be used: {reason}", 422) from None

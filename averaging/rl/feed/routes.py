@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from averaging.errors import ConfigError, FeedRefusedError, printable
+from averaging.errors import ConfigError, FeedError, printable
 from averaging.rl.feed.database import Database, DatabaseThread
 from averaging.rl.feed.messages import (
     EnvIdentifier,
@@ -211,7 +211,7 @@ class Routes:
     def _decode_bounded(self, body: bytearray, kind: type[Message]) -> Message:
         limit = self._body_objects
         if object_count(body) > limit:
-            raise FeedRefusedError(413, f"the body has more than {limit} objects; send fewer groups at once")
+            raise FeedError(f"the body has more than {limit} objects; send fewer groups at once", 413)
         return decode(body, kind)
 
     @_route("GET /")
@@ -296,7 +296,9 @@ class Routes:
         owners = _owners(request)
         try:
             await self._run(lambda database: database.disconnect(env_id, owners))
-        except FeedRefusedError as error:
+        except FeedError as error:
+            if error.retry_after is not None:
+                raise
             return _json({"status": "failure", "error": str(error)})
         return _json({"status": "success"})
 
@@ -337,8 +339,9 @@ class Routes:
             found, warning = await self._run(batch)
         except NoTrainerError as error:
             return _json({"status": "error", "message": str(error), "batch": []})
-        except FeedRefusedError as error:
-            self._warn_once(f"a request for a batch is refused: {error}")
+        except FeedError as error:
+            if error.retry_after is None:
+                self._warn_once(f"a request for a batch is refused: {error}")
             raise
         if found is None:
             return _json({"batch": None, **({"warning": warning} if warning else {})})
@@ -406,7 +409,7 @@ def _owners(request: Request) -> list[bytes]:
 def _key(request: Request) -> str:
     key = request.headers.get("idempotency-key", "")
     if len(key) > MAX_KEY:
-        raise FeedRefusedError(422, f"the Idempotency-Key has {len(key)} characters; the limit is {MAX_KEY}")
+        raise FeedError(f"the Idempotency-Key has {len(key)} characters; the limit is {MAX_KEY}", 422)
     return key
 
 
@@ -415,5 +418,5 @@ def _number(request: Request, name: str) -> int | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdecimal() and len(text) <= 18):
-        raise FeedRefusedError(422, f"{name} must be a number of at most 18 digits, not {text[:20]!r}")
+        raise FeedError(f"{name} must be a number of at most 18 digits, not {text[:20]!r}", 422)
     return int(text)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from averaging.errors import FeedBusyError, FeedRefusedError
+from averaging.errors import FeedError
 from averaging.rl.feed.batch_formation import can_fill, exact_sum, form_batch, reachable, reservations
 from averaging.rl.feed.messages import RegisterEnv, Registration
 
@@ -28,11 +28,11 @@ KEYED = b"key "
 """Prefix of an owner that is known by a secret key."""
 
 
-class NoTrainerError(FeedRefusedError):
+class NoTrainerError(FeedError):
     """A batch was requested before a trainer has registered."""
 
     def __init__(self) -> None:
-        super().__init__(409, "Trainer not registered. Call /register first.")
+        super().__init__("Trainer not registered. Call /register first.", 409)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class RunState:
             trainer: the number of the trainer, if it registers again.
 
         Raises:
-            FeedRefusedError: a group that was posted earlier does not fit into a batch, or another trainer has
+            FeedError: a group that was posted earlier does not fit into a batch, or another trainer has
                 registered since this one.
         """
         if 0 < trainer < self.trainer:
@@ -164,10 +164,10 @@ class RunState:
             return False
         largest = max((group.size for group in self.queue), default=0)
         if largest > registration.batch_size:
-            raise FeedRefusedError(
-                409,
+            raise FeedError(
                 f"a group in the queue has {largest} sequences, more than batch_size {registration.batch_size}; "
                 "register a larger batch_size, or drop all groups with GET /reset_data",
+                409,
             )
         self.trainer = max(self.trainer, min(trainer, MAX_TRAINER)) + 1
         self.registration, self._candidate_is_current = registration, False
@@ -178,17 +178,17 @@ class RunState:
         """Refuses a trainer if another one has registered since.
 
         Raises:
-            FeedRefusedError: `trainer` is not the number of the latest registration.
+            FeedError: `trainer` is not the number of the latest registration.
         """
         if self.registration is not None and trainer != self.trainer:
             raise self._superseded(trainer)
 
-    def _superseded(self, trainer: int) -> FeedRefusedError:
-        return FeedRefusedError(
-            409,
+    def _superseded(self, trainer: int) -> FeedError:
+        return FeedError(
             f"this trainer has registration {trainer}, but another trainer has registered since, as number "
             f"{self.trainer}, and gets the batches now. End this one. If it should continue instead, end the other one "
             "and start this one again",
+            409,
         )
 
     def register_env(self, config: RegisterEnv, owner: bytes, now: float) -> int:
@@ -203,17 +203,17 @@ class RunState:
             now: the present time in seconds.
 
         Raises:
-            FeedRefusedError: its groups would not fit into a batch, or there are too many environments.
+            FeedError: its groups would not fit into a batch, or there are too many environments.
         """
         if self.registration is None or not self.started:
             return -1
         if config.group_size > self.registration.batch_size:
             size = self.registration.batch_size
-            raise FeedRefusedError(422, f"group_size {config.group_size} is above the run's batch_size {size}")
+            raise FeedError(f"group_size {config.group_size} is above the run's batch_size {size}", 422)
         namesakes = [i for i, each in enumerate(self.envs) if each.config.desired_name == config.desired_name]
         env_id = next((i for i in namesakes if self._has_left(self.envs[i], config, owner, now)), len(self.envs))
         if env_id == MAX_ENVS:
-            raise FeedRefusedError(409, f"{MAX_ENVS} environments have registered; begin another run")
+            raise FeedError(f"{MAX_ENVS} environments have registered; begin another run", 409)
         if env_id == len(self.envs):
             self.envs.append(Env(config, f"{config.desired_name}_{len(namesakes)}", posted=True))
         env = self.envs[env_id]
@@ -239,14 +239,14 @@ class RunState:
             owners: what may identify the caller.
 
         Raises:
-            FeedRefusedError: the id is unknown, or someone else has registered it.
+            FeedError: the id is unknown, or someone else has registered it.
         """
         env = self.env(env_id)
         if env.owner and env.owner not in owners:
-            raise FeedRefusedError(
-                403,
+            raise FeedError(
                 f"only who registered environment {env_id} may disconnect it: the request must come from the same "
                 "address, or have the same Environment-Key",
+                403,
             )
         env.connected = env.silent = False
         self._candidate_is_current = False
@@ -255,18 +255,17 @@ class RunState:
         """Returns an environment by its id.
 
         Raises:
-            FeedRefusedError: the id is unknown.
+            FeedError: the id is unknown.
         """
         if not 0 <= env_id < len(self.envs):
-            raise FeedRefusedError(404, f"there is no environment with env_id {env_id}; register it with /register-env")
+            raise FeedError(f"there is no environment with env_id {env_id}; register it with /register-env", 404)
         return self.envs[env_id]
 
     def add(self, groups: Sequence[tuple[int | None, int, int]], now: float) -> Added:
         """Adds all of the groups, given as (environment, sequences, bytes), or none, at the time `now`.
 
         Raises:
-            FeedRefusedError: a group can never be part of a batch.
-            FeedBusyError: the queue is full.
+            FeedError: a group can never be part of a batch, or the queue is full.
         """
         smaller: Counter[int | None] = Counter()
         for env, size, _ in groups:
@@ -289,7 +288,7 @@ class RunState:
         """Removes the next batch from the queue. Returns its step and groups, or None if no batch can be formed.
 
         Raises:
-            FeedRefusedError: no trainer has registered.
+            FeedError: no trainer has registered.
         """
         if self.registration is None:
             raise NoTrainerError
@@ -312,22 +311,22 @@ class RunState:
         """Returns True if the batch of `step` was delivered and is kept, False if it is the next one to form.
 
         Raises:
-            FeedRefusedError: the batch is forgotten or of a later step, or no trainer has registered.
+            FeedError: the batch is forgotten or of a later step, or no trainer has registered.
         """
         if self.registration is None:
             raise NoTrainerError
         if step <= self.saved:
-            raise FeedRefusedError(
-                410,
+            raise FeedError(
                 f"the batch of step {step} is forgotten: the trainer has saved the batches up to step {self.saved}, or "
                 "they exceeded the limit of kept bytes. Resume from a later checkpoint, or begin another run with GET "
                 "/reset_data",
+                410,
             )
         if step > self.step + 1:
-            raise FeedRefusedError(
-                409,
+            raise FeedError(
                 f"step {step} was requested, but the next batch is that of step {self.step + 1}: this store belongs to "
                 "another run. Give the server another store, or begin another run with GET /reset_data",
+                409,
             )
         return step <= self.step
 
@@ -348,7 +347,7 @@ class RunState:
         """Returns the fields of `EnvStatus`, computed as atroposlib computes them.
 
         Raises:
-            FeedRefusedError: the id is unknown.
+            FeedError: the id is unknown.
         """
         env = self.env(env_id)
         connected = [other for other in self.envs if other.connected]
@@ -406,22 +405,22 @@ class RunState:
             limit, limit_name = self.env(env).config.group_size, f"the group_size of environment {env}"
             smaller[env] += size < limit
             if size < limit and len(self.buffers.get(env, ())) + smaller[env] > MAX_BUFFERED:
-                raise FeedRefusedError(
-                    422,
+                raise FeedError(
                     f"{MAX_BUFFERED} groups of environment {env} wait and do not add up to its group_size {limit}, or "
                     "are posted at once",
+                    422,
                 )
         if size > limit:
-            raise FeedRefusedError(422, f"a group has {size} sequences, more than {limit_name}, {limit}")
+            raise FeedError(f"a group has {size} sequences, more than {limit_name}, {limit}", 422)
 
     def _check_room(self, now: float) -> None:
         """Refuses groups if the queue is full. If a full queue holds no batch, it may grow to twice its limits."""
         usage = max(self.waiting_bytes / self.max_bytes, self.waiting_groups / self.max_groups)
         if usage >= 2 or (usage >= 1 and (self.registration is None or self._find_batch(now) is not None)):
-            raise FeedBusyError(
-                503,
+            raise FeedError(
                 f"the queue is full: {self.waiting_groups} groups and {self.waiting_bytes} bytes wait; "
                 "post the same again once the trainer has fetched a batch",
+                503,
                 1.0,
             )
 

@@ -28,7 +28,7 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from averaging.common import is_loopback, parse_address, parse_ip
-from averaging.errors import ConfigError, FeedBusyError, FeedRefusedError, ListenError
+from averaging.errors import ConfigError, FeedError, ListenError
 from averaging.rl.feed.database import Database, DatabaseThread
 from averaging.rl.feed.routes import CHANGING, ROUTES, Event, Handler, Routes, ServerLimits, error_reply
 from averaging.rl.feed.run_state import RunState
@@ -206,10 +206,9 @@ class Gate:
                 if path != "/":
                     self._check_token(request)
                 response = await self._with_body(request, handler)
-            except FeedRefusedError as error:
-                response = error_reply(error.status, str(error))
-            except FeedBusyError as error:
-                response = error_reply(error.status, str(error), {"Retry-After": f"{error.retry_after:.0f}"})
+            except FeedError as error:
+                later = {} if error.retry_after is None else {"Retry-After": f"{error.retry_after:.0f}"}
+                response = error_reply(error.status, str(error), later)
             except ClientDisconnect:
                 response = error_reply(400, "the client disconnected before its request was complete")
             except Exception:
@@ -229,15 +228,15 @@ class Gate:
         headers = request.headers
         host = headers.get("host", "")
         if self._hosts is not None and host and not _is_name_of_server(host, self._hosts):
-            raise FeedRefusedError(
-                403,
+            raise FeedError(
                 f"{host[:100]!r} is no known name of this server; use its address, start it with --allow-host NAME, or "
                 "require a token",
+                403,
             )
         sent_by = [headers[name].lower() for name in ("origin", "referer") if name in headers]
         own_page = all(page.split("/")[2:3] == [host.lower()] for page in sent_by)
         if not own_page or headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-            raise FeedRefusedError(403, "requests of web pages are refused; use another HTTP client")
+            raise FeedError("requests of web pages are refused; use another HTTP client", 403)
 
     def _check_token(self, request: Request) -> None:
         scheme, _, value = request.headers.get("authorization", "").partition(" ")
@@ -250,7 +249,7 @@ class Gate:
         # All are compared, so that the time taken reveals nothing.
         matches = sum([hmac.compare_digest(given, token) for token in self._tokens])
         if self._tokens and not (matches and scheme.lower() in ("basic", "bearer")):
-            raise FeedRefusedError(401, "this server requires a token; send 'Authorization: Bearer TOKEN'")
+            raise FeedError("this server requires a token; send 'Authorization: Bearer TOKEN'", 401)
 
     async def _with_body(self, request: Request, handler: Handler) -> Response:
         """Reads the body within the limits, and calls `handler`. The body counts until the handler returns."""
@@ -271,12 +270,12 @@ class Gate:
                         chunk = unzip.unconsumed_tail
                         await asyncio.sleep(0)
             if unzip and body and (not unzip.eof or unzip.unused_data):
-                raise FeedRefusedError(400, "the body is not one whole gzip stream")
+                raise FeedError("the body is not one whole gzip stream", 400)
             return await handler(self._routes, request, body)
         except zlib.error:
-            raise FeedRefusedError(400, "the body is not gzip, although its Content-Encoding is") from None
+            raise FeedError("the body is not gzip, although its Content-Encoding is", 400) from None
         except TimeoutError:
-            raise FeedRefusedError(408, f"the body did not arrive within {self._limits.seconds:g} s") from None
+            raise FeedError(f"the body did not arrive within {self._limits.seconds:g} s", 408) from None
         finally:
             self._body_bytes[network] -= len(body)
             if not self._body_bytes[network]:
@@ -287,10 +286,10 @@ class Gate:
         body += piece
         self._body_bytes[network] += len(piece)
         if len(body) > limit:
-            raise FeedRefusedError(413, f"the body has more than {limit} bytes; send fewer groups at once")
+            raise FeedError(f"the body has more than {limit} bytes; send fewer groups at once", 413)
         # Of one address half: bodies that it does not complete must not keep those of others out.
         if self._body_bytes[network] > 2 * limit or self._body_bytes.total() > 4 * limit:
-            raise FeedBusyError(503, "this server reads too many bodies at present; send the same again", 1.0)
+            raise FeedError("this server reads too many bodies at present; send the same again", 503, 1.0)
 
 
 async def _no_such_route(request: Request, error: Exception) -> Response:
