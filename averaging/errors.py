@@ -245,29 +245,19 @@ class FeedError(AveragingError):
 
 
 class WorkerError(AveragingError):
-    """A model worker could not carry out a request.
+    """A model worker could not carry out a request, refuses the master, or is lost.
 
     Attributes:
         worker: the name of the worker.
         request: the kind of the request, for example `train_step`; empty if it is not about one request.
+        lost: whether the worker has died, cannot be reached, or has restarted and lost what it held.
     """
 
-    def __init__(self, worker: str, message: str, request: str = "") -> None:
+    def __init__(self, worker: str, message: str, request: str = "", *, lost: bool = False) -> None:
         super().__init__(message)
         self.worker = worker
         self.request = request
-
-
-class WorkerLostError(WorkerError):
-    """A model worker has died, cannot be reached, or has restarted and lost what it held."""
-
-
-class MasterRefusedError(WorkerError):
-    """A model worker refuses a master: another one is attached, or its plan does not match the worker."""
-
-
-class DataLostError(WorkerError):
-    """Samples that a call needs were held by a lost worker alone."""
+        self.lost = lost
 
 
 def printable(text: str, most: int = MAX_TEXT) -> str:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.errors import DataLostError
+from averaging.errors import WorkerError
 from averaging.rl.workers.backend import ListDataset, Sample
 from averaging.rl.workers.data_manager import DataManager, OwnerTracker, Redistributor, balance
 from averaging.rl.workers.payload import Step, WorkerChannels, pack, unpack
@@ -149,7 +149,7 @@ def test_what_nobody_holds_is_named() -> None:
     assert Redistributor(tracker).plan({"w1": ["a"]}, ["x"]) == []
     assert tracker.missing(["a"], ["x", "y"]) == {"a": ["y"]}
     tracker.remove_worker("w1")
-    with pytest.raises(DataLostError, match="no worker holds 'x' of sample a, which w2 needs"):
+    with pytest.raises(WorkerError, match="no worker holds 'x' of sample a, which w2 needs"):
         Redistributor(tracker).plan({"w2": ["a"]}, ["x"])
 
 

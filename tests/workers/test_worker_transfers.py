@@ -15,7 +15,6 @@ from averaging.errors import (
     ProtocolViolationError,
     TensorError,
     WorkerError,
-    WorkerLostError,
 )
 from averaging.rl.workers import DataManager, KeySpec, SampleBatch
 from averaging.rl.workers.parameters import MIN_BYTES_PER_SECOND, SILENCE_SECONDS, Pace, ParameterExchange
@@ -91,7 +90,7 @@ def dripping(nbytes: int, chunk: int, seconds: float) -> Messages:
 
 
 def test_a_source_that_drips_is_given_up() -> None:
-    with pytest.raises(WorkerLostError, match=r"a sent \d+ bytes of tensors in 60 s; at least 983040 are expected"):
+    with pytest.raises(WorkerError, match=r"a sent \d+ bytes of tensors in 60 s; at least 983040 are expected"):
         fetch(dripping(10_000, 1, 59.0))
 
 
@@ -106,7 +105,7 @@ def test_a_burst_buys_no_time() -> None:
             await asyncio.sleep(1.0)
             yield NamedTensor(tensor=TensorMessage(buffer=b"1"))
 
-    with pytest.raises(WorkerLostError, match="bytes of tensors in 60 s"):
+    with pytest.raises(WorkerError, match="bytes of tensors in 60 s"):
         fetch(stream)
 
 
@@ -121,7 +120,7 @@ def test_a_silent_source_is_given_up() -> None:
         await asyncio.sleep(61.0)
         yield NamedTensor()
 
-    with pytest.raises(WorkerLostError, match="a sent no tensors for 60 s"):
+    with pytest.raises(WorkerError, match="a sent no tensors for 60 s"):
         fetch(late)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from averaging import Outcome, Peer, Receipt
-from averaging.errors import ConfigError, MasterRefusedError, ProtocolViolationError, WorkerError, WorkerLostError
+from averaging.errors import ConfigError, ProtocolViolationError, WorkerError
 from averaging.rl.workers import (
     Average,
     Backend,
@@ -470,7 +470,7 @@ def test_a_silent_worker_is_lost_at_its_learned_deadline() -> None:
             # A ping is due each second, and an answer after at most 2 s.
             assert 1.9 < asyncio.get_running_loop().time() - frozen < 3.5
             assert "silent for 3 s" in str(client.links["r0"].lost)
-            with pytest.raises(WorkerLostError, match="rew_inf .* no data-parallel rank of it is left") as error:
+            with pytest.raises(WorkerError, match="rew_inf .* no data-parallel rank of it is left") as error:
                 await step
             assert error.value.worker == "r0"
             # Nothing is lost: when the worker answers again, the step runs for the same samples.
@@ -496,10 +496,10 @@ def test_a_train_step_ends_with_an_error_if_a_worker_dies() -> None:
         await site.start("r0", reward=Reward("r0", site.log))
         async with site.master(site.plan()) as (_, runner):
             await runner.initialize()
-            with pytest.raises(WorkerLostError, match="a1 at a1:1 is lost") as error:
+            with pytest.raises(WorkerError, match="a1 at a1:1 is lost") as error:
                 await runner.step()
-            assert error.value.worker == "a1"
-            with pytest.raises(WorkerLostError, match="actor_train .* needs all its workers"):
+            assert (error.value.worker, error.value.lost) == ("a1", True)
+            with pytest.raises(WorkerError, match="actor_train .* needs all its workers"):
                 await runner.step()
 
     simulate(scenario)
@@ -560,7 +560,7 @@ def test_a_second_master_is_refused_while_the_first_lives() -> None:
             second = RequestClient(site.plan(), connect=site.network.connect)
             async with second:
                 with pytest.raises(
-                    MasterRefusedError, match=rf"serves another master \({first.name[:8]}\) since 7 s, which lives"
+                    WorkerError, match=rf"serves another master \({first.name[:8]}\) since 7 s, which lives"
                 ):
                     await second.attach(60.0)
             await runner.step()
@@ -633,7 +633,7 @@ def test_syn_and_ack_all_or_none() -> None:
             specs = await client.call(actors, Handle.MODEL_CONFIG, no_syn=False)
             assert specs == [{"hidden": 3, "rank": 0}, {"hidden": 3, "rank": 1}]
             site.network.freeze("a1:1")
-            with pytest.raises(WorkerLostError, match="a1 at a1:1 is lost: silent"):
+            with pytest.raises(WorkerError, match="a1 at a1:1 is lost: silent"):
                 await client.request(actors, Handle.TRAIN_STEP, data, no_syn=False)
             assert await client.call(["a0"], Handle.FLUSH) == [0]
             assert len(site.workers["a0"]._book) <= 1
@@ -646,14 +646,14 @@ def test_clear_errors() -> None:
     async def scenario(site: Site) -> None:
         await site.start_ppo()
         wrong = ppo({"a0": "a0:1", "a1": "r0:1", "r0": "r0:1"}, ["a0", "a1"], ["r0"])
-        with pytest.raises(MasterRefusedError, match="a1 refuses this master: this is 'r0', not 'a1'; correct"):
+        with pytest.raises(WorkerError, match="a1 refuses this master: this is 'r0', not 'a1'; correct"):
             async with site.master(wrong):
                 pass
-        with pytest.raises(MasterRefusedError, match="a0 has no backend of model 'reward'; it has actor"):
+        with pytest.raises(WorkerError, match="a0 has no backend of model 'reward'; it has actor"):
             async with site.master(ppo({"a0": "a0:1"}, ["a0"], ["a0"])):
                 pass
         with pytest.raises(
-            WorkerLostError, match=r"x \(x:1: connection refused\) cannot be reached within 10 s; start it, or correct"
+            WorkerError, match=r"x \(x:1: connection refused\) cannot be reached within 10 s; start it, or correct"
         ):
             async with site.master(ppo(site.endpoints | {"x": "x:1"}, ["x"], ["r0"])):
                 pass

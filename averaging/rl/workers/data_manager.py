@@ -9,7 +9,7 @@ from contextlib import aclosing, suppress
 
 import torch
 
-from averaging.errors import ConfigError, DataLostError, ProtocolViolationError, WorkerError
+from averaging.errors import ConfigError, ProtocolViolationError, WorkerError
 from averaging.rl.workers.backend import Sample, SampleBatch, kind_of
 from averaging.rl.workers.parameters import SILENCE_SECONDS, receive, send
 from averaging.rl.workers.payload import FETCH_DATA, MAX_NAMES, Step, WorkerChannels
@@ -94,7 +94,7 @@ class Redistributor:
             keys: Names of the tensors.
 
         Raises:
-            DataLostError: No worker holds one of the tensors.
+            WorkerError: No worker holds one of the tensors.
         """
         load: Counter[str] = Counter()
         transfers: defaultdict[tuple[str, tuple[str, ...], str], list[str]] = defaultdict(list)
@@ -106,7 +106,7 @@ class Redistributor:
                     if worker in owners:
                         continue
                     if not owners:
-                        raise DataLostError("", f"no worker holds {key!r} of sample {sample}, which {worker} needs")
+                        raise WorkerError("", f"no worker holds {key!r} of sample {sample}, which {worker} needs")
                     # The name decides between owners with equal loads, so that a plan depends on the record alone.
                     source = min(owners, key=lambda owner: (load[owner], owner))
                     load[source] += 1
@@ -251,7 +251,7 @@ class DataManager:
         """Receives what this worker receives in these steps, from all sources at the same time.
 
         Raises:
-            WorkerLostError: A source cannot be reached.
+            WorkerError: A source cannot be reached.
             WorkerError: A source is unknown.
             ProtocolViolationError: A source sent something else.
             TensorError: A tensor has another dtype or shape than the plan says.

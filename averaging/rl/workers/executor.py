@@ -13,7 +13,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from averaging.errors import AveragingError, ConfigError, WorkerLostError
+from averaging.errors import AveragingError, ConfigError, WorkerError
 from averaging.rl.workers.backend import Backend, Dataset, check_numbers, check_outputs
 from averaging.rl.workers.data_manager import DataManager
 from averaging.rl.workers.parameters import ParameterExchange, blend, copy_of
@@ -376,6 +376,6 @@ class Executor:
             logger.exception("%s of %s has failed at %s", request.handle_name, request.handler, self._worker)
         text = str(error) if isinstance(error, AveragingError) else f"{type(error).__name__}: {error}"
         reply = request.reply(error=text)
-        if isinstance(error, WorkerLostError):
+        if isinstance(error, WorkerError) and error.lost:
             reply.unreachable = error.worker
         return reply

@@ -103,8 +103,8 @@ class MasterWorker:
 
     Raises:
         ConfigError: An argument is invalid.
-        MasterRefusedError: A worker serves another master, or does not match the plan.
-        WorkerLostError: A worker cannot be reached within `attach_timeout`.
+        WorkerError: A worker serves another master, does not match the plan, or cannot be reached within
+            `attach_timeout`.
     """
 
     def __init__(
@@ -180,8 +180,8 @@ class MasterWorker:
     If it raises, the samples stay in the buffer, and the next call runs the same step again.
 
     Raises:
-        WorkerLostError: A worker is lost, and its samples cannot be assigned to others.
-        DataLostError: Tensors that a call needs were held by a lost worker alone.
+        WorkerError: A worker is lost, and its samples cannot be assigned to others, or it alone held tensors that a
+            call needs.
         WorkerError: A worker has failed, or the dataset has too few samples.
     """
 
@@ -205,7 +205,7 @@ class MasterWorker:
     """`gather(ids, timeout=None)`: waits for the replies to these requests.
 
     Raises:
-        WorkerError: A request has failed; a WorkerLostError if its worker is lost. The replies to the others are
+        WorkerError: A request has failed, or its worker is lost. The replies to the others are
             dropped.
         TimeoutError: A reply is missing after `timeout` seconds. It can still be gathered later.
     """

@@ -15,7 +15,6 @@ from averaging.errors import (
     ProtocolViolationError,
     TensorError,
     WorkerError,
-    WorkerLostError,
 )
 from averaging.rl.workers.backend import kind_of
 from averaging.rl.workers.payload import FETCH_PARAMETERS, Realloc, WorkerChannels
@@ -97,7 +96,7 @@ async def receive(
         silence: Maximum seconds without a message. The source must also keep the minimum rate, see `Pace`.
 
     Raises:
-        WorkerLostError: The worker cannot be reached, is silent for too long, or sends too slowly.
+        WorkerError: The worker cannot be reached, is silent for too long, or sends too slowly.
         WorkerError: The worker refuses.
         ProtocolViolationError: A message is malformed.
     """
@@ -124,9 +123,9 @@ async def _next(source: str, messages: AsyncGenerator[NamedTensor, None], pace: 
         async with asyncio.timeout(pace.left):
             message = await anext(messages, None)
     except TimeoutError:
-        raise WorkerLostError(source, f"{source} {pace}") from None
+        raise WorkerError(source, f"{source} {pace}", lost=True) from None
     except PeerUnreachableError as error:
-        raise WorkerLostError(source, f"tensors of {source} cannot be fetched: {error}") from error
+        raise WorkerError(source, f"tensors of {source} cannot be fetched: {error}", lost=True) from error
     except CallRefusedError as error:
         raise WorkerError(source, f"{source} gives no tensors: {error}") from error
     if message is not None:
@@ -174,7 +173,7 @@ class ParameterExchange:
             target: The parameters that they are for; others are refused before memory is taken for them.
 
         Raises:
-            WorkerLostError: The worker cannot be reached.
+            WorkerError: The worker cannot be reached.
             WorkerError: The worker is unknown, or does not publish them in time.
             ProtocolViolationError: It sent something malformed.
             TensorError: It sent other parameters than the target has.

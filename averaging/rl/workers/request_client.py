@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Self
 
-from averaging.errors import ConfigError, WorkerError, WorkerLostError
+from averaging.errors import ConfigError, WorkerError
 from averaging.rl.workers.payload import (
     NO_REPLY,
     Connect,
@@ -109,8 +109,7 @@ class RequestClient:
         """Waits until all workers are attached.
 
         Raises:
-            MasterRefusedError: A worker refuses this master.
-            WorkerLostError: A worker cannot be reached in time.
+            WorkerError: A worker refuses this master, or cannot be reached in time.
         """
         try:
             async with asyncio.timeout(timeout):
@@ -120,12 +119,14 @@ class RequestClient:
                     if link.refused is not None:
                         raise link.refused
                     if link.hopeless:
-                        raise WorkerLostError(link.worker, f"{link.worker} cannot be reached: {link.reason}")
+                        raise WorkerError(link.worker, f"{link.worker} cannot be reached: {link.reason}", lost=True)
         except TimeoutError:
             missing = {worker: link for worker, link in self.links.items() if link.inventory is None}
             reasons = ", ".join(f"{worker} ({link.reason or link.endpoint})" for worker, link in missing.items())
-            raise WorkerLostError(
-                next(iter(missing)), f"{reasons} cannot be reached within {timeout:g} s; start it, or correct the plan"
+            raise WorkerError(
+                next(iter(missing)),
+                f"{reasons} cannot be reached within {timeout:g} s; start it, or correct the plan",
+                lost=True,
             ) from None
 
     def new_id(self) -> str:
@@ -177,7 +178,7 @@ class RequestClient:
 
         Raises:
             ConfigError: The plan has no such handler, or the numbers of handlers and datas differ.
-            WorkerLostError: Without `no_syn`: a worker is lost.
+            WorkerError: Without `no_syn`: a worker is lost.
         """
         if datas is None:
             datas = [None] * len(handlers)
@@ -219,7 +220,7 @@ class RequestClient:
         """Waits for the replies to these requests.
 
         Raises:
-            WorkerError: A request has failed; a WorkerLostError if its worker is lost. The replies to the others are
+            WorkerError: A request has failed, or its worker is lost. The replies to the others are
                 dropped.
             TimeoutError: A reply is missing after `timeout` seconds. It can still be gathered later.
         """
@@ -315,7 +316,7 @@ class RequestClient:
         reply.data = unpack(message.data, object) if message.data else None
         self._set(reply.request_id, _failure(worker, reply, reply.error) if reply.error else reply)
 
-    def _on_lost(self, error: WorkerLostError) -> None:
+    def _on_lost(self, error: WorkerError) -> None:
         self._away.add(error.worker)
         self._lost_worker(error.worker)
         for request_id in [request_id for request_id, worker in self._workers.items() if worker == error.worker]:
@@ -332,9 +333,7 @@ class RequestClient:
 
 def _failure(worker: str, payload: Payload, reason: str) -> WorkerError:
     text = f"{payload.handle_name} of {payload.handler} has failed at {worker}: {reason}"
-    if payload.unreachable:
-        return WorkerLostError(payload.unreachable, text, payload.handle_name)
-    return WorkerError(worker, text, payload.handle_name)
+    return WorkerError(payload.unreachable or worker, text, payload.handle_name, lost=bool(payload.unreachable))
 
 
 def _reply(outcome: Payload | WorkerError) -> Payload:

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from averaging.errors import DataLostError, WorkerError, WorkerLostError
+from averaging.errors import WorkerError
 from averaging.rl.workers.data_manager import OwnerTracker, Redistributor, balance
 from averaging.rl.workers.payload import (
     Clear,
@@ -97,8 +97,8 @@ class StepRunner:
         If it raises, the samples stay in the buffer, and the next call runs the same step again.
 
         Raises:
-            WorkerLostError: A worker is lost, and the call does not assign its samples to others.
-            DataLostError: Tensors that a call needs were held by a lost worker alone.
+            WorkerError: A worker is lost, and the call does not assign its samples to others, or the worker alone held
+                tensors that a call needs.
             WorkerError: A worker has failed, or the dataset has too few samples.
         """
         began = time.monotonic()
@@ -140,7 +140,9 @@ class StepRunner:
         for head, request in zip(heads, requests, strict=True):
             try:
                 [reply] = await self._client.gather([request])
-            except WorkerLostError:
+            except WorkerError as error:
+                if not error.lost:
+                    raise
                 continue  # the others fetch more
             fetched = convert(reply.data, Fetched)
             if len(fetched.ids) != len(fetched.seqlens):
@@ -154,7 +156,7 @@ class StepRunner:
         """Has a living worker load samples of the dataset that a lost worker held.
 
         Raises:
-            DataLostError: No worker can.
+            WorkerError: No worker can.
         """
         missing = self._tracker.missing(ids, self._plan.data_keys)
         for head in self._plan.data_model.heads.values():
@@ -164,7 +166,7 @@ class StepRunner:
         if missing:
             for sample in missing:
                 self._buffer.pop(sample, None)
-            raise DataLostError(
+            raise WorkerError(
                 "",
                 f"{len(missing)} samples of the dataset were held by a lost worker alone and are dropped; the first is "
                 f"{next(iter(missing))}",
@@ -179,7 +181,9 @@ class StepRunner:
                     for shard, at in model.shards.items():
                         if at == worker:
                             await self._restore(model, shard, worker)
-            except WorkerLostError as error:
+            except WorkerError as error:
+                if not error.lost:
+                    raise
                 logger.warning("%s", error)
                 continue
             self._client.welcome(worker)
@@ -277,8 +281,8 @@ class LevelRunner:
         """Runs the calls of one level for samples with these lengths. Returns the statistics by call.
 
         Raises:
-            WorkerLostError: A worker is lost, and its samples cannot be assigned to others.
-            DataLostError: Tensors that a call needs were held by a lost worker alone.
+            WorkerError: A worker is lost, and its samples cannot be assigned to others, or it alone held tensors that a
+                call needs.
             WorkerError: A worker has failed.
         """
         jobs: dict[str, _Job] = {}
@@ -300,7 +304,7 @@ class LevelRunner:
                 continue
             waiting.remove(request_id)
             job = jobs[request_id]
-            if isinstance(outcome, WorkerError) and job.is_flush and isinstance(outcome, WorkerLostError):
+            if isinstance(outcome, WorkerError) and job.is_flush and outcome.lost:
                 continue  # the requests of the worker fail as well
             if isinstance(outcome, WorkerError):
                 again = await self._reassign(job, outcome, jobs, waiting, step)
@@ -325,7 +329,7 @@ class LevelRunner:
             WorkerError: `error`, if that is impossible.
         """
         part = job.part
-        if part is None or not isinstance(error, WorkerLostError) or not part.call.reassigns:
+        if part is None or not error.lost or not part.call.reassigns:
             raise error
         self._tracker.remove_worker(error.worker)
         # The other shards of the rank compute the same samples, which are posted anew as a whole: nobody awaits their
@@ -353,7 +357,7 @@ class LevelRunner:
         """The data-parallel ranks of which all workers live.
 
         Raises:
-            WorkerLostError: There is none, or the call needs all.
+            WorkerError: There is none, or the call needs all.
         """
         model, living = self._plan.by_name[call.model], self._client.living
         ranks = [rank for rank in range(model.layout.dp) if set(model.of_rank(rank).values()) <= living]
@@ -361,8 +365,8 @@ class LevelRunner:
         if not ranks or (lost and not call.reassigns):
             cause = error or self._client.links[lost[0]].lost
             rest = "no data-parallel rank of it is left" if not ranks else "the call needs all its workers"
-            raise WorkerLostError(
-                lost[0], f"{call.name} of model {call.model!r} cannot run, {rest}: {cause}", call.name
+            raise WorkerError(
+                lost[0], f"{call.name} of model {call.model!r} cannot run, {rest}: {cause}", call.name, lost=True
             )
         return ranks
 
@@ -399,7 +403,7 @@ class LevelRunner:
             return
         lacking = {key for keys in missing.values() for key in keys}
         if lost := lacking - set(self._plan.data_keys):
-            raise DataLostError(
+            raise WorkerError(
                 "",
                 f"{call.name} needs {min(lost)!r} of {len(missing)} samples, which a lost worker alone held; run the "
                 "step again",

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from averaging.errors import (
     AveragingError,
     CallRefusedError,
-    MasterRefusedError,
     PeerUnreachableError,
     RefusalCause,
-    WorkerLostError,
+    WorkerError,
 )
 from averaging.rl.workers.payload import (
     BATCH_BYTES,
@@ -90,12 +89,12 @@ class WorkerLink:
         placement: Placement,
         options: LinkOptions,
         on_reply: Callable[[PayloadMessage], None],
-        on_lost: Callable[[WorkerLostError], None],
+        on_lost: Callable[[WorkerError], None],
     ) -> None:
         self.worker, self.endpoint = worker, endpoint
         self.inventory: Inventory | None = None
-        self.lost: WorkerLostError | None = None
-        self.refused: MasterRefusedError | None = None
+        self.lost: WorkerError | None = None
+        self.refused: WorkerError | None = None
         self.reason, self.hopeless = "", False
         self.changed = asyncio.Event()
         self.outstanding: dict[str, PayloadMessage] = {}
@@ -149,7 +148,7 @@ class WorkerLink:
         self.refused, self.hopeless = None, False
         try:
             await self._serve(channel)
-        except MasterRefusedError as error:
+        except WorkerError as error:
             self.refused = error
             return str(error), True
         except PeerUnreachableError as error:
@@ -170,7 +169,7 @@ class WorkerLink:
             async for message in replies:
                 limit.restart(self._deadline)
                 if message.refused:
-                    raise MasterRefusedError(self.worker, f"{self.worker} refuses this master: {message.refused}")
+                    raise WorkerError(self.worker, f"{self.worker} refuses this master: {message.refused}")
                 if message.HasField("attached"):
                     self._attach(message.attached)
                 if (began := self._pinged.pop(message.pong, None)) is not None:
@@ -245,7 +244,7 @@ class WorkerLink:
         return [self.unsent.get_nowait() for _ in range(self.unsent.qsize())]
 
     def _lose(self, reason: str) -> None:
-        self.lost = WorkerLostError(self.worker, f"{self.worker} at {self.endpoint} is lost: {reason}")
+        self.lost = WorkerError(self.worker, f"{self.worker} at {self.endpoint} is lost: {reason}", lost=True)
         logger.warning("%s", self.lost)
         self.outstanding.clear()
         self._take_unsent()
