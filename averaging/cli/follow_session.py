@@ -14,22 +14,18 @@ from averaging.cli.exits import CommandError
 from averaging.cli.files import NotWrittenError, Output, read
 from averaging.cli.state import VERSION_KEY
 from averaging.common import size
-from averaging.errors import TensorError
 from averaging.tensors import in_thread
 from averaging.weights import (
+    DividedSnapshot,
     FollowerOptions,
-    Received,
-    ShardTasks,
-    WeightManifest,
+    VersionReceiver,
     WeightSnapshot,
-    missing_part,
     seal,
     view_state,
-    whole_of,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
     from pathlib import Path
 
     from averaging.cli.output import CommandOutput
@@ -182,14 +178,7 @@ class FollowSession:
         given: dict[str, Any],
         report: CommandOutput,
     ) -> None:
-        self._tasks = ShardTasks(
-            options,
-            check=lambda _: None,
-            wanted=lambda _: True,
-            complete=_check_parts,
-            base=opened.base,
-            on_progress=self._advance,
-        )
+        self._receiver = VersionReceiver(options, base=opened.base, on_progress=self._advance)
         self._options, self._output, self._report = options, opened.output, report
         self._command: str | None = given["command"]
         self._exec_timeout: float = given["exec_timeout"]
@@ -208,11 +197,11 @@ class FollowSession:
             CommandError: there was no version in time, or it could not be written.
             AveragingError: no publisher answered, or all refuse this follower.
         """
-        async with self._tasks as tasks:
+        async with self._receiver as receiver:
             publishers = list(self._options.join)
-            handing_on = f", handing on at {tasks.endpoint}" if tasks.endpoint else ""
+            handing_on = f", handing on at {receiver.endpoint}" if receiver.endpoint else ""
             self._report.emit(
-                {"event": "ready", "publishers": publishers, "endpoint": tasks.endpoint or None},
+                {"event": "ready", "publishers": publishers, "endpoint": receiver.endpoint or None},
                 f"following {', '.join(publishers)}{handing_on}",
             )
             async with self._report.waiting(self._describe):
@@ -225,25 +214,25 @@ class FollowSession:
             return
         try:
             async with asyncio.timeout(self._wait):
-                await self._tasks.wait_newer(None if written is None else written.version, None)
+                await self._receiver.wait_newer(None if written is None else written.version, None)
         except TimeoutError:
             raise self._never_published() from None
         while True:
-            if self._tasks.failure is not None:
-                raise self._tasks.failure
-            received = self._tasks.newest
+            if self._receiver.failure is not None:
+                raise self._receiver.failure
+            received = self._receiver.newest
             if received is not None:
                 await self._take(received)
                 if self._once:
                     return
-                await self._tasks.wait_newer(received.manifest.version, None)
+                await self._receiver.wait_newer(received.manifest.version, None)
 
     def _is_behind(self) -> bool:
         """Whether a version is announced that the file does not have."""
-        announced = self._tasks.announced
+        announced = self._receiver.announced
         return announced is not None and announced.version > (-1 if self._written is None else self._written.version)
 
-    async def _take(self, received: Received) -> None:
+    async def _take(self, received: WeightSnapshot | DividedSnapshot) -> None:
         version = received.manifest.version
         try:
             written = await in_thread(lambda: self._write(received))
@@ -259,9 +248,9 @@ class FollowSession:
         if self._command is not None:
             await self._execute(self._command, version)
 
-    def _write(self, received: Received) -> WrittenWeights:
+    def _write(self, received: WeightSnapshot | DividedSnapshot) -> WrittenWeights:
         version, whole = received.manifest.version, received.whole()
-        digest = (whole if received.divided else received).manifest.digest.hex()
+        digest = (received if isinstance(received, WeightSnapshot) else whole).manifest.digest.hex()
         # A safetensors file has no order; the digest of the tensors by name is compared when the file is read back.
         metadata = {VERSION_KEY: str(version), DIGEST_KEY: digest, LAYOUT_KEY: whole.manifest.digest.hex()}
         self._output.write(whole.tensors(), metadata)
@@ -269,7 +258,7 @@ class FollowSession:
 
     def _emit_written(self, written: WrittenWeights) -> None:
         path = self._output.path
-        received = self._tasks.bytes_received - self._received
+        received = self._receiver.bytes_received - self._received
         self._received += received
         self._report.emit(
             {
@@ -308,8 +297,8 @@ class FollowSession:
     async def _name_if_long(self, version: int) -> None:
         """Says once that a newer version waits for the command."""
         await asyncio.sleep(LONG_SECONDS)
-        await self._tasks.wait_newer(version, None)
-        newest = self._tasks.newest
+        await self._receiver.wait_newer(version, None)
+        newest = self._receiver.newest
         if newest is not None and newest.manifest.version > version:
             text = f"version {newest.manifest.version} waits: the command of --exec still runs for version {version}"
             text = f"{text}, at most {self._exec_timeout:g} s (--exec-timeout)"
@@ -317,7 +306,7 @@ class FollowSession:
             self._report.emit({**event, "message": text}, text)
 
     def _never_published(self) -> CommandError:
-        announced = self._tasks.announced
+        announced = self._receiver.announced
         newest = "there is no version yet" if announced is None else f"the newest is {announced.version}"
         wanted = f"version {self._min_version} or newer" if self._min_version else "a version"
         return CommandError(
@@ -329,19 +318,12 @@ class FollowSession:
         self._progress = None if received == total else (received, total)
 
     def _describe(self) -> str:
-        announced = self._tasks.announced
+        announced = self._receiver.announced
         if self._executing is not None:
             return f"running the command for version {self._executing}"
-        if not self._tasks.connected:
+        if not self._receiver.connected:
             return f"waiting for {', '.join(self._options.join)}"
         if self._progress is not None and announced is not None:
             received, total = map(size, self._progress)
             return f"receiving version {announced.version}: {received} of {total}"
         return "waiting for the next version"
-
-
-def _check_parts(manifests: Sequence[WeightManifest]) -> None:
-    wholes = {spec.name: whole_of(spec) for manifest in manifests for spec in manifest.layout.tensors}
-    difference = missing_part(list(wholes.values()), [manifest.layout for manifest in manifests])
-    if difference is not None:
-        raise TensorError(f"the published parts are not one model: {difference}; see that all ranks publish the same")

@@ -12,8 +12,7 @@ from typing import Protocol
 from averaging.common import CLIENT_PREFIX, is_endpoint, is_loopback, parse_address
 from averaging.errors import AveragingError, ProtocolViolationError, StateError
 from averaging.rpc import RpcChannel
-from averaging.weights.layout import ranges_of
-from averaging.weights.messages import FETCH
+from averaging.weights.layout import FETCH, ranges_of
 from averaging.weights.snapshot import Incoming
 from averaging.wire import weights_pb2 as wire
 

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Self
@@ -16,13 +16,13 @@ import torch
 
 from averaging.common import is_count, plain_state
 from averaging.config import FilePath, TLSFiles, tls_files
-from averaging.errors import ClosedError, ConfigError, TensorError
+from averaging.errors import ClosedError, ConfigError
 from averaging.rpc import EventLoopThread, read_credentials
 from averaging.tensors import in_thread
-from averaging.weights.follower_shards import Received, ShardTasks
-from averaging.weights.follower_tasks import FollowerOptions
-from averaging.weights.layout import WeightManifest, WeightSpec, first_difference, whole_of
-from averaging.weights.shards import is_wanted, missing_part, part_of, write_part
+from averaging.weights.layout import WeightSpec, check_own, part_of, write_part
+from averaging.weights.part_receivers import DividedSnapshot
+from averaging.weights.receiver import FollowerOptions, VersionReceiver
+from averaging.weights.snapshot import WeightSnapshot
 
 # How old the weights of a follower are, and when that is too much. Pure.
 
@@ -166,7 +166,7 @@ class WeightFollower:
         join_timeout: float = 10.0,
         stall_timeout: float = 30.0,
     ) -> None:
-        self._model = model
+        self._model, self._join = model, join
         options = FollowerOptions(
             join=tuple(join) if not isinstance(join, str) else join,
             run_id=run_id,
@@ -178,7 +178,7 @@ class WeightFollower:
             join_timeout=join_timeout,
             stall_timeout=stall_timeout,
         )
-        self._tasks = ShardTasks(options, self._check, self._wants, self._check_parts)
+        self._receiver = VersionReceiver(options, self._own_specs)
         self._watch = StalenessWatch(max_staleness)
         self._on_stale = on_stale
         self._staleness = Staleness()
@@ -187,7 +187,7 @@ class WeightFollower:
         self.version: int | None = None
 
     def __repr__(self) -> str:
-        return f"<Follower of {', '.join(self._tasks.addresses)}, version {self.version}>"
+        return f"<Follower of {', '.join(self._join)}, version {self.version}>"
 
     def __enter__(self) -> Self:
         """Connects to a publisher.
@@ -198,7 +198,7 @@ class WeightFollower:
             TransportError: The publishers refuse this follower, for example because of another run or token.
             ListenError: It cannot listen on its address.
         """
-        self._thread = EventLoopThread(_WithWatch(self), "the follower of weights")
+        self._thread = EventLoopThread(self._following(), "the follower of weights")
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -218,13 +218,13 @@ class WeightFollower:
     @property
     def newest(self) -> int | None:
         """The newest version that a publisher has announced; None before the first."""
-        announced = self._tasks.announced
+        announced = self._receiver.announced
         return None if announced is None else announced.version
 
     @property
     def digest(self) -> bytes | None:
         """The digest of the newest version that was received, see `WeightPublisher.digest`."""
-        received = self._tasks.newest
+        received = self._receiver.newest
         return None if received is None else received.manifest.digest
 
     @property
@@ -236,12 +236,12 @@ class WeightFollower:
     @property
     def bytes_received(self) -> int:
         """Bytes of weights received so far."""
-        return self._tasks.bytes_received
+        return self._receiver.bytes_received
 
     @property
     def bytes_sent(self) -> int:
         """Bytes of weights handed on to other followers so far."""
-        return self._tasks.bytes_sent
+        return self._receiver.bytes_sent
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -265,7 +265,7 @@ class WeightFollower:
         """
         thread = self._running()
         if self._pending() is None and timeout > 0:
-            thread.run(self._tasks.wait_newer(self.version, timeout))
+            thread.run(self._receiver.wait_newer(self.version, timeout))
         return self._apply()
 
     async def __aiter__(self) -> AsyncGenerator[int, None]:
@@ -276,7 +276,7 @@ class WeightFollower:
         """
         while True:
             self._running()
-            await self._tasks.wait_newer(self.version, LOOK_SECONDS)
+            await self._receiver.wait_newer(self.version, LOOK_SECONDS)
             if await in_thread(self._apply) and self.version is not None:
                 yield self.version
 
@@ -286,8 +286,8 @@ class WeightFollower:
         self._thread.check()
         return self._thread
 
-    def _pending(self) -> Received | None:
-        newest = self._tasks.newest
+    def _pending(self) -> WeightSnapshot | DividedSnapshot | None:
+        newest = self._receiver.newest
         if newest is None or (self.version is not None and newest.manifest.version <= self.version):
             return None
         return newest
@@ -296,13 +296,15 @@ class WeightFollower:
         with self._lock, torch.no_grad():
             received = self._pending()
             if received is None:
-                if self._tasks.failure is not None:
-                    raise self._tasks.failure
+                if self._receiver.failure is not None:
+                    raise self._receiver.failure
                 return False
             # Before anything is written, since the application may have changed the model.
-            for snapshot in received.snapshots:
-                self._check(snapshot.manifest)
             own = {spec.name: (spec, tensor) for spec, tensor in self._own()}
+            for manifest in received.manifests:
+                check_own(
+                    [spec for spec, _ in own.values()], manifest, is_part=not isinstance(received, WeightSnapshot)
+                )
             for spec, part in received.parts():
                 if spec.name in own:
                     mine, tensor = own[spec.name]
@@ -317,32 +319,13 @@ class WeightFollower:
         plain = plain_state(state)
         return [part_of(name, tensor) for name, tensor in plain.items() if isinstance(tensor, torch.Tensor)]
 
-    def _check(self, manifest: WeightManifest) -> None:
-        own = [spec for spec, _ in self._own()]
-        divided = bool(manifest.shards) or any(spec.whole for spec in (*own, *manifest.layout.tensors))
-        if divided:
-            wholes = {spec.name: whole_of(spec) for spec in own}
-            of_it = [whole_of(spec) for spec in manifest.layout.tensors]
-            difference = first_difference([wholes[spec.name] for spec in of_it if spec.name in wholes], of_it)
-        else:
-            difference = first_difference(own, manifest.layout.tensors)
-        if difference is not None:
-            raise TensorError(f"the publisher publishes another model: {difference}; follow with the same model")
-
-    def _check_parts(self, manifests: Sequence[WeightManifest]) -> None:
-        difference = missing_part([spec for spec, _ in self._own()], [one.layout for one in manifests])
-        if difference is not None:
-            raise TensorError(f"the publishers publish another model: {difference}; follow with the same model")
-
-    def _wants(self, manifest: WeightManifest) -> bool:
-        if not manifest.shards and not any(spec.whole for spec in manifest.layout.tensors):
-            return True
-        return is_wanted([spec for spec, _ in self._own()], manifest.layout)
+    def _own_specs(self) -> list[WeightSpec]:
+        return [spec for spec, _ in self._own()]
 
     def _look(self) -> None:
         with self._lock:
             staleness, began = self._watch.look(
-                time.monotonic(), self.version, self.newest, connected=self._tasks.connected
+                time.monotonic(), self.version, self.newest, connected=self._receiver.connected
             )
             self._staleness = staleness
         if began:
@@ -352,23 +335,18 @@ class WeightFollower:
             if self._on_stale is not None:
                 self._on_stale(staleness)
 
+    @asynccontextmanager
+    async def _following(self) -> AsyncGenerator[None, None]:
+        """The receiver, and the task that looks at the staleness."""
+        async with self._receiver:
+            watching = asyncio.create_task(self._keep_looking())
+            try:
+                yield
+            finally:
+                watching.cancel()
+                await asyncio.wait({watching})
+
     async def _keep_looking(self) -> None:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             self._look()
-
-
-class _WithWatch:
-    """The tasks of a follower, and the one that watches its staleness."""
-
-    def __init__(self, follower: WeightFollower) -> None:
-        self._follower = follower
-
-    async def __aenter__(self) -> None:
-        await self._follower._tasks.__aenter__()
-        self._watching = asyncio.create_task(self._follower._keep_looking())
-
-    async def __aexit__(self, *error: object) -> None:
-        self._watching.cancel()
-        await asyncio.wait({self._watching})
-        await self._follower._tasks.__aexit__()

@@ -1,18 +1,21 @@
-"""The layout of a model's weights, its division into pieces, and the manifest of one version. Pure."""
+"""What a version of weights consists of: tensors or parts of them, pieces, and the manifest, also as a message."""
 
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 
-from averaging.common import pack, spelled
+from averaging.common import CLIENT_PREFIX, is_count, is_endpoint, pack, spelled
 from averaging.errors import ProtocolViolationError, TensorError
+from averaging.rpc import RpcMethod
 from averaging.tensors import (
     WEIGHT_DTYPES,
     TensorInfo,
@@ -22,6 +25,7 @@ from averaging.tensors import (
     nbytes_of,
     objection_to,
 )
+from averaging.wire import weights_pb2 as wire
 
 PIECE_BYTES = 1 << 20
 """Size of the pieces of a publisher."""
@@ -134,6 +138,16 @@ class WeightManifest:
     piece_digests: tuple[bytes, ...]
     shards: tuple[Shard, ...] = ()
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether a tensor of it is only a part of the model's."""
+        return any(spec.whole for spec in self.layout.tensors)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether this is not the whole model, but a part of it."""
+        return len(self.shards) > 1 or self.has_parts
+
     @cached_property
     def digest(self) -> bytes:
         """SHA-256 of the layout and the digests of all pieces, so of the whole state; without the version."""
@@ -232,3 +246,225 @@ def indices_of(ranges: Iterable[tuple[int, int]], count: int) -> list[int]:
             raise ProtocolViolationError(f"pieces {first} to {first + number} of {count}, after {end}")
         indices.extend(range(first, end := first + number))
     return indices
+
+
+# Parts of the tensors of a divided model: which part a rank holds, whether parts are complete, and where they go.
+
+Box = tuple[tuple[int, int], ...]
+"""For each dimension the first index, and that after the last one."""
+
+
+def is_divided(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def part_of(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> tuple[WeightSpec, torch.Tensor]:
+    """What this rank holds of a tensor: its description, and the part itself, which shares its memory.
+
+    Raises:
+        TensorError: tensors like this are not published.
+    """
+    if not is_divided(tensor):
+        return spec_of(name, tensor, dtype), tensor.detach()
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    divided: Any = tensor
+    with torch.no_grad():
+        local: torch.Tensor = divided.to_local()
+    shape, offset = compute_local_shape_and_global_offset(divided.shape, divided.device_mesh, divided.placements)
+    if tuple(local.shape) != tuple(shape):
+        raise TensorError(f"{name!r} is placed as {divided.placements}; only shards of fully_shard can be published")
+    plain = spec_of(name, local, dtype)
+    return WeightSpec(name, plain.dtype, tuple(shape), tuple(tensor.shape), tuple(offset)), local
+
+
+def box_of(spec: WeightSpec) -> Box:
+    """The part of the whole tensor that a description is about."""
+    starts = spec.offset or (0,) * len(spec.shape)
+    return tuple((start, start + extent) for start, extent in zip(starts, spec.shape, strict=True))
+
+
+def common(one: Box, other: Box) -> Box | None:
+    """The elements in both boxes; None if there are none."""
+    shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return shared if all(start < stop for start, stop in shared) else None
+
+
+def elements(box: Box) -> int:
+    """Number of elements in a box."""
+    return prod(stop - start for start, stop in box)
+
+
+def check_own(own: Sequence[WeightSpec], manifest: WeightManifest, *, is_part: bool) -> None:
+    """Checks that a version, or a part of one, belongs to the model of the follower.
+
+    Args:
+        own: what the follower holds of each tensor.
+        manifest: of the version.
+        is_part: whether it may have some of the tensors only.
+
+    Raises:
+        TensorError: it belongs to another model; the error names the first tensor that differs.
+    """
+    theirs = [whole_of(spec) for spec in manifest.layout.tensors]
+    names = {spec.name for spec in theirs}
+    ours = [whole_of(spec) for spec in own if spec.name in names or not is_part]
+    difference = first_difference(ours, theirs)
+    if difference is not None:
+        raise TensorError(f"the publisher publishes another model: {difference}; follow with the same model")
+
+
+def missing_part(own: Iterable[WeightSpec], layouts: Sequence[WeightLayout]) -> str | None:
+    """What is wrong with the parts of a version for a model; None if they have each of its elements exactly once.
+
+    Args:
+        own: what the follower holds of each tensor.
+        layouts: of the parts. A tensor that is not divided may be in several of them.
+    """
+    there: dict[str, list[WeightSpec]] = {}
+    for layout in layouts:
+        for spec in layout.tensors:
+            known = there.setdefault(spec.name, [])
+            if spec not in known:
+                known.append(spec)
+    for spec in own:
+        parts = there.pop(spec.name, [])
+        if not parts and spec.shape and 0 in spec.shape:
+            continue
+        whole = whole_of(spec)
+        for part in parts:
+            if whole_of(part) != whole:
+                return f"tensor {spec.name!r} is {whole} here and {whole_of(part)} there"
+        boxes = [shared for part in parts if (shared := common(box_of(spec), box_of(part))) is not None]
+        twice = any(common(one, other) for place, one in enumerate(boxes) for other in boxes[:place])
+        if twice or sum(map(elements, boxes)) != prod(spec.shape):
+            return f"of tensor {spec.name!r} ({whole}) the parts have {'some elements twice' if twice else 'not all'}"
+    extra = next(iter(there.values()), None)
+    return None if extra is None else f"tensor {extra[0].name!r} ({whole_of(extra[0])}) is only there"
+
+
+def is_wanted(own: Sequence[WeightSpec], layout: WeightLayout) -> bool:
+    """Whether a part has elements of what the follower holds."""
+    boxes = {spec.name: box_of(spec) for spec in own}
+    return any(spec.name in boxes and _meet(boxes[spec.name], spec) for spec in layout.tensors)
+
+
+def _meet(box: Box, spec: WeightSpec) -> bool:
+    there = box_of(spec)
+    return len(box) == len(there) and common(box, there) is not None
+
+
+def cut(whole: torch.Tensor, spec: WeightSpec) -> torch.Tensor:
+    """A copy of the part of a tensor that a description is about."""
+    return whole[tuple(slice(start, stop) for start, stop in box_of(spec))].clone(memory_format=torch.contiguous_format)
+
+
+def put_together(parts: Iterable[tuple[WeightSpec, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The whole tensors by name. Those that are not divided share the memory of what is given."""
+    wholes: dict[str, torch.Tensor] = {}
+    for spec, part in parts:
+        if not spec.whole:
+            wholes[spec.name] = part
+            continue
+        whole = whole_of(spec)
+        if spec.name not in wholes:
+            wholes[spec.name] = torch.empty(whole.shape, dtype=whole.torch_dtype, device="cpu")
+        write_part(wholes[spec.name], whole, part, spec)
+    return wholes
+
+
+def write_part(target: torch.Tensor, own: WeightSpec, part: torch.Tensor, spec: WeightSpec) -> None:
+    """Copies those elements of `part` that `target`, what the follower holds as `own`, has."""
+    if own == spec:
+        target.copy_(part)
+        return
+    mine, theirs = box_of(own), box_of(spec)
+    shared = common(mine, theirs)
+    if shared is None:
+        return
+    into = tuple(slice(a - base, b - base) for (a, b), (base, _) in zip(shared, mine, strict=True))
+    source = tuple(slice(a - base, b - base) for (a, b), (base, _) in zip(shared, theirs, strict=True))
+    target[into].copy_(part[source])
+
+
+# Manifests as messages, and the methods of `averaging.weights.v1.Weights`.
+
+FOLLOW = RpcMethod(
+    "/averaging.weights.v1.Weights/Follow",
+    wire.FollowRequest,
+    wire.Version,
+    replies_stream=True,
+    max_request_bytes=4096,
+)
+FETCH = RpcMethod(
+    "/averaging.weights.v1.Weights/Fetch", wire.FetchRequest, wire.Reply, replies_stream=True, max_request_bytes=1 << 20
+)
+
+NOTHING_YET = wire.Version()
+"""The first message of a publisher that has no version yet."""
+
+
+def version_message(manifest: WeightManifest) -> wire.Version:
+    """Encodes a manifest."""
+    return wire.Version(
+        version=manifest.version,
+        digest=manifest.digest,
+        piece_bytes=manifest.layout.piece_bytes,
+        tensors=[
+            wire.Tensor(name=spec.name, dtype=spec.dtype, shape=spec.shape, whole=spec.whole, offset=spec.offset)
+            for spec in manifest.layout.tensors
+        ],
+        piece_digests=b"".join(manifest.piece_digests),
+        shards=[wire.Shard(endpoint=shard.endpoint, digest=shard.digest) for shard in manifest.shards],
+    )
+
+
+def read_version(message: wire.Version, max_bytes: int, known: WeightLayout | None = None) -> WeightManifest | None:
+    """Decodes and checks a manifest from another peer.
+
+    Args:
+        message: the message.
+        max_bytes: largest accepted state.
+        known: the layout of an earlier version; it is reused if the new one is equal.
+
+    Returns:
+        The manifest; None if the publisher has no version yet.
+
+    Raises:
+        ProtocolViolationError: it is malformed, too large, or its digest does not match.
+    """
+    if not message.digest:
+        return None
+    specs = [
+        WeightSpec(each.name, each.dtype, tuple(each.shape), tuple(each.whole), tuple(each.offset))
+        for each in message.tensors
+    ]
+    layout = check_layout(specs, message.piece_bytes, max_bytes)
+    if known is not None and layout == known:
+        layout = known
+    if not is_count(message.version):
+        raise ProtocolViolationError(f"version {message.version}")
+    joined = message.piece_digests
+    if len(joined) != DIGEST_BYTES * layout.count:
+        raise ProtocolViolationError(f"{len(joined)} bytes of digests for {layout.count} pieces")
+    digests = tuple(joined[start : start + DIGEST_BYTES] for start in range(0, len(joined), DIGEST_BYTES))
+    manifest = WeightManifest(message.version, layout, digests, _read_shards(message))
+    if manifest.shards and manifest.shards[0].digest != manifest.digest:
+        raise ProtocolViolationError(f"version {message.version}, which is not the first of its own parts")
+    if manifest.digest != message.digest:
+        raise ProtocolViolationError(f"the digest of version {message.version} does not match its pieces")
+    return manifest
+
+
+def _read_shards(message: wire.Version) -> tuple[Shard, ...]:
+    if len(message.shards) > MAX_SHARDS:
+        raise ProtocolViolationError(f"{len(message.shards)} parts; at most {MAX_SHARDS} are accepted")
+    shards = tuple(Shard(each.endpoint, each.digest) for each in message.shards)
+    if any(len(shard.digest) != DIGEST_BYTES for shard in shards):
+        raise ProtocolViolationError(f"version {message.version} with a part without a digest")
+    for number, shard in enumerate(shards):
+        if (number or shard.endpoint) and (not is_endpoint(shard.endpoint) or shard.endpoint.startswith(CLIENT_PREFIX)):
+            raise ProtocolViolationError(f"part {number} at {shard.endpoint[:80]!r}, which is no address")
+    return shards

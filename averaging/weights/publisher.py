@@ -26,10 +26,8 @@ from averaging.errors import (
 from averaging.rpc import RpcHandler, rpc_caller
 from averaging.tensors import in_thread
 from averaging.training import ControlGroup, ranks_of
-from averaging.weights.layout import Shard, first_difference
-from averaging.weights.messages import FETCH, FOLLOW, NOTHING_YET, version_message
+from averaging.weights.layout import FETCH, FOLLOW, NOTHING_YET, Shard, first_difference, is_divided, version_message
 from averaging.weights.places import Place, SlotTable
-from averaging.weights.shards import is_divided
 from averaging.weights.snapshot import StateCopy, WeightSnapshot, copy_state, seal
 from averaging.weights.store import Store
 from averaging.weights.tree import PUBLISHER, Tree

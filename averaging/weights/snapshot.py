@@ -11,8 +11,7 @@ import torch
 
 from averaging.errors import ProtocolViolationError
 from averaging.weights.differences import Bytes, Coding, decode
-from averaging.weights.layout import WeightLayout, WeightManifest, WeightSpec, spec_of, whole_of
-from averaging.weights.shards import cut, part_of
+from averaging.weights.layout import WeightLayout, WeightManifest, WeightSpec, cut, part_of, spec_of, whole_of
 
 
 @dataclass(frozen=True)
@@ -26,6 +25,11 @@ class WeightSnapshot:
 
     manifest: WeightManifest
     buffers: tuple[Bytes, ...]
+
+    @property
+    def manifests(self) -> list[WeightManifest]:
+        """The manifest, as that of a version in parts."""
+        return [self.manifest]
 
     def under(self, version: int) -> WeightSnapshot:
         """The same weights under another version."""
@@ -67,6 +71,11 @@ class WeightSnapshot:
         """Each tensor or part of one with its description; not to be written, as with `tensors`."""
         for spec, buffer in zip(self.manifest.layout.tensors, self.buffers, strict=True):
             yield spec, spec.over(buffer.data)
+
+    def whole(self) -> WeightSnapshot:
+        """The same weights with the tensors sorted by name."""
+        layout = self.manifest.layout
+        return self.arranged(replace(layout, tensors=tuple(sorted(layout.tensors, key=lambda spec: spec.name))))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors by name, on the CPU. They share the memory of this snapshot and must not be written."""

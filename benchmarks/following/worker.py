@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from averaging import WeightPublisher
 from averaging.common import keep_freed_memory
 from averaging.rpc import RpcServer
-from averaging.weights.follower_tasks import FollowerOptions, FollowerTasks
+from averaging.weights.receiver import FollowerOptions, VersionReceiver
 
 LEARNING_RATE = 1e-6
 TENSORS = 16
@@ -98,7 +98,7 @@ class Follower:
             join_timeout=60.0,
             stall_timeout=60.0,
         )
-        self._tasks = await self._stack.enter_async_context(FollowerTasks(options))
+        self._tasks = await self._stack.enter_async_context(VersionReceiver(options))
         return {}
 
     async def bytes(self) -> dict[str, Any]:

@@ -14,10 +14,8 @@ import averaging.rl.synchronizer
 import averaging.weights
 from averaging.errors import PeerUnreachableError, ProtocolViolationError
 from averaging.rpc import RpcChannel, RpcHandler, RpcServer
-from averaging.weights.follower_shards import ShardTasks
-from averaging.weights.follower_tasks import FollowerOptions
-from averaging.weights.layout import Shard
-from averaging.weights.messages import FETCH, FOLLOW, version_message
+from averaging.weights.layout import FETCH, FOLLOW, Shard, version_message
+from averaging.weights.receiver import FollowerOptions, VersionReceiver
 from averaging.weights.snapshot import copy_state, seal
 from averaging.weights.store import Store
 from averaging.wire import weights_pb2 as wire
@@ -53,7 +51,7 @@ class Naming:
 async def test_a_part_is_not_dialled_where_no_peer_can_be(endpoint: str) -> None:
     async with RpcServer("127.0.0.1:0", [Naming(endpoint)]) as server:
         options = FollowerOptions(join=[server.endpoint], run_id="")
-        async with ShardTasks(options, lambda _: None, lambda _: True, lambda _: None) as follower:
+        async with VersionReceiver(options) as follower:
             async with asyncio.timeout(LIMIT):
                 assert not await follower.wait_newer(None, None)
             assert isinstance(follower.failure, ProtocolViolationError)
@@ -91,4 +89,4 @@ def test_all_connections_are_opened_in_one_place_or_to_the_user_s_address() -> N
         for room in (averaging.weights, averaging.rl.synchronizer)
         for file in Path(str(room.__file__)).parent.glob("*.py")
     }
-    assert {name: count for name, count in places.items() if count} == {"follower_tasks.py": 1, "remote.py": 1}
+    assert {name: count for name, count in places.items() if count} == {"receiver.py": 1, "remote.py": 1}

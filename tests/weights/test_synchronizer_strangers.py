@@ -24,8 +24,8 @@ from averaging.rl.synchronizer import (
 from averaging.rl.synchronizer.remote import RemoteSynchronizer
 from averaging.rpc import RpcChannel, RpcServer
 from averaging.weights import publisher as publishing
-from averaging.weights.follower_tasks import FollowerOptions, FollowerTasks
-from averaging.weights.messages import FETCH, FOLLOW
+from averaging.weights.layout import FETCH, FOLLOW
+from averaging.weights.receiver import FollowerOptions, VersionReceiver
 from averaging.wire import synchronizer_pb2 as wire
 from averaging.wire import weights_pb2
 from tests.transport.test_limits import NARROW, called_from
@@ -234,7 +234,7 @@ async def test_one_connection_cannot_take_all_places_of_followers(monkeypatch: p
         with pytest.raises(CallRefusedError, match="there are 4 followers here"):
             done.pop().result()
         options = FollowerOptions(join=[server.endpoint], run_id="run")
-        follower = await stack.enter_async_context(FollowerTasks(options))
+        follower = await stack.enter_async_context(VersionReceiver(options))
         assert follower.connected
         done, _ = await asyncio.wait(others, return_when=asyncio.FIRST_COMPLETED, timeout=LIMIT)
         with pytest.raises(CallRefusedError, match="your host has the most followers"):
@@ -264,7 +264,7 @@ async def test_fetches_that_nobody_reads_do_not_keep_followers_from_the_weights(
             while publisher.bytes_sent - begun < 40 << 20:  # noqa: ASYNC110 - of the calls
                 await asyncio.sleep(0.01)
         options = FollowerOptions(join=[server.endpoint], run_id="run")
-        follower = await stack.enter_async_context(FollowerTasks(options))
+        follower = await stack.enter_async_context(VersionReceiver(options))
         for version in (1, 2):
             async with asyncio.timeout(LIMIT):
                 await follower.wait_newer(version - 1, None)

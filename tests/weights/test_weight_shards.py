@@ -8,14 +8,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.weights.layout import WeightLayout, WeightSpec, whole_of
-from averaging.weights.shards import (
+from averaging.weights.layout import (
+    WeightLayout,
+    WeightSpec,
     box_of,
     common,
     elements,
     is_wanted,
     missing_part,
     put_together,
+    whole_of,
     write_part,
 )
 from averaging.weights.snapshot import seal, view_state

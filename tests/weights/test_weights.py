@@ -32,8 +32,8 @@ from averaging import (
 from averaging.errors import CallRefusedError, ListenError, ProtocolViolationError
 from averaging.rpc import EventLoopThread, RpcHandler, RpcServer, read_credentials
 from averaging.weights import Staleness
-from averaging.weights.follower_tasks import FollowerOptions, FollowerTasks
-from averaging.weights.messages import FETCH
+from averaging.weights.layout import FETCH
+from averaging.weights.receiver import FollowerOptions, VersionReceiver
 from averaging.wire import weights_pb2 as wire
 from tests.support.certificates import TOKEN, write
 from tests.support.ports import free_address, free_port
@@ -66,18 +66,18 @@ def same(weights: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]
     return weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
 
 
-async def follow(stack: AsyncExitStack, *join: str, **options: Any) -> FollowerTasks:
-    return await stack.enter_async_context(FollowerTasks(FollowerOptions(join=join, run_id="run", **options)))
+async def follow(stack: AsyncExitStack, *join: str, **options: Any) -> VersionReceiver:
+    return await stack.enter_async_context(VersionReceiver(FollowerOptions(join=join, run_id="run", **options)))
 
 
-async def has(follower: FollowerTasks, version: int) -> None:
+async def has(follower: VersionReceiver, version: int) -> None:
     async with asyncio.timeout(LIMIT):
         await follower.wait_newer(version - 1, None)
     assert follower.newest is not None
     assert follower.newest.manifest.version == version
 
 
-def holds(follower: FollowerTasks, weights: Mapping[str, torch.Tensor]) -> bool:
+def holds(follower: VersionReceiver, weights: Mapping[str, torch.Tensor]) -> bool:
     return follower.newest is not None and same(follower.newest.tensors(), weights)
 
 
@@ -112,13 +112,13 @@ async def test_a_follower_whose_version_is_no_longer_kept_gets_whole_pieces() ->
         await publisher.publish(weights, 1)
         first = await follow(stack, server.endpoint)
         await has(first, 1)
-        base = first.newest
+        base = first.store.newest
         for version in (2, 3):
             weights = stepped(weights)
             await publisher.publish(weights, version)
         await has(first, 3)
         options = FollowerOptions(join=[server.endpoint], run_id="")
-        late = await stack.enter_async_context(FollowerTasks(options, base=base))
+        late = await stack.enter_async_context(VersionReceiver(options, base=base))
         await has(late, 3)
         assert holds(late, weights)
         assert late.bytes_received == weights["second"].nbytes + weights["count"].nbytes, "`first` is the same still"
@@ -232,7 +232,7 @@ async def test_a_liar_is_left_and_asked_no_more(caplog: pytest.LogCaptureFixture
         server = await stack.enter_async_context(RpcServer("127.0.0.1:0", [publisher]))
         lying = await stack.enter_async_context(RpcServer("127.0.0.1:0", [liar]))
         # The first one to get the version; the publisher takes the liar's endpoint for its own.
-        front = FollowerTasks(FollowerOptions(join=[server.endpoint], run_id=""))
+        front = VersionReceiver(FollowerOptions(join=[server.endpoint], run_id=""))
         await stack.enter_async_context(front)
         publisher._followers = dict.fromkeys(publisher._followers, lying.endpoint)
         await publisher.publish(weights, 1)
@@ -331,7 +331,7 @@ def test_staleness_is_told(caplog: pytest.LogCaptureFixture) -> None:
         publisher.publish_now(state(), 1)
         assert f.update(timeout=LIMIT)
         publisher.publish_now(state(1), 4)
-        f._thread.run(f._tasks.wait_newer(1, LIMIT))  # type: ignore[union-attr]
+        f._thread.run(f._receiver.wait_newer(1, LIMIT))  # type: ignore[union-attr]
         assert f.staleness.versions == 3
         assert f.staleness.exceeded
         assert [each.versions for each in told] == [3]
@@ -346,7 +346,7 @@ def test_the_weights_never_change_inside_the_lock() -> None:
     publisher, model = WeightPublisher(), state(1)
     with Publishing(publisher) as endpoint, WeightFollower(model, join=[endpoint]) as follower:
         publisher.publish_now(state(), 1)
-        follower._thread.run(follower._tasks.wait_newer(None, LIMIT))  # type: ignore[union-attr]
+        follower._thread.run(follower._receiver.wait_newer(None, LIMIT))  # type: ignore[union-attr]
         with ThreadPoolExecutor() as pool:
             with follower.locked():
                 updating = pool.submit(follower.update)

@@ -10,8 +10,8 @@ import pytest
 
 from averaging import WeightPublisher
 from averaging.rpc import RpcHandler, RpcServer
-from averaging.weights.follower_tasks import FollowerOptions, FollowerTasks
-from averaging.weights.messages import FETCH
+from averaging.weights.layout import FETCH
+from averaging.weights.receiver import FollowerOptions, VersionReceiver
 from averaging.wire import weights_pb2 as wire
 from tests.support.fault_proxy import Fault, FaultProxy
 from tests.support.processes import JsonProcess
@@ -52,8 +52,8 @@ async def tell(process: JsonProcess, event: str) -> None:
     await asyncio.to_thread(process.expect, event)
 
 
-async def slow(stack: AsyncExitStack, proxy: FaultProxy, moment: Moment, **options: float) -> FollowerTasks:
-    tasks = FollowerTasks(
+async def slow(stack: AsyncExitStack, proxy: FaultProxy, moment: Moment, **options: float) -> VersionReceiver:
+    tasks = VersionReceiver(
         FollowerOptions(join=[f"127.0.0.1:{proxy.port}"], run_id="", listen=None, **options),  # type: ignore[arg-type]
         on_progress=moment,
     )

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from averaging.errors import ProtocolViolationError, TensorError
 from averaging.weights.differences import Coding, encode
 from averaging.weights.layout import (
+    NOTHING_YET,
     PIECE_BYTES,
     WeightLayout,
     WeightSpec,
@@ -21,8 +22,9 @@ from averaging.weights.layout import (
     first_difference,
     indices_of,
     ranges_of,
+    read_version,
+    version_message,
 )
-from averaging.weights.messages import NOTHING_YET, read_version, version_message
 from averaging.weights.snapshot import Incoming, WeightSnapshot, copy_state, seal
 
 STATE = {

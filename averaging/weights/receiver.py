@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from averaging.common import Backoff, is_loopback, parse_address
@@ -25,16 +25,22 @@ from averaging.errors import (
 )
 from averaging.rpc import Credentials, RpcChannel, RpcHandler, RpcServer
 from averaging.weights.download import Downloads, Publisher
-from averaging.weights.layout import WeightLayout, WeightManifest
-from averaging.weights.messages import FETCH, FOLLOW, read_version
+from averaging.weights.layout import (
+    FETCH,
+    FOLLOW,
+    WeightLayout,
+    WeightManifest,
+    WeightSpec,
+    check_own,
+    is_wanted,
+    read_version,
+)
+from averaging.weights.part_receivers import MAX_PAUSE, MIN_PAUSE, DividedSnapshot, PartReceivers
 from averaging.weights.snapshot import Incoming, WeightSnapshot
 from averaging.weights.store import Changes, Store
 from averaging.wire import weights_pb2 as wire
 
 logger = logging.getLogger("averaging.rl.synchronizer")
-
-MIN_PAUSE, MAX_PAUSE = 0.1, 2.0
-"""Seconds between two attempts to reach publishers; the pause doubles."""
 
 NAME_BYTES = 16
 
@@ -76,6 +82,18 @@ class FollowerOptions:
             if parse_address(address)[1] == 0:
                 raise ConfigError(f"join: {address!r} has port 0; give the port on which the publisher listens")
 
+    def of_part(self, endpoint: str, *, loopback: bool) -> FollowerOptions:
+        """The options for another part of the model.
+
+        Args:
+            endpoint: its publisher, which the joined one has named.
+            loopback: whether that may be on loopback.
+        """
+        listen = self.listen
+        if listen is not None and (parse_address(listen)[1] != 0 or self.advertise is not None):
+            listen = None  # the port is that of the first part; so this one is not handed on
+        return replace(self, join=[endpoint], given=self.join, loopback=loopback, listen=listen, advertise=None)
+
     def dial(self, endpoint: str, *, loopback: bool) -> RpcChannel:
         """Returns a connection to a publisher or another follower. All connections of a follower are made here.
 
@@ -95,70 +113,98 @@ class FollowerOptions:
         return not is_loopback(parse_address(own)[0]) or all(is_loopback(parse_address(each)[0]) for each in others)
 
 
-class FollowerTasks:
-    """Follows publishers while it is entered, as an async context manager.
+class VersionReceiver:
+    """Follows the publishers of one model while it is entered, as an async context manager.
+
+    If the announced versions are a part of a model, the others are received too, see `PartReceivers`.
 
     Args:
         options: see `FollowerOptions`.
-        check: called with the manifest of each version before it is received; raises TensorError to refuse it.
+        own: returns what the follower holds of each tensor, so that other models are refused and only what it holds is
+            received; None to take whatever is published.
         base: weights that are here already.
         on_progress: called with received and expected bytes, before they are encoded.
-        wanted: whether a version is received; one that is not is only known by its manifest.
-        changes: shared with other tasks; None for its own.
+        part_of: the changes of the receiver of the model's first part, and a function that is called with each
+            manifest, if this one receives another part; None otherwise.
 
     Attributes:
         announced: the newest version that a publisher has announced.
         announced_locally: whether that publisher is on loopback.
-        failure: why following has ended for good.
         store: what was received; its `changes` also happen when `failure` or `connected` change.
-        connected: whether a publisher is connected.
-        bytes_received: bytes of encoded pieces.
         retries: attempts to receive a version that failed.
+        endpoint: where this follower hands on versions; empty if it does not.
     """
 
     def __init__(
         self,
         options: FollowerOptions,
-        check: Callable[[WeightManifest], None] = lambda _: None,
+        own: Callable[[], Sequence[WeightSpec]] | None = None,
         base: WeightSnapshot | None = None,
         on_progress: Callable[[int, int], None] = lambda received, total: None,
-        *,
-        wanted: Callable[[WeightManifest], bool] = lambda _: True,
-        changes: Changes | None = None,
+        part_of: tuple[Changes, Callable[[WeightManifest], None]] | None = None,
     ) -> None:
-        self._options, self._check, self._on_progress, self._wanted = options, check, on_progress, wanted
+        self._options, self._own, self._on_progress, self._part_of = options, own, on_progress, part_of
         self._stack = AsyncExitStack()
-        self.store = Store(bases=1, changes=changes)
+        self.store = Store(bases=1, changes=None if part_of is None else part_of[0])
         if base is not None:
             self.store.add(base)
         self.announced: WeightManifest | None = None if base is None else base.manifest
         self.announced_locally = False
-        self.failure: AveragingError | None = None
-        self.connected = False
-        self.bytes_received = 0
         self.retries = 0
-        self._endpoint = ""
+        self.endpoint = ""
+        self._failure: AveragingError | None = None
+        self._connected = False
+        self._bytes_received = 0
         self._publisher: Publisher | None = None  # who announced that version
         self._layout: WeightLayout | None = None
         self._incoming: Incoming | None = None
         self._reasons: dict[str, AveragingError] = {}  # by address, since it was last connected
         self._told_old = False
         self._reached = asyncio.Event()  # a publisher has answered, or all have refused
+        self._parts: PartReceivers | None = None  # of a model that comes in parts, of which this receives the first
+
+    def of_part(
+        self,
+        options: FollowerOptions,
+        base: WeightSnapshot | None,
+        on_progress: Callable[[int, int], None],
+        note: Callable[[WeightManifest], None],
+    ) -> VersionReceiver:
+        """Returns a receiver of another part of the same model; for the arguments see `VersionReceiver`."""
+        return VersionReceiver(options, self._own, base, on_progress, (self.store.changes, note))
 
     @property
-    def addresses(self) -> Sequence[str]:
-        """The addresses of the publishers."""
-        return self._options.join
-
-    @property
-    def newest(self) -> WeightSnapshot | None:
+    def newest(self) -> WeightSnapshot | DividedSnapshot | None:
         """The newest version that was received completely."""
-        return self.store.newest
+        return self.store.newest if self._parts is None else self._parts.newest
 
     @property
-    def endpoint(self) -> str:
-        """Where this follower hands on versions; empty if it does not."""
-        return self._endpoint
+    def failure(self) -> AveragingError | None:
+        """Why following has ended for good."""
+        if self._failure is not None or self._parts is None:
+            return self._failure
+        return self._parts.failure or next((part.failure for part in self._others if part.failure), None)
+
+    @property
+    def connected(self) -> bool:
+        """Whether a publisher of each part is connected."""
+        return self._connected and all(part.connected for part in self._others)
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes of encoded pieces."""
+        former = 0 if self._parts is None else self._parts.former_bytes
+        return self._bytes_received + former + sum(part.bytes_received for part in self._others)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes handed on."""
+        return self.store.sent + sum(part.bytes_sent for part in self._others)
+
+    @property
+    def _others(self) -> tuple[VersionReceiver, ...]:
+        """The receivers of the other parts."""
+        return () if self._parts is None else tuple(self._parts.others.values())
 
     async def __aenter__(self) -> Self:
         """Returns when a publisher has answered.
@@ -176,17 +222,17 @@ class FollowerTasks:
                 server = RpcServer(
                     options.listen, [_HandsOn(self.store)], advertise=options.advertise, credentials=options.credentials
                 )
-                self._endpoint = (await stack.enter_async_context(server)).endpoint
-            self._downloads = Downloads(options.run_id, options.dial, options.stall_timeout, self._endpoint)
+                self.endpoint = (await stack.enter_async_context(server)).endpoint
+            self._downloads = Downloads(options.run_id, options.dial, options.stall_timeout, self.endpoint)
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
-            for running in (tasks.create_task(self._follow()), tasks.create_task(self._receive())):
-                stack.callback(running.cancel)
+            for running in (self._follow(), self._receive(), self._follow_parts()):
+                stack.callback(tasks.create_task(running).cancel)
             try:
                 async with asyncio.timeout(options.join_timeout):
                     await self._reached.wait()
             except TimeoutError:
                 failure = self._not_reached()
-            failure = failure or self.failure
+            failure = failure or self._failure
             if failure is None:
                 self._stack = stack.pop_all()
                 return self
@@ -228,7 +274,7 @@ class FollowerTasks:
 
     async def _follow(self) -> None:
         backoff = Backoff(MIN_PAUSE, MAX_PAUSE)
-        while self.failure is None:
+        while self._failure is None:
             for address in self._options.join:
                 try:
                     await self._follow_one(address)
@@ -236,10 +282,10 @@ class FollowerTasks:
                 except AveragingError as failure:
                     error = failure
                 if isinstance(error, TensorError):
-                    self.failure = error
-                if self.connected:
+                    self._failure = error
+                if self._connected:
                     logger.warning("the publisher %s is lost: %s; trying again", address, error)
-                    self.connected = False
+                    self._connected = False
                     backoff.reset()
                 self._reasons[address] = error
                 self.store.changes.happened()
@@ -247,8 +293,8 @@ class FollowerTasks:
                 map(_is_definite, self._reasons.values())
             )
             if refused:
-                self.failure = self.failure or self._not_reached()
-            if self.failure is not None:
+                self._failure = self._failure or self._not_reached()
+            if self._failure is not None:
                 self._reached.set()
             else:
                 await asyncio.sleep(backoff.next_delay())
@@ -262,9 +308,9 @@ class FollowerTasks:
             )
         publisher = Publisher(options.dial(address, loopback=options.loopback), os.urandom(NAME_BYTES))
         # A loopback endpoint is of no use to the followers of a publisher elsewhere.
-        reachable = self._endpoint and (publisher.is_local or not is_loopback(parse_address(self._endpoint)[0]))
+        reachable = self.endpoint and (publisher.is_local or not is_loopback(parse_address(self.endpoint)[0]))
         request = wire.FollowRequest(
-            run_id=options.run_id, follower=publisher.follower, endpoint=self._endpoint if reachable else ""
+            run_id=options.run_id, follower=publisher.follower, endpoint=self.endpoint if reachable else ""
         )
         try:
             async with publisher.channel, aclosing(publisher.channel.stream(FOLLOW, request)) as announcements:
@@ -280,7 +326,7 @@ class FollowerTasks:
                         raise ProtocolViolationError(f"{address} announces {error}") from None
                     if manifest is not None:
                         self._announce(manifest, publisher)
-                    self.connected = True
+                    self._connected = True
                     self._reasons.pop(address, None)
                     self._reached.set()
                     self.store.changes.happened()
@@ -290,11 +336,18 @@ class FollowerTasks:
                 self._publisher = None
 
     def _announce(self, manifest: WeightManifest, publisher: Publisher) -> None:
-        self._check(manifest)
+        if self._own is not None:
+            check_own(self._own(), manifest, is_part=manifest.is_divided or self._part_of is not None)
+        if self._part_of is not None:
+            self._part_of[1](manifest)
+        elif self._parts is None and manifest.is_divided:
+            self._parts = PartReceivers(self, self._options, self._own, self.store.newest, self._on_progress)
+        if self._parts is not None:
+            self._parts.announce(manifest)
         if manifest.layout is not self._layout:
             self._layout = manifest.layout
             self.store.arrange(manifest.layout)
-        received = self.newest
+        received = self.store.newest
         if received is None or manifest.version > received.manifest.version:
             self.announced, self._publisher, self.announced_locally = manifest, publisher, publisher.is_local
             self._told_old = False
@@ -307,6 +360,12 @@ class FollowerTasks:
                 received.manifest.version,
             )
 
+    async def _follow_parts(self) -> None:
+        """Follows the other parts of a model from when it turns out to come in parts."""
+        await self.store.changes.wait(lambda: self._parts is not None)
+        if self._parts is not None:
+            await self._parts.run()
+
     # Receiving
 
     async def _receive(self) -> None:
@@ -318,15 +377,18 @@ class FollowerTasks:
                 continue
             incoming = self._incoming
             if incoming is None or incoming.manifest.digest != manifest.digest:
-                incoming = Incoming(manifest, self.newest)
+                incoming = Incoming(manifest, self.store.newest)
             self._incoming = incoming
             self.store.receiving(incoming)
-            total, before = incoming.left, self.bytes_received - incoming.received
+            total, before = incoming.left, self._bytes_received - incoming.received
 
             def arrived(incoming: Incoming = incoming, total: int = total, before: int = before) -> None:
-                self.bytes_received = before + incoming.received
+                self._bytes_received = before + incoming.received
                 self.store.changes.happened()
-                self._on_progress(total - incoming.left, total)
+                if self._parts is None:
+                    self._on_progress(total - incoming.left, total)
+                else:
+                    self._parts.advance("", total - incoming.left, total)
 
             try:
                 await self._downloads.receive(incoming, publisher, arrived)
@@ -345,13 +407,17 @@ class FollowerTasks:
                 self.store.add(WeightSnapshot(manifest, snapshot.buffers))
                 self.store.receiving(None)
 
+    def _wants(self, manifest: WeightManifest) -> bool:
+        """Whether a version has something that the follower holds."""
+        return self._own is None or not manifest.is_divided or is_wanted(self._own(), manifest.layout)
+
     def _is_behind(self) -> bool:
-        newest, announced = self.newest, self.announced
+        newest, announced = self.store.newest, self.announced
         return (
             announced is not None
             and self._publisher is not None
             and announced.version >= self._options.min_version
-            and self._wanted(announced)
+            and self._wants(announced)
             and (newest is None or newest.manifest.version < announced.version)
         )
 
