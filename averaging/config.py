@@ -480,7 +480,7 @@ def configure(config: PeerConfig | None, run_id: str | None, options: Mapping[st
     """
     for name in options:
         if name not in option_names():
-            raise TypeError(unknown_option(name, "in the arguments", option_names(), _FORMER_NAMES))
+            raise TypeError(unknown_option(name, name, option_names(), _FORMER_NAMES))
     if config is None:
         if run_id is None:
             raise ConfigError("run_id is missing; give run_id, or a config", "run_id")

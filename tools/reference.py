@@ -8,13 +8,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import MISSING, fields
+from dataclasses import MISSING
 from enum import Enum
 from pathlib import Path
 
 import click
 
-from averaging import PeerConfig
 from averaging.cli import main as averaging_command
 from averaging.config import OPTIONS
 
@@ -63,7 +62,6 @@ def main() -> None:
 
 def options_page() -> str:
     """The page of the options of `PeerConfig`, the basic ones first."""
-    defaults = {field.name: field.default for field in fields(PeerConfig)}
     sections: dict[str, list[str]] = {}
     for name, declared in OPTIONS.items():
         if declared.section:
@@ -71,7 +69,7 @@ def options_page() -> str:
     page = [INTRODUCTION]
     for title, names in sections.items():
         page.append(f"## {title}\n\n| option | value | default |\n|---|---|---|")
-        page += [f"| [`{name}`](#{name}) | {value(name)} | {default(defaults[name], name)} |" for name in names]
+        page += [f"| [`{name}`](#{name}) | {value(name)} | {default(name)} |" for name in names]
         page.append("")
         page += [f"### {name}\n\n{meaning(name)}\n" for name in names]
     return "\n".join(page)
@@ -94,8 +92,9 @@ def link(page: re.Match[str]) -> str:
     return f"[{name.stem}]({os.path.relpath(REFERENCE.parent / name, REFERENCE)})"
 
 
-def default(value: object, name: str) -> str:
+def default(name: str) -> str:
     """The default value in Python syntax."""
+    value = OPTIONS[name].default
     if value is MISSING:
         return "required"
     if name == "part_size_bytes" and value == 1 << 20:

@@ -1,5 +1,8 @@
 """The command line: `averaging peer`, `state`, `watch`, `explain`, `follow`, `feed`, `register` and `ca`.
 
+Each command is a file. Read in this order: `options` (flags, from the declarations in `averaging/config.py`), `peer`,
+`events` (what is printed) and `output` (how), `exits` (errors, exit codes and signals), `files` (safetensors).
+
 Nothing here imports torch or grpc before a command runs, so that `--help` answers at once.
 """
 

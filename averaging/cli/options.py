@@ -175,7 +175,7 @@ def peer_options(command: Command) -> Command:
 
 def default_text(name: str) -> str:
     """The default of an option as --help shows it; empty if that is no value."""
-    value = PeerConfig.__dataclass_fields__[name].default
+    value = FLAGS[name].default
     if isinstance(value, bool):
         return as_flag(name, value)
     if isinstance(value, float):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -219,6 +220,7 @@ class Option:
 
     Attributes:
         kind: its values.
+        default: its default; MISSING if it has none.
         help: meaning, with the unit; `{other_option}` stands for the name of another option. In --help and the docs.
         section: title under which it is documented; empty for an option that is not.
         flag: whether the command has it.
@@ -227,6 +229,7 @@ class Option:
     """
 
     kind: Kind
+    default: Any
     help: str = ""
     section: str = ""
     flag: bool = True
@@ -235,28 +238,17 @@ class Option:
 
     def help_as(self, style: Callable[[str], str]) -> str:
         """The help, with `style` for the names of other options."""
-        return self.help.format_map(_Styled(style))
-
-
-class _Styled(dict[str, str]):
-    """Gives `style(key)` for each key."""
-
-    def __init__(self, style: Callable[[str], str]) -> None:
-        super().__init__()
-        self._style = style
-
-    def __missing__(self, key: str) -> str:
-        return self._style(key)
+        return re.sub(r"\{(\w+)\}", lambda name: style(name[1]), self.help)
 
 
 def option(default: Any, kind: Kind, help: str = "", **more: Any) -> Any:
     """A dataclass field that is an option, see `Option`; MISSING as its default makes it required."""
-    return field(default=default, metadata={KEY: Option(kind, help, **more)})
+    return field(default=default, metadata={KEY: Option(kind, default, help, **more)})
 
 
 def options_of(config: Any) -> dict[str, Option]:
     """The options of a dataclass by name, in their order."""
-    return {each.name: each.metadata[KEY] for each in fields(config)}
+    return {each.name: each.metadata[KEY] for each in fields(config) if KEY in each.metadata}
 
 
 def check_options(config: Any) -> None:
@@ -265,32 +257,25 @@ def check_options(config: Any) -> None:
     Raises:
         ConfigError: a value is invalid.
     """
-    for each in fields(config):
-        declared, value = each.metadata[KEY], getattr(config, each.name)
-        if value is None and (each.default is None or declared.optional):
+    for name, declared in options_of(config).items():
+        value = getattr(config, name)
+        if value is None and (declared.default is None or declared.optional):
             continue
         try:
-            kept = declared.kind.check(spelled(each.name), value)
+            object.__setattr__(config, name, declared.kind.check(spelled(name), value))
         except ConfigError as error:
-            raise ConfigError(str(error), each.name) from None
-        object.__setattr__(config, each.name, kept)
+            raise ConfigError(str(error), name) from None
 
 
 # Where the value of an option comes from.
 
 
 class Setting(NamedTuple):
-    """The value of an option from one source.
-
-    Attributes:
-        source: where it was set, for errors.
-        spelling: how its user wrote it; None for an argument.
-    """
+    """The value of an option from one source, and how its user wrote it there."""
 
     name: str
     value: Any
-    source: str
-    spelling: Spelling | None = None
+    spelling: Spelling = spelled
 
 
 def read_toml(path: str | os.PathLike[str], options: Mapping[str, Option]) -> list[Setting]:
@@ -320,7 +305,7 @@ def read_toml(path: str | os.PathLike[str], options: Mapping[str, Option]) -> li
     def in_file(option: str, value: Any = None) -> str:
         return f"{option} in {path}" if value is None else f"{option} = {value!r} in {path}"
 
-    return [Setting(name, value, f"in {path}", in_file) for name, value in content.items()]
+    return [Setting(name, value, in_file) for name, value in content.items()]
 
 
 def read_environment(environ: Mapping[str, str], options: Mapping[str, Option]) -> list[Setting]:
@@ -330,7 +315,7 @@ def read_environment(environ: Mapping[str, str], options: Mapping[str, Option]) 
         if variable.startswith(ENVIRONMENT_PREFIX) and text and variable != CONFIG_VARIABLE:
             name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
             value = options[name].kind.parse(text) if name in options else text
-            settings.append(Setting(name, value, f"in the environment as {variable}", as_variable))
+            settings.append(Setting(name, value, as_variable))
     return settings
 
 
@@ -342,7 +327,7 @@ def as_variable(option: str, value: Any = None) -> str:
 
 def read_arguments(arguments: Mapping[str, Any]) -> list[Setting]:
     """Reads arguments; None and an empty tuple count as not given."""
-    return [Setting(name, value, "by an argument") for name, value in arguments.items() if value not in (None, ())]
+    return [Setting(name, value) for name, value in arguments.items() if value not in (None, ())]
 
 
 def merge(settings: Iterable[Setting], names: Collection[str], former_names: Mapping[str, str]) -> dict[str, Setting]:
@@ -354,7 +339,8 @@ def merge(settings: Iterable[Setting], names: Collection[str], former_names: Map
     merged = {}
     for setting in settings:
         if setting.name not in names:
-            raise ConfigError(unknown_option(setting.name, setting.source, names, former_names), setting.name)
+            written = setting.spelling(setting.name, None)
+            raise ConfigError(unknown_option(setting.name, written, names, former_names), setting.name)
         merged[setting.name] = setting
     return merged
 
@@ -362,18 +348,21 @@ def merge(settings: Iterable[Setting], names: Collection[str], former_names: Map
 @contextmanager
 def spelled_as_set(settings: Mapping[str, Setting]) -> Iterator[None]:
     """Within it, `spelled` names each of these options as it was set."""
+    own = {name: setting.spelling for name, setting in settings.items() if setting.spelling is not spelled}
     usual = _spelling.get()
 
     def style(option: str, value: Any = None) -> str:
-        setting = settings.get(option)
-        return ((setting is not None and setting.spelling) or usual)(option, value)
+        return own.get(option, usual)(option, value)
 
     with spelling(style):
         yield
 
 
-def unknown_option(name: str, source: str, names: Collection[str], former_names: Mapping[str, str]) -> str:
-    """The error text for an option that does not exist."""
+def unknown_option(
+    name: str, written: str, names: Collection[str], former_names: Mapping[str, str] | None = None
+) -> str:
+    """The error text for an option that does not exist; `written` is its name as its user wrote it."""
+    former_names = former_names or {}
     close: Sequence[str] = [former_names[name]] if name in former_names else difflib.get_close_matches(name, names, n=1)
     remedy = f"did you mean {close[0]}?" if close else f"the options are {', '.join(sorted(names))}"
-    return f"unknown option {name!r} {source}; {remedy}"
+    return f"unknown option {written}; {remedy}"

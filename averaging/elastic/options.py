@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from averaging.common import is_loopback, parse_address
+from averaging.common import (
+    PATH,
+    SWITCH,
+    check_options,
+    is_loopback,
+    option,
+    options_of,
+    parse_address,
+    spelling,
+    unknown_option,
+    whole,
+)
 from averaging.config import TLSFiles, tls_files
 from averaging.errors import ConfigError
 
@@ -16,16 +26,8 @@ DEFAULT_PORT, ETCD_PORT = 29400, 2379
 
 ETCD = "etcd://"
 
-_FILES = ("token_file", "tls_ca", "tls_cert", "tls_key")
-_SWITCHES = ("insecure", "is_host")
-_SECONDS = {
-    "join_timeout": 600,
-    "last_call_timeout": 30,
-    "close_timeout": 30,
-    "heartbeat_timeout": 5,
-    "keep_alive_interval": 5,
-}
-_COUNTS = {"keep_alive_max_attempt": 3}
+_TLS = ("tls_ca", "tls_cert", "tls_key")
+_COUNT = whole(1)
 _OF_TORCHRUN = ("timeout", "rank", "local_addr", "read_timeout", "store_type")
 """Options that torchrun adds, or that only its own backends use; ignored here."""
 
@@ -52,15 +54,18 @@ class RendezvousOptions:
     endpoints: tuple[str, ...]
     etcd: bool = False
     tls: TLSFiles | None = None
-    token_file: str | None = None
-    insecure: bool = False
-    is_host: bool | None = None
-    join_timeout: int = 600
-    last_call_timeout: int = 30
-    close_timeout: int = 30
-    heartbeat_timeout: int = 5
-    keep_alive_interval: int = 5
-    keep_alive_max_attempt: int = 3
+    token_file: str | None = option(None, PATH)
+    insecure: bool = option(False, SWITCH)
+    is_host: bool | None = option(None, SWITCH)
+    join_timeout: int = option(600, _COUNT)
+    last_call_timeout: int = option(30, _COUNT)
+    close_timeout: int = option(30, _COUNT)
+    heartbeat_timeout: int = option(5, _COUNT)
+    keep_alive_interval: int = option(5, _COUNT)
+    keep_alive_max_attempt: int = option(3, _COUNT)
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
     @property
     def endpoint(self) -> str:
@@ -79,25 +84,22 @@ def read_options(endpoint: str, conf: Mapping[str, Any], max_nodes: int) -> Rend
     Raises:
         ConfigError: An option is invalid.
     """
-    known = (*_FILES, *_SWITCHES, *_SECONDS, *_COUNTS)
+    known = options_of(RendezvousOptions)
     for name in conf:
-        if name not in known and name not in _OF_TORCHRUN:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}"
-            raise ConfigError(f"--rdzv-conf has no option {name!r}{hint}")
+        if name not in (*known, *_TLS, *_OF_TORCHRUN):
+            raise ConfigError(unknown_option(name, _in_conf(name), (*known, *_TLS)))
     etcd, endpoints = _endpoints(endpoint)
-    files = {name: conf.get(name) for name in _FILES}
-    options = RendezvousOptions(
-        endpoints=endpoints,
-        etcd=etcd,
-        tls=tls_files(files["tls_ca"], files["tls_cert"], files["tls_key"]),
-        token_file=files["token_file"],
-        insecure=_switch(conf, "insecure") or False,
-        is_host=_switch(conf, "is_host"),
-        **{name: _number(conf, name, default) for name, default in (_SECONDS | _COUNTS).items()},
-    )
+    values = {name: conf[name] for name in known if conf.get(name) is not None}
+    parsed = {n: known[n].kind.parse(value) if isinstance(value, str) else value for n, value in values.items()}
+    with spelling(_in_conf):
+        tls = tls_files(*(conf.get(name) for name in _TLS))
+        options = RendezvousOptions(endpoints=endpoints, etcd=etcd, tls=tls, **parsed)
     _check(options, max_nodes)
     return options
+
+
+def _in_conf(option: str, value: Any = None) -> str:
+    return f"--rdzv-conf={option}" + ("" if value is None else f"={value}")
 
 
 def _endpoints(endpoint: str) -> tuple[bool, tuple[str, ...]]:
@@ -138,24 +140,3 @@ def _check(options: RendezvousOptions, max_nodes: int) -> None:
             "Give --rdzv-conf=tls_ca=…,tls_cert=…,tls_key=… (`averaging ca` makes them), or insecure=true with a "
             "token_file if every machine in the network is trusted"
         )
-
-
-def _switch(conf: Mapping[str, Any], name: str) -> bool | None:
-    value = conf.get(name)
-    if value is None or isinstance(value, bool):
-        return value
-    found = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}.get(str(value).lower())
-    if found is None:
-        raise ConfigError(f"--rdzv-conf: {name} must be true or false, not {value!r}")
-    return found
-
-
-def _number(conf: Mapping[str, Any], name: str, default: int) -> int:
-    value = conf.get(name, default)
-    try:
-        number = int(value)
-    except (TypeError, ValueError):
-        number = 0
-    if number < 1:
-        raise ConfigError(f"--rdzv-conf: {name} must be a whole number above 0, not {value!r}")
-    return number

@@ -1,15 +1,23 @@
 """What happened in a round, for people and programs.
 
 Read in this order: `receipt` (of one round), `receipt_log` (the receipts that a peer keeps, in memory and in
-a file), `explanation` (the causes in words), `status` (of a peer and its training), `drift`, `step_rate`.
+a file), `explanation` (the causes in words), `status` (of a peer and its training), `drift`
+(members that differ although they should not).
 """
 
 from averaging.receipts.drift import Drift, DriftCheck, DriftKind, HyperparameterLog
 from averaging.receipts.explanation import Round, describe, explain
 from averaging.receipts.receipt import Account, DropCode, Dropped, LateArrival, Outcome, Receipt, Role, Straggler
 from averaging.receipts.receipt_log import ReceiptBook, ReceiptLog, Recorded, Watched, dumps, read
-from averaging.receipts.status import Finish, PeerStatus, TrainingStatus
-from averaging.receipts.step_rate import MAX_ITEMS, StepRate, check_rate, rate_in
+from averaging.receipts.status import (
+    MAX_ITEMS,
+    Finish,
+    PeerStatus,
+    StepRate,
+    TrainingStatus,
+    check_rate,
+    rate_in,
+)
 
 __all__ = [
     "MAX_ITEMS",

@@ -19,7 +19,7 @@ from averaging.discovery.gossip.identity import UnsignedIdentity
 from averaging.protocol.group import Mode, progress_key
 from averaging.receipts.explanation import explain
 from averaging.receipts.receipt import LateArrival, Receipt, Role
-from averaging.receipts.step_rate import INDEX
+from averaging.receipts.status import INDEX
 from averaging.testing import virtual_time
 from averaging.training.history import History, Progress
 from tests.receipts.test_step_rate import HOSTILE

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import msgpack
 
-from averaging.receipts.step_rate import INDEX, MAX_RATE, MIN_RATE, REMEMBERED, StepRate, check_rate, rate_in
+from averaging.receipts.status import INDEX, MAX_RATE, MIN_RATE, REMEMBERED, StepRate, check_rate, rate_in
 from averaging.training.history import History, Progress
 
 HOSTILE: list[Any] = [
