@@ -408,7 +408,7 @@ async def test_messages_of_strangers_are_refused() -> None:
             await refused("invalid shape", of(shape=[1 << 40, 1 << 40]))
             await refused("invalid shape", of(shape=[1 << 47, 1 << 47, 0]))
             await refused("invalid shape", of(shape=[1 << 60]))
-            await refused("more bytes", of(), part(data=bytes(9)))
+            await refused("takes 8 bytes, but 9 were received", of(), part(data=bytes(9)))
             await refused("fewer bytes", of(), part(data=bytes(7)), part(digest=bytes(32)))
             await refused("digest is not that", of(), part(data=bytes(8)), part(digest=bytes(32)))
             await refused("ends before its digest", of(), part(data=bytes(8)))

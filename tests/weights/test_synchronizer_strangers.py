@@ -19,7 +19,6 @@ from averaging.rl.synchronizer import (
     WeightReceiver,
     methods,
     service,
-    sessions,
 )
 from averaging.rl.synchronizer.remote import RemoteSynchronizer
 from averaging.rpc import RpcChannel, RpcServer
@@ -138,7 +137,7 @@ async def test_a_state_that_drips_ends() -> None:
 @pytest.mark.asyncio
 async def test_one_address_cannot_take_all_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, most in (("MAX_SESSIONS", 8), ("MAX_SESSIONS_PER_HOST", 6), ("MAX_SESSIONS_PER_CONNECTION", 5)):
-        monkeypatch.setattr(sessions, name, most)
+        monkeypatch.setattr(service, name, most)
 
     async def attend(channel: RpcChannel) -> None:
         async def messages() -> AsyncGenerator[wire.FromModule, None]:

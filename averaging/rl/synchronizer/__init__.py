@@ -1,8 +1,8 @@
 """Hands out the weights of a model to explorers: docs/how-to/explorers.md is the guide.
 
 Read in this order: `coordination` (statuses, versions and waits as pure decisions), `synchronizer` (the class),
-`state_stream` (a state as messages), `methods`, `service` and `remote` (both ends of the gRPC methods), `modules`,
-`group_setup` and `collective` (the groups of torch.distributed).
+`methods` (the table of its gRPC methods), `service` and `remote` (their two ends), `state_stream` (a state as
+messages), `modules` and `collective` (the groups of torch.distributed).
 """
 
 from averaging.rl.synchronizer.collective import WeightReceiver, WeightSender

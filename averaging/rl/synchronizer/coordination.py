@@ -91,13 +91,14 @@ class Coordination:
     Attributes:
         version: The newest version. It never decreases.
         step: The step of the trainer that set the state; None if none has.
+        trainer_came: Whether there was a trainer.
     """
 
     def __init__(self, version: int = 0) -> None:
         self.version = version
         self.step: int | None = None
         self._publisher: str | None = None
-        self._trainer_came = False
+        self.trainer_came = False
         self._trainers: dict[str, RunningStatus] = {}
         self._explorers: dict[str, Counter[RunningStatus]] = {}
         self._waits: list[Wait] = []
@@ -119,7 +120,7 @@ class Coordination:
     @property
     def trainers_stopped(self) -> bool:
         """Whether no trainer runs any more. Explorers wait for the first trainer, and not after the last."""
-        return self._trainer_came and self.trainer_status is RunningStatus.STOPPED
+        return self.trainer_came and self.trainer_status is RunningStatus.STOPPED
 
     def is_trainer(self, member: str) -> bool:
         """Returns whether a member is a trainer that has not stopped, or has set the newest state."""
@@ -133,7 +134,7 @@ class Coordination:
 
     def set_trainer_status(self, status: RunningStatus, member: str) -> None:
         """Sets the status of a trainer. If none is left that runs, waits for a new state end with the present one."""
-        self._trainers[member], self._trainer_came = status, True
+        self._trainers[member], self.trainer_came = status, True
         if status is RunningStatus.STOPPED:
             self._trainer_stopped()
 
@@ -237,7 +238,7 @@ class Coordination:
             ConfigError: The step is out of range.
         """
         self.next_version(step, member)
-        self._trainers[member], self._trainer_came = RunningStatus.REQUIRE_SYNC, True
+        self._trainers[member], self.trainer_came = RunningStatus.REQUIRE_SYNC, True
         wait = self._begin(Wait(member, Purpose.TRAINER_READY, deadline, step))
         self._settle()
         return wait
@@ -310,7 +311,7 @@ class Coordination:
         if broken or not ready + running:
             for wait in sending:
                 self._answer(wait, None)
-        if broken or (not trainers and (fixed or self._trainer_came)):
+        if broken or (not trainers and (fixed or self.trainer_came)):
             for wait in receiving:
                 self._answer(wait, None)
         elif trainers and ready and not running and all(status is RunningStatus.REQUIRE_SYNC for status in trainers):

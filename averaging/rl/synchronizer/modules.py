@@ -1,7 +1,7 @@
 """The trainers and explorers that a synchronizer tracks, and the groups of torch.distributed that it sets up.
 
 A module is any object with `is_alive()`. If it also has the methods of `SendsWeights` or `ReceivesWeights`, it can be
-in a weight sync group. Methods may be coroutines or plain functions.
+in a weight sync group. Methods may be coroutines or plain functions. `Waiters` are the tasks that wait for each other.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from averaging.errors import AveragingError, StateError
-from averaging.rl.synchronizer.coordination import SyncGroup
+from averaging.errors import AveragingError, ClosedError, StateError
+from averaging.rl.synchronizer.coordination import Coordination, End, SyncGroup, Wait
 from averaging.rl.synchronizer.state_stream import Meta
 
 logger = logging.getLogger("averaging.rl.synchronizer")
@@ -27,7 +27,7 @@ ANSWER_SECONDS = 5.0
 """A module that does not answer for this time is busy, not dead."""
 
 TEARDOWN_SECONDS = 10.0
-"""Time limit for a module to leave its group. A dead one must not hold up the others."""
+"""Time limit for a module to leave its group. A dead module must not hold up the others."""
 
 M = TypeVar("M")
 
@@ -145,9 +145,9 @@ def _plans(trainers: Mapping[str, SendsWeights], explorers: Mapping[str, Receive
     """Divides the explorers evenly among the trainers. A trainer without explorers gets no group."""
     names = list(explorers)
     for number, trainer in enumerate(trainers.items()):
-        own = names[number :: len(trainers)]
-        if own:
-            yield _Plan(trainer, {name: explorers[name] for name in own})
+        share = names[number :: len(trainers)]
+        if share:
+            yield _Plan(trainer, {name: explorers[name] for name in share})
 
 
 def free_of(
@@ -169,8 +169,7 @@ def groups_to_keep(
 ) -> list[SyncGroup]:
     """Selects the groups that a new set-up leaves alone, so that it interrupts no transfer without need.
 
-    It is none if the caller is no member of a group, or if otherwise a trainer or an explorer would stay without a
-    group that could have one.
+    Empty if the caller is in no group, or if keeping these groups would leave out a member that could be placed.
     """
     kept = [group for group in intact if caller not in group]
     alone_trainers, alone_explorers = free_of(kept, trainers, explorers)
@@ -197,11 +196,11 @@ async def set_up(
     plans = list(_plans(trainers, explorers))
     async with _all_or_none(trainers, explorers, timeout), asyncio.TaskGroup() as tasks:
         for plan in plans:
-            tasks.create_task(_set_up_one(plan, group_name, timeout))
+            tasks.create_task(_set_up_group(plan, group_name, timeout))
     return [plan.group for plan in plans]
 
 
-async def _set_up_one(plan: _Plan, group_name: str, timeout: float) -> None:
+async def _set_up_group(plan: _Plan, group_name: str, timeout: float) -> None:
     name, trainer = plan.trainer
     with _naming("trainer", name):
         address, port, meta = await result_of(trainer.get_weight_sync_info())
@@ -260,41 +259,41 @@ async def _join(
     """Lets the explorers join a group as ranks 1, 2, …, and the trainer as rank 0 if one is given."""
     size = len(explorers) + 1
 
-    async def one(kind: str, name: str, module: SendsWeights | ReceivesWeights, rank: int) -> None:
+    async def join(kind: str, name: str, module: SendsWeights | ReceivesWeights, rank: int) -> None:
         with _naming(kind, name):
             await result_of(module.setup_weight_sync_group(address, port, size, group_name, timeout, rank))
 
     async with asyncio.TaskGroup() as tasks:
         if trainer is not None:
-            tasks.create_task(one("trainer", *trainer, 0))
+            tasks.create_task(join("trainer", *trainer, 0))
         for rank, (name, explorer) in enumerate(explorers.items(), 1):
-            tasks.create_task(one("explorer", name, explorer, rank))
+            tasks.create_task(join("explorer", name, explorer, rank))
 
 
 async def _set_meta(explorers: Mapping[str, ReceivesWeights], meta: Meta) -> None:
     """Gives the explorers the names, dtypes and shapes."""
 
-    async def one(name: str, explorer: ReceivesWeights) -> None:
+    async def set_meta(name: str, explorer: ReceivesWeights) -> None:
         with _naming("explorer", name):
             await result_of(explorer.set_state_dict_meta(meta))
 
     async with asyncio.TaskGroup() as tasks:
         for name, explorer in explorers.items():
-            tasks.create_task(one(name, explorer))
+            tasks.create_task(set_meta(name, explorer))
 
 
 async def tear_down(trainers: Mapping[str, SendsWeights], explorers: Mapping[str, ReceivesWeights]) -> None:
     """Lets all members leave their groups: first the explorers, then the trainers. Errors are logged."""
 
-    async def one(kind: str, name: str, module: SendsWeights | ReceivesWeights) -> None:
+    async def leave(kind: str, name: str, module: SendsWeights | ReceivesWeights) -> None:
         try:
             async with asyncio.timeout(TEARDOWN_SECONDS):
                 await result_of(module.teardown_weight_sync_group())
         except Exception as error:
             logger.warning("%s %s could not leave its weight sync group: %r", kind, name, error)
 
-    await asyncio.gather(*(one("explorer", name, explorer) for name, explorer in explorers.items()))
-    await asyncio.gather(*(one("trainer", name, trainer) for name, trainer in trainers.items()))
+    await asyncio.gather(*(leave("explorer", name, explorer) for name, explorer in explorers.items()))
+    await asyncio.gather(*(leave("trainer", name, trainer) for name, trainer in trainers.items()))
 
 
 @contextmanager
@@ -310,3 +309,120 @@ def _naming(kind: str, name: str) -> Iterator[None]:
 
 def _first(error: BaseException) -> BaseException:
     return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+
+
+def now() -> float:
+    """The clock of all deadlines."""
+    return asyncio.get_running_loop().time()
+
+
+class Waiters:
+    """Wakes tasks whose waits have ended.
+
+    Args:
+        state: The waits. After each change of it `release` is called.
+    """
+
+    def __init__(self, state: Coordination) -> None:
+        self._state = state
+        self._futures: dict[Wait, asyncio.Future[None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._futures)
+
+    def release(self) -> None:
+        """Wakes the tasks whose waits have ended."""
+        for wait, future in self._futures.items():
+            if wait.end is not None and not future.done():
+                future.set_result(None)
+
+    async def end_of(self, wait: Wait) -> Wait:
+        """Returns the wait when it has ended. If this is cancelled, the member no longer waits.
+
+        Raises:
+            ClosedError: The member has left, or the synchronizer has ended.
+        """
+        self.release()
+        if wait.end is None:
+            future = self._futures[wait] = asyncio.get_running_loop().create_future()
+            try:
+                while wait.end is None:
+                    await asyncio.wait([future], timeout=max(0.0, wait.deadline - now()))
+                    self._state.expire(now())
+            finally:
+                del self._futures[wait]
+                self._state.cancel(wait)
+                self.release()
+        if wait.end is End.LEFT:
+            raise ClosedError("the member that waits has left the synchronizer, or the synchronizer has ended")
+        return wait
+
+
+class WeightGroups:
+    """The weight sync groups of one synchronizer: at most one set-up at a time.
+
+    Args:
+        name: The name of all groups.
+        tracked: The modules that can be members.
+        state: Updated with the groups.
+        waiting: Woken after each change.
+    """
+
+    def __init__(self, name: str, tracked: Modules, state: Coordination, waiting: Waiters) -> None:
+        self._name = name
+        self._tracked = tracked
+        self._state = state
+        self._waiting = waiting
+        self._setting_up: asyncio.Task[None] | None = None
+
+    async def set_up(self, timeout: float, member: str) -> None:
+        """Sets groups up, or waits for a set-up in progress. See `Synchronizer.coordinate_weight_sync_setup`."""
+        setting_up = self._setting_up
+        if setting_up is None or setting_up.done():
+            setting_up = asyncio.get_running_loop().create_task(self._set_up(timeout, member))
+            setting_up.add_done_callback(_retrieve)  # all who wait for it may be cancelled
+            self._setting_up = setting_up
+        try:
+            await asyncio.shield(setting_up)
+        except asyncio.CancelledError:
+            if setting_up.cancelled():
+                raise StateError("the set-up of the weight sync groups was given up") from None
+            raise
+
+    async def join(self, address: str, port: int, meta: Meta | None, timeout: float) -> None:
+        """Lets the explorers join the group of a trainer. See `Synchronizer.setup_weight_sync_group`."""
+        await join_explorers(self._tracked.receivers(), address, port, meta, self._name, timeout)
+        self._set(None)
+
+    async def tear_down(self) -> None:
+        """Lets all members leave. See `Synchronizer.coordinate_weight_sync_teardown`."""
+        await self.give_up()
+        self._set(None)
+        await tear_down(self._tracked.senders(), self._tracked.receivers())
+
+    async def give_up(self) -> None:
+        """Ends a set-up in progress."""
+        setting_up, self._setting_up = self._setting_up, None
+        if setting_up is not None and not setting_up.done():
+            setting_up.cancel()
+            await asyncio.wait([setting_up])
+
+    async def _set_up(self, timeout: float, member: str) -> None:
+        trainers, explorers = self._tracked.senders(), self._tracked.receivers()
+        kept = groups_to_keep(self._state.intact_groups(), member, trainers, explorers)
+        self._set(kept, complete=False)
+        added: list[SyncGroup] = []
+        try:
+            added = await set_up(*free_of(kept, trainers, explorers), self._name, timeout)
+        finally:
+            self._set([*kept, *added])
+        logger.info("%d weight sync groups are set up, %d were kept", len(added), len(kept))
+
+    def _set(self, groups: list[SyncGroup] | None, *, complete: bool = True) -> None:
+        self._state.set_groups(groups, complete=complete)
+        self._waiting.release()
+
+
+def _retrieve(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        task.exception()

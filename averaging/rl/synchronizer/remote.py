@@ -34,17 +34,14 @@ from averaging.rl.synchronizer.state_stream import (
 from averaging.rpc import Credentials, RpcChannel
 from averaging.wire import synchronizer_pb2 as wire
 
-# A session at a synchronizer, at the side of the process that attends it: it is alive, and carries out commands.
-
-
 T = TypeVar("T")
 
 ALIVE_SECONDS = 1.0
 """Interval of the messages that say that this process is alive."""
 
 
-class Attendance:
-    """One session, at the side of its process.
+class ClientSession:
+    """One session at a synchronizer, at the side of the process that has it: it is alive, and carries out commands.
 
     Attributes:
         number: Its number, which calls carry; empty until the synchronizer has given it.
@@ -168,7 +165,7 @@ class RemoteSynchronizer:
         self._trainer_status: RunningStatus | None = None
         self._explorers: Counter[RunningStatus] = Counter()
         self._module: Module | None = None
-        self._session: Attendance | None = None
+        self._session: ClientSession | None = None
         self._attached = asyncio.Event()
         self._failure: AveragingError | None = None
         self._attending: asyncio.Task[None] | None = None
@@ -339,7 +336,7 @@ class RemoteSynchronizer:
         session = await self._open_session()
         return await self._send(session, call, call.request(self._namespace, session.number, arguments))
 
-    async def _send(self, session: Attendance, call: methods.SynchronizerMethod[Result], request: Any) -> Result:
+    async def _send(self, session: ClientSession, call: methods.SynchronizerMethod[Result], request: Any) -> Result:
         """Sends a request, or an iterator of them. Fails when the session ends."""
         limit = _FOREVER if call.waits else self._timeout
         return call.result(await session.until_lost(self._channel.call(call.rpc, request, limit)))
@@ -358,7 +355,7 @@ class RemoteSynchronizer:
 
     # The session
 
-    async def _open_session(self) -> Attendance:
+    async def _open_session(self) -> ClientSession:
         """Returns the session, after at most `timeout` seconds for a new connection."""
         if self._attending is None:
             raise ClosedError(f"{self!r} is not connected; use it inside `async with`")
@@ -388,8 +385,8 @@ class RemoteSynchronizer:
             self._attached.clear()
 
     async def _attend(self) -> None:
-        """Holds one session, until it is lost."""
-        session = Attendance(self._channel.endpoint, self._hello())
+        """Opens a session, and serves it until it is lost."""
+        session = ClientSession(self._channel.endpoint, self._hello())
         if self._module is not None:
             session.announce(self._module)
         reason = "the session has ended"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -11,20 +13,24 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
-from averaging.errors import AveragingError, BusyError, ConfigError, ProtocolViolationError, WaitTimeoutError
+from averaging.errors import (
+    AveragingError,
+    BusyError,
+    ConfigError,
+    ProtocolViolationError,
+    StateError,
+    WaitTimeoutError,
+    printable,
+)
 from averaging.peer import Peer
 from averaging.rl.synchronizer import methods
 from averaging.rl.synchronizer.coordination import RunningStatus
 from averaging.rl.synchronizer.modules import Module, result_of
 from averaging.rl.synchronizer.options import SynchronizerConfig
-from averaging.rl.synchronizer.sessions import ServerSession, Sessions
-from averaging.rl.synchronizer.state_stream import ModelState, TensorAssembler, parts_of
+from averaging.rl.synchronizer.state_stream import Meta, ModelState, TensorAssembler, parts_of
 from averaging.rpc import Deadline, FairTimeout, RpcCaller, RpcHandler, rpc_caller
 from averaging.weights import LEAST_RATE, Place, SlotTable
 from averaging.wire import synchronizer_pb2 as wire
-
-# Bounds how many states are kept in memory because somebody reads them slowly. Pure.
-
 
 MAX_STATES = 4
 """States that are read at the same time, including the newest one."""
@@ -86,6 +92,173 @@ ALIVE_SECONDS = 1.0
 """Interval of the messages with which both ends of a session say that they are alive."""
 
 
+MAX_SESSIONS, MAX_SESSIONS_PER_HOST, MAX_SESSIONS_PER_CONNECTION = 1024, 256, 64
+MAX_NAME, MAX_ERROR = 100, 1000
+
+
+class ServerSession:
+    """One process that attends; a module that lives as long as its connection.
+
+    Attributes:
+        number: Names the session in calls. It is secret, because it stands for the statuses of this process.
+        member: Name of the process among the members.
+        place: Its place among the sessions.
+        serial: Its number in the order in which sessions were opened.
+    """
+
+    def __init__(self, name: str, namespace: str, serial: int, place: Place) -> None:
+        self.number = secrets.token_bytes(16)
+        self.serial = serial
+        self.member = f"{printable(name, MAX_NAME) or 'session'} {serial}"
+        self.namespace = namespace
+        self.place = place
+        self._commands: asyncio.Queue[wire.Command] = asyncio.Queue()
+        self._asked: dict[int, asyncio.Future[wire.ModuleReply]] = {}
+        self._serials = itertools.count(1)
+        self._gone = False
+        self._module: Module | None = None
+
+    def attach(self, module: wire.Module) -> Module:
+        """Returns the module that the process is, to be tracked.
+
+        Raises:
+            ProtocolViolationError: The process is another module already.
+        """
+        if self._module is not None:
+            raise ProtocolViolationError("a session is one module; open another session for a second one")
+        kind = _SessionSender if module.sends_weights else _Receiver if module.receives_weights else _Plain
+        self._module = kind(self)
+        return self._module
+
+    @property
+    def open(self) -> bool:
+        """Whether the connection is open."""
+        return not self._gone
+
+    async def ask(self, kind: str, *arguments: Any) -> wire.ModuleReply:
+        """Gives the process a command of the table `COMMANDS` and waits for its reply.
+
+        Raises:
+            StateError: The command failed, or the process is gone.
+        """
+        if self._gone:
+            raise StateError(f"{self.member} is gone")
+        number = next(self._serials)
+        future: asyncio.Future[wire.ModuleReply] = asyncio.get_running_loop().create_future()
+        self._asked[number] = future
+        command = wire.Command(number=number)
+        getattr(command, kind).SetInParent()
+        methods.filled(getattr(command, kind), dict(zip(methods.COMMANDS[kind], arguments, strict=True)))
+        self._commands.put_nowait(command)
+        try:
+            reply = await future
+        finally:
+            self._asked.pop(number, None)
+        if reply.error:
+            raise StateError(printable(reply.error, MAX_ERROR))
+        return reply
+
+    def take(self, reply: wire.ModuleReply) -> None:
+        """Takes the reply to a command. Late ones are ignored."""
+        future = self._asked.get(reply.number)
+        if future is not None and not future.done():
+            future.set_result(reply)
+
+    async def next_command(self, seconds: float, until: asyncio.Future[Any]) -> wire.ToModule | None:
+        """Returns the next command; None after `seconds`, or when `until` is done."""
+        if self._commands.empty():
+            getting = asyncio.ensure_future(self._commands.get())
+            try:
+                await asyncio.wait([getting, until], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+                return wire.ToModule(command=getting.result()) if getting.done() else None
+            finally:
+                getting.cancel()
+        return wire.ToModule(command=self._commands.get_nowait())
+
+    def close(self) -> None:
+        """Ends the session; commands in progress fail."""
+        self._gone = True
+        for future in self._asked.values():
+            if not future.done():
+                future.set_exception(StateError(f"{self.member} is gone"))
+
+
+class Sessions:
+    """The open sessions."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[bytes, ServerSession] = {}
+        self._places = SlotTable("sessions", MAX_SESSIONS, MAX_SESSIONS_PER_HOST, MAX_SESSIONS_PER_CONNECTION)
+        self._serials = itertools.count(1)
+
+    def open(self, name: str, namespace: str) -> ServerSession:
+        """Opens a session.
+
+        Raises:
+            BusyError: There are too many.
+        """
+        place = Place(rpc_caller())
+        self._places.enter(place, now=0.0)
+        session = ServerSession(name, namespace, next(self._serials), place)
+        self._sessions[session.number] = session
+        return session
+
+    def find(self, number: bytes, namespace: str) -> ServerSession:
+        """Returns an open session.
+
+        Raises:
+            ProtocolViolationError: There is none with this number in this namespace.
+        """
+        session = self._sessions.get(number)
+        if session is None or session.namespace != namespace:
+            raise ProtocolViolationError(
+                "this call needs the number of an open session of its namespace; Attend opens one, and what it has "
+                "counted ends with it"
+            )
+        return session
+
+    def close(self, session: ServerSession) -> None:
+        """Closes a session."""
+        session.close()
+        self._places.leave(session.place)
+        self._sessions.pop(session.number, None)
+
+
+class _Plain:
+    """A process that is tracked and in no weight sync group."""
+
+    def __init__(self, session: ServerSession) -> None:
+        self._session = session
+
+    def is_alive(self) -> bool:
+        return self._session.open
+
+
+class _SessionModule(_Plain):
+    """A process that can be in a weight sync group."""
+
+    async def setup_weight_sync_group(self, *arguments: Any) -> None:
+        await self._session.ask("setup_weight_sync_group", *arguments)
+
+    async def teardown_weight_sync_group(self) -> None:
+        await self._session.ask("teardown_weight_sync_group")
+
+
+class _SessionSender(_SessionModule):
+    """A trainer."""
+
+    async def get_weight_sync_info(self) -> tuple[Any, ...]:
+        reply = await self._session.ask("get_weight_sync_info")
+        return tuple((await methods.values_of(reply, methods.SYNC_INFO)).values())
+
+
+class _Receiver(_SessionModule):
+    """An explorer."""
+
+    async def set_state_dict_meta(self, state_dict_meta: Meta) -> None:
+        await self._session.ask("set_state_dict_meta", state_dict_meta)
+
+
 class _Served(Protocol):
     """What the service needs of a `Synchronizer`, besides the methods of the table."""
 
@@ -102,7 +275,9 @@ class _Served(Protocol):
         self, status: RunningStatus, old_status: RunningStatus | None = None, *, member: str = ""
     ) -> None: ...
     def get_model_state_dict(self) -> tuple[ModelState, int]: ...
-    async def adopt_model_state_dict(self, state: ModelState, trainer_step: int, member: str) -> int: ...
+    async def set_model_state_dict(
+        self, model_state_dict: ModelState, trainer_step: int, *, member: str = "", copy: bool = True
+    ) -> int: ...
 
 
 class SynchronizerService:
@@ -121,10 +296,10 @@ class SynchronizerService:
         self._uploads: WeakKeyDictionary[_Served, SlotTable] = WeakKeyDictionary()
 
     def add(self, synchronizer: _Served) -> None:
-        """Serves another one. One that has ended makes room in its namespace.
+        """Serves a synchronizer in its namespace, also in the place of a synchronizer that has ended.
 
         Raises:
-            ConfigError: There is one in its namespace.
+            ConfigError: Another synchronizer is served in this namespace.
         """
         namespace = synchronizer.config.namespace
         present = self.synchronizers.get(namespace)
@@ -138,15 +313,13 @@ class SynchronizerService:
         return [RpcHandler(call.rpc, getattr(self, f"_{call.name}", partial(self._answer, call))) for call in calls]
 
     def _find(self, namespace: str) -> _Served:
-        found = self.synchronizers.get(namespace)
-        if found is None:
+        synchronizer = self.synchronizers.get(namespace)
+        if synchronizer is None:
             raise ConfigError(
                 f"there is no synchronizer in namespace {namespace[:40]!r} here; "
                 f"there are {', '.join(map(repr, sorted(self.synchronizers)[:10]))}"
             )
-        return found
-
-    # Sessions
+        return synchronizer
 
     async def _attend(self, messages: AsyncIterator[wire.FromModule]) -> AsyncGenerator[wire.ToModule, None]:
         first = await _first(messages)
@@ -208,8 +381,6 @@ class SynchronizerService:
         except WaitTimeoutError:
             return call.late
 
-    # The state
-
     async def _set_model_state_dict(self, parts: AsyncIterator[wire.StatePart]) -> wire.Version:
         first = await _first(parts)
         if first is None:
@@ -220,7 +391,7 @@ class SynchronizerService:
         assembler.add(first)
         state = await self._receive(parts, assembler, synchronizer, session)
         member = self._member(first.session, first.namespace)  # it may have left meanwhile
-        version = await synchronizer.adopt_model_state_dict(state, first.step, member)
+        version = await synchronizer.set_model_state_dict(state, first.step, member=member, copy=False)
         return wire.Version(version=version)
 
     async def _receive(
@@ -230,7 +401,7 @@ class SynchronizerService:
         synchronizer: _Served,
         session: ServerSession,
     ) -> ModelState:
-        """Receives the rest of a state. The upload of a trainer takes the place of one of a stranger."""
+        """Receives the rest of a state. A trainer's upload takes the place of a stranger's."""
         config, host, now = synchronizer.config, rpc_caller().host, asyncio.get_running_loop().time
         most = 2 * config.max_state_bytes
         places = self._uploads.setdefault(synchronizer, SlotTable("states on their way", most, most, most))
@@ -295,24 +466,33 @@ async def _restore(synchronizer: _Served, member: str, first: wire.FromModule) -
             await synchronizer.set_explorer_status(status, member=member)
 
 
-_services: WeakKeyDictionary[Peer, SynchronizerService] = WeakKeyDictionary()
+_services: WeakKeyDictionary[object, SynchronizerService] = WeakKeyDictionary()
+"""The synchronizers of each peer, and those of each event loop that only this process can find."""
 
 
-def serve_on(peer: Peer, synchronizer: _Served) -> None:
-    """Serves a synchronizer on a peer, beside those that are served there.
+def serve_on(home: Peer | asyncio.AbstractEventLoop, synchronizer: _Served) -> None:
+    """Adds a synchronizer to a peer, which serves it, or to an event loop.
 
     Raises:
-        ConfigError: The peer is running and serves none yet, or serves one in this namespace.
+        ConfigError: The peer is running and serves none yet, or there is one in this namespace.
     """
-    service = _services.get(peer)
+    service = _services.get(home)
     if service is None:
         service = SynchronizerService()
-        peer.add_service(service)
-        _services[peer] = service
+        if isinstance(home, Peer):
+            home.add_service(service)
+        _services[home] = service
     service.add(synchronizer)
 
 
-def served_on(peer: Peer) -> dict[str, _Served]:
-    """Returns the synchronizers that are served on a peer, by namespace."""
-    service = _services.get(peer)
+def served_on(home: Peer | asyncio.AbstractEventLoop) -> dict[str, _Served]:
+    """Returns the synchronizers of a peer or an event loop by namespace."""
+    service = _services.get(home)
     return {} if service is None else service.synchronizers
+
+
+def withdraw_from(home: asyncio.AbstractEventLoop, synchronizer: _Served) -> None:
+    """Removes a synchronizer that has ended from an event loop, so that its tensors are freed."""
+    namespace, served = synchronizer.config.namespace, served_on(home)
+    if served.get(namespace) is synchronizer:
+        del served[namespace]

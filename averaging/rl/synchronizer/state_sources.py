@@ -6,20 +6,16 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
+from averaging.config import FilePath
 from averaging.errors import ConfigError, StateError
 from averaging.peer import Peer
 from averaging.rl.synchronizer.coordination import MAX_VERSION
 from averaging.rl.synchronizer.modules import POLL_SECONDS
 from averaging.rl.synchronizer.state_stream import StateDict
 from averaging.tensors import in_thread
-
-# Keeps the version of a synchronizer in its checkpoint folder, so that a restarted one does not go back.
-#
-# The file has the highest version that may have been handed out, and the step of the trainer that has it. It is written
-# before such a version is handed out.
-
 
 NAME = "synchronizer_version.txt"
 
@@ -41,52 +37,81 @@ def _read_numbers(path: Path) -> list[int] | None:
     return numbers if all(0 <= number <= MAX_VERSION for number in numbers) else None
 
 
-def read_version(folder: Path) -> tuple[int, int | None]:
-    """Returns the version that a former synchronizer has kept in `folder`, 0 if there was none, and its step.
+logger = logging.getLogger("averaging.rl.synchronizer")
 
-    The step is None if it is not known, as in the files of version 0.2.
+
+class CheckpointFolder:
+    """A trainer's checkpoints, and beside them the version of the synchronizer, so that it never goes back.
+
+    The file `NAME` has the highest version that may have been handed out, and the step of the trainer that has it. It
+    is written before such a version is handed out.
+
+    Args:
+        path: The folder; None if there is none, so that nothing is kept.
+
+    Attributes:
+        version: The highest version that may have been handed out; 0 if none was.
+        step: The step of that version; None if it is not known, as in the files of version 0.2.
 
     Raises:
         ConfigError: The file is damaged or cannot be read.
     """
-    path = folder / NAME
-    if not path.exists():
-        return 0, None
-    numbers = _read_numbers(path)
-    if numbers is None or len(numbers) not in (1, 2):
-        raise ConfigError(f"{path} should hold the last version as a number; restore it, or write the version into it")
-    return numbers[0], numbers[1] if len(numbers) == 2 else None
+
+    def __init__(self, path: FilePath | None) -> None:
+        self.path = None if path is None else Path(path)
+        self.version, self.step = 0, None
+        if self.path is not None and (self.path / NAME).exists():
+            numbers = _read_numbers(self.path / NAME)
+            if numbers is None or len(numbers) not in (1, 2):
+                raise ConfigError(
+                    f"{self.path / NAME} should hold the last version as a number; restore it, or write the version "
+                    "into it"
+                )
+            self.version, self.step = numbers[0], numbers[1] if len(numbers) == 2 else None
+
+    async def reserve(self, version: Callable[[], int], step: int | None) -> None:
+        """Writes a version and its step to disk before it is handed out.
+
+        Args:
+            version: Returns the version, which may become a higher one while a lower one is written.
+            step: The step of the trainer; None if it is not known.
+
+        Raises:
+            StateError: The file cannot be written; the former one stays.
+        """
+        while self.path is not None and (wanted := version()) > self.version:
+            try:
+                await in_thread(partial(_write, self.path, f"{wanted}\n" if step is None else f"{wanted} {step}\n"))
+            except OSError as error:
+                raise StateError(f"the version cannot be kept in {self.path}: {error}; the former one stays") from None
+            self.version = max(self.version, wanted)
+
+    def weights(self, step: int | None) -> Path | None:
+        """Returns the folder with the weights of a step, which may not exist; None without a folder or a step."""
+        return None if self.path is None or step is None else self.path / f"global_step_{step}" / "actor"
 
 
-def write_version(folder: Path, version: int, step: int | None) -> None:
-    """Writes the version and its step to disk.
-
-    Raises:
-        OSError: The file cannot be written; the former one stays.
-    """
+def _write(folder: Path, text: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path, temporary = folder / NAME, folder / f".{NAME}.tmp"
     with temporary.open("w") as file:
-        file.write(f"{version}\n" if step is None else f"{version} {step}\n")
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
 
 
-logger = logging.getLogger("averaging.rl.synchronizer")
-
-
 async def find_checkpoints(
-    folder: Path, present: Callable[[], int | None], found: Callable[[int], Awaitable[object]]
+    folder: Path, present: Callable[[], int | None], hand_out: Callable[[int], Awaitable[object]]
 ) -> None:
-    """Calls `found` for each new checkpoint that a trainer announces in its folder.
+    """Calls `hand_out` for each new checkpoint that a trainer announces in its folder.
 
     A checkpoint of an earlier step is new too: the trainer has gone back to it.
 
     Args:
         folder: The folder.
         present: Returns the step of the present state, whose checkpoint is not new; None if there is no state.
-        found: Called with the step; again each second while it raises a StateError.
+        hand_out: Called with the step; again each second while it raises a StateError.
     """
     seen, failed = None, None
     while True:
@@ -94,7 +119,7 @@ async def find_checkpoints(
         if step is not None and step != seen:
             try:
                 if step != present():
-                    await found(step)
+                    await hand_out(step)
                 seen = step
             except (ConfigError, StateError) as error:
                 if step != failed:
