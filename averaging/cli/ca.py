@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,9 +14,11 @@ import click
 
 from averaging.cli.exits import NOT_DONE, WRONG_USAGE, CommandError, failure_of
 from averaging.cli.files import replaced_atomically
+from averaging.cli.options import KindType
+from averaging.common import number
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from averaging.security import Issued
 
@@ -28,22 +30,7 @@ AUTHORITY = "ca"
 
 SECRET_MODE, PUBLIC_MODE = 0o600, 0o644
 
-MIN_DAYS, MAX_DAYS = 0.001, 36500
-
-
-def lifetime(value: str | float) -> float:
-    """Parses a validity in days, up to a hundred years."""
-    try:
-        days = float(value)
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is not a number.") from None
-    if not MIN_DAYS <= days <= MAX_DAYS:  # also refuses NaN
-        raise click.BadParameter(
-            f"{value!r} must be from {MIN_DAYS} (a minute and a half) to {MAX_DAYS} (a hundred years)."
-        )
-    return days
-
-
+DAYS = KindType(number("days", least=0.001, most=36500, metavar="DAYS"))
 DIRECTORY = click.Path(path_type=Path, file_okay=False)
 
 
@@ -69,7 +56,7 @@ def ca_group() -> None:
     "--directory", default=AUTHORITY, type=DIRECTORY, metavar="DIR", help="Where to write; created if needed."
 )
 @click.option("--name", default="averaging run", metavar="NAME", help="Name of the authority in its certificate.")
-@click.option("--days", default=CA_DAYS, type=lifetime, metavar="DAYS", help="Validity of the authority.")
+@click.option("--days", default=CA_DAYS, type=DAYS, metavar="DAYS", help="Validity of the authority.")
 @click.option("--force", is_flag=True, help="Replace the authority; the certificates that it issued become useless.")
 def init_command(directory: Path, name: str, days: float, force: bool) -> None:
     r"""Makes an authority: DIR/ca.pem, which every peer gets, and DIR/ca.key, which stays here.
@@ -109,7 +96,7 @@ def init_command(directory: Path, name: str, days: float, force: bool) -> None:
 )
 @click.option("--client-mode", is_flag=True, help="For a peer in client mode, which accepts no connections.")
 @click.option("--directory", default=AUTHORITY, type=DIRECTORY, metavar="DIR", help="Where the authority is.")
-@click.option("--days", default=PEER_DAYS, type=lifetime, metavar="DAYS", help="Validity of the certificate.")
+@click.option("--days", default=PEER_DAYS, type=DAYS, metavar="DAYS", help="Validity of the certificate.")
 @click.option("--force", is_flag=True, help="Replace NAME's files if they exist; the old certificate stays valid.")
 def issue_command(
     name: str, hosts: tuple[str, ...], client_mode: bool, directory: Path, days: float, force: bool
@@ -194,8 +181,7 @@ def _write(directory: Path, name: str, made: Issued, *, force: bool) -> tuple[Pa
                 f"{' and '.join(present)} exist; give --force to replace, or another {another}", WRONG_USAGE
             )
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with nullcontext() if force else _reserved(key, another):
-            _replace({key: (made.key, SECRET_MODE), certificate: (made.certificate, PUBLIC_MODE)})
+        _replace({key: (made.key, SECRET_MODE), certificate: (made.certificate, PUBLIC_MODE)})
     except OSError as error:
         raise CommandError(
             f"{error.filename or directory} cannot be written: {error.strerror}; nothing was replaced. Free disk "
@@ -203,26 +189,6 @@ def _write(directory: Path, name: str, made: Issued, *, force: bool) -> tuple[Pa
             NOT_DONE,
         ) from None
     return certificate, key
-
-
-@contextmanager
-def _reserved(path: Path, another: str) -> Iterator[None]:
-    """Creates a file that is about to be written, so that only one of two concurrent commands goes on.
-
-    Raises:
-        CommandError: the other command was first.
-    """
-    try:
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, SECRET_MODE))
-    except FileExistsError:
-        raise CommandError(
-            f"another command has just created {path}; give --force to replace it, or another {another}", WRONG_USAGE
-        ) from None
-    try:
-        yield
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
 
 
 def _replace(contents: Mapping[Path, tuple[bytes, int]]) -> None:

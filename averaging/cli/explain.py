@@ -55,10 +55,10 @@ def explain_command(files: Sequence[Path], summary: bool) -> None:
     """
     from averaging.receipts import explain
 
-    recorded = [(file, _read(file)) for file in files]
-    for line in explain([one for _, found in recorded for one in found.receipts], summary_only=summary):
+    contents = [(file, _read(file)) for file in files]
+    for line in explain([receipt for _, recorded in contents for receipt in recorded.receipts], summary_only=summary):
         click.echo(line)
-    bad = sum([_report_bad_lines(file, found) for file, found in recorded])
+    bad = sum([_report_bad_lines(file, recorded) for file, recorded in contents])
     if bad:
         what = "1 line that cannot be read is" if bad == 1 else f"{bad} lines that cannot be read are"
         raise CommandError(f"{what} missing above", WRONG_USAGE)
@@ -76,29 +76,29 @@ def _read(path: Path) -> Recorded:
         raise CommandError("stdin is closed; pipe receipts into this command, or give a file of them", WRONG_USAGE)
     try:
         if str(path) == "-":
-            found = read(sys.stdin.buffer)
+            recorded = read(sys.stdin.buffer)
         else:
             with path.open("rb") as file:
-                found = read(file)
+                recorded = read(file)
     except OSError as error:
         raise CommandError(f"{path} cannot be read ({error.strerror}); give a file of receipts", WRONG_USAGE) from None
-    if found.bad and not found.receipts:
-        number, why = next(iter(found.bad.items()))
+    if recorded.bad and not recorded.receipts:
+        number, why = next(iter(recorded.bad.items()))
         raise CommandError(
             f"{path} is not a file of receipts: line {number}: {why}. Give one written by --receipts",
             WRONG_USAGE,
         )
-    return found
+    return recorded
 
 
-def _report_bad_lines(path: Path, found: Recorded) -> int:
+def _report_bad_lines(path: Path, recorded: Recorded) -> int:
     """Prints the lines that cannot be read. Returns their number, without an incomplete last line."""
     from averaging.errors import printable
 
-    for number, why in list(found.bad.items())[:MAX_BAD_LINES]:
+    for number, why in list(recorded.bad.items())[:MAX_BAD_LINES]:
         click.echo(f"{path}: line {number}: {printable(why)}", err=True)
-    if len(found.bad) > MAX_BAD_LINES:
-        click.echo(f"{path}: and {len(found.bad) - MAX_BAD_LINES} more lines", err=True)
-    if found.cut_off:
+    if len(recorded.bad) > MAX_BAD_LINES:
+        click.echo(f"{path}: and {len(recorded.bad) - MAX_BAD_LINES} more lines", err=True)
+    if recorded.cut_off:
         click.echo(f"{path}: the last line is incomplete; its peer was killed, or the disk is full", err=True)
-    return len(found.bad)
+    return len(recorded.bad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -85,6 +86,7 @@ def event_text(event: Mapping[str, Any]) -> str:
 )
 @click.option(
     "--request-timeout",
+    "seconds",
     default=60.0,
     type=DURATION,
     metavar="SECONDS",
@@ -150,13 +152,7 @@ def _run(listen: str, store: str, given: dict[str, Any], report: CommandOutput) 
     from averaging.errors import AveragingError
 
     limits = ServerLimits(
-        body_bytes=given.pop("body_bytes"),
-        body_objects=given.pop("body_objects"),
-        queue_bytes=given.pop("queue_bytes"),
-        queue_groups=given.pop("queue_groups"),
-        replay_bytes=given.pop("replay_bytes"),
-        seconds=given.pop("request_timeout"),
-        env_timeout=given.pop("env_timeout"),
+        **{field.name: given.pop(field.name) for field in fields(ServerLimits) if field.name in given}
     )
     settings: dict[str, Any] = {
         "on_event": lambda event: report.emit(event, event_text(event)),

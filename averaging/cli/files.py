@@ -81,7 +81,7 @@ class Document:
         Raises:
             CommandError: exit code 2: a pattern matches no name.
         """
-        for option, pattern in [*(("--only", one) for one in only), *(("--exclude", one) for one in exclude)]:
+        for option, pattern in [*(("--only", name) for name in only), *(("--exclude", name) for name in exclude)]:
             if not any(fnmatchcase(name, pattern) for name in self.tensors):
                 first = next(iter(self.tensors), "")
                 raise CommandError(

@@ -147,12 +147,20 @@ def whole(least: int, most: int | None = None, metavar: str = "N") -> Kind:
     return Kind(metavar, expected, accepts, read=int, bounds=bounds)
 
 
-def number(unit: str = "", *, above: float = -math.inf, least: float = -math.inf, metavar: str = "SECONDS") -> Kind:
-    """Finite numbers within a lower bound."""
+def number(
+    unit: str = "",
+    *,
+    above: float = -math.inf,
+    least: float = -math.inf,
+    most: float = math.inf,
+    metavar: str = "SECONDS",
+) -> Kind:
+    """Finite numbers above `above`, at least `least`, or from `least` to `most`."""
     bound = f" above {above:g}" if above > -math.inf else f" of at least {least:g}" if least > -math.inf else ""
+    bound = f" from {least:g} to {most:g}" if most < math.inf else bound
 
     def accepts(value: Any) -> bool:
-        return _is_number(value, Real) and math.isfinite(value) and value > above and value >= least
+        return _is_number(value, Real) and math.isfinite(value) and value > above and least <= value <= most
 
     return Kind(metavar, f"a finite number{f' of {unit}' if unit else ''}{bound}", accepts, read=float)
 

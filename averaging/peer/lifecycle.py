@@ -83,7 +83,7 @@ async def start(
         endpoint = await transport.bind()
         stack.push_async_callback(transport.close, CLOSING_GRACE)
         await tensors.while_locked(lambda: snapshots.commit(0), config.round_timeout)
-        book = ReceiptBook(endpoint, ReceiptLog(config.receipts) if config.receipts else None)
+        book = ReceiptBook(ReceiptLog(config.receipts) if config.receipts else None)
         stack.callback(book.close)  # ends the streams of `watch_rounds`
         service = PeerService(config, endpoint, schema, snapshots, clock(), book)
         if discovery_factory is None:

@@ -172,10 +172,10 @@ class DriftCheck:
     def _tensors(self, endpoint: str, others: Mapping[str, Fingerprint]) -> list[Drift]:
         if not self.own.moment:
             return []
-        members = {name: one for name, one in others.items() if one.moment == self.own.moment} | {endpoint: self.own}
+        members = {n: other for n, other in others.items() if other.moment == self.own.moment} | {endpoint: self.own}
         classes: dict[str, list[str]] = defaultdict(list)
-        for name, one in members.items():
-            classes[one.digest].append(name)
+        for name, member in members.items():
+            classes[member.digest].append(name)
         digest = max(classes, key=lambda digest: (self._weight(classes[digest], members), digest))
         right = sorted(classes[digest])
         if endpoint not in right:
@@ -184,21 +184,21 @@ class DriftCheck:
             self._difference(name, members[name], members[right[0]]) for name in sorted(members) if name not in right
         ]
 
-    def _difference(self, name: str, one: Fingerprint, right: Fingerprint) -> Drift:
-        """The first tensors in which a member differs from one that is right."""
+    def _difference(self, name: str, wrong: Fingerprint, right: Fingerprint) -> Drift:
+        """The first tensors in which a member differs from a right one."""
         pieces = runs(len(self.names), MAX_ENTRIES)
         entries = [range(place, place + ENTRY_BYTES) for place in range(0, len(pieces) * ENTRY_BYTES, ENTRY_BYTES)]
         unequal = [
             piece
             for piece, entry in zip(pieces, entries, strict=True)
-            if one.entries[entry.start : entry.stop] != right.entries[entry.start : entry.stop]
+            if wrong.entries[entry.start : entry.stop] != right.entries[entry.start : entry.stop]
         ]
         if not unequal:
             return Drift(name, DriftKind.TENSOR, "some tensor")
         sizes: dict[range, float | None] = {}
         for number, covered in enumerate(runs(len(self.names), MAX_SKETCHES)):
             if any(piece.start < covered.stop and covered.start < piece.stop for piece in unequal):
-                there, here = one.sketch(number), right.sketch(number)
+                there, here = wrong.sketch(number), right.sketch(number)
                 sizes[covered] = None if there is None or here is None or there == here else abs(there - here)
         # Rounding changes elements everywhere, also among those of the sketches. Another cause may change a single one.
         known = [size for size in sizes.values() if size is not None]
@@ -210,21 +210,24 @@ class DriftCheck:
         return Drift(name, kind, text, size=size)
 
     def _hyperparameters(self, endpoint: str, others: Mapping[str, Fingerprint]) -> list[Drift]:
-        found: dict[str, _Difference | None] = {endpoint: None}
-        for name, one in others.items():
-            pair = self.log.comparable(name, one.step, one.hyperparameters) if one.hyperparameters else None
+        differences: dict[str, _Difference | None] = {endpoint: None}
+        for name, other in others.items():
+            pair = self.log.comparable(name, other.step, other.hyperparameters) if other.hyperparameters else None
             if pair is not None:
-                found[name] = first_difference(*pair)
+                differences[name] = first_difference(*pair)
         # By the name alone: members at other steps of one schedule have other values, and are still alike.
         classes: dict[str, list[str]] = defaultdict(list)
-        for name, difference in found.items():
+        for name, difference in differences.items():
             classes["" if difference is None else difference.name].append(name)
         members = {**others, endpoint: self.own}
         right = max(classes, key=lambda what: (self._weight(classes[what], members), what == ""))
         donor = min(classes[right])
-        if (different := found[donor]) is None:
-            drifted = [(name, one) for name, one in sorted(found.items()) if one is not None]
-            return [Drift(name, DriftKind.HYPERPARAMETER, one.name, one.there, one.here) for name, one in drifted]
+        if (different := differences[donor]) is None:
+            return [
+                Drift(name, DriftKind.HYPERPARAMETER, difference.name, difference.there, difference.here)
+                for name, difference in sorted(differences.items())
+                if difference is not None
+            ]
         self.right = members[donor].hyperparameters
         return [
             Drift(name, DriftKind.HYPERPARAMETER, different.name, different.here, different.there)
@@ -266,24 +269,24 @@ def _differing_group(
 ) -> tuple[int | None, object, object] | None:
     """The first parameter group in which two columns differ, and both values; None if they are equal."""
     if isinstance(own, bytes) or isinstance(theirs, bytes):
-        digests = [one if isinstance(one, bytes) else digest_of(one) for one in (own, theirs)]
+        digests = [column if isinstance(column, bytes) else digest_of(column) for column in (own, theirs)]
         return None if digests[0] == digests[1] else (None, "another value", "another value in some group")
     if len(own) != len(theirs) and 1 not in (len(own), len(theirs)):
         return None, f"{len(own)} groups", f"{len(theirs)} groups"
     count = max(len(own), len(theirs))
     for number in range(count):
-        here, there = (one[min(number, len(one) - 1)] if one else None for one in (own, theirs))
+        here, there = (column[min(number, len(column) - 1)] if column else None for column in (own, theirs))
         if not _same(here, there):
             return (None if count == 1 else number), here, there
     return None
 
 
-def _same(one: Value, other: Value) -> bool:
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, int | float) and isinstance(other, int | float):
-        return math.isclose(one, other, rel_tol=RELATIVE, abs_tol=ABSOLUTE) or (one != one and other != other)
-    return one == other
+def _same(value: Value, other: Value) -> bool:
+    if isinstance(value, tuple) and isinstance(other, tuple):
+        return len(value) == len(other) and all(map(_same, value, other))
+    if isinstance(value, int | float) and isinstance(other, int | float):
+        return math.isclose(value, other, rel_tol=RELATIVE, abs_tol=ABSOLUTE) or (value != value and other != other)
+    return value == other
 
 
 def _text(value: object) -> str:

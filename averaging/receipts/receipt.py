@@ -240,7 +240,7 @@ class Receipt:
             return f"round {self.round}: no group after {duration(self.seconds)}: {printable(self.reason)}"
         if self.outcome is Outcome.CANCELLED:
             return f"round {self.round}: cancelled after {duration(self.seconds)}"
-        drift = "".join(f"; DRIFT: {one}" for one in self.drifted)
+        drift = "".join(f"; DRIFT: {drift}" for drift in self.drifted)
         if self.outcome is Outcome.FAILED:
             return f"round {self.round}: failed after {duration(self.seconds)}: {printable(self.reason)}{drift}"
         lost = "".join(

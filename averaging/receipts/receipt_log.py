@@ -233,16 +233,15 @@ class ReceiptBook:
     """Keeps and distributes the receipts of a peer.
 
     Args:
-        endpoint: endpoint of the peer.
         log: file of receipts; None writes none.
 
     Attributes:
         last: receipt of the last round.
     """
 
-    def __init__(self, endpoint: str, log: ReceiptLog | None = None) -> None:
+    def __init__(self, log: ReceiptLog | None = None) -> None:
         self.last: Receipt | None = None
-        self._endpoint, self._log = endpoint, log
+        self._log = log
         self._history: deque[Receipt] = deque(maxlen=HISTORY)
         self._watchers: set[_Watcher] = set()
         self._closed = False

@@ -58,7 +58,7 @@ class PeerStatus:
     def __str__(self) -> str:
         last = self.last_round
         late = f"; {last.last_to_arrive} in round {last.round}" if last and last.last_to_arrive else ""
-        drift = "".join(f"; DRIFT: {one}" for one in last.drifted) if last else ""
+        drift = "".join(f"; DRIFT: {each}" for each in last.drifted) if last else ""
         return printable(
             f"{self.endpoint} of run {self.run_id}: {self.doing}; {counted(self.rounds, 'round')} averaged, "
             f"state version {self.state_version}, {counted(self.known_peers - 1, 'other peer')} known{late}{drift}"

@@ -143,17 +143,6 @@ def test_nothing_is_replaced_without_force(directory: Path) -> None:
         read(directory)
 
 
-def test_a_file_that_appears_after_the_check_is_not_overwritten(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Path, "exists", lambda _: False)  # the check came before the other command wrote
-    before = (directory / "a.key").read_bytes()
-    result = ca("issue", "a", "--host", "x")
-    assert result.exit_code == 2
-    assert "another command has just created" in result.stderr
-    assert (directory / "a.key").read_bytes() == before
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -163,12 +152,12 @@ def test_a_file_that_appears_after_the_check_is_not_overwritten(
         (["issue", "../a", "--host", "x"], "must consist of letters"),
         (["issue", ".a", "--host", "x"], "must consist of letters"),
         (["issue", "a", "--host", "x:1"], "without a port"),
-        (["issue", "a", "--host", "x", "--days", "1e-30"], "must be from 0.001 (a minute and a half) to 36500"),
+        (["issue", "a", "--host", "x", "--days", "1e-30"], "must be a finite number of days from 0.001 to 36500"),
         *(
-            (["init", "--days", days], "must be from 0.001 (a minute and a half) to 36500 (a hundred years).")
+            (["init", "--days", days], "must be a finite number of days from 0.001 to 36500")
             for days in ("1e-30", "0", "-1", "nan", "inf", "1e9")
         ),
-        (["init", "--days", "ten"], "'ten' is not a number."),
+        (["init", "--days", "ten"], "not 'ten'"),
         (["issue", "a", "--host", "x", "--directory", "none"], "averaging ca init --directory none"),
         (["init", "--name", ""], "must have 1 to 64 characters"),
     ],
