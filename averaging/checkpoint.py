@@ -69,7 +69,7 @@ class DistributedCheckpoint:
 def _of_this_rank(value: Any) -> Any:
     """A nested state in which tensors that are divided are replaced by the part that this rank holds."""
     if isinstance(value, dict):
-        return {name: _of_this_rank(one) for name, one in value.items()}
+        return {name: _of_this_rank(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_of_this_rank(one) for one in value)
+        return type(value)(_of_this_rank(item) for item in value)
     return local(value).detach().cpu() if isinstance(value, torch.Tensor) else value

@@ -19,7 +19,7 @@ from typing import ClassVar, cast
 
 from averaging.discovery.gossip.gossip_discovery import GossipDiscovery, peers_key
 from averaging.discovery.gossip.identity import UnsignedIdentity
-from averaging.discovery.gossip.settings import GossipSettings
+from averaging.discovery.gossip.record import GossipSettings
 from averaging.protocol.messages import Digest, ExchangeReply, Record, Refusal, Rumour
 from averaging.testing import virtual_time
 from averaging.testing.transport import MemoryNetwork, MemoryTransport

@@ -1,6 +1,6 @@
 """Checks and helpers that every room may use. None of them knows what a peer is.
 
-`addresses` (endpoints and the rules for them), `validation` (arguments), `options` (how they are declared, checked,
+`addresses` (endpoints and the rules for them), `options` (how they are declared, checked,
 read and named), `safe_msgpack` (msgpack from strangers), `sanitize` (text from strangers), `limits` (delays between
 tries, quotas per host), `event_loop_thread` (an event loop in a thread of its own), `malloc`.
 """
@@ -31,9 +31,14 @@ from averaging.common.options import (
     Setting,
     as_flag,
     check_options,
+    check_weight,
     choice,
+    is_count,
+    is_finite,
     merge,
+    named,
     number,
+    one_of,
     option,
     options_of,
     read_arguments,
@@ -64,7 +69,6 @@ from averaging.common.tensor_names import (
     plain_state,
     without_wrappers,
 )
-from averaging.common.validation import check_weight, is_count, is_finite, named, one_of
 
 __all__ = [
     "ADDRESS",

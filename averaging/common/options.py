@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeGuard, TypeVar
 
 from averaging.common.addresses import parse_address
 from averaging.errors import ConfigError
@@ -374,3 +374,59 @@ def unknown_option(
     close: Sequence[str] = [former_names[name]] if name in former_names else difflib.get_close_matches(name, names, n=1)
     remedy = f"did you mean {close[0]}?" if close else f"the options are {', '.join(sorted(names))}"
     return f"unknown option {written}; {remedy}"
+
+
+# Checks of values that users pass as options or arguments.
+
+
+E = TypeVar("E", bound=Enum)
+
+MAX_COUNT = 1 << 62
+"""Maximum count that is accepted from other peers, so that larger ones still fit into the 64 bits of messages."""
+
+
+def one_of(kind: type[E], value: E | str, option: str) -> E:
+    """Returns the member of `kind` that `value` is or names; case does not matter.
+
+    Raises:
+        ConfigError: there is no such member; the message names the option and lists the members.
+    """
+    return named({member.name.lower(): member for member in kind}, kind, value, option)
+
+
+def named(names: Mapping[str, E], kind: type[E], value: E | str, option: str) -> E:
+    """Like `one_of`, with explicit lower-case names for the members.
+
+    Raises:
+        ConfigError: there is no such name.
+    """
+    if isinstance(value, kind):
+        return value
+    member = names.get(value.strip().lower()) if isinstance(value, str) else None
+    if member is None:
+        raise ConfigError(f"{option} must be one of {', '.join(names)}, not {value!r}", option)
+    return member
+
+
+def check_weight(weight: float) -> float:
+    """Returns `weight` as a float.
+
+    Raises:
+        ConfigError: `weight` is negative, infinite, NaN, or not a number.
+    """
+    if not (is_finite(weight) and weight >= 0):
+        raise ConfigError(f"weight must be finite and at least 0, not {weight!r}")
+    return float(weight)
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a value is a finite number."""
+    try:
+        return math.isfinite(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Whether a value is an integer from 0 to `MAX_COUNT` and not a bool."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_COUNT

@@ -86,5 +86,5 @@ def first_other_name(ours: Sequence[str], theirs: Sequence[str]) -> tuple[str, s
 def first_moved_name(ours: Sequence[str], theirs: Sequence[str]) -> tuple[str, str] | None:
     """Like `first_other_name`, where the other side may use names of its own: only names that both have count."""
     plain = set(without_wrappers(ours))
-    found = first_other_name(ours, theirs)
-    return found if found is not None and found[1] in plain else None
+    pair = first_other_name(ours, theirs)
+    return pair if pair is not None and pair[1] in plain else None

@@ -2,8 +2,7 @@
 
 Read in this order: `base` (the contract; everything outside this room uses only this and the constructors),
 `gossip/` (the default implementation between peers on a network), `shard_of_run` (a discovery for each part of a
-divided model). `averaging.testing` has the smallest
-complete implementation.
+divided model). `averaging.testing` has the smallest complete implementation.
 """
 
 from averaging.discovery.base import (

@@ -28,7 +28,7 @@ def shards_key(run_id: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class ShardRecord:
     """What one peer holds.
 
     Attributes:
@@ -46,7 +46,7 @@ class Holding:
         return pack([self.layout, self.shard, self.site])
 
     @classmethod
-    def unpack(cls, packed: bytes) -> Holding | None:
+    def unpack(cls, packed: bytes) -> ShardRecord | None:
         """Unpacks what `pack` returned; None if it is malformed."""
         try:
             match unpack(packed, max_items=8):
@@ -72,7 +72,7 @@ class ShardOfRun:
         self._base: Discovery | None = None
         self._endpoint = ""
 
-    def found_in(self, base: Discovery, endpoint: str) -> Discovery:
+    def discovery_in(self, base: Discovery, endpoint: str) -> Discovery:
         """The discovery of the shard within that of the run, for the peer with this endpoint."""
         self._base, self._endpoint = base, endpoint
         self.site = self.site or endpoint
@@ -85,14 +85,14 @@ class ShardOfRun:
 
     def record(self) -> bytes:
         """The record in which this peer tells what it holds."""
-        return Holding(self._layout, self._shard, self.site).pack()
+        return ShardRecord(self._layout, self._shard, self.site).pack()
 
     def members(self) -> dict[str, str]:
         """The sites of the other peers that hold the same shard, by endpoint."""
         return {
-            name: one.site
-            for name, one in self._holdings().items()
-            if name != self._endpoint and (one.layout, one.shard) == (self._layout, self._shard)
+            name: record.site
+            for name, record in self._shard_records().items()
+            if name != self._endpoint and (record.layout, record.shard) == (self._layout, self._shard)
         }
 
     def site_of(self, endpoint: str) -> str | None:
@@ -102,19 +102,19 @@ class ShardOfRun:
     async def endpoints_of(self, sites: Sequence[str]) -> list[str]:
         """The peers of these sites that hold the same shard; waits a while for those that are not known yet."""
 
-        def found() -> list[str]:
+        def known() -> list[str]:
             endpoints = {site: name for name, site in self.members().items()}
             return [endpoints[site] for site in sites if site in endpoints]
 
-        if self._base is not None and len(found()) < len(sites):
+        if self._base is not None and len(known()) < len(sites):
             try:
                 async with asyncio.timeout(APPEAR_SECONDS), aclosing(self._base.watch(self.key)) as changes:
                     async for _ in changes:
-                        if len(found()) == len(sites):
+                        if len(known()) == len(sites):
                             break
             except TimeoutError:
                 pass
-        return found()
+        return known()
 
     def translated(
         self, expected: Callable[[Mapping[str, bytes]], Collection[str]]
@@ -138,10 +138,10 @@ class ShardOfRun:
         Raises:
             ConfigError: one does not.
         """
-        for name, one in sorted(self._holdings().items()):
-            if one.layout != self._layout:
+        for name, record in sorted(self._shard_records().items()):
+            if record.layout != self._layout:
                 raise ConfigError(
-                    f"this site divides the model into {self._layout}, but the site of {name} into {one.layout}; use "
+                    f"this site divides the model into {self._layout}, the site of {name} into {record.layout}; use "
                     "the same number of shards at all sites of a run, or another run_id"
                 )
         for name in sorted(whole):
@@ -150,10 +150,10 @@ class ShardOfRun:
                 "divide the model at all sites of a run alike, or use another run_id"
             )
 
-    def _holdings(self) -> dict[str, Holding]:
+    def _shard_records(self) -> dict[str, ShardRecord]:
         entries = {} if self._base is None else self._base.get(self.key)
-        found = {name: Holding.unpack(entry.value) for name, entry in entries.items()}
-        return {name: one for name, one in found.items() if one is not None}
+        records = {name: ShardRecord.unpack(entry.value) for name, entry in entries.items()}
+        return {name: record for name, record in records.items() if record is not None}
 
 
 class _DiscoveryOfShard:

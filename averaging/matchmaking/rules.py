@@ -25,7 +25,7 @@ from averaging.protocol import (
     MessageFromLeader,
     Mode,
     group_digest,
-    is_bound,
+    id_is_bound,
     make_group_id,
     unpack_gather,
 )
@@ -215,7 +215,7 @@ def read_group(message: MessageFromLeader, endpoint: str, leader: str, gather: b
             f"{announced.mode.name}; it sent {own.weight:g} and {own.mode.name}"
         )
     digest = group_digest(message.group_id, names, message.gathered)
-    return Group(message.group_id, members, leader, digest, is_bound(message.group_id, names, message.gathered))
+    return Group(message.group_id, members, leader, digest, id_is_bound(message.group_id, names, message.gathered))
 
 
 @dataclass(slots=True)

@@ -94,7 +94,7 @@ async def start(
         await transport.serve(service, context if isinstance(context, GossipDiscovery) else None)
         discovery = run_discovery = await stack.enter_async_context(context)
         if shard is not None:
-            discovery = shard.found_in(run_discovery, endpoint)
+            discovery = shard.discovery_in(run_discovery, endpoint)
         service.discovery = discovery
         progress = RunProgress(config.run_id, endpoint, discovery, clock, config.join)
         rounds = Rounds(config, endpoint, transport, discovery, progress, service, snapshots, clock=clock, rng=rng)

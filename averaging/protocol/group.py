@@ -123,7 +123,7 @@ def make_group_id(nonce: bytes, endpoints: Sequence[str], gathered: Sequence[byt
     return nonce + commitment[: GROUP_ID_BYTES - NONCE_BYTES]
 
 
-def is_bound(group_id: bytes, endpoints: Sequence[str], gathered: Sequence[bytes]) -> bool:
+def id_is_bound(group_id: bytes, endpoints: Sequence[str], gathered: Sequence[bytes]) -> bool:
     """Whether `make_group_id` made this id for these members, this order and these gathers."""
     return group_id == make_group_id(group_id[:NONCE_BYTES], endpoints, gathered)
 

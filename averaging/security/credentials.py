@@ -331,8 +331,8 @@ def _version_of(endpoint: str) -> int | None:
         return None
     text = endpoint.removeprefix(CLIENT_PREFIX)
     try:
-        found = uuid.UUID(text)
+        client_id = uuid.UUID(text)
     except ValueError:
         return None
     # Other spellings of the UUID would be further endpoints of the same owner.
-    return found.version if str(found) == text else None
+    return client_id.version if str(client_id) == text else None

@@ -109,11 +109,11 @@ class MemoryNetwork:
         self._parts = []
         self._refused.clear()
 
-    def _connected(self, one: str, other: str) -> bool:
-        if (one, other) in self._refused:
+    def _connected(self, caller: str, callee: str) -> bool:
+        if (caller, callee) in self._refused:
             return False
-        sides = [part for part in self._parts if one in part or other in part]
-        return all(one in part and other in part for part in sides)
+        sides = [part for part in self._parts if caller in part or callee in part]
+        return all(caller in part and callee in part for part in sides)
 
     def _break_calls(self, concerned: Callable[[_MemoryCall], bool], reason: str) -> None:
         for call in [call for call in self._open if concerned(call)]:

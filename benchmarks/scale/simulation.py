@@ -23,8 +23,7 @@ import torch
 from averaging import Peer, Receipt
 from averaging.discovery.base import Discovery
 from averaging.discovery.gossip.membership import peer_hash
-from averaging.discovery.gossip.record import RecordLimits
-from averaging.discovery.gossip.settings import GossipSettings
+from averaging.discovery.gossip.record import GossipSettings, RecordLimits
 from averaging.testing import virtual_time
 from averaging.testing.discovery import MemoryDiscovery, MemoryRegistry
 from averaging.testing.transport import MemoryNetwork

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from averaging.errors import CallRefusedError, JoinError
 
-FOREIGN = "it belongs to run 'a', not to 'b'"
+FOREIGN = "the called peer belongs to run 'a', not to 'b'"
 
 
 def test_the_caller_names_the_peer_that_refuses() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.common.addresses import is_endpoint, parse_address
-from averaging.common.validation import check_weight
+from averaging.common.options import check_weight
 from averaging.config import Inspection, NonFinite, PeerConfig, PeerOptions, option_names
 from averaging.errors import ConfigError, TensorError
 from averaging.peer.topics import Adopt, make_topic

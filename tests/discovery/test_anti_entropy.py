@@ -10,10 +10,9 @@ import pytest
 
 from averaging.discovery.gossip.anti_entropy import AntiEntropy
 from averaging.discovery.gossip.clock_offsets import ClockOffsets
-from averaging.discovery.gossip.record import RecordLimits
+from averaging.discovery.gossip.record import GossipSettings, RecordLimits
 from averaging.discovery.gossip.record_table import RecordStore
 from averaging.discovery.gossip.rumours import Rumours
-from averaging.discovery.gossip.settings import GossipSettings
 from averaging.errors import ProtocolViolationError
 from averaging.protocol.messages import Digest, ExchangeReply, Record
 from averaging.transport.base import Transport

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from averaging.discovery.gossip.record import GossipSettings
 from averaging.discovery.gossip.rumours import ClientStreams
-from averaging.discovery.gossip.settings import GossipSettings
 from averaging.errors import CallRefusedError
 from averaging.protocol.messages import Record
 
@@ -16,7 +16,7 @@ RECORD = Record("run.x", "b:1", b"", 1, 1e9, owner=bytes(32), claimed=1)
 
 @pytest.mark.asyncio
 async def test_end_sends_the_waiting_records_and_refuses_new_streams() -> None:
-    streams = ClientStreams("a:1", GossipSettings())
+    streams = ClientStreams(GossipSettings())
     async with asyncio.timeout(5.0):
         with streams.open() as stream:
             closed = asyncio.create_task(streams.wait_closed())

@@ -9,7 +9,7 @@ from contextlib import aclosing
 import pytest
 
 from averaging.discovery.gossip.identity import Ed25519Identity
-from averaging.discovery.gossip.settings import GossipSettings
+from averaging.discovery.gossip.record import GossipSettings
 from averaging.errors import ClosedError
 from averaging.protocol.messages import Rumour
 from averaging.testing import virtual_time

@@ -9,7 +9,7 @@ from contextlib import aclosing
 import pytest
 
 from averaging.discovery.gossip import GossipDiscovery
-from averaging.discovery.gossip.settings import GossipSettings
+from averaging.discovery.gossip.record import GossipSettings
 from averaging.errors import CallRefusedError, ConfigError
 from averaging.protocol.messages import Digest, Record
 from tests.support.gossip_swarm import KEY, RUN, GossipSwarm, everywhere, in_an_hour, joined, members, now, until

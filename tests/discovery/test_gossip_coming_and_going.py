@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from averaging.discovery.gossip import GossipDiscovery
-from averaging.discovery.gossip.record import RecordLimits
-from averaging.discovery.gossip.settings import GossipSettings
+from averaging.discovery.gossip.record import GossipSettings, RecordLimits
 from averaging.errors import ClosedError, JoinError
 from averaging.testing import virtual_time
 from tests.support.gossip_swarm import KEY, PEERS, RUN, GossipSwarm, everywhere, in_an_hour, joined, members, now, until
@@ -171,10 +170,12 @@ def test_seeds_that_all_fail_are_named_with_the_reasons_in_time() -> None:
         assert now() == pytest.approx(3.0, abs=0.1)
         assert caught.value.reasons == {
             "dead:1": "connection refused",
-            "other:1": "it belongs to run 'another', not to 'run'; give both peers the same run id",
+            "other:1": "the called peer belongs to run 'another', not to 'run'; give both peers the same run id",
             "frozen:1": "no answer",
         }
-        assert "dead:1: connection refused; other:1: it belongs to run 'another', not to 'run'; " in str(caught.value)
+        assert "dead:1: connection refused; other:1: the called peer belongs to run 'another', not to 'run'; " in str(
+            caught.value
+        )
         del swarm.hosts["a:1"]
         # All tasks have ended: no seed is called any more.
         calls = swarm.network.calls["exchange"]

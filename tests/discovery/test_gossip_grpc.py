@@ -10,8 +10,7 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 import pytest
 
 from averaging.discovery.gossip.gossip_discovery import GossipDiscovery, peers_key
-from averaging.discovery.gossip.record import Reason
-from averaging.discovery.gossip.settings import GossipSettings
+from averaging.discovery.gossip.record import GossipSettings, Reason
 from averaging.errors import CallRefusedError, JoinError
 from averaging.protocol.messages import Digest, Record, Rumour
 from averaging.transport.grpc import GrpcTransport

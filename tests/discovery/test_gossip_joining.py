@@ -41,7 +41,7 @@ def test_a_wrong_run_ends_the_join_at_once(endpoint: str | None) -> None:
         assert DEFINITE_SECONDS <= now() - began < 2
         assert set(caught.value.reasons) == {"x:1", "y:1"}
         for reason in caught.value.reasons.values():
-            assert reason == "it belongs to run 'another', not to 'run'; give both peers the same run id"
+            assert reason == "the called peer belongs to run 'another', not to 'run'; give both peers the same run id"
         swarm.hosts.pop(host.transport.endpoint)
 
     swarm.simulate(main())

@@ -11,8 +11,7 @@ import pytest
 
 from averaging.discovery.gossip import GossipDiscovery
 from averaging.discovery.gossip.identity import Author, Ed25519Identity, UnsignedIdentity
-from averaging.discovery.gossip.record import Reason, RecordLimits
-from averaging.discovery.gossip.settings import GossipSettings
+from averaging.discovery.gossip.record import GossipSettings, Reason, RecordLimits
 from averaging.errors import CallRefusedError, ConfigError
 from averaging.protocol.messages import Digest, Record, Rumour
 from averaging.testing import virtual_time

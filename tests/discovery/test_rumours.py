@@ -6,8 +6,8 @@ import asyncio
 from typing import cast
 
 from averaging.discovery.gossip.membership import BroadcastBranch, Membership
+from averaging.discovery.gossip.record import GossipSettings
 from averaging.discovery.gossip.rumours import Rumours
-from averaging.discovery.gossip.settings import GossipSettings
 from averaging.protocol.messages import Record, Refusal, Rumour
 from averaging.testing import virtual_time
 from averaging.transport.base import Transport

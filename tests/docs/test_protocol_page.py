@@ -19,9 +19,8 @@ import averaging
 from averaging.allreduce.partition import partition, shares
 from averaging.discovery.gossip.identity import Ed25519Identity
 from averaging.discovery.gossip.membership import peer_hash
-from averaging.discovery.gossip.record import RecordLimits, entry_hash, record_id
+from averaging.discovery.gossip.record import GossipSettings, RecordLimits, entry_hash, record_id
 from averaging.discovery.gossip.record_table import RecordTable
-from averaging.discovery.gossip.settings import GossipSettings
 from averaging.peer import rounds, run_progress
 from averaging.protocol.aggregation import MEAN, Aggregation, AggregationKind, parse_aggregation
 from averaging.protocol.group import Group, Member, Mode, next_group_bits

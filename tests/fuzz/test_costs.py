@@ -22,10 +22,9 @@ from msgspec import msgpack
 from averaging.common.addresses import covers, is_endpoint
 from averaging.common.safe_msgpack import MAX_INTEGER_KEYS, unpack
 from averaging.discovery.gossip.membership import BroadcastBranch
-from averaging.discovery.gossip.record import RecordLimits
+from averaging.discovery.gossip.record import GossipSettings, RecordLimits
 from averaging.discovery.gossip.record_table import RecordTable
 from averaging.discovery.gossip.rumours import Rumours
-from averaging.discovery.gossip.settings import GossipSettings
 from averaging.errors import AveragingError
 from averaging.matchmaking import rules
 from averaging.protocol.group import Mode, pack_gather, unpack_gather

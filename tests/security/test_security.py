@@ -422,7 +422,7 @@ async def test_the_callee_logs_who_belongs_to_another_run(caplog: pytest.LogCapt
             with pytest.raises(CallRefusedError, match="belongs to run 'one', not to 'other'; give both"):
                 await call
     (line,) = refused(caplog)
-    assert line.startswith("refused a call from 127.0.0.1: 127.0.0.1:")
+    assert line.startswith("refused a call from 127.0.0.1: the called peer belongs")
     assert "belongs to run 'one', not to 'other'" in line
 
 

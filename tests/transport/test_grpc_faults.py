@@ -200,7 +200,7 @@ def test_a_wrong_token_is_reported_as_wrong_and_not_as_missing(sent_token: bool,
 @pytest.mark.parametrize(
     ("code", "details", "definite"),
     [
-        (grpc.StatusCode.NOT_FOUND, "it belongs to run 'one', not to 'other'", True),
+        (grpc.StatusCode.NOT_FOUND, "the called peer belongs to run 'one', not to 'other'", True),
         (grpc.StatusCode.PERMISSION_DENIED, "calls itself b:1, but its certificate is for c", True),
         (grpc.StatusCode.UNAVAILABLE, f"{DIALLING}Ssl handshake failed: WRONG_VERSION_NUMBER", True),
         (grpc.StatusCode.UNAVAILABLE, f"{DIALLING}Ssl handshake failed: CERTIFICATE_VERIFY_FAILED: self signed", True),

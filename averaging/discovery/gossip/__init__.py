@@ -5,16 +5,15 @@ peer also compares its records with those of a random member, which brings whate
 
 Read the modules in this order:
 
-1. `record`, `identity`: what a record is, how its owner writes and signs it, and proves that it has a certificate for
-   its endpoint.
+1. `record` (with all constants), `identity`: what a record is, how its owner writes and signs it, and proves that it
+   has a certificate for its endpoint.
 2. `record_table`: how records merge, which one is read, and the table of one peer.
-3. `settings`: all constants.
-4. `membership`: which peers are in the run, as their records say.
-5. `membership`, `rumours`: how a new record reaches all peers, down a tree, and clients.
-6. `anti_entropy`: how peers compare their records, and when.
-7. `bootstrap`: joining a run.
-8. `clock_offsets`: warnings about clocks.
-9. `gossip_discovery`: puts all of this together as the discovery of one peer.
+3. `membership`: which peers are in the run, as their records say.
+4. `membership`, `rumours`: how a new record reaches all peers, down a tree, and clients.
+5. `anti_entropy`: how peers compare their records, and when.
+6. `bootstrap`: joining a run.
+7. `clock_offsets`: warnings about clocks.
+8. `gossip_discovery`: puts all of this together as the discovery of one peer.
 
 docs/design/decisions/0001-gossip.md has the reasons and the costs.
 """

@@ -14,9 +14,9 @@ from contextlib import aclosing
 from averaging.common import CLIENT_PREFIX, Backoff
 from averaging.discovery.gossip.clock_offsets import ClockOffsets
 from averaging.discovery.gossip.membership import Membership
+from averaging.discovery.gossip.record import CALL_FAILURES, GossipSettings, is_refused, why_failed
 from averaging.discovery.gossip.record_table import RecordStore
 from averaging.discovery.gossip.rumours import Rumours
-from averaging.discovery.gossip.settings import CALL_FAILURES, GossipSettings, is_refused, why_failed
 from averaging.errors import ProtocolViolationError
 from averaging.protocol import Digest, ExchangeReply, Record
 from averaging.transport import Transport

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from averaging.common import Backoff
-from averaging.discovery.gossip.settings import CALL_FAILURES, GossipSettings, why_failed
+from averaging.discovery.gossip.record import CALL_FAILURES, GossipSettings, why_failed
 from averaging.errors import JoinError, RefusalCause, TransportError, refusal_cause
 from averaging.timing import Deadline, FairTimeout
 

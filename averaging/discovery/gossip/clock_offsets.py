@@ -118,7 +118,7 @@ class ClockOffsets:
         return None
 
     def _may_warn(self, name: str, moment: float) -> bool:
-        self._warned = {one: when for one, when in self._warned.items() if moment - when < STALE_SECONDS}
+        self._warned = {name: when for name, when in self._warned.items() if moment - when < STALE_SECONDS}
         full = len(self._warnings) == MAX_WARNINGS and moment - self._warnings[0] < STALE_SECONDS
         if full or name in self._warned:
             return False

@@ -19,10 +19,9 @@ from averaging.discovery.gossip.bootstrap import Bootstrap, Waiting
 from averaging.discovery.gossip.clock_offsets import ClockOffsets
 from averaging.discovery.gossip.identity import Author, Ed25519Identity, Identity
 from averaging.discovery.gossip.membership import RING, Membership, all_others
-from averaging.discovery.gossip.record import Reason
+from averaging.discovery.gossip.record import GossipSettings, Reason
 from averaging.discovery.gossip.record_table import Change, Merged, RecordStore
 from averaging.discovery.gossip.rumours import ClientStreams, Rumours
-from averaging.discovery.gossip.settings import GossipSettings
 from averaging.errors import (
     CallRefusedError,
     ClosedError,
@@ -101,7 +100,7 @@ class GossipDiscovery:
             max_lost=settings.max_lost,
             on_refused=lambda refusing: self._records.drop(self._peers_key, refusing),
         )
-        self._streams = ClientStreams(endpoint, settings)
+        self._streams = ClientStreams(settings)
         self._rumours = Rumours(transport, run_id, self._members, settings, clock, self._on_refused)
         self._offsets = ClockOffsets(settings.limits.clock_tolerance, settings.exchange_timeout)
         self._anti_entropy = AntiEntropy(
@@ -212,9 +211,9 @@ class GossipDiscovery:
             if reason is not None:
                 refusals.append(Refusal(record.key, record.subkey, reason.value))
             if (rumour.range_start, rumour.range_end) != (0, 0):
-                held = self._records.table().claim(record.key, record.subkey, record.owner)
-                if held is not None and held.version == record.version:
-                    self._rumours.spread(held, rumour.range_start, rumour.range_end)
+                newest = self._records.table().claim(record.key, record.subkey, record.owner)
+                if newest is not None and newest.version == record.version:
+                    self._rumours.spread(newest, rumour.range_start, rumour.range_end)
         return tuple(refusals)
 
     async def subscribe(self, digest: Digest) -> AsyncGenerator[tuple[Record, ...], None]:
@@ -235,7 +234,8 @@ class GossipDiscovery:
 
     def _admit(self, run_id: str) -> None:
         if run_id != self._run_id:
-            reason = f"it belongs to run {self._run_id!r}, not to {run_id[:64]!r}; give both peers the same run id"
+            runs = f"run {self._run_id!r}, not to {run_id[:64]!r}"
+            reason = f"the called peer belongs to {runs}; give both peers the same run id"
             raise CallRefusedError("", reason, RefusalCause.WRONG_RUN)
         if self._left:
             raise CallRefusedError("", "has left the run")

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from averaging.discovery.gossip.membership import Membership
-from averaging.discovery.gossip.record import Reason
-from averaging.discovery.gossip.settings import CALL_FAILURES, GossipSettings, is_refused, why_failed
+from averaging.discovery.gossip.record import CALL_FAILURES, GossipSettings, Reason, is_refused, why_failed
 from averaging.errors import CallRefusedError
 from averaging.protocol import Record, Refusal, Rumour
 from averaging.transport import Transport
@@ -168,8 +167,12 @@ class Rumours:
         if not refused:
             return ()
         latest = self._clock() + self._settings.limits.clock_tolerance
-        expired = {(one.record.key, one.record.subkey) for one in load if one.record.expiration <= latest}
-        return tuple(one for one in refused if one.reason != Reason.EXPIRED or (one.key, one.subkey) not in expired)
+        expired = {(rumour.record.key, rumour.record.subkey) for rumour in load if rumour.record.expiration <= latest}
+        return tuple(
+            refusal
+            for refusal in refused
+            if refusal.reason != Reason.EXPIRED or (refusal.key, refusal.subkey) not in expired
+        )
 
 
 # The streams of new records to clients, which accept no connections.
@@ -178,8 +181,7 @@ class Rumours:
 class ClientStream:
     """The records that wait for one client; of each record, only the newest version."""
 
-    def __init__(self, endpoint: str, settings: GossipSettings) -> None:
-        self._endpoint = endpoint
+    def __init__(self, settings: GossipSettings) -> None:
         self._settings = settings
         self._waiting: dict[tuple[str, str, bytes], Record] = {}
         self._ready = asyncio.Event()
@@ -220,8 +222,7 @@ class ClientStream:
 class ClientStreams:
     """The streams to all clients of this peer."""
 
-    def __init__(self, endpoint: str, settings: GossipSettings) -> None:
-        self._endpoint = endpoint
+    def __init__(self, settings: GossipSettings) -> None:
         self._settings = settings
         self._streams: dict[ClientStream, None] = {}
         self._one_closed = asyncio.Event()
@@ -241,7 +242,7 @@ class ClientStreams:
             raise CallRefusedError("", "leaves the run; try another peer")
         if len(self._streams) >= self._settings.max_streams:
             raise CallRefusedError("", f"has {len(self._streams)} clients already; try another peer")
-        stream = ClientStream(self._endpoint, self._settings)
+        stream = ClientStream(self._settings)
         self._streams[stream] = None
         try:
             yield stream
