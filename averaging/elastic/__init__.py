@@ -5,11 +5,12 @@ torchrun --nnodes=1:3 --nproc-per-node=2 --max-restarts=10 --rdzv-backend=averag
   --rdzv-id=JOB train.py
 ```
 
-docs/how-to/sites.md explains its use. `register.py` defines a register, `grpc_register.py` serves and calls one.
-`handler.py` is what torch calls, `cell.py` keeps a state in a register, `rendezvous_state.py` encodes it.
+docs/how-to/sites.md explains its use. Read in this order: `register` (what a register is, in memory and over gRPC),
+`etcd_register`, `session` (the register of one node, which may host it), `cell` (a state in a register),
+`rendezvous_state` (the state that torch needs, encoded), `backend`, `options`, `handler` (what torch calls).
 """
 
-from averaging.elastic.grpc_register import RegisterService
+from averaging.elastic.register import RegisterService
 
 __all__ = [
     "RegisterService",

@@ -6,8 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from averaging.elastic.grpc_register import CALL_SECONDS
-from averaging.elastic.register import LIFETIME, RegisterEntry, SwapResult
+from averaging.elastic.register import CALL_SECONDS, LIFETIME, RegisterEntry, SwapResult
 from averaging.errors import AveragingError, PeerUnreachableError, ProtocolViolationError
 from averaging.rpc import RpcChannel, RpcMethod
 from averaging.wire.etcd_pb2 import (

@@ -1,10 +1,9 @@
 """What travels between peers, and what the members of a group must agree on, without bytes or sockets.
 
-Read in this order: `messages` (one dataclass for each message), `group` (who is in a group, and its checks),
-`aggregation` (rules for the mean).
+Read in this order: `messages` (one dataclass for each message), `group` (the rule of the average, and who is in a group),
+`fingerprint` (the state of a member, in short).
 """
 
-from averaging.protocol.aggregation import MEAN, Aggregation, AggregationKind, ReplyForm, parse_aggregation
 from averaging.protocol.fingerprint import (
     ENTRY_BYTES,
     MAX_ENTRIES,
@@ -24,10 +23,14 @@ from averaging.protocol.fingerprint import (
 from averaging.protocol.group import (
     GROUP_ID_BYTES,
     MAX_GROUP_SIZE,
+    MEAN,
     NONCE_BYTES,
+    Aggregation,
+    AggregationKind,
     Group,
     Member,
     Mode,
+    ReplyForm,
     conflicting_digest,
     donors_key,
     group_digest,
@@ -37,6 +40,7 @@ from averaging.protocol.group import (
     next_group_bits,
     pack_gather,
     pack_metadata,
+    parse_aggregation,
     progress_key,
     unpack_gather,
 )

@@ -17,7 +17,7 @@ from averaging.allreduce.shard_reducer import (
     centered_clip,
     reducer_for,
 )
-from averaging.protocol.aggregation import Aggregation, AggregationKind, parse_aggregation
+from averaging.protocol.group import Aggregation, AggregationKind, parse_aggregation
 
 RULES = ["median", "trimmed:1", "trimmed:3", "clip:0.5", "clip:10"]
 numbers = st.floats(-1e3, 1e3, width=32)

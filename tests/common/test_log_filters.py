@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from averaging.transport.grpc.log_filters import POLLER, quieten
+from averaging.transport.grpc.error_mapping import POLLER, quieten
 
 
 def raising(error: Exception, name: str) -> Callable[[], None]:

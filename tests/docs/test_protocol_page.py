@@ -22,8 +22,16 @@ from averaging.discovery.gossip.membership import peer_hash
 from averaging.discovery.gossip.record import GossipSettings, RecordLimits, entry_hash, record_id
 from averaging.discovery.gossip.record_table import RecordTable
 from averaging.peer import rounds, run_progress
-from averaging.protocol.aggregation import MEAN, Aggregation, AggregationKind, parse_aggregation
-from averaging.protocol.group import Group, Member, Mode, next_group_bits
+from averaging.protocol.group import (
+    MEAN,
+    Aggregation,
+    AggregationKind,
+    Group,
+    Member,
+    Mode,
+    next_group_bits,
+    parse_aggregation,
+)
 from averaging.protocol.messages import CompressionType, Record
 from averaging.state import donors
 from averaging.state.manifest import State, pack, read_manifest, resume_at, seal

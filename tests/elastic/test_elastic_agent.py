@@ -9,8 +9,8 @@ import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 
-from averaging.elastic import agent as elastic_agent
-from averaging.elastic.agent import RestartBudget, told_in_one_line
+from averaging.elastic import handler as elastic_agent
+from averaging.elastic.handler import RestartBudget, told_in_one_line
 
 
 class Agent(LocalElasticAgent):

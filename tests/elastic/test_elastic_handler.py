@@ -26,9 +26,8 @@ from averaging import ConfigError
 from averaging.elastic import backend, handler
 from averaging.elastic import register as limits
 from averaging.elastic.cell import Seal
-from averaging.elastic.grpc_register import RegisterService
 from averaging.elastic.handler import AveragingRendezvousHandler, create_handler
-from averaging.elastic.register import MemoryRegister
+from averaging.elastic.register import MemoryRegister, RegisterService
 from averaging.rpc import EventLoopThread, RpcServer
 from tests.support.certificates import TOKEN, write
 from tests.support.ports import free_address

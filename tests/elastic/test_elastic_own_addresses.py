@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from averaging.elastic import own_addresses
-from averaging.elastic.own_addresses import address_for_others, are_same, is_own
+from averaging.elastic import session as own_addresses
+from averaging.elastic.session import address_for_others, are_same, is_own
 
 
 def interfaces(monkeypatch: pytest.MonkeyPatch, own: set[str], names: dict[str, list[str]], fqdn: str) -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from averaging.elastic.grpc_register import GrpcRegister, RegisterService
-from averaging.elastic.register import MAX_VALUE_BYTES, Register
+from averaging.elastic.register import MAX_VALUE_BYTES, GrpcRegister, Register, RegisterService
 from averaging.errors import CallRefusedError
 from averaging.rpc import RpcChannel, RpcServer, read_credentials
 from tests.support.certificates import TOKEN

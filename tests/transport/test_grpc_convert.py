@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.errors import ProtocolViolationError
-from averaging.protocol.aggregation import MAX_TRIM, Aggregation, AggregationKind
+from averaging.protocol.group import MAX_TRIM, Aggregation, AggregationKind
 from averaging.protocol.messages import (
     AveragingData,
     CompressionType,

@@ -27,7 +27,7 @@ from averaging.transport.grpc import channel_options as headers
 from averaging.transport.grpc import methods
 from averaging.transport.grpc.channels import Channels
 from averaging.transport.grpc.dialling import Dialling, check_listen, endpoint_of, is_on_loopback, warn_of_loopback
-from averaging.transport.grpc.log_filters import quieten
+from averaging.transport.grpc.error_mapping import quieten
 from averaging.transport.grpc.server import Server, averaging_handlers, gossip_handlers
 
 
