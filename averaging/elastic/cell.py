@@ -140,26 +140,26 @@ class Seal:
         return hmac.digest(secret, len(place).to_bytes(4, "big") + place + body, "sha256")
 
 
-def is_newer(held: Sealed, found: Sealed | None) -> bool:
+def is_newer(own: Sealed, present: Sealed | None) -> bool:
     """Whether the state of this node replaces that of the register, which may have lost it in a restart.
 
     Within one lineage the later write is valid. Another lineage is valid only if it overrules that of this node.
     """
-    if found is None:
+    if present is None:
         return True
-    if held.origin == found.origin:
-        return held.version > found.version
-    return held.origin not in found.overruled
+    if own.origin == present.origin:
+        return own.version > present.version
+    return own.origin not in present.overruled
 
 
-def overrules(held: Sealed, found: Sealed | None) -> bool:
+def overrules(own: Sealed, present: Sealed | None) -> bool:
     """Whether the lineage of this node replaces that of the register also at the nodes that hold the latter.
 
     It is the older one: a node that found an empty register began the other.
     """
-    if found is None or held.origin == found.origin:
+    if present is None or own.origin == present.origin:
         return False
-    return (held.created, held.origin) < (found.created, found.origin)
+    return (own.created, own.origin) < (present.created, present.origin)
 
 
 logger = logging.getLogger("averaging.elastic")
@@ -274,56 +274,56 @@ class Cell:
             ended=ended,
         )
 
-    def _against(self, held: Sealed, found: Sealed) -> Sealed:
+    def _against(self, own: Sealed, present: Sealed) -> Sealed:
         """The same state as a new write, in the place of another lineage."""
-        named = self._rooted and overrules(held, found)
+        named = self._rooted and overrules(own, present)
         return self._seal.close(
-            held.payload,
-            origin=held.origin,
-            created=held.created,
-            version=held.version,  # so it replaces no later state that another node holds
+            own.payload,
+            origin=own.origin,
+            created=own.created,
+            version=own.version,  # so it replaces no later state that another node holds
             sent=self._clock(),
             writer=self._writer,
-            world=held.world,
+            world=own.world,
             nonce=os.urandom(16),
-            overruled=(*held.overruled, found.origin)[-MAX_NAMED:] if named else held.overruled,
-            follows=held.follows,
+            overruled=(*own.overruled, present.origin)[-MAX_NAMED:] if named else own.overruled,
+            follows=own.follows,
             rooted=self._rooted,
-            ended=held.ended,
+            ended=own.ended,
         )
 
     async def _settle(self, entry: RegisterEntry | None) -> Fenced | None:
         """Returns the valid state: that of the register, or that of this node, which is then restored."""
         for _ in range(TRIES):
-            found, refused = self._open(entry)
-            held = self._held
-            if held is None or self._yields(held, found):
+            present, refused = self._open(entry)
+            own = self._held
+            if own is None or self._yields(own, present):
                 if refused is not None:
                     raise refused
-                return self._take_first(entry, found)
-            if not is_newer(held, found):
-                return self._hold(self._fenced(entry, found))
+                return self._take_first(entry, present)
+            if not is_newer(own, present):
+                return self._hold(self._fenced(entry, present))
             if refused is not None:
                 logger.warning("%s; this node puts back what it holds", refused)
-            if found is not None and found.origin != held.origin:
-                held = self._against(held, found)
-            written = await self._register.compare_and_set(self._key, held.raw, entry.token if entry else None)
+            if present is not None and present.origin != own.origin:
+                own = self._against(own, present)
+            written = await self._register.compare_and_set(self._key, own.raw, entry.token if entry else None)
             entry = written.entry
             if written.done:
                 logger.warning(
                     "the register had lost the state of %r (it restarted, perhaps); this node brought back version %d",
                     self._key,
-                    held.version,
+                    own.version,
                 )
         raise PeerUnreachableError("the register", f"{self._key!r} changes too fast; try again")
 
-    def _yields(self, held: Sealed, found: Sealed | None) -> bool:
+    def _yields(self, own: Sealed, present: Sealed | None) -> bool:
         """Whether this node takes another lineage as a newcomer does."""
-        if found is None or found.origin == held.origin:
+        if present is None or present.origin == own.origin:
             return False
         # A rooted node may have been away while its job ended, and another one with the same id began.
         away = self._monotonic() - self._held_at > FORGOTTEN
-        return (away or not self._rooted) and found.sent > held.sent
+        return (away or not self._rooted) and present.sent > own.sent
 
     def _open(self, entry: RegisterEntry | None) -> tuple[Sealed | None, ProtocolViolationError | None]:
         if entry is None:
@@ -333,32 +333,32 @@ class Cell:
         except ProtocolViolationError as error:
             return None, error
 
-    def _take_first(self, entry: RegisterEntry | None, found: Sealed | None) -> Fenced | None:
+    def _take_first(self, entry: RegisterEntry | None, present: Sealed | None) -> Fenced | None:
         self._void = None
-        if found is None:
+        if present is None:
             return None
-        fenced = self._fenced(entry, found)
-        if self._clock() - found.sent > FORGOTTEN or (self._alone and found.ended):
+        fenced = self._fenced(entry, present)
+        if self._clock() - present.sent > FORGOTTEN or (self._alone and present.ended):
             self._void = fenced.token
             return None
-        if self._alone and found.writer != self._writer:
+        if self._alone and present.writer != self._writer:
             raise ConfigError(
-                f"another job without --rdzv-id uses this register (last written by {found.writer}), and two jobs "
+                f"another job without --rdzv-id uses this register (last written by {present.writer}), and two jobs "
                 "would become one. Give --rdzv-id=NAME, the same at all nodes of a job and another one for each job"
             )
-        if found.world != self._world:
+        if present.world != self._world:
             raise ConfigError(
-                f"{self._key!r} is in use by another job ({found.world}, last written by {found.writer}), and this one "
-                f"was started with {self._world}. Give this job another --rdzv-id, or all its nodes the same options; "
-                f"an id is free {FORGOTTEN:g} s after its job has ended"
+                f"{self._key!r} is in use by another job ({present.world}, last written by {present.writer}), and "
+                f"this one was started with {self._world}. Give this job another --rdzv-id, or all its nodes the same "
+                f"options; an id is free {FORGOTTEN:g} s after its job has ended"
             )
         return self._hold(fenced)
 
     @staticmethod
-    def _fenced(entry: RegisterEntry | None, found: Sealed | None) -> Fenced:
-        if entry is None or found is None:
+    def _fenced(entry: RegisterEntry | None, present: Sealed | None) -> Fenced:
+        if entry is None or present is None:
             raise RuntimeError("no entry")
-        return Fenced(found, entry.token)
+        return Fenced(present, entry.token)
 
     def _hold(self, fenced: Fenced) -> Fenced:
         now, sealed = self._clock(), fenced.sealed

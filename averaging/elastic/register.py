@@ -89,8 +89,8 @@ class MemoryRegister:
         """See `Register`."""
         _check(key)
         self._forget()
-        held = self._entries.get(key)
-        return held[0] if held else None
+        entry, _ = self._entries.get(key, (None, 0.0))
+        return entry
 
     async def compare_and_set(self, key: str, value: bytes, token: bytes | None) -> SwapResult:
         """See `Register`.
@@ -101,8 +101,7 @@ class MemoryRegister:
         """
         _check(key, value)
         self._forget()
-        held = self._entries.get(key)
-        entry = held[0] if held else None
+        entry, _ = self._entries.get(key, (None, 0.0))
         if token != (entry.token if entry else None):
             return SwapResult(entry, done=False)
         self._make_room(key, entry, len(value))

@@ -37,9 +37,9 @@ def is_own(host: str) -> bool:
     return any(_can_bind(address) and not _can_bind(_NOBODYS[address.family]) for address in _resolved(host))
 
 
-def are_same(one: str, other: str) -> bool:
+def are_same(host: str, other: str) -> bool:
     """Whether two names or addresses without brackets are the same machine's."""
-    return one == other or not _resolved(one).isdisjoint(_resolved(other))
+    return host == other or not _resolved(host).isdisjoint(_resolved(other))
 
 
 def has_ipv4(host: str) -> bool:

@@ -1,6 +1,6 @@
 """What travels between peers, and what the members of a group must agree on, without bytes or sockets.
 
-Read in this order: `messages` (one dataclass for each message), `group` (the rule of the average, and who is in a group),
+Read in this order: `messages` (one dataclass for each message), `group` (its rule and who is in it),
 `fingerprint` (the state of a member, in short).
 """
 

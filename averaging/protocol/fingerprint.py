@@ -42,16 +42,16 @@ class Fingerprint:
     """The state of one member, in short.
 
     Attributes:
-        moment: which moment the digests are of, such as the phase of a round. Only fingerprints of the same moment are
+        moment: the moment of the digests, such as the phase of a round. Only fingerprints of the same moment are
             compared. Empty if there are no digests.
-        digest: of all tensors, or of a part of each if they are large; 16 hexadecimal digits.
+        digest: digest of all tensors, or of a part of each if they are large; 16 hexadecimal digits.
         entries: `ENTRY_BYTES` of the digest of each tensor, in order; of runs of tensors if there are more than
             `MAX_ENTRIES`.
         sketches: a float64 of each run of tensors, `MAX_SKETCHES` at most. Two of them differ by about the relative
             difference of the tensors.
         since: 0 if the peer began with its own parameters; else 1 + its local step when it last took over a state.
         step: the step at which `hyperparameters` were used.
-        hyperparameters: of the optimizer, by name; empty if unknown.
+        hyperparameters: those of the optimizer, by name; empty if unknown.
     """
 
     moment: str = ""
@@ -110,8 +110,8 @@ def _read(values: Mapping[Any, Any]) -> dict[str, tuple[Value, ...] | bytes] | N
         if isinstance(column, bytes):
             read[name] = column[:8]
         elif isinstance(column, list):
-            read[name] = tuple(tuple(one) if isinstance(one, list) else one for one in column)
-            if not all(_is_value(one) for one in read[name]):
+            read[name] = tuple(tuple(value) if isinstance(value, list) else value for value in column)
+            if not all(map(_is_value, read[name])):
                 return None
         else:
             return None
@@ -120,7 +120,7 @@ def _read(values: Mapping[Any, Any]) -> dict[str, tuple[Value, ...] | bytes] | N
 
 def _is_value(value: object) -> bool:
     if isinstance(value, tuple):
-        return len(value) <= MAX_ITEMS and all(_is_value(one) and not isinstance(one, tuple) for one in value)
+        return len(value) <= MAX_ITEMS and all(_is_value(item) and not isinstance(item, tuple) for item in value)
     return value is None or isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) <= MAX_NAME)
 
 

@@ -150,7 +150,7 @@ class Group:
 
     Attributes:
         group_id: the id on the wire; a secret of the members during the round.
-        members: in the leader's order, the same at every member. The first is not necessarily the leader.
+        members: the members in the leader's order, the same at every member. The first is not necessarily the leader.
         leader: endpoint of the leader; empty if unknown.
         digest: SHA-256 of the id, the members in order, and their gathers, as the leader announced them here; empty if
             unknown.

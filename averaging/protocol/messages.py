@@ -200,7 +200,7 @@ class Digest:
     Attributes:
         endpoint: the caller's; empty for a client.
         entries: (id, version) of every record, if `complete`.
-        sent: when it was created, by the caller's clock, in seconds since the epoch; 0 if unknown.
+        sent: time of its creation by the caller's clock, in seconds since the epoch; 0 if unknown.
     """
 
     run_id: str
@@ -216,7 +216,7 @@ class ExchangeReply:
     """Records that the caller lacks, ids of those that the callee lacks, or only that something differs.
 
     Attributes:
-        sent: when it was created, by the callee's clock, in seconds since the epoch; 0 if unknown.
+        sent: time of its creation by the callee's clock, in seconds since the epoch; 0 if unknown.
     """
 
     records: tuple[Record, ...] = ()

@@ -37,7 +37,7 @@ class Lane:
 
     Attributes:
         name: `grpc`; or `direct` for a connection beside gRPC, `sealed` if that is encrypted.
-        reason: why it is not the direct one, as text.
+        reason: text that says why it is not the direct lane.
     """
 
     name: str
@@ -85,8 +85,8 @@ class GossipService(Protocol):
     """The calls about discovery that a peer serves.
 
     Raises:
-        CallRefusedError: from any method, if the caller belongs to another run.
-        ProtocolViolationError: from any method, if the caller violates the protocol.
+        CallRefusedError: any method raises it if the caller belongs to another run.
+        ProtocolViolationError: any method raises it if the caller violates the protocol.
     """
 
     def exchange(self, digest: Digest) -> AsyncGenerator[ExchangeReply, None]:
@@ -110,9 +110,9 @@ class Transport(Protocol):
     """One peer's access to the network. All calls name the other peer by its endpoint.
 
     Raises:
-        PeerUnreachableError: from any call: there is no answer, or the connection was lost.
-        CallRefusedError: from any call: the peer answered with an error.
-        ProtocolViolationError: from any call: the answer is malformed.
+        PeerUnreachableError: any call: there is no answer, or the connection was lost.
+        CallRefusedError: any call: the peer answered with an error.
+        ProtocolViolationError: any call: the answer is malformed.
     """
 
     async def bind(self) -> str:

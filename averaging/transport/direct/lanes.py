@@ -40,11 +40,11 @@ class _Lane:
     """What is known about one peer; times are of the running loop.
 
     Attributes:
-        opened: when its connection was opened.
-        used: when a stream on it ended last.
-        failures: in a row.
-        retry_at: when a connection may be asked for again.
-        reason: why there is none.
+        opened: time at which its connection was opened.
+        used: time at which a stream on it ended last.
+        failures: number of failures in a row.
+        retry_at: time from which a connection may be asked for again.
+        reason: text that says why it has none.
     """
 
     link: Link | None = None
@@ -185,7 +185,7 @@ class Lanes:
         lane = self._lanes.pop(endpoint, None) or _Lane()
         self._lanes[endpoint] = lane
         if len(self._lanes) > MAX_KNOWN:
-            unused = (name for name, one in self._lanes.items() if one.link is None and one.opening is None)
+            unused = (name for name, known in self._lanes.items() if known.link is None and known.opening is None)
             if (oldest := next(unused, endpoint)) != endpoint:
                 del self._lanes[oldest]
         return lane

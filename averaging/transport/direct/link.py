@@ -92,18 +92,18 @@ class Link:
         name: the other peer, for errors.
         accepted: kinds of frames that the other side may send.
         max_body: bytes of the largest body that is accepted.
-        buffers: where bodies are received.
-        ciphers: of a sealed connection; None for a plain one.
+        buffers: pool in which bodies are received.
+        ciphers: ciphers of a sealed connection; None for plain text.
         hang_ups: tells of the end of the connection while nothing is read; None if that does not matter.
 
     Attributes:
-        ticket: with which the connection was made.
+        ticket: ticket with which the connection was made.
         lost: why the connection has ended; empty while it is open.
         spent: whether no further stream may begin on it.
-        ahead: how many frames may wait to be read; with 0 one arrives when it is asked for.
-        on_lost: called once when the connection ends, except by `close`.
-        on_frame: called with the size of a frame before memory is allocated for it. If it raises, the connection ends.
-        write_seconds: in how many seconds the other side must take a frame of a size; None for any time.
+        ahead: number of frames that may wait to be read; with 0 a frame is received when it is asked for.
+        on_lost: callback, called once when the connection ends, except by `close`.
+        on_frame: callback with the size of a frame, before memory is allocated for it; the link ends if it raises.
+        write_seconds: time limit for sending a frame, given its size in bytes; None for no limit.
     """
 
     def __init__(

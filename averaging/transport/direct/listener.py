@@ -37,13 +37,13 @@ class Listener:
     Args:
         address: `host:port`; port 0 takes a free one.
         max_body: bytes of the largest body that is accepted.
-        held: quota of the bytes of parts that no round has asked for.
-        buffers: where bodies are received.
+        held: byte quota of the of parts that no round has asked for.
+        buffers: pool in which bodies are received.
         clock: monotonic.
 
     Attributes:
-        port: on which it listens.
-        tickets: with which connections are admitted.
+        port: the port on which it listens.
+        tickets: tickets with which connections are admitted.
 
     Raises:
         ListenError: the address is not available.
@@ -228,24 +228,24 @@ def _listening(address: str) -> list[socket.socket]:
     bound: list[socket.socket] = []
     failure: OSError | None = None
     try:
-        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise ListenError(f"cannot listen on {address} (direct_listen): {error}") from None
-    for family, kind, protocol, _, where in found:
-        one = socket.socket(family, kind, protocol)
+    for family, kind, protocol, _, where in addresses:
+        listening = socket.socket(family, kind, protocol)
         try:
-            one.setblocking(False)
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.setblocking(False)
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 with suppress(OSError):
-                    one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                    listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             chosen = bound[0].getsockname()[1] if bound else port
-            one.bind((where[0], chosen, *where[2:]))
+            listening.bind((where[0], chosen, *where[2:]))
         except OSError as error:
             failure = error
-            one.close()
+            listening.close()
         else:
-            bound.append(one)
+            bound.append(listening)
     if not bound:
         reason = failure.strerror if failure else "no such address"
         raise ListenError(f"cannot listen on {address} (direct_listen): {reason}; choose another port, or port 0")

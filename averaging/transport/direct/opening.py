@@ -60,8 +60,8 @@ class Request:
 
     Attributes:
         commitment: digest of the nonce that it will send, 32 bytes.
-        public_key: of this connection; empty without TLS.
-        version: of the caller's lane.
+        public_key: key of this connection; empty without TLS.
+        version: version of the caller's lane.
     """
 
     commitment: bytes
@@ -74,11 +74,11 @@ class Grant:
     """What the callee answers.
 
     Attributes:
-        port: on the host of the callee's endpoint.
-        ticket: for one connection.
-        public_key: of this connection; empty without TLS.
-        version: of the callee's lane.
-        seconds: for which the ticket is valid.
+        port: port on the host of the callee's endpoint.
+        ticket: admits one connection.
+        public_key: key of this connection; empty without TLS.
+        version: version of the callee's lane.
+        seconds: lifetime of the ticket.
     """
 
     port: int
@@ -138,10 +138,10 @@ def direct_handlers(
     """The callee's side.
 
     Args:
-        tickets: where the connection is admitted.
+        tickets: tickets of the direct port, to which the new one is added.
         port: returns the port at which callers reach this peer.
         echo: sends an ALIVE frame over the connection with a ticket.
-        clock: of the tickets.
+        clock: clock of the tickets.
         sealed: whether this peer has TLS, so that the connection is sealed.
     """
 
@@ -177,12 +177,12 @@ async def open_link(
     """Opens a connection to `endpoint`; the caller's side.
 
     Args:
-        endpoint: of the callee.
+        endpoint: endpoint of the callee.
         ask: calls `Open`.
         dialling: decides which addresses are dialled.
         sealed: whether this peer has TLS, so that the connection is sealed.
         max_body: bytes of the largest body that is accepted.
-        buffers: where bodies are received.
+        buffers: pool in which bodies are received.
 
     Raises:
         CallRefusedError: the callee has no direct lane, or one of another version.
@@ -242,8 +242,8 @@ async def _connect(loop: asyncio.AbstractEventLoop, hosts: Sequence[str], port: 
     failure: OSError | None = None
     numeric = socket.AI_NUMERICHOST  # names were resolved and their addresses checked before
     for host in hosts[:MAX_ADDRESSES]:
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=numeric)
-        for family, kind, protocol, _, where in found:
+        addresses = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=numeric)
+        for family, kind, protocol, _, where in addresses:
             connection = socket.socket(family, kind, protocol)
             try:
                 connection.setblocking(False)

@@ -60,10 +60,11 @@ def derive_keys(secret: bytes, caller: bytes, callee: bytes, proof: bytes) -> Ke
     """Derives the keys of a connection; both sides get the same.
 
     Args:
-        secret: of both sides.
+        secret: shared secret of both sides.
         caller: the caller's public key.
         callee: the callee's public key.
-        proof: of the caller's nonce and the callee's ticket, so that the callee cannot choose the caller's first frame.
+        proof: digest of the caller's nonce and the callee's ticket, so that the callee cannot choose the caller's first
+            frame.
     """
     derived = HKDF(hashes.SHA256(), 2 * KEY_BYTES, salt=proof, info=CONTEXT + caller + callee).derive(secret)
     return Keys(derived[:KEY_BYTES], derived[KEY_BYTES:])
@@ -146,10 +147,10 @@ class Admission:
     """What the holder of a ticket may do.
 
     Attributes:
-        host: from which the ticket was requested.
+        host: address from which the ticket was requested.
         ticket: the ticket itself.
         check: raises a ProtocolViolationError if the holder may not use an endpoint as its own.
-        seal: makes the ciphers of the connection from the caller's proof; None for a plain one.
+        seal: makes the ciphers of the connection from the caller's proof; None for plain text.
     """
 
     host: str

@@ -153,7 +153,7 @@ class DirectTransport(GrpcTransport):
             PeerUnreachableError: the connection was lost.
             CallRefusedError: the callee ended the stream with an error.
             ProtocolViolationError: an answer is malformed.
-            Exception: of `messages`.
+            Exception: raised by `messages`.
         """
         link = self._lanes.take(endpoint)
         if link is None:

@@ -165,7 +165,7 @@ class Callers:
     """Counts the calls in progress of each host, and checks the endpoints that callers use.
 
     Attributes:
-        refusals: of whatever calls.
+        refusals: log of refused calls, rate-limited per host.
         unread: the replies to them that are on their way.
     """
 
@@ -222,9 +222,9 @@ class Callers:
         """Returns a function that decodes the messages of a call and checks which endpoint they name as the sender.
 
         Raises:
-            ProtocolViolationError: from the returned function, if the caller's certificate is not valid for that
+            ProtocolViolationError: the returned function raises it if the caller's certificate is not valid for that
                 endpoint.
-            ProtocolViolationError: from the returned function, if a message is malformed.
+            ProtocolViolationError: the returned function raises it if a message is malformed.
         """
         sender = method.sender
         if sender is None or not self._authenticated:
@@ -249,7 +249,7 @@ def claim_checker() -> Callable[[str], None]:
     The caller is that of the call which the current task serves.
 
     Raises:
-        ProtocolViolationError: from the returned function, if the caller's certificate is not valid for it.
+        ProtocolViolationError: the returned function raises it if the caller's certificate is not valid for it.
     """
     return _CHECKER.get()()
 

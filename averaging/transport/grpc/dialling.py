@@ -51,13 +51,13 @@ class Dialling:
             ProtocolViolationError: it must not be dialled.
         """
         host = parse_address(endpoint)[0]
-        found = await resolve(host)
-        for address in () if endpoint in self._given else (host, *found):
+        addresses = await resolve(host)
+        for address in () if endpoint in self._given else (host, *addresses):
             reason = objection(address, loopback=self.loopback)
             if reason is not None:
                 where = host if address == host else f"{host} is {address}, and that"
                 raise ProtocolViolationError(f"is not dialled: {where} is {reason}{self._remedy}", endpoint)
-        return found or (() if parse_ip(host) is None else (host.strip("[]"),))
+        return addresses or (() if parse_ip(host) is None else (host.strip("[]"),))
 
 
 async def resolve(host: str) -> tuple[str, ...]:
@@ -66,10 +66,10 @@ async def resolve(host: str) -> tuple[str, ...]:
         return ()
     try:
         async with asyncio.timeout(RESOLVE_SECONDS):
-            found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            resolved = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):  # TimeoutError is an OSError
         return ()
-    return tuple(dict.fromkeys(str(where[0]) for *_, where in found))
+    return tuple(dict.fromkeys(str(where[0]) for *_, where in resolved))
 
 
 async def is_on_loopback(hosts: Collection[str]) -> bool:
@@ -109,12 +109,12 @@ async def check_listen(address: str, advertise: str | None, *, exposed: bool = T
     """
     host, port = parse_address(address)
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        resolved = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise ListenError(
             f"cannot listen on {address}: {host} is unknown ({error}); give one of this machine's addresses"
         ) from None
-    hosts = [str(where[0]) for *_, where in found]
+    hosts = [str(where[0]) for *_, where in resolved]
     if advertise is not None and _is_wildcard(parse_address(advertise)[0]):
         raise ConfigError(f"other peers cannot dial {advertise}; advertise HOST:PORT at which they reach this peer")
     if advertise is None and any(map(_is_wildcard, hosts)):
@@ -129,9 +129,9 @@ async def check_listen(address: str, advertise: str | None, *, exposed: bool = T
             f"{spelled('tls_ca')}, {spelled('tls_cert')} and {spelled('tls_key')} (`averaging ca` makes them), or "
             f"{spelled('insecure', True)} if every machine that can connect is trusted"
         )
-    failures = [failure for family, _, _, _, where in found if (failure := _try_to_bind(family, where))]
+    failures = [failure for family, _, _, _, where in resolved if (failure := _try_to_bind(family, where))]
     taken = any(failure.errno == errno.EADDRINUSE for failure in failures)
-    if taken or len(failures) == len(found):
+    if taken or len(failures) == len(resolved):
         failure = failures[0]
         number = errno.EADDRINUSE if taken else failure.errno
         reason = _REMEDIES.get(number or 0, f"{failure.strerror}; choose another address")
@@ -150,8 +150,8 @@ async def warn_of_loopback(listen: str, join: Sequence[str]) -> None:
     if not all(map(is_loopback, own)):
         return
     hosts = [parse_address(endpoint)[0] for endpoint in join]
-    found = await asyncio.gather(*map(resolve, hosts))
-    if any(map(is_loopback, chain(hosts, *found))) or (is_loopback(host) and not join):
+    addresses = await asyncio.gather(*map(resolve, hosts))
+    if any(map(is_loopback, chain(hosts, *addresses))) or (is_loopback(host) and not join):
         return
     logger.warning(
         "this peer listens on %s%s, where only peers on this machine can call it%s. Listen on an address that other "

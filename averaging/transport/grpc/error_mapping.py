@@ -278,5 +278,5 @@ _FILTERS = {"grpc._cython.cygrpc": _LostEnds(), "asyncio": _LateWakeUps()}
 
 def quieten() -> None:
     """Drops these errors from now on, in the whole process."""
-    for name, one in _FILTERS.items():
-        logging.getLogger(name).addFilter(one)  # once: a logger has a filter only one time
+    for name, drop in _FILTERS.items():
+        logging.getLogger(name).addFilter(drop)  # once: a logger has a filter only one time

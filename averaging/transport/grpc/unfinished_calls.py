@@ -176,32 +176,32 @@ class ByteLimits:
     in_all: int
 
 
-def excess(held: Mapping[Remote, int], limits: ByteLimits) -> list[Remote]:
+def excess(nbytes: Mapping[Remote, int], limits: ByteLimits) -> list[Remote]:
     """Selects the connections to close, so that the others keep within the limits.
 
     A host over its limit loses its largest connections. If all hosts together are over the limit, the host that holds
     the most loses its largest connections.
 
     Args:
-        held: the bytes of each connection.
+        nbytes: the bytes of each connection.
         limits: the bytes that are allowed.
     """
     gone: list[Remote] = []
     left: dict[str, list[Remote]] = {}
     totals: Counter[str] = Counter()
-    for remote in sorted(held, key=lambda remote: held[remote], reverse=True):
-        if held[remote] > limits.per_connection:
+    for remote in sorted(nbytes, key=lambda remote: nbytes[remote], reverse=True):
+        if nbytes[remote] > limits.per_connection:
             gone.append(remote)
         else:
             left.setdefault(remote.address, []).append(remote)
-            totals[remote.address] += held[remote]
+            totals[remote.address] += nbytes[remote]
     while totals:
         host, total = totals.most_common(1)[0]
         if total <= limits.per_host and totals.total() <= limits.in_all:
             break
         largest = left[host].pop(0)
         gone.append(largest)
-        totals[host] -= held[largest]
+        totals[host] -= nbytes[largest]
     return gone
 
 
@@ -338,10 +338,10 @@ class UnfinishedCalls:
             others = self._sockets.of(self._port, connection.remote) != connection.handles
             if (connection.handles and others) or (connection.calls and not connection.count()):
                 self._end(connection)
-        held = {remote: connection.held for remote, connection in self._connections.items() if connection.calls}
-        for remote in excess(held, self._limits):
+        nbytes = {remote: connection.held for remote, connection in self._connections.items() if connection.calls}
+        for remote in excess(nbytes, self._limits):
             text = "closed the connection of %s: its unfinished requests hold %.0f MiB"
-            logger.warning(text, remote, held[remote] / (1 << 20))
+            logger.warning(text, remote, nbytes[remote] / (1 << 20))
             self._end(self._connections[remote])
 
     def _connection(self, remote: Remote) -> _Connection:
