@@ -22,6 +22,8 @@ demo: $(VENV)/installed ## train in four processes that average, and kill one of
 posttrain: $(VENV)/installed ## reinforcement learning at two elastic sites, of which parts are killed; about 6 minutes
 	$(BIN)/python -m examples.posttrain
 
+# Each process would otherwise rewrite the assertions of 300 files again: 9 s of a processor.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/installed ## all tests except those of the next seven targets
 	$(BIN)/python -m pytest -m "not long and not interop and not etcd" --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
