@@ -141,6 +141,6 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest
 
 def test_the_plan_has_two_calls_in_a_row() -> None:
     plan = plan_of("127.0.0.1:1", "127.0.0.1:2")
-    assert [[call.name for call in level] for level in plan.levels.calls] == [["rew_inf"], ["actor_train"]]
+    assert [[call.name for call in level] for level in plan.levels] == [["rew_inf"], ["actor_train"]]
     with pytest.raises(ConfigError):
         plan.worker_of("critic")

@@ -8,14 +8,14 @@ import pytest
 
 from averaging.errors import ConfigError
 from averaging.rl.workers import Average, Call, Model, ParamRealloc, Topology
-from averaging.rl.workers.plan import Levels, ModelShardID
+from averaging.rl.workers.plan import ModelShardID, levels_of
 from tests.support.worker_backends import ppo
 
 WORKERS = {"a": "127.0.0.1:1", "b": "127.0.0.1:2", "c": "127.0.0.1:3"}
 
 
-def names(levels: Levels) -> list[list[str]]:
-    return [[call.name for call in level] for level in levels.calls]
+def names(levels: list[list[Call]]) -> list[list[str]]:
+    return [[call.name for call in level] for level in levels]
 
 
 def test_the_graph_of_ppo_has_three_levels() -> None:
@@ -33,7 +33,7 @@ def test_calls_that_need_nothing_of_each_other_share_a_level() -> None:
         Call("rew", "reward", "inference", ("answer",), ("reward",)),
         Call("report", "ref", "inference", ("prompt",), ("text",), after=("actor_train",)),
     )
-    assert names(Levels(calls, ["prompt"])) == [
+    assert names(levels_of(calls, ["prompt"])) == [
         ["gen"],
         ["ref", "rew", "value"],
         ["actor_train", "critic_train"],
@@ -49,7 +49,7 @@ def test_a_cycle_is_named() -> None:
         Call("alone", "c", "inference", ("prompt",), ("other",)),
     )
     with pytest.raises(ConfigError, match="in a cycle: (.*)") as error:
-        Levels(calls, ["prompt"])
+        levels_of(calls, ["prompt"])
     cycle = str(error.value).rpartition(": ")[2].split(" → ")
     assert cycle[0] == cycle[-1]
     assert set(cycle) == {"gen", "judge", "think"}
@@ -72,7 +72,7 @@ def test_a_cycle_is_named() -> None:
 )
 def test_mistakes_in_a_graph(calls: tuple[Call, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Levels(calls, ["prompt"])
+        levels_of(calls, ["prompt"])
 
 
 def test_mistakes_in_a_call() -> None:

@@ -180,9 +180,8 @@ class MasterWorker:
     If it raises, the samples stay in the buffer, and the next call runs the same step again.
 
     Raises:
-        WorkerError: A worker is lost, and its samples cannot be assigned to others, or it alone held tensors that a
-            call needs.
-        WorkerError: A worker has failed, or the dataset has too few samples.
+        WorkerError: A worker has failed, or the dataset has too few samples; with `lost` if a worker is lost
+            and its samples cannot be assigned to others, or it alone held tensors that a call needs.
     """
 
     post = _in_thread(RequestClient.post)

@@ -168,51 +168,50 @@ class Call:
         )
 
 
-class Levels:
-    """The levels of a graph: the calls of one level depend only on those of earlier levels.
+def levels_of(calls: Sequence[Call], data_keys: Sequence[str]) -> list[list[Call]]:
+    """The levels of a graph in order: the calls of one level depend only on those of earlier levels.
 
     Args:
         calls: The calls in any order.
         data_keys: Names of the tensors that the dataset has.
 
-    Attributes:
-        calls: The levels in order; within a level in the order of the names.
+    Returns:
+        The levels; within a level in the order of the names.
 
     Raises:
         ConfigError: There is a cycle, a tensor that nothing makes or that two calls make, or an unknown call.
     """
-
-    def __init__(self, calls: Sequence[Call], data_keys: Sequence[str]) -> None:
-        if not calls:
-            raise ConfigError("the plan has no calls")
-        by_name = {call.name: call for call in calls}
-        makers: dict[str, str] = {}
-        for call in calls:
-            for key in call.outputs:
-                if key in data_keys or key in makers:
-                    raise ConfigError(
-                        f"{key!r} is an output of {call.name!r} and of {makers.get(key, 'the dataset')}; rename one"
-                    )
-                makers[key] = call.name
-        sorter: TopologicalSorter[str] = TopologicalSorter()
-        for call in calls:
-            for key in call.inputs:
-                if key not in makers and key not in data_keys:
-                    raise ConfigError(f"{key!r}, an input of {call.name!r}, is made by no call and not in the dataset")
-            for name in call.after:
-                if name not in by_name:
-                    raise ConfigError(f"{call.name!r} is to run after the unknown call {name!r}")
-            sorter.add(call.name, *call.after, *(makers[key] for key in call.inputs if key in makers))
-        try:
-            sorter.prepare()
-        except CycleError as error:
-            cycle = error.args[1]  # each is needed by the next
-            raise ConfigError(f"the calls depend on each other in a cycle: {' → '.join(cycle)}") from None
-        self.calls: list[list[Call]] = []
-        while sorter.is_active():
-            ready = sorted(sorter.get_ready())
-            self.calls.append([by_name[name] for name in ready])
-            sorter.done(*ready)
+    if not calls:
+        raise ConfigError("the plan has no calls")
+    by_name = {call.name: call for call in calls}
+    makers: dict[str, str] = {}
+    for call in calls:
+        for key in call.outputs:
+            if key in data_keys or key in makers:
+                raise ConfigError(
+                    f"{key!r} is an output of {call.name!r} and of {makers.get(key, 'the dataset')}; rename one"
+                )
+            makers[key] = call.name
+    sorter: TopologicalSorter[str] = TopologicalSorter()
+    for call in calls:
+        for key in call.inputs:
+            if key not in makers and key not in data_keys:
+                raise ConfigError(f"{key!r}, an input of {call.name!r}, is made by no call and not in the dataset")
+        for name in call.after:
+            if name not in by_name:
+                raise ConfigError(f"{call.name!r} is to run after the unknown call {name!r}")
+        sorter.add(call.name, *call.after, *(makers[key] for key in call.inputs if key in makers))
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        cycle = error.args[1]  # each is needed by the next
+        raise ConfigError(f"the calls depend on each other in a cycle: {' → '.join(cycle)}") from None
+    levels: list[list[Call]] = []
+    while sorter.is_active():
+        ready = sorted(sorter.get_ready())
+        levels.append([by_name[name] for name in ready])
+        sorter.done(*ready)
+    return levels
 
 
 _NAME = re.compile(r"[A-Za-z0-9][\w./-]{0,99}", re.ASCII)
@@ -405,16 +404,16 @@ class Plan:
                 )
         for call in self.calls:
             self._check_call(call)
-        _ = self.levels
+        _ = self.levels  # raises if the calls cannot be ordered
 
     @cached_property
-    def levels(self) -> Levels:
+    def levels(self) -> list[list[Call]]:
         """The calls in the order in which they can run; those of one level run together.
 
         Raises:
             ConfigError: There is a cycle, which the message names.
         """
-        return Levels(self.calls, self.data_keys)
+        return levels_of(self.calls, self.data_keys)
 
     @cached_property
     def by_name(self) -> dict[str, Model]:
@@ -424,7 +423,7 @@ class Plan:
     @property
     def data_model(self) -> Model:
         """The model whose DP heads hold the dataset: that of the first call."""
-        return self.by_name[self.levels.calls[0][0].model]
+        return self.by_name[self.levels[0][0].model]
 
     def worker_of(self, handler: str) -> str:
         """The worker to which requests for a handler go.

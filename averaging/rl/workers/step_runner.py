@@ -97,9 +97,8 @@ class StepRunner:
         If it raises, the samples stay in the buffer, and the next call runs the same step again.
 
         Raises:
-            WorkerError: A worker is lost, and the call does not assign its samples to others, or the worker alone held
-                tensors that a call needs.
-            WorkerError: A worker has failed, or the dataset has too few samples.
+            WorkerError: A worker has failed, or the dataset has too few samples; with `lost` if a worker is
+                lost and its samples cannot be assigned to others, or it alone held tensors that a call needs.
         """
         began = time.monotonic()
         number = self.step_number + 1
@@ -108,7 +107,7 @@ class StepRunner:
         ids = list(self._buffer)[: self._plan.batch_size]
         lengths = {sample: self._buffer[sample] for sample in ids}
         stats: dict[str, dict[str, float]] = {}
-        for level in self._plan.levels.calls:
+        for level in self._plan.levels:
             stats |= await self._levels.run(level, lengths, number)
         self.step_number = number
         for worker in sorted(self._client.living):
@@ -281,9 +280,7 @@ class LevelRunner:
         """Runs the calls of one level for samples with these lengths. Returns the statistics by call.
 
         Raises:
-            WorkerError: A worker is lost, and its samples cannot be assigned to others, or it alone held tensors that a
-                call needs.
-            WorkerError: A worker has failed.
+            WorkerError: A worker has failed; with `lost` if a worker is lost, as for `StepRunner.step`.
         """
         jobs: dict[str, _Job] = {}
         try:
