@@ -72,25 +72,25 @@ def form_batch(
         sizes: sequences of each group in the queue, oldest group first.
         envs: the environment of each group.
         target: sequences of a batch.
-        reserved: by environment, the sequences of the batch that are reserved for it. If an environment has fewer in
+        reserved: sequences of the batch that are reserved for each environment. If an environment has fewer in
             the queue, there is no batch. If its groups do not add up to its reservation, it gets the next larger number
             of sequences that fits, otherwise the next smaller one. Beyond `MAX_SEARCH`, if the groups do not
             fit together so, the oldest groups form the batch.
     """
     if not reserved:
         return exact_sum(sizes, target)
-    own: dict[int, list[int]] = {env: [] for env in reserved}
+    queued: dict[int, list[int]] = {env: [] for env in reserved}
     others: list[int] = []
     for index, env in enumerate(envs):
-        (others if env is None or env not in own else own[env]).append(index)
-    if any(sum(sizes[index] for index in own[env]) < count for env, count in reserved.items()):
+        (others if env is None or env not in queued else queued[env]).append(index)
+    if any(sum(sizes[index] for index in queued[env]) < count for env, count in reserved.items()):
         return None
     # The environment with the oldest group comes first, so that no environment always comes last.
-    order = sorted((env for env in reserved if own[env]), key=lambda env: own[env][0])
-    sums = {env: reachable(Counter(sizes[index] for index in own[env]), target) for env in order}
+    order = sorted((env for env in reserved if queued[env]), key=lambda env: queued[env][0])
+    sums = {env: reachable(Counter(sizes[index] for index in queued[env]), target) for env in order}
     at_least = {env: sums[env] >> reserved[env] << reserved[env] for env in order}
     smallest = {env: (at_least[env] & -at_least[env]).bit_length() - 1 for env in order}  # -1: nothing fits
-    if all(count >= 0 for count in smallest.values()) and (picked := _fill(sizes, own, smallest, target)) is not None:
+    if min(smallest.values(), default=0) >= 0 and (picked := _fill(sizes, queued, smallest, target)) is not None:
         return picked
     if len(order) * target > MAX_SEARCH:
         return exact_sum(sizes, target)
@@ -98,7 +98,7 @@ def form_batch(
     # Next, larger numbers that keep all reservations. Only if there are none, a reservation may be cut.
     for possible in (at_least, sums):
         if (allocation := _allocate(possible, reserved, others_sums, target)) is not None:
-            return _fill(sizes, own, allocation, target)
+            return _fill(sizes, queued, allocation, target)
     return None
 
 
@@ -110,12 +110,12 @@ def reservations(batch_size: int, fractions: Mapping[int, float]) -> dict[int, i
 
 
 def _fill(
-    sizes: Sequence[int], own: Mapping[int, list[int]], allocation: Mapping[int, int], target: int
+    sizes: Sequence[int], queued: Mapping[int, list[int]], allocation: Mapping[int, int], target: int
 ) -> list[int] | None:
     """Picks the oldest groups of each environment for its allocation, and the oldest others that fill up the batch."""
     picked: set[int] = set()
     for env, count in allocation.items():
-        picked.update(own[env][index] for index in exact_sum([sizes[index] for index in own[env]], count) or ())
+        picked.update(queued[env][index] for index in exact_sum([sizes[index] for index in queued[env]], count) or ())
     left = [index for index in range(len(sizes)) if index not in picked]
     rest = target - sum(allocation.values())
     filling = exact_sum([sizes[index] for index in left], rest) if rest >= 0 else None

@@ -57,7 +57,7 @@ class Batch:
 
     Attributes:
         step: the first one is `starting_step + 1`.
-        groups: as posted, with all fields of `ScoredData`; fields that were not posted are None.
+        groups: the posted groups with all fields of `ScoredData`; fields that were not posted are None.
     """
 
     step: int
@@ -82,7 +82,7 @@ class BatchFeed:
 
     Args:
         url: the server, "http://HOST:PORT" or "https://HOST:PORT".
-        registration: the same on all ranks.
+        registration: registration of the run; the same on all ranks.
         process_group: None means torch's default group if torch.distributed is initialized, else this process alone.
         poll: seconds between two requests for a batch, and at the other ranks for the status.
         rank_timeout: seconds for which a rank waits for another rank, which may still be training.
@@ -308,7 +308,7 @@ class FeedEnvironment:
         config: the name, sizes and weight of this environment.
         start_timeout: seconds to wait until a trainer has started; None waits without limit.
         key: secret that identifies this environment. A process that is restarted with the same `config` and key takes
-            its old place at once. None makes a new one; then it takes the place once the server finds it silent.
+            its old place at once. None makes a new key; then it takes the place once the server finds it silent.
         options: `token_file`, `tls_ca`, `tls_cert`, `tls_key`, `timeout`, `retry_timeout`, `max_bytes` of `Connection`.
 
     Attributes:

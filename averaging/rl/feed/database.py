@@ -167,12 +167,12 @@ class Database:
 
     def register(self, registration: Registration, trainer: int = 0) -> bool:
         """See `RunState.register`."""
-        began = self.state.register(registration, trainer)
-        if began:
+        is_new = self.state.register(registration, trainer)
+        if is_new:
             encoded = msgspec.json.encode(registration)
             self._set(registration=encoded, step=self.state.step, saved=self.state.saved)
         self._set(trainer=self.state.trainer)
-        return began
+        return is_new
 
     def register_env(self, config: RegisterEnv, owner: bytes, now: float) -> int:
         """See `RunState.register_env`."""
@@ -261,13 +261,14 @@ class Database:
                 self._set(step=formed[0])
             elif step is None:
                 return None
-        found = self.state.step if step is None else step
-        groups = self.state.batches.get(found, ())
+        delivered_step = self.state.step if step is None else step
+        groups = self.state.batches.get(delivered_step, ())
         sequences = sum(group.size for group in groups)
         query = "SELECT content FROM groups WHERE number = ?"
         contents = [self._db.execute(query, (group.number,)).fetchone()[0] for group in groups]
-        self._forget(found if step is None else found - 1 if saved is None else min(saved, found - 1))
-        return (found, sequences, contents) if contents else None
+        # Without `step` the trainer never asks again; otherwise it needs this batch again if it fails in this step.
+        self._forget(delivered_step if step is None else step - 1 if saved is None else min(saved, step - 1))
+        return (delivered_step, sequences, contents) if contents else None
 
     def reset(self) -> None:
         """Deletes everything but the number of the latest trainer, so that an earlier one cannot come back."""
@@ -351,16 +352,16 @@ class Database:
         execute("PRAGMA wal_autocheckpoint = 256")  # 4 MiB; a log of the default 16 MiB fills small disks
         execute(f"PRAGMA synchronous = {'FULL' if fsync else 'NORMAL'}")
         execute("BEGIN EXCLUSIVE")
-        found = tuple(execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version"))
-        if found == (0, 0) and not execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+        marks = tuple(execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version"))
+        if marks == (0, 0) and not execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             for statement in SCHEMA.split(";"):
                 execute(statement)
             execute(f"PRAGMA application_id = {APPLICATION_ID}")
             execute(f"PRAGMA user_version = {VERSION}")
-        elif found == (APPLICATION_ID, 1):
+        elif marks == (APPLICATION_ID, 1):
             execute("ALTER TABLE envs ADD COLUMN owner BLOB")
             execute(f"PRAGMA user_version = {VERSION}")
-        elif found != (APPLICATION_ID, VERSION):
+        elif marks != (APPLICATION_ID, VERSION):
             raise sqlite3.DatabaseError("it is not the store of a feed, or another version wrote it")
         execute("COMMIT")
 
@@ -396,7 +397,7 @@ class DatabaseThread:
     """Runs jobs on a database one after the other, each in a transaction. Use it as an async context manager.
 
     Args:
-        open_database: called in the thread.
+        open_database: opens the database; called in the thread.
     """
 
     def __init__(self, open_database: Callable[[], Database]) -> None:

@@ -104,7 +104,7 @@ class ScoredData(msgspec.Struct, kw_only=True):
 
     Attributes:
         tokens: the token ids of each sequence, from 0 to 2^31 - 1.
-        masks: for each token its id, or -100 if it is not trained, for example in the prompt.
+        masks: the id of each token, or -100 if it is not trained, for example in the prompt.
         scores: one number for each sequence.
 
     Raises:

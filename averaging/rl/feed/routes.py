@@ -142,7 +142,7 @@ class Routes:
     Args:
         database: an entered `DatabaseThread`.
         body_objects: see `ServerLimits`.
-        on_event: called with each event.
+        on_event: receives each event.
     """
 
     def __init__(self, database: DatabaseThread, body_objects: int, on_event: Callable[[Event], None]) -> None:
@@ -253,11 +253,10 @@ class Routes:
         earlier = _number(request, "registration") or 0
 
         def register(database: Database) -> tuple[bool, int, str]:
-            began = database.register(registration, earlier)
-            return began, database.state.trainer, database.state.warning()
+            return database.register(registration, earlier), database.state.trainer, database.state.warning()
 
-        began, trainer, warning = await self._run(register)
-        if began:
+        is_new, trainer, warning = await self._run(register)
+        if is_new:
             fields = {name: getattr(registration, name) for name in ("batch_size", "starting_step", "num_steps")}
             self._emit({"event": "registered", **fields})
         else:
@@ -336,20 +335,20 @@ class Routes:
             return database.batch(step, saved, now, trainer), database.state.warning()
 
         try:
-            found, warning = await self._run(batch)
+            delivered, warning = await self._run(batch)
         except NoTrainerError as error:
             return _json({"status": "error", "message": str(error), "batch": []})
         except FeedError as error:
             if error.retry_after is None:
                 self._warn_once(f"a request for a batch is refused: {error}")
             raise
-        if found is None:
+        if delivered is None:
             return _json({"batch": None, **({"warning": warning} if warning else {})})
-        found_step, sequences, contents = found
+        delivered_step, sequences, contents = delivered
         self._counters["delivered_batches_total"].inc()
         self._counters["delivered_sequences_total"].inc(sequences)
-        self._emit({"event": "batch", "step": found_step, "groups": len(contents), "sequences": sequences})
-        return await _content(request, b'{"batch":[%b],"step":%d}' % (b",".join(contents), found_step))
+        self._emit({"event": "batch", "step": delivered_step, "groups": len(contents), "sequences": sequences})
+        return await _content(request, b'{"batch":[%b],"step":%d}' % (b",".join(contents), delivered_step))
 
     @_route("GET /latest_example")
     async def _latest_example(self, request: Request, body: bytearray) -> Response:

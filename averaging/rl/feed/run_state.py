@@ -59,7 +59,7 @@ class Added:
     Attributes:
         first: number of the first added group; the others follow.
         queued: the groups that entered the queue, in its order: added groups, and buffered ones that they completed.
-        buffered: for each added group whose size is not its environment's, the sequences in the buffer afterwards.
+        buffered: sequences in the buffer after each added group whose size is not its environment's.
     """
 
     first: int
@@ -103,10 +103,10 @@ class RunState:
         step: step of the newest batch.
         saved: the batches up to this step are forgotten.
         queue: groups for the next batches, oldest first.
-        buffers: by environment, the groups that are smaller than its group size and wait until some add up to it.
-        batches: by step, the delivered batches that a trainer can ask for again.
+        buffers: groups by environment that are smaller than its group size, and wait until some add up to it.
+        batches: delivered batches by step that a trainer can ask for again.
         waiting_bytes, waiting_groups: totals of the queue and the buffers.
-        notices: what happened to an environment, as the name of an event and an `env_id`, until someone takes it out.
+        notices: events of environments, as a name and an `env_id`, until the server takes them out.
         sequences, sizes: sequences in the queue by environment, and groups in the queue by size.
     """
 
@@ -150,12 +150,12 @@ class RunState:
         """Gives a trainer the next number, and begins a run. Returns False if a run has begun already.
 
         Args:
-            registration: of the run; ignored if a run has begun already.
+            registration: the run's registration; ignored if a run has begun already.
             trainer: the number of the trainer, if it registers again.
 
         Raises:
             FeedError: a group that was posted earlier does not fit into a batch, or another trainer has
-                registered since this one.
+                registered since this trainer.
         """
         if 0 < trainer < self.trainer:
             raise self._superseded(trainer)
@@ -175,7 +175,7 @@ class RunState:
         return True
 
     def check_trainer(self, trainer: int) -> None:
-        """Refuses a trainer if another one has registered since.
+        """Refuses a trainer if another trainer has registered since.
 
         Raises:
             FeedError: `trainer` is not the number of the latest registration.
@@ -192,13 +192,13 @@ class RunState:
         )
 
     def register_env(self, config: RegisterEnv, owner: bytes, now: float) -> int:
-        """Adds an environment, or gives one that returns its old place. Returns its id; -1 if no trainer has started.
+        """Adds an environment, or gives it its old place. Returns its id; -1 if no trainer has started.
 
-        An environment returns if it has the key of an earlier one, or the configuration of one that has disconnected
-        or has sent no request for `env_timeout`.
+        An environment gets its old place if it has the key of an earlier environment, or the configuration of an
+        environment that has disconnected or has sent no request for `env_timeout`.
 
         Args:
-            config: of the environment.
+            config: the environment's configuration.
             owner: identifies who registers it; begins with `KEYED` if it is from a secret key.
             now: the present time in seconds.
 
@@ -235,8 +235,8 @@ class RunState:
         """Ends the reservation of an environment.
 
         Args:
-            env_id: of the environment.
-            owners: what may identify the caller.
+            env_id: id of the environment.
+            owners: everything that may identify the caller.
 
         Raises:
             FeedError: the id is unknown, or someone else has registered it.
@@ -355,7 +355,7 @@ class RunState:
         weight = env.config.max_token_length * env.config.weight / total if total else 0.0
         allocated = sum(other.config.min_batch_allocation or 0.0 for other in connected if not other.silent)
         largest = max((size for size, count in self.sizes.items() if count), default=1)
-        own, available = self.sequences[env_id], self.sequences[env_id]
+        queued = available = self.sequences[env_id]
         if largest > 1 and self.registration is not None:
             for other, sequences in self.sequences.items():
                 if other != env_id and sequences:
@@ -368,7 +368,7 @@ class RunState:
             "current_step": self.step,
             "queue_size": available // env.config.group_size,
             "unallocated_fraction": 1.0 - min(allocated, 1.0),
-            "self_queue_size": own // env.config.group_size,
+            "self_queue_size": queued // env.config.group_size,
             "max_group_size": largest,
             "env_weight": max(MIN_ENV_WEIGHT, weight),
         }

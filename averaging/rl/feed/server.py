@@ -66,7 +66,7 @@ class FeedServer:
             pages can send those.
         fsync: whether an acknowledged post also survives a power failure. It always survives the end of this process.
         limits: limits of memory, disk, time and connections.
-        on_event: called with each event that `averaging feed --json` prints.
+        on_event: receives each event that `averaging feed --json` prints.
 
     Attributes:
         url: address of the server; empty before it is entered.

@@ -236,11 +236,11 @@ class WeightReceiver(_CollectiveMember):
                 if raw.numel():
                     broadcast(raw)
                 digest.update(raw.numpy().data)
-            own = torch.zeros(_DIGEST_BYTES, dtype=torch.uint8)
-            broadcast(own)
+            sent_digest = torch.zeros(_DIGEST_BYTES, dtype=torch.uint8)
+            broadcast(sent_digest)
             if sent.item() != version:
                 raise StateError(f"the trainer sent version {sent.item()}, not {version}; ask for the next one")
-            if bytes(own.numpy()) != digest.digest():
+            if bytes(sent_digest.numpy()) != digest.digest():
                 raise StateError(f"the weights of version {version} arrived with another digest; ask for the next ones")
             return state
 

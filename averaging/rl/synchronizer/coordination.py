@@ -54,11 +54,11 @@ class Wait:
 
     Attributes:
         member: Name of the member.
-        purpose: What it waits for.
-        deadline: When the wait ends without a result.
+        purpose: The event that ends it.
+        deadline: Time at which the wait ends without a result.
         step: The step of a trainer that is ready.
         counted: Whether the explorer is in REQUIRE_SYNC because of it.
-        end: How the wait has ended; None while it goes on.
+        end: Kind of its end; None while it goes on.
         version: The answer. None if the members were not ready together.
     """
 
@@ -86,7 +86,7 @@ class Coordination:
     """The statuses, the version and the waits of one synchronizer.
 
     Args:
-        version: The version to begin with; a restarted synchronizer gives the one that it had.
+        version: The first version; a restarted synchronizer gives the version that it had.
 
     Attributes:
         version: The newest version. It never decreases.
@@ -110,7 +110,7 @@ class Coordination:
 
     @property
     def trainer_status(self) -> RunningStatus:
-        """REQUIRE_SYNC if a trainer is ready to send, else RUNNING if one runs, else STOPPED, also before the first."""
+        """REQUIRE_SYNC if a trainer is ready to send, else RUNNING if a trainer runs, else STOPPED."""
         statuses = self._trainers.values()
         for status in (RunningStatus.REQUIRE_SYNC, RunningStatus.RUNNING):
             if status in statuses:
@@ -210,8 +210,8 @@ class Coordination:
         Args:
             current: The version that the explorer has.
             member: Name of the explorer.
-            deadline: When the wait ends.
-            counted: Whether the explorer has a status. A caller without one may wait too.
+            deadline: Time at which the wait ends.
+            counted: Whether the explorer has a status. A caller without a status may wait too.
 
         Raises:
             ConfigError: `current` is above the version here, or no explorer of this member is RUNNING.
@@ -277,7 +277,7 @@ class Coordination:
 
         Args:
             groups: The groups.
-            complete: Whether the members outside the groups will get none. Otherwise they wait for one.
+            complete: Whether the members outside the groups get no group. Otherwise they wait for it.
         """
         self._groups = None if groups is None else list(groups)
         self._groups_complete = complete

@@ -33,7 +33,7 @@ class SynchronizerMethod(Generic[Result]):
     """One method of the service.
 
     Attributes:
-        rpc: How it travels.
+        rpc: The gRPC method with its messages and limits.
         session: Whether the caller needs an open session.
         member: Whether the method takes the member that has the caller's session; None without a session.
         waits: Whether the answer may take as long as the session lives, and not only the connection's `timeout`.
@@ -89,7 +89,7 @@ def _rpc(name: str, request: MessageType[Any], reply: MessageType[Any], **option
 _LARGE_REQUEST, _LARGE_REPLY = {"max_request_bytes": MAX_PART_BYTES}, {"max_reply_bytes": MAX_PART_BYTES}
 _BOTH_STREAM = {"requests_stream": True, "replies_stream": True}
 
-# The service has a handler of its own for each stream, and for the calls without one the same handler.
+# The streams have a handler each in the service. All other calls have the same handler.
 ATTEND = SynchronizerMethod[None](
     _rpc("Attend", wire.FromModule, wire.ToModule, **_BOTH_STREAM, **_LARGE_REQUEST, **_LARGE_REPLY)
 )

@@ -99,9 +99,9 @@ class Modules:
 
     async def dead(self) -> list[str]:
         """Forgets the modules that are dead, and returns the members of which none is left."""
-        asked = list(self._modules)
-        alive = await asyncio.gather(*map(_is_alive, asked))
-        gone = {self._modules.pop(module, "") for module, lives in zip(asked, alive, strict=True) if not lives}
+        modules = list(self._modules)
+        alive = await asyncio.gather(*map(_is_alive, modules))
+        gone = {self._modules.pop(module, "") for module, lives in zip(modules, alive, strict=True) if not lives}
         return sorted(gone - set(self._modules.values()))
 
     def senders(self) -> dict[str, SendsWeights]:

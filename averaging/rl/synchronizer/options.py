@@ -34,7 +34,8 @@ class SynchronizerConfig:
 
     Attributes:
         namespace: Name of the synchronizer, if there are several in a process or on a peer.
-        sync_method: With `checkpoint`, the synchronizer looks each second for a new checkpoint in `checkpoint_dir`.
+        sync_method: Transport of the weights. With `checkpoint`, the synchronizer looks each second for a new
+            checkpoint in `checkpoint_dir`.
         sync_timeout: Seconds after which every wait ends.
         checkpoint_dir: Folder of the trainer's checkpoints, `global_step_N/actor`. The version is kept there too, so
             that it does not go back when the synchronizer restarts.

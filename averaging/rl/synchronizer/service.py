@@ -113,7 +113,7 @@ class ServerSession:
         self.namespace = namespace
         self.place = place
         self._commands: asyncio.Queue[wire.Command] = asyncio.Queue()
-        self._asked: dict[int, asyncio.Future[wire.ModuleReply]] = {}
+        self._pending: dict[int, asyncio.Future[wire.ModuleReply]] = {}
         self._serials = itertools.count(1)
         self._gone = False
         self._module: Module | None = None
@@ -126,7 +126,7 @@ class ServerSession:
         """
         if self._module is not None:
             raise ProtocolViolationError("a session is one module; open another session for a second one")
-        kind = _SessionSender if module.sends_weights else _Receiver if module.receives_weights else _Plain
+        kind = _SessionSender if module.sends_weights else _SessionReceiver if module.receives_weights else _Plain
         self._module = kind(self)
         return self._module
 
@@ -145,7 +145,7 @@ class ServerSession:
             raise StateError(f"{self.member} is gone")
         number = next(self._serials)
         future: asyncio.Future[wire.ModuleReply] = asyncio.get_running_loop().create_future()
-        self._asked[number] = future
+        self._pending[number] = future
         command = wire.Command(number=number)
         getattr(command, kind).SetInParent()
         methods.filled(getattr(command, kind), dict(zip(methods.COMMANDS[kind], arguments, strict=True)))
@@ -153,14 +153,14 @@ class ServerSession:
         try:
             reply = await future
         finally:
-            self._asked.pop(number, None)
+            self._pending.pop(number, None)
         if reply.error:
             raise StateError(printable(reply.error, MAX_ERROR))
         return reply
 
     def take(self, reply: wire.ModuleReply) -> None:
         """Takes the reply to a command. Late ones are ignored."""
-        future = self._asked.get(reply.number)
+        future = self._pending.get(reply.number)
         if future is not None and not future.done():
             future.set_result(reply)
 
@@ -178,7 +178,7 @@ class ServerSession:
     def close(self) -> None:
         """Ends the session; commands in progress fail."""
         self._gone = True
-        for future in self._asked.values():
+        for future in self._pending.values():
             if not future.done():
                 future.set_exception(StateError(f"{self.member} is gone"))
 
@@ -252,7 +252,7 @@ class _SessionSender(_SessionModule):
         return tuple((await methods.values_of(reply, methods.SYNC_INFO)).values())
 
 
-class _Receiver(_SessionModule):
+class _SessionReceiver(_SessionModule):
     """An explorer."""
 
     async def set_state_dict_meta(self, state_dict_meta: Meta) -> None:
@@ -330,6 +330,7 @@ class SynchronizerService:
         session = self._sessions.open(first.hello.name, synchronizer.config.namespace)
         reading = asyncio.ensure_future(self._read(messages, session, synchronizer))
         session.place.lose = reading.cancel
+        # The statuses of a process last as long as this call, however that ends: none of a dead process stays counted.
         try:
             await _restore(synchronizer, session.member, first)
             yield wire.ToModule(session=session.number)
@@ -379,7 +380,9 @@ class SynchronizerService:
         try:
             return call.reply(await result_of(getattr(synchronizer, call.name)(**arguments)))
         except WaitTimeoutError:
-            return call.late
+            if call.late is not None:
+                return call.late
+            raise
 
     async def _set_model_state_dict(self, parts: AsyncIterator[wire.StatePart]) -> wire.Version:
         first = await _first(parts)

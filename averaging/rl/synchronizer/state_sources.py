@@ -111,7 +111,7 @@ async def find_checkpoints(
     Args:
         folder: The folder.
         present: Returns the step of the present state, whose checkpoint is not new; None if there is no state.
-        hand_out: Called with the step; again each second while it raises a StateError.
+        hand_out: Hands out the checkpoint of a step; called again each second while it raises a StateError.
     """
     seen, failed = None, None
     while True:

@@ -310,7 +310,7 @@ class Synchronizer:
 
         Args:
             current_version: The version that the explorer has.
-            member: Whose explorer waits; None for a caller without a status.
+            member: The explorer's member; None for a caller without a status.
             timeout: Seconds to wait; 0 for `sync_timeout`, which is also the maximum.
 
         Raises:
