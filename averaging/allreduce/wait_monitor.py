@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Seque
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from averaging.timing import Deadline, Deadlines, FairClock, Guesses, Phase, interval_of
+from averaging.timing import Deadline, Deadlines, FairClock, Phase, interval_of
 
 _OF_SENDERS = (Phase.OPENING, Phase.PART)
 
@@ -47,9 +47,8 @@ class WaitMonitor:
         self._clock: FairClock | None = None  # None until `running`
         self._waits: dict[tuple[str, Phase], _Wait] = {}
         self._longest: dict[tuple[str, Phase], float] = {}
-        # Cached: they do not change during the round, and guesses scan everything that was learned.
+        # Cached: what is learned during a round does not change its deadlines.
         self._learned: dict[tuple[str, Phase], Deadline] = {}
-        self._guesses: dict[Phase, Guesses] = {}
         self._any_received = False
         self._checks: list[Callable[[float], None]] = []
 
@@ -109,14 +108,10 @@ class WaitMonitor:
         """The deadline learned before this round."""
         deadline = self._learned.get((name, phase))
         if deadline is None:
-            learned = [self._look_up(name, similar) for similar in _SIMILAR.get(phase, (phase,))]
+            now, phases = _now(), _SIMILAR.get(phase, (phase,))
+            learned = [self.deadlines.of(name, similar, self._size, now) for similar in phases]
             deadline = self._learned[name, phase] = max(learned, key=lambda candidate: candidate.seconds)
         return deadline
-
-    def _look_up(self, name: str, phase: Phase) -> Deadline:
-        if phase not in self._guesses:
-            self._guesses[phase] = self.deadlines.guesses(phase, self._size)
-        return self.deadlines.of(name, phase, self._size, _now(), self._guesses[phase])
 
     def end(self, name: str, phase: Phase, *, received: bool = True) -> None:
         """Ends a wait. `received` is False if it ended without what was waited for."""

@@ -2,16 +2,16 @@
 
 As in TCP (RFC 6298), a deadline follows the observed waits, leaves room for variation, and is doubled after a miss.
 Medians and median deviations replace the running means, so that a single outlier hardly counts (Hampel, 1974). If too
-few waits of a peer are known, its deadline in rounds of another size, or else that of other peers, is doubled. Waits
-are measured in fair seconds, see `averaging.timing.fair_timeout`.
+few waits of a peer are known, the longest deadline of the other peers is doubled. Waits are measured in fair seconds,
+see `averaging.timing.fair_timeout`.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -100,7 +100,7 @@ MIN_WAITS = 3
 """With fewer waits of one kind the deadline is guessed."""
 
 GUESS_FACTOR = 2.0
-"""A guess is this many times the deadline that was learned of other peers or in rounds of another size."""
+"""A guess is this many times the longest deadline that was learned of other peers."""
 
 SIZE_CLASS_FACTOR = 4
 """Ratio of round sizes between one size class and the next."""
@@ -172,23 +172,6 @@ class Learned:
     basis: str
 
 
-@dataclass(frozen=True, slots=True)
-class Guesses:
-    """Deadlines, for one phase and size, of peers with too few waits of that kind.
-
-    Attributes:
-        other_sizes: guesses by endpoint, from the peer's own waits in rounds of another size.
-        other_peers: the guess from the waits for other peers; None if there are none.
-    """
-
-    other_sizes: Mapping[str, Deadline]
-    other_peers: Deadline | None
-
-    def of(self, endpoint: str) -> Deadline | None:
-        """The guess for `endpoint`, if there is any."""
-        return self.other_sizes.get(endpoint, self.other_peers)
-
-
 @dataclass(slots=True)
 class _Known:
     waits: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_WAITS))
@@ -220,17 +203,20 @@ class Deadlines:
         self.rates = Rates()
         self.probation = Probation()
         self._known: OrderedDict[tuple[str, Phase, int], _Known] = OrderedDict()  # least recently used first
+        self._guesses: dict[tuple[Phase, int], Deadline | None] = {}  # until more is known
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def of(self, endpoint: str, phase: Phase, size: int, now: float, guesses: Guesses | None = None) -> Deadline:
-        """The deadline of a wait. `guesses`: those for this phase and size, if the caller has cached them."""
+    def of(self, endpoint: str, phase: Phase, size: int, now: float) -> Deadline:
+        """The deadline of a wait."""
         self._forget(now)
         known = self._known.get((endpoint, phase, size)) or _Known()
         found = known.typical
         if not known.reliable:
-            guess = (guesses or self.guesses(phase, size)).of(endpoint)
+            if (phase, size) not in self._guesses:  # all members of a round ask before anything is recorded
+                self._guesses[phase, size] = self._guess(phase, size)
+            guess = self._guesses[phase, size]
             if guess is None or found is None or found.seconds < guess.seconds:
                 found = guess
         return self._bounded(found, phase, known.misses)
@@ -246,23 +232,26 @@ class Deadlines:
             return Deadline(VERDICT_SECONDS, "the maximum for an answer")
         return Deadline(self.upper, self._longest)
 
-    def guesses(self, phase: Phase, size: int) -> Guesses:
-        """The guesses for peers with too few waits of this kind. The cost grows with all that is known."""
-        nearest: dict[str, tuple[int, int, Deadline]] = {}  # distance in size classes, signed distance; by endpoint
-        for (endpoint, its_phase, its_size), known in self._known.items():
+    def _guess(self, phase: Phase, size: int) -> Deadline | None:
+        """The deadline of a peer with too few waits of this kind; None if no peer has enough.
+
+        It is taken from rounds of the nearest size. Those of smaller rounds are scaled, of larger ones not reduced.
+        """
+        learned: defaultdict[int, list[Deadline]] = defaultdict(list)  # by signed distance in size classes
+        for (_, its_phase, its_size), known in self._known.items():
             if its_phase is phase and known.reliable and known.typical is not None:
-                found = abs(size - its_size), size - its_size, known.typical
-                if endpoint not in nearest or found[:2] < nearest[endpoint][:2]:
-                    nearest[endpoint] = found
-        other_sizes = {name: self._guess(typical, smaller, "that") for name, (_, smaller, typical) in nearest.items()}
-        if not nearest:
-            return Guesses(other_sizes, None)
-        closest = min(distance for distance, _, _ in nearest.values())
-        candidates = [name for name, (distance, _, _) in nearest.items() if distance == closest]
-        slowest = max(candidates, key=lambda name: other_sizes[name].seconds)
-        _, smaller, typical = nearest[slowest]
-        whose = f"the longest of {len(candidates)} others" if len(candidates) > 1 else "that of 1 other"
-        return Guesses(other_sizes, self._guess(typical, smaller, whose))
+                learned[size - its_size].append(known.typical)
+        if not learned:
+            return None
+        smaller = min(learned, key=lambda distance: (abs(distance), distance))
+        longest = max(typical.seconds for typical in learned[smaller])
+        factor = GUESS_FACTOR * float(SIZE_CLASS_FACTOR ** min(max(0, smaller), 16))
+        whose = f"the longest of {counted(len(learned[smaller]), 'peer')}"
+        rounds = f" in {'smaller' if smaller > 0 else 'larger'} rounds" if smaller else ""
+        least = GUESS_FACTOR * self.lower
+        if longest * factor < least:
+            return Deadline(least, f"{GUESS_FACTOR:g} × {whose}{rounds}")
+        return Deadline(longest * factor, f"{factor:g} × {whose}{rounds}")
 
     def typical(self, endpoint: str, phase: Phase, size: int) -> tuple[float | None, float | None]:
         """How long a peer typically takes, and the median of that over all peers, with room for variation.
@@ -303,15 +292,6 @@ class Deadlines:
                 result.append(Learned(endpoint, phase, size, len(waits), median, deadline.seconds, deadline.basis))
         return result
 
-    def _guess(self, typical: Deadline, smaller: int, whose: str) -> Deadline:
-        """A guess from rounds that were `smaller` size classes smaller; from larger ones it is not reduced."""
-        factor = GUESS_FACTOR * float(SIZE_CLASS_FACTOR ** min(max(0, smaller), 16))
-        rounds = f" in {'smaller' if smaller > 0 else 'larger'} rounds" if smaller else ""
-        least = GUESS_FACTOR * self.lower
-        if typical.seconds * factor < least:
-            return Deadline(least, f"{GUESS_FACTOR:g} × {whose}{rounds}")
-        return Deadline(typical.seconds * factor, f"{factor:g} × {whose}{rounds}")
-
     def _bounded(self, found: Deadline | None, phase: Phase, misses: int) -> Deadline:
         longest = self.longest(phase)
         if found is None:
@@ -332,6 +312,7 @@ class Deadlines:
 
     def _use(self, endpoint: str, phase: Phase, size: int, now: float) -> _Known:
         self._forget(now)
+        self._guesses.clear()
         known = self._known.setdefault((endpoint, phase, size), _Known())
         self._known.move_to_end((endpoint, phase, size))
         known.used = now
@@ -342,6 +323,7 @@ class Deadlines:
     def _forget(self, now: float) -> None:
         while self._known and now - next(iter(self._known.values())).used > LIFETIME:
             self._known.popitem(last=False)
+            self._guesses.clear()
 
 
 def _gets_longest(misses: int) -> bool:

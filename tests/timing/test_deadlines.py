@@ -64,9 +64,9 @@ def test_an_unknown_peer_gets_twice_the_longest_deadline_of_the_others() -> None
     learned = Deadlines(1.0, 10.0)
     assert of(learned, "new:1") == Deadline(10.0, "stall_timeout")
     for usual, expected in (
-        (0.1, Deadline(2.0, "2 × that of 1 other")),
-        (0.5, Deadline(4.0, "2 × the longest of 2 others")),
-        (0.2, Deadline(4.0, "2 × the longest of 3 others")),
+        (0.1, Deadline(2.0, "2 × the longest of 1 peer")),
+        (0.5, Deadline(4.0, "2 × the longest of 2 peers")),
+        (0.2, Deadline(4.0, "2 × the longest of 3 peers")),
     ):
         for number in range(MIN_WAITS):
             learned.record(f"{usual}:1", Phase.PART, 3, usual, float(number))
@@ -110,26 +110,24 @@ def test_a_missed_guess_is_doubled_and_then_learned_from() -> None:
     assert seconds == [4.0, 8.0, 10.0]
     learned.record("new:1", Phase.PART, 3, 3.0, 11.0)
     assert of(learned, "new:1") == Deadline(10.0, "stall_timeout")
-    assert of(learned, "other:1") == Deadline(4.0, "2 × that of 1 other")
+    assert of(learned, "other:1") == Deadline(4.0, "2 × the longest of 1 peer")
 
 
 @pytest.mark.parametrize(
     ("size", "expected"),
     [
-        (2, Deadline(4.0, "2 × that in larger rounds")),
-        (4, Deadline(16.0, "8 × that in smaller rounds")),
-        (5, Deadline(64.0, "32 × that in smaller rounds")),
+        (2, Deadline(4.0, "2 × the longest of 1 peer in larger rounds")),
+        (4, Deadline(16.0, "8 × the longest of 1 peer in smaller rounds")),
+        (5, Deadline(64.0, "32 × the longest of 1 peer in smaller rounds")),
         (60, Deadline(100.0, "stall_timeout")),
     ],
 )
 def test_waits_in_rounds_of_another_size_are_scaled(size: int, expected: Deadline) -> None:
     learned = after([0.5] * 5, upper=100.0)
-    assert of(learned, size=size) == expected
-    assert of(learned, "new:1", size=size).seconds == expected.seconds
-    for number in range(5):  # a peer's own rounds of another size take precedence over other peers
-        learned.record("fast:1", Phase.PART, size, 0.1, float(number))
-    assert of(learned, size=size) == expected
-    assert of(learned, "new:1", size=size) == Deadline(2.0, "2 × that of 1 other")
+    assert of(learned, size=size) == of(learned, "new:1", size=size) == expected
+    for number in range(5):
+        learned.record("slow:1", Phase.PART, size, 1.0, float(number))
+    assert of(learned, size=size) == of(learned, "new:1", size=size) == Deadline(8.0, "2 × the longest of 1 peer")
 
 
 def test_the_nearest_size_is_used() -> None:
@@ -137,9 +135,9 @@ def test_the_nearest_size_is_used() -> None:
     for wait in [5.0] * 5:
         learned.record("a:1", Phase.PART, 7, wait, 9.0)
         learned.record("b:1", Phase.PART, 7, wait, 9.0)
-    assert of(learned, size=4) == Deadline(16.0, "8 × that in smaller rounds")
-    assert of(learned, size=5) == Deadline(40.0, "2 × that in larger rounds")
-    assert of(learned, "new:1", size=6) == Deadline(40.0, "2 × the longest of 2 others in larger rounds")
+    assert of(learned, size=4) == Deadline(16.0, "8 × the longest of 1 peer in smaller rounds")
+    assert of(learned, size=5) == Deadline(40.0, "2 × the longest of 2 peers in larger rounds")
+    assert of(learned, "new:1", size=6) == Deadline(40.0, "2 × the longest of 2 peers in larger rounds")
 
 
 def test_the_basis_explains_the_deadline() -> None:
