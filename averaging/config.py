@@ -216,7 +216,7 @@ class PeerConfig:
         Mode.NODE,
         choice(Mode),
         "A client accepts no connections, for a peer behind a firewall. An auxiliary reduces for other peers and "
-        "contributes no tensors: its own give the shapes only.",
+        "contributes nothing; its tensors give the shapes only.",
     )
     tls: TLSFiles | None = _basic(
         None,

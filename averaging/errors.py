@@ -205,7 +205,7 @@ class JoinError(AveragingError):
         else:
             text = (
                 f"none of the {len(reasons)} peers to join answered within {seconds:g} s ({listed}). Check the "
-                "addresses and that a peer of this run is up; without --join this peer starts a run of its own."
+                "addresses and that a peer of this run is up; a peer that joins none starts a run of its own."
             )
         super().__init__(f"{text} {hint}" if hint else text)
         self.reasons = dict(reasons)

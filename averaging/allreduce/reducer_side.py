@@ -20,9 +20,9 @@ from averaging.allreduce.shard_reducer import reducer_for
 from averaging.allreduce.wait_monitor import DelayBudget, Overdue, WaitMonitor, blocking
 from averaging.config import NonFinite
 from averaging.errors import ProtocolViolationError, TransportError, ViolationKind
-from averaging.protocol import AveragingData, CompressionType, Member, MessageCode, WireTensor
+from averaging.protocol import AveragingData, CompressionType, Member, MessageCode, ReplyForm, WireTensor
 from averaging.receipts import DropCode, Dropped
-from averaging.tensors import ReplyForm, Schema, decode, decode_as, dtype_name, encode, finite_as
+from averaging.tensors import Schema, decode, decode_as, dtype_name, encode, finite_as
 from averaging.timing import Deadline, Phase
 
 logger = logging.getLogger("averaging.allreduce")

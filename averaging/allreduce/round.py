@@ -20,9 +20,9 @@ from averaging.allreduce.sender_side import SenderSide
 from averaging.allreduce.wait_monitor import DelayBudget, WaitMonitor
 from averaging.config import NonFinite
 from averaging.errors import RoundError
-from averaging.protocol import AveragingData, Group, MessageCode
+from averaging.protocol import AveragingData, Group, MessageCode, ReplyForm
 from averaging.receipts import DropCode, Dropped
-from averaging.tensors import ReplyForm, Schema
+from averaging.tensors import Schema
 from averaging.timing import SLOW_LINK, Deadline, Deadlines, FairTimeout, size_class
 from averaging.transport import Transport
 

@@ -18,9 +18,9 @@ from averaging.allreduce.send_window import MAX_HOLD_SECONDS, SendWindow, send_l
 from averaging.allreduce.wait_monitor import DelayBudget, WaitMonitor
 from averaging.config import NonFinite
 from averaging.errors import AveragingError, ProtocolViolationError, TransportError, ViolationKind
-from averaging.protocol import AveragingData, Group, MessageCode
+from averaging.protocol import AveragingData, Group, MessageCode, ReplyForm
 from averaging.receipts import DropCode, Dropped
-from averaging.tensors import ReplyForm, Schema, decode_as, encode, finite_as
+from averaging.tensors import Schema, decode_as, encode, finite_as
 from averaging.timing import Deadline, Phase, expire
 from averaging.transport import Transport, is_alive
 

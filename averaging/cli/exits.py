@@ -100,8 +100,8 @@ class Stop:
 
     Attributes:
         number: number of the first signal; 0 before any.
-        wait: called at the first signal. True: the command will check `number` soon. False: its task is cancelled. A
-            second signal always cancels it.
+        wait: callback of the first signal. If it returns True, the command will check `number` soon; else its task is
+            cancelled. A second signal always cancels it.
     """
 
     def __init__(self, task: asyncio.Task[object]) -> None:

@@ -74,7 +74,7 @@ class Document:
         """The same content, where tensors of integers and those that the user did not choose are kept as they are.
 
         Args:
-            path: of the file.
+            path: path of the file, for errors.
             only: patterns, such as `*.lora_*`, of the names to average; empty for all.
             exclude: patterns of names to keep.
 

@@ -165,7 +165,7 @@ class FollowSession:
     """One invocation of the command.
 
     Args:
-        options: of the follower.
+        options: the follower's options.
         opened: the file to keep.
         given: the options of the command line.
         report: where events go.

@@ -82,7 +82,7 @@ def peer_command(
 
     Every peer brings a file with the same tensors. They are sorted by name, because the format keeps no order; names,
     dtypes and shapes must be the same everywhere, apart from the prefixes of wrappers (module., _orig_mod.). After the
-    rounds every member holds the weighted mean, which is written with the names, dtypes and metadata of the own file.
+    rounds every member holds the weighted mean, which is written with the names, dtypes and metadata of FILE.
     Tensors of integers, such as counters, stay as they are, and those that --only or --exclude leaves out.
 
     \b

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypeGuard, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeGuard, TypeVar, cast
 
 from averaging.common.addresses import parse_address
 from averaging.errors import ConfigError
@@ -26,6 +26,8 @@ from averaging.errors import ConfigError
 ENVIRONMENT_PREFIX = "AVERAGING_"
 CONFIG_VARIABLE = f"{ENVIRONMENT_PREFIX}CONFIG"
 """Names the TOML file of `averaging peer`; it is no option of a peer."""
+
+E = TypeVar("E", bound=Enum)
 
 KEY = "option"
 """Key of the `Option` in the metadata of a field."""
@@ -180,6 +182,15 @@ def choice(names: Mapping[str, Enum] | type[Enum]) -> Kind:
         return known.get(value.strip().lower()) if isinstance(value, str) else None
 
     return Kind(f"[{'|'.join(known)}]", f"one of {', '.join(known)}", lambda value: convert(value) is not None, convert)
+
+
+def one_of(kind: type[E], value: E | str, option: str) -> E:
+    """Returns the member of `kind` that `value` is or names; case does not matter.
+
+    Raises:
+        ConfigError: there is no such member; the message names the option and lists the members.
+    """
+    return cast(E, choice(kind).check(option, value))
 
 
 def _port(address: str) -> int:
@@ -379,33 +390,8 @@ def unknown_option(
 # Checks of values that users pass as options or arguments.
 
 
-E = TypeVar("E", bound=Enum)
-
 MAX_COUNT = 1 << 62
 """Maximum count that is accepted from other peers, so that larger ones still fit into the 64 bits of messages."""
-
-
-def one_of(kind: type[E], value: E | str, option: str) -> E:
-    """Returns the member of `kind` that `value` is or names; case does not matter.
-
-    Raises:
-        ConfigError: there is no such member; the message names the option and lists the members.
-    """
-    return named({member.name.lower(): member for member in kind}, kind, value, option)
-
-
-def named(names: Mapping[str, E], kind: type[E], value: E | str, option: str) -> E:
-    """Like `one_of`, with explicit lower-case names for the members.
-
-    Raises:
-        ConfigError: there is no such name.
-    """
-    if isinstance(value, kind):
-        return value
-    member = names.get(value.strip().lower()) if isinstance(value, str) else None
-    if member is None:
-        raise ConfigError(f"{option} must be one of {', '.join(names)}, not {value!r}", option)
-    return member
 
 
 def check_weight(weight: float) -> float:

@@ -12,9 +12,9 @@ import torch
 from averaging.allreduce import Part, RoundResult, changes
 from averaging.common import one_of
 from averaging.config import PeerConfig
-from averaging.protocol import CompressionType, Group, parse_aggregation, parse_compression
+from averaging.protocol import CompressionType, Group, ReplyForm, parse_aggregation, parse_compression
 from averaging.receipts import DriftCheck
-from averaging.tensors import ReplyForm, Schema, SharedTensors, Write, decode, describe, encode
+from averaging.tensors import Schema, SharedTensors, Write, decode, describe, encode
 
 # Error feedback: the error of a lossy codec in one round is added to what is sent in the next one.
 #

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
-from averaging.common import named
+from averaging.common import choice
 
 
 class MessageCode(IntEnum):
@@ -66,7 +66,7 @@ def parse_compression(value: CompressionType | str) -> CompressionType:
     Raises:
         ConfigError: there is no such compression; the message lists the names.
     """
-    return named(COMPRESSIONS, CompressionType, value, "compression")
+    return cast(CompressionType, choice(COMPRESSIONS).check("compression", value))
 
 
 @dataclass(frozen=True, slots=True)

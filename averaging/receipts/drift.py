@@ -25,7 +25,7 @@ from averaging.protocol import (
 )
 
 REMEMBERED = 1024
-"""Changes of the own hyperparameters that are remembered at least, to compare with peers that have made fewer steps."""
+"""Least number of changes of this peer's hyperparameters that are remembered, to compare with slower peers."""
 
 MAX_EARLY = 256
 """Peers that are ahead of this one whose hyperparameters are kept until this peer has made as many steps."""
@@ -61,8 +61,8 @@ class Drift:
         kind: what differs.
         name: the hyperparameter, with its parameter group, or the tensor; the first and the last of several tensors if
             the model has more than 1,024.
-        value: of a hyperparameter there.
-        expected: its value at the others.
+        value: a hyperparameter's value at the member.
+        expected: its value at the other members.
         size: about the relative difference of the tensor; None if unknown.
     """
 
@@ -118,19 +118,19 @@ class HyperparameterLog:
         return changes[place - 1][1] if place and step <= self.step else None
 
     def comparable(self, endpoint: str, step: int, values: Packed) -> tuple[Hyperparameters, Packed] | None:
-        """The own hyperparameters and those of a peer at the same step; None if there is no such step yet."""
-        own = self.at(step)
-        if own is not None:
+        """This peer's hyperparameters and those of another peer at the same step; None if there is no such step yet."""
+        ours = self.at(step)
+        if ours is not None:
             self._early.pop(endpoint, None)
-            return own, values
+            return ours, values
         early_step, early = self._early.get(endpoint, (step, values))
-        own = self.at(early_step)
-        if own is None and early_step > self.step:
+        ours = self.at(early_step)
+        if ours is None and early_step > self.step:
             if len(self._early) < MAX_EARLY:
                 self._early.setdefault(endpoint, (step, values))
             return None
         self._early.pop(endpoint, None)
-        return None if own is None else (own, early)
+        return None if ours is None else (ours, early)
 
 
 @dataclass
@@ -249,12 +249,12 @@ class _Difference:
     there: str
 
 
-def first_difference(own: Packed, theirs: Packed) -> _Difference | None:
+def first_difference(ours: Packed, theirs: Packed) -> _Difference | None:
     """The first hyperparameter that both have and that differs; None if there is none.
 
     A name that only one of them has is of another release of the optimizer, and is not compared.
     """
-    for name, column in own.items():
+    for name, column in ours.items():
         other = theirs.get(name)
         if other is None or not (group := _differing_group(column, other)):
             continue
@@ -265,17 +265,17 @@ def first_difference(own: Packed, theirs: Packed) -> _Difference | None:
 
 
 def _differing_group(
-    own: tuple[Value, ...] | bytes, theirs: tuple[Value, ...] | bytes
+    ours: tuple[Value, ...] | bytes, theirs: tuple[Value, ...] | bytes
 ) -> tuple[int | None, object, object] | None:
     """The first parameter group in which two columns differ, and both values; None if they are equal."""
-    if isinstance(own, bytes) or isinstance(theirs, bytes):
-        digests = [column if isinstance(column, bytes) else digest_of(column) for column in (own, theirs)]
+    if isinstance(ours, bytes) or isinstance(theirs, bytes):
+        digests = [column if isinstance(column, bytes) else digest_of(column) for column in (ours, theirs)]
         return None if digests[0] == digests[1] else (None, "another value", "another value in some group")
-    if len(own) != len(theirs) and 1 not in (len(own), len(theirs)):
-        return None, f"{len(own)} groups", f"{len(theirs)} groups"
-    count = max(len(own), len(theirs))
+    if len(ours) != len(theirs) and 1 not in (len(ours), len(theirs)):
+        return None, f"{len(ours)} groups", f"{len(theirs)} groups"
+    count = max(len(ours), len(theirs))
     for number in range(count):
-        here, there = (column[min(number, len(column) - 1)] if column else None for column in (own, theirs))
+        here, there = (column[min(number, len(column) - 1)] if column else None for column in (ours, theirs))
         if not _same(here, there):
             return (None if count == 1 else number), here, there
     return None

@@ -113,10 +113,10 @@ def _why(rounds: Sequence[Sequence[Receipt]], name: str) -> Iterator[str]:
     if name not in rates or not others:
         yield f"hint: {_remedy(name, topic, '')}"
         return
-    own, median = rates[name], statistics.median(others)
-    yield f"step rate: {name} {step_rate_text(own, topic)}, the others {step_rate_text(median, topic)} (median)"
+    rate, median = rates[name], statistics.median(others)
+    yield f"step rate: {name} {step_rate_text(rate, topic)}, the others {step_rate_text(median, topic)} (median)"
     if _is_slow(name, rates):
-        yield f"hint: {_remedy(name, topic, f', about {own / median:.2g} times as many as the others make')}"
+        yield f"hint: {_remedy(name, topic, f', about {rate / median:.2g} times as many as the others make')}"
     else:
         yield (
             f"hint: {name} is as fast as the others; it may make more local steps between rounds, or stop for "

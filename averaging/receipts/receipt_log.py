@@ -70,7 +70,7 @@ class Recorded:
     """The content of a file of receipts.
 
     Attributes:
-        receipts: in the file's order.
+        receipts: the receipts in the file's order.
         bad: reasons of unreadable lines by line number, from 1.
         cut_off: whether the last line is incomplete, because its writer was killed or the disk was full.
     """

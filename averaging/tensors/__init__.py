@@ -24,7 +24,7 @@ from averaging.tensors.manifest import (
     view_bytes,
     view_memory,
 )
-from averaging.tensors.schema import ReplyForm, Schema, TensorSpec, describe, first_difference
+from averaging.tensors.schema import Schema, TensorSpec, describe, first_difference
 from averaging.tensors.shared_tensors import (
     SharedTensors,
     Write,
@@ -43,7 +43,6 @@ __all__ = [
     "WEIGHT_DTYPES",
     "Codec",
     "Raw",
-    "ReplyForm",
     "Schema",
     "SharedTensors",
     "TensorBuffer",

@@ -10,8 +10,7 @@ import torch
 
 from averaging.common import digest_of_names, first_other_name
 from averaging.errors import TensorError
-from averaging.protocol import MEAN, Aggregation, CompressionType
-from averaging.protocol import ReplyForm as ReplyForm
+from averaging.protocol import MEAN, Aggregation, CompressionType, ReplyForm
 from averaging.tensors.manifest import AVERAGED_DTYPES, TensorInfo, dtype_name, nbytes_of, objection_to
 
 

@@ -13,11 +13,10 @@ import torch
 
 from averaging.allreduce import RoundResult
 from averaging.errors import RoundError
-from averaging.protocol.group import Member, Mode
+from averaging.protocol.group import Member, Mode, ReplyForm
 from averaging.protocol.messages import AveragingData, CompressionType, MessageCode
 from averaging.receipts.receipt import DropCode
 from averaging.tensors.compression import encode
-from averaging.tensors.schema import ReplyForm
 from averaging.testing import virtual_time
 from tests.support.rounds import STALL_TIMEOUT, Simulation, assert_close, nodes
 

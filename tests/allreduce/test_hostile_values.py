@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from averaging.protocol.group import ReplyForm
 from averaging.protocol.messages import AveragingData, CompressionType, WireTensor
 from averaging.receipts import DropCode
 from averaging.tensors.compression import encode
-from averaging.tensors.schema import ReplyForm
 from averaging.testing import virtual_time
 from tests.support.rounds import Simulation, nodes
 

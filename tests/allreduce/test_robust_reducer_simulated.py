@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from averaging import Outcome, Receipt
-from averaging.tensors import ReplyForm
+from averaging.protocol.group import ReplyForm
 from tests.support.swarm import Swarm, spread
 
 

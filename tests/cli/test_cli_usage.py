@@ -25,9 +25,8 @@ from averaging.cli.peer import peer_command
 from averaging.common import as_flag, spelling
 from averaging.config import Inspection, NonFinite, PeerConfig, TLSFiles, option_names
 from averaging.errors import ConfigError, StateError
-from averaging.protocol.group import Mode
+from averaging.protocol.group import Mode, ReplyForm
 from averaging.protocol.messages import COMPRESSIONS, CompressionType
-from averaging.tensors.schema import ReplyForm
 
 HIDDEN = {"tls", "in_place", "on_drift"}
 """Options of the library that the command does not have: an object, and one for benchmarks."""

@@ -17,10 +17,10 @@ from averaging.common.options import check_weight
 from averaging.config import Inspection, NonFinite, PeerConfig, PeerOptions, option_names
 from averaging.errors import ConfigError, TensorError
 from averaging.peer.topics import Adopt, make_topic
-from averaging.protocol.group import Aggregation, AggregationKind, Mode, parse_aggregation
+from averaging.protocol.group import Aggregation, AggregationKind, Mode, ReplyForm, parse_aggregation
 from averaging.protocol.messages import CompressionType, parse_compression
 from averaging.tensors import AVERAGED_DTYPES
-from averaging.tensors.schema import ReplyForm, Schema, TensorSpec, describe, first_difference
+from averaging.tensors.schema import Schema, TensorSpec, describe, first_difference
 from averaging.tensors.shared_tensors import SharedTensors
 
 specs = st.builds(

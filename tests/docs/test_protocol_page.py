@@ -29,6 +29,7 @@ from averaging.protocol.group import (
     Group,
     Member,
     Mode,
+    ReplyForm,
     next_group_bits,
     parse_aggregation,
 )
@@ -36,7 +37,7 @@ from averaging.protocol.messages import CompressionType, Record
 from averaging.state import donors
 from averaging.state.manifest import State, pack, read_manifest, resume_at, seal
 from averaging.tensors.compression import decode, encode
-from averaging.tensors.schema import ReplyForm, Schema, TensorSpec
+from averaging.tensors.schema import Schema, TensorSpec
 from averaging.transport.grpc.channel_options import read_resume
 
 PAGE = (Path(averaging.__file__).parents[1] / "docs" / "reference" / "protocol.md").read_text()

@@ -17,12 +17,12 @@ from averaging import Outcome, Peer
 from averaging.allreduce.round import Prepare
 from averaging.errors import AveragingError, CallRefusedError, PeerUnreachableError, ProtocolViolationError, StateError
 from averaging.matchmaking.rules import pack_looking
-from averaging.protocol.group import Member, Mode, pack_gather
+from averaging.protocol.group import Member, Mode, ReplyForm, pack_gather
 from averaging.protocol.messages import AveragingData, DownloadData, JoinRequest, MessageCode, MessageFromLeader, Resume
 from averaging.state.assembler import StateAssembler
 from averaging.state.downloads import download
 from averaging.state.manifest import State, pack, seal
-from averaging.tensors.schema import ReplyForm, Schema, describe
+from averaging.tensors.schema import Schema, describe
 from averaging.testing import virtual_time
 from tests.fuzz.material import ENDPOINTS, averaging_data, packed, states
 from tests.support.fake_transport import OneLane

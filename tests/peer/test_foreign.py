@@ -14,9 +14,9 @@ from msgspec import msgpack
 
 from averaging import Mode
 from averaging.allreduce.partition import partition
-from averaging.protocol.group import Group
+from averaging.protocol.group import Group, ReplyForm
 from averaging.protocol.messages import CompressionType
-from averaging.tensors.schema import ReplyForm, describe
+from averaging.tensors.schema import describe
 from averaging.wire import averaging_pb2, runtime_pb2
 from tests.support.foreign import (
     RUN,

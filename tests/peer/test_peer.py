@@ -27,10 +27,9 @@ from averaging.errors import (
     TensorError,
 )
 from averaging.peer.topics import ErrorFeedback
-from averaging.protocol.group import donors_key, group_key
+from averaging.protocol.group import ReplyForm, donors_key, group_key
 from averaging.state.manifest import State
 from averaging.state.snapshots import Snapshots
-from averaging.tensors import ReplyForm
 from averaging.tensors.shared_tensors import SharedTensors
 from tests.support.certificates import write
 from tests.support.peers import average, enter, swarm, told

@@ -26,13 +26,12 @@ from averaging.errors import (
 )
 from averaging.peer.rounds import _why_failed
 from averaging.peer.topics import Adopt
-from averaging.protocol.group import Member, Mode
+from averaging.protocol.group import Member, Mode, ReplyForm
 from averaging.protocol.messages import CompressionType
 from averaging.receipts.explanation import describe, merge
 from averaging.receipts.receipt import DropCode, Outcome, Receipt, Role
 from averaging.receipts.receipt_log import read
 from averaging.state.snapshots import Extras
-from averaging.tensors.schema import ReplyForm
 from averaging.testing import virtual_time
 from averaging.testing.discovery import MemoryDiscovery
 from tests.support.rounds import STALL_TIMEOUT, Simulation, nodes

@@ -9,8 +9,8 @@ import pytest
 
 from averaging.allreduce import RoundResult
 from averaging.errors import RoundError
+from averaging.protocol.group import ReplyForm
 from averaging.receipts.receipt import DropCode
-from averaging.tensors.schema import ReplyForm
 from averaging.testing import virtual_time
 from averaging.timing.learned_deadlines import Deadlines
 from tests.support.rounds import STALL_TIMEOUT, Simulation, assert_close, nodes

@@ -8,6 +8,7 @@ import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 
+from averaging.protocol.group import ReplyForm
 from averaging.protocol.messages import (
     AveragingData,
     CompressionType,
@@ -27,7 +28,7 @@ from averaging.receipts.receipt import Dropped, Outcome, Receipt
 from averaging.receipts.receipt_log import Watched
 from averaging.receipts.status import PeerStatus
 from averaging.security.credentials import Credentials
-from averaging.tensors.schema import ReplyForm, Schema, TensorSpec
+from averaging.tensors.schema import Schema, TensorSpec
 from averaging.timing.learned_deadlines import Learned, Phase
 from averaging.transport.direct import DirectTransport
 from averaging.transport.grpc import GrpcTransport

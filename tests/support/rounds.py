@@ -10,7 +10,7 @@ from contextlib import aclosing
 import torch
 
 from averaging.allreduce import AllReduce, RoundResult, changes
-from averaging.protocol.group import Group, Member
+from averaging.protocol.group import Group, Member, ReplyForm
 from averaging.protocol.messages import (
     AveragingData,
     CompressionType,
@@ -22,7 +22,7 @@ from averaging.protocol.messages import (
 )
 from averaging.receipts.receipt_log import Watched
 from averaging.receipts.status import PeerStatus
-from averaging.tensors.schema import ReplyForm, Schema, describe
+from averaging.tensors.schema import Schema, describe
 from averaging.tensors.shared_tensors import SharedTensors, Write
 from averaging.testing.transport import MemoryNetwork, MemoryTransport
 from averaging.timing.learned_deadlines import Deadlines

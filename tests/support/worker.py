@@ -21,9 +21,8 @@ import torch
 from averaging import AveragingError, CompressionType, Mode, Peer
 from averaging.config import AUTO
 from averaging.discovery.gossip.gossip_discovery import peers_key
-from averaging.protocol.group import donors_key
+from averaging.protocol.group import ReplyForm, donors_key
 from averaging.protocol.messages import AveragingData, DownloadData, JoinRequest, MessageFromLeader, Resume
-from averaging.tensors import ReplyForm
 from averaging.transport.base import AveragingService, GossipService
 from averaging.transport.direct import DirectTransport
 from averaging.transport.grpc import GrpcTransport

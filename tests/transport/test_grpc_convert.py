@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.errors import ProtocolViolationError
-from averaging.protocol.group import MAX_TRIM, Aggregation, AggregationKind
+from averaging.protocol.group import MAX_TRIM, Aggregation, AggregationKind, ReplyForm
 from averaging.protocol.messages import (
     AveragingData,
     CompressionType,
@@ -32,7 +32,7 @@ from averaging.receipts.receipt import Account, DropCode, Dropped, LateArrival, 
 from averaging.receipts.receipt_log import Watched
 from averaging.receipts.status import PeerStatus
 from averaging.tensors import AVERAGED_DTYPES
-from averaging.tensors.schema import ReplyForm, Schema, TensorSpec
+from averaging.tensors.schema import Schema, TensorSpec
 from averaging.timing.learned_deadlines import Learned, Phase
 from averaging.transport import RpcMethod
 from averaging.transport.grpc import methods
