@@ -16,7 +16,7 @@ from averaging.weights.layout import FETCH, ranges_of
 from averaging.weights.snapshot import Incoming
 from averaging.wire import weights_pb2 as wire
 
-logger = logging.getLogger("averaging.rl.synchronizer")
+logger = logging.getLogger("averaging.weights")
 
 WAITING_FACTOR = 4
 """A source that waits for pieces itself is left after this many times `stall_timeout`."""

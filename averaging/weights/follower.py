@@ -86,7 +86,7 @@ class StalenessWatch:
         return Staleness(versions, seconds, exceeded), began
 
 
-logger = logging.getLogger("averaging.rl.synchronizer")
+logger = logging.getLogger("averaging.weights")
 
 LOOK_SECONDS = 0.5
 """Interval at which the staleness is looked at."""

@@ -28,7 +28,7 @@ from averaging.weights.snapshot import WeightSnapshot, seal, view_state
 if TYPE_CHECKING:
     from averaging.weights.receiver import FollowerOptions, VersionReceiver
 
-logger = logging.getLogger("averaging.rl.synchronizer")
+logger = logging.getLogger("averaging.weights")
 
 MIN_PAUSE, MAX_PAUSE = 0.1, 2.0
 """Seconds between two attempts to reach publishers; the pause doubles."""

@@ -90,7 +90,7 @@ class PublisherRanks:
         )
 
 
-logger = logging.getLogger("averaging.rl.synchronizer")
+logger = logging.getLogger("averaging.weights")
 
 MAX_FOLLOWERS, MAX_FOLLOWERS_PER_HOST, MAX_FOLLOWERS_PER_CONNECTION = 4096, 512, 64
 """Followers of one publisher at once."""

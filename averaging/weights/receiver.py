@@ -40,7 +40,7 @@ from averaging.weights.snapshot import Incoming, WeightSnapshot
 from averaging.weights.store import Changes, Store
 from averaging.wire import weights_pb2 as wire
 
-logger = logging.getLogger("averaging.rl.synchronizer")
+logger = logging.getLogger("averaging.weights")
 
 NAME_BYTES = 16
 

@@ -6,8 +6,7 @@ messages), `modules` and `collective` (the groups of torch.distributed).
 """
 
 from averaging.rl.synchronizer.collective import WeightReceiver, WeightSender
-from averaging.rl.synchronizer.coordination import RunningStatus
-from averaging.rl.synchronizer.options import SynchronizerConfig, SyncMethod
+from averaging.rl.synchronizer.coordination import RunningStatus, SynchronizerConfig, SyncMethod
 from averaging.rl.synchronizer.remote import RemoteSynchronizer
 from averaging.rl.synchronizer.synchronizer import Synchronizer
 

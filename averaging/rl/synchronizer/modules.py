@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 from averaging.errors import AveragingError, ClosedError, StateError
 from averaging.rl.synchronizer.coordination import Coordination, End, SyncGroup, Wait
@@ -29,7 +30,8 @@ ANSWER_SECONDS = 5.0
 TEARDOWN_SECONDS = 10.0
 """Time limit for a module to leave its group. A dead module must not hold up the others."""
 
-M = TypeVar("M")
+GROUP_SECONDS = 300.0
+"""Default time limit for the set-up of a weight sync group and for one transfer of a tensor in it."""
 
 
 class Module(Protocol):
@@ -202,10 +204,8 @@ async def set_up(
 
 async def _set_up_group(plan: _Plan, group_name: str, timeout: float) -> None:
     name, trainer = plan.trainer
-    with _naming("trainer", name):
-        address, port, meta = await result_of(trainer.get_weight_sync_info())
-    await _join(plan.explorers, address, port, group_name, timeout, trainer=plan.trainer)
-    await _set_meta(plan.explorers, meta)
+    address, port, meta = await _call("trainer", name, trainer.get_weight_sync_info)
+    await _join(plan.explorers, address, port, meta, group_name, timeout, plan.trainer)
 
 
 async def join_explorers(
@@ -224,9 +224,7 @@ async def join_explorers(
     if not explorers:
         raise StateError("there is no explorer for a weight sync group; add_module() adds one")
     async with _all_or_none({}, explorers, timeout):
-        await _join(explorers, address, port, group_name, timeout)
-        if meta is not None:
-            await _set_meta(explorers, meta)
+        await _join(explorers, address, port, meta, group_name, timeout)
 
 
 @asynccontextmanager
@@ -252,34 +250,24 @@ async def _join(
     explorers: Mapping[str, ReceivesWeights],
     address: str,
     port: int,
+    meta: Meta | None,
     group_name: str,
     timeout: float,
     trainer: tuple[str, SendsWeights] | None = None,
 ) -> None:
-    """Lets the explorers join a group as ranks 1, 2, …, and the trainer as rank 0 if one is given."""
+    """Lets the explorers join a group as ranks 1, 2, …, and a trainer as rank 0; then gives the explorers the meta."""
     size = len(explorers) + 1
-
-    async def join(kind: str, name: str, module: SendsWeights | ReceivesWeights, rank: int) -> None:
-        with _naming(kind, name):
-            await result_of(module.setup_weight_sync_group(address, port, size, group_name, timeout, rank))
-
-    async with asyncio.TaskGroup() as tasks:
+    async with asyncio.TaskGroup() as tasks:  # no member returns before all have joined
         if trainer is not None:
-            tasks.create_task(join("trainer", *trainer, 0))
+            join = partial(trainer[1].setup_weight_sync_group, address, port, size, group_name, timeout, 0)
+            tasks.create_task(_call("trainer", trainer[0], join))
         for rank, (name, explorer) in enumerate(explorers.items(), 1):
-            tasks.create_task(join("explorer", name, explorer, rank))
-
-
-async def _set_meta(explorers: Mapping[str, ReceivesWeights], meta: Meta) -> None:
-    """Gives the explorers the names, dtypes and shapes."""
-
-    async def set_meta(name: str, explorer: ReceivesWeights) -> None:
-        with _naming("explorer", name):
-            await result_of(explorer.set_state_dict_meta(meta))
-
-    async with asyncio.TaskGroup() as tasks:
-        for name, explorer in explorers.items():
-            tasks.create_task(set_meta(name, explorer))
+            join = partial(explorer.setup_weight_sync_group, address, port, size, group_name, timeout, rank)
+            tasks.create_task(_call("explorer", name, join))
+    if meta is not None:
+        async with asyncio.TaskGroup() as tasks:
+            for name, explorer in explorers.items():
+                tasks.create_task(_call("explorer", name, partial(explorer.set_state_dict_meta, meta)))
 
 
 async def tear_down(trainers: Mapping[str, SendsWeights], explorers: Mapping[str, ReceivesWeights]) -> None:
@@ -296,11 +284,10 @@ async def tear_down(trainers: Mapping[str, SendsWeights], explorers: Mapping[str
     await asyncio.gather(*(leave("trainer", name, trainer) for name, trainer in trainers.items()))
 
 
-@contextmanager
-def _naming(kind: str, name: str) -> Iterator[None]:
-    """Turns an error of a module into a `StateError` that names it."""
+async def _call(kind: str, name: str, method: Callable[[], Any]) -> Any:
+    """Calls a method of a module. Turns an error into a `StateError` that names the module."""
     try:
-        yield
+        return await result_of(method())
     except Exception as error:
         reason = str(error) if isinstance(error, AveragingError) else repr(error)
         who = f"{kind} {name!r}" if name else f"the {kind}"

@@ -24,9 +24,8 @@ from averaging.errors import (
 )
 from averaging.peer import Peer
 from averaging.rl.synchronizer import methods
-from averaging.rl.synchronizer.coordination import RunningStatus
+from averaging.rl.synchronizer.coordination import RunningStatus, SynchronizerConfig
 from averaging.rl.synchronizer.modules import Module, result_of
-from averaging.rl.synchronizer.options import SynchronizerConfig
 from averaging.rl.synchronizer.state_stream import Meta, ModelState, TensorAssembler, parts_of
 from averaging.rpc import Deadline, FairTimeout, RpcCaller, RpcHandler, rpc_caller
 from averaging.weights import LEAST_RATE, Place, SlotTable

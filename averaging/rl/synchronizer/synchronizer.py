@@ -13,9 +13,8 @@ from averaging.common import one_of
 from averaging.config import FilePath, TLSFiles
 from averaging.errors import ClosedError, ConfigError, WaitTimeoutError
 from averaging.peer import Peer
-from averaging.rl.synchronizer.coordination import Coordination, RunningStatus
-from averaging.rl.synchronizer.modules import POLL_SECONDS, Module, Modules, Waiters, WeightGroups, now
-from averaging.rl.synchronizer.options import GROUP_SECONDS, SynchronizerConfig, SyncMethod
+from averaging.rl.synchronizer.coordination import Coordination, RunningStatus, SynchronizerConfig, SyncMethod
+from averaging.rl.synchronizer.modules import GROUP_SECONDS, POLL_SECONDS, Module, Modules, Waiters, WeightGroups, now
 from averaging.rl.synchronizer.remote import RemoteSynchronizer
 from averaging.rl.synchronizer.service import SynchronizerService, serve_on, served_on, withdraw_from
 from averaging.rl.synchronizer.state_sources import CheckpointFolder, find_checkpoints, follow_peer
