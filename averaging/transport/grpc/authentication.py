@@ -6,7 +6,7 @@ import hmac
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import lru_cache
@@ -88,7 +88,6 @@ _CHECKER: ContextVar[Callable[[], Callable[[str], None]]] = ContextVar("_CHECKER
 """Returns the function that `claim_checker` returns, for the call that the current task serves."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
-Continuation = Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[Any, Any] | None"]]
 
 
 def server_credentials(tls: Tls) -> grpc.ServerCredentials:
@@ -134,31 +133,6 @@ def denial(path: str, headers: Sequence[tuple[str, str | bytes]], credentials: C
         return None
     problem = "and the token that was sent is not one of this run" if given else "and none was sent"
     return f"this run requires a token, {problem}; send it in the metadata as 'authorization: Bearer TOKEN'"
-
-
-class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls without a token in a run that has tokens, also those to unknown services."""
-
-    def __init__(self, credentials: Credentials, refusals: Refusals) -> None:
-        self._credentials = credentials
-        self._refusals = refusals
-
-    async def intercept_service(
-        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Called before the handler of each call."""
-        headers = handler_call_details.invocation_metadata or ()
-        words = denial(handler_call_details.method, list(headers), self._credentials)
-        if words is None:
-            return await continuation(handler_call_details)
-        refusal = words
-
-        async def deny(_: object, context: Context) -> None:
-            self._refusals.note(host_of(context), refusal)
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal)
-
-        # Stream to stream for every method: this answers without reading a message.
-        return grpc.stream_stream_rpc_method_handler(deny)
 
 
 class Callers:

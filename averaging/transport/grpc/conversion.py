@@ -244,7 +244,7 @@ TENSOR = MessageCopier(
     WireTensor,
     runtime_pb2.Tensor,
     buffer=Rule(write=bytes),
-    size=Rule(most=MAX_DIMENSIONS, items="dimensions"),
+    size=Rule(MAX_DIMENSIONS, "dimensions"),
     chunks=Rule(read=_check_chunks),
 )
 
@@ -298,13 +298,3 @@ class _AveragingDataCopier(TensorCopier[AveragingData]):
 AVERAGING_DATA = _AveragingDataCopier(AveragingData, averaging_pb2.AveragingData)
 
 DOWNLOAD_DATA = TensorCopier(DownloadData, averaging_pb2.DownloadData)
-
-
-def items(most: int, what: str) -> Rule:
-    """A rule for a field with at most `most` items."""
-    return Rule(most=most, items=what)
-
-
-def each(copier: MessageCopier[Any], most: int, what: str) -> Rule:
-    """A rule for a field with at most `most` messages."""
-    return Rule(most=most, items=what, copier=copier)

@@ -26,7 +26,7 @@ from averaging.tensors import DTYPES, Schema, TensorSpec
 from averaging.timing import Phase
 from averaging.transport import RpcMethod
 from averaging.transport.grpc import channel_options as limits
-from averaging.transport.grpc.conversion import AVERAGING_DATA, DOWNLOAD_DATA, MessageCopier, Rule, each, items
+from averaging.transport.grpc.conversion import AVERAGING_DATA, DOWNLOAD_DATA, MessageCopier, Rule
 from averaging.wire import averaging_pb2, gossip_pb2, status_pb2
 
 _AVERAGING = "/DecentralizedAveraging"
@@ -41,8 +41,8 @@ JOIN_GROUP = RpcMethod(
     MessageCopier(
         MessageFromLeader,
         averaging_pb2.MessageFromLeader,
-        ordered_group_endpoints=items(limits.MAX_MEMBERS, "members"),
-        gathered=items(limits.MAX_MEMBERS, "members"),
+        ordered_group_endpoints=Rule(limits.MAX_MEMBERS, "members"),
+        gathered=Rule(limits.MAX_MEMBERS, "members"),
     ),
     replies_stream=True,
     max_request_bytes=limits.JOIN_BYTES,
@@ -66,9 +66,9 @@ DOWNLOAD_STATE = RpcMethod(
 
 # Discovery. Records carry signatures, so `Push` names no sender.
 
-_RECORD = MessageCopier(Record, gossip_pb2.Record)
-_RECORDS = MessageCopier(tuple[Record, ...], gossip_pb2.Records, records=each(_RECORD, limits.MAX_RECORDS, "records"))
-_DIGEST = MessageCopier(Digest, gossip_pb2.Digest, entries=items(limits.MAX_RECORDS, "entries"))
+_MAX_RECORDS = Rule(limits.MAX_RECORDS, "records")
+_RECORDS = MessageCopier(tuple[Record, ...], gossip_pb2.Records, records=_MAX_RECORDS)
+_DIGEST = MessageCopier(Digest, gossip_pb2.Digest, entries=Rule(limits.MAX_RECORDS, "entries"))
 
 EXCHANGE = RpcMethod(
     f"{_GOSSIP}/Exchange",
@@ -76,8 +76,8 @@ EXCHANGE = RpcMethod(
     MessageCopier(
         ExchangeReply,
         gossip_pb2.ExchangeReply,
-        records=each(_RECORD, limits.MAX_RECORDS, "records"),
-        wanted=items(limits.MAX_RECORDS, "ids"),
+        records=_MAX_RECORDS,
+        wanted=Rule(limits.MAX_RECORDS, "ids"),
     ),
     replies_stream=True,
     max_request_bytes=limits.DIGEST_BYTES,
@@ -86,8 +86,8 @@ EXCHANGE = RpcMethod(
 )
 PUSH = RpcMethod(
     f"{_GOSSIP}/Push",
-    MessageCopier(tuple[str, tuple[Rumour, ...]], gossip_pb2.Rumours, rumours=items(limits.MAX_RUMOURS, "rumours")),
-    MessageCopier(tuple[Refusal, ...], gossip_pb2.PushReply, refused=items(limits.MAX_RUMOURS, "refusals")),
+    MessageCopier(tuple[str, tuple[Rumour, ...]], gossip_pb2.Rumours, rumours=Rule(limits.MAX_RUMOURS, "rumours")),
+    MessageCopier(tuple[Refusal, ...], gossip_pb2.PushReply, refused=Rule(limits.MAX_RUMOURS, "refusals")),
     max_request_bytes=limits.RECORDS_BYTES,
     max_reply_bytes=limits.REFUSALS_BYTES,
 )
@@ -205,7 +205,7 @@ def _aggregation(text: str) -> Aggregation:
 _SPEC = _SpecCopier(
     TensorSpec,
     status_pb2.TensorSpec,
-    shape=items(limits.MAX_DIMENSIONS, "dimensions"),
+    shape=Rule(limits.MAX_DIMENSIONS, "dimensions"),
     compression=Rule(read=CompressionType.__getitem__, write=lambda compression: compression.name),
 )
 
@@ -215,7 +215,7 @@ GET_SCHEMA = RpcMethod(
     _SchemaCopier(
         Schema,
         status_pb2.Schema,
-        tensors=each(_SPEC, limits.MAX_TENSORS, "tensors"),
+        tensors=Rule(limits.MAX_TENSORS, "tensors", copier=_SPEC),
         aggregation=Rule(read=_aggregation, write=lambda rule: "" if rule == MEAN else str(rule)),
     ),
 )

@@ -7,7 +7,7 @@ registered with a stream of requests, from which gRPC reads nothing before the h
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from functools import partial
 from inspect import isawaitable
@@ -17,16 +17,18 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from averaging.errors import ProtocolViolationError
+from averaging.security import Credentials
 from averaging.transport import CALLER, RpcCaller
 from averaging.transport.grpc import channel_options as message_limits
 from averaging.transport.grpc import methods
-from averaging.transport.grpc.authentication import Callers, Continuation, host_of
+from averaging.transport.grpc.authentication import Callers, denial, host_of
 from averaging.transport.grpc.channel_options import REQUEST_BYTES_PER_SECOND, REQUEST_SECONDS
 from averaging.transport.grpc.error_mapping import refuse
 from averaging.transport.grpc.unfinished_calls import UnfinishedCall, UnfinishedCalls
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]"
 
 
 def seconds_for(path: str) -> float | None:
@@ -107,31 +109,45 @@ class RequestReader:
             raise ProtocolViolationError(f"a malformed request to {self._path}") from None
 
 
-class IntakeInterceptor(grpc.aio.ServerInterceptor):
-    """Receives the requests of all calls, including calls that are refused later.
+class Intake(grpc.aio.ServerInterceptor):
+    """Receives all calls: admits their callers, and calls the handlers of their methods.
 
-    Interceptors that replace the handler of a method must come after this one.
+    It keeps the tasks of the calls in progress, since a stopped gRPC server cancels them but does not wait for their
+    end.
     """
 
-    def __init__(self, callers: Callers, unfinished: UnfinishedCalls) -> None:
-        self._callers = callers
-        self._unfinished = unfinished
+    def __init__(self, callers: Callers, unfinished: UnfinishedCalls, credentials: Credentials) -> None:
+        self._callers, self._unfinished, self._credentials = callers, unfinished, credentials
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler:
-        """Called before the handler of each call."""
+        """Called in the task of each call, before its handler."""
+        task = asyncio.current_task()
+        if task is not None:
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         handler = await continuation(handler_call_details) or _UNKNOWN
         serve = partial(self._serve, handler_call_details.method, handler)
         return grpc.stream_stream_rpc_method_handler(serve, response_serializer=handler.response_serializer)
 
+    async def ended(self) -> None:
+        """Returns when no call is in progress."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
     async def _serve(self, path: str, handler: Handler, _: object, context: Context) -> None:
-        headers = tuple(context.invocation_metadata() or ())
-        CALLER.set(RpcCaller(host_of(context), context.peer(), headers))  # each call is served in a task of its own
-        with self._unfinished.call(context.peer()) as call:
+        caller = RpcCaller(host_of(context), context.peer(), tuple(context.invocation_metadata() or ()))
+        CALLER.set(caller)  # each call is served in a task of its own
+        with self._unfinished.call(caller.connection) as call:
             try:
                 async with call.until_hung_up():
                     with self._callers.call(context, path):
+                        # Refused without reading a message, also if there is no such method.
+                        if refusal := denial(path, caller.headers, self._credentials):
+                            self._callers.refusals.note(caller.host, refusal)
+                            await context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal)
                         incoming = RequestReader(context, path, handler.request_deserializer, call)
                         await _answer(handler, incoming, context)
             except grpc.aio.AbortError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
@@ -23,9 +23,9 @@ from averaging.tensors import Schema
 from averaging.transport import AveragingService, GossipService, RpcHandler, RpcMethod, linger, rpc_caller
 from averaging.transport.grpc import channel_options as headers
 from averaging.transport.grpc import methods
-from averaging.transport.grpc.authentication import Callers, TokenInterceptor, host_of, server_credentials
+from averaging.transport.grpc.authentication import Callers, host_of, server_credentials
 from averaging.transport.grpc.channel_options import held_limits, server_options
-from averaging.transport.grpc.request_intake import IntakeInterceptor, RequestReader
+from averaging.transport.grpc.request_intake import Intake, RequestReader
 from averaging.transport.grpc.unfinished_calls import UnfinishedCalls
 from averaging.transport.grpc.unread_replies import write_average
 
@@ -51,17 +51,12 @@ class Server:
         Raises:
             ListenError: the port cannot be bound.
         """
-        self._calls = _Calls()
         self._credentials = credentials = credentials or Credentials()
         self._callers = Callers(authenticated=credentials.tls is not None)
         self._unfinished = UnfinishedCalls(held_limits(max_message_bytes))
         self._callers.unread.hang_up = self._unfinished.hang_up
-        interceptors = [
-            self._calls,
-            IntakeInterceptor(self._callers, self._unfinished),
-            TokenInterceptor(credentials, self._callers.refusals),
-        ]
-        self._server = grpc.aio.server(options=server_options(max_message_bytes), interceptors=interceptors)
+        self._intake = Intake(self._callers, self._unfinished, credentials)
+        self._server = grpc.aio.server(options=server_options(max_message_bytes), interceptors=[self._intake])
         try:
             if credentials.tls is None:
                 self.port = self._server.add_insecure_port(address)
@@ -112,33 +107,9 @@ class Server:
             await self._server.stop(None)
             raise
         finally:
-            await self._calls.ended()
+            await self._intake.ended()
             await self._callers.unread.ended()
             self._unfinished.stop()
-
-
-class _Calls(grpc.aio.ServerInterceptor):
-    """The tasks of the calls in progress: a stopped gRPC server cancels them but does not wait for their end."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[Any]] = set()
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Called in the task of each call, before its handler."""
-        task = asyncio.current_task()
-        if task is not None:
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        return await continuation(handler_call_details)
-
-    async def ended(self) -> None:
-        """Returns when no call is in progress."""
-        while self._tasks:
-            await asyncio.wait(self._tasks)
 
 
 def averaging_handlers(service: AveragingService) -> list[RpcHandler]:
