@@ -18,7 +18,7 @@ from averaging.tensors import in_thread
 from averaging.weights import (
     DividedSnapshot,
     FollowerOptions,
-    VersionReceiver,
+    ModelReceiver,
     WeightSnapshot,
     seal,
     view_state,
@@ -178,7 +178,7 @@ class FollowSession:
         given: dict[str, Any],
         report: CommandOutput,
     ) -> None:
-        self._receiver = VersionReceiver(options, base=opened.base, on_progress=self._advance)
+        self._receiver = ModelReceiver(options, base=opened.base, on_progress=self._advance)
         self._options, self._output, self._report = options, opened.output, report
         self._command: str | None = given["command"]
         self._exec_timeout: float = given["exec_timeout"]

@@ -48,10 +48,14 @@ class StateFingerprint:
 
 @dataclass(frozen=True, slots=True)
 class PartialTensor:
-    """A tensor of which only the first bytes were received. They are not verified."""
+    """A tensor of which only the first `filled` bytes were received. They are not verified.
+
+    A later download appends to the same `data`.
+    """
 
     tensor: StateTensor
     data: bytearray
+    filled: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,7 @@ class ReceivedState:
     @property
     def nbytes(self) -> int:
         """Bytes received, at any place in the state."""
-        return nbytes_of(list(self.tensors)) + (len(self.partial.data) if self.partial else 0)
+        return nbytes_of(list(self.tensors)) + (self.partial.filled if self.partial else 0)
 
     @property
     def offset(self) -> int:
@@ -79,7 +83,7 @@ class ReceivedState:
         offset = 0
         for tensor in self.announced:
             if tensor not in self.tensors:
-                return offset + (len(self.partial.data) if self.partial and self.partial.tensor == tensor else 0)
+                return offset + (self.partial.filled if self.partial and self.partial.tensor == tensor else 0)
             offset += tensor.nbytes
         return offset
 
@@ -99,10 +103,10 @@ class StateAssembler:
     Args:
         schema: the tensors that the downloader averages. The state must begin with them; None accepts any tensors.
         max_bytes: largest accepted state; by default `MAX_GROWTH` times the bytes of the schema plus 64 MiB.
-        held: tensors of earlier downloads, reused where this state has the same. Its partial tensor is continued.
+        earlier: tensors of earlier downloads, reused where this state has the same. Its partial tensor is continued.
         expected: any other state is refused.
         min_version: a state with a lower version is refused.
-        check: see `Check`.
+        check: callback, see `Check`.
         finite: whether a state with NaN or infinity in a tensor is refused.
 
     Attributes:
@@ -122,14 +126,14 @@ class StateAssembler:
         self,
         schema: Schema | None,
         max_bytes: int | None = None,
-        held: ReceivedState | None = None,
+        earlier: ReceivedState | None = None,
         expected: StateFingerprint | None = None,
         min_version: float = 0.0,
         check: Check = accept_all,
         finite: bool = False,
     ) -> None:
         self._schema, self._check, self._finite = schema, check, finite
-        self._before, self._expected, self._min_version = held or ReceivedState(), expected, min_version
+        self._before, self._expected, self._min_version = earlier or ReceivedState(), expected, min_version
         own_bytes = schema.nbytes if schema else 0
         self._max_bytes = MAX_GROWTH * own_bytes + (64 << 20) if max_bytes is None else max_bytes
         self.version = 0
@@ -166,7 +170,7 @@ class StateAssembler:
         return StateFingerprint(self.version, tuple((tensor.dtype, tensor.shape, tensor.digest) for tensor in compared))
 
     @property
-    def held(self) -> ReceivedState:
+    def kept(self) -> ReceivedState:
         """The part of this state that was received."""
         before = self._before.tensors
         tensors = {tensor: before[tensor] for tensor in self._announced if tensor in before}
@@ -174,7 +178,7 @@ class StateAssembler:
         data = self._resumed if self._incoming is None else self._incoming.data
         partial = None
         if data and len(data) < self._announced[len(self._done)].nbytes:
-            partial = PartialTensor(self._announced[len(self._done)], data)
+            partial = PartialTensor(self._announced[len(self._done)], data, len(data))
         return ReceivedState(self._announced, tensors, partial)
 
     def feed(self, message: DownloadData) -> None:
@@ -243,11 +247,12 @@ class StateAssembler:
         whole, inside = covered(self._announced, skipped)
         for tensor in self._announced[:whole]:
             known = before.tensors.get(tensor)
-            self._done.append(
-                self._verified(tensor, bytearray()) if known is None else known
-            )  # an empty one is unknown
+            # An empty tensor was not received.
+            self._done.append(self._verified(tensor, bytearray()) if known is None else known)
         if inside and before.partial is not None:
-            self._resumed = before.partial.data
+            data = before.partial.data
+            # Another download from the same beginning may have gone on, and even have made a tensor of the bytes.
+            self._resumed = data if len(data) == inside else data[:inside]
         self.received = skipped
 
     def _start_tensor(self, wire: WireTensor) -> None:

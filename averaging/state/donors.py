@@ -51,8 +51,8 @@ class Donors:
     def others(self) -> list[tuple[float, str]]:
         """Priority and endpoint of the other donors, highest priority first."""
         entries = self._discovery.get(self._key)
-        found = [(unpack_priority(entry.value), name) for name, entry in entries.items() if name != self._endpoint]
-        known = [(priority, name) for priority, name in found if priority is not None]
+        declared = [(unpack_priority(entry.value), name) for name, entry in entries.items() if name != self._endpoint]
+        known = [(priority, name) for priority, name in declared if priority is not None]
         return sorted(known, key=lambda donor: (-donor[0], donor[1]))
 
     def members(self) -> dict[str, str]:
@@ -95,7 +95,7 @@ class Rate:
 
     Attributes:
         bytes_per_second: lower limit.
-        basis: where it comes from, such as `1/8 of the 10 Mbit/s assumed for slow links`.
+        basis: origin of the rate, such as `1/8 of the 10 Mbit/s assumed for slow links`.
     """
 
     bytes_per_second: float
@@ -266,8 +266,8 @@ class DonorWatch:
         deadlines: learned deadlines, updated by this download.
         factor: factor on the maximum deadline for the first message, 1 for later ones; 0 selects learned deadlines.
         rate: expected rate.
-        on_early_timeout: called with the donor if it is given up before the maximum deadline.
-        on_slow: called with the donor and `rate` if it is given up because it delivered too little.
+        on_early_timeout: callback with the donor if it is given up before the maximum deadline.
+        on_slow: callback with the donor and `rate` if it is given up because it delivered too little.
 
     Raises:
         TimeoutError: the donor was silent for too long or delivered too little. The message has the figures.

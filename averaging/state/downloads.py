@@ -67,14 +67,14 @@ async def download(
         deadlines: learned deadlines, which replace `silence`, and rates. They are kept between downloads.
         declared: versions of the donors' states as declared in discovery. A donor that has an earlier version was
             restarted, and is asked again only after all others.
-        max_bytes: see `StateAssembler`.
+        max_bytes: limit on the size of the state, see `StateAssembler`.
         verify_donors: number of donors that must announce the same version and digests of the averaged tensors (of all
             tensors, if there is no schema) before one of them is trusted.
         members: what each donor counts as, see `member_of`: several endpoints of one certificate or host are one donor.
             If None, each endpoint counts, as for addresses that the user gives.
-        check: see `Check`.
-        finite: see `StateAssembler`.
-        on_progress: called after each message.
+        check: callback, see `Check`.
+        finite: whether NaN and infinity are refused.
+        on_progress: callback after each message.
 
     Returns:
         The state and its donor.
@@ -143,7 +143,7 @@ class _Download:
         self._declared = declared
         self._donor_deadlines = DonorDeadlines(deadlines)
         self._on_progress = on_progress
-        self._held = ReceivedState()
+        self._kept = ReceivedState()
         self._not_started: dict[str, None] = {}  # donors that timed out before their first message, in order
 
     async def load(self, donors: Sequence[str], expected: StateFingerprint | None = None) -> tuple[State, str]:
@@ -156,14 +156,14 @@ class _Download:
             donor = queue.pop(0)
             min_version = declared.pop(donor, 0.0)
             assembler = StateAssembler(
-                *(self._schema, self._max_bytes, self._held, expected, min_version, self._check, self._finite)
+                *(self._schema, self._max_bytes, self._kept, expected, min_version, self._check, self._finite)
             )
-            before = self._held.nbytes
+            before = self._kept.nbytes
             tries[donor] += 1
             interrupted = False
             try:
                 try:
-                    await self._read(donor, assembler, self._on_progress, self._held.resume, alone=not queue)
+                    await self._read(donor, assembler, self._on_progress, self._kept.resume, alone=not queue)
                 except (TimeoutError, TransportError):
                     if not assembler.complete:  # else only the end of the stream is missing
                         raise
@@ -182,13 +182,13 @@ class _Download:
             # Not a warning: if all donors fail, the error has the reasons, and the caller may retry often.
             logger.info("could not download the state from %s", _reason(donor, failures[donor]))
             if assembler.mixed_sources:  # either source may be wrong, so this donor is asked for the whole tensor
-                self._held = replace(self._held, partial=None)
+                self._kept = replace(self._kept, partial=None)
                 queue.insert(0, donor)
                 continue
-            # If the states differ, the one with more data is kept.
-            self._held = max(self._held, assembler.held, key=lambda held: held.nbytes)
+            # If the states differ, the one with more data is kept: donors that are asked later may have either.
+            self._kept = max(self._kept, assembler.kept, key=lambda state: state.nbytes)
             deadlines = self._donor_deadlines
-            retry = donor not in deadlines.too_slow and (self._held.nbytes > before or deadlines.should_retry(donor))
+            retry = donor not in deadlines.too_slow and (self._kept.nbytes > before or deadlines.should_retry(donor))
             max_tries = TRIES_PER_DONOR + deadlines.times_slow[donor]
             if assembler.outdated or (interrupted and retry and tries[donor] < max_tries):
                 queue.append(donor)

@@ -23,12 +23,11 @@ from averaging.tensors import (
     STATE_DTYPES,
     Schema,
     TensorInfo,
-    check_distinct,
     check_tensors,
+    chunks_of,
     dtype_name,
     nbytes_of,
     objection_to,
-    pieces_of,
     view_memory,
 )
 
@@ -98,7 +97,6 @@ def read_manifest(packed: bytes, max_items: int) -> Manifest:
         digests = [_digest(digest) for digest in fields["digest"]]
         infos = [TensorInfo(_text(name), _text(dtype), _shape(shape)) for name, dtype, shape in fields["tensors"]]
         check_tensors(infos, STATE_DTYPES)
-        check_distinct([info.name for info in infos])
         version, user, skipped = _int(fields["version"]), _user(fields.get("user")), _int(fields.get("skipped") or 0)
     except ProtocolViolationError as error:
         raise StateError(f"its metadata is unreadable: {error}") from None
@@ -257,9 +255,7 @@ def pack(snapshot: Snapshot, resume: Resume | None = None) -> Iterator[DownloadD
     metadata = Manifest(state.version, tensors, state.user, skipped).pack()
     whole, inside = covered(tensors, skipped) if skipped else (0, 0)
     for info, tensor in list(zip(tensors, state.tensors.values(), strict=True))[whole:]:
-        pieces = list(pieces_of(view_memory(tensor)[inside:], CHUNK_BYTES))
-        head = WireTensor(pieces[0], info.shape, info.dtype, chunks=len(pieces))
-        for wire in (head, *map(WireTensor, pieces[1:])):
+        for wire in chunks_of(WireTensor(view_memory(tensor)[inside:], info.shape, info.dtype), CHUNK_BYTES):
             yield DownloadData(metadata, wire)
             metadata = b""
         inside = 0

@@ -85,7 +85,7 @@ class Snapshots:
 
     Args:
         tensors: the averaged tensors.
-        extras: called under the tensors' lock; returns the application's additions to the state.
+        extras: callback under the tensors' lock; returns the application's additions to the state.
         schema: schema of the tensors.
         shared: whether other peers may download the state. If not, nothing is ever copied.
     """

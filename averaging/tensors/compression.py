@@ -347,12 +347,12 @@ def _borders_below(values: torch.Tensor, borders: torch.Tensor) -> torch.Tensor:
 
     A branch-free binary search over all elements at once, three times as fast as `torch.bucketize`.
     """
-    found = torch.zeros(values.shape, dtype=torch.int32, device="cpu")
+    below = torch.zeros(values.shape, dtype=torch.int32, device="cpu")
     step = BUCKETS // 2
     while step:
-        found.add_(values > borders.index_select(0, found + (step - 1)), alpha=step)
+        below.add_(values > borders.index_select(0, below + (step - 1)), alpha=step)
         step //= 2
-    return found.to(torch.uint8)
+    return below.to(torch.uint8)
 
 
 _RAW: dict[str, Codec] = {name: Raw(name, dtype) for name, dtype in AVERAGED_DTYPES.items()}

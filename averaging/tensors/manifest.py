@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 
 from averaging.errors import BusyError, ProtocolViolationError
-from averaging.protocol import Buffer
+from averaging.protocol import Buffer, WireTensor
 
 
 def _by_name(names: str) -> dict[str, torch.dtype]:
@@ -57,6 +57,11 @@ class TensorInfo:
     shape: tuple[int, ...]
 
     @property
+    def key(self) -> object:
+        """Identifies the tensor among others."""
+        return self.name
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype as a `torch.dtype`."""
         return DTYPES[self.dtype]
@@ -92,13 +97,13 @@ def objection_to(
     Args:
         tensor: the tensor, on any device.
         dtypes: one of the tables of this file.
-        verb: what is to be done with it, such as `published`.
+        verb: verb of the message, such as `published`.
         dtype: the dtype in which it travels; None for its own.
     """
     if tensor.layout is not torch.strided or tensor.is_meta:
         return f"has no dense values; only dense tensors can be {verb}"
     if (dtype or tensor.dtype) not in dtypes.values():
-        return f"is {dtype or tensor.dtype}, which cannot be {verb}; {', '.join(dtypes)} can"
+        return f"is {dtype or tensor.dtype}; {', '.join(dtypes)} can be {verb}"
     return None
 
 
@@ -130,7 +135,7 @@ def check_tensors(tensors: Sequence[TensorInfo], dtypes: Mapping[str, torch.dtyp
         dtypes: one of the tables of this file.
 
     Raises:
-        ProtocolViolationError: there are too many, or one has an unknown dtype or an invalid shape.
+        ProtocolViolationError: there are too many, two have one name, or a dtype is unknown or a shape invalid.
     """
     if len(tensors) > MAX_TENSORS:
         raise ProtocolViolationError(f"{len(tensors)} tensors; at most {MAX_TENSORS} are accepted")
@@ -141,15 +146,7 @@ def check_tensors(tensors: Sequence[TensorInfo], dtypes: Mapping[str, torch.dtyp
             check_size(tensor.shape)
         except ProtocolViolationError as error:
             raise ProtocolViolationError(f"tensor {tensor.name[:80]!r} has an invalid shape: {error}") from None
-
-
-def check_distinct(names: Sequence[object]) -> None:
-    """Checks that the names of tensors from another peer differ.
-
-    Raises:
-        ProtocolViolationError: two are equal.
-    """
-    if len(set(names)) != len(names):
+    if len({tensor.key for tensor in tensors}) != len(tensors):
         raise ProtocolViolationError("two tensors have the same name")
 
 
@@ -177,6 +174,13 @@ def pieces_of(buffer: Buffer, piece_bytes: int) -> Iterator[memoryview]:
     whole = memoryview(buffer)
     for start in range(0, max(1, len(whole)), piece_bytes):
         yield whole[start : start + piece_bytes]
+
+
+def chunks_of(wire: WireTensor, chunk_bytes: int) -> Iterator[WireTensor]:
+    """An encoded tensor in messages of at most `chunk_bytes`; only the first describes it."""
+    pieces = list(pieces_of(wire.buffer, chunk_bytes))
+    yield replace(wire, buffer=pieces[0], chunks=len(pieces))
+    yield from map(WireTensor, pieces[1:])
 
 
 class TensorBuffer:

@@ -29,12 +29,12 @@ class Schema:
     """What is averaged, and how.
 
     Attributes:
-        tensors: in order.
+        tensors: the tensors in order.
         part_size_bytes: size of a part on the wire.
-        reply: what reducers return.
+        reply: form of the reducers' replies.
         topic: keeps apart tensors of equal shapes, for example the gradients of one step or a fragment of the model.
             Empty for the peer's own tensors.
-        aggregation: how reducers combine the contributions.
+        aggregation: rule by which reducers combine the contributions.
     """
 
     tensors: tuple[TensorSpec, ...]

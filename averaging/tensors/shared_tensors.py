@@ -43,7 +43,7 @@ async def in_thread(action: Callable[[], T], give_up: Callable[[], bool] = lambd
 
     Args:
         action: the function to run, with the caller's gradient and inference modes.
-        give_up: called on cancellation. If it returns True, `action` has no effect any more and need not start.
+        give_up: callback on cancellation. If it returns True, `action` has no effect any more and need not start.
     """
     gradients, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()  # these are per thread
 
@@ -131,7 +131,7 @@ class SharedTensors:
         Args:
             action: the function to run.
             timeout: seconds to wait for the lock.
-            nbytes: how many bytes `action` processes.
+            nbytes: number of bytes that `action` processes.
 
         Raises:
             RoundError: the lock was not free in time.
@@ -208,8 +208,8 @@ class SharedTensors:
             index: the tensor.
             start: first element.
             values: 1-D.
-            how: as in `write`.
-            condition: called under the lock; nothing is written if it returns False.
+            how: combination with the old elements, as in `write`.
+            condition: callback under the lock; nothing is written if it returns False.
         """
         view = self._views[index]
         # A tensor that is tied to this one may not have been sent yet.
@@ -250,22 +250,22 @@ class SharedTensors:
 
 def sharing_memory(tensors: Sequence[torch.Tensor]) -> frozenset[int]:
     """Indices of tensors that may share memory with another one, such as tied weights."""
-    found: set[int] = set()
+    shared: set[int] = set()
     extents = sorted((*_extent(tensor), index) for index, tensor in enumerate(tensors) if _is_dense(tensor))
     last, reached = -1, ("", 0)  # the tensor with the highest end so far
     for device, begin, end, index in extents:
         if (device, begin) < reached:
-            found |= {last, index}
+            shared |= {last, index}
         if (device, end) > reached:
             last, reached = index, (device, end)
-    return frozenset(found)
+    return frozenset(shared)
 
 
 def digest_of_tensors(tensors: Iterable[torch.Tensor], start: int = 0, stop: int | None = None) -> str:
     """The XXH3 digest, 16 hex digits, of the concatenated bytes of dense tensors on any device.
 
     Args:
-        tensors: in order.
+        tensors: the tensors in order.
         start: first byte to include.
         stop: one past the last byte; None for all.
     """

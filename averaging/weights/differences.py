@@ -70,7 +70,7 @@ def decode(coding: int, data: bytes, old: Bytes | None, itemsize: int, out: Byte
         data: the encoded piece.
         old: the piece that it was encoded against; None if the reader has none.
         itemsize: bytes of an element.
-        out: where to write; its length is that of the piece.
+        out: destination, as long as the piece.
 
     Raises:
         ProtocolViolationError: the data is malformed. The contents of `out` are undefined then.

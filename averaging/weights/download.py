@@ -70,26 +70,26 @@ class Downloads:
         own_endpoint: endpoint of this process, which is never a source; empty if it hands on nothing.
 
     Attributes:
-        liars: endpoints that sent something wrong, with what it was. They are never asked again.
+        rejected_sources: endpoints that sent something wrong, with what it was. They are never asked again.
     """
 
     def __init__(self, run_id: str, dial: _Dial, stall_timeout: float, own_endpoint: str) -> None:
         self._run_id, self._dial = run_id, dial
         self._stall_timeout, self._own_endpoint = stall_timeout, own_endpoint
-        self.liars: dict[str, str] = {}
+        self.rejected_sources: dict[str, str] = {}
 
     async def receive(self, incoming: Incoming, publisher: Publisher, arrived: Callable[[], None]) -> None:
         """Receives all missing pieces.
 
         Args:
             incoming: the version.
-            publisher: who announced it.
-            arrived: called after each message with pieces.
+            publisher: the publisher that announced it.
+            arrived: callback after each message with pieces.
 
         Raises:
             StateError: neither the publisher nor a follower delivered them. What was received stays in `incoming`.
         """
-        failed, at_publisher = dict(self.liars), publisher.channel.endpoint
+        failed, at_publisher = dict(self.rejected_sources), publisher.channel.endpoint
         for _ in range(MAX_SOURCES):
             if incoming.complete:
                 return
@@ -102,7 +102,7 @@ class Downloads:
                     self._check(source, failed)
             except (AveragingError, TimeoutError) as error:
                 if isinstance(error, ProtocolViolationError):
-                    self.liars[at_publisher] = str(error)
+                    self.rejected_sources[at_publisher] = str(error)
                 raise StateError(
                     f"{at_publisher} did not deliver version {incoming.manifest.version}: {error}"
                 ) from None
@@ -126,7 +126,7 @@ class Downloads:
             async with channel() as first:
                 await self._receive_from(first, _PieceSource(publisher, [], channel), incoming, arrived)
         except ProtocolViolationError as error:
-            self.liars[source] = str(error)
+            self.rejected_sources[source] = str(error)
             logger.warning("%s sent something wrong and is not asked again: %s", source, error)
             return str(error)
         except (AveragingError, TimeoutError) as error:
@@ -213,7 +213,7 @@ class _PieceSource:
     """A source of pieces.
 
     Attributes:
-        publisher: who announced the version.
+        publisher: the publisher that announced the version.
         failed: endpoints that the publisher should not name.
         open_channel: makes a further connection.
     """

@@ -20,9 +20,9 @@ from averaging.errors import ClosedError, ConfigError
 from averaging.rpc import EventLoopThread, read_credentials
 from averaging.tensors import in_thread
 from averaging.weights.layout import WeightSpec, check_own, part_of, write_part
-from averaging.weights.part_receivers import DividedSnapshot
-from averaging.weights.receiver import FollowerOptions, VersionReceiver
-from averaging.weights.snapshot import WeightSnapshot
+from averaging.weights.model_receiver import ModelReceiver
+from averaging.weights.receiver import FollowerOptions
+from averaging.weights.snapshot import DividedSnapshot, WeightSnapshot
 
 # How old the weights of a follower are, and when that is too much. Pure.
 
@@ -131,12 +131,12 @@ class WeightFollower:
         tls: Certificates.
         tls_ca: Alternatively, the file of each certificate by itself; this is the authority.
         tls_cert: Certificate of this follower.
-        tls_key: Its private key.
+        tls_key: Private key of `tls_cert`.
         token_file: File with the run's tokens.
         insecure: Whether other machines may connect to `listen` without TLS.
         max_staleness: How old the model may become before `on_stale` is called and a warning is logged: a number of
             versions, or a `datetime.timedelta` since a newer one became known or the publisher was lost.
-        on_stale: Called with the staleness when it begins to be too much, in the follower's thread or in `update`.
+        on_stale: Callback with the staleness when it begins to be too much, in the follower's thread or in `update`.
         join_timeout: Seconds within which a publisher must answer at the start.
         stall_timeout: Seconds without a message after which another source is asked.
 
@@ -178,7 +178,7 @@ class WeightFollower:
             join_timeout=join_timeout,
             stall_timeout=stall_timeout,
         )
-        self._receiver = VersionReceiver(options, self._own_specs)
+        self._receiver = ModelReceiver(options, self._own_specs)
         self._watch = StalenessWatch(max_staleness)
         self._on_stale = on_stale
         self._staleness = Staleness()

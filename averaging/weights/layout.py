@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -19,7 +19,7 @@ from averaging.rpc import RpcMethod
 from averaging.tensors import (
     WEIGHT_DTYPES,
     TensorInfo,
-    check_distinct,
+    check_size,
     check_tensors,
     dtype_name,
     nbytes_of,
@@ -43,13 +43,18 @@ class WeightSpec(TensorInfo):
     """A tensor, or a rectangular part of one.
 
     Attributes:
-        shape: of what is published.
-        whole: for a part, the shape of the whole tensor; empty otherwise.
-        offset: for a part, the index of its first element in each dimension; empty otherwise.
+        shape: shape of the tensor, or of the part.
+        whole: shape of the whole tensor if this is a part; empty otherwise.
+        offset: index of the first element in each dimension if this is a part; empty otherwise.
     """
 
     whole: tuple[int, ...] = ()
     offset: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> object:
+        """Name and offset, since parts of one tensor have one name."""
+        return self.name, self.offset
 
     def __str__(self) -> str:
         part = f" at {list(self.offset)} of {list(self.whole)}" if self.whole else ""
@@ -84,7 +89,12 @@ class WeightLayout:
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """All pieces in order."""
-        return tuple(self._all_pieces())
+        size = self.piece_bytes
+        return tuple(
+            Piece(number, start, min(start + size, spec.nbytes))
+            for number, spec in enumerate(self.tensors)
+            for start in range(0, spec.nbytes, size)
+        )
 
     @cached_property
     def nbytes(self) -> int:
@@ -99,11 +109,6 @@ class WeightLayout:
     def of_tensor(self, tensor: int) -> range:
         """The indices of the pieces of one tensor."""
         return range(self._ends[tensor - 1] if tensor else 0, self._ends[tensor])
-
-    def _all_pieces(self) -> Iterator[Piece]:
-        for number, spec in enumerate(self.tensors):
-            for start in range(0, spec.nbytes, self.piece_bytes):
-                yield Piece(number, start, min(start + self.piece_bytes, spec.nbytes))
 
     @cached_property
     def packed(self) -> bytes:
@@ -130,7 +135,7 @@ class WeightManifest:
         version: its number.
         layout: the tensors.
         piece_digests: SHA-256 of each piece.
-        shards: if this is a part of a divided model, all parts, this one first; not in the digest.
+        shards: all parts of a divided model if this is one of them, which comes first; not in the digest.
     """
 
     version: int
@@ -158,9 +163,9 @@ def spec_of(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -
     """Describes a whole tensor.
 
     Args:
-        name: in the state dict.
+        name: name in the state dict.
         tensor: the tensor.
-        dtype: in which it is published, if that differs.
+        dtype: dtype of the published tensor; None for its own.
 
     Raises:
         TensorError: tensors like this are not published.
@@ -184,8 +189,6 @@ def check_layout(tensors: Sequence[WeightSpec], piece_bytes: int, max_bytes: int
     if not MIN_PIECE_BYTES <= piece_bytes <= MAX_PIECE_BYTES or piece_bytes % 16:
         raise ProtocolViolationError(f"pieces of {piece_bytes} bytes")
     check_tensors(tensors, WEIGHT_DTYPES)
-    check_tensors([whole_of(spec) for spec in tensors if spec.whole], WEIGHT_DTYPES)
-    check_distinct([(spec.name, spec.offset) for spec in tensors])
     for spec in tensors:
         _check_part(spec)
     layout = WeightLayout(tuple(tensors), piece_bytes)
@@ -197,6 +200,7 @@ def check_layout(tensors: Sequence[WeightSpec], piece_bytes: int, max_bytes: int
 def _check_part(spec: WeightSpec) -> None:
     if not spec.whole and not spec.offset:
         return
+    check_size(spec.whole)
     sizes = (spec.shape, spec.whole, spec.offset)
     if len({len(size) for size in sizes}) != 1 or any(
         start + extent > all_of for extent, all_of, start in zip(*sizes, strict=True)
@@ -251,7 +255,7 @@ def indices_of(ranges: Iterable[tuple[int, int]], count: int) -> list[int]:
 # Parts of the tensors of a divided model: which part a rank holds, whether parts are complete, and where they go.
 
 Box = tuple[tuple[int, int], ...]
-"""For each dimension the first index, and that after the last one."""
+"""(start, stop) of each dimension."""
 
 
 def is_divided(tensor: torch.Tensor) -> bool:
@@ -286,9 +290,9 @@ def box_of(spec: WeightSpec) -> Box:
     return tuple((start, start + extent) for start, extent in zip(starts, spec.shape, strict=True))
 
 
-def common(one: Box, other: Box) -> Box | None:
+def common(box: Box, other: Box) -> Box | None:
     """The elements in both boxes; None if there are none."""
-    shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True))
     return shared if all(start < stop for start, stop in shared) else None
 
 
@@ -301,8 +305,8 @@ def check_own(own: Sequence[WeightSpec], manifest: WeightManifest, *, is_part: b
     """Checks that a version, or a part of one, belongs to the model of the follower.
 
     Args:
-        own: what the follower holds of each tensor.
-        manifest: of the version.
+        own: the part of each tensor that the follower holds.
+        manifest: manifest of the version.
         is_part: whether it may have some of the tensors only.
 
     Raises:
@@ -320,8 +324,8 @@ def missing_part(own: Iterable[WeightSpec], layouts: Sequence[WeightLayout]) -> 
     """What is wrong with the parts of a version for a model; None if they have each of its elements exactly once.
 
     Args:
-        own: what the follower holds of each tensor.
-        layouts: of the parts. A tensor that is not divided may be in several of them.
+        own: the part of each tensor that the follower holds.
+        layouts: layouts of the parts. A tensor that is not divided may be in several of them.
     """
     there: dict[str, list[WeightSpec]] = {}
     for layout in layouts:
@@ -338,7 +342,7 @@ def missing_part(own: Iterable[WeightSpec], layouts: Sequence[WeightLayout]) -> 
             if whole_of(part) != whole:
                 return f"tensor {spec.name!r} is {whole} here and {whole_of(part)} there"
         boxes = [shared for part in parts if (shared := common(box_of(spec), box_of(part))) is not None]
-        twice = any(common(one, other) for place, one in enumerate(boxes) for other in boxes[:place])
+        twice = any(common(box, other) for place, box in enumerate(boxes) for other in boxes[:place])
         if twice or sum(map(elements, boxes)) != prod(spec.shape):
             return f"of tensor {spec.name!r} ({whole}) the parts have {'some elements twice' if twice else 'not all'}"
     extra = next(iter(there.values()), None)

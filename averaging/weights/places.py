@@ -25,7 +25,7 @@ class Place:
         serial: The order in which callers have come.
         due: When the caller is late, because it sends or reads nothing; infinite while nothing is expected from it.
         lost: Whether another caller has got the place. Its owner then has to end.
-        lose: Called when that happens.
+        lose: Callback for that moment.
     """
 
     caller: RpcCaller

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -58,7 +59,7 @@ class PublisherRanks:
 
     Args:
         group: their process group, of any backend.
-        endpoint: where this rank's publisher is served.
+        endpoint: address of the server of this rank's publisher.
 
     Raises:
         ConfigError: torch.distributed is not initialized.
@@ -75,17 +76,17 @@ class PublisherRanks:
         Raises:
             SiteError: a rank has died, or has no address.
         """
-        told = self._group.all_gather((digest, version, last, changed, self.endpoint))
+        ranks = self._group.all_gather((digest, version, last, changed, self.endpoint))
         shards: dict[bytes, Shard] = {}
-        for number, (part, _, _, _, endpoint) in enumerate(told):
+        for number, (part, _, _, _, endpoint) in enumerate(ranks):
             if number == 0 or (part not in shards and endpoint):
                 shards[part] = Shard("" if number == 0 else endpoint, part)
-        if missing := [number for number, one in enumerate(told) if one[0] not in shards]:
+        if missing := [number for number, (part, *_) in enumerate(ranks) if part not in shards]:
             raise SiteError(f"rank {missing[0]} has no server; give its publisher an endpoint, or to an averager")
         return Agreed(
-            told[0][1],
-            max(one[2] for one in told),
-            any(one[3] for one in told),
+            ranks[0][1],
+            max(last for _, _, last, _, _ in ranks),
+            any(changed for *_, changed, _ in ranks),
             tuple(shards.values()),
         )
 
@@ -129,8 +130,8 @@ class WeightPublisher:
     tensors that changed.
 
     Args:
-        model: Its state dict is published if `publish` gets none. Names are published without the prefixes of wrappers,
-            such as `_orig_mod.` of `torch.compile` and `module.` of DistributedDataParallel.
+        model: Module whose state dict is published if `publish` gets none. Names are published without the prefixes
+            of wrappers, such as `_orig_mod.` of `torch.compile` and `module.` of DistributedDataParallel.
         run_id: Only followers of this run are served; None for the run of the averager, or for all followers.
         dtype: Floating-point tensors are published in this dtype. In `torch.bfloat16` a version is half as long, and a
             difference a tenth of one in float32.
@@ -139,9 +140,9 @@ class WeightPublisher:
         copies: Followers that get a version from here. Failures of followers can add to it.
         fan_out: Followers that get a version from one other follower. If None, 1 for whole versions and 4 for
             differences.
-        process_group: If `fully_shard` divides the model, the group of its ranks. Each rank then publishes what it
-            holds, and `publish_now` is called by all of them at the same time. Followers join the publisher of rank 0,
-            which names the others.
+        process_group: Group of the ranks between which `fully_shard` divides the model. Each rank then publishes what
+            it holds, and `publish_now` is called by all of them at the same time. Followers join the publisher of rank
+            0, which names the others.
         endpoint: With `process_group` and without an averager, `host:port` of the server of this rank's publisher.
 
     Raises:
@@ -177,7 +178,7 @@ class WeightPublisher:
         self._publishing = threading.Lock()
         self._followers: dict[bytes, str] = {}  # endpoints of those that follow now
         self._trees: dict[bytes, Tree] = {}  # by the digest of the version
-        self._background = _Background(self._seal)
+        self._background = _Background(partial(self._seal, at_least=True))
         self._ranks = None if process_group is None else PublisherRanks(process_group, endpoint)
 
     @property
@@ -212,7 +213,7 @@ class WeightPublisher:
 
         Args:
             state: Tensors by name; the model's state dict if None. Values that are no tensors are left out.
-            version: Its number, above that of the version before; the next one if None.
+            version: Number above that of the version before; the next number if None.
 
         Returns:
             The version.
@@ -314,21 +315,21 @@ class WeightPublisher:
         self._places.enter(place, now=0.0)
         self._followers[name] = request.endpoint if _can_be_called(request.endpoint) else ""
         try:
-            told = self._store.newest
-            yield NOTHING_YET if told is None else version_message(told.manifest)
+            announced = self._store.newest
+            yield NOTHING_YET if announced is None else version_message(announced.manifest)
             while True:
-                told = await self._newer_than(told, place)
-                yield version_message(told.manifest)
+                announced = await self._newer_than(announced, place)
+                yield version_message(announced.manifest)
         finally:
             self._places.leave(place)
             del self._followers[name]
             for tree in self._trees.values():
                 tree.leave(name)
 
-    async def _newer_than(self, told: WeightSnapshot | None, place: Place) -> WeightSnapshot:
+    async def _newer_than(self, announced: WeightSnapshot | None, place: Place) -> WeightSnapshot:
         newest = None
-        while newest is None or newest is told:
-            await self._store.changes.wait(lambda: place.lost or self._store.newest is not told)
+        while newest is None or newest is announced:
+            await self._store.changes.wait(lambda: place.lost or self._store.newest is not announced)
             if place.lost:
                 raise BusyError("your host has the most followers, and another one needs a place; try again later")
             newest = self._store.newest
@@ -376,14 +377,10 @@ def _can_be_called(endpoint: str) -> bool:
     return bool(endpoint) and is_endpoint(endpoint) and not endpoint.startswith(CLIENT_PREFIX)
 
 
-class _Publish(Protocol):
-    def __call__(self, copy: StateCopy, version: int | None, *, at_least: bool) -> int: ...
-
-
 class _Background:
     """Publishes copies in a thread that exists while there is one. A newer copy replaces one that still waits."""
 
-    def __init__(self, publish: _Publish) -> None:
+    def __init__(self, publish: Callable[[StateCopy, int], object]) -> None:
         self._publish = publish
         self._lock = threading.Lock()
         self._next: tuple[StateCopy, int] | None = None
@@ -405,7 +402,7 @@ class _Background:
                     return
                 (copy, version), self._next = self._next, None
             try:
-                self._publish(copy, version, at_least=True)
+                self._publish(copy, version)
             except AveragingError as error:
                 logger.error("the weights of step %d were not published: %s", version, error)
             del copy

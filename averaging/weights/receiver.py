@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -25,22 +25,15 @@ from averaging.errors import (
 )
 from averaging.rpc import Credentials, RpcChannel, RpcHandler, RpcServer
 from averaging.weights.download import Downloads, Publisher
-from averaging.weights.layout import (
-    FETCH,
-    FOLLOW,
-    WeightLayout,
-    WeightManifest,
-    WeightSpec,
-    check_own,
-    is_wanted,
-    read_version,
-)
-from averaging.weights.part_receivers import MAX_PAUSE, MIN_PAUSE, DividedSnapshot, PartReceivers
-from averaging.weights.snapshot import Incoming, WeightSnapshot
+from averaging.weights.layout import FETCH, FOLLOW, WeightLayout, WeightManifest, read_version
+from averaging.weights.snapshot import DividedSnapshot, Incoming, WeightSnapshot
 from averaging.weights.store import Changes, Store
 from averaging.wire import weights_pb2 as wire
 
 logger = logging.getLogger("averaging.weights")
+
+MIN_PAUSE, MAX_PAUSE = 0.1, 2.0
+"""Seconds between two attempts to reach publishers; the pause doubles."""
 
 NAME_BYTES = 16
 
@@ -86,7 +79,7 @@ class FollowerOptions:
         """The options for another part of the model.
 
         Args:
-            endpoint: its publisher, which the joined one has named.
+            endpoint: address of its publisher, which the joined publisher has named.
             loopback: whether that may be on loopback.
         """
         listen = self.listen
@@ -98,8 +91,8 @@ class FollowerOptions:
         """Returns a connection to a publisher or another follower. All connections of a follower are made here.
 
         Args:
-            endpoint: where to; one that the user has not named is dialled only if a peer can be there.
-            loopback: whether such a one may be on loopback.
+            endpoint: address; if the user has not named it, it is dialled only if a peer can be there.
+            loopback: whether such an address may be on loopback.
         """
         named = endpoint not in (self.join if self.given is None else self.given)
         return RpcChannel(endpoint, credentials=self.credentials, named_by_peer=named, loopback=loopback)
@@ -114,38 +107,37 @@ class FollowerOptions:
 
 
 class VersionReceiver:
-    """Follows the publishers of one model while it is entered, as an async context manager.
-
-    If the announced versions are a part of a model, the others are received too, see `PartReceivers`.
+    """Follows the publishers of a model, or of a part of one, while it is entered, as an async context manager.
 
     Args:
-        options: see `FollowerOptions`.
-        own: returns what the follower holds of each tensor, so that other models are refused and only what it holds is
-            received; None to take whatever is published.
+        options: options of the follower.
+        check: callback with the manifest of each version before it is received; raises TensorError to refuse it.
         base: weights that are here already.
-        on_progress: called with received and expected bytes, before they are encoded.
-        part_of: the changes of the receiver of the model's first part, and a function that is called with each
-            manifest, if this one receives another part; None otherwise.
+        on_progress: callback with received and expected bytes, before they are encoded.
+        wanted: whether a version is received; one that is not is only known by its manifest.
+        changes: shared with other receivers; None for its own.
 
     Attributes:
         announced: the newest version that a publisher has announced.
         announced_locally: whether that publisher is on loopback.
-        store: what was received; its `changes` also happen when `failure` or `connected` change.
+        store: the received versions; its `changes` also happen when `failure` or `connected` change.
         retries: attempts to receive a version that failed.
-        endpoint: where this follower hands on versions; empty if it does not.
+        endpoint: address at which this follower hands on versions; empty if it does not.
     """
 
     def __init__(
         self,
         options: FollowerOptions,
-        own: Callable[[], Sequence[WeightSpec]] | None = None,
+        check: Callable[[WeightManifest], None] = lambda _: None,
         base: WeightSnapshot | None = None,
         on_progress: Callable[[int, int], None] = lambda received, total: None,
-        part_of: tuple[Changes, Callable[[WeightManifest], None]] | None = None,
+        *,
+        wanted: Callable[[WeightManifest], bool] = lambda _: True,
+        changes: Changes | None = None,
     ) -> None:
-        self._options, self._own, self._on_progress, self._part_of = options, own, on_progress, part_of
+        self._options, self._check, self._on_progress, self._wanted = options, check, on_progress, wanted
         self._stack = AsyncExitStack()
-        self.store = Store(bases=1, changes=None if part_of is None else part_of[0])
+        self.store = Store(bases=1, changes=changes)
         if base is not None:
             self.store.add(base)
         self.announced: WeightManifest | None = None if base is None else base.manifest
@@ -159,52 +151,33 @@ class VersionReceiver:
         self._layout: WeightLayout | None = None
         self._incoming: Incoming | None = None
         self._reasons: dict[str, AveragingError] = {}  # by address, since it was last connected
-        self._told_old = False
+        self._warned_old = False
         self._reached = asyncio.Event()  # a publisher has answered, or all have refused
-        self._parts: PartReceivers | None = None  # of a model that comes in parts, of which this receives the first
-
-    def of_part(
-        self,
-        options: FollowerOptions,
-        base: WeightSnapshot | None,
-        on_progress: Callable[[int, int], None],
-        note: Callable[[WeightManifest], None],
-    ) -> VersionReceiver:
-        """Returns a receiver of another part of the same model; for the arguments see `VersionReceiver`."""
-        return VersionReceiver(options, self._own, base, on_progress, (self.store.changes, note))
 
     @property
     def newest(self) -> WeightSnapshot | DividedSnapshot | None:
         """The newest version that was received completely."""
-        return self.store.newest if self._parts is None else self._parts.newest
+        return self.store.newest
 
     @property
     def failure(self) -> AveragingError | None:
         """Why following has ended for good."""
-        if self._failure is not None or self._parts is None:
-            return self._failure
-        return self._parts.failure or next((part.failure for part in self._others if part.failure), None)
+        return self._failure
 
     @property
     def connected(self) -> bool:
-        """Whether a publisher of each part is connected."""
-        return self._connected and all(part.connected for part in self._others)
+        """Whether a publisher is connected."""
+        return self._connected
 
     @property
     def bytes_received(self) -> int:
         """Bytes of encoded pieces."""
-        former = 0 if self._parts is None else self._parts.former_bytes
-        return self._bytes_received + former + sum(part.bytes_received for part in self._others)
+        return self._bytes_received
 
     @property
     def bytes_sent(self) -> int:
         """Bytes handed on."""
-        return self.store.sent + sum(part.bytes_sent for part in self._others)
-
-    @property
-    def _others(self) -> tuple[VersionReceiver, ...]:
-        """The receivers of the other parts."""
-        return () if self._parts is None else tuple(self._parts.others.values())
+        return self.store.sent
 
     async def __aenter__(self) -> Self:
         """Returns when a publisher has answered.
@@ -225,7 +198,7 @@ class VersionReceiver:
                 self.endpoint = (await stack.enter_async_context(server)).endpoint
             self._downloads = Downloads(options.run_id, options.dial, options.stall_timeout, self.endpoint)
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
-            for running in (self._follow(), self._receive(), self._follow_parts()):
+            for running in self._work():
                 stack.callback(tasks.create_task(running).cancel)
             try:
                 async with asyncio.timeout(options.join_timeout):
@@ -264,11 +237,15 @@ class VersionReceiver:
                     "or follow another one"
                 )
             return first
-        told = "; ".join(map(str, reasons)) or "no answer"
+        answers = "; ".join(map(str, reasons)) or "no answer"
         return StateError(
-            f"no publisher answered within {self._options.join_timeout:g} s ({told}); check the addresses, "
+            f"no publisher answered within {self._options.join_timeout:g} s ({answers}); check the addresses, "
             "and that a publisher is up"
         )
+
+    def _work(self) -> list[Coroutine[None, None, None]]:
+        """What runs while this is entered."""
+        return [self._follow(), self._receive()]
 
     # Following
 
@@ -302,9 +279,9 @@ class VersionReceiver:
 
     async def _follow_one(self, address: str) -> None:
         options = self._options
-        if address in self._downloads.liars:
+        if address in self._downloads.rejected_sources:
             raise ProtocolViolationError(
-                f"{address} sent something wrong and is not asked again: {self._downloads.liars[address]}"
+                f"{address} sent something wrong and is not asked again: {self._downloads.rejected_sources[address]}"
             )
         publisher = Publisher(options.dial(address, loopback=options.loopback), os.urandom(NAME_BYTES))
         # A loopback endpoint is of no use to the followers of a publisher elsewhere.
@@ -336,35 +313,22 @@ class VersionReceiver:
                 self._publisher = None
 
     def _announce(self, manifest: WeightManifest, publisher: Publisher) -> None:
-        if self._own is not None:
-            check_own(self._own(), manifest, is_part=manifest.is_divided or self._part_of is not None)
-        if self._part_of is not None:
-            self._part_of[1](manifest)
-        elif self._parts is None and manifest.is_divided:
-            self._parts = PartReceivers(self, self._options, self._own, self.store.newest, self._on_progress)
-        if self._parts is not None:
-            self._parts.announce(manifest)
+        self._check(manifest)
         if manifest.layout is not self._layout:
             self._layout = manifest.layout
             self.store.arrange(manifest.layout)
         received = self.store.newest
         if received is None or manifest.version > received.manifest.version:
             self.announced, self._publisher, self.announced_locally = manifest, publisher, publisher.is_local
-            self._told_old = False
-        elif manifest.digest != received.manifest.digest and not self._told_old:
-            self._told_old = True
+            self._warned_old = False
+        elif manifest.digest != received.manifest.digest and not self._warned_old:
+            self._warned_old = True
             logger.warning(
                 "%s publishes version %d, and version %d is here; versions never go back, so it is left out",
                 publisher.channel.endpoint,
                 manifest.version,
                 received.manifest.version,
             )
-
-    async def _follow_parts(self) -> None:
-        """Follows the other parts of a model from when it turns out to come in parts."""
-        await self.store.changes.wait(lambda: self._parts is not None)
-        if self._parts is not None:
-            await self._parts.run()
 
     # Receiving
 
@@ -375,6 +339,8 @@ class VersionReceiver:
             manifest, publisher = self.announced, self._publisher
             if manifest is None or publisher is None:
                 continue
+            # What has arrived of this version stays if a source fails, and what has arrived of an older one does not:
+            # its pieces differ, and the newest version is what the follower wants.
             incoming = self._incoming
             if incoming is None or incoming.manifest.digest != manifest.digest:
                 incoming = Incoming(manifest, self.store.newest)
@@ -385,10 +351,7 @@ class VersionReceiver:
             def arrived(incoming: Incoming = incoming, total: int = total, before: int = before) -> None:
                 self._bytes_received = before + incoming.received
                 self.store.changes.happened()
-                if self._parts is None:
-                    self._on_progress(total - incoming.left, total)
-                else:
-                    self._parts.advance("", total - incoming.left, total)
+                self._on_progress(total - incoming.left, total)
 
             try:
                 await self._downloads.receive(incoming, publisher, arrived)
@@ -396,7 +359,7 @@ class VersionReceiver:
                 logger.warning("%s; trying again", error)
                 self.retries += 1
                 self.store.changes.happened()
-                if publisher.channel.endpoint in self._downloads.liars:
+                if publisher.channel.endpoint in self._downloads.rejected_sources:
                     self._publisher = None
                     await publisher.channel.close()  # ends its announcements too
                 await asyncio.sleep(backoff.next_delay())
@@ -407,17 +370,13 @@ class VersionReceiver:
                 self.store.add(WeightSnapshot(manifest, snapshot.buffers))
                 self.store.receiving(None)
 
-    def _wants(self, manifest: WeightManifest) -> bool:
-        """Whether a version has something that the follower holds."""
-        return self._own is None or not manifest.is_divided or is_wanted(self._own(), manifest.layout)
-
     def _is_behind(self) -> bool:
         newest, announced = self.store.newest, self.announced
         return (
             announced is not None
             and self._publisher is not None
             and announced.version >= self._options.min_version
-            and self._wants(announced)
+            and self._wanted(announced)
             and (newest is None or newest.manifest.version < announced.version)
         )
 

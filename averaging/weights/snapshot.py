@@ -11,11 +11,45 @@ import torch
 
 from averaging.errors import ProtocolViolationError
 from averaging.weights.differences import Bytes, Coding, decode
-from averaging.weights.layout import WeightLayout, WeightManifest, WeightSpec, cut, part_of, spec_of, whole_of
+from averaging.weights.layout import (
+    WeightLayout,
+    WeightManifest,
+    WeightSpec,
+    cut,
+    part_of,
+    put_together,
+    spec_of,
+    whole_of,
+)
+
+
+class WeightPieces:
+    """The pieces of one version, all or those that are here.
+
+    Attributes:
+        manifest: what identifies the version.
+        buffers: the bytes of each tensor.
+    """
+
+    manifest: WeightManifest
+    buffers: tuple[Bytes, ...]
+
+    def has(self, index: int) -> bool:
+        """Whether a piece is here and verified."""
+        return True
+
+    def piece(self, index: int) -> Bytes:
+        """The bytes of a piece that is here, as a view."""
+        tensor, start, stop = self.manifest.layout.pieces[index]
+        return self.buffers[tensor][start:stop]
+
+    def encoded(self, index: int, base: bytes) -> tuple[Coding, bytes] | None:
+        """A piece as it was received, if it is a difference to the version with the digest `base`."""
+        return None
 
 
 @dataclass(frozen=True)
-class WeightSnapshot:
+class WeightSnapshot(WeightPieces):
     """All weights of one version, which never change.
 
     Attributes:
@@ -63,10 +97,6 @@ class WeightSnapshot:
         manifest = WeightManifest(self.manifest.version, layout, tuple(digests), self.manifest.shards)
         return WeightSnapshot(manifest, tuple(buffers))
 
-    def piece(self, index: int) -> Bytes:
-        """The bytes of a piece, as a view."""
-        return _piece(self.manifest.layout, self.buffers, index)
-
     def parts(self) -> Iterator[tuple[WeightSpec, torch.Tensor]]:
         """Each tensor or part of one with its description; not to be written, as with `tensors`."""
         for spec, buffer in zip(self.manifest.layout.tensors, self.buffers, strict=True):
@@ -79,8 +109,38 @@ class WeightSnapshot:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors by name, on the CPU. They share the memory of this snapshot and must not be written."""
-        specs = self.manifest.layout.tensors
-        return {spec.name: spec.over(buffer.data) for spec, buffer in zip(specs, self.buffers, strict=True)}
+        return {spec.name: tensor for spec, tensor in self.parts()}
+
+
+@dataclass(frozen=True)
+class DividedSnapshot:
+    """A version in parts, all that this follower wants of it.
+
+    Attributes:
+        manifest: manifest of the joined publisher.
+        snapshots: one for each part.
+    """
+
+    manifest: WeightManifest
+    snapshots: tuple[WeightSnapshot, ...]
+
+    @property
+    def manifests(self) -> list[WeightManifest]:
+        """The manifests of the parts."""
+        return [snapshot.manifest for snapshot in self.snapshots]
+
+    def parts(self) -> Iterator[tuple[WeightSpec, torch.Tensor]]:
+        """Each tensor or part of one. They share the memory of the snapshots and must not be written."""
+        for snapshot in self.snapshots:
+            yield from snapshot.parts()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The whole tensors by name, put together if no part is left out."""
+        return put_together(self.parts())
+
+    def whole(self) -> WeightSnapshot:
+        """All tensors of the model, sorted by name."""
+        return seal(view_state(dict(sorted(self.tensors().items()))), self.manifest.version, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,19 +192,19 @@ def seal(copy: StateCopy, version: int, before: WeightSnapshot | None) -> Weight
     layout = WeightLayout(copy.specs)
     if before is not None and before.manifest.layout == layout:
         layout = before.manifest.layout
-    digests = tuple(_sha256(_piece(layout, copy.buffers, index)) for index in range(layout.count))
+    digests = tuple(_sha256(copy.buffers[piece.tensor][piece.start : piece.stop]) for piece in layout.pieces)
     manifest = WeightManifest(version, layout, digests)
     if before is None or before.manifest.layout is not layout:
         return WeightSnapshot(manifest, copy.buffers)
     return WeightSnapshot(manifest, _sharing(manifest, copy.buffers, before))
 
 
-class Incoming:
+class Incoming(WeightPieces):
     """The weights of a version while they are received. Every piece is verified when it arrives.
 
     Args:
-        manifest: of the version, from its publisher.
-        base: what the receiver has already; pieces that are equal there are not received again.
+        manifest: manifest of the version, from its publisher.
+        base: weights that the receiver has already; pieces that are equal there are not received again.
 
     Attributes:
         received: bytes of the encoded pieces that were received.
@@ -159,13 +219,13 @@ class Incoming:
         self._count = 0  # of the pieces that are there
         self._encoded: dict[int, tuple[Coding, bytes]] = {}
         self._places: dict[tuple[bytes, int], list[int]] = {}  # of the pieces of one digest and length
-        self._buffers = self._allocate()
+        self.buffers = self._allocate()
         known = {} if base is None else _by_digest(base)
         for index, digest in enumerate(manifest.piece_digests):
             _, start, stop = layout.pieces[index]
             self._places.setdefault((digest, stop - start), []).append(index)
             if not self._has[index] and base is not None and (old := known.get((digest, stop - start))) is not None:
-                self._piece(index)[:] = base.piece(old)
+                self.piece(index)[:] = base.piece(old)
                 self._has[index] = True
         self._count = sum(self._has)
         self.left = sum(stop - start for _, start, stop in map(layout.pieces.__getitem__, self.missing()))
@@ -182,7 +242,7 @@ class Incoming:
         return self._count == len(self._has)
 
     def has(self, index: int) -> bool:
-        """Whether a piece is there and verified."""
+        """See `WeightPieces`."""
         return bool(self._has[index])
 
     def missing(self) -> list[int]:
@@ -200,7 +260,7 @@ class Incoming:
         if self._has[index]:
             return
         layout, digest = self.manifest.layout, self.manifest.piece_digests[index]
-        base, piece = self.differs_from, self._piece(index)
+        base, piece = self.differs_from, self.piece(index)
         itemsize = layout.tensors[layout.pieces[index].tensor].torch_dtype.itemsize
         decode(coding, data, None if base is None else base.piece(index), itemsize, piece)
         if _sha256(piece) != digest:
@@ -212,16 +272,12 @@ class Incoming:
             self._encoded[index] = Coding(coding), data
         for place in self._places[digest, len(piece)]:
             if place != index:
-                self._piece(place)[:] = piece
+                self.piece(place)[:] = piece
             self._count += not self._has[place]
             self._has[place] = True
 
-    def piece(self, index: int) -> Bytes:
-        """The bytes of a piece that is there, as a view."""
-        return self._piece(index)
-
     def encoded(self, index: int, base: bytes) -> tuple[Coding, bytes] | None:
-        """A piece as it was received, if it is a difference to the version with the digest `base`."""
+        """See `WeightPieces`."""
         own = self.differs_from
         return self._encoded.get(index) if own is not None and own.manifest.digest == base else None
 
@@ -231,11 +287,8 @@ class Incoming:
             raise RuntimeError("pieces are missing")
         base = self.differs_from
         if base is None:
-            return WeightSnapshot(self.manifest, self._buffers)
-        return WeightSnapshot(self.manifest, _sharing(self.manifest, self._buffers, base))
-
-    def _piece(self, index: int) -> Bytes:
-        return _piece(self.manifest.layout, self._buffers, index)
+            return WeightSnapshot(self.manifest, self.buffers)
+        return WeightSnapshot(self.manifest, _sharing(self.manifest, self.buffers, base))
 
     def _allocate(self) -> tuple[Bytes, ...]:
         """Buffers, which are those of the base for tensors that are equal there."""
@@ -260,15 +313,10 @@ def _bytes(tensor: torch.Tensor) -> Bytes:
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
-def _piece(layout: WeightLayout, buffers: Sequence[Bytes], index: int) -> Bytes:
-    tensor, start, stop = layout.pieces[index]
-    return buffers[tensor][start:stop]
-
-
-def _same(one: WeightManifest, other: WeightManifest, pieces: range) -> bool:
+def _same(manifest: WeightManifest, other: WeightManifest, pieces: range) -> bool:
     """Whether two versions of one layout have the same bytes in these pieces."""
     place = slice(pieces.start, pieces.stop)
-    return one.piece_digests[place] == other.piece_digests[place]
+    return manifest.piece_digests[place] == other.piece_digests[place]
 
 
 def _sharing(manifest: WeightManifest, buffers: Sequence[Bytes], before: WeightSnapshot) -> tuple[Bytes, ...]:

@@ -15,7 +15,7 @@ from averaging.tensors import in_thread
 from averaging.weights.differences import Coding, encode
 from averaging.weights.layout import WeightLayout, indices_of
 from averaging.weights.places import Place, SlotTable
-from averaging.weights.snapshot import Incoming, WeightSnapshot
+from averaging.weights.snapshot import Incoming, WeightPieces, WeightSnapshot
 from averaging.wire import weights_pb2 as wire
 
 BATCH_BYTES = 4 << 20
@@ -143,11 +143,12 @@ class Store:
             StateError: this process has no such version, or has given up receiving it.
             ProtocolViolationError: the request is malformed.
         """
-        source = self._find(request.digest)
-        if source is None:
+        pieces = self._find(request.digest)
+        if pieces is None:
             raise StateError(f"no version with the digest {request.digest.hex()[:8]} is here; ask for the newest one")
+        source: WeightPieces = pieces
         indices = indices_of(((each.first, each.count) for each in request.pieces), source.manifest.layout.count)
-        base = next((each for each in self._kept if each.manifest.digest == request.base), None)
+        base = self.complete(request.base)
         if base is not None and base.manifest.layout != source.manifest.layout:
             base = None
         clock = asyncio.get_running_loop().time
@@ -160,6 +161,8 @@ class Store:
                 replies = [wire.Reply()]
                 if batch:
                     replies = _grouped(batch, await self._encode(source, base, request.base, batch))
+                # The next piece is not here. It comes only while this version is being received; the follower that
+                # waits for it is told by an empty message that this source lives.
                 elif source is not self._incoming:
                     raise StateError("the version that was being received here has been given up; ask another source")
                 elif await self._await_piece(source, indices[done]):
@@ -175,21 +178,16 @@ class Store:
         finally:
             self._places.leave(place)
 
-    def _find(self, digest: bytes) -> WeightSnapshot | Incoming | None:
-        for snapshot in self._kept:
-            if snapshot.manifest.digest == digest:
-                return snapshot
+    def _find(self, digest: bytes) -> WeightPieces | None:
         incoming = self._incoming
-        return incoming if incoming is not None and incoming.manifest.digest == digest else None
+        return self.complete(digest) or (incoming if incoming and incoming.manifest.digest == digest else None)
 
-    async def _await_piece(self, source: WeightSnapshot | Incoming, index: int) -> bool:
+    async def _await_piece(self, source: WeightPieces, index: int) -> bool:
         """Waits for a piece, or until it will not come. Returns False after `WAITING_SECONDS`."""
-        return await self.changes.wait(
-            lambda: source is not self._incoming or _is_there(source, index), WAITING_SECONDS
-        )
+        return await self.changes.wait(lambda: source is not self._incoming or source.has(index), WAITING_SECONDS)
 
     async def _encode(
-        self, source: WeightSnapshot | Incoming, base: WeightSnapshot | None, named: bytes, batch: Sequence[int]
+        self, source: WeightPieces, base: WeightSnapshot | None, named: bytes, batch: Sequence[int]
     ) -> list[Encoded]:
         if base is None:
             return [(Coding.RAW, source.piece(index).tobytes()) for index in batch]
@@ -202,9 +200,8 @@ class Store:
                 self._encoded = {pair: pieces for pair, pieces in self._encoded.items() if pair[1] in current}
                 known = self._encoded.setdefault((named, digest), {})
             todo = [index for index in batch if index not in known]
-            if isinstance(source, Incoming):
-                known.update((index, got) for index in todo if (got := source.encoded(index, named)) is not None)
-                todo = [index for index in todo if index not in known]
+            known.update((index, got) for index in todo if (got := source.encoded(index, named)) is not None)
+            todo = [index for index in todo if index not in known]
             if todo:
                 known.update(await in_thread(lambda: _differences(source, base, todo)))
             return [_or_raw(known[index], source, index) for index in batch]
@@ -216,32 +213,28 @@ def _own_bytes(earlier: WeightSnapshot, later: WeightSnapshot) -> int:
     return sum(len(buffer) for buffer in earlier.buffers if id(buffer) not in shared)
 
 
-def _is_there(source: WeightSnapshot | Incoming, index: int) -> bool:
-    return isinstance(source, WeightSnapshot) or source.has(index)
-
-
-def _available(source: WeightSnapshot | Incoming, indices: Sequence[int], place: int) -> list[int]:
+def _available(source: WeightPieces, indices: Sequence[int], place: int) -> list[int]:
     """The next indices whose pieces are there, up to `BATCH_BYTES`."""
     most = max(1, BATCH_BYTES // source.manifest.layout.piece_bytes)
     batch: list[int] = []
     for index in islice(indices, place, place + most):
-        if not _is_there(source, index):
+        if not source.has(index):
             break
         batch.append(index)
     return batch
 
 
-def _differences(source: WeightSnapshot | Incoming, base: WeightSnapshot, todo: Sequence[int]) -> dict[int, Encoded]:
+def _differences(source: WeightPieces, base: WeightSnapshot, todo: Sequence[int]) -> dict[int, Encoded]:
     """Encodes pieces. Those that are sent as they are get no bytes, since they are here anyway."""
-    layout, found = source.manifest.layout, {}
+    layout, differences = source.manifest.layout, {}
     for index in todo:
         itemsize = layout.tensors[layout.pieces[index].tensor].torch_dtype.itemsize
         coding, data = encode(source.piece(index), base.piece(index), itemsize)
-        found[index] = (coding, b"" if coding is Coding.RAW else data)
-    return found
+        differences[index] = (coding, b"" if coding is Coding.RAW else data)
+    return differences
 
 
-def _or_raw(encoded: Encoded, source: WeightSnapshot | Incoming, index: int) -> Encoded:
+def _or_raw(encoded: Encoded, source: WeightPieces, index: int) -> Encoded:
     return encoded if encoded[0] is not Coding.RAW else (Coding.RAW, source.piece(index).tobytes())
 
 

@@ -34,9 +34,9 @@ class Tree:
         """Returns the source for a follower that asks for one, for the first time or again.
 
         Args:
-            follower: who asks.
+            follower: the asking follower.
             able: the followers that hand on, and that `follower` can reach.
-            failed: those that have not delivered to it.
+            failed: the followers that have not delivered to it.
             fan_out: followers that may get it from one other follower.
 
         Returns:

@@ -308,9 +308,9 @@ def test_states_of_many_tensors() -> None:
         for message in download:
             reader.feed(message)
         assert len(reader.finish().tensors) == len(download) - 1
-        again = StateAssembler(None, held=reader.held)
+        again = StateAssembler(None, earlier=reader.kept)
         again.feed(download[0])
-        assert reader.held.resume is None  # there is not a byte
+        assert reader.kept.resume is None  # there is not a byte
 
     check_growth(messages, read, 1000)
 

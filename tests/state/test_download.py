@@ -169,11 +169,11 @@ def test_whatever_is_cut_and_resumed_comes_whole_and_once(sizes: list[int], cuts
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("averaging.state.manifest.CHUNK_BYTES", chunk)
         for cut in [*cuts, 1000]:
-            reader = StateAssembler(None, held=held)
+            reader = StateAssembler(None, earlier=held)
             for message in list(pack(sealed, held.resume))[:cut]:
                 reader.feed(message)
                 received += len(message.tensor_part.buffer) if message.tensor_part else 0
-            held = max(held, reader.held, key=lambda held: held.nbytes)
+            held = max(held, reader.kept, key=lambda held: held.nbytes)
     found = reader.finish()
     assert all(torch.equal(found.tensors[name], tensor) for name, tensor in sealed.state.tensors.items())
     assert received == reader.received == sum(sizes)
@@ -195,13 +195,13 @@ def test_a_donor_with_other_tensors_may_leave_nothing_out(other: State) -> None:
     first = StateAssembler(SCHEMA)
     for message in pack(seal(state(1))):
         first.feed(message)
-    asked = first.held.resume
+    asked = first.kept.resume
     assert asked is not None
     assert asked.offset == first.nbytes
     whole = list(pack(seal(other), asked))
     assert "skipped" not in msgpack.decode(whole[0].metadata)
     with pytest.raises(StateError, match="skipped 88 bytes that this peer does not have"):
-        StateAssembler(SCHEMA, held=first.held).feed(with_skipped(whole[0], asked.offset))
+        StateAssembler(SCHEMA, earlier=first.kept).feed(with_skipped(whole[0], asked.offset))
 
 
 @pytest.mark.parametrize("offset", [0, 1, 20, 87, 88, 89, 1 << 59])
@@ -216,12 +216,12 @@ async def test_what_is_kept_is_read_over_without_a_buffer() -> None:
     first = StateAssembler(SCHEMA)
     for message in messages[:3]:
         first.feed(message)
-    again = StateAssembler(SCHEMA, held=first.held)
+    again = StateAssembler(SCHEMA, earlier=first.kept)
     for message in messages:
         again.feed(message)
     found = again.finish()
     assert equal(found, state(1))
-    old, new = ([reader.held.tensors[key] for key in first.held.tensors] for reader in (first, again))
+    old, new = ([reader.kept.tensors[key] for key in first.kept.tensors] for reader in (first, again))
     assert [tensor.data_ptr() for tensor in old] == [tensor.data_ptr() for tensor in new]
     assert again.received == first.nbytes
 
@@ -472,8 +472,8 @@ def test_an_application_that_reports_nothing_gives_an_empty_map(user: object) ->
     assert read_manifest(msgpack.encode(told), BASE_ITEMS).user == {}
 
 
-@pytest.mark.parametrize(("chunks", "pieces"), [(2, [21]), (9, [10, 11]), (1, [19, 1])])
-def test_neither_a_byte_nor_a_chunk_more_comes_than_was_announced(chunks: int, pieces: list[int]) -> None:
+@pytest.mark.parametrize(("chunks", "pieces"), [(2, [21]), (9, [10, 11]), (1, [19])])
+def test_no_more_or_fewer_bytes_come_than_were_announced(chunks: int, pieces: list[int]) -> None:
     """Of a tensor of 20 bytes: who sent on and on would fill the memory. It is refused as it comes, not at the end."""
     reader = StateAssembler(SCHEMA)
     first = next(pack(seal(state(1))))

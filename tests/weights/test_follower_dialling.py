@@ -15,7 +15,8 @@ import averaging.weights
 from averaging.errors import PeerUnreachableError, ProtocolViolationError
 from averaging.rpc import RpcChannel, RpcHandler, RpcServer
 from averaging.weights.layout import FETCH, FOLLOW, Shard, version_message
-from averaging.weights.receiver import FollowerOptions, VersionReceiver
+from averaging.weights.model_receiver import ModelReceiver
+from averaging.weights.receiver import FollowerOptions
 from averaging.weights.snapshot import copy_state, seal
 from averaging.weights.store import Store
 from averaging.wire import weights_pb2 as wire
@@ -51,7 +52,7 @@ class Naming:
 async def test_a_part_is_not_dialled_where_no_peer_can_be(endpoint: str) -> None:
     async with RpcServer("127.0.0.1:0", [Naming(endpoint)]) as server:
         options = FollowerOptions(join=[server.endpoint], run_id="")
-        async with VersionReceiver(options) as follower:
+        async with ModelReceiver(options) as follower:
             async with asyncio.timeout(LIMIT):
                 assert not await follower.wait_newer(None, None)
             assert isinstance(follower.failure, ProtocolViolationError)

@@ -18,7 +18,6 @@ from averaging.tensors import (
     DTYPES,
     TensorBuffer,
     TensorInfo,
-    check_distinct,
     check_tensors,
     copy_to_cpu,
     dtype_name,
@@ -93,7 +92,6 @@ def meta_from(tensors: Sequence[wire.Tensor]) -> Meta:
     """
     infos = [TensorInfo(tensor.name, tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
     check_tensors(infos, DTYPES)
-    check_distinct([info.name for info in infos])
     if wrong := [len(info.name) for info in infos if not 0 < len(info.name) <= MAX_NAME]:
         raise ProtocolViolationError(f"a tensor with a name of {wrong[0]} characters")
     return [(info.name, info.dtype, info.shape) for info in infos]
@@ -103,8 +101,8 @@ def parts_of(state: ModelState, version: int = 0) -> Iterator[wire.StatePart]:
     """Yields the messages of a state: the head, the bytes of the tensors in order, and the digest.
 
     Args:
-        state: It must not be written meanwhile.
-        version: Its version.
+        state: State that is not written meanwhile.
+        version: Number of its version.
     """
     head = wire.StateHead(version=version)
     if isinstance(state, str):

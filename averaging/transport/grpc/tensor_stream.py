@@ -16,10 +16,10 @@ from averaging.tensors import (
     Raw,
     TensorBuffer,
     check_size,
+    chunks_of,
     decoder,
     dtype_name,
     encode,
-    pieces_of,
 )
 from averaging.transport.grpc.channel_options import MAX_DIMENSIONS, check_count
 from averaging.wire.runtime_pb2 import CompressionType as WireCompression
@@ -54,15 +54,14 @@ def tensor_messages(
         wire = WireTensor(_INTEGERS[name].pack(tensor), tuple(tensor.shape), name)
     else:
         wire = encode(tensor, code)
-    chunks = max(1, -(-len(wire.buffer) // chunk_bytes))
-    for number, piece in enumerate(pieces_of(wire.buffer, chunk_bytes)):
-        message = TensorMessage(buffer=bytes(piece))
-        if not number:
-            message.size.extend(wire.size)
-            message.dtype = wire.dtype
-            message.compression = WireCompression.ValueType(wire.compression)
-            message.chunks = chunks if chunks > 1 else 0
-        yield message
+    for chunk in chunks_of(wire, chunk_bytes):
+        yield TensorMessage(
+            buffer=bytes(chunk.buffer),
+            size=chunk.size,
+            dtype=chunk.dtype,
+            compression=WireCompression.ValueType(chunk.compression),
+            chunks=chunk.chunks if chunk.chunks > 1 else 0,
+        )
 
 
 class TensorReader:
