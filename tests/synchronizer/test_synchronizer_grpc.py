@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
@@ -61,6 +62,16 @@ async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(LIMIT):
         while not condition():  # noqa: ASYNC110 - of other processes
             await asyncio.sleep(0.01)
+
+
+def test_the_table_has_each_method_of_the_service_with_the_arguments_that_it_takes() -> None:
+    table = [each for each in vars(methods).values() if isinstance(each, methods.SynchronizerMethod)]
+    service = wire.DESCRIPTOR.services_by_name["Synchronizer"]
+    assert sorted(method.rpc.name for method in table) == sorted(method.name for method in service.methods)
+    for method in table:
+        if not (method.rpc.requests_stream or method.rpc.replies_stream):
+            arguments = dict.fromkeys([*method.argument_names, *(["member"] if method.member else [])])
+            inspect.signature(getattr(Synchronizer, method.name)).bind(None, **arguments)
 
 
 @pytest.mark.asyncio

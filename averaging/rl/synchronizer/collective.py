@@ -73,37 +73,39 @@ class _CollectiveMember:
         """
         await self.teardown_weight_sync_group()
         self._leaving = leaving = threading.Event()
+        end = time.monotonic() + timeout
+
+        def wait_until(ready: Callable[[], bool]) -> None:
+            while not ready():
+                if leaving.wait(LOOK_SECONDS):
+                    raise StateError("the set-up of the weight sync group was given up")
+                if time.monotonic() > end:
+                    raise StateError(f"not all {world_size} members joined within {timeout:g} s")
 
         def join() -> Any:
+            # A store that waits for its first member cannot be interrupted, so it is created when that is there.
+            wait_until(lambda: rank == 0 or _is_listening(master_address, master_port))
             limit = timedelta(seconds=timeout)
-            end = time.monotonic() + timeout
-
-            def wait_until(ready: Callable[[], bool]) -> None:
-                while not ready():
-                    if leaving.wait(LOOK_SECONDS):
-                        raise StateError("the set-up of the weight sync group was given up")
-                    if time.monotonic() > end:
-                        raise StateError(f"not all {world_size} members joined within {timeout:g} s")
-
-            if rank:  # a store that waits for its first member cannot be interrupted
-                wait_until(lambda: _is_listening(master_address, master_port))
             store = c10d.TCPStore(
                 master_address, master_port, world_size, is_master=rank == 0, timeout=limit, wait_for_workers=False
             )
+            # Nor can the group: it is created when all members are at the store.
             joined = [f"{group_name}/joined/{number}" for number in range(world_size)]
             store.set(joined[rank], "1")
             wait_until(lambda: store.check(joined))
-            prefixed = c10d.PrefixStore(group_name, store)
-            if self._backend == "gloo":
-                return c10d.ProcessGroupGloo(prefixed, rank, world_size, limit)
-            options = c10d.ProcessGroupNCCL.Options()
-            options._timeout = limit
-            return c10d.ProcessGroupNCCL(prefixed, rank, world_size, options)
+            return self._new_group(c10d.PrefixStore(group_name, store), rank, world_size, limit)
 
         try:
             self._group = await _interruptible(join, leaving)
         except (RuntimeError, ValueError) as error:
             raise StateError(f"the weight sync group at {master_address}:{master_port}: {error}") from None
+
+    def _new_group(self, store: Any, rank: int, world_size: int, limit: timedelta) -> Any:
+        if self._backend == "gloo":
+            return c10d.ProcessGroupGloo(store, rank, world_size, limit)
+        options = c10d.ProcessGroupNCCL.Options()
+        options._timeout = limit
+        return c10d.ProcessGroupNCCL(store, rank, world_size, options)
 
     async def teardown_weight_sync_group(self) -> None:
         """Leaves the group. A set-up or a transfer in progress ends with an error."""

@@ -37,7 +37,7 @@ class SynchronizerMethod(Generic[Result]):
         session: Whether the caller needs an open session.
         member: Whether the method takes the member that has the caller's session; None without a session.
         waits: Whether the answer may take as long as the session lives, and not only the connection's `timeout`.
-        takes: The fields of a request that are arguments; by default all but `namespace` and `session`.
+        leaves_out: A field of the request that is no argument, besides `namespace` and `session`.
         late: The reply after a `WaitTimeoutError`.
     """
 
@@ -45,13 +45,20 @@ class SynchronizerMethod(Generic[Result]):
     session: bool = False
     member: bool = False
     waits: bool = False
-    takes: tuple[str, ...] = ()
+    leaves_out: str = ""
     late: Any = None
 
     @property
     def name(self) -> str:
         """Name of the method of `Synchronizer` and `RemoteSynchronizer`."""
         return re.sub(r"(?<!^)(?=[A-Z])", "_", self.rpc.name).lower()
+
+    @property
+    def argument_names(self) -> list[str]:
+        """Names of the arguments that travel in a request."""
+        names = [field.name for field in self.rpc.request.FromString(b"").DESCRIPTOR.fields]
+        names = [name for name in names if name not in ("namespace", "session", self.leaves_out)]
+        return [META if name == "meta" else name for name in names]
 
     def request(self, namespace: str, session: bytes, arguments: Mapping[str, Any]) -> Any:
         """Returns the message of a request."""
@@ -67,8 +74,7 @@ class SynchronizerMethod(Generic[Result]):
         Raises:
             ProtocolViolationError: One is invalid.
         """
-        fields = [field.name for field in request.DESCRIPTOR.fields if field.name not in ("namespace", "session")]
-        return await values_of(request, [META if name == "meta" else name for name in self.takes or fields])
+        return await values_of(request, self.argument_names)
 
     def reply(self, result: Any) -> Any:
         """Returns the message of a reply. Its fields are those of a dict, or the first one is the result."""
@@ -101,7 +107,7 @@ GET_MODEL_STATE_DICT = SynchronizerMethod[None](
 )
 GET_STATUS = SynchronizerMethod[dict[str, Any]](_rpc("GetStatus", wire.Request, wire.Status))
 SET_TRAINER_STATUS = SynchronizerMethod[None](
-    _rpc("SetTrainerStatus", wire.StatusRequest, wire.Done), session=True, member=True, takes=("status",)
+    _rpc("SetTrainerStatus", wire.StatusRequest, wire.Done), session=True, member=True, leaves_out="old_status"
 )
 TRAINER_REQUIRES_WEIGHT_SYNC = SynchronizerMethod[bool | None](
     _rpc("TrainerRequiresWeightSync", wire.Request, wire.TrainerReply)
