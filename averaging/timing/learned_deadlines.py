@@ -27,7 +27,7 @@ MIN_SECONDS = 1.0
 """A shorter transfer counts as if it had taken this long, and only if a slow link would have taken longer."""
 
 LIFETIME = 3600.0
-"""Seconds after which a rate is forgotten, since the network may have changed."""
+"""Seconds after which a rate, or an unused kind of wait, is forgotten: the network may have changed."""
 
 
 class Rates:
@@ -113,8 +113,6 @@ MAX_KNOWN = 4096
 
 MAX_IN_STATUS = 256
 """Kinds of waits that a peer's status contains."""
-
-"""Seconds without use after which a kind of wait is forgotten."""
 
 
 class Phase(StrEnum):
@@ -212,14 +210,14 @@ class Deadlines:
         """The deadline of a wait."""
         self._forget(now)
         known = self._known.get((endpoint, phase, size)) or _Known()
-        found = known.typical
+        learned = known.typical
         if not known.reliable:
             if (phase, size) not in self._guesses:  # all members of a round ask before anything is recorded
                 self._guesses[phase, size] = self._guess(phase, size)
             guess = self._guesses[phase, size]
-            if guess is None or found is None or found.seconds < guess.seconds:
-                found = guess
-        return self._bounded(found, phase, known.misses)
+            if guess is None or learned is None or learned.seconds < guess.seconds:
+                learned = guess
+        return self._bounded(learned, phase, known.misses)
 
     @property
     def shortest(self) -> Deadline:
@@ -292,11 +290,11 @@ class Deadlines:
                 result.append(Learned(endpoint, phase, size, len(waits), median, deadline.seconds, deadline.basis))
         return result
 
-    def _bounded(self, found: Deadline | None, phase: Phase, misses: int) -> Deadline:
+    def _bounded(self, learned: Deadline | None, phase: Phase, misses: int) -> Deadline:
         longest = self.longest(phase)
-        if found is None:
+        if learned is None:
             return longest if _gets_longest(misses) else self.shortest
-        seconds, basis = found.seconds, found.basis
+        seconds, basis = learned.seconds, learned.basis
         if seconds < self.lower:
             seconds, basis = self.lower, f"min_stall_timeout, more than {basis}"
         if seconds >= longest.seconds:

@@ -121,7 +121,7 @@ async def every_connection_ends(callee: GrpcTransport) -> bool:
             await asyncio.wait(listener._connections)
     assert not listener._admitted._taken
     assert not listener._newcomers._taken
-    assert not listener._held._taken
+    assert not listener._unasked._taken
     return True
 
 
@@ -636,7 +636,7 @@ async def test_bytes_that_no_round_has_asked_for_are_bounded(monkeypatch: pytest
     async with serving(service) as (callee, endpoint), AsyncExitStack() as stack:
         listener = transport_of(callee)._listener
         assert listener is not None
-        monkeypatch.setattr(listener, "_held", HostQuota(1 << 30, 2 * MIB + 4096))
+        monkeypatch.setattr(listener, "_unasked", HostQuota(1 << 30, 2 * MIB + 4096))
         callers = [await stack.enter_async_context(client()) for _ in range(3)]
         calls = [
             await stack.enter_async_context(aclosing(caller.aggregate_part(endpoint, parts(1, MIB))))
@@ -658,9 +658,9 @@ async def test_a_round_that_has_accepted_a_sender_bounds_its_bytes_itself(monkey
     async with serving(FakePeer()) as (callee, endpoint), client() as caller:
         listener = transport_of(callee)._listener
         assert listener is not None
-        monkeypatch.setattr(listener, "_held", HostQuota(1 << 30, 2 * MIB))
+        monkeypatch.setattr(listener, "_unasked", HostQuota(1 << 30, 2 * MIB))
         assert await send_parts(caller, endpoint, 20, MIB) == list(range(20))
-        assert not listener._held._taken
+        assert not listener._unasked._taken
 
 
 # When gRPC carries the parts

@@ -185,7 +185,7 @@ class Account:
 
     def held(self) -> int:
         self.unfinished.look()
-        return self.unfinished._connections[self.connection.remote].held
+        return self.unfinished._connections[self.connection.remote].charged
 
 
 @pytest.fixture
@@ -372,7 +372,7 @@ async def test_on_a_system_without_proc_nothing_is_counted_and_nothing_closed(
             unfinished.look()
             call.took(10)
             unfinished.look()
-            assert not any(one.held for one in unfinished._connections.values())
+            assert not any(one.charged for one in unfinished._connections.values())
     with unfinished.call("ipv4:192.0.2.8:1"):
         unfinished.look()
         assert len(unfinished._connections) == 1

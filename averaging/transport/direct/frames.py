@@ -146,7 +146,7 @@ KEPT_BYTES = 16 << 20
 """Bytes of buffers that are kept for further frames. The first use of fresh memory costs more than a copy."""
 
 _UNUSED = 2
-"""References to a kept buffer that nobody uses: that of the list, and that of the question."""
+"""`sys.getrefcount` of an idle buffer: the list's reference and the argument's."""
 
 
 _KEPT_FROM = 64 << 10

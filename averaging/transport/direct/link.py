@@ -30,17 +30,14 @@ from averaging.transport.direct.frames import (
 from averaging.transport.direct.sealing import Cipher, Ciphers
 from averaging.transport.grpc import KEEPALIVE_SECONDS, SILENCE_SECONDS
 
-# Tells when the other end of a connection closes it, while nothing is read from the connection.
-#
-# An event loop tells that a connection can be read, and what ends it is read last. A peer that does not read, so that
-# TCP
-# stops the sender, would learn of the end only much later. Linux tells of it at once (EPOLLRDHUP). On other systems
-# such
-# a peer learns of it when it reads or writes again, or by its own deadlines.
 
+class DisconnectWatcher:
+    """Notices that the other end closes a connection while nothing is read from it; belongs to the running event loop.
 
-class HangUps:
-    """Watches connections. It belongs to the event loop in which it is created."""
+    The end of a stream is seen only after all data before it was read. A peer that does not read, so that TCP stops the
+    sender, would notice it late. Linux reports it at once (EPOLLRDHUP). On other systems such a peer notices it when it
+    reads or writes again, or by its own deadlines.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -94,7 +91,7 @@ class Link:
         max_body: bytes of the largest body that is accepted.
         buffers: pool in which bodies are received.
         ciphers: ciphers of a sealed connection; None for plain text.
-        hang_ups: tells of the end of the connection while nothing is read; None if that does not matter.
+        watcher: notices the end of the connection while nothing is read; None if that does not matter.
 
     Attributes:
         ticket: ticket with which the connection was made.
@@ -115,13 +112,13 @@ class Link:
         max_body: int,
         buffers: BufferPool,
         ciphers: Ciphers | None = None,
-        hang_ups: HangUps | None = None,
+        watcher: DisconnectWatcher | None = None,
     ) -> None:
         self._socket, self.name = sock, name
         self._loop = asyncio.get_running_loop()
         self._accepted, self._max_body = accepted, max_body
         self._buffers, self._ciphers = buffers, ciphers
-        self._hang_ups = hang_ups
+        self._watcher = watcher
         self.ticket = b""
         self.lost = ""
         self.spent = False
@@ -283,8 +280,8 @@ class Link:
 
     def _resume(self) -> None:
         self._reading = True
-        if self._hang_ups is not None:
-            self._hang_ups.forget(self._socket)
+        if self._watcher is not None:
+            self._watcher.forget(self._socket)
         if self._header_got == HEADER.size:
             self._begin_frame()
         if not self.lost and self._reading:
@@ -293,8 +290,8 @@ class Link:
     def _pause(self) -> None:
         self._reading = False
         self._loop.remove_reader(self._socket)
-        if self._hang_ups is not None:
-            self._hang_ups.watch(self._socket, self._lose)
+        if self._watcher is not None:
+            self._watcher.watch(self._socket, self._lose)
 
     def _readable(self) -> None:
         missing = self._missing
@@ -422,8 +419,8 @@ class Link:
             return
         self.lost = reason
         self._reading = False
-        if self._hang_ups is not None:
-            self._hang_ups.forget(self._socket)
+        if self._watcher is not None:
+            self._watcher.forget(self._socket)
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         self._socket.close()

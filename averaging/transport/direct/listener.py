@@ -12,7 +12,7 @@ from averaging.common import HostQuota, parse_address
 from averaging.errors import AveragingError, ListenError, PeerUnreachableError, ProtocolViolationError
 from averaging.transport import AveragingService
 from averaging.transport.direct.frames import FROM_CALLER, HELLO_BYTES, MAGIC, BufferPool, FrameKind, read_hello
-from averaging.transport.direct.link import HangUps, Link
+from averaging.transport.direct.link import DisconnectWatcher, Link
 from averaging.transport.direct.sealing import Admission, Tickets
 from averaging.transport.direct.streams import HeaderCache, Stream, serve_stream
 from averaging.transport.grpc import HANDSHAKE_SECONDS, WRITE_BYTES_PER_SECOND, WRITE_SECONDS
@@ -37,7 +37,7 @@ class Listener:
     Args:
         address: `host:port`; port 0 takes a free one.
         max_body: bytes of the largest body that is accepted.
-        held: byte quota of the of parts that no round has asked for.
+        unasked: quota of the bytes of parts that no round has asked for.
         buffers: pool in which bodies are received.
         clock: monotonic.
 
@@ -54,7 +54,7 @@ class Listener:
         address: str,
         *,
         max_body: int,
-        held: HostQuota,
+        unasked: HostQuota,
         buffers: BufferPool,
         clock: Callable[[], float],
     ) -> None:
@@ -64,17 +64,17 @@ class Listener:
         self.port: int = self._sockets[0].getsockname()[1]
         self.tickets = Tickets()
         self._service: AveragingService | None = None
-        self._hang_ups: HangUps | None = None
+        self._watcher: DisconnectWatcher | None = None
         self._newcomers = HostQuota(MAX_NEWCOMERS, MAX_NEWCOMERS_PER_HOST)
         self._admitted = HostQuota(MAX_CONNECTIONS, MAX_CONNECTIONS_PER_HOST)
-        self._heads, self._held = HeaderCache(), held
+        self._heads, self._unasked = HeaderCache(), unasked
         self._links: dict[bytes, Link] = {}  # by their tickets
         self._connections: set[asyncio.Task[None]] = set()
         self._busy: set[asyncio.Task[None]] = set()  # those with a stream in progress
 
     def start(self, service: AveragingService) -> None:
         """Starts to accept connections, and to serve their streams."""
-        self._service, self._hang_ups = service, HangUps()
+        self._service, self._watcher = service, DisconnectWatcher()
         for listening in self._sockets:
             listening.listen(BACKLOG)
             self._loop.add_reader(listening, self._accept, listening)
@@ -106,8 +106,8 @@ class Listener:
                 connection.cancel()
             if self._connections:
                 await asyncio.wait(self._connections)
-            if self._hang_ups is not None:
-                self._hang_ups.close()
+            if self._watcher is not None:
+                self._watcher.close()
 
     def _accept(self, listening: socket.socket) -> None:
         try:
@@ -171,7 +171,7 @@ class Listener:
         link.on_lost = task.cancel
         link.write_seconds = write_seconds
         while self._sockets:
-            stream = Stream(link, admission, self._heads, self._held)
+            stream = Stream(link, admission, self._heads, self._unasked)
             try:
                 if not await stream.begin():
                     return
@@ -200,7 +200,7 @@ class Listener:
             max_body=self._max_body,
             buffers=self._buffers,
             ciphers=admission.seal(proof) if admission.seal else None,
-            hang_ups=self._hang_ups,
+            watcher=self._watcher,
         )
         link.ticket = admission.ticket
         return link

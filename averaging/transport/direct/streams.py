@@ -129,8 +129,8 @@ class Stream:
         ended: whether the caller has sent the last one.
     """
 
-    def __init__(self, link: Link, admission: Admission, heads: HeaderCache, held: HostQuota) -> None:
-        self._link, self._admission, self._heads, self._held = link, admission, heads, held
+    def __init__(self, link: Link, admission: Admission, heads: HeaderCache, unasked: HostQuota) -> None:
+        self._link, self._admission, self._heads, self._unasked = link, admission, heads, unasked
         self._begun = self._accepted = self.ended = False
         self._nbytes = 0
         link.ahead, link.on_frame = 0, self._count
@@ -177,14 +177,14 @@ class Stream:
     def _count(self, nbytes: int) -> None:
         if self._accepted:
             return
-        if not self._held.take(self._admission.host, nbytes):
+        if not self._unasked.take(self._admission.host, nbytes):
             raise BusyError("the unfinished requests of your host hold too much memory")
         self._nbytes += nbytes
 
     def _accept(self) -> None:
         if not self._accepted:
             self._accepted = True
-            self._held.leave(self._admission.host, self._nbytes)
+            self._unasked.leave(self._admission.host, self._nbytes)
             self._link.ahead = FRAMES_AHEAD
 
 

@@ -76,7 +76,7 @@ class DirectTransport(GrpcTransport):
                 self._listener = Listener(
                     address,
                     max_body=self._max_part_bytes,
-                    held=HostQuota(limits.in_all, limits.per_host),
+                    unasked=HostQuota(limits.in_all, limits.per_host),
                     buffers=self._buffers,
                     clock=time.monotonic,
                 )

@@ -232,7 +232,7 @@ class _Connection:
         return None not in arrived
 
     @property
-    def held(self) -> int:
+    def charged(self) -> int:
         """Bytes that its unfinished calls may hold."""
         return self.level - min(self.calls.values(), default=self.level)
 
@@ -338,7 +338,7 @@ class UnfinishedCalls:
             others = self._sockets.of(self._port, connection.remote) != connection.handles
             if (connection.handles and others) or (connection.calls and not connection.count()):
                 self._end(connection)
-        nbytes = {remote: connection.held for remote, connection in self._connections.items() if connection.calls}
+        nbytes = {remote: connection.charged for remote, connection in self._connections.items() if connection.calls}
         for remote in excess(nbytes, self._limits):
             text = "closed the connection of %s: its unfinished requests hold %.0f MiB"
             logger.warning(text, remote, nbytes[remote] / (1 << 20))
