@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+import time
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from averaging.cli.exits import CHECK_ADDRESS, CommandError, Stop, Stopped, failure_of, run, stopped
+from averaging.cli.files import NotWrittenError, Output, read
 from averaging.cli.options import (
     DIALLED,
     DURATION,
@@ -17,11 +24,15 @@ from averaging.cli.options import (
     output_options,
     security_options,
 )
+from averaging.cli.state import VERSION_KEY
+from averaging.common import size
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from averaging.cli.output import CommandOutput
+    from averaging.weights import DividedSnapshot, FollowerOptions, WeightSnapshot
 
 
 @click.command("follow")
@@ -121,7 +132,6 @@ def follow_command(addresses: tuple[str, ...], output: Path, *, as_json: bool, v
 
 
 def _run(addresses: list[str], path: Path, given: dict[str, Any], report: CommandOutput) -> None:
-    from averaging.cli.follow_session import FollowSession, open_output
     from averaging.errors import AveragingError, PeerUnreachableError
     from averaging.weights import FollowerOptions
 
@@ -143,11 +153,318 @@ def _run(addresses: list[str], path: Path, given: dict[str, Any], report: Comman
             await session.run()
 
         run(follow)
-    except Stopped as signal:
+    except Stopped as stop:
         if given["once"]:
-            raise stopped(signal.number, "; nothing was written") from None
+            raise stopped(stop.number, "; nothing was written") from None
     except AveragingError as error:
         failure = failure_of(error)
         unreached = isinstance(error, PeerUnreachableError) and error.unconnected
         remedy = f"; {CHECK_ADDRESS}" if unreached else ""
         raise CommandError(failure.message + remedy, failure.exit_code) from None
+
+
+DIGEST_KEY, LAYOUT_KEY = "averaging.digest", "averaging.order"
+"""Keys in the file's metadata: the digest of the weights as published, and the digest of them in the order of the file.
+
+Of a model in parts, which has no digest of its own, both are that of the whole tensors in the order of the file.
+"""
+
+LONG_SECONDS = 10.0
+"""A command that runs for longer is named when a newer version waits for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenWeights:
+    """The weights in the file.
+
+    Attributes:
+        version: their version.
+        digest: see `DIGEST_KEY`.
+        nbytes: bytes of all tensors.
+    """
+
+    version: int
+    digest: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A file that can be written.
+
+    Attributes:
+        output: where to write.
+        base: the weights in the file; None if this command has not written it.
+        written: what is known of them.
+    """
+
+    output: Output
+    base: WeightSnapshot | None
+    written: WrittenWeights | None
+
+
+def open_output(path: Path, *, overwrite: bool) -> Opened:
+    """Checks that the file can be written, and reads it back if this command has written it.
+
+    Raises:
+        CommandError: exit code 2: another file is there, or it cannot be written.
+    """
+    there = _read_back(path) if path.is_file() else None
+    output = Output(path, overwrite=overwrite or there is not None)
+    return Opened(output, None, None) if there is None else Opened(output, *there)
+
+
+def _read_back(path: Path) -> tuple[WeightSnapshot, WrittenWeights] | None:
+    from averaging.weights import seal, view_state
+
+    try:
+        document = read(path)
+        metadata = document.metadata or {}
+        version = int(metadata[VERSION_KEY])
+        base = seal(view_state(document.tensors), version, None)
+    except (CommandError, KeyError, ValueError):
+        return None
+    digest = base.manifest.digest.hex()
+    if metadata.get(LAYOUT_KEY) != digest:
+        return None
+    return base, WrittenWeights(version, metadata.get(DIGEST_KEY, digest), base.manifest.layout.nbytes)
+
+
+class FollowSession:
+    """One invocation of the command.
+
+    Args:
+        options: the follower's options.
+        opened: the file to keep.
+        given: the options of the command line.
+        report: where events go.
+    """
+
+    def __init__(
+        self,
+        options: FollowerOptions,
+        opened: Opened,
+        given: dict[str, Any],
+        report: CommandOutput,
+    ) -> None:
+        from averaging.weights import ModelReceiver
+
+        self._receiver = ModelReceiver(options, base=opened.base, on_progress=self._advance)
+        self._options, self._output, self._report = options, opened.output, report
+        self._command: str | None = given["command"]
+        self._exec_timeout: float = given["exec_timeout"]
+        self._executing: int | None = None  # the version for which the command runs
+        self._once: bool = given["once"]
+        self._wait: float | None = given["wait"]
+        self._min_version: int = given["min_version"]
+        self._written = opened.written
+        self._progress: tuple[int, int] | None = None
+        self._received = 0  # bytes of the versions written so far
+
+    async def run(self) -> None:
+        """Follows until a signal, or until one version is written.
+
+        Raises:
+            CommandError: there was no version in time, or it could not be written.
+            AveragingError: no publisher answered, or all refuse this follower.
+        """
+        async with self._receiver as receiver:
+            publishers = list(self._options.join)
+            handing_on = f", handing on at {receiver.endpoint}" if receiver.endpoint else ""
+            self._report.emit(
+                {"event": "ready", "publishers": publishers, "endpoint": receiver.endpoint or None},
+                f"following {', '.join(publishers)}{handing_on}",
+            )
+            async with self._report.waiting(self._describe):
+                await self._follow()
+
+    async def _follow(self) -> None:
+        written = self._written
+        if self._once and written is not None and not self._is_behind() and written.version >= self._min_version:
+            self._emit_written(written)
+            return
+        try:
+            async with asyncio.timeout(self._wait):
+                await self._receiver.wait_newer(None if written is None else written.version, None)
+        except TimeoutError:
+            raise self._never_published() from None
+        while True:
+            if self._receiver.failure is not None:
+                raise self._receiver.failure
+            received = self._receiver.newest
+            if received is not None:
+                await self._take(received)
+                if self._once:
+                    return
+                await self._receiver.wait_newer(received.manifest.version, None)
+
+    def _is_behind(self) -> bool:
+        """Whether a version is announced that the file does not have."""
+        announced = self._receiver.announced
+        return announced is not None and announced.version > (-1 if self._written is None else self._written.version)
+
+    async def _take(self, received: WeightSnapshot | DividedSnapshot) -> None:
+        from averaging.tensors import in_thread
+
+        version = received.manifest.version
+        try:
+            written = await in_thread(lambda: self._write(received))
+        except NotWrittenError as error:
+            if self._once:
+                raise
+            event = {"event": "unwritten", "version": version, "output": str(self._output.path)}
+            text = f"{error.message}; the next version is tried again"
+            self._report.emit({**event, "message": error.message}, text)
+            return
+        self._written = written
+        self._emit_written(written)
+        if self._command is not None:
+            await self._execute(self._command, version)
+
+    def _write(self, received: WeightSnapshot | DividedSnapshot) -> WrittenWeights:
+        from averaging.weights import WeightSnapshot
+
+        version, whole = received.manifest.version, received.whole()
+        digest = (received if isinstance(received, WeightSnapshot) else whole).manifest.digest.hex()
+        # A safetensors file has no order; the digest of the tensors by name is compared when the file is read back.
+        metadata = {VERSION_KEY: str(version), DIGEST_KEY: digest, LAYOUT_KEY: whole.manifest.digest.hex()}
+        self._output.write(whole.tensors(), metadata)
+        return WrittenWeights(version, digest, whole.manifest.layout.nbytes)
+
+    def _emit_written(self, written: WrittenWeights) -> None:
+        path = self._output.path
+        received = self._receiver.bytes_received - self._received
+        self._received += received
+        self._report.emit(
+            {
+                "event": "written",
+                "version": written.version,
+                "digest": written.digest,
+                "bytes": written.nbytes,
+                "received": received,
+                "output": str(path),
+            },
+            f"version {written.version}: {size(written.nbytes)}, received {size(received)}, wrote {path}",
+        )
+
+    async def _execute(self, command: str, version: int) -> None:
+        environment = {"AVERAGING_VERSION": str(version), "AVERAGING_FILE": str(self._output.path)}
+        began, limit = time.monotonic(), self._exec_timeout
+        self._executing = version
+        watching = asyncio.create_task(self._name_if_long(version))
+        try:
+            code = await run_command(command, environment, limit, stdout=self._report.stdout_of_children)
+        finally:
+            self._executing = None
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+        seconds = time.monotonic() - began
+        event = {"event": "executed", "version": version, "exit_code": code, "seconds": round(seconds, 3)}
+        if code is None:
+            text = f"version {version}: the command of --exec was not done after {limit:g} s (--exec-timeout)"
+            text = f"{text}; it was ended with its children"
+            self._report.emit({**event, "message": text}, text)
+        elif code:
+            self._report.emit(event, f"version {version}: the command of --exec failed with exit code {code}")
+        else:
+            self._report.note(event, f"version {version}: the command took {seconds:.1f} s")
+
+    async def _name_if_long(self, version: int) -> None:
+        """Says once that a newer version waits for the command."""
+        await asyncio.sleep(LONG_SECONDS)
+        await self._receiver.wait_newer(version, None)
+        newest = self._receiver.newest
+        if newest is not None and newest.manifest.version > version:
+            text = f"version {newest.manifest.version} waits: the command of --exec still runs for version {version}"
+            text = f"{text}, at most {self._exec_timeout:g} s (--exec-timeout)"
+            event = {"event": "waiting", "version": newest.manifest.version, "executing": version}
+            self._report.emit({**event, "message": text}, text)
+
+    def _never_published(self) -> CommandError:
+        announced = self._receiver.announced
+        newest = "there is no version yet" if announced is None else f"the newest is {announced.version}"
+        wanted = f"version {self._min_version} or newer" if self._min_version else "a version"
+        return CommandError(
+            f"{', '.join(self._options.join)} did not publish {wanted} within {self._wait:g} s: {newest}; wait longer, "
+            "or lower --min-version"
+        )
+
+    def _advance(self, received: int, total: int) -> None:
+        self._progress = None if received == total else (received, total)
+
+    def _describe(self) -> str:
+        announced = self._receiver.announced
+        if self._executing is not None:
+            return f"running the command for version {self._executing}"
+        if not self._receiver.connected:
+            return f"waiting for {', '.join(self._options.join)}"
+        if self._progress is not None and announced is not None:
+            received, total = map(size, self._progress)
+            return f"receiving version {announced.version}: {received} of {total}"
+        return "waiting for the next version"
+
+
+# Runs a shell command of the user for a limited time, and ends it with all its children.
+
+
+END_SECONDS = 5.0
+"""Seconds that the processes of a command have to end after SIGTERM, before SIGKILL."""
+
+POLL_SECONDS = 0.05
+
+
+async def run_command(
+    command: str, environment: Mapping[str, str], timeout: float, *, stdout: int | None = None
+) -> int | None:
+    """Runs a command in a session of its own, so that Ctrl+C on the terminal does not reach it.
+
+    What it leaves in the background when it ends by itself goes on. If its time is over, or this is cancelled, all its
+    processes are ended.
+
+    Args:
+        command: What the shell runs.
+        environment: Added to the environment of this process.
+        timeout: Seconds that it may take.
+        stdout: Descriptor for its output; None for that of this process.
+
+    Returns:
+        Its exit code, which is negative if a signal ended it; None if its time was over.
+    """
+    process = await asyncio.create_subprocess_shell(
+        command,
+        env={**os.environ, **environment},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=stdout,
+        start_new_session=True,
+    )
+    try:
+        async with asyncio.timeout(timeout):
+            return await process.wait()
+    except TimeoutError:
+        return None
+    finally:
+        if process.returncode is None:
+            await _end(process)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Ends a process and all others of its session. A cancellation meanwhile ends them at once."""
+    try:
+        _signal(process.pid, signal.SIGTERM)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_SECONDS):
+                await process.wait()
+                while _signal(process.pid, 0):  # noqa: ASYNC110 - nothing tells when the last child has ended
+                    await asyncio.sleep(POLL_SECONDS)
+    finally:
+        _signal(process.pid, signal.SIGKILL)
+        await process.wait()
+
+
+def _signal(group: int, number: int) -> bool:
+    """Sends a signal to a process group, and returns whether the group exists."""
+    try:
+        os.killpg(group, number)
+    except OSError:
+        return False
+    return True

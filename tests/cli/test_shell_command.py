@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from averaging.cli import follow_session as shell_command
-from averaging.cli.follow_session import run_command
+from averaging.cli import follow as shell_command
+from averaging.cli.follow import run_command
 
 
 async def until(condition: Callable[[], object]) -> None:
