@@ -26,32 +26,19 @@ if TYPE_CHECKING:
     from averaging.strategies import DiLoCo, GradientAveraging, LocalSGD, Strategy
     from averaging.weights import WeightFollower, WeightPublisher
 
-_HOMES = {
-    "AveragingError": "errors",
-    "BlockingPeer": "blocking_peer",
-    "ClosedError": "errors",
-    "CompressionType": "protocol",
-    "ConfigError": "errors",
-    "DecentralizedAverager": "averager",
-    "DiLoCo": "strategies",
-    "DistributedCheckpoint": "checkpoint",
-    "GradientAveraging": "strategies",
-    "LocalSGD": "strategies",
-    "Mode": "protocol",
-    "Outcome": "receipts",
-    "Peer": "peer",
-    "PeerConfig": "config",
-    "Receipt": "receipts",
-    "StateError": "errors",
-    "Strategy": "strategies",
-    "TLSFiles": "config",
-    "TensorError": "errors",
-    "TrainingStatus": "receipts",
-    "TransportError": "errors",
-    "WeightFollower": "weights",
-    "WeightPublisher": "weights",
-    "close_all": "averager",
+_ROOMS = {
+    "averager": ["DecentralizedAverager", "close_all"],
+    "blocking_peer": ["BlockingPeer"],
+    "checkpoint": ["DistributedCheckpoint"],
+    "config": ["PeerConfig", "TLSFiles"],
+    "errors": ["AveragingError", "ClosedError", "ConfigError", "StateError", "TensorError", "TransportError"],
+    "peer": ["Peer"],
+    "protocol": ["CompressionType", "Mode"],
+    "receipts": ["Outcome", "Receipt", "TrainingStatus"],
+    "strategies": ["DiLoCo", "GradientAveraging", "LocalSGD", "Strategy"],
+    "weights": ["WeightFollower", "WeightPublisher"],
 }
+_HOMES = {name: room for room, names in _ROOMS.items() for name in names}
 
 __all__ = [
     "AveragingError",

@@ -113,7 +113,7 @@ class CallRefusedError(TransportError):
     """The peer refused this call.
 
     Attributes:
-        cause: why. An `UNAUTHENTICATED` or `WRONG_RUN` call is `definite`.
+        cause: the cause, as far as its caller acts on it. `UNAUTHENTICATED` and `WRONG_RUN` are `definite`.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class ProtocolViolationError(AveragingError):
 
     Attributes:
         endpoint: the peer, with which the message begins; empty if the message does not name it.
-        kind: how.
+        kind: the kind of violation, as far as code acts on it.
     """
 
     def __init__(self, reason: str = "", endpoint: str = "", *, kind: ViolationKind = ViolationKind.OTHER) -> None:

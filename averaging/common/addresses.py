@@ -92,7 +92,7 @@ def member_of(endpoint: str, holder: str) -> str:
     host is unknown, does not count.
 
     Args:
-        endpoint: of the peer.
+        endpoint: endpoint of the peer.
         holder: the certificate with which its record was written; empty if there is none.
 
     Returns:

@@ -23,7 +23,7 @@ def without_wrappers(names: Iterable[str]) -> list[str]:
     names stay different, and a model has the same names with the wrapper and without it.
 
     Args:
-        names: of all tensors of a model, with dots between modules. What stands before the last slash is kept.
+        names: names of all tensors of a model, with dots between modules. What stands before the last slash is kept.
     """
     split = [name.rpartition("/") for name in names]
     paths = [[part for part in path.split(".") if part not in _WRAPPED] for _, _, path in split]

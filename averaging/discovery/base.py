@@ -55,7 +55,7 @@ class Diagnosis:
         silent: peers that did not answer this peer lately, and why.
         clock_offsets: peers whose clock differs by more than is allowed. The value is the number of seconds by which
             that clock is ahead; it is negative if it is behind.
-        isolation: why there may be no other peers and what to do, if this follows from the `join` of this peer.
+        isolation: a text why there may be no other peers and what to do, if this follows from this peer's `join`.
     """
 
     peers: Mapping[str, KnownPeer]

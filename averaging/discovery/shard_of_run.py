@@ -32,7 +32,7 @@ class ShardRecord:
     """What one peer holds.
 
     Attributes:
-        layout: how its site divides the model.
+        layout: description of how its site divides the model.
         shard: number of its shard.
         site: endpoint of the peer that leads its site.
     """
@@ -62,7 +62,7 @@ class ShardOfRun:
 
     Args:
         run_id: id of the run.
-        layout: how the sites divide the model.
+        layout: description of how the sites divide the model.
         shard: number of this peer's shard.
         site: endpoint of the peer that leads this site; empty if it is this one.
     """

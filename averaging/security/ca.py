@@ -45,7 +45,7 @@ def make_authority(name: str, now: datetime.datetime, days: float) -> Issued:
 
     Args:
         name: its common name.
-        now: with a time zone.
+        now: present time, with a time zone.
         days: days for which it is valid.
     """
     key = ec.generate_private_key(ec.SECP256R1())
@@ -66,7 +66,7 @@ def issue(authority: Issued, name: str, hosts: Sequence[str], now: datetime.date
         authority: the result of `make_authority`.
         name: name of the peer, for the reader of the certificate.
         hosts: names and addresses at which other peers reach it, without ports; none for a client.
-        now: with a time zone.
+        now: present time, with a time zone.
         days: days for which it is valid, at most as long as the authority.
 
     Raises:

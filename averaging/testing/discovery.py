@@ -21,7 +21,7 @@ class MemoryRegistry:
     Args:
         clock: seconds since the epoch.
         delay: seconds until other peers see a change; a peer sees its own changes at once.
-        limits: which records to accept.
+        limits: bounds of acceptable records.
         rng: source of the random owner ids.
     """
 

@@ -124,7 +124,7 @@ class Maintenance:
         merge: merges a record from the network; its second argument is the sender.
         clock: seconds since the epoch.
         rng: picks members and intervals.
-        on_answer: called whenever a member has answered.
+        on_answer: callback after each answer of a member.
     """
 
     def __init__(

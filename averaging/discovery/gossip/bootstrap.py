@@ -28,9 +28,9 @@ class Waiting:
     """The state of joining while no seed has answered.
 
     Attributes:
-        seconds: since it began.
-        timeout: seconds after which it fails.
-        reasons: for each seed, why it has not answered.
+        seconds: time since it began.
+        timeout: time after which it fails, in seconds.
+        reasons: for each seed, the reason why it has not answered.
     """
 
     seconds: float
@@ -48,7 +48,7 @@ class Bootstrap:
     Args:
         compare: exchanges records with a seed; raises one of `CALL_FAILURES` if that fails.
         hint: returns a sentence about the cause, for the error if no seed answers; empty if there is none.
-        on_waiting: called with each report while no seed has answered.
+        on_waiting: callback for each report while no seed has answered.
 
     Attributes:
         joined_itself: whether all seeds turned out to be this peer.
@@ -177,7 +177,7 @@ def all_refuse(seeds: Collection[str], own: Collection[str], refusing: Mapping[s
     Args:
         seeds: all seeds.
         own: the seeds that turned out to be this peer.
-        refusing: since when each seed has refused all calls; seeds that are not in it may still answer.
+        refusing: time since which each seed has refused all calls; seeds that are not in it may still answer.
         now: the time on the same clock.
     """
     others = [seed for seed in seeds if seed not in own]

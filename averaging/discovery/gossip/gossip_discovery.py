@@ -60,7 +60,7 @@ class GossipDiscovery:
         clock: seconds since the epoch.
         rng: picks members and intervals.
         settings: the constants of gossip.
-        on_joining: called after a second, and then at growing intervals, while no seed has answered.
+        on_joining: callback after a second, and then at growing intervals, while no seed has answered.
 
     Raises:
         ConfigError: `endpoint` is malformed, or a client has no seeds.

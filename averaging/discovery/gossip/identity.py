@@ -111,7 +111,7 @@ class Author:
     set back.
 
     Args:
-        limits: which records other peers accept.
+        limits: bounds of the records that other peers accept.
     """
 
     def __init__(self, run_id: str, identity: Identity, limits: RecordLimits) -> None:

@@ -18,10 +18,9 @@ from averaging.common import CLIENT_PREFIX, is_endpoint
 # of each branch, together with the range of that branch, and that peer does the same for the range.
 #
 # A range never contains a peer that has received the record already. So there is one message per peer, and the
-# broadcast
-# ends even if the peers disagree about who is in the run. The branches depend on the ring alone, so a peer always sends
-# to the same few others, to which it has connections. These are the fingers of Chord (Stoica et al. 2001); El-Ansary et
-# al. (2003) describe the broadcast over them.
+# broadcast ends even if the peers disagree about who is in the run. The branches depend on the ring alone, so a peer
+# always sends to the same few others, to which it has connections. These are the fingers of Chord (Stoica et al. 2001);
+# El-Ansary et al. (2003) describe the broadcast over them.
 
 
 RING = 2**64
@@ -136,7 +135,7 @@ class Membership:
         rng: picks members.
         retry_lost: seconds for which an expired member is tried again.
         max_lost: number of expired members that are remembered.
-        on_refused: called with a member that has refused a connection.
+        on_refused: callback for a member that has refused a connection.
 
     Attributes:
         stream_source: the member whose stream this peer reads, if it is a client.

@@ -142,7 +142,7 @@ class GossipSettings:
     """Times (in seconds) and sizes of gossip discovery.
 
     Attributes:
-        limits: which records to accept.
+        limits: bounds of acceptable records.
         peer_lifetime: lifetime of a presence record, and so the time after which a dead peer is no longer a member.
         peer_refresh: interval of the renewals of the presence record. A renewal must reach all peers before the
             previous record expires, which takes about ten exchanges in a run of a thousand peers.

@@ -44,8 +44,8 @@ class Merged(NamedTuple):
 
     Attributes:
         is_new: whether it was accepted, so that other peers may lack it.
-        reason: why it was refused. If `is_new`, this can only be `FOREIGN`: another owner holds the place.
-        change: what it changed for readers, if anything.
+        reason: cause of a refusal. If `is_new`, this can only be `FOREIGN`: another owner holds the place.
+        change: the change for readers, if there is any.
     """
 
     is_new: bool = False
@@ -62,7 +62,7 @@ class RecordTable:
     """The newest record of every owner under every (key, subkey).
 
     Args:
-        limits: which records to accept.
+        limits: bounds of acceptable records.
         verify: returns whether the signature of a record is valid.
         holder: returns the certificate with which a valid record was written, see `Entry`.
     """
@@ -331,9 +331,9 @@ class RecordStore:
 
     Args:
         author: writes this peer's records and verifies all signatures.
-        limits: which records to accept.
+        limits: bounds of acceptable records.
         clock: seconds since the epoch.
-        on_change: called with each change for readers, and whether an expiration caused it.
+        on_change: callback for each change for readers, and whether an expiration caused it.
 
     Attributes:
         refused: number of records that were refused, by reason.

@@ -45,7 +45,7 @@ class Rumours:
 
     Args:
         clock: seconds since the epoch.
-        on_refused: called with a peer and the records that it refused, except those that had expired in transit.
+        on_refused: callback for a peer and the records that it refused, except those that had expired in transit.
     """
 
     def __init__(
