@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from typing import Any, Self, TypeAlias, TypedDict, TypeVar
@@ -32,6 +32,7 @@ from averaging.common import (
     read_arguments,
     read_environment,
     read_toml,
+    required,
     spelled,
     spelled_as_set,
     text,
@@ -171,7 +172,8 @@ RUN_ID = text("ID", _check_run_id)
 _TLS = Kind("", "TLSFiles(ca, cert, key) or None", lambda value: isinstance(value, TLSFiles))
 _GROUP_SIZE = whole(2)
 
-_basic = partial(option, section="Basic options")
+BASIC = "Basic options"
+_basic = partial(option, section=BASIC)
 _groups = partial(option, section="Advanced: groups")
 _timeouts = partial(option, section="Advanced: timeouts")
 _averages = partial(option, section="Advanced: averages")
@@ -191,8 +193,12 @@ class PeerConfig:
         ConfigError: A value is invalid. The message names the option and the reason.
     """
 
-    run_id: str = _basic(
-        MISSING, RUN_ID, "Peers with the same run id average together. It has no dots and at most 128 bytes of UTF-8."
+    run_id: str = field(
+        metadata=required(
+            RUN_ID,
+            "Peers with the same run id average together. It has no dots and at most 128 bytes of UTF-8.",
+            section=BASIC,
+        )
     )
     join: Sequence[str] = _basic(
         (),

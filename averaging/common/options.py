@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from numbers import Integral, Real
 from pathlib import Path
@@ -261,8 +261,13 @@ class Option:
 
 
 def option(default: Any, kind: Kind, help: str = "", **more: Any) -> Any:
-    """A dataclass field that is an option, see `Option`; MISSING as its default makes it required."""
+    """A dataclass field that is an option, see `Option`."""
     return field(default=default, metadata={KEY: Option(kind, default, help, **more)})
+
+
+def required(kind: Kind, help: str = "", **more: Any) -> dict[str, Option]:
+    """The metadata of a field without a default, as which type checkers know only `dataclasses.field`."""
+    return {KEY: Option(kind, MISSING, help, **more)}
 
 
 def options_of(config: Any) -> dict[str, Option]:

@@ -88,20 +88,14 @@ def _is_slow(name: str, rates: Mapping[str, float]) -> bool:
 
 def _share(rounds: Sequence[Sequence[Receipt]], name: str) -> float:
     """Fraction of the other peers' time in which they waited for `name` alone; 0 if unknown."""
-    waited = 0.0
-    begin: dict[str, float] = {}
-    end: dict[str, float] = {}
-    for receipts in rounds:
-        last = last_to_arrive(receipts)
-        for receipt in receipts:
-            if receipt.endpoint == name:
-                continue
-            begin[receipt.endpoint] = min(receipt.started, begin.get(receipt.endpoint, receipt.started))
-            ended = receipt.started + receipt.seconds
-            end[receipt.endpoint] = max(ended, end.get(receipt.endpoint, ended))
-            if last is not None and last.endpoint == name:
-                waited += last.seconds
-    whole = sum(end[peer] - began for peer, began in begin.items())
+    receipts_by_peer = _grouped((receipt.endpoint, receipt) for receipts in rounds for receipt in receipts)
+    others = [receipts for peer, receipts in receipts_by_peer.items() if peer != name]
+    whole = sum(max(map(_ended, receipts)) - min(map(_began, receipts)) for receipts in others)
+    waited = sum(
+        last.seconds * sum(receipt.endpoint != name for receipt in receipts)
+        for receipts in rounds
+        if (last := last_to_arrive(receipts)) is not None and last.endpoint == name
+    )
     return min(1.0, waited / whole) if whole > 0 else 0.0
 
 
@@ -355,7 +349,7 @@ def _agreement(round_: Round) -> list[str]:
 def _header(rounds: Sequence[Round], peers: Iterable[str]) -> str:
     receipts = [receipt for round_ in rounds for receipt in round_.receipts]
     runs = sorted({receipt.run_id for receipt in receipts})
-    begin, end = min(map(_began, receipts)), max(receipt.started + receipt.seconds for receipt in receipts)
+    begin, end = min(map(_began, receipts)), max(map(_ended, receipts))
     whose = f"{'runs' if len(runs) > 1 else 'run'} {', '.join(runs)}"
     return f"{whose}, receipts of {listed(sorted(peers))}, from {_moment(begin)} to {_moment(end)} UTC"
 
@@ -441,6 +435,10 @@ def _has_full_share(round_: Round, name: str) -> bool:
 
 def _began(receipt: Receipt) -> float:
     return receipt.started
+
+
+def _ended(receipt: Receipt) -> float:
+    return receipt.started + receipt.seconds
 
 
 def _moment(seconds: float) -> str:
