@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
-from averaging.elastic.cell import Cell, Fenced
 from averaging.elastic.rendezvous_state import decode_state, encode_state
+from averaging.elastic.replicated_value import Fenced, ReplicatedValue
 from averaging.errors import (
     AveragingError,
     CallRefusedError,
@@ -49,15 +49,19 @@ class AveragingBackend(RendezvousBackend):
 
     Args:
         thread: Runs the calls.
-        cell: The cell with the state.
+        value: The replicated value with the state.
         endpoint: Endpoint of the register, for error texts.
         monotonic: A monotonic clock in seconds.
     """
 
     def __init__(
-        self, thread: EventLoopThread, cell: Cell, endpoint: str, monotonic: Callable[[], float] = time.monotonic
+        self,
+        thread: EventLoopThread,
+        value: ReplicatedValue,
+        endpoint: str,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._thread, self._cell, self._endpoint = thread, cell, endpoint
+        self._thread, self._value, self._endpoint = thread, value, endpoint
         self._monotonic = monotonic
         self._retry = threading.local()  # the thread of the heartbeats never retries
         self._logged = -LOG_INTERVAL
@@ -79,14 +83,14 @@ class AveragingBackend(RendezvousBackend):
         payload = encode_state(own)
 
         async def write() -> tuple[Fenced | None, bytes, bool]:
-            fenced, done = await self._cell.write(payload, base, ended=own.closed)
+            fenced, done = await self._value.write(payload, base, ended=own.closed)
             return fenced, _pickled(fenced), done
 
         fenced, present, done = self.run(write)
         return (present, fenced, done) if fenced else None
 
     async def _read(self) -> tuple[Fenced | None, bytes]:
-        fenced = await self._cell.read()
+        fenced = await self._value.read()
         return fenced, _pickled(fenced)
 
     @contextmanager

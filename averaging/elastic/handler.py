@@ -36,9 +36,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from averaging.common import pack, parse_address
 from averaging.elastic.backend import LOG_INTERVAL, NAME, AveragingBackend
-from averaging.elastic.cell import Cell
 from averaging.elastic.options import RendezvousOptions, read_options
 from averaging.elastic.rendezvous_state import decode_place
+from averaging.elastic.replicated_value import ReplicatedValue
 from averaging.elastic.session import RegisterSession, address_for_others, are_same, is_own
 from averaging.errors import AveragingError, ConfigError
 from averaging.rpc import EventLoopThread, read_credentials
@@ -97,16 +97,16 @@ def _calling_agent() -> SimpleElasticAgent | None:
 
 
 @contextmanager
-def told_in_one_line() -> Iterator[None]:
+def report_in_one_line() -> Iterator[None]:
     """Has torchrun end with the message of an error that is raised inside, not with the traceback of its own frames."""
     try:
         yield
     except (AveragingError, RendezvousError) as error:
-        _tell_without_traceback(error)
+        _report_without_traceback(error)
         raise
 
 
-def _tell_without_traceback(error: Exception) -> None:
+def _report_without_traceback(error: Exception) -> None:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
@@ -217,7 +217,7 @@ class AveragingRendezvousHandler(DynamicRendezvousHandler):
         settings: RendezvousSettings,
         holder: _StateHolder,
         backend: AveragingBackend,
-        stores: Cell,
+        stores: ReplicatedValue,
         thread: EventLoopThread,
     ) -> None:
         super().__init__(node, settings, NAME, None, holder)  # type: ignore[arg-type] # _get_store makes it
@@ -231,7 +231,7 @@ class AveragingRendezvousHandler(DynamicRendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """See torch's `RendezvousHandler`."""
-        with told_in_one_line():
+        with report_in_one_line():
             info = self._meet()
         nodes = frozenset(self._state_holder.state.participants)
         lost, begins, self._last_nodes = self._last_nodes - nodes, not self._last_nodes, nodes
@@ -379,7 +379,7 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     Raises:
         ConfigError: An option is invalid.
     """
-    with told_in_one_line():
+    with report_in_one_line():
         return _create(params)
 
 
@@ -420,8 +420,10 @@ def _handler(
     node = DynamicRendezvousHandler._node_desc_generator.generate(addr)
     world = f"--nnodes={params.min_nodes}:{params.max_nodes}"
     prefix, writer = f"elastic/{params.run_id}", str(node)
-    state = Cell(*(session, f"{prefix}/state", tokens), writer=writer, world=world, alone=params.run_id == UNNAMED)
-    stores = Cell(session, f"{prefix}/store", tokens, writer=writer)
+    state = ReplicatedValue(
+        *(session, f"{prefix}/state", tokens), writer=writer, world=world, alone=params.run_id == UNNAMED
+    )
+    stores = ReplicatedValue(session, f"{prefix}/store", tokens, writer=writer)
     backend = AveragingBackend(thread, state, session.hosted or options.endpoint)
     timeout = RendezvousTimeout(
         *(

@@ -23,7 +23,7 @@ MAX_TOTAL_BYTES = 64 << 20
 
 LIFETIME = 180.0
 """Seconds for which an entry is kept after its last write. A running job writes every few seconds, and its nodes
-restore what is gone. What an ended job leaves is void after 120 s (`cell.FORGOTTEN`)."""
+restore what is gone. What an ended job leaves is void after 120 s (`replicated_value.FORGOTTEN`)."""
 
 
 @dataclass(frozen=True, slots=True)

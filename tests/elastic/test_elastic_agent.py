@@ -10,7 +10,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 
 from averaging.elastic import handler as elastic_agent
-from averaging.elastic.handler import RestartBudget, told_in_one_line
+from averaging.elastic.handler import RestartBudget, report_in_one_line
 
 
 class Agent(LocalElasticAgent):
@@ -55,7 +55,7 @@ def test_without_an_agent_nothing_is_given_back() -> None:
 def fails(error: Exception, name: str) -> types.FunctionType:
     """A function in another file, that raises `error` as the rendezvous does."""
     code = compile("def run():\n  with told():\n    raise error", name, "exec")
-    names = {"told": told_in_one_line, "error": error}
+    names = {"told": report_in_one_line, "error": error}
     exec(code, names)
     function = names["run"]
     assert isinstance(function, types.FunctionType)

@@ -25,9 +25,9 @@ from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
 from averaging import ConfigError
 from averaging.elastic import backend, handler
 from averaging.elastic import register as limits
-from averaging.elastic.cell import Seal
 from averaging.elastic.handler import AveragingRendezvousHandler, create_handler
 from averaging.elastic.register import MemoryRegister, RegisterService
+from averaging.elastic.replicated_value import Seal
 from averaging.rpc import EventLoopThread, RpcServer
 from tests.support.certificates import TOKEN, write
 from tests.support.ports import free_address

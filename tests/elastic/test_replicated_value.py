@@ -9,8 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.elastic.cell import FORGOTTEN, Cell, Fenced, Seal, Sealed, clock_skew, is_newer, overrules
 from averaging.elastic.register import MemoryRegister, RegisterEntry, SwapResult
+from averaging.elastic.replicated_value import (
+    FORGOTTEN,
+    Fenced,
+    ReplicatedValue,
+    Seal,
+    Sealed,
+    clock_skew,
+    is_newer,
+    overrules,
+)
 from averaging.errors import ConfigError, PeerUnreachableError, ProtocolViolationError
 
 KEY = "elastic/job/state"
@@ -42,8 +51,10 @@ class Place:
         entry = await self.register.get(KEY)
         assert (await self.register.compare_and_set(KEY, value, entry.token if entry else None)).done
 
-    def cell(self, writer: str = "a", tokens: tuple[str, ...] = TOKENS, world: str = "1:2", ahead: float = 0.0) -> Cell:
-        return Cell(
+    def cell(
+        self, writer: str = "a", tokens: tuple[str, ...] = TOKENS, world: str = "1:2", ahead: float = 0.0
+    ) -> ReplicatedValue:
+        return ReplicatedValue(
             self,
             KEY,
             tokens,
@@ -274,7 +285,7 @@ async def test_all_nodes_agree_after_any_losses_and_replays(seed: int) -> None:
 @pytest.mark.asyncio
 async def test_a_job_without_a_name_is_alone_and_can_be_started_again_at_once() -> None:
     place = Place()
-    a, b = (Cell(place, KEY, (), writer=name, alone=True, clock=lambda: place.now) for name in "ab")
+    a, b = (ReplicatedValue(place, KEY, (), writer=name, alone=True, clock=lambda: place.now) for name in "ab")
     first, _ = await a.write(b"running", None)
     for call in (b.read(), b.write(b"also", None)):
         with pytest.raises(ConfigError, match=r"another job without --rdzv-id .*by a.*Give --rdzv-id=NAME"):

@@ -187,7 +187,7 @@ class Fenced:
         return self.sealed.payload
 
 
-class Cell:
+class ReplicatedValue:
     """Reads and writes one key of a register.
 
     Args:
