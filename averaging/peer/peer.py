@@ -24,7 +24,7 @@ from averaging.peer.topics import RoundOptions, Topic, TopicOptions, make_topic
 from averaging.protocol import Mode, attach, pack_gather, progress_key
 from averaging.receipts import DriftCheck, DropCode, PeerStatus, Receipt
 from averaging.security import read_credentials
-from averaging.state import Extras, Snapshots, State, download
+from averaging.state import ExtraState, Snapshots, State, download
 from averaging.tensors import SharedTensors
 from averaging.timing import expire
 from averaging.transport import RpcService, Transport
@@ -133,7 +133,7 @@ class Peer(InProcess):
         *,
         run_id: str | None = None,
         config: PeerConfig | None = None,
-        extra_state: Callable[[], Extras] | None = None,
+        extra_state: Callable[[], ExtraState] | None = None,
         transport: Transport | None = None,
         services: Sequence[RpcService] = (),
         discovery: DiscoveryFactory | None = None,

@@ -8,13 +8,13 @@ from averaging.state.assembler import StateAssembler
 from averaging.state.donors import MIN_RATE, Donors, Throughput
 from averaging.state.downloads import download, of_all_members
 from averaging.state.manifest import State, pack
-from averaging.state.snapshots import NO_EXTRAS, Extras, Snapshots
+from averaging.state.snapshots import NO_EXTRA_STATE, ExtraState, Snapshots
 
 __all__ = [
     "MIN_RATE",
-    "NO_EXTRAS",
+    "NO_EXTRA_STATE",
     "Donors",
-    "Extras",
+    "ExtraState",
     "Snapshots",
     "State",
     "StateAssembler",

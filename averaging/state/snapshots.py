@@ -64,7 +64,7 @@ INLINE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Extras:
+class ExtraState:
     """The application's additions to a state: further tensors by name, and a small dict that msgpack can pack.
 
     The dict has numbers, strings, bytes, lists and dicts; keys are text, bytes or integers.
@@ -74,7 +74,7 @@ class Extras:
     user: Mapping[str, Any]
 
 
-NO_EXTRAS = Extras({}, {})
+NO_EXTRA_STATE = ExtraState({}, {})
 
 
 class Snapshots:
@@ -91,13 +91,13 @@ class Snapshots:
     """
 
     def __init__(
-        self, tensors: SharedTensors, extras: Callable[[], Extras] | None, schema: Schema, *, shared: bool
+        self, tensors: SharedTensors, extras: Callable[[], ExtraState] | None, schema: Schema, *, shared: bool
     ) -> None:
         self._tensors = tensors
-        self._extras = extras or (lambda: NO_EXTRAS)
+        self._extras = extras or (lambda: NO_EXTRA_STATE)
         self.shared = shared
         self.version = 0
-        self._committed_extras = NO_EXTRAS
+        self._committed_extras = NO_EXTRA_STATE
         self._committed_user = b""  # packed, because the application may change its dict later
         self._copy: State | None = None
         self._sealed: Snapshot | None = None  # possibly of an earlier copy

@@ -16,7 +16,7 @@ from averaging.errors import ConfigError, RoundError, StateError
 from averaging.peer import Topic
 from averaging.protocol import CompressionType, parse_compression
 from averaging.receipts import Receipt
-from averaging.state import NO_EXTRAS, Extras
+from averaging.state import NO_EXTRA_STATE, ExtraState
 from averaging.strategies.catch_up import CatchUp
 from averaging.training import (
     BackgroundDownload,
@@ -213,9 +213,9 @@ class Strategy(ABC):
         """Called after each step of the inner optimizer, with the tensors unlocked; may average."""
         return
 
-    def state(self) -> Extras:
+    def state(self) -> ExtraState:
         """The tensors (not copied) and numbers of the strategy that newcomers and checkpoints need."""
-        return NO_EXTRAS
+        return NO_EXTRA_STATE
 
     def parameter_of(self, name: str) -> str | None:
         """The parameter like which a tensor of `state` is divided between ranks; None if it is not divided."""

@@ -14,7 +14,7 @@ from averaging.errors import AveragingError, ConfigError, StateError
 from averaging.peer import Adopt, RoundOptions
 from averaging.protocol import CompressionType
 from averaging.receipts import Receipt
-from averaging.state import Extras
+from averaging.state import ExtraState
 from averaging.strategies.base import AveragingSchedule, check_whole_number
 from averaging.strategies.lockstep import LockstepStrategy
 from averaging.strategies.model_fragment import Fragment, cut
@@ -285,7 +285,7 @@ class DiLoCo(LockstepStrategy):
     def _next_fragment(self) -> Fragment:
         return self._fragments[self.history.step % len(self._fragments)]
 
-    def state(self) -> Extras:
+    def state(self) -> ExtraState:
         """The model after the last global step, and the state of the outer optimizers."""
         tensors: dict[str, torch.Tensor] = {}
         outer = []
@@ -294,7 +294,7 @@ class DiLoCo(LockstepStrategy):
             found, packed = pack_optimizer(fragment.outer, fragment.progress, f"outer{fragment.number}")
             tensors |= found
             outer.append(packed)
-        return Extras(tensors, {"outer": outer, "since": self._schedule.steps})
+        return ExtraState(tensors, {"outer": outer, "since": self._schedule.steps})
 
     def parameter_of(self, name: str) -> str | None:
         """The parameter of an anchor, or of a tensor in the state of an outer optimizer."""

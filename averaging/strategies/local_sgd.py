@@ -10,7 +10,7 @@ import torch
 from averaging.peer import Adopt, RoundOptions, Topic, TopicOptions
 from averaging.protocol import CompressionType
 from averaging.receipts import DriftCheck, Receipt
-from averaging.state import Extras
+from averaging.state import ExtraState
 from averaging.strategies.base import AveragingSchedule, Strategy
 from averaging.tensors import sharing_memory
 from averaging.training import Others, PendingRound, Training, count_in, still_training
@@ -184,9 +184,9 @@ class LocalSGD(Strategy):
             topic = self._current_topic(training, topic)
         return topic if is_due else None
 
-    def state(self) -> Extras:
+    def state(self) -> ExtraState:
         """The local steps since the last round."""
-        return Extras({}, {"since": self._schedule.steps})
+        return ExtraState({}, {"since": self._schedule.steps})
 
     def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
         """Loads the step count; a pending change belongs to other parameters and is not added."""

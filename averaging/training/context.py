@@ -20,7 +20,7 @@ from averaging.errors import ClosedError, TensorError
 from averaging.peer import ExpectedAtFirst, FetchedState, Peer, RoundOptions, Topic, TopicOptions
 from averaging.protocol import Fingerprint, shorten
 from averaging.receipts import Drift, DriftCheck, DriftKind, HyperparameterLog, Receipt, StepRate
-from averaging.state import Extras, State
+from averaging.state import ExtraState, State
 from averaging.tensors import digest_of_tensors
 from averaging.training.counters import Counters, without_counters
 from averaging.training.fetch import BackgroundDownload, CachedQueries
@@ -137,7 +137,7 @@ class Training:
         self._running: EventLoopThread | None = None
         self._model_topic = self.topic("", self.tensors, commits=True)
 
-    def run_in(self, thread: EventLoopThread, share: Callable[[], Extras]) -> None:
+    def run_in(self, thread: EventLoopThread, share: Callable[[], ExtraState]) -> None:
         """Sets the thread in which the peer runs, and what is shared besides the averaged tensors."""
         self._running = thread
         self._site_state = SiteState(self.site, self._peer, thread, share, self._check, self._take_over)

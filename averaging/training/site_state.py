@@ -12,7 +12,7 @@ import torch
 from averaging.common import EventLoopThread
 from averaging.errors import AveragingError, SiteError, StateError
 from averaging.peer import FetchedState, Peer
-from averaging.state import Extras, State
+from averaging.state import ExtraState, State
 from averaging.training.fetch import BackgroundDownload
 from averaging.training.site import Site
 
@@ -47,7 +47,7 @@ class SiteState:
         site: Site,
         peer: Peer,
         thread: EventLoopThread,
-        share: Callable[[], Extras],
+        share: Callable[[], ExtraState],
         check: Callable[[Mapping[str, Any]], None],
         take_over: Callable[[State], None],
     ) -> None:

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPl
 
 from averaging.common import all_numbers_finite, first_other_name, is_count
 from averaging.errors import ConfigError, StateError
-from averaging.state import Extras, State
+from averaging.state import ExtraState, State
 from averaging.training.context import Training
 from averaging.training.history import History
 from averaging.training.layout import local
@@ -134,7 +134,7 @@ class StrategyState(Protocol):
         """The history with which other peers compare theirs."""
         ...
 
-    def state(self) -> Extras:
+    def state(self) -> ExtraState:
         """The tensors (not copied) and numbers of the strategy that newcomers and checkpoints need."""
         ...
 
@@ -176,7 +176,7 @@ class TrainingState:
 
     # For newcomers
 
-    def shared(self) -> Extras:
+    def shared(self) -> ExtraState:
         """The state for newcomers (not copied).
 
         Raises:
@@ -192,7 +192,7 @@ class TrainingState:
             "strategy": self._pack_strategy(strategy.user),
         }
         buffers = self._training.shared_buffers
-        return Extras({**tensors, **buffers, **{f"strategy/{n}": t for n, t in strategy.tensors.items()}}, user)
+        return ExtraState({**tensors, **buffers, **{f"strategy/{n}": t for n, t in strategy.tensors.items()}}, user)
 
     def check(self, user: Mapping[str, Any]) -> None:
         """Checks what a state holds besides its tensors, before these are downloaded.

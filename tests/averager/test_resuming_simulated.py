@@ -16,7 +16,7 @@ from averaging.protocol.messages import DownloadData, Resume
 from averaging.state import manifest as state
 from averaging.state.downloads import download
 from averaging.state.manifest import read_manifest
-from averaging.state.snapshots import Extras
+from averaging.state.snapshots import ExtraState
 from averaging.testing import virtual_time
 from averaging.testing.discovery import MemoryDiscovery
 from tests.support.swarm import Swarm
@@ -73,7 +73,7 @@ def named(seed: int) -> dict[str, torch.Tensor]:
 
 
 def donor(swarm: Swarm, name: str, extra: float) -> Peer:
-    extras = Extras({"moment": torch.full((MOMENT,), extra)}, {"of": name})
+    extras = ExtraState({"moment": torch.full((MOMENT,), extra)}, {"of": name})
     return Peer(
         named(1),
         run_id="run",

@@ -16,7 +16,7 @@ from averaging.errors import (
     StateError,
 )
 from averaging.protocol.group import donors_key
-from averaging.state import Extras
+from averaging.state import ExtraState
 from averaging.tensors.shared_tensors import in_thread
 from tests.support.peers import average, enter, told
 
@@ -47,7 +47,7 @@ async def test_versions_grow_and_a_newcomer_takes_the_state_over() -> None:
             stack,
             tensors[0],
             group_size=2,
-            extra_state=lambda: Extras({"momentum": momentum, "steps": torch.tensor(7)}, {"step": 7}),
+            extra_state=lambda: ExtraState({"momentum": momentum, "steps": torch.tensor(7)}, {"step": 7}),
         )
         other = await enter(stack, tensors[1], group_size=2, join=[founder.endpoint], share_state=False)
         for _ in range(2):
@@ -89,7 +89,7 @@ async def test_if_the_application_cannot_take_the_state_nothing_changes() -> Non
 async def test_what_is_shared_besides_may_not_take_the_name_of_an_averaged_tensor() -> None:
     async with AsyncExitStack() as stack:
         with pytest.raises(StateError, match="'w' has the name of an averaged tensor"):
-            await enter(stack, {"w": torch.zeros(3)}, extra_state=lambda: Extras({"w": torch.ones(3)}, {}))
+            await enter(stack, {"w": torch.zeros(3)}, extra_state=lambda: ExtraState({"w": torch.ones(3)}, {}))
 
 
 @pytest.mark.asyncio
@@ -97,14 +97,14 @@ async def test_what_is_shared_besides_may_not_take_the_name_of_an_averaged_tenso
 async def test_what_cannot_travel_is_refused_before_anybody_asks_for_it(extra: torch.Tensor) -> None:
     async with AsyncExitStack() as stack:
         with pytest.raises(StateError, match="'e' has no dense values"):
-            await enter(stack, {"w": torch.zeros(3)}, extra_state=lambda: Extras({"e": extra}, {}))
+            await enter(stack, {"w": torch.zeros(3)}, extra_state=lambda: ExtraState({"e": extra}, {}))
 
 
 @pytest.mark.asyncio
 async def test_a_dict_that_newcomers_could_not_read_is_refused_before_anybody_asks_for_it() -> None:
     async with AsyncExitStack() as stack:
         with pytest.raises(StateError, match=r"the state's user dict: a dict has the key \(1, 2\)"):
-            await enter(stack, {"w": torch.zeros(3)}, extra_state=lambda: Extras({}, {"table": {(1, 2): 3}}))
+            await enter(stack, {"w": torch.zeros(3)}, extra_state=lambda: ExtraState({}, {"table": {(1, 2): 3}}))
 
 
 def nested(depth: int) -> Any:
@@ -115,16 +115,16 @@ def nested(depth: int) -> Any:
 @pytest.mark.parametrize(
     ("extras", "reason"),
     [
-        (Extras({}, {"deep": nested(64)}), "it is deeper than 64"),
-        (Extras({}, {"long": [0] * 70_000}), "it has more than"),
-        (Extras({}, {"large": bytes(16 << 20)}), "its metadata has 16"),
-        (Extras({"much": torch.zeros(65 << 20, dtype=torch.uint8)}, {}), "more than the 67109056 of max_bytes"),
-        (Extras({5: torch.zeros(1)}, {}), "a name is int"),  # type: ignore[dict-item]
+        (ExtraState({}, {"deep": nested(64)}), "it is deeper than 64"),
+        (ExtraState({}, {"long": [0] * 70_000}), "it has more than"),
+        (ExtraState({}, {"large": bytes(16 << 20)}), "its metadata has 16"),
+        (ExtraState({"much": torch.zeros(65 << 20, dtype=torch.uint8)}, {}), "more than the 67109056 of max_bytes"),
+        (ExtraState({5: torch.zeros(1)}, {}), "a name is int"),  # type: ignore[dict-item]
     ],
     ids=lambda value: None if isinstance(value, str) else next(iter((*value.user, *value.tensors))),
 )
 async def test_a_peer_that_offers_what_newcomers_refuse_is_notified_at_the_start(
-    extras: Extras, reason: str, caplog: pytest.LogCaptureFixture
+    extras: ExtraState, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with AsyncExitStack() as stack:
         donor = await enter(stack, {"w": torch.zeros(3)}, extra_state=lambda: extras)
@@ -138,7 +138,7 @@ async def test_a_peer_that_offers_what_newcomers_refuse_is_notified_at_the_start
 async def test_what_the_application_writes_to_its_dict_later_is_not_in_the_state() -> None:
     user: dict[str, Any] = {"epoch": 1, "losses": [0.5]}
     async with AsyncExitStack() as stack:
-        donor = await enter(stack, {"w": torch.zeros(1)}, extra_state=lambda: Extras({}, user))
+        donor = await enter(stack, {"w": torch.zeros(1)}, extra_state=lambda: ExtraState({}, user))
         newcomer = await enter(stack, {"w": torch.ones(1)}, join=[donor.endpoint])
         await told(newcomer, donors_key("run"), donor.endpoint)
         user["epoch"] = 2
@@ -158,7 +158,7 @@ async def test_a_peer_that_comes_to_offer_what_newcomers_refuse_is_notified_once
 ) -> None:
     user: dict[str, Any] = {}
     async with AsyncExitStack() as stack:
-        donor = await enter(stack, {"w": torch.zeros(3)}, extra_state=lambda: Extras({}, user))
+        donor = await enter(stack, {"w": torch.zeros(3)}, extra_state=lambda: ExtraState({}, user))
         newcomer = await enter(stack, {"w": torch.zeros(3)}, join=[donor.endpoint])
         await told(newcomer, donors_key("run"), donor.endpoint)
         assert (await newcomer.download_state()).user == {}

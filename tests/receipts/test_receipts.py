@@ -31,7 +31,7 @@ from averaging.protocol.messages import CompressionType
 from averaging.receipts.explanation import describe, merge
 from averaging.receipts.receipt import DropCode, Outcome, Receipt, Role
 from averaging.receipts.receipt_log import read
-from averaging.state.snapshots import Extras
+from averaging.state.snapshots import ExtraState
 from averaging.testing import virtual_time
 from averaging.testing.discovery import MemoryDiscovery
 from tests.support.rounds import STALL_TIMEOUT, Simulation, nodes
@@ -291,10 +291,10 @@ def test_an_error_of_extra_state_comes_after_the_average_which_has_no_version_of
     swarm, broken = Swarm(6), False
     tensors = [torch.full((3,), value) for value in (1.0, 3.0)]
 
-    def extra() -> Extras:
+    def extra() -> ExtraState:
         if broken:
             raise ZeroDivisionError
-        return Extras({}, {})
+        return ExtraState({}, {})
 
     asking, other = (
         Peer(

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec import msgpack
 
@@ -162,6 +162,7 @@ SIZES = st.lists(st.sampled_from([0, 1, 3, 8, 20]), max_size=6)
 
 
 @given(SIZES, st.lists(st.integers(0, 80), max_size=3), st.integers(1, 9))
+@example([3], [1, 1], 2)  # the second time it is continued from the same byte as the first
 def test_whatever_is_cut_and_resumed_comes_whole_and_once(sizes: list[int], cuts: list[int], chunk: int) -> None:
     """A state cut after so many messages again and again, with chunks of so many bytes."""
     sealed = seal(State(1, {f"t{n}": torch.arange(size, dtype=torch.uint8) + n for n, size in enumerate(sizes)}))

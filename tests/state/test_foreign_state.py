@@ -11,7 +11,7 @@ from msgspec import msgpack
 
 from averaging.errors import StateError
 from averaging.state.manifest import State
-from averaging.state.snapshots import Extras
+from averaging.state.snapshots import ExtraState
 from tests.support.foreign import Foreign, ForeignPeer, Message, Ours, gather, our_peer, whole_numbers
 
 pytestmark = [
@@ -50,7 +50,7 @@ async def test_our_state_with_its_metadata_and_without(foreign: Foreign) -> None
     reader = await foreign.client()
     tensors = {"w": whole_numbers(1, (300000,))[0], "b": torch.randn(10, 10).t()}
     extra = {"h": torch.randn(3).to(torch.bfloat16), "n": torch.tensor(7), "e": torch.empty(0, 3)}
-    async with our_peer(tensors, extra_state=lambda: Extras(extra, {"step": 3})) as us:
+    async with our_peer(tensors, extra_state=lambda: ExtraState(extra, {"step": 3})) as us:
         await us.peer.commit(12)
         found = await reader.download(donor=us.endpoint)
     expected = as_found(tensors | extra)

@@ -26,7 +26,7 @@ from averaging import Peer, Receipt
 from averaging.config import PeerOptions
 from averaging.discovery.base import Entry
 from averaging.discovery.gossip import GossipDiscovery
-from averaging.state.snapshots import Extras
+from averaging.state.snapshots import ExtraState
 from averaging.timing import learned_deadlines
 from averaging.transport.base import Transport
 
@@ -239,7 +239,7 @@ class Ours:
 async def our_peer(
     tensors: Sequence[torch.Tensor] | Mapping[str, torch.Tensor] | None = None,
     *,
-    extra_state: Callable[[], Extras] | None = None,
+    extra_state: Callable[[], ExtraState] | None = None,
     **options: Unpack[PeerOptions],
 ) -> AsyncGenerator[Ours, None]:
     """A peer of ours on loopback with gossip; groups of 2 unless told otherwise. It gives others time for a verdict."""
