@@ -17,7 +17,7 @@ from averaging.cli.files import NotWrittenError, Output, read
 from averaging.cli.options import (
     DIALLED,
     DURATION,
-    PathToLookAt,
+    CheckedPath,
     credentials_of,
     flag,
     insecure_option,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @click.command("follow")
 @click.argument("addresses", type=DIALLED, nargs=-1, required=True, metavar="HOST:PORT...")
-@click.option("--output", type=PathToLookAt(), required=True, metavar="FILE.safetensors", help="The file to keep.")
+@click.option("--output", type=CheckedPath(), required=True, metavar="FILE.safetensors", help="The file to keep.")
 @click.option("--overwrite", is_flag=True, help="Replace --output if it exists and this command did not write it.")
 @click.option(
     "--exec",

@@ -52,7 +52,7 @@ DURATION = KindType(SECONDS)
 NOT_NEGATIVE = KindType(number(least=0))
 
 
-class PathToLookAt(click.Path):
+class CheckedPath(click.Path):
     """The path of a file, which may not exist yet. A path that the system refuses is a usage error with its reason.
 
     Before Python 3.14 `Path.exists` raises for such paths: no permission, a name that is too long, a cycle of links.
@@ -224,7 +224,7 @@ def _check_receipts(path: Path) -> None:
     Raises:
         click.UsageError: There is no such directory, or the file contains something else.
     """
-    PathToLookAt().convert(path, None, None)
+    CheckedPath().convert(path, None, None)
     if path.is_dir():
         raise click.UsageError(f"--receipts: {path} is a directory; give the name of a file.")
     if not path.parent.is_dir():

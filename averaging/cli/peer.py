@@ -13,7 +13,7 @@ from averaging.cli.exits import WRONG_USAGE, CommandError, Stop, Stopped, failur
 from averaging.cli.files import Document, NotWrittenError, Output, check_can_be_averaged, read
 from averaging.cli.options import (
     NOT_NEGATIVE,
-    PathToLookAt,
+    CheckedPath,
     PeerCommand,
     join_command,
     json_value,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 @click.command("peer", cls=PeerCommand)
-@click.argument("file", type=PathToLookAt(), metavar="FILE.safetensors")
+@click.argument("file", type=CheckedPath(), metavar="FILE.safetensors")
 @peer_options
 @click.option(
     "--rounds", type=click.IntRange(min=1), metavar="K", help="Rounds to do.  [default: 1, or no limit with --serve]"
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--output",
-    type=PathToLookAt(),
+    type=CheckedPath(),
     metavar="OUT.safetensors",
     help="File for the average, written after all rounds; with --serve after each of them.",
 )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from averaging.cli.exits import CHECK_ADDRESS, CommandError, Stop, Stopped, failure_of, run, stopped
-from averaging.cli.options import DIALLED, DURATION, PathToLookAt, credentials_of, output_options, security_options
+from averaging.cli.options import DIALLED, DURATION, CheckedPath, credentials_of, output_options, security_options
 from averaging.common import member_of
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ VERSION_KEY, USER_KEY, PACKED_USER_KEY = "averaging.version", "averaging.user", 
 
 @click.command("state")
 @click.argument("addresses", type=DIALLED, nargs=-1, required=True, metavar="HOST:PORT...")
-@click.option("--output", type=PathToLookAt(), required=True, metavar="FILE.safetensors", help="Where to write it.")
+@click.option("--output", type=CheckedPath(), required=True, metavar="FILE.safetensors", help="Where to write it.")
 @click.option("--overwrite", is_flag=True, help="Replace --output if it exists.")
 @click.option(
     "--timeout",
