@@ -8,10 +8,12 @@ from averaging.matchmaking.arrivals import Arrivals
 from averaging.matchmaking.exclusions import Exclusions
 from averaging.matchmaking.matchmaking import Matchmaking
 from averaging.matchmaking.response_history import ResponseHistory
+from averaging.matchmaking.rules import LEAST_SEARCH
 from averaging.matchmaking.schema_differences import LoggedDifferences
 from averaging.matchmaking.search_state import NoGroupError
 
 __all__ = [
+    "LEAST_SEARCH",
     "Arrivals",
     "Exclusions",
     "LoggedDifferences",

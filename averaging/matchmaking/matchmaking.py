@@ -182,7 +182,7 @@ class Matchmaking:
                     search.disband("")
                     if search.seen and search.seen <= search.differing.keys():
                         raise await self._differences.find(next(iter(search.differing)), search.differing)
-                    if left.seconds <= 0:
+                    if left.seconds <= rules.LEAST_SEARCH:
                         reason = search.explain(self.group_key, self._min_group_size, self._discovery.diagnose())
                         raise NoGroupError(reason + self._explain_exclusions(search))
                     if not search.seen and self._dropped_bits < len(self.group_bits):

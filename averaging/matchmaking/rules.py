@@ -34,6 +34,9 @@ from averaging.timing import VERDICT_SECONDS
 CLOCK_TOLERANCE = 3.0
 """Seconds by which the clocks of two peers may differ."""
 
+LEAST_SEARCH = 1e-6
+"""Seconds below which no search begins: a deadline since the epoch, a float64, is rounded to 0.24 microseconds."""
+
 MAX_REDIRECTS = 3
 """Suggested leaders that a follower asks in a row."""
 

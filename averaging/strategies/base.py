@@ -13,6 +13,7 @@ import torch
 
 from averaging.common import Backoff, is_finite
 from averaging.errors import ConfigError, RoundError, StateError
+from averaging.matchmaking import LEAST_SEARCH
 from averaging.peer import Topic
 from averaging.protocol import CompressionType, parse_compression
 from averaging.receipts import Receipt
@@ -29,9 +30,6 @@ from averaging.training import (
     done_training,
     look_for_greater_origin,
 )
-
-LEAST_SEARCH = 1e-6
-"""Seconds below which no search begins: a deadline since the epoch, a float64, is rounded to 0.24 microseconds."""
 
 
 class Strategy(ABC):

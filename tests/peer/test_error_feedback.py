@@ -83,6 +83,7 @@ def test_residuals_are_not_lost_where_they_are_added_to_half_precision(
 
 
 def test_the_residuals_are_on_the_cpu_whatever_device_torch_uses_by_default() -> None:
+    schema = describe(["w"], [torch.empty(4)], part_size_bytes=1024)
     with torch.device("meta"):
-        feedback = ErrorFeedback(describe(["w"], [torch.empty(4)], part_size_bytes=1024))
+        feedback = ErrorFeedback(schema)
     assert feedback.inputs([torch.ones(4)])[0].tolist() == [1.0] * 4
