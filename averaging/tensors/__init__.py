@@ -21,7 +21,6 @@ from averaging.tensors.manifest import (
     nbytes_of,
     objection_to,
     pieces_of,
-    view_bytes,
     view_memory,
 )
 from averaging.tensors.schema import Schema, TensorSpec, describe, first_difference
@@ -70,6 +69,5 @@ __all__ = [
     "offload",
     "pieces_of",
     "sharing_memory",
-    "view_bytes",
     "view_memory",
 ]
