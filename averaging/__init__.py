@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from averaging.averager import DecentralizedAverager, close_all
+    from averaging.averager import DecentralizedAverager
     from averaging.blocking_peer import BlockingPeer
     from averaging.checkpoint import DistributedCheckpoint
     from averaging.config import PeerConfig, TLSFiles
@@ -24,10 +24,11 @@ if TYPE_CHECKING:
     from averaging.protocol import CompressionType, Mode
     from averaging.receipts import Outcome, Receipt, TrainingStatus
     from averaging.strategies import DiLoCo, GradientAveraging, LocalSGD, Strategy
+    from averaging.training import close_all
     from averaging.weights import WeightFollower, WeightPublisher
 
 _ROOMS = {
-    "averager": ["DecentralizedAverager", "close_all"],
+    "averager": ["DecentralizedAverager"],
     "blocking_peer": ["BlockingPeer"],
     "checkpoint": ["DistributedCheckpoint"],
     "config": ["PeerConfig", "TLSFiles"],
@@ -36,6 +37,7 @@ _ROOMS = {
     "protocol": ["CompressionType", "Mode"],
     "receipts": ["Outcome", "Receipt", "TrainingStatus"],
     "strategies": ["DiLoCo", "GradientAveraging", "LocalSGD", "Strategy"],
+    "training": ["close_all"],
     "weights": ["WeightFollower", "WeightPublisher"],
 }
 _HOMES = {name: room for room, names in _ROOMS.items() for name in names}

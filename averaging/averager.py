@@ -5,79 +5,48 @@ from __future__ import annotations
 import logging
 import math
 import random
-import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from types import TracebackType
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Protocol, Self, Unpack, overload, runtime_checkable
-from weakref import WeakSet
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from averaging.common import EventLoopThread, is_count, is_finite, on_loop
-from averaging.config import OnDrift, PeerConfig, PeerOptions, configure
+from averaging.common import EventLoopThread, is_count, on_loop
+from averaging.config import PeerConfig, PeerOptions, configure
 from averaging.discovery import ShardOfRun
 from averaging.errors import AveragingError, ClosedError, ConfigError, RoundError, WaitTimeoutError
 from averaging.peer import DiscoveryFactory, Peer, RoundOptions
 from averaging.protocol import Mode
-from averaging.receipts import Finish, PeerStatus, Receipt, TrainingStatus
-from averaging.strategies import Adoption, RunEnd, RunStart, SiteStart, Strategy
+from averaging.receipts import Finish, Receipt, TrainingStatus
+from averaging.strategies import DriftReaction, RunEnd, RunStart, Strategy, check_unused, wait_for_peers
 from averaging.training import (
-    HistoryStanding,
+    MAX_STEPS,
+    NO_GROUP,
+    WITHOUT_MODEL,
+    LeaderStatus,
+    LeaderStatusRelay,
     OptimizerWrapper,
-    Others,
-    ProcessGroupSite,
-    SchedulerDriver,
-    Site,
     Stage,
+    StrategyContext,
     TrainedModel,
-    Training,
     TrainingState,
     check_alike,
+    check_only_one,
     described,
-    is_divided,
     local,
-    make_scheduler,
     named_buffers,
     named_parameters,
+    note_closed,
+    note_open,
     of_rank,
-    same_origin,
-    stay_on_sigterm,
+    site_of,
 )
 from averaging.training import leave_on_sigterm as register_leaver
 from averaging.transport import RpcService, Transport
 
 logger = logging.getLogger(__name__)
-
-NEWS_SECONDS = 0.25
-"""Seconds between two times that the leader of a site tells its status to the other ranks."""
-
-NO_GROUP: object = object()
-"""Value of `process_group` for a process that trains the model alone; None would be a group that is missing."""
-
-WITHOUT_MODEL = (
-    "the averager was made without model=, so it cannot check what the optimizer does not hold: peers may have other "
-    "buffers (BatchNorm) and frozen parameters, and replaced parameters go unnoticed; pass model=model"
-)
-
-MAX_STEPS = 10_000_000
-"""Default maximum of the steps in a downloaded state. A scheduler takes up to two minutes for them."""
-
-
-@dataclass(frozen=True, slots=True)
-class LeaderStatus:
-    """What the leader of a site knows: the peers, the status and state version of its own, and whether it has left."""
-
-    peers: frozenset[str]
-    status: PeerStatus | None
-    version: int
-    left: bool
-
-
-NO_NEWS = LeaderStatus(frozenset(), None, 0, False)
 
 
 @runtime_checkable
@@ -189,84 +158,70 @@ class DecentralizedAverager(OptimizerWrapper):
         discovery: DiscoveryFactory | None = None,
         **options: Unpack[PeerOptions],
     ) -> None:
-        if not hasattr(optimizer, "param_groups"):
-            raise ConfigError(f"the first argument must be an optimizer, not {type(optimizer).__name__}")
         trained = None if model is None else TrainedModel(model)
         parameters = named_parameters(optimizer, trained)
-        self._news = _News(self._tell)
-        self._site = site = _site_of(process_group, parameters, self._news)
+        self._leader = LeaderStatusRelay(self._leader_status)
+        self._site = site = site_of(process_group, parameters, self._leader)
 
         def check() -> dict[str, str]:
             self._config = checked = configure(config, run_id, options)
             if checked.mode is Mode.AUXILIARY:
                 raise ConfigError("an auxiliary peer has nothing to train; start it as a Peer or with `averaging peer`")
-            _check(strategy)
+            check_unused(strategy)
             if not is_count(max_steps) or max_steps < 1:
                 raise ConfigError(f"max_steps must be a whole number of steps, at least 1, not {max_steps!r}")
-            _check_only_one(checked)
-            shapes = [(name, tuple(one.shape)) for name, one in parameters.items()]
-            further = {
-                "weight": weight,
-                "max_steps": max_steps,
-                "allow_takeover": allow_takeover,
-                "optimizer": type(optimizer).__name__,
-            }
+            check_only_one(checked.run_id, checked.join)
+            shapes = [(name, tuple(parameter.shape)) for name, parameter in parameters.items()]
             names = sorted(buffers or ()) if trained is None else list(trained.buffers)
-            return described(checked, strategy=strategy, parameters=shapes, buffers=names, **further)
+            alike: dict[str, object] = {"weight": weight, "max_steps": max_steps, "allow_takeover": allow_takeover}
+            alike |= {"optimizer": type(optimizer).__name__, "parameters": shapes, "buffers": names}
+            return described(checked, strategy=strategy, **alike)
 
-        check_alike(site.together(check))
+        check_alike(site.all_gather(check))
         super().__init__(optimizer)
         self.strategy = strategy
         self.last_receipt: Receipt | None = None
         self._on_round = on_round
-        self._drifted: Receipt | None = None  # of a round in which this peer differed, see `on_drift`
         self._in_on_round = False  # the strategy may not have applied the result of that round yet
         self._left = False
         self._state_services = [service for service in services if isinstance(service, StateService)]
-        self._told: tuple[int, int | None, Receipt | None] | None = None
-        self._started: EventLoopThread | None = None
+        self._reported: tuple[int, int | None, Receipt | None] | None = None
 
         def start(leader: str) -> str:
             """Starts this rank's peer, if it owns one. Returns its endpoint."""
-            shard = None
-            if site.shards > 1:
-                shard = ShardOfRun(self._config.run_id, site.layout, site.shard, leader)
-            found = named_buffers(buffers, trained)
+            run_id = self._config.run_id
+            shard = None if site.shards == 1 else ShardOfRun(run_id, site.layout, site.shard, leader)
+            in_common = named_buffers(buffers, trained)
             self._peer = Peer(
-                {name: local(one) for name, one in parameters.items()} | found.averaged,
+                {name: local(parameter) for name, parameter in parameters.items()} | in_common.averaged,
                 config=of_rank(self._config, site, leader),
                 extra_state=lambda: self._training_state.shared(),
-                services=[
-                    one for one in services if site.leads or (site.owns and getattr(one, "of_each_shard", False))
-                ],
+                services=[service for service in services if site.leads or getattr(service, "of_each_shard", False)],
                 transport=transport,
                 discovery=discovery,
                 shard=shard,
             )
-            self._training = Training(
+            self._training = StrategyContext(
                 optimizer,
                 parameters,
-                found,
+                in_common,
                 self._peer,
                 model=trained,
                 site=site,
                 donates=self._config.share_state and self._config.mode is not Mode.CLIENT,
                 on_receipt=self._note,
-                check=lambda user: self._training_state.check(user),
-                take_over=lambda state: self._training_state.take_over(state),
+                allow_takeover=allow_takeover,
             )
-            self._training.standing = HistoryStanding(allow_takeover=allow_takeover)
-            self._adoption = Adoption(self._training, strategy)
+            self._drift = DriftReaction(self._training, strategy, self._config.on_drift)
             self.weight = weight  # checked by the property
-            self.scheduler = None if scheduler is None else make_scheduler(scheduler, optimizer)
-            self._driver = None if self.scheduler is None else SchedulerDriver(self.scheduler, optimizer)
-            self._training_state = TrainingState(self._training, strategy, self.scheduler, max_steps)
+            self._training_state = TrainingState(self._training, strategy, scheduler, max_steps)
+            self.scheduler = self._training_state.scheduler
             strategy.start(self._training)
             context = self._peer if site.owns else nullcontext()
-            self._started = EventLoopThread(context, f"the averager of run {self._config.run_id!r}")
+            self._thread = EventLoopThread(context, f"the averager of run {run_id!r}")
             if leave_on_sigterm:
                 register_leaver(self)
-            self._training.run_in(self._thread, self._training_state.shared)
+            self._training.run_in(self._thread, self._training_state)
             if not site.owns:
                 return leader
             self._thread.run(self._peer.check_division())
@@ -274,55 +229,25 @@ class DecentralizedAverager(OptimizerWrapper):
 
         try:
             # The leader first, since the others join through it.
-            self._endpoint = site.agreed(lambda: start(""))
+            self._endpoint = site.broadcast_from_leader(lambda: start(""))
             if site.size > 1:
-                site.together(lambda: None if site.leads else start(self._endpoint))
-            self._training.measure_frozen()
+                site.all_gather(lambda: None if site.leads else start(self._endpoint))
+            self._training.parts.measure_frozen()
             with self._training.copies.following():
-                self._begin()
-            self._training.name_other_bases()
+                RunStart(strategy, self._training, random.SystemRandom()).begin()
+            self._training.warn_of_other_bases()
             self._training.modes.settle(wanted=False)  # a newcomer begins in the mode of the state
             strategy.joined(self._training)
-            self._drive_scheduler()
-            self._tell_news()
-        except BaseException:
-            self.close()
-            raise
-        if model is None and site.leads:
-            logger.warning("%s", WITHOUT_MODEL)
-        strategy.attached = True
-        _open_averagers.add(self)
-        try:
+            self._training_state.drive_scheduler()
+            self._leader.tell_now(self._site)
+            if model is None and site.leads:
+                logger.warning("%s", WITHOUT_MODEL)
+            strategy.attached = True
+            note_open(self)
             self._tell_services()
         except BaseException:
             self.close()
             raise
-
-    @property
-    def _thread(self) -> EventLoopThread:
-        if self._started is None:
-            raise RuntimeError("the peer has not been started yet")
-        return self._started
-
-    def _begin(self) -> None:
-        """Takes over the state of the run, or begins a new one."""
-        training, peer, thread = self._training, self._peer, self._thread
-        beginning = RunStart(
-            peer,
-            self.strategy,
-            training,
-            check=self._training_state.check,
-            take_over=self._training_state.take_over,
-            now=training.now(),
-            rng=random.SystemRandom(),
-        )
-        if self._site.size == 1:
-            thread.run(beginning.begin())
-        else:
-            first = [*peer.own_tensors, *training.shared_buffers.values()]
-            SiteStart(peer, thread, self.strategy, training, beginning, lambda: self._site.copy(first)).begin()
-
-    # As an optimizer
 
     def __repr__(self) -> str:
         return f"DecentralizedAverager ({self._peer!r}, {self.strategy!r}, step {self.local_step}) of {self._inner!r}"
@@ -353,7 +278,7 @@ class DecentralizedAverager(OptimizerWrapper):
         """
         if self._has_left():
             loss = self.strategy.step_alone(self._training, closure)
-            self._drive_scheduler()
+            self._training_state.drive_scheduler()
             return loss
         if not self._left:  # the other ranks of a site hear of it below
             self._thread.check()
@@ -370,71 +295,18 @@ class DecentralizedAverager(OptimizerWrapper):
                 self._thread.stop_at_exit()
                 raise
             loss = None if closure is None else math.nan
-        self._resolve_drift()
-        self._drive_scheduler()
+        self._drift.resolve()
+        self._training_state.drive_scheduler()
         self._tell_services()
         return loss
-
-    def train(self) -> None:
-        """Puts the training weights of a schedule-free optimizer into the model; call it before the first step.
-
-        Does nothing with other optimizers.
-        """
-        self._training.modes.train()
-
-    def eval(self) -> None:
-        """Puts the evaluation weights of a schedule-free optimizer into the model; call it before an evaluation.
-
-        Keeps a copy of the training weights, so that an evaluation does not change them by rounding. Does nothing with
-        other optimizers.
-        """
-        self._training.modes.eval()
-
-    def evaluation_weights(self) -> AbstractContextManager[None]:
-        """Wraps a block in which the model holds the weights to evaluate, to save or to publish.
-
-        These differ from the trained ones with schedule-free optimizers only.
-        """
-        return self._training.modes.weights(training=False)
-
-    def _resolve_drift(self) -> None:
-        """Does what `on_drift` says if this peer differed from most members in the last round."""
-        receipt, self._drifted = self._drifted, None
-        if receipt is None:
-            return
-        if self._config.on_drift is OnDrift.RAISE:
-            text = f"in round {receipt.round} {'; '.join(map(str, receipt.drifted))} (on_drift='raise')"
-            raise RoundError(text, drifted=True)
-        self._adoption.adopt()
 
     def _tell_services(self) -> None:
         # In a site the ranks know the version of rank 0's peer a step later.
         now = self.model_version, self.global_step, self.last_receipt
-        if self._state_services and now != self._told:
-            self._told = now
+        if self._state_services and now != self._reported:
+            self._reported = now
             for service in self._state_services:
                 service.averaged(self)
-
-    def _drive_scheduler(self) -> None:
-        if self._driver is not None:
-            self._driver.drive(self.strategy.schedule(self._training))
-
-    def _own_state(self) -> dict[str, Any]:
-        return self._training_state.saved()
-
-    def _load(self, inner: dict[str, Any], own: object) -> None:
-        own = own if isinstance(own, dict) else {"local_step": own}
-        if not is_count(own.get("local_step")):
-            raise ConfigError(f"the state dict has {own!r:.200} under {self.state_key!r}, not a step counter")
-        self._thread.check()
-        with self._peer.tensors():
-            self._training_state.load(inner, own)
-        if self._site.owns:
-            self._thread.run(self._peer.commit(self._peer.version))
-        self.strategy.joined(self._training)
-        self._drive_scheduler()
-
-    # As a peer
 
     @property
     def run_id(self) -> str:
@@ -456,7 +328,7 @@ class DecentralizedAverager(OptimizerWrapper):
     def peers(self) -> frozenset[str]:
         """The endpoints of the known peers of the run, including this one. Each site has one here."""
         if self._site.size > 1:
-            return self._news.last.peers
+            return self._leader.last.peers
         return self._thread.run(on_loop(lambda: self._peer.peers))
 
     def wait_for_peers(self, count: int, timeout: float, *, required: bool = False) -> bool:
@@ -478,42 +350,16 @@ class DecentralizedAverager(OptimizerWrapper):
             WaitTimeoutError: They are not there in time, and `required` is set.
             ClosedError: The averager was closed, or its thread has failed.
         """
-        is_there = self._await_peers(count, timeout)
-        self._drive_scheduler()  # a state may have been taken over
-        self._tell_news()
-        if required and not is_there:
-            known = self.peers
-            raise WaitTimeoutError(
-                f"fewer than {count} peers train in the run after {timeout:g} s; known are {', '.join(sorted(known))}. "
-                "Start the others, check their run id and addresses, or wait longer.",
-                known,
-            )
-        return is_there
-
-    def _await_peers(self, count: int, timeout: float) -> bool:
-        if type(count) is not int:
-            raise ConfigError(f"count must be a whole number of peers, not {count!r}")
-        if not is_finite(timeout) and timeout != math.inf:
-            raise ConfigError(f"timeout must be a number of seconds, not {timeout!r}")
         self._thread.check()
-        training, strategy = self._training, self.strategy
-        end = training.monotonic() + timeout
-
-        def are_there(announcements: Mapping[str, bytes]) -> bool:
-            return 1 + len(same_origin(strategy.announced_history(training), announcements)) >= count
-
-        def look(announcements: Mapping[str, bytes]) -> Callable[[], tuple[Others, float]]:
-            return lambda: (strategy.others(training, announcements), end - training.monotonic())
-
-        while True:
-            announcements = training.wait_for_announcements(
-                lambda announcements: are_there(announcements) or bool(strategy.others(training, announcements).ahead),
-                max(0.0, end - training.monotonic()),
-            )
-            others, left = training.agreed(look(announcements))
-            if not others.ahead or left <= 0:
-                return are_there(announcements)
-            strategy.catch_up(training, others, left)
+        is_there = wait_for_peers(self.strategy, self._training, count, timeout)
+        self._training_state.drive_scheduler()  # a state may have been taken over
+        self._leader.tell_now(self._site)
+        if required and not is_there:
+            known = f"known are {', '.join(sorted(self.peers))}"
+            advice = "Start the others, check their run id and addresses, or wait longer."
+            text = f"fewer than {count} peers train in the run after {timeout:g} s; {known}. {advice}"
+            raise WaitTimeoutError(text, self.peers)
+        return is_there
 
     def finish(self, timeout: float = 60.0) -> Finish:
         """Ends the training together with the other peers, and leaves the weights to export in the model.
@@ -536,13 +382,12 @@ class DecentralizedAverager(OptimizerWrapper):
             ConfigError: `timeout` is no number of seconds.
             ClosedError: The averager was closed, or its thread has failed.
         """
-        if not is_finite(timeout) or timeout < 0:
-            raise ConfigError(f"timeout must be a finite number of seconds, not {timeout!r}")
+        end = RunEnd(self._training, self.strategy, timeout)
         if self._has_left():
             return Finish(self._training.digest(), {}, left=True)
         self._thread.check()
-        finish = RunEnd(self._training, self.strategy, timeout).finish()
-        self._tell_news()
+        finish = end.finish()
+        self._leader.tell_now(self._site)
         self._tell_services()
         return finish
 
@@ -557,18 +402,8 @@ class DecentralizedAverager(OptimizerWrapper):
             peers=peers,
             alone=len(peers) == 1,
             last_receipt=self.last_receipt,
-            peer=self._peer_status(),
+            peer=self._leader.last.status or self._thread.run(on_loop(lambda: self._peer.status)),
         )
-
-    def _peer_status(self) -> PeerStatus:
-        if self._news.last.status is not None:
-            return self._news.last.status
-        return self._thread.run(on_loop(lambda: self._peer.status))
-
-    @property
-    def local_step(self) -> int:
-        """Number of calls of `step`, including those of the state that was downloaded or loaded."""
-        return self._training.local_step
 
     @property
     def global_step(self) -> int | None:
@@ -578,27 +413,7 @@ class DecentralizedAverager(OptimizerWrapper):
     @property
     def model_version(self) -> int:
         """Version of the state that newcomers get from this peer. It grows with every round."""
-        return self._news.last.version if self._site.size > 1 else self._peer.version
-
-    @property
-    def weight(self) -> float:
-        """Weight of this peer in the averages; finite and at least 0."""
-        return self._training.weight
-
-    @weight.setter
-    def weight(self, weight: float) -> None:
-        self._training.weight = weight
-
-    def check_tensors(self) -> None:
-        """Checks that the averaged tensors are the trained ones, as every `step` does.
-
-        Raises:
-            TensorError: The model was moved or converted after the averager was made, or the inner optimizer has other
-                parameters now.
-            ClosedError: The averager was closed, or its thread has failed.
-        """
-        self._thread.check()
-        self._training.check_tensors()
+        return self._leader.last.version if self._site.size > 1 else self._peer.version
 
     def average_now(self, *, weight: float | None = None, gather: Any = None) -> Receipt:
         """Averages the parameters with a group now, with any strategy, and waits for the end of the round.
@@ -622,12 +437,8 @@ class DecentralizedAverager(OptimizerWrapper):
         self._thread.check()
         if self._in_on_round:
             raise RoundError("average_now() was called in on_round, before that round was over; call it after the step")
-        config = self._peer.config
-        options: RoundOptions = {
-            "gather": gather,
-            "start_size": config.group_size,
-            "search_timeout": config.round_timeout,
-        }
+        size, seconds = self._config.group_size, self._config.round_timeout
+        options: RoundOptions = {"gather": gather, "start_size": size, "search_timeout": seconds}
         if weight is not None:
             options["weight"] = weight
         with self._training.measuring(), self._training.modes.weights(training=True):
@@ -638,15 +449,13 @@ class DecentralizedAverager(OptimizerWrapper):
 
     def close(self) -> None:
         """Ends a round in progress, leaves the run and ends the thread. The inner optimizer stays usable."""
-        _open_averagers.discard(self)
-        stay_on_sigterm(self)
-        if self._started is not None:
-            self._started.close()
+        note_closed(self)
+        if hasattr(self, "_thread"):  # else the constructor has failed earlier
+            self._thread.close()
         self._site.close()
 
     def begin_to_leave(self) -> None:
         """Called on SIGTERM, see `leave_on_sigterm`."""
-        _open_averagers.discard(self)
         self._left = True
         self._thread.begin_to_close()
 
@@ -656,28 +465,20 @@ class DecentralizedAverager(OptimizerWrapper):
         logger.warning("the averager of run %r has left on SIGTERM", self._peer.run_id)
 
     def _has_left(self) -> bool:
-        return self._news.last.left if self._site.size > 1 else self._left
+        return self._leader.last.left if self._site.size > 1 else self._left
 
-    def _tell(self) -> LeaderStatus:
-        """What the leader of a site tells the other ranks from time to time."""
+    def _leader_status(self) -> LeaderStatus:
         thread, peer = self._thread, self._peer
         try:
             peers, status, version = thread.run(on_loop(lambda: (peer.peers, peer.status, peer.version)))
         except ClosedError:
-            return replace(self._news.last, left=self._left)
+            return replace(self._leader.last, left=self._left)
         return LeaderStatus(peers, status, version, self._left)
-
-    def _tell_news(self) -> None:
-        """Tells the other ranks of a site what is new now."""
-        self._news.is_due = True
-        self._site.agreed(lambda: None)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None and not self._has_left():
                 with self._training.modes.weights(training=True):
@@ -689,86 +490,10 @@ class DecentralizedAverager(OptimizerWrapper):
 
     def _note(self, receipt: Receipt) -> None:
         self.last_receipt = receipt
-        if self._config.on_drift is not OnDrift.WARN and any(
-            drift.endpoint == receipt.endpoint for drift in receipt.drifted
-        ):
-            self._drifted = receipt
+        self._drift.note(receipt)
         if self._on_round is not None:
             self._in_on_round = True
             try:
                 self._on_round(receipt)
             finally:
                 self._in_on_round = False
-
-
-class _News:
-    """What the leader of a site tells the other ranks along with its answers: status, so that it is alike everywhere.
-
-    Attributes:
-        last: what was told last.
-        is_due: whether something is told with the next answer in any case.
-    """
-
-    def __init__(self, tell: Callable[[], LeaderStatus]) -> None:
-        self._tell = tell
-        self._next = math.inf
-        self.is_due = False
-        self.last = NO_NEWS
-
-    def latest(self) -> LeaderStatus | None:
-        if not self.is_due and time.monotonic() < self._next:
-            return None
-        self.is_due = False
-        self._next = time.monotonic() + NEWS_SECONDS
-        return self._tell()
-
-    def told(self, news: LeaderStatus) -> None:
-        self.last = news
-
-
-def _site_of(process_group: object, parameters: Mapping[str, torch.Tensor], news: _News) -> Site:
-    """The site of this process.
-
-    Raises:
-        ConfigError: there is no such group, or the model is divided and no group was given.
-    """
-    if process_group is not NO_GROUP:
-        return ProcessGroupSite(process_group, parameters, news)
-    divided = next((name for name, one in parameters.items() if is_divided(one)), None)
-    if divided is not None:
-        raise ConfigError(
-            f"parameter {divided!r} is divided between processes; give the averager their process group, such as "
-            "process_group=torch.distributed.group.WORLD"
-        )
-    return Site()
-
-
-_open_averagers: WeakSet[DecentralizedAverager] = WeakSet()
-
-
-def _check_only_one(config: PeerConfig) -> None:
-    """Refuses a second averager of a run in an interactive session, where a cell is often run again.
-
-    The first one would continue in its thread, and could not be closed. A second one that joins the first is allowed.
-    """
-    if not hasattr(sys, "ps1"):
-        return
-    for averager in list(_open_averagers):
-        if averager._peer.run_id == config.run_id and averager.endpoint not in config.join:
-            raise ConfigError(
-                f"this session has an open averager of run {config.run_id!r} at {averager.endpoint}; call its close() "
-                f"first, or averaging.close_all()"
-            )
-
-
-def close_all() -> None:
-    """Closes all averagers of this process, for a notebook in which no variable refers to them any more."""
-    for averager in list(_open_averagers):
-        averager.close()
-
-
-def _check(strategy: object) -> None:
-    if not isinstance(strategy, Strategy):
-        raise ConfigError(f"strategy must be a Strategy object, such as LocalSGD(sync_every=50), not {strategy!r}")
-    if strategy.attached:
-        raise ConfigError(f"{strategy!r} belongs to another averager, open or closed; make a new one for each averager")

@@ -10,16 +10,14 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 
 from averaging.discovery import Discovery
-from averaging.errors import ProtocolViolationError, TransportError, ViolationKind
+from averaging.errors import AveragingError, ProtocolViolationError, TransportError, ViolationKind
 from averaging.matchmaking import rules
-from averaging.matchmaking.exclusions import Exclusions
-from averaging.matchmaking.response_history import LeaderStanding, ResponseHistory
+from averaging.matchmaking.conduct import Exclusions, LeaderStanding, ResponseHistory
 from averaging.matchmaking.rules import Declaration
-from averaging.matchmaking.schema_differences import SchemaDifferences
-from averaging.matchmaking.search_state import OpenRequest, SearchState
+from averaging.matchmaking.search_state import NoGroupError, OpenRequest, SearchState
 from averaging.protocol import Group, JoinRequest, MessageCode, MessageFromLeader, Mode
 from averaging.receipts import DropCode
-from averaging.tensors import Schema
+from averaging.tensors import Schema, first_difference
 from averaging.timing import TICKS, VERDICT_SECONDS, Deadline, Deadlines, FairTimeout, Phase, learned_timeout
 from averaging.transport import Transport
 
@@ -27,6 +25,61 @@ logger = logging.getLogger(__name__)
 
 MEMBER_RECORD_SECONDS = 2.0
 """How long the record of a member may take to reach a peer that has received the group already."""
+
+
+MAX_DIFFERENCES = 256
+"""Warnings of other schemas that are remembered, so that they are not repeated."""
+
+
+class LoggedDifferences:
+    """The differences that this peer has logged, in all topics: every search may find the same one again."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, None] = {}  # the oldest first
+
+    def add(self, difference: NoGroupError) -> bool:
+        """Adds a difference; returns whether it is new."""
+        text = str(difference)
+        if text in self._texts:
+            return False
+        self._texts[text] = None
+        if len(self._texts) > MAX_DIFFERENCES:
+            del self._texts[next(iter(self._texts))]
+        return True
+
+
+class SchemaDifferences:
+    """Finds the differences between `schema` and those of other peers.
+
+    Args:
+        logged: the differences that have been logged, by all searches of this peer.
+    """
+
+    def __init__(self, schema: Schema, transport: Transport, discovery: Discovery, logged: LoggedDifferences) -> None:
+        self._schema, self._transport, self._discovery = schema, transport, discovery
+        self._logged = logged
+
+    async def warn(self, endpoint: str, known: dict[str, NoGroupError | None]) -> None:
+        """Logs what `find` returns, each difference once."""
+        difference = await self.find(endpoint, known)
+        logger.log(logging.WARNING if self._logged.add(difference) else logging.DEBUG, "%s", difference)
+
+    async def find(self, endpoint: str, known: dict[str, NoGroupError | None]) -> NoGroupError:
+        """Asks `endpoint` for its schema and returns the first difference; `known` caches it."""
+        if mismatch := known.get(endpoint):
+            return mismatch
+        difference = "the shapes or names of its tensors differ, and it did not send its schema"
+        try:
+            if self._discovery.knows(endpoint):
+                async with asyncio.timeout(VERDICT_SECONDS):
+                    theirs = await self._transport.get_schema(endpoint)
+                difference = first_difference(self._schema, theirs) or "a member of its group has other names for them"
+        except (TimeoutError, AveragingError) as error:
+            logger.debug("%s did not send its schema: %s", endpoint, error)
+        mismatch = known[endpoint] = NoGroupError(
+            f"{endpoint} averages something else: {difference}; give both the same tensors and options"
+        )
+        return mismatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +91,7 @@ class _Context:
         key: the discovery key under which it looks.
         until: when the declaration ends, in seconds since the epoch.
         tasks: owns the requests.
-        wake_up: set when it may be time to ask other peers.
+        wake_up: event that is set when it may be time to ask other peers.
     """
 
     search: SearchState
@@ -116,13 +169,13 @@ class FollowerSide:
                     own = replace(own, expiration=max(until, now + self._group_wait))
                 again = None
                 if number := 0 if search.state.leader else rules.requests_to_start(*search.request_counts):
-                    found, again = self._candidates(search, own, key, now, began + self._group_wait / 2)
+                    candidates, again = self._candidates(search, own, key, now, began + self._group_wait / 2)
                     context = _Context(search, own, key, until, tasks, wake_up)
-                    for candidate in found[:number]:
+                    for candidate in candidates[:number]:
                         self._make_room(search)
                         request = self._open_request(search, candidate)
                         request.task = tasks.create_task(self._ask_and_follow_suggestions(context, candidate, request))
-                    if found:
+                    if candidates:
                         continue
                 try:
                     async with asyncio.timeout(None if again is None else max(0.0, again - now)):

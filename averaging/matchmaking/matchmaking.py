@@ -12,11 +12,9 @@ from averaging.discovery import Discovery
 from averaging.errors import AveragingError
 from averaging.matchmaking import rules
 from averaging.matchmaking.arrivals import Arrivals
-from averaging.matchmaking.exclusions import Exclusions
-from averaging.matchmaking.follower_side import FollowerSide
-from averaging.matchmaking.response_history import ResponseHistory
+from averaging.matchmaking.conduct import Exclusions, ResponseHistory
+from averaging.matchmaking.follower_side import FollowerSide, LoggedDifferences, SchemaDifferences
 from averaging.matchmaking.rules import Declaration, LeaderCandidate
-from averaging.matchmaking.schema_differences import LoggedDifferences, SchemaDifferences
 from averaging.matchmaking.search_state import NoGroupError, SearchDeadline, SearchState
 from averaging.protocol import (
     Group,
@@ -54,7 +52,7 @@ class Matchmaking:
         history: how peers answered this peer's requests; kept from search to search.
         deadlines: how long peers take to answer; kept from search to search.
         logged: schema differences that have been logged; kept from search to search.
-        prepare_lane: called with each peer that will probably be in the group, see `Transport.prepare_lane`.
+        prepare_lane: function that gets each peer that will probably be in the group, see `Transport.prepare_lane`.
         clock: seconds since the epoch.
         rng: shuffles groups, makes their ids, spreads retries.
     """

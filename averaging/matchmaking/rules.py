@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from averaging.common import CLIENT_PREFIX, backoff_delay, contradict, is_endpoint, pack
 from averaging.discovery import Entry
 from averaging.errors import ProtocolViolationError
-from averaging.matchmaking.response_history import LeaderStanding
+from averaging.matchmaking.conduct import LeaderStanding
 from averaging.protocol import (
     MAX_GROUP_SIZE,
     NONCE_BYTES,
@@ -276,7 +276,7 @@ def candidates(
     Returns:
         The peers and, if there is none, when to look again at the latest; None if only at a change.
     """
-    found: list[tuple[LeaderStanding, Declaration]] = []
+    ranked: list[tuple[LeaderStanding, Declaration]] = []
     again: float | None = None
     for endpoint, entry in entries.items():
         candidate = Declaration(entry.expiration, endpoint)
@@ -294,10 +294,10 @@ def candidates(
             barred = leads and its_standing is LeaderStanding.REPEAT_DESERTER
             ask_from = math.inf if barred else max(ask_from, deserters_from)
         if ask_from <= now:
-            found.append((its_standing, candidate))
+            ranked.append((its_standing, candidate))
         elif ask_from < math.inf:
             again = ask_from if again is None else min(again, ask_from)
-    return [candidate for _, candidate in sorted(found)], None if found else again
+    return [candidate for _, candidate in sorted(ranked)], None if ranked else again
 
 
 def requests_to_start(pending: int, overdue: int) -> int:

@@ -109,13 +109,13 @@ class SearchState:
     """The state of one search. No method awaits, so each change is atomic.
 
     Args:
-        prepare_lane: called with each peer that will probably be in the group, see `Transport.prepare_lane`.
+        prepare_lane: function that gets each peer that will probably be in the group, see `Transport.prepare_lane`.
 
     Attributes:
         group: the group that was found.
         open_requests: open requests by the peer that was asked.
         leaders: the requests that were accepted; this peer follows the leader with the smallest declaration.
-        changed: set after every change.
+        changed: event that is set after every change.
         had_too_few: whether its followers were too few in the last declaration.
         seen: peers seen under the key since the last declaration.
         seen_before: peers seen in earlier declarations of this search, under any key.

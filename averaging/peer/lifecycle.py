@@ -41,8 +41,8 @@ class Running:
     """The components of an entered peer, until `stack` is closed.
 
     Attributes:
-        discovery: of the peers that hold the same shard, if the model is divided; else of the run.
-        run_discovery: of the run.
+        discovery: discovery of the peers that hold the same shard, if the model is divided; else of the run.
+        run_discovery: discovery of the run.
     """
 
     stack: AsyncExitStack
@@ -102,10 +102,10 @@ async def start(
         donors = Donors(config.run_id, endpoint, discovery, lambda: snapshots.version, clock)
         notices = [progress.notice, donors.declaration] if snapshots.shared else [progress.notice]
         if shard is not None:
-            holding = PublishedRecord(
+            shard_notice = PublishedRecord(
                 *(run_discovery, shard.key, endpoint, shard.record), lifetime=LIFETIME, refresh=REFRESH, clock=clock
             )
-            notices.insert(0, holding)
+            notices.insert(0, shard_notice)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         for notice in notices:
             await notice.store()

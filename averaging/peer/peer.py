@@ -115,10 +115,10 @@ class Peer(InProcess):
         services: further gRPC methods to serve on this peer's port, see `averaging.rpc`. The tokens, certificates and
             limits of the peer apply to them too.
         discovery: how peers find each other; gossip between them if None.
-        clock: returns seconds since the epoch.
+        clock: clock in seconds since the epoch.
         rng: source of all random choices.
-        on_joining: called in the event loop while no peer of `join` has answered, first after a second and then less
-            and less often, with the addresses and the reasons. For gossip only.
+        on_joining: function that is called in the event loop while no peer of `join` has answered, first after a
+            second and then less and less often, with the addresses and the reasons. For gossip only.
         shard: which shard of the run this peer averages, if the model is divided; it meets peers of this shard only.
         options: see `PeerConfig`.
 
@@ -341,7 +341,7 @@ class Peer(InProcess):
         Args:
             name: the same at all peers that average it together, and different for other tensors of the same shapes; no
                 dots. An empty name is for tensors that meet those of peers, such as auxiliaries, without a topic.
-            tensors: in the same order at all peers. They are written under the lock of the peer's own tensors.
+            tensors: tensors in the same order at all peers, written under the lock of the peer's own tensors.
             options: see `TopicOptions`.
 
         Raises:
@@ -360,7 +360,7 @@ class Peer(InProcess):
         meanwhile are overwritten by the average; with `reply_form="delta"` they are kept.
 
         Args:
-            topic: from `topic`; the peer's own tensors if None.
+            topic: a topic made by `topic`; the peer's own tensors if None.
             options: see `RoundOptions`.
 
         Returns:
@@ -417,7 +417,7 @@ class Peer(InProcess):
         donors of different certificates or hosts must first announce the same version and digests.
 
         Args:
-            apply: called with the verified state, in any thread and with the tensors locked, before they are
+            apply: function that gets the verified state, in any thread and with the tensors locked, before they are
                 overwritten; it takes over what the application added. If it raises, nothing is changed.
             donors: endpoints to ask, in this order; all donors in descending order of priority if None.
 
@@ -437,8 +437,8 @@ class Peer(InProcess):
 
         Args:
             donors: see `download_state`.
-            check: called with the state's user dict as soon as a donor starts to send; raises StateError if the state
-                cannot be taken over, and then the next donor is asked.
+            check: function that gets the state's user dict as soon as a donor starts to send; it raises StateError if
+                the state cannot be taken over, and then the next donor is asked.
 
         Raises:
             StateError: no donor delivered a valid state.

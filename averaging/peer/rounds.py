@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from averaging.allreduce import AllReduce, LyingLeaderError, RoundResult
-from averaging.common import CLIENT_PREFIX, Backoff, counted, spelled
+from averaging.common import CLIENT_PREFIX, counted, spelled
 from averaging.config import NonFinite, PeerConfig
 from averaging.discovery import Discovery
-from averaging.errors import AveragingError, PeerUnreachableError, RoundError
+from averaging.errors import AveragingError, RoundError
 from averaging.matchmaking import Arrivals, Exclusions, LoggedDifferences, Matchmaking, NoGroupError, ResponseHistory
-from averaging.peer.run_progress import RunProgress
+from averaging.peer.run_progress import RunProgress, find_gone
 from averaging.peer.service import PeerService
 from averaging.peer.topics import Adopt, ExpectedPeers, RoundOptions, StopSearch, Topic
 from averaging.protocol import Fingerprint, Group, Mode, detach
@@ -30,48 +30,6 @@ from averaging.state import Snapshots
 from averaging.tensors import Schema, offload
 from averaging.timing import expire
 from averaging.transport import Transport
-
-# Finds expected peers whose process was killed, which leaves their records in discovery.
-
-
-FIRST_PAUSE, LAST_PAUSE = 0.2, 2.0
-"""Seconds until an expected peer is called for the first time, doubled with each further call; and their maximum.
-A peer that arrives in time is not called."""
-
-MAX_CALLS = 16
-"""Peers that are called at a time."""
-
-CALL_TIMEOUT = 2.0
-"""Seconds for which a call may take; a refused connection takes one round trip."""
-
-
-async def find_gone(transport: Transport, missing: Callable[[], Collection[str]]) -> AsyncGenerator[str, None]:
-    """Yields missing peers whose address refuses connections, until it is closed.
-
-    Args:
-        transport: transport of this peer.
-        missing: called before each check for the peers that are expected but have not arrived.
-    """
-    backoff = Backoff(FIRST_PAUSE, LAST_PAUSE)
-    while True:
-        await asyncio.sleep(backoff.next_delay())
-        names = sorted(name for name in missing() if not name.startswith(CLIENT_PREFIX))[:MAX_CALLS]
-        gone = await asyncio.gather(*(_is_refused(transport, name) for name in names))
-        for name, refused in zip(names, gone, strict=True):
-            if refused:
-                yield name
-
-
-async def _is_refused(transport: Transport, endpoint: str) -> bool:
-    try:
-        async with asyncio.timeout(CALL_TIMEOUT):
-            await transport.get_schema(endpoint)
-    except PeerUnreachableError as error:
-        return error.refused
-    except (TimeoutError, AveragingError):
-        return False
-    return False
-
 
 logger = logging.getLogger("averaging.peer")
 
@@ -161,11 +119,11 @@ class Rounds:
 
     def matchmaking(self, schema: Schema, *, lasting: bool = True) -> Matchmaking:
         """The matchmaking for peers with this schema, kept for later rounds if `lasting`."""
-        found = self._lasting.pop(schema.hash, None)
-        lasting = lasting or found is not None
-        if found is None:
+        matchmaking = self._lasting.pop(schema.hash, None)
+        lasting = lasting or matchmaking is not None
+        if matchmaking is None:
             config = self._config
-            found = Matchmaking(
+            matchmaking = Matchmaking(
                 config.run_id,
                 self._endpoint,
                 schema,
@@ -186,10 +144,10 @@ class Rounds:
                 prepare_lane=self._transport.prepare_lane,
             )
         if lasting:
-            self._lasting[schema.hash] = found
+            self._lasting[schema.hash] = matchmaking
             if len(self._lasting) > MAX_LASTING:
                 del self._lasting[next(iter(self._lasting))]
-        return found
+        return matchmaking
 
     def _over_lifetime(self) -> float:
         """`OVER_LIFETIME`, or less if phases follow each other so fast that there would be too many records."""
@@ -358,8 +316,8 @@ class Rounds:
             if not failures:
                 raise NoGroupError("the other peers have advanced without this one, or have left") from None
         finally:
-            for one in watching:
-                one.cancel()
+            for task in watching:
+                task.cancel()
         if failures:
             raise failures[0]
         return group
@@ -500,7 +458,11 @@ class Rounds:
     def _fingerprints(self, group: Group) -> dict[str, Fingerprint]:
         """The fingerprints of the other members that sent one."""
         sent = {member.endpoint: detach(member.user)[1] for member in group.members}
-        return {name: one for name, one in sent.items() if one is not None and name != self._endpoint}
+        return {
+            name: fingerprint
+            for name, fingerprint in sent.items()
+            if fingerprint is not None and name != self._endpoint
+        }
 
 
 def _nobody(_: Mapping[str, bytes]) -> Collection[str]:

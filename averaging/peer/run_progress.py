@@ -1,4 +1,4 @@
-"""The announced progress of the peers of a run, packed by their strategies."""
+"""The announced progress of the peers of a run, packed by their strategies, and which of them are gone."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import aclosing
 
-from averaging.common import apart, member_of
+from averaging.common import CLIENT_PREFIX, Backoff, apart, member_of
 from averaging.discovery import Discovery, Entry, PublishedRecord
+from averaging.errors import AveragingError, PeerUnreachableError
 from averaging.protocol import progress_key
 from averaging.receipts import rate_in
+from averaging.transport import Transport
 
 logger = logging.getLogger("averaging.peer")
 
@@ -61,8 +63,8 @@ class RunProgress:
         """Announces this peer's progress, which is valid until the next call.
 
         Args:
-            progress: at most 1 KiB.
-            soon: at once; otherwise with the next renewal of the record.
+            progress: packed progress, at most 1 KiB.
+            soon: whether it is announced at once; otherwise with the next renewal of the record.
         """
         self._own = progress
         if soon:
@@ -129,3 +131,45 @@ class RunProgress:
         except TimeoutError:
             pass
         return self.announcements
+
+
+# Finds expected peers whose process was killed, which leaves their records in discovery.
+
+
+FIRST_PAUSE, LAST_PAUSE = 0.2, 2.0
+"""Seconds until an expected peer is called for the first time, doubled with each further call; and their maximum.
+A peer that arrives in time is not called."""
+
+MAX_CALLS = 16
+"""Peers that are called at a time."""
+
+CALL_TIMEOUT = 2.0
+"""Seconds for which a call may take; a refused connection takes one round trip."""
+
+
+async def find_gone(transport: Transport, missing: Callable[[], Collection[str]]) -> AsyncGenerator[str, None]:
+    """Yields missing peers whose address refuses connections, until it is closed.
+
+    Args:
+        transport: transport of this peer.
+        missing: function that is called before each check and returns the peers that are expected but have not arrived.
+    """
+    backoff = Backoff(FIRST_PAUSE, LAST_PAUSE)
+    while True:
+        await asyncio.sleep(backoff.next_delay())
+        names = sorted(name for name in missing() if not name.startswith(CLIENT_PREFIX))[:MAX_CALLS]
+        gone = await asyncio.gather(*(_is_refused(transport, name) for name in names))
+        for name, refused in zip(names, gone, strict=True):
+            if refused:
+                yield name
+
+
+async def _is_refused(transport: Transport, endpoint: str) -> bool:
+    try:
+        async with asyncio.timeout(CALL_TIMEOUT):
+            await transport.get_schema(endpoint)
+    except PeerUnreachableError as error:
+        return error.refused
+    except (TimeoutError, AveragingError):
+        return False
+    return False

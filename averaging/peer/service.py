@@ -186,7 +186,7 @@ class PeerService:
 
     def get_status(self) -> PeerStatus:
         """Identity and present activity of this peer."""
-        found, current = self.matchmaking, self.round
+        matchmaking, current = self.matchmaking, self.round
         return PeerStatus(
             endpoint=self._endpoint,
             run_id=self._config.run_id,
@@ -194,10 +194,10 @@ class PeerService:
             software=SOFTWARE,
             started=self._started,
             schema_hash=self.get_schema().hash,
-            group_key=found.group_key if found else "",
-            looking=found.looking if found else False,
-            declared_expiration=found.declared_expiration if found else 0.0,
-            leader=found.leader if found else "",
+            group_key=matchmaking.group_key if matchmaking else "",
+            looking=matchmaking.looking if matchmaking else False,
+            declared_expiration=matchmaking.declared_expiration if matchmaking else 0.0,
+            leader=matchmaking.leader if matchmaking else "",
             group_id=current.group.public_id if current else b"",
             members=current.group.endpoints if current else (),
             last_round=self.book.last,

@@ -103,7 +103,7 @@ class Topic:
     """Tensors that are averaged together.
 
     Attributes:
-        tensors: under the peer's lock.
+        tensors: tensors under the peer's lock.
         schema: schema of the tensors, with the topic's name; empty for the peer's own tensors.
         adopt: how the result is written.
         commits: whether the result is a new version of the downloadable state.
@@ -139,9 +139,9 @@ class Topic:
         """Writes one part of an incomplete result, if that needs no waiting. Returns whether it did.
 
         Args:
-            part: of the topic's tensors.
+            part: a part of the topic's tensors.
             values: its average or its delta.
-            allowed: called under the lock; the part is written only if it returns True.
+            allowed: function that is called under the lock; the part is written only if it returns True.
         """
         return self.tensors.write_now(part.tensor, part.start, values, self._how, allowed)
 
@@ -236,7 +236,7 @@ class RoundOptions(TypedDict, total=False):
             `round_timeout` by default, in a strategy `group_wait` for each key to search.
         stop_search: function that is called whenever the others' progress changes; the search ends if it returns True.
             In a strategy it ends by default when all expected peers have left.
-        drift: comparison of this peer with the other members, in a strategy from `Training.fingerprint`; its
+        drift: comparison of this peer with the other members, in a strategy from `StrategyContext.fingerprint`; its
             fingerprint is passed to all of them with `gather`.
         confirm: function that is awaited with the group once the result is there. It returns why the result is not
             adopted, and the round has failed then; or nothing. It does not work together with `in_place`, and is not

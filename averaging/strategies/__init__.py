@@ -1,23 +1,23 @@
 """Strategies: what is averaged, and when.
 
 Read in this order: `base` (what a strategy implements), `local_sgd` (the simplest), `gradient_averaging`, `diloco`.
-They share `run_start`, `catch_up`, `lockstep` and `run_end`.
+They share `catch_up` and `lockstep`. `run` is the start and the end of training.
 """
 
-from averaging.strategies.base import Adoption, Strategy
+from averaging.strategies.base import DriftReaction, Strategy, check_unused
 from averaging.strategies.diloco import DiLoCo
 from averaging.strategies.gradient_averaging import GradientAveraging
 from averaging.strategies.local_sgd import LocalSGD
-from averaging.strategies.run_end import RunEnd
-from averaging.strategies.run_start import RunStart, SiteStart
+from averaging.strategies.run import RunEnd, RunStart, wait_for_peers
 
 __all__ = [
-    "Adoption",
     "DiLoCo",
+    "DriftReaction",
     "GradientAveraging",
     "LocalSGD",
     "RunEnd",
     "RunStart",
-    "SiteStart",
     "Strategy",
+    "check_unused",
+    "wait_for_peers",
 ]

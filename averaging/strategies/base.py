@@ -12,6 +12,7 @@ from typing import Any, SupportsIndex
 import torch
 
 from averaging.common import Backoff, is_finite
+from averaging.config import OnDrift
 from averaging.errors import ConfigError, RoundError, StateError
 from averaging.matchmaking import LEAST_SEARCH
 from averaging.peer import Topic
@@ -26,7 +27,7 @@ from averaging.training import (
     Own,
     Progress,
     Stage,
-    Training,
+    StrategyContext,
     done_training,
     look_for_greater_origin,
 )
@@ -36,7 +37,7 @@ class Strategy(ABC):
     """Decides what is averaged, and when. One object serves one averager; all methods run in the training thread.
 
     In a site every rank has its own object, and all of them must do the same. What could differ between ranks, such as
-    whether a round is due, is asked with `Training.agreed`.
+    whether a round is due, is asked with `site.broadcast_from_leader`.
 
     A custom strategy defines `start`, which creates its topics, and `after_step`, which averages them. A strategy that
     also decides when the inner optimizer steps defines `step` instead. Whatever newcomers and checkpoints need besides
@@ -92,7 +93,7 @@ class Strategy(ABC):
         """Number of global steps of the run, which drives a scheduler; None if the strategy makes none."""
         return None
 
-    def schedule(self, training: Training) -> int:
+    def schedule(self, training: StrategyContext) -> int:
         """Number of steps that a scheduler driven by the averager must have made by now."""
         return training.local_step
 
@@ -102,70 +103,71 @@ class Strategy(ABC):
         return 0.0
 
     @abstractmethod
-    def start(self, training: Training) -> None:
+    def start(self, training: StrategyContext) -> None:
         """Called once, before the peer starts: creates the topics that will be averaged.
 
         Raises:
             TensorError: the optimizer has tensors that cannot be averaged.
         """
 
-    def joined(self, training: Training) -> None:
+    def joined(self, training: StrategyContext) -> None:
         """Called when the peer has joined its run and taken over the run's state, or has loaded a checkpoint."""
         self.announce(training)
 
-    def announced_history(self, training: Training) -> History:
+    def announced_history(self, training: StrategyContext) -> History:
         """The history with which other peers compare theirs; `step` is this peer's local step."""
         return replace(self.history, step=training.local_step)
 
-    def progress(self, training: Training, computing: float = 0.0) -> Progress:
+    def progress(self, training: StrategyContext, computing: float = 0.0) -> Progress:
         """The progress that this peer announces, see `Progress`."""
         history = self.announced_history(training)
-        rate = training.step_rate
-        made = training.standing.announced
-        return Progress(
-            history, self.samples, computing, training.donates, self.stage, self.digest, rate, made, training.parts
-        )
+        rate, made, parts = training.rate.per_second, training.standing.announced, training.parts.digests
+        return Progress(history, self.samples, computing, training.donates, self.stage, self.digest, rate, made, parts)
 
-    def announce(self, training: Training, computing: float = 0.0) -> None:
+    def announce(self, training: StrategyContext, computing: float = 0.0) -> None:
         """Announces the progress of this peer to the other peers."""
-        training.announce(self.progress(training, computing).pack())
+        training.announcements.announce(self.progress(training, computing).pack())
 
     @cached_property
     def _downloads(self) -> CatchUp:
         return CatchUp()
 
-    def others(self, training: Training, announcements: Mapping[str, bytes]) -> Others:
+    def others(self, training: StrategyContext, announcements: Mapping[str, bytes]) -> Others:
         """Reads the announced progress of the other peers, by endpoint; says which of them are ahead."""
         ignored = self._downloads.ignored(training)
-        return look_for_greater_origin(self._own(training), announcements, training.members, ignored=ignored)
+        return look_for_greater_origin(
+            self._own(training), announcements, training.announcements.members, ignored=ignored
+        )
 
-    def _own(self, training: Training) -> Own:
+    def _own(self, training: StrategyContext) -> Own:
         """This peer, as it looks at the others."""
-        return Own(self.announced_history(training), training.member, training.standing, training.donates)
+        return Own(self.announced_history(training), training.announcements.member, training.standing, training.donates)
 
-    def present_others(self, training: Training, *, wait: bool = True) -> Others:
+    def present_others(self, training: StrategyContext, *, wait: bool = True) -> Others:
         """What `others` makes of the present announcements, the same at all ranks of a site."""
 
         def look() -> Others:
-            others = self.others(training, training.announcements(wait=wait))
+            others = self.others(training, training.announcements.of_others(wait=wait))
             self._downloads.note_refused(self.announced_history(training), others)
             return others
 
-        return training.agreed(look)
+        return training.site.broadcast_from_leader(look)
 
-    def catch_up(self, training: Training, others: Others, start_timeout: float = 0.0) -> bool:
+    def catch_up(self, training: StrategyContext, others: Others, start_timeout: float = 0.0) -> bool:
         """Takes over the state of a peer that is ahead, if there is one. Returns whether it did.
 
         Args:
             training: the training whose state is replaced.
-            others: from `others`.
+            others: the other peers, as `others` returns them.
             start_timeout: seconds to wait until a donor starts to send, even if this peer could average with others.
         """
         return self._follow(training, self.announced_history(training), others, start_timeout)
 
-    def _follow(self, training: Training, own: History, others: Others, start_timeout: float) -> bool:
+    def _follow(self, training: StrategyContext, own: History, others: Others, start_timeout: float) -> bool:
         """Takes over the state of a peer that is ahead of the history `own`."""
-        fetch = training.found(lambda: self._downloads.follow(training, own, others, self._partners, start_timeout))
+        fetch = training.states.of_all_ranks(
+            lambda: self._downloads.follow(training, own, others, self._partners, start_timeout)
+        )
         if fetch is None:
             return False
         try:
@@ -179,10 +181,10 @@ class Strategy(ABC):
         self.announce(training)
         return True
 
-    def _take_over(self, training: Training, fetch: BackgroundDownload) -> None:
+    def _take_over(self, training: StrategyContext, fetch: BackgroundDownload) -> None:
         training.take_over(fetch)
 
-    def adopt(self, training: Training, donors: Collection[str]) -> bool:
+    def adopt(self, training: StrategyContext, donors: Collection[str]) -> bool:
         """Takes over the state of one of these peers, which is right where this peer's is not. Returns whether it did.
 
         Nothing has to be done if the next average makes the peers equal.
@@ -190,7 +192,7 @@ class Strategy(ABC):
         return False
 
     def step(
-        self, training: Training, closure: Callable[[], float] | None = None, batch_size: int | None = None
+        self, training: StrategyContext, closure: Callable[[], float] | None = None, batch_size: int | None = None
     ) -> float | None:
         """One `opt.step()`: steps the inner optimizer, then calls `after_step`.
 
@@ -203,11 +205,11 @@ class Strategy(ABC):
         self.after_step(training)
         return loss
 
-    def step_alone(self, training: Training, closure: Callable[[], float] | None) -> float | None:
+    def step_alone(self, training: StrategyContext, closure: Callable[[], float] | None) -> float | None:
         """One `opt.step()` after this peer has left its run on SIGTERM."""
         return training.inner_step(closure, self.max_norm)
 
-    def after_step(self, training: Training) -> None:
+    def after_step(self, training: StrategyContext) -> None:
         """Called after each step of the inner optimizer, with the tensors unlocked; may average."""
         return
 
@@ -227,11 +229,11 @@ class Strategy(ABC):
         """
         return
 
-    def finish(self, training: Training) -> None:
+    def finish(self, training: StrategyContext) -> None:
         """Called before the peer leaves and before `average_now`: ends the round in progress, if there is one."""
         return
 
-    def conclude(self, training: Training, partners: Collection[str], timeout: float) -> Receipt | None:
+    def conclude(self, training: StrategyContext, partners: Collection[str], timeout: float) -> Receipt | None:
         """Called by `DecentralizedAverager.finish`: makes the weights of all peers equal at the end of training.
 
         Afterwards the model holds the weights to export.
@@ -246,15 +248,15 @@ class Strategy(ABC):
         """
         return None
 
-    def _average_at_the_end(self, training: Training, topic: Topic, timeout: float) -> Receipt | None:
+    def _average_at_the_end(self, training: StrategyContext, topic: Topic, timeout: float) -> Receipt | None:
         """Averages a topic with the peers that have ended their training, until a round succeeds or time is up."""
         end = training.monotonic() + timeout
         receipt: Receipt | None = None
 
         def time_left() -> float:
-            return end - training.monotonic() if done_training(training.announcements()) else 0.0
+            return end - training.monotonic() if done_training(training.announcements.of_others()) else 0.0
 
-        while (left := training.agreed(time_left)) > LEAST_SEARCH:
+        while (left := training.site.broadcast_from_leader(time_left)) > LEAST_SEARCH:
             receipt = training.average(topic, expected_peers=done_training, search_timeout=left)
             if receipt.averaged:
                 break
@@ -270,6 +272,18 @@ class Strategy(ABC):
         if self.max_norm is not None:
             options.append(f"max_norm={self.max_norm:g}")
         return "".join(f", {option}" for option in options)
+
+
+def check_unused(strategy: object) -> None:
+    """Checks that an averager can use this object.
+
+    Raises:
+        ConfigError: it is no strategy, or belongs to another averager.
+    """
+    if not isinstance(strategy, Strategy):
+        raise ConfigError(f"strategy must be a Strategy object, such as LocalSGD(sync_every=50), not {strategy!r}")
+    if strategy.attached:
+        raise ConfigError(f"{strategy!r} belongs to another averager, open or closed; make a new one for each averager")
 
 
 # Decides when a peer's next round is due. Pure: the caller passes the time.
@@ -336,9 +350,6 @@ def check_whole_number(name: str, value: int, minimum: int) -> int:
     return value
 
 
-# What a peer with `on_drift="adopt"` does that differs from most members of its group although it should not.
-
-
 logger = logging.getLogger("averaging.training")
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 600.0
@@ -346,20 +357,42 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 600.0
 writes parameters, would otherwise cost a download in each round."""
 
 
-class Adoption:
-    """Takes over the hyperparameters and the state of most members."""
+class DriftReaction:
+    """What a peer does about a round in which it differed from most members: it warns, raises, or takes over theirs.
 
-    def __init__(self, training: Training, strategy: Strategy) -> None:
-        self._training, self._strategy = training, strategy
+    Args:
+        training: the context of the strategy.
+        strategy: the strategy.
+        on_drift: option of the peer.
+    """
+
+    def __init__(self, training: StrategyContext, strategy: Strategy, on_drift: OnDrift) -> None:
+        self._training, self._strategy, self._on_drift = training, strategy, on_drift
+        self._drifted: Receipt | None = None
         self._next, self._backoff = 0.0, Backoff(FIRST_PAUSE, LONGEST_PAUSE)
 
-    def adopt(self) -> None:
-        """Called after the step whose round has found that this peer differs."""
+    def note(self, receipt: Receipt) -> None:
+        """Called with the receipt of each round."""
+        if any(drift.endpoint == receipt.endpoint for drift in receipt.drifted):
+            self._drifted = receipt
+
+    def resolve(self) -> None:
+        """Called after the step whose round may have found that this peer differs.
+
+        Raises:
+            RoundError: it does, and `on_drift` is "raise".
+        """
+        receipt, self._drifted = self._drifted, None
+        if receipt is None or self._on_drift is OnDrift.WARN:
+            return
+        if self._on_drift is OnDrift.RAISE:
+            text = f"in round {receipt.round} {'; '.join(map(str, receipt.drifted))} (on_drift='raise')"
+            raise RoundError(text, drifted=True)
         training = self._training
-        changed, donors = training.adopt_hyperparameters()
+        changed, donors = training.drift.adopt_hyperparameters()
         if changed and training.site.leads:
             logger.warning("drift: this peer has taken over %s from most peers of its group", ", ".join(changed))
-        now = training.agreed(training.monotonic)
+        now = training.site.broadcast_from_leader(training.monotonic)
         if not donors or now < self._next:
             return
         self._next = now + self._backoff.next_delay()

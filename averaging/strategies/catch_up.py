@@ -10,7 +10,7 @@ from typing import Any
 from averaging.common import Backoff, listed
 from averaging.errors import AveragingError, RoundError, StateError
 from averaging.state import of_all_members
-from averaging.training import TRAIL, BackgroundDownload, History, Others, Training
+from averaging.training import TRAIL, BackgroundDownload, History, Others, StrategyContext
 
 # Decides which peers that claim to be ahead are asked for their state. Pure: the caller passes the time.
 
@@ -91,13 +91,13 @@ class CatchUp:
         """Whether a download is in progress."""
         return bool(self._fetches)
 
-    def ignored(self, training: Training) -> Collection[str]:
+    def ignored(self, training: StrategyContext) -> Collection[str]:
         """The peers whose claims are ignored now."""
         return self._claims.ignored(training.monotonic())
 
     def follow(
         self,
-        training: Training,
+        training: StrategyContext,
         own: History,
         others: Others,
         partners: Collection[str] = (),
@@ -121,19 +121,19 @@ class CatchUp:
             start_timeout = max(start_timeout, START_TIMEOUT)
         while others.ahead or self._fetches:
             self._ask(training, others, partners)
-            found = self._take(training, own, others)
-            if found is not None:
+            download = self._take(training, own, others)
+            if download is not None:
                 self.stop(training)
-                return found
+                return download
             if not self._fetches:
                 return None
             now = training.monotonic()
             left = began + start_timeout - now
             if delivering := [fetch for fetch in self._fetches if fetch.delivering]:
                 self._keep(training, delivering[0])
-                training.wait_for_fetches(delivering[:1], None)
+                training.states.wait(delivering[:1], None)
             elif left > 0:
-                training.wait_for_fetches(self._fetches, min(left, NEXT_DONOR_SECONDS))
+                training.states.wait(self._fetches, min(left, NEXT_DONOR_SECONDS))
             else:
                 if start_timeout:
                     self._claims.failed([name for fetch in self._fetches for name in fetch.donors], now, now - began)
@@ -151,7 +151,9 @@ class CatchUp:
 
     def note_refused(self, own: History, others: Others) -> None:
         """Warns once of the peers whose greater history is refused."""
-        new = {name: one for name, one in others.refused.items() if self._refused.get(name) != one.origin.id}
+        new = {
+            name: history for name, history in others.refused.items() if self._refused.get(name) != history.origin.id
+        }
         if not new:
             return
         if len(self._refused) + len(new) > MAX_REFUSED:
@@ -166,7 +168,7 @@ class CatchUp:
             own.step,
         )
 
-    def failed(self, training: Training, own: History, fetch: BackgroundDownload, error: AveragingError) -> None:
+    def failed(self, training: StrategyContext, own: History, fetch: BackgroundDownload, error: AveragingError) -> None:
         """Records that a download has failed, or that its state does not fit: its donors are ignored for a while."""
         now = training.monotonic()
         self._claims.failed(fetch.donors, now, now - fetch.began)
@@ -177,40 +179,42 @@ class CatchUp:
         )
         self._warned = True
 
-    def stop(self, training: Training) -> None:
+    def stop(self, training: StrategyContext) -> None:
         """Cancels all downloads."""
         self._keep(training, None)
 
-    def _keep(self, training: Training, only: BackgroundDownload | None) -> None:
+    def _keep(self, training: StrategyContext, only: BackgroundDownload | None) -> None:
         """Cancels all downloads but one."""
         for fetch in self._fetches:
             if fetch is not only:
-                training.cancel_fetch(fetch)
+                training.states.cancel(fetch)
         self._fetches = [fetch for fetch in self._fetches if fetch is only]
 
-    def _ask(self, training: Training, others: Others, partners: Collection[str]) -> None:
+    def _ask(self, training: StrategyContext, others: Others, partners: Collection[str]) -> None:
         """Starts a download, unless the last one started recently or one delivers."""
         now = training.monotonic()
         if any(fetch.delivering or now - fetch.began < NEXT_DONOR_SECONDS for fetch in self._fetches):
             return
         asked = {name for fetch in self._fetches for name in fetch.donors}
         ignored = self._claims.ignored(now)
-        claims = {name: one for name, one in others.ahead.items() if name not in asked and name not in ignored}
+        claims = {name: history for name, history in others.ahead.items() if name not in asked and name not in ignored}
         if not claims:
             return
         known = claims.keys() & set(partners) or claims.keys()
         best = max(claims[name] for name in known)
-        names = of_all_members(sorted(name for name in known if claims[name] == best), training.members)
+        names = of_all_members(sorted(name for name in known if claims[name] == best), training.announcements.members)
         if len(self._fetches) >= MAX_DOWNLOADS:
-            training.cancel_fetch(self._fetches.pop(0))
-        self._fetches.append(training.fetch(names[: training.verify_donors], partial(check_history, wanted=best)))
+            training.states.cancel(self._fetches.pop(0))
+        self._fetches.append(
+            training.states.fetch(names[: training.peer.config.verify_donors], partial(check_history, wanted=best))
+        )
 
-    def _take(self, training: Training, own: History, others: Others) -> BackgroundDownload | None:
+    def _take(self, training: StrategyContext, own: History, others: Others) -> BackgroundDownload | None:
         """The first finished download with a history to take over; removes all finished ones before it."""
         for fetch in [fetch for fetch in self._fetches if fetch.done()]:
             self._fetches.remove(fetch)
             try:
-                history = read_history(training.receive(fetch))
+                history = read_history(training.states.receive(fetch))
             except (StateError, RoundError) as error:
                 self.failed(training, own, fetch, error)
                 continue

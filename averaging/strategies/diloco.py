@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
@@ -11,19 +11,20 @@ import torch
 
 from averaging.common import is_finite
 from averaging.errors import AveragingError, ConfigError, StateError
-from averaging.peer import Adopt, RoundOptions
+from averaging.peer import Adopt, RoundOptions, Topic
 from averaging.protocol import CompressionType
 from averaging.receipts import Receipt
 from averaging.state import ExtraState
 from averaging.strategies.base import AveragingSchedule, check_whole_number
 from averaging.strategies.lockstep import LockstepStrategy
-from averaging.strategies.model_fragment import Fragment, cut
+from averaging.tensors import sharing_memory
 from averaging.training import (
     BackgroundDownload,
+    GroupProgress,
     History,
     Others,
     PendingRound,
-    Training,
+    StrategyContext,
     count_in,
     full_precision,
     load_optimizer,
@@ -38,6 +39,114 @@ OuterFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 NESTEROV: OuterFactory = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 """The outer optimizer of the DiLoCo paper."""
+
+
+class Fragment:
+    """A piece of the model with its outer state.
+
+    Attributes:
+        parameters: parameters of the model, trained by the inner optimizer.
+        anchors: the parameters after the last global step, on the CPU.
+        changes: the pseudo-gradient, anchors minus parameters; after a round its average.
+        progress: what the outer optimizer changes in its parameter groups.
+        buffers: pairs of a model's buffer and its copy; after a round the copy holds the average.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        parameters: dict[str, torch.Tensor],
+        anchors: dict[str, torch.nn.Parameter],
+        changes: dict[str, torch.Tensor],
+        topic: Topic,
+        outer: torch.optim.Optimizer,
+        buffers: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+    ) -> None:
+        self.number = number
+        self.parameters, self.anchors, self.changes, self.buffers = parameters, anchors, changes, buffers
+        self.topic, self.outer, self.progress = topic, outer, GroupProgress(outer)
+        tied = sharing_memory(list(parameters.values()))
+        self._tied = [name for place, name in enumerate(parameters) if place in tied]
+
+    @torch.no_grad()
+    def anchor(self) -> None:
+        """Sets the anchors to the present parameters."""
+        for name, parameter in self.parameters.items():
+            self.anchors[name].copy_(parameter)
+
+    @torch.no_grad()
+    def measure(self) -> None:
+        """Computes the pseudo-gradient and copies the buffers."""
+        for name, parameter in self.parameters.items():
+            torch.sub(self.anchors[name], parameter.to("cpu", self.anchors[name].dtype), out=self.changes[name])
+        for buffer, copied in self.buffers:
+            copied.copy_(buffer)
+
+    def step(self, alpha: float) -> None:
+        """Makes the outer step and writes its result and the averaged buffers to the model."""
+        for name, anchor in self.anchors.items():
+            anchor.grad = self.changes[name]
+        with self.progress.observed():
+            self.outer.step()
+        with torch.no_grad():
+            # Copies of parameters that share memory, made before any of them is written.
+            was = {name: self.parameters[name].clone() for name in self._tied} if alpha else {}
+            for name, parameter in self.parameters.items():
+                self.anchors[name].grad = None
+                result = self.anchors[name].to(parameter.device, parameter.dtype)
+                if alpha:
+                    # lerp_ of equal values is exact, so parameters that nobody trains keep a pseudo-gradient of 0.
+                    parameter.copy_(was.get(name, parameter).lerp_(result, 1 - alpha))
+                else:
+                    parameter.copy_(result)  # also replaces infinity and NaN, which lerp_ would keep
+            for buffer, average in self.buffers:
+                buffer.copy_(average)
+
+    @torch.no_grad()
+    def local_steps(self) -> dict[str, torch.Tensor]:
+        """The change by the local steps since the last global step: parameters minus anchors."""
+        return {
+            name: parameter.to("cpu", self.anchors[name].dtype) - self.anchors[name]
+            for name, parameter in self.parameters.items()
+        }
+
+    @torch.no_grad()
+    def export(self) -> None:
+        """Sets the parameters to the anchors, which drops the local steps since the last global step."""
+        for name, parameter in self.parameters.items():
+            parameter.copy_(self.anchors[name])
+
+    @torch.no_grad()
+    def rebase(self, steps: Mapping[str, torch.Tensor]) -> None:
+        """Sets the parameters to the anchors plus `steps`."""
+        for name, parameter in self.parameters.items():
+            parameter.copy_(self.anchors[name] + steps[name])
+
+
+def cut(sizes: Mapping[str, int], pieces: int) -> list[list[str]]:
+    """Divides tensors, in order, into pieces of about equal size, each with at least one tensor.
+
+    Args:
+        sizes: number of elements of each tensor, by name.
+        pieces: number of pieces.
+
+    Raises:
+        ConfigError: there are fewer tensors than pieces.
+    """
+    if len(sizes) < pieces:
+        raise ConfigError(f"{len(sizes)} tensors cannot be cut into {pieces} fragments; use at most {len(sizes)}")
+    names, total = list(sizes), sum(sizes.values())
+    result: list[list[str]] = []
+    seen = 0
+    for place, name in enumerate(names):
+        left = len(names) - place
+        open_pieces = pieces - len(result)
+        # A piece begins at its share of all elements, or if only one tensor is left for each remaining piece.
+        if not result or (open_pieces and (seen * pieces >= len(result) * total or left <= open_pieces)):
+            result.append([])
+        result[-1].append(name)
+        seen += sizes[name]
+    return result
 
 
 class DiLoCo(LockstepStrategy):
@@ -57,7 +166,7 @@ class DiLoCo(LockstepStrategy):
 
     Args:
         sync_every: local steps between two rounds of the same fragment.
-        outer: makes the outer optimizer from a list of parameters.
+        outer: function that makes the outer optimizer from a list of parameters.
         fragments: number of pieces, of about equal size, without splitting a tensor. `sync_every` must be a multiple.
         delay: local steps between the start of a fragment's round and its result; 0 waits for the round.
         alpha: weight of the local model when a result arrives: `alpha * local + (1 - alpha) * global`.
@@ -117,10 +226,10 @@ class DiLoCo(LockstepStrategy):
         """Local steps since the last round."""
         return self._schedule.steps
 
-    def start(self, training: Training) -> None:
+    def start(self, training: StrategyContext) -> None:
         """Divides the model into fragments and creates an outer optimizer for each."""
         self._fragments = []  # `start` may have failed for another averager
-        pieces = cut(training.sizes(), self.fragments)
+        pieces = cut({name: parameter.numel() for name, parameter in training.trained.items()}, self.fragments)
         for number, names in enumerate(pieces):
             parameters = {name: training.parameters[name] for name in names}
             anchors = {
@@ -145,14 +254,14 @@ class DiLoCo(LockstepStrategy):
             self._fragments.append(Fragment(number, parameters, anchors, changes, topic, outer, copied))
         training.hyperparameters.optimizers["outer "] = self._fragments[0].outer
 
-    def joined(self, training: Training) -> None:
+    def joined(self, training: StrategyContext) -> None:
         """Starts from the present parameters if no outer state was taken over."""
         if self.history.step == 0 and not self._loaded:
             self._anchor()
         super().joined(training)
 
     def step(
-        self, training: Training, closure: Callable[[], float] | None = None, batch_size: int | None = None
+        self, training: StrategyContext, closure: Callable[[], float] | None = None, batch_size: int | None = None
     ) -> float | None:
         """One local step; ends a round whose result is due, and begins the next one if that is due.
 
@@ -166,7 +275,7 @@ class DiLoCo(LockstepStrategy):
         if self._pending is not None and self._schedule.steps >= self.delay:
             self._end(training, self._pending)
         if self._pending is None:
-            others, is_behind, is_due = training.agreed(lambda: self._look(training))
+            others, is_behind, is_due = training.site.broadcast_from_leader(lambda: self._look(training))
             if not (is_behind and self.catch_up(training, others)) and is_due:
                 self._begin(training, self._next_fragment, others.together)
         if self._pending is not None and not self.delay:
@@ -177,19 +286,19 @@ class DiLoCo(LockstepStrategy):
         for fragment in self._fragments:
             fragment.anchor()
 
-    def finish(self, training: Training) -> None:
+    def finish(self, training: StrategyContext) -> None:
         """Waits for the round in progress."""
         if self._pending is not None:
             self._end(training, self._pending)
 
-    def conclude(self, training: Training, partners: Collection[str], timeout: float) -> Receipt | None:
+    def conclude(self, training: StrategyContext, partners: Collection[str], timeout: float) -> Receipt | None:
         """Makes the last outer step of each fragment; drops the local steps of a fragment whose round fails."""
         receipt: Receipt | None = None
         end = training.monotonic() + timeout
         # The fragment that was averaged last may have changed at no peer since.
         is_new = self.samples + self.present_others(training).samples > 0
         for _ in self._fragments if is_new else self._fragments[1:]:
-            together, is_left = training.agreed(lambda: self._at_the_end(training, partners))
+            together, is_left = training.site.broadcast_from_leader(lambda: self._at_the_end(training, partners))
             if is_left:
                 break  # an outer step of this peer alone would make its weights differ from the partners'
             self._begin(training, self._next_fragment, together, search_timeout=max(0.0, end - training.monotonic()))
@@ -205,21 +314,25 @@ class DiLoCo(LockstepStrategy):
         topic = training.topic("", training.tensors | training.iterates(), adopt=Adopt.WHOLE, commits=True)
         return self._average_at_the_end(training, topic, end - training.monotonic())
 
-    def _at_the_end(self, training: Training, partners: Collection[str]) -> tuple[tuple[str, ...], bool]:
+    def _at_the_end(self, training: StrategyContext, partners: Collection[str]) -> tuple[tuple[str, ...], bool]:
         """The peers to make the last outer step with, and whether there are none although partners are left."""
-        announcements = training.announcements()
+        announcements = training.announcements.of_others()
         together = self.others(training, announcements).together
         return together, not together and not announcements.keys().isdisjoint(partners)
 
-    def _look(self, training: Training) -> tuple[Others, bool, bool]:
+    def _look(self, training: StrategyContext) -> tuple[Others, bool, bool]:
         """The other peers, whether this one is behind or may be, and whether its next round is due."""
         others = self.present_others(training, wait=False)
-        declared_until = training.declared_until(self._next_fragment.topic, self.history.phase)
+        declared_until = training.announcements.declared_until(self._next_fragment.topic, self.history.phase)
         is_due = self._schedule.is_due(training.now(), declared_until)
         return others, bool(others.ahead) or self._downloads.busy, is_due
 
     def _begin(
-        self, training: Training, fragment: Fragment, together: tuple[str, ...], search_timeout: float | None = None
+        self,
+        training: StrategyContext,
+        fragment: Fragment,
+        together: tuple[str, ...],
+        search_timeout: float | None = None,
     ) -> None:
         """Begins the round of a fragment; a peer that can average with nobody makes its outer step at once."""
         fragment.measure()
@@ -240,7 +353,7 @@ class DiLoCo(LockstepStrategy):
             options["search_timeout"] = search_timeout
         self._pending = training.begin(fragment.topic, **options)
 
-    def _end(self, training: Training, pending: PendingRound) -> Receipt:
+    def _end(self, training: StrategyContext, pending: PendingRound) -> Receipt:
         try:
             receipt = training.receipt_of(pending)
         except BaseException:
@@ -258,14 +371,14 @@ class DiLoCo(LockstepStrategy):
             self._discarded = bool(receipt.group_id)
         return receipt
 
-    def _step(self, training: Training, fragment: Fragment, receipt: Receipt | None) -> None:
+    def _step(self, training: StrategyContext, fragment: Fragment, receipt: Receipt | None) -> None:
         with training.replacing(), training.changing_parameters():
             fragment.step(self.alpha)
             self._advance(training, receipt, training.weight)
         self._discarded = False
         self.announce(training)
 
-    def _take_over(self, training: Training, fetch: BackgroundDownload) -> None:
+    def _take_over(self, training: StrategyContext, fetch: BackgroundDownload) -> None:
         """Adds the local steps that no result includes to the state, if it follows this peer's own."""
         before = self.history
         own = [] if self._discarded else [fragment.local_steps() for fragment in self._fragments]
@@ -291,8 +404,8 @@ class DiLoCo(LockstepStrategy):
         outer = []
         for fragment in self._fragments:
             tensors |= {f"anchor/{name}": anchor.detach() for name, anchor in fragment.anchors.items()}
-            found, packed = pack_optimizer(fragment.outer, fragment.progress, f"outer{fragment.number}")
-            tensors |= found
+            state_tensors, packed = pack_optimizer(fragment.outer, fragment.progress, f"outer{fragment.number}")
+            tensors |= state_tensors
             outer.append(packed)
         return ExtraState(tensors, {"outer": outer, "since": self._schedule.steps})
 
@@ -314,7 +427,7 @@ class DiLoCo(LockstepStrategy):
             raise StateError(f"its model is not divided into {len(self._fragments)} fragments, as this peer's is")
         own = [name for fragment in self._fragments for name in fragment.anchors]
         anchors_in_state = under_own_names(tensors, "anchor/", own)
-        found = [
+        new_anchors = [
             {name: take_tensor(anchors_in_state, name, anchor) for name, anchor in fragment.anchors.items()}
             for fragment in self._fragments
         ]
@@ -323,7 +436,7 @@ class DiLoCo(LockstepStrategy):
                 all_or_none.enter_context(restored_on_error(fragment.outer))
                 load_optimizer(fragment.outer, tensors, packed, fragment.progress, f"outer{fragment.number}")
         with torch.no_grad():
-            for fragment, anchors in zip(self._fragments, found, strict=True):
+            for fragment, anchors in zip(self._fragments, new_anchors, strict=True):
                 for name, anchor in anchors.items():
                     fragment.anchors[name].copy_(anchor)
         self._schedule.steps, self._loaded = since, True

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
+from averaging.config import NonFinite
 from averaging.errors import ConfigError, TensorError
 from averaging.peer import Adopt
 from averaging.protocol import CompressionType
 from averaging.receipts import Receipt
 from averaging.strategies.lockstep import LockstepStrategy
 from averaging.tensors import all_finite
-from averaging.training import Others, Training, full_precision, needs_closure
+from averaging.training import Others, StrategyContext, full_precision, needs_closure
 
 WAITED_BATCHES = 2.0
 """How long a peer waits until other peers complete the joint batch, in multiples of its own last batch time."""
@@ -66,11 +67,11 @@ class GradientAveraging(LockstepStrategy):
         """Samples this peer has gathered for the next global step."""
         return self._gathered
 
-    def schedule(self, training: Training) -> int:
+    def schedule(self, training: StrategyContext) -> int:
         """The number of global steps."""
         return self.history.step
 
-    def start(self, training: Training) -> None:
+    def start(self, training: StrategyContext) -> None:
         """Creates the topic of the mean gradients and the averaged buffers.
 
         Raises:
@@ -96,7 +97,7 @@ class GradientAveraging(LockstepStrategy):
         )
 
     def step(
-        self, training: Training, closure: Callable[[], float] | None = None, batch_size: int | None = None
+        self, training: StrategyContext, closure: Callable[[], float] | None = None, batch_size: int | None = None
     ) -> float | None:
         """Adds the gradients, and makes a global step if all peers together have enough samples."""
         if type(batch_size) is not int or batch_size < 1:
@@ -105,16 +106,25 @@ class GradientAveraging(LockstepStrategy):
                 "calls step() itself, use its class from averaging.integrations"
             )
         loss = training.evaluate(closure)
-        batch_size = training.samples_of_all(batch_size)
-        self._gather(training, batch_size)
-        training.count_local_step(batch_size)
+        gradients = {name: training.gradient(name) for name in self._means}
+
+        def checked() -> int:
+            for name, gradient in gradients.items():
+                if gradient is not None:
+                    _check_gradient(name, gradient, training.peer.config.non_finite is NonFinite.ALLOW)
+            return batch_size
+
+        # In a site the step has the samples of all ranks, and fails at all of them if a gradient is unfit at one.
+        samples = sum(training.site.all_gather(checked))
+        self._gather(gradients, samples)
+        training.count_local_step(samples)
         others = self.present_others(training)
         if self._is_worth_waiting(others):
             others = self._wait_for_the_rest(training)
         if not self.catch_up(training, others) and self._is_complete(others):
             self.announce(training)
             self._global_step(training, others.together)
-        self.announce(training, computing=batch_size)
+        self.announce(training, computing=samples)
         self._batch_began = training.now()
         return loss
 
@@ -126,24 +136,16 @@ class GradientAveraging(LockstepStrategy):
         expected = self._gathered + others.samples + others.computing
         return not self._is_complete(others) and expected >= self.target_batch_size
 
-    def _wait_for_the_rest(self, training: Training) -> Others:
+    def _wait_for_the_rest(self, training: StrategyContext) -> Others:
         """Waits until other peers have completed the joint batch, or can no longer; bounded by this peer's speed."""
         self.announce(training)
-        timeout = max(0.0, min(WAITED_BATCHES * (training.now() - self._batch_began), training.group_wait))
-        seen = training.wait_for_announcements(
+        timeout = max(0.0, min(WAITED_BATCHES * (training.now() - self._batch_began), training.peer.config.group_wait))
+        seen = training.announcements.wait_for(
             lambda seen: not self._is_worth_waiting(self.others(training, seen)), timeout
         )
-        return training.agreed(lambda: self.others(training, seen))
+        return training.site.broadcast_from_leader(lambda: self.others(training, seen))
 
-    def _gather(self, training: Training, samples: int) -> None:
-        gradients = {name: training.gradient(name) for name in self._means}
-
-        def check() -> None:
-            for name, gradient in gradients.items():
-                if gradient is not None:
-                    _check_gradient(name, gradient, training.allows_non_finite)
-
-        training.check_everywhere(check)
+    def _gather(self, gradients: Mapping[str, torch.Tensor | None], samples: int) -> None:
         total = self._gathered + samples
         with torch.no_grad():
             for name, gradient in gradients.items():
@@ -161,12 +163,12 @@ class GradientAveraging(LockstepStrategy):
             mean.zero_()
             self._present[name] = False
 
-    def _global_step(self, training: Training, together: tuple[str, ...]) -> None:
+    def _global_step(self, training: StrategyContext, together: tuple[str, ...]) -> None:
         scale = None if self.max_norm is None else training.clip(self._means.values(), self.max_norm)
         lacking = {number for number, here in enumerate(self._present.values()) if not here}
         receipt: Receipt | None = None
         if together:
-            training.note_hyperparameters(self.history.step)
+            training.drift.note_hyperparameters(self.history.step)
             try:
                 receipt = training.average(
                     self._topic,
@@ -197,14 +199,14 @@ class GradientAveraging(LockstepStrategy):
             for mean in self._means.values():
                 mean.div_(scale.to(mean.device, mean.dtype))
 
-    def step_alone(self, training: Training, closure: Callable[[], float] | None) -> float | None:
+    def step_alone(self, training: StrategyContext, closure: Callable[[], float] | None) -> float | None:
         """Makes no step: the optimizer is not tuned for a batch of this peer alone."""
         training.count_local_step()
         return training.evaluate(closure)
 
-    def conclude(self, training: Training, partners: Collection[str], timeout: float) -> Receipt | None:
+    def conclude(self, training: StrategyContext, partners: Collection[str], timeout: float) -> Receipt | None:
         """Averages the buffers, which may differ since the last global step; the parameters are equal already."""
-        if not training.buffers and not training.has_counters:
+        if not training.buffers and not training.counters:
             return None
         topic = training.topic("buffers", training.buffers or {"nothing": torch.zeros(1)}, adopt=Adopt.WHOLE)
         return self._average_at_the_end(training, topic, timeout)

@@ -13,7 +13,7 @@ from averaging.receipts import DriftCheck, Receipt
 from averaging.state import ExtraState
 from averaging.strategies.base import AveragingSchedule, Strategy
 from averaging.tensors import sharing_memory
-from averaging.training import Others, PendingRound, Training, count_in, still_training
+from averaging.training import Others, PendingRound, StrategyContext, count_in, still_training
 
 # Averaging while training goes on: copies are averaged, and their change is added when the round ends.
 
@@ -62,8 +62,8 @@ def _moments(kinds: Iterable[Sequence[str]], sent: Mapping[str, torch.Tensor]) -
 
     The kind matters, since the momentum of a single parameter may be positive by chance.
     """
-    found = [names for names in kinds if all(bool((sent[name] >= 0).all()) for name in names)]
-    return [name for names in found for name in names]
+    moments = [names for names in kinds if all(bool((sent[name] >= 0).all()) for name in names)]
+    return [name for names in moments for name in names]
 
 
 def _add_to_moment(moment: torch.Tensor, change: torch.Tensor, sent: torch.Tensor) -> None:
@@ -130,12 +130,12 @@ class LocalSGD(Strategy):
         flags = "".join(f", {name}=True" for name in ("statistics", "overlap") if getattr(self, name))
         return f"LocalSGD(sync_every={self.sync_every}{flags}{self._options()})"
 
-    def start(self, training: Training) -> None:
+    def start(self, training: StrategyContext) -> None:
         """Creates the topic, unless the optimizer's state is in it: that exists only after the first gradients."""
         if not self._averages_state(training):
             self._make_topic(training)
 
-    def joined(self, training: Training) -> None:
+    def joined(self, training: StrategyContext) -> None:
         """Drops a topic of statistics, which a loaded state replaces, and a pending change, as `load` does."""
         super().joined(training)
         self._replaced, self._averaged_in = True, ""
@@ -143,7 +143,7 @@ class LocalSGD(Strategy):
             self._topic = None
 
     def step(
-        self, training: Training, closure: Callable[[], float] | None = None, batch_size: int | None = None
+        self, training: StrategyContext, closure: Callable[[], float] | None = None, batch_size: int | None = None
     ) -> float | None:
         """One local step, and a round if one is due.
 
@@ -169,17 +169,19 @@ class LocalSGD(Strategy):
             self._end_round(training, training.average(topic, **options))
         return loss
 
-    def _due_topic(self, training: Training) -> Topic | None:
+    def _due_topic(self, training: StrategyContext) -> Topic | None:
         """What is averaged now, if a round is due; applies the result of the round before."""
         topic = self._topic or self._make_topic(training)
-        others, is_due = training.agreed(lambda: (self._news(training), self._is_due(training, topic)))
+        others, is_due = training.site.broadcast_from_leader(
+            lambda: (self._claims(training), self._is_due(training, topic))
+        )
         if others is not None and self.catch_up(training, others):
             return None
         if self._pending is not None:
             if not training.is_over(self._pending):
                 return None
             self._apply(training, self._pending)
-            is_due = training.agreed(lambda: self._is_due(training, topic))
+            is_due = training.site.broadcast_from_leader(lambda: self._is_due(training, topic))
         if is_due and self._averages_state(training):
             topic = self._current_topic(training, topic)
         return topic if is_due else None
@@ -193,9 +195,9 @@ class LocalSGD(Strategy):
         self._schedule.steps = count_in(user, "since")
         self._replaced, self._averaged_in = True, ""
 
-    def _news(self, training: Training) -> Others | None:
+    def _claims(self, training: StrategyContext) -> Others | None:
         """The other peers, if one of them is ahead of this one or may be."""
-        announcements = training.announcements(wait=False)
+        announcements = training.announcements.of_others(wait=False)
         if announcements is self._announcements and not self._downloads.busy:
             return None
         self._announcements = announcements
@@ -203,31 +205,31 @@ class LocalSGD(Strategy):
         self._downloads.note_refused(self.announced_history(training), others)
         return others if others.ahead or self._downloads.busy else None
 
-    def _is_due(self, training: Training, topic: Topic) -> bool:
-        return self._schedule.is_due(training.now(), training.declared_until(topic))
+    def _is_due(self, training: StrategyContext, topic: Topic) -> bool:
+        return self._schedule.is_due(training.now(), training.announcements.declared_until(topic))
 
-    def finish(self, training: Training) -> None:
+    def finish(self, training: StrategyContext) -> None:
         """Waits for the round in progress and adds its change."""
         self._averaged_in = ""  # `average_now` may follow
         if self._pending is not None:
             self._apply(training, self._pending)
 
-    def conclude(self, training: Training, partners: Collection[str], timeout: float) -> Receipt | None:
+    def conclude(self, training: StrategyContext, partners: Collection[str], timeout: float) -> Receipt | None:
         """Averages the parameters a last time, so that all peers end with the same ones."""
         training.modes.eval()
         tensors = training.tensors | training.iterates()
         topic = training.topic("", tensors, adopt=Adopt.WHOLE, commits=True, compression=self.compression)
         return self._average_at_the_end(training, topic, timeout)
 
-    def _averages_state(self, training: Training) -> bool:
+    def _averages_state(self, training: StrategyContext) -> bool:
         """Whether tensors of the optimizer's state are averaged."""
         return self.statistics or training.modes.exist
 
-    def _tensors(self, training: Training) -> dict[str, torch.Tensor]:
+    def _tensors(self, training: StrategyContext) -> dict[str, torch.Tensor]:
         """What is averaged, by name."""
         return training.tensors | (training.statistics() if self.statistics else training.iterates())
 
-    def _make_topic(self, training: Training) -> Topic:
+    def _make_topic(self, training: StrategyContext) -> Topic:
         tensors = self._tensors(training)
         self._averaged = list(tensors.values())
         options: TopicOptions = {"compression": self.compression, "error_feedback": self.error_feedback}
@@ -237,30 +239,30 @@ class LocalSGD(Strategy):
             options["adopt"] = Adopt.CHANGE
             self._topic = training.topic("", self._delayed.copies, **options)
         else:
-            # Training waits for the round, so nothing reads the tensors while only some of them are averaged.
+            # StrategyContext waits for the round, so nothing reads the tensors while only some of them are averaged.
             options["commits"] = options["in_place"] = True
             self._topic = training.topic("", tensors, **options)
         self._topic = self._topic.sending_exactly(tensors.keys() - training.tensors.keys() - training.iterates().keys())
         return self._topic
 
-    def _current_topic(self, training: Training, topic: Topic) -> Topic:
+    def _current_topic(self, training: StrategyContext, topic: Topic) -> Topic:
         """The topic, recreated if the optimizer has added or replaced tensors of its state."""
         present = self._tensors(training)
         same = [id(tensor) for tensor in present.values()] == [id(tensor) for tensor in self._averaged]
         return topic if same else self._make_topic(training)
 
-    def _end_round(self, training: Training, receipt: Receipt) -> None:
+    def _end_round(self, training: StrategyContext, receipt: Receipt) -> None:
         """Announces the progress; the parameters of a peer that is alone become the state that newcomers get."""
-        training.refresh()  # cached declarations belong to the round that has ended
-        training.announce(self.progress(training).pack(), soon=False)
+        training.announcements.refresh()  # cached declarations belong to the round that has ended
+        training.announcements.announce(self.progress(training).pack(), soon=False)
         # A round that was overlapped, or lacks a part, leaves its members with different parameters. So do deltas.
         is_alike = receipt.averaged and receipt.digest and not receipt.kept_local and self._delayed is None
         self._averaged_in = receipt.group_id.hex() if is_alike else ""
-        if not receipt.averaged and training.is_alone:
+        if not receipt.averaged and training.announcements.none_known:
             with training.replacing():
                 return
 
-    def _apply(self, training: Training, pending: PendingRound) -> None:
+    def _apply(self, training: StrategyContext, pending: PendingRound) -> None:
         try:
             receipt = training.receipt_of(pending)
         finally:
@@ -273,7 +275,7 @@ class LocalSGD(Strategy):
             self._delayed.add()
 
 
-def _kinds(training: Training, tensors: Iterable[str]) -> dict[str, list[str]]:
+def _kinds(training: StrategyContext, tensors: Iterable[str]) -> dict[str, list[str]]:
     """The names of statistics and buffers, grouped by kind, such as `exp_avg_sq` or `running_var`."""
     kinds: dict[str, list[str]] = {}
     iterates = training.iterates()

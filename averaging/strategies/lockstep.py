@@ -16,7 +16,7 @@ from averaging.peer import ExpectedPeers
 from averaging.receipts import Receipt
 from averaging.strategies.base import Strategy
 from averaging.strategies.catch_up import START_TIMEOUT
-from averaging.training import History, Others, Stage, Training, compare_progress, find_together, read_progress
+from averaging.training import History, Others, Stage, StrategyContext, compare_progress, find_together, read_progress
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,7 @@ class LockstepStrategy(Strategy):
     """
 
     _warned_group_size = False
+    _alone = False  # whether it has made the last step alone
     _missing: Mapping[str, bytes] = {}  # last announcements of the peers that the last round lacked or dropped
 
     @property
@@ -39,18 +40,18 @@ class LockstepStrategy(Strategy):
         """Number of global steps of the run."""
         return self.history.step
 
-    def announced_history(self, training: Training) -> History:
+    def announced_history(self, training: StrategyContext) -> History:
         """The history itself: peers that announce equal histories hold equal parameters."""
         return self.history
 
-    def others(self, training: Training, announcements: Mapping[str, bytes]) -> Others:
+    def others(self, training: StrategyContext, announcements: Mapping[str, bytes]) -> Others:
         """Reads the announced progress of the other peers, by endpoint."""
         # The last round lacked these peers; no peer waits for them again until they announce something new.
         absent = {name for name, progress in announcements.items() if self._missing.get(name) == progress}
         return compare_progress(
             self._own(training),
             announcements,
-            training.members,
+            training.announcements.members,
             self._partners,
             ignored=self._downloads.ignored(training),
             absent=absent,
@@ -66,55 +67,59 @@ class LockstepStrategy(Strategy):
         if "history" not in user:
             raise StateError("the state has no history of global steps")
 
-    def adopt(self, training: Training, donors: Collection[str]) -> bool:
+    def adopt(self, training: StrategyContext, donors: Collection[str]) -> bool:
         """Takes over the state of one of these peers once they have made the same step."""
         history = self.history
 
         def level(seen: Mapping[str, bytes]) -> dict[str, History]:
             return {
-                name: one.history
-                for name, one in read_progress({name: seen[name] for name in donors if name in seen}).items()
-                if one.donates and one.history >= history
+                name: progress.history
+                for name, progress in read_progress({name: seen[name] for name in donors if name in seen}).items()
+                if progress.donates and progress.history >= history
             }
 
-        seen = training.wait_for_announcements(lambda seen: bool(level(seen)), START_TIMEOUT)
+        seen = training.announcements.wait_for(lambda seen: bool(level(seen)), START_TIMEOUT)
         others = Others((), 0.0, 0.0, level(seen))
         return self._follow(training, History(), others, START_TIMEOUT)
 
-    def _expected_peers(self, training: Training, together: tuple[str, ...]) -> ExpectedPeers:
+    def _expected_peers(self, training: StrategyContext, together: tuple[str, ...]) -> ExpectedPeers:
         """The peers of `together` for which the next round waits, as long as they neither leave nor advance.
 
         Warns once if a group has no room for all of them.
         """
-        if not self._warned_group_size and len(together) >= training.group_size:
+        if not self._warned_group_size and len(together) >= training.peer.config.group_size:
             self._warned_group_size = True
             logger.warning(
                 "%d peers make global steps together, but group_size is %d: peers outside the group have no part in "
                 "a step. Set group_size to at least %d at all peers",
                 len(together) + 1,
-                training.group_size,
+                training.peer.config.group_size,
                 len(together) + 1,
             )
         own, partners, trains = self.history, self._partners, self.stage is Stage.TRAINING
         return lambda announcements: find_together(own, announcements, partners, trains=trains)
 
-    def _advance(self, training: Training, receipt: Receipt | None, samples: float) -> None:
+    def _advance(self, training: StrategyContext, receipt: Receipt | None, samples: float) -> None:
         """Adds a global step to the history.
 
         Args:
             training: the training that made the step.
-            receipt: of its round; None if this peer has made the step alone.
+            receipt: receipt of its round; None if this peer has made the step alone.
             samples: this peer's samples in a step that it made alone.
         """
-        training.log_alone(receipt is None)
+        if receipt is None and not self._alone and training.site.leads:
+            logger.warning("%r is alone and trains on; it averages again as soon as other peers come", training.peer)
+        self._alone = receipt is None
         if receipt is not None:
             present = set(receipt.members) - {dropped.endpoint for dropped in receipt.dropped}
             self._partners = frozenset(present)
-            announcements = training.announcements(wait=False)
+            announcements = training.announcements.of_others(wait=False)
             self._missing = {name: progress for name, progress in announcements.items() if name not in present}
         if receipt is None:
             training.standing = replace(training.standing, made=True)
-            self.history = training.agreed(lambda: self.history.after(secrets.token_bytes(20), samples))
+            self.history = training.site.broadcast_from_leader(
+                lambda: self.history.after(secrets.token_bytes(20), samples)
+            )
         else:
             samples_of_members = (gathered_samples(receipt.gathered[member]) for member in receipt.members)
             self.history = self.history.after(receipt.group_id, sum(samples_of_members))

@@ -1,14 +1,13 @@
 """What runs in the training thread: the inner optimizer, the state besides the tensors, the link to the peer.
 
-Read in this order: `optimizer_wrapper`, `layout` (the tensors by name), `training_state` and `optimizer_state` (what
-travels), `history` (how far a run is), `context` (what a strategy works with), `pending_round`, `control_group`, `site`
-and `site_state` (several ranks that are one peer).
+Read in this order: `context` (what a strategy works with), `named_tensors`, `training_state` and `optimizer_state`
+(what travels), `history` (how far a run is) and `standing` (whose history counts), `control_group` and `site` (several
+ranks that are one peer), `announcements` and `takeover` (what comes from other peers). `parameter_copies` is about
+optimizers that hold further weights, `fingerprints` about drift.
 """
 
-from averaging.training.context import Training
+from averaging.training.context import StrategyContext
 from averaging.training.control_group import ControlGroup, ranks_of
-from averaging.training.fetch import BackgroundDownload
-from averaging.training.group_progress import GroupProgress
 from averaging.training.history import (
     TRAIL,
     History,
@@ -22,12 +21,22 @@ from averaging.training.history import (
     still_training,
 )
 from averaging.training.layout import full_precision, is_divided, local
-from averaging.training.named_tensors import named_buffers, named_parameters
-from averaging.training.optimizer_state import load_optimizer, pack_optimizer, restored_on_error
-from averaging.training.optimizer_wrapper import OptimizerWrapper, needs_closure
-from averaging.training.pending_round import PendingRound
-from averaging.training.sigterm import leave_on_sigterm, stay_on_sigterm
-from averaging.training.site import ProcessGroupSite, Site, check_alike, described, of_rank
+from averaging.training.named_tensors import WITHOUT_MODEL, TrainedModel, named_buffers, named_parameters
+from averaging.training.open_averagers import check_only_one, close_all, leave_on_sigterm, note_closed, note_open
+from averaging.training.optimizer_state import GroupProgress, load_optimizer, pack_optimizer, restored_on_error
+from averaging.training.optimizer_wrapper import OptimizerWrapper
+from averaging.training.parameter_copies import needs_closure
+from averaging.training.site import (
+    NO_GROUP,
+    LeaderStatus,
+    LeaderStatusRelay,
+    ProcessGroupSite,
+    Site,
+    check_alike,
+    described,
+    of_rank,
+    site_of,
+)
 from averaging.training.standing import (
     HistoryStanding,
     Others,
@@ -37,8 +46,9 @@ from averaging.training.standing import (
     look_for_greater_origin,
     rank_donors,
 )
-from averaging.training.trained_model import TrainedModel
+from averaging.training.takeover import BackgroundDownload, PendingRound
 from averaging.training.training_state import (
+    MAX_STEPS,
     SchedulerDriver,
     TrainingState,
     count_in,
@@ -48,12 +58,17 @@ from averaging.training.training_state import (
 )
 
 __all__ = [
+    "MAX_STEPS",
+    "NO_GROUP",
     "TRAIL",
+    "WITHOUT_MODEL",
     "BackgroundDownload",
     "ControlGroup",
     "GroupProgress",
     "History",
     "HistoryStanding",
+    "LeaderStatus",
+    "LeaderStatusRelay",
     "OptimizerWrapper",
     "Origin",
     "Others",
@@ -65,10 +80,12 @@ __all__ = [
     "SchedulerDriver",
     "Site",
     "Stage",
+    "StrategyContext",
     "TrainedModel",
-    "Training",
     "TrainingState",
     "check_alike",
+    "check_only_one",
+    "close_all",
     "compare_progress",
     "count_in",
     "described",
@@ -84,6 +101,8 @@ __all__ = [
     "named_buffers",
     "named_parameters",
     "needs_closure",
+    "note_closed",
+    "note_open",
     "of_rank",
     "pack_optimizer",
     "rank_donors",
@@ -91,7 +110,7 @@ __all__ = [
     "read_progress",
     "restored_on_error",
     "same_origin",
-    "stay_on_sigterm",
+    "site_of",
     "still_training",
     "take_tensor",
     "under_own_names",

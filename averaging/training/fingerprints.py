@@ -1,12 +1,14 @@
-"""Makes the fingerprint of a peer's tensors and hyperparameters, see `protocol.fingerprint`."""
+"""What a peer compares with the members of its rounds: a fingerprint of its tensors, and its hyperparameters."""
 
 from __future__ import annotations
 
 import inspect
+import logging
 import operator
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -24,8 +26,13 @@ from averaging.protocol import (
     Hyperparameters,
     Value,
     runs,
+    shorten,
 )
-from averaging.training.group_progress import HYPERPARAMETERS
+from averaging.receipts import Drift, DriftCheck, DriftKind, HyperparameterLog, Receipt
+from averaging.training.optimizer_state import HYPERPARAMETERS
+from averaging.training.site import Site
+
+logger = logging.getLogger("averaging.training")
 
 SAMPLE_BYTES = 16 << 20
 """Bytes of a model that are digested in one fingerprint. If it has more, a part of each tensor is, and the parts move
@@ -39,6 +46,14 @@ SKETCHED = 1024
 
 NO_HYPERPARAMETERS = frozenset({"self", "params", "foreach", "fused", "capturable", "differentiable"})
 """Arguments of optimizers that are no hyperparameters, or choose how a step is computed, not what."""
+
+DRIFT_ADVICE = (
+    "give all peers the same hyperparameters and scheduler, and write no parameters at one peer alone; "
+    "on_drift='adopt' takes over what most peers have"
+)
+
+MAX_DRIFT = 1024
+"""Differences that are remembered, so that each is logged once."""
 
 ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 1e-2}
 """By dtype, the relative difference of tensors up to which unequal machines may have caused it by rounding."""
@@ -55,7 +70,7 @@ def fingerprint_of(tensors: Sequence[torch.Tensor], moment: str, number: int, si
     """The fingerprint of tensors on any device, equal at all peers whose tensors are equal.
 
     Args:
-        tensors: in order; no peer writes them meanwhile.
+        tensors: the tensors in order; nobody writes them meanwhile.
         moment: see `Fingerprint`.
         number: which part of large tensors is digested; the same at all peers.
         since: see `Fingerprint`.
@@ -98,15 +113,17 @@ def _on_cpu(windows: Sequence[torch.Tensor]) -> list[np.ndarray]:
     by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
     for place, window in enumerate(windows):
         by_kind[window.device, window.dtype].append(place)
-    found = list(windows)
+    pieces = list(windows)
     for (device, _), places in by_kind.items():
         if device.type != "cpu":
             together = torch.cat([windows[place] for place in places]).cpu()
             for place, piece in zip(
                 places, torch.split(together, [windows[place].numel() for place in places]), strict=True
             ):
-                found[place] = piece
-    return [one.contiguous().view(torch.uint8).numpy() if one.numel() else np.empty(0, np.uint8) for one in found]
+                pieces[place] = piece
+    return [
+        piece.contiguous().view(torch.uint8).numpy() if piece.numel() else np.empty(0, np.uint8) for piece in pieces
+    ]
 
 
 _SIGNS = np.where(np.random.default_rng(0).random(SKETCHED) < 0.5, -1.0, 1.0)
@@ -136,7 +153,7 @@ class HyperparameterReader:
         progress: the keys that it changes itself.
 
     Attributes:
-        optimizers: by the prefix of their names; a strategy adds its own.
+        optimizers: optimizers by the prefix of their names; a strategy adds its own.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, progress: Callable[[], Collection[str]]) -> None:
@@ -160,7 +177,7 @@ class HyperparameterReader:
         """Sets those hyperparameters that have other values at other peers. Returns their names.
 
         Args:
-            right: as `Fingerprint.hyperparameters` has them; untrusted. Only values of the same type are taken.
+            right: values as `Fingerprint.hyperparameters` has them; untrusted. Only those of the same type are taken.
         """
         changed = []
         own = self._present()
@@ -178,16 +195,70 @@ class HyperparameterReader:
         return list(dict.fromkeys(changed))
 
     def _present(self) -> dict[str, tuple[Value, ...]]:
-        found: dict[str, tuple[Value, ...]] = {}
+        columns: dict[str, tuple[Value, ...]] = {}
         for prefix, optimizer in self.optimizers.items():
             names = _arguments(type(optimizer).__mro__) - (set() if prefix else set(self._progress()))
             groups = optimizer.param_groups
-            found[f"{prefix}optimizer"] = (type(optimizer).__name__[:MAX_NAME],)
+            columns[f"{prefix}optimizer"] = (type(optimizer).__name__[:MAX_NAME],)
             for name in [name for name in groups[0] if name in names]:
                 column = tuple(_value(group.get(name)) for group in groups)
                 if _UNREADABLE not in column:
-                    found[f"{prefix}{name}"] = column[:1] if column.count(column[0]) == len(column) else column
-        return found
+                    columns[f"{prefix}{name}"] = column[:1] if column.count(column[0]) == len(column) else column
+        return columns
+
+
+class DriftMonitor:
+    """Compares a peer with the members of its rounds, and warns once of each difference.
+
+    Args:
+        site: the processes that train this copy of the model.
+        hyperparameters: reader of those that the peers should have in common.
+    """
+
+    def __init__(self, site: Site, hyperparameters: HyperparameterReader) -> None:
+        self._site, self._hyperparameters = site, hyperparameters
+        self._log = HyperparameterLog()
+        self._comparison = DriftCheck(Fingerprint())  # of the last round
+        self._logged: set[Drift] = set()
+
+    def note_hyperparameters(self, step: int) -> None:
+        """Notes the hyperparameters that are used at a step.
+
+        Args:
+            step: local step; a strategy whose peers make all steps together passes the global step.
+        """
+        self._log.record(step, self._hyperparameters.read())
+
+    def comparison(self, check: DriftCheck | None, since: int) -> DriftCheck:
+        """What is compared in a round: what the strategy compares, and the hyperparameters of the last step."""
+        check = check or DriftCheck(Fingerprint())
+        step, values = self._log.latest()
+        own = replace(check.own, since=since, step=step, hyperparameters=shorten(values))
+        self._comparison = replace(check, own=own, log=self._log)
+        return self._comparison
+
+    def log(self, receipt: Receipt) -> None:
+        """Logs the differences between the members of a group that should be equal."""
+        if receipt.averaged and not receipt.drift:
+            self._logged.clear()
+        for drift in receipt.drift:
+            same = {replace(drift, value="", expected="", size=None)}  # values may change with each step
+            if self._site.leads and not same <= self._logged:
+                rounding = drift.kind is DriftKind.ROUNDING
+                whose = " (this peer)" if drift.endpoint == receipt.endpoint else ""
+                advice = "" if rounding else f"; {DRIFT_ADVICE}"
+                logger.log(logging.INFO if rounding else logging.WARNING, "drift: %s%s%s", drift, whose, advice)
+            if len(self._logged) < MAX_DRIFT:
+                self._logged |= same
+
+    def adopt_hyperparameters(self) -> tuple[list[str], tuple[str, ...]]:
+        """Takes over the hyperparameters of the members from which this peer differed in its last round.
+
+        Returns:
+            The names of those that were changed, and the members that hold the right tensors; none if this peer does.
+        """
+        right, donors = self._site.broadcast_from_leader(lambda: (self._comparison.right, self._comparison.donors))
+        return self._hyperparameters.adopt(right), donors
 
 
 _UNREADABLE = "\0"
@@ -196,8 +267,11 @@ _UNREADABLE = "\0"
 @cache
 def _arguments(kinds: tuple[type, ...]) -> frozenset[str]:
     """The arguments of the constructors of an optimizer's class and its bases, which may pass others on."""
-    constructors = (one.__dict__["__init__"] for one in kinds if "__init__" in one.__dict__)
-    return HYPERPARAMETERS.union(*(inspect.signature(one).parameters for one in constructors)) - NO_HYPERPARAMETERS
+    constructors = (kind.__dict__["__init__"] for kind in kinds if "__init__" in kind.__dict__)
+    return (
+        HYPERPARAMETERS.union(*(inspect.signature(constructor).parameters for constructor in constructors))
+        - NO_HYPERPARAMETERS
+    )
 
 
 def _value(value: object) -> Any:
@@ -206,7 +280,7 @@ def _value(value: object) -> Any:
         return value.item() if value.device.type == "cpu" and value.numel() == 1 else _UNREADABLE
     if isinstance(value, list | tuple):
         items = tuple(_value(item) for item in value)
-        return items if len(items) <= MAX_ITEMS and not any(isinstance(one, tuple) for one in items) else _UNREADABLE
+        return items if len(items) <= MAX_ITEMS and not any(isinstance(item, tuple) for item in items) else _UNREADABLE
     if value is None or isinstance(value, bool | int | float):
         return value
     return value[:MAX_NAME] if isinstance(value, str) else _UNREADABLE

@@ -150,12 +150,12 @@ class History:
         packed = b""
         for lineage in reversed(self.trail[-TRAIL:]):
             try:
-                one = bytes.fromhex(lineage)
+                raw = bytes.fromhex(lineage)
             except ValueError:
-                one = b""
-            if len(one) != LINEAGE_BYTES:  # of another version, or of a peer that made it up
+                raw = b""
+            if len(raw) != LINEAGE_BYTES:  # of another version, or of a peer that made it up
                 break
-            packed = one + packed
+            packed = raw + packed
         return packed
 
     @classmethod
@@ -176,7 +176,7 @@ class History:
         """Whether a peer with this history takes over the state of a peer with the other one.
 
         Args:
-            other: of a peer whose state can be downloaded.
+            other: history of a peer whose state can be downloaded.
             donates: whether this peer's own state can be downloaded. If not, nobody can follow it, so it yields to
                 every other history with as many steps.
         """
@@ -196,7 +196,7 @@ class Progress:
         digest: digest of its weights, once the training has ended.
         rate: local steps or samples per second, see `StepRate`; None if unknown.
         made: what this peer has made of the history. A peer of an older version does not say and counts as one.
-        parts: digests of the parts of its model, see `Training.parts`; while it trains only of what does not change.
+        parts: digests of the parts of its model, see `ModelParts`; while it trains only of what does not change.
     """
 
     history: History
@@ -220,7 +220,7 @@ class Progress:
         """Unpacks what `pack` returned; an implausible rate is ignored. Returns None if `packed` is malformed."""
         try:
             history, samples, computing, donates, stage, digest, *more = unpack(packed, MAX_ITEMS)
-            if not all(is_number(one) and one >= 0 for one in (samples, computing)):
+            if not all(is_number(number) and number >= 0 for number in (samples, computing)):
                 return None
             if not isinstance(donates, bool) or not isinstance(digest, str) or len(digest) > MAX_LINEAGE:
                 return None
@@ -248,19 +248,21 @@ def _read_parts(packed: object) -> dict[str, str]:
     """The digests of parts; empty if they are malformed."""
     if not isinstance(packed, dict):
         return {}
-    sound = all(isinstance(one, str) and len(one) <= MAX_LINEAGE for pair in packed.items() for one in pair)
+    sound = all(isinstance(text, str) and len(text) <= MAX_LINEAGE for pair in packed.items() for text in pair)
     return packed if sound else {}
 
 
 def read_progress(announcements: Mapping[str, bytes]) -> dict[str, Progress]:
     """The progress of each peer by endpoint, in order; a malformed one is left out."""
     read = {name: Progress.unpack(packed) for name, packed in sorted(announcements.items())}
-    return {name: one for name, one in read.items() if one is not None}
+    return {name: progress for name, progress in read.items() if progress is not None}
 
 
 def same_origin(own: History, announcements: Mapping[str, bytes]) -> frozenset[str]:
     """The peers whose run has the same origin, and those whose progress is malformed."""
-    others = {name for name, one in read_progress(announcements).items() if one.history.origin.id != own.origin.id}
+    others = {
+        name for name, progress in read_progress(announcements).items() if progress.history.origin.id != own.origin.id
+    }
     return frozenset(announcements.keys() - others)
 
 
@@ -271,4 +273,4 @@ def still_training(announcements: Mapping[str, bytes]) -> frozenset[str]:
 
 def done_training(announcements: Mapping[str, bytes], stage: Stage = Stage.WAITING) -> frozenset[str]:
     """The peers whose training has ended and has reached at least `stage`."""
-    return frozenset(name for name, one in read_progress(announcements).items() if one.stage >= stage)
+    return frozenset(name for name, progress in read_progress(announcements).items() if progress.stage >= stage)

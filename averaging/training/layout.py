@@ -19,7 +19,7 @@ class ShardLayout:
     Attributes:
         shards: number of shards.
         shard_of: number of the shard that each rank holds, by rank in the site.
-        name: of the division, to compare it with that of other sites; empty if the model is not divided.
+        name: name of the sharding, such as "4 shards", which all sites of a run have alike; empty without one.
     """
 
     shards: int
@@ -31,14 +31,14 @@ def layout_of(parameters: Mapping[str, torch.Tensor], size: int) -> ShardLayout:
     """Reads the layout from a model's parameters.
 
     Args:
-        parameters: as the optimizer has them, by name.
+        parameters: the optimizer's parameters by name.
         size: number of ranks of the site.
 
     Raises:
         ConfigError: the model is divided between other ranks than those of the site.
         TensorError: the parameters are divided in different ways, or in one that cannot be averaged.
     """
-    divided: dict[str, Any] = {name: one for name, one in parameters.items() if is_divided(one)}
+    divided: dict[str, Any] = {name: parameter for name, parameter in parameters.items() if is_divided(parameter)}
     if not divided:
         return ShardLayout(1, (0,) * size)
     for name in parameters:
@@ -49,8 +49,8 @@ def layout_of(parameters: Mapping[str, torch.Tensor], size: int) -> ShardLayout:
             )
     first_name, first = next(iter(divided.items()))
     kinds = tuple(_kind(first_name, placement) for placement in first.placements)
-    for name, one in divided.items():
-        if one.device_mesh != first.device_mesh or tuple(_kind(name, p) for p in one.placements) != kinds:
+    for name, parameter in divided.items():
+        if parameter.device_mesh != first.device_mesh or tuple(_kind(name, p) for p in parameter.placements) != kinds:
             raise TensorError(
                 f"parameters {first_name!r} and {name!r} are divided in different ways; use one device mesh and "
                 "the same kind of fully_shard for the whole model"
@@ -135,7 +135,7 @@ def clip(
     Args:
         tensors: the tensors.
         max_norm: limit of their norm.
-        joint: returns the norm of all shards of the tensors, given that of this one; None if they are not divided.
+        joint: function that returns the norm of all shards, given that of this one; None if they are not divided.
 
     Returns:
         The factor by which they were multiplied, 0-dim.
@@ -143,19 +143,19 @@ def clip(
     Raises:
         TensorError: one of them is sparse.
     """
-    found = list(tensors)
-    if not found and joint is None:
+    clipped = list(tensors)
+    if not clipped and joint is None:
         return torch.ones(())
-    if any(tensor.layout is not torch.strided for tensor in found):
+    if any(tensor.layout is not torch.strided for tensor in clipped):
         raise TensorError(
             "a sparse gradient cannot be clipped; leave max_norm out, or use Embedding(..., sparse=False)"
         )
-    widest = torch.float64 if any(tensor.dtype is torch.float64 for tensor in found) else torch.float32
-    norms = [torch.linalg.vector_norm(t.detach(), dtype=widest).to(found[0].device) for t in found]
+    widest = torch.float64 if any(tensor.dtype is torch.float64 for tensor in clipped) else torch.float32
+    norms = [torch.linalg.vector_norm(t.detach(), dtype=widest).to(clipped[0].device) for t in clipped]
     norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
     if joint is not None:
         norm = joint(norm)
     scale: torch.Tensor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ does
-    for tensor in found:
+    for tensor in clipped:
         tensor.detach().mul_(scale.to(tensor.device, tensor.dtype))
     return scale

@@ -1,20 +1,252 @@
-"""The parameters of an optimizer and the buffers of a model by name."""
+"""The tensors of a model by name: parameters, buffers, and the counters among these.
+
+`TrainedModel` has the names and notices tensors that were replaced; `ModelParts` tells models apart by digests.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import xxhash
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from averaging.common import without_wrappers
+from averaging.common import listed, pack, unpack, without_wrappers
 from averaging.errors import ConfigError, TensorError
-from averaging.tensors import AVERAGED_DTYPES, STATE_DTYPES, all_finite
-from averaging.training.trained_model import TrainedModel
+from averaging.tensors import AVERAGED_DTYPES, STATE_DTYPES, all_finite, digest_of_tensors
+from averaging.training.history import read_progress
+from averaging.training.layout import is_divided, local
+from averaging.training.site import Site
+
+logger = logging.getLogger("averaging.training")
 
 BUFFER = "buffer/"
 """Prefix of the names of buffers."""
+
+FROZEN = "frozen parameters"
+"""Name of the part of a model that the optimizer does not train."""
+
+
+WITHOUT_MODEL = (
+    "the averager was made without model=, so it cannot check what the optimizer does not hold: peers may have other "
+    "buffers (BatchNorm) and frozen parameters, and replaced parameters go unnoticed; pass model=model"
+)
+
+
+class TrainedModel:
+    """The parameters and persistent buffers of a model by name, each once, in the model's order.
+
+    The names lack the prefixes of wrappers (DistributedDataParallel, torch.compile, FSDP), see `without_wrappers`.
+
+    Args:
+        model: the module that the user gave.
+
+    Attributes:
+        parameters: all parameters, trained and frozen.
+        buffers: the buffers that are in the model's state dict.
+
+    Raises:
+        ConfigError: it is no module.
+    """
+
+    def __init__(self, model: object) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(
+                f"model must be the torch.nn.Module that the optimizer trains, not {type(model).__name__}; for several "
+                "modules torch.nn.ModuleList([first, second])"
+            )
+        self.model = model
+        self.parameters, self.buffers = _named_tensors(model)
+        # What each module holds: the dicts themselves, and the identities of what is in them now.
+        holders = [members for module in model.modules() for members in (module._parameters, module._modules)]
+        self._members = [(members, [id(member) for member in members.values()]) for members in holders]
+        self._places = [
+            (module._buffers, key, buffer)
+            for module in model.modules()
+            for key, buffer in module._buffers.items()
+            if buffer is not None and key not in module._non_persistent_buffers_set
+        ]
+
+    def names(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+        """The names of an optimizer's parameters, for each of its groups.
+
+        Raises:
+            ConfigError: the model lacks one of them.
+        """
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        for number, group in enumerate(optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                if id(parameter) not in names:
+                    given = group.get("param_names") or [f"number {index}" for index in range(len(group["params"]))]
+                    raise ConfigError(
+                        f"the optimizer trains a parameter that `model` does not have ({given[place]} of group "
+                        f"{number}, of shape {list(parameter.shape)}); give the model whose parameters the optimizer "
+                        "got, and make the optimizer after the model was wrapped, divided or converted"
+                    )
+        return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+    def frozen(self, trained: Collection[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The present parameters of the model that are not among the trained ones, by name."""
+        ids = {id(parameter) for parameter in trained}
+        return {
+            name: parameter for name, parameter in _named_tensors(self.model)[0].items() if id(parameter) not in ids
+        }
+
+    @property
+    def present_buffers(self) -> dict[str, torch.Tensor]:
+        """The present buffers of its state dict by name."""
+        return _named_tensors(self.model)[1]
+
+    def check(self, buffers: Collection[str]) -> None:
+        """Checks that the model has the same tensors as when this was made.
+
+        Args:
+            buffers: names of the buffers that must be the same; others may be replaced.
+
+        Raises:
+            TensorError: a parameter, or one of these buffers, was replaced, added or removed.
+        """
+        if all([*map(id, members.values())] == before for members, before in self._members) and all(
+            members.get(key) is buffer for members, key, buffer in self._places
+        ):
+            return  # the usual case takes about a millisecond for a thousand modules
+        parameters, now = _named_tensors(self.model)
+        for kind, before, after in (
+            ("parameter", self.parameters, parameters),
+            ("buffer", {name: self.buffers[name] for name in buffers if name in self.buffers}, now),
+        ):
+            for name, tensor in before.items():
+                # The modules of FSDP hold shards and whole parameters by turns.
+                if after.get(name) is not tensor and not is_divided(tensor):
+                    raise TensorError(_changed(kind, name, "has been replaced" if name in after else "is gone"))
+        for name in parameters:
+            if name not in self.parameters:
+                raise TensorError(_changed("parameter", name, "is new"))
+
+
+class ModelParts:
+    """Digests of the parts of a model, by which peers see in which they differ.
+
+    Args:
+        site: the processes that train this copy of the model.
+        model: the model; None if the user did not give it.
+        trained: the parameters that the optimizer trains, by name.
+        buffers: the buffers of the model that the peers have in common, by name.
+
+    Attributes:
+        digests: digest of each part; from the start that of what is not trained, at the end all.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        model: TrainedModel | None,
+        trained: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+    ) -> None:
+        self._site, self._model, self._trained, self._buffers = site, model, trained, buffers
+        self.digests: dict[str, str] = {}
+        self._other_bases: set[str] = set()
+
+    def joint(self, digest: Callable[[], str]) -> str:
+        """The digest of what all ranks of the site hold; of the ranks with the same shard its owner counts."""
+        of_ranks = self._site.all_gather(lambda: (self._site.shard, digest()) if self._site.owns else None)
+        of_shard = dict(pair for pair in of_ranks if pair is not None)
+        if self._site.shards == 1:
+            return of_shard[0]
+        return hashlib.sha256("".join(of_shard[shard] for shard in sorted(of_shard)).encode()).hexdigest()[:16]
+
+    def measure_frozen(self) -> None:
+        """Sets the digest of the parameters that the optimizer does not train, if the model has some.
+
+        Warns if it is another one than before.
+        """
+        frozen = {} if self._model is None else self._model.frozen(self._trained.values())
+        if not frozen:
+            return
+        before = self.digests.get(FROZEN)
+        self.digests[FROZEN] = self.joint(lambda: digest_of(frozen))
+        if before not in (None, self.digests[FROZEN]) and self._site.leads:
+            logger.warning(
+                "parameters that the optimizer does not train have changed since the start (of %s); they are not "
+                "averaged, so give them to the optimizer, or leave them as they are",
+                listed(list(frozen)),
+            )
+
+    def measure_all(self) -> None:
+        """Sets the digests of all that the model computes with. The caller holds the tensors' lock."""
+        self.measure_frozen()
+        buffers = self._buffers if self._model is None else self._model.present_buffers
+        plain = {name.removeprefix(BUFFER): buffer for name, buffer in sorted(buffers.items())}
+        # By number, since a peer that was made without the model has no names for them.
+        numbered = {str(number): local(parameter) for number, parameter in enumerate(self._trained.values())}
+        self.digests["parameters"] = self.joint(lambda: digest_of(numbered))
+        if plain:
+            self.digests["buffers"] = self.joint(lambda: digest_of(plain))
+
+    def warn_of_other_bases(self, announcements: Mapping[str, bytes]) -> None:
+        """Warns of peers whose parameters that are not trained are others, once of each."""
+        own = self.digests[FROZEN]
+        progress = read_progress(announcements)
+        others = {name for name, peer in progress.items() if peer.parts.get(FROZEN, own) != own} - self._other_bases
+        self._other_bases |= others
+        if others:
+            logger.warning(
+                "%s: other values in parameters that the optimizer does not train, so these peers compute something "
+                "else, even if all trained parameters are equal; load the same base model at all peers",
+                listed(sorted(others)),
+            )
+
+
+def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    """A digest, 16 hexadecimal digits, of the names, shapes and values of tensors; of a DTensor those of this rank."""
+    digest = xxhash.xxh3_64()
+    for name, tensor in tensors.items():
+        values = "".join(digest_of_tensors([part]) for part in _plain_parts(tensor.detach()))
+        digest.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0{values}\0".encode(errors="surrogatepass"))
+    return digest.hexdigest()
+
+
+def _plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Dense tensors that hold the values of a tensor, which may be sparse, quantized or on no device."""
+    if is_divided(tensor):
+        return _plain_parts(local(tensor))
+    if is_traceable_wrapper_subclass(tensor):
+        return [part for name in tensor.__tensor_flatten__()[0] for part in _plain_parts(getattr(tensor, name))]
+    if tensor.is_quantized:
+        return [tensor.int_repr()]
+    if tensor.is_meta:
+        return []
+    return [(tensor if tensor.layout is torch.strided else tensor.to_dense()).resolve_conj().resolve_neg()]
+
+
+def _changed(kind: str, name: str, how: str) -> str:
+    rest = "" if kind == "parameter" else "; if the model does so in every step, leave the buffer out with `buffers`"
+    return (
+        f"{kind} {name!r} of the model {how} since the averager was made, as load_state_dict(assign=True) and "
+        "assignments to modules do; write values in place, or close this averager and make a new one with a new "
+        f"optimizer{rest}"
+    )
+
+
+def _named_tensors(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The parameters and the persistent buffers of a model by name."""
+    parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
+    buffers = dict(model.named_buffers())
+    for prefix, module in model.named_modules():
+        for key in module._non_persistent_buffers_set:
+            buffers.pop(f"{prefix}.{key}" if prefix else key, None)
+    names = without_wrappers([*parameters, *buffers])
+    return dict(zip(names, parameters.values(), strict=False)), dict(
+        zip(names[len(parameters) :], buffers.values(), strict=True)
+    )
+
+
+# What an optimizer trains, and which buffers the peers have in common.
 
 
 def named_parameters(optimizer: torch.optim.Optimizer, model: TrainedModel | None = None) -> dict[str, torch.Tensor]:
@@ -24,10 +256,12 @@ def named_parameters(optimizer: torch.optim.Optimizer, model: TrainedModel | Non
     `group0.param0` and so on.
 
     Raises:
-        ConfigError: the model lacks one of them.
+        ConfigError: this is no optimizer, or the model lacks one of its parameters.
         TensorError: a parameter is not floating-point, does not require a gradient or is not writable, or two
             parameters have the same name.
     """
+    if not hasattr(optimizer, "param_groups"):
+        raise ConfigError(f"the first argument must be an optimizer, not {type(optimizer).__name__}")
     named: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for names, group in zip(_names(optimizer, model), optimizer.param_groups, strict=True):
@@ -89,7 +323,9 @@ def named_buffers(given: Any, model: TrainedModel | None = None) -> ModelBuffers
         TensorError: a given buffer is not writable.
     """
     if given is None:
-        named = {} if model is None else {name: one for name, one in model.buffers.items() if _can_be_sent(one)}
+        named = (
+            {} if model is None else {name: buffer for name, buffer in model.buffers.items() if _can_be_sent(buffer)}
+        )
     else:
         named = _given_buffers(given, model)
     prefixed = {BUFFER + name: buffer for name, buffer in named.items()}
@@ -142,3 +378,88 @@ def _check_writable(what: str, tensor: torch.Tensor) -> None:
         stride == 0 and extent > 1 for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)
     ):
         raise TensorError(f"several elements of {what} share memory, as after expand(); clone() it")
+
+
+# Integer buffers, such as the count of batches in BatchNorm: the members of a round take the largest value of each.
+
+
+KEY = "counters"
+"""Key of the packed values in a member's `gather`. The rest of the map is what the strategy sends."""
+
+MAX_EACH, MAX_ALL = 1024, 2048
+"""Elements of one counter, and of all: `gather` has room for 64 KiB. Larger buffers are tables rather than counts."""
+
+MAX_VALUE = 2**53
+"""Larger values of others are ignored, so that no member can make a counter overflow."""
+
+KINDS = (torch.int64, torch.int32, torch.int16)
+
+
+class Counters:
+    """The counters among the buffers that are not averaged, paired by their names.
+
+    Args:
+        buffers: all of these, by name, in any order.
+    """
+
+    def __init__(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        self._named: dict[str, torch.Tensor] = {}
+        left = MAX_ALL
+        for name, buffer in sorted(buffers.items()):
+            if buffer.dtype in KINDS and buffer.numel() <= min(MAX_EACH, left):
+                self._named[name] = buffer
+                left -= buffer.numel()
+        names = "".join(f"{name}\0{buffer.numel()}\0" for name, buffer in self._named.items())
+        self._digest = xxhash.xxh3_64_intdigest(names.encode(errors="surrogatepass")) & (MAX_VALUE - 1)
+        self._warned = False
+
+    def __bool__(self) -> bool:
+        return bool(self._named)
+
+    def added_to(self, gather: Any) -> Any:
+        """What a member sends to its group: its strategy's `gather`, a map or nothing, and the present values."""
+        if not self or not (gather is None or isinstance(gather, dict)):
+            return gather  # the application chose another form
+        values = [value for counter in self._named.values() for value in counter.reshape(-1).tolist()]
+        return {**(gather or {}), KEY: pack([self._digest, *values])}
+
+    @torch.no_grad()
+    def take_largest(self, gathered: Iterable[Any]) -> None:
+        """Raises each counter to the largest value that a member has sent.
+
+        Malformed values are ignored, and those of counters with other names, with one warning.
+        """
+        sizes = [counter.numel() for counter in self._named.values()]
+        received = [values for gather in gathered if (values := _values_in(gather))]
+        sent = [values for digest, *values in received if digest == self._digest and len(values) == sum(sizes)]
+        if any(digest != self._digest for digest, *_ in received) and not self._warned:
+            self._warned = True
+            logger.warning(
+                "a member of the group has other integer buffers than this peer (%s), so their largest values are not "
+                "taken; use the same model at all peers",
+                listed([name.removeprefix("buffer/") for name in self._named]),
+            )
+        if not sent:
+            return
+        largest = torch.split(torch.tensor(sent, dtype=torch.int64).amax(0), sizes)
+        for counter, new in zip(self._named.values(), largest, strict=True):
+            fitting = new.clamp(max=torch.iinfo(counter.dtype).max).reshape(counter.shape)
+            counter.copy_(torch.maximum(counter, fitting.to(counter.device, counter.dtype)))
+
+
+def without_counters(gathered: Any) -> Any:
+    """What the strategy or the application of a member has sent."""
+    if not isinstance(gathered, dict) or not isinstance(gathered.get(KEY), bytes):
+        return gathered
+    return {key: value for key, value in gathered.items() if key != KEY} or None
+
+
+def _values_in(gathered: Any) -> list[int]:
+    """The digest of the names and the values that a member has sent; empty if they are malformed or too large."""
+    packed = gathered.get(KEY) if isinstance(gathered, dict) else None
+    try:
+        values = unpack(packed, MAX_ALL + 2) if isinstance(packed, bytes) else []
+    except ValueError:
+        return []
+    sound = isinstance(values, list) and all(type(value) is int and abs(value) <= MAX_VALUE for value in values)
+    return values if sound else []

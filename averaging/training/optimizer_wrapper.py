@@ -1,16 +1,16 @@
-"""An optimizer that wraps another one, for subclasses that change `step`."""
+"""The part of an averager that is an optimizer."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
 
 from averaging.common import InProcess
 from averaging.errors import ConfigError
+from averaging.training.context import StrategyContext
+from averaging.training.training_state import TrainingState
 
 
 class OptimizerWrapper(InProcess, torch.optim.Optimizer):
@@ -27,6 +27,8 @@ class OptimizerWrapper(InProcess, torch.optim.Optimizer):
     """
 
     state_key = "averaging"
+    _training: StrategyContext
+    _training_state: TrainingState
     _instead = "save its state_dict(), or copy the inner `optimizer`"
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -73,7 +75,7 @@ class OptimizerWrapper(InProcess, torch.optim.Optimizer):
         """The inner optimizer's state dict, with the averager's own state under `state_key`."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        state_dict = {**self._inner.state_dict(), self.state_key: self._own_state()}
+        state_dict = {**self._inner.state_dict(), self.state_key: self._training_state.saved()}
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, state_dict)
             state_dict = state_dict if changed is None else changed
@@ -93,127 +95,53 @@ class OptimizerWrapper(InProcess, torch.optim.Optimizer):
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
         inner = {key: value for key, value in state_dict.items() if key != self.state_key}
-        self._load(inner, state_dict.get(self.state_key, self._own_state()))
+        self._training_state.load(inner, state_dict.get(self.state_key, self._training_state.saved()))
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def _own_state(self) -> dict[str, Any]:
-        """The value of `state_key` in the state dict."""
-        raise NotImplementedError
+    def train(self) -> None:
+        """Puts the training weights of a schedule-free optimizer into the model; call it before the first step.
 
-    def _load(self, inner: dict[str, Any], own: object) -> None:
-        """Loads the inner optimizer's state dict and a value of `_own_state`, which may be malformed."""
-        raise NotImplementedError
-
-
-def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `optimizer.step` requires a closure, as that of LBFGS does."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is closure.empty
-
-
-# The two sets of weights of a schedule-free optimizer: the model holds those to train, or those to evaluate.
-
-
-MODE = "train_mode"
-"""Where schedule-free optimizers keep their mode: a key of their parameter groups, or an attribute."""
-
-ITERATE = "z"
-"""The third sequence of a schedule-free optimizer in its state: both sets of weights are averages that involve it."""
-
-
-class WeightModes:
-    """Switches a schedule-free optimizer between its modes (Defazio et al., 2024, arXiv:2405.15682).
-
-    Its steps and all rounds use the training weights. While the evaluation weights are in the model, a copy of the
-    training weights is kept: the optimizer would compute them back with rounding errors, and a peer that evaluates
-    would differ from one that does not.
-
-    Args:
-        optimizer: any optimizer; if it has no modes, nothing here has an effect.
-        lock: the tensors' lock, see `Peer.tensors`.
-    """
-
-    def __init__(self, optimizer: Any, lock: Callable[[], AbstractContextManager[object]]) -> None:
-        self._optimizer, self._lock = optimizer, lock
-        self._kept: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # parameter, training weights, version
-        self._wanted: bool | None = None
-
-    @property
-    def exist(self) -> bool:
-        """Whether the optimizer has modes."""
-        switches = all(callable(getattr(self._optimizer, name, None)) for name in ("train", "eval"))
-        return switches and (hasattr(self._optimizer, MODE) or any(MODE in group for group in self._groups))
-
-    @property
-    def training(self) -> bool:
-        """Whether the model holds the training weights; True without modes."""
-        if not self.exist:
-            return True
-        mode = getattr(self._optimizer, MODE, None)
-        return bool(self._groups[0].get(MODE) if mode is None else mode)
-
-    @property
-    def _groups(self) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = self._optimizer.param_groups
-        return groups
+        Does nothing with other optimizers.
+        """
+        self._training.modes.train()
 
     def eval(self) -> None:
-        """Puts the evaluation weights into the model."""
-        if not (self.exist and self.training):
-            return
-        with self._lock(), torch.no_grad():
-            parameters = [parameter for group in self._groups for parameter in group["params"]]
-            kept = [parameter.detach().clone() for parameter in parameters]
-            self._optimizer.eval()
-            self._kept = [(one, was, one._version) for one, was in zip(parameters, kept, strict=True)]
+        """Puts the evaluation weights of a schedule-free optimizer into the model; call it before an evaluation.
 
-    def train(self) -> None:
-        """Puts the training weights into the model."""
-        if self.training:
-            return
-        with self._lock(), torch.no_grad():
-            untouched = [(one, was) for one, was, version in self._kept if one._version == version]
-            self._optimizer.train()
-            for parameter, was in untouched:
-                if _differ_by_rounding(parameter, was):
-                    parameter.copy_(was)
-            self._kept = []
+        Keeps a copy of the training weights, so that an evaluation does not change them by rounding. Does nothing with
+        other optimizers.
+        """
+        self._training.modes.eval()
 
-    @contextmanager
-    def weights(self, *, training: bool) -> Iterator[None]:
-        """Within the block the model holds the weights of that mode; afterwards those that it held before."""
-        before = self.training
-        self._switch(training)
-        try:
-            yield
-        finally:
-            self._switch(before)
+    def evaluation_weights(self) -> AbstractContextManager[None]:
+        """Wraps a block in which the model holds the weights to evaluate, to save or to publish.
 
-    def _switch(self, training: bool) -> None:
-        self.train() if training else self.eval()
+        These differ from the trained ones with schedule-free optimizers only.
+        """
+        return self._training.modes.weights(training=False)
 
-    def received(self, *, training: bool) -> None:
-        """Called with the mode of a state that is taken over; the caller holds the lock. See `settle`."""
-        self._kept = []
-        if not self.exist:
-            return
-        if self._wanted is None:
-            self._wanted = self.training
-        if hasattr(self._optimizer, MODE):
-            self._optimizer.train_mode = training
-        for group in self._groups:
-            if MODE in group:
-                group[MODE] = training
+    @property
+    def local_step(self) -> int:
+        """Number of calls of `step`, including those of the state that was downloaded or loaded."""
+        return self._training.local_step
 
-    def settle(self, *, wanted: bool = True) -> None:
-        """Called when a state has been taken over: switches to the mode from before, if that is `wanted`."""
-        if self._wanted is not None and wanted:
-            self._switch(self._wanted)
-        self._wanted = None
+    @property
+    def weight(self) -> float:
+        """Weight of this peer in the averages; finite and at least 0."""
+        return self._training.weight
 
+    @weight.setter
+    def weight(self, weight: float) -> None:
+        self._training.weight = weight
 
-def _differ_by_rounding(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are equal but for rounding errors; if not, the weights were replaced meanwhile."""
-    limit = 64 * torch.finfo(tensor.dtype).eps * other.abs().amax() if tensor.numel() else 0.0
-    return bool(((tensor - other).abs() <= limit).all())
+    def check_tensors(self) -> None:
+        """Checks that the averaged tensors are the trained ones, as every `step` does.
+
+        Raises:
+            TensorError: The model was moved or converted after the averager was made, or the inner optimizer has other
+                parameters now.
+            ClosedError: The averager was closed, or its thread has failed.
+        """
+        self._training.thread.check()
+        self._training.check_tensors()

@@ -1,15 +1,17 @@
-"""Copies of the parameters in an optimizer, such as float32 masters of bfloat16 parameters.
+"""Optimizers that hold further weights: copies of the parameters, or a second set of weights to evaluate.
 
-An optimizer that steps such a copy and then overwrites the parameter undoes whatever a round has written to it.
+An optimizer that steps a copy, such as a float32 master of a bfloat16 parameter, and then overwrites the parameter
+undoes whatever a round has written to it.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +19,6 @@ from typing import Any
 import torch
 
 from averaging.training.layout import local
-from averaging.training.optimizer_wrapper import needs_closure
 
 logger = logging.getLogger("averaging.training")
 
@@ -46,7 +47,7 @@ class _Copy:
 
     def equal(self) -> bool:
         dtype = self._narrower
-        heads = (one.reshape(-1)[:1].to(self.parameter.device, dtype) for one in (self.tensor, self.parameter))
+        heads = (tensor.reshape(-1)[:1].to(self.parameter.device, dtype) for tensor in (self.tensor, self.parameter))
         return torch.equal(*heads) and torch.equal(*self._narrow())
 
     def refresh(self) -> None:
@@ -58,7 +59,7 @@ class _Copy:
 
     @property
     def _narrower(self) -> torch.dtype:
-        return min(self.tensor.dtype, self.parameter.dtype, key=lambda one: one.itemsize)
+        return min(self.tensor.dtype, self.parameter.dtype, key=lambda dtype: dtype.itemsize)
 
     def _narrow(self) -> tuple[torch.Tensor, torch.Tensor]:
         dtype, device = self._narrower, self.parameter.device
@@ -84,7 +85,7 @@ class ParameterCopies:
     def __init__(self, optimizer: Any, parameters: Mapping[str, torch.Tensor]) -> None:
         self._optimizer, self._parameters = optimizer, parameters
         self._stale: list[_Copy] = []  # that the write in progress makes differ
-        self._told: set[str] = set()  # groups of copies that were logged
+        self._logged: set[str] = set()  # groups of copies that were logged
         self._seen: dict[str, list[torch.Tensor]] = {}  # beginnings of the parameters that a group equalled first
         self._jump: tuple[torch.Tensor, torch.Tensor] | None = None  # samples before and after the last write
         self._probes_left = 0 if needs_closure(optimizer) else MAX_PROBES
@@ -92,7 +93,7 @@ class ParameterCopies:
     @contextmanager
     def following(self) -> Iterator[None]:
         """Wraps a write to the parameters that is not the optimizer's own."""
-        self._stale = [one for found in self._find().values() for one in found]
+        self._stale = [pair for copies in self._find().values() for pair in copies]
         before = self._sample()
         try:
             yield
@@ -106,8 +107,8 @@ class ParameterCopies:
     def refresh(self) -> None:
         """Writes the parameters to their copies if a write is in progress; also called before a state is committed."""
         with torch.no_grad():
-            for one in self._stale:
-                one.refresh()
+            for pair in self._stale:
+                pair.refresh()
         self._stale = []
 
     def stepped(self) -> None:
@@ -118,17 +119,17 @@ class ParameterCopies:
         now = self._sample()
         if not _is_nearer(now, before, after):
             return
-        found = self._find(quiet=True)
+        copies = self._find(quiet=True)
         self._probes_left -= 1
-        if self._undoes(now, after, [one for name in found.keys() & self._told for one in found[name]]):
+        if self._undoes(now, after, [pair for name in copies.keys() & self._logged for pair in copies[name]]):
             self._probes_left = 0
-            self._warn(sorted(found.keys() - self._told))
+            self._warn(sorted(copies.keys() - self._logged))
 
-    def _warn(self, found: list[str]) -> None:
+    def _warn(self, groups: list[str]) -> None:
         kind = type(self._optimizer).__name__
-        if found:
-            self._told.update(found)
-            names = ", ".join(found)
+        if groups:
+            self._logged.update(groups)
+            names = ", ".join(groups)
             rest = f"These are in {names}, and from now on what a round writes is written to them too"
         else:
             rest = (
@@ -149,26 +150,26 @@ class ParameterCopies:
         for name, owner, tensor in _tensors_in(self._optimizer, own):
             if tensor.is_floating_point():
                 groups.setdefault(name, []).append((owner, tensor))
-        found = {name: copies for name, one in groups.items() if (copies := self._copies(name, one))}
-        if (news := found.keys() - self._told) and not quiet:
-            self._told |= news
+        by_name = {name: copies for name, group in groups.items() if (copies := self._copies(name, group))}
+        if (news := by_name.keys() - self._logged) and not quiet:
+            self._logged |= news
             logger.info(
                 "%s keeps copies of the parameters (%s); what rounds write to the parameters is written to them too",
                 type(self._optimizer).__name__,
                 ", ".join(sorted(news)),
             )
-        return found
+        return by_name
 
     def _copies(self, name: str, tensors: Sequence[tuple[torch.Tensor | None, torch.Tensor]]) -> list[_Copy]:
         """The copies in a group of tensors: all of them, or none."""
         pairs = _paired(tensors, list(self._parameters.values()))
-        if not pairs or not all(one.equal() for one in pairs):
+        if not pairs or not all(pair.equal() for pair in pairs):
             self._seen.pop(name, None)
             return []
-        values = [one.parameter.reshape(-1)[:SAMPLED] for one in pairs]
+        values = [pair.parameter.reshape(-1)[:SAMPLED] for pair in pairs]
         if all(bool((value == value[0]).all()) for value in values if value.numel()):
             return []
-        if TELLING.search(name) or any(one.tensor.dtype != one.parameter.dtype for one in pairs):
+        if TELLING.search(name) or any(pair.tensor.dtype != pair.parameter.dtype for pair in pairs):
             return pairs
         before = self._seen.setdefault(name, [value.clone() for value in values])
         same = len(before) == len(values) and all(map(torch.equal, before, values))
@@ -195,8 +196,8 @@ class ParameterCopies:
                 elements = _elements(parameter)
                 elements.copy_(other[start : start + len(elements)])
                 start += len(elements)
-            for one in known:
-                one.refresh()
+            for pair in known:
+                pair.refresh()
             changed = self._sample()
             with suppress(Exception):  # an optimizer may be unable to make such a step; that is no finding
                 self._optimizer.step()
@@ -222,7 +223,9 @@ def _paired(tensors: Sequence[tuple[torch.Tensor | None, torch.Tensor]], paramet
     pairs = []
     rest = iter(parameters)
     for owner, tensor in tensors:
-        parameter = next((one for one in rest if one.shape == tensor.shape), None) if owner is None else owner
+        parameter = (
+            next((candidate for candidate in rest if candidate.shape == tensor.shape), None) if owner is None else owner
+        )
         if parameter is None or parameter.shape != tensor.shape or not tensor.numel():
             return []
         pairs.append(_Copy(local(tensor).detach(), local(parameter).detach()))
@@ -307,3 +310,116 @@ def _reset(values: dict[str, Any]) -> Callable[[], None]:
                 values[key] = value
 
     return reset
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `optimizer.step` requires a closure, as that of LBFGS does."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
+
+
+# The two sets of weights of a schedule-free optimizer: the model holds those to train, or those to evaluate.
+
+
+MODE = "train_mode"
+"""Where schedule-free optimizers keep their mode: a key of their parameter groups, or an attribute."""
+
+ITERATE = "z"
+"""The third sequence of a schedule-free optimizer in its state: both sets of weights are averages that involve it."""
+
+
+class WeightModes:
+    """Switches a schedule-free optimizer between its modes (Defazio et al., 2024, arXiv:2405.15682).
+
+    Its steps and all rounds use the training weights. While the evaluation weights are in the model, a copy of the
+    training weights is kept: the optimizer would compute them back with rounding errors, and a peer that evaluates
+    would differ from one that does not.
+
+    Args:
+        optimizer: any optimizer; if it has no modes, nothing here has an effect.
+        lock: the tensors' lock, see `Peer.tensors`.
+    """
+
+    def __init__(self, optimizer: Any, lock: Callable[[], AbstractContextManager[object]]) -> None:
+        self._optimizer, self._lock = optimizer, lock
+        self._kept: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # parameter, training weights, version
+        self._wanted: bool | None = None
+
+    @property
+    def exist(self) -> bool:
+        """Whether the optimizer has modes."""
+        switches = all(callable(getattr(self._optimizer, name, None)) for name in ("train", "eval"))
+        return switches and (hasattr(self._optimizer, MODE) or any(MODE in group for group in self._groups))
+
+    @property
+    def training(self) -> bool:
+        """Whether the model holds the training weights; True without modes."""
+        if not self.exist:
+            return True
+        mode = getattr(self._optimizer, MODE, None)
+        return bool(self._groups[0].get(MODE) if mode is None else mode)
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = self._optimizer.param_groups
+        return groups
+
+    def eval(self) -> None:
+        """Puts the evaluation weights into the model."""
+        if not (self.exist and self.training):
+            return
+        with self._lock(), torch.no_grad():
+            parameters = [parameter for group in self._groups for parameter in group["params"]]
+            kept = [parameter.detach().clone() for parameter in parameters]
+            self._optimizer.eval()
+            self._kept = [(parameter, was, parameter._version) for parameter, was in zip(parameters, kept, strict=True)]
+
+    def train(self) -> None:
+        """Puts the training weights into the model."""
+        if self.training:
+            return
+        with self._lock(), torch.no_grad():
+            untouched = [(parameter, was) for parameter, was, version in self._kept if parameter._version == version]
+            self._optimizer.train()
+            for parameter, was in untouched:
+                if _differ_by_rounding(parameter, was):
+                    parameter.copy_(was)
+            self._kept = []
+
+    @contextmanager
+    def weights(self, *, training: bool) -> Iterator[None]:
+        """Within the block the model holds the weights of that mode; afterwards those that it held before."""
+        before = self.training
+        self._switch(training)
+        try:
+            yield
+        finally:
+            self._switch(before)
+
+    def _switch(self, training: bool) -> None:
+        self.train() if training else self.eval()
+
+    def received(self, *, training: bool) -> None:
+        """Called with the mode of a state that is taken over; the caller holds the lock. See `settle`."""
+        self._kept = []
+        if not self.exist:
+            return
+        if self._wanted is None:
+            self._wanted = self.training
+        if hasattr(self._optimizer, MODE):
+            self._optimizer.train_mode = training
+        for group in self._groups:
+            if MODE in group:
+                group[MODE] = training
+
+    def settle(self, *, wanted: bool = True) -> None:
+        """Called when a state has been taken over: switches to the mode from before, if that is `wanted`."""
+        if self._wanted is not None and wanted:
+            self._switch(self._wanted)
+        self._wanted = None
+
+
+def _differ_by_rounding(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal but for rounding errors; if not, the weights were replaced meanwhile."""
+    limit = 64 * torch.finfo(tensor.dtype).eps * other.abs().amax() if tensor.numel() else 0.0
+    return bool(((tensor - other).abs() <= limit).all())

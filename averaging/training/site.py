@@ -10,29 +10,35 @@ other.
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 
 from averaging.common import parse_address
 from averaging.config import AUTO, PeerConfig
 from averaging.errors import AveragingError, ConfigError, SiteError
+from averaging.receipts import PeerStatus
 from averaging.training.control_group import ControlGroup, ranks_of
-from averaging.training.layout import layout_of
+from averaging.training.layout import is_divided, layout_of
 
 T = TypeVar("T")
+
+STATUS_SECONDS = 0.25
+"""Seconds between two times that the leader of a site tells its status to the other ranks."""
 
 
 class Site:
     """A site of one process, which decides alone.
 
     Attributes:
-        rank: of this process in the site.
+        rank: rank of this process in the site.
         size: number of ranks.
         shard: number of this rank's shard.
         shards: number of shards into which the model is divided.
@@ -46,16 +52,19 @@ class Site:
     leads = owns = True
     layout = ""
 
-    def agreed(self, question: Callable[[], T]) -> T:
-        """The leader's answer to a question, at every rank; its exception, if it raises one.
+    def broadcast_from_leader(self, question: Callable[[], T]) -> T:
+        """Runs `question` at the leader and returns its result at every rank; raises its exception there, if it does.
+
+        Whether a round is due, and all else that depends on clocks, chance or other peers, is such a question. The
+        result must be picklable.
 
         Raises:
             SiteError: a rank is lost.
         """
         return question()
 
-    def together(self, work: Callable[[], T]) -> list[T]:
-        """Does some work at every rank; returns the results in the order of the ranks.
+    def all_gather(self, work: Callable[[], T]) -> list[T]:
+        """Runs `work` at every rank and returns all results, in the order of the ranks.
 
         Raises:
             Exception: what the work has raised, at every rank, even if only one of them has failed.
@@ -63,8 +72,8 @@ class Site:
         """
         return [work()]
 
-    def of_the_owner(self, make: Callable[[], T]) -> T:
-        """Like `agreed`, but each rank gets the answer of the owner of its shard."""
+    def broadcast_from_owner(self, make: Callable[[], T]) -> T:
+        """Like `broadcast_from_leader`, but the owner of each shard answers the ranks that hold the same shard."""
         return make()
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -83,16 +92,45 @@ class _Answer:
     news: Any = None
 
 
-class LeaderStatusSource(Protocol):
-    """What the leader tells the other ranks beside its answers."""
+@dataclass(frozen=True, slots=True)
+class LeaderStatus:
+    """What the leader of a site knows: the peers, the status and state version of its own, and whether it has left."""
 
-    def latest(self) -> Any:
-        """What is new at the leader; None if nothing is."""
-        ...
+    peers: frozenset[str]
+    status: PeerStatus | None
+    version: int
+    left: bool
 
-    def told(self, news: Any) -> None:
-        """Called with what was new, at every rank."""
-        ...
+
+NO_STATUS = LeaderStatus(frozenset(), None, 0, False)
+
+
+class LeaderStatusRelay:
+    """Keeps what the leader of a site tells the other ranks along with its answers, so that it is alike everywhere.
+
+    Args:
+        read: function that returns the leader's status; called at the leader.
+
+    Attributes:
+        last: what was told last.
+    """
+
+    def __init__(self, read: Callable[[], LeaderStatus]) -> None:
+        self._read = read
+        self._next = math.inf
+        self.last = NO_STATUS
+
+    def latest(self) -> LeaderStatus | None:
+        """What the leader tells with this answer; None if it told something less than `STATUS_SECONDS` ago."""
+        if time.monotonic() < self._next:
+            return None
+        self._next = time.monotonic() + STATUS_SECONDS
+        return self._read()
+
+    def tell_now(self, site: Site) -> None:
+        """Broadcasts the status to all ranks now, not only with the next answer after a while."""
+        self._next = 0.0
+        site.broadcast_from_leader(lambda: None)
 
 
 class ProcessGroupSite(Site):
@@ -102,14 +140,14 @@ class ProcessGroupSite(Site):
 
     Args:
         group: the process group.
-        parameters: of the model, from which it is read how the ranks divide it.
-        news: told along with the leader's answers.
+        parameters: the model's parameters by name; DTensor placements define the shards.
+        relay: what is told along with the leader's answers.
 
     Raises:
         ConfigError: torch.distributed is not initialized, or this process is not in the group.
     """
 
-    def __init__(self, group: object, parameters: Mapping[str, torch.Tensor], news: LeaderStatusSource) -> None:
+    def __init__(self, group: object, parameters: Mapping[str, torch.Tensor], relay: LeaderStatusRelay) -> None:
         ranks = ranks_of(group)
         layout = layout_of(parameters, len(ranks))
         self._group = ControlGroup(ranks)
@@ -118,7 +156,7 @@ class ProcessGroupSite(Site):
         self.shard = layout.shard_of[self.rank]
         owner = layout.shard_of.index(self.shard)
         self.leads, self.owns = self.rank == 0, self.rank == owner
-        self._news = news
+        self._relay = relay
         self._answering = False
         self._lost = ""
         self._replicas = self._group if self.shards == 1 else None
@@ -126,21 +164,21 @@ class ProcessGroupSite(Site):
         if self.shards > 1 and len(copies) > 1:
             self._replicas = ControlGroup(copies)
 
-    def agreed(self, question: Callable[[], T]) -> T:
+    def broadcast_from_leader(self, question: Callable[[], T]) -> T:
         """See `Site`."""
         if self._answering:
             return question()  # part of the answer to another question, which only the leader is asked
-        answer: T = self._told(self.leads, question, self._group, self._news.latest)
+        answer: T = self._broadcast(self.leads, question, self._group, self._relay.latest)
         return answer
 
-    def of_the_owner(self, make: Callable[[], T]) -> T:
+    def broadcast_from_owner(self, make: Callable[[], T]) -> T:
         """See `Site`."""
         if self._replicas is None:
             return make()
-        made: T = self._told(self.owns, make, self._replicas, lambda: None)
+        made: T = self._broadcast(self.owns, make, self._replicas, lambda: None)
         return made
 
-    def together(self, work: Callable[[], T]) -> list[T]:
+    def all_gather(self, work: Callable[[], T]) -> list[T]:
         """See `Site`."""
         failure: BaseException | None = None
         answer = _Answer()
@@ -152,10 +190,10 @@ class ProcessGroupSite(Site):
             heard = self._group.all_gather(answer)
         if failure is not None:
             raise failure
-        for one in heard:
-            if one.error is not None:
-                raise one.error
-        return [one.value for one in heard]
+        for other in heard:
+            if other.error is not None:
+                raise other.error
+        return [other.value for other in heard]
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> None:
         """See `Site`."""
@@ -176,8 +214,10 @@ class ProcessGroupSite(Site):
         if self._replicas is not None:
             self._replicas.close()
 
-    def _told(self, asked: bool, question: Callable[[], Any], group: ControlGroup, news: Callable[[], Any]) -> Any:
-        """What the rank that is asked answers."""
+    def _broadcast(self, asked: bool, question: Callable[[], Any], group: ControlGroup, news: Callable[[], Any]) -> Any:
+        """Runs `question` at the rank that is `asked`; all ranks of the group return its result, or raise."""
+        # What one rank raises before the broadcast is sent as the answer: the others wait for one, and would wait until
+        # the group's time-out.
         failure: BaseException | None = None
         packed = b""
         if asked:
@@ -192,7 +232,7 @@ class ProcessGroupSite(Site):
             packed = group.broadcast(packed)
         answer: _Answer = pickle.loads(packed)  # noqa: S301 - of a rank of this job, see above
         if answer.news is not None:
-            self._news.told(answer.news)
+            self._relay.last = answer.news
         if failure is not None:
             raise failure
         if answer.error is not None:
@@ -201,7 +241,7 @@ class ProcessGroupSite(Site):
 
     @contextmanager
     def _collective(self, failure: BaseException | None = None) -> Iterator[None]:
-        """Wraps what all ranks do at once. If it is interrupted, the ranks no longer go the same way."""
+        """Context of one collective call. If it raises, this rank is out of step, and later calls raise SiteError."""
         if self._lost:
             raise SiteError(f"rank {self.rank} of this site cannot go on: {self._lost}") from failure
         try:
@@ -211,6 +251,28 @@ class ProcessGroupSite(Site):
             raise
         if failure is not None and not isinstance(failure, Exception):
             self._lost = f"it was interrupted by {type(failure).__name__}"
+
+
+NO_GROUP: object = object()
+"""Default of `process_group`: single-process training. A sentinel, since `dist.group.WORLD` is None before
+init_process_group()."""
+
+
+def site_of(process_group: object, parameters: Mapping[str, torch.Tensor], relay: LeaderStatusRelay) -> Site:
+    """The site of this process.
+
+    Raises:
+        ConfigError: there is no such group, or the model is divided and no group was given.
+    """
+    if process_group is not NO_GROUP:
+        return ProcessGroupSite(process_group, parameters, relay)
+    divided = next((name for name, parameter in parameters.items() if is_divided(parameter)), None)
+    if divided is not None:
+        raise ConfigError(
+            f"parameter {divided!r} is divided between processes; give the averager their process group, such as "
+            "process_group=torch.distributed.group.WORLD"
+        )
+    return Site()
 
 
 def _portable(error: BaseException, rank: int) -> BaseException:
@@ -245,8 +307,8 @@ def of_rank(config: PeerConfig, site: Site, leader: str) -> PeerConfig:
     likewise.
 
     Args:
-        config: as given.
-        site: of the rank.
+        config: the options of the site.
+        site: the rank's site.
         leader: endpoint of the leader.
     """
     if site.leads:
@@ -267,7 +329,9 @@ def of_rank(config: PeerConfig, site: Site, leader: str) -> PeerConfig:
 
 def described(config: PeerConfig, **further: object) -> dict[str, str]:
     """What all ranks of a site must have alike, by name."""
-    own = {one.name: repr(getattr(config, one.name)) for one in fields(config) if one.name not in OF_ONE_RANK}
+    own = {
+        option.name: repr(getattr(config, option.name)) for option in fields(config) if option.name not in OF_ONE_RANK
+    }
     return own | {name: repr(value) for name, value in further.items()}
 
 
@@ -280,12 +344,12 @@ def check_alike(descriptions: Sequence[Mapping[str, str]]) -> None:
     Raises:
         ConfigError: two ranks differ; the message names the first difference.
     """
-    for rank, one in enumerate(descriptions):
+    for rank, description in enumerate(descriptions):
         for name, value in descriptions[0].items():
-            if one[name] != value:
+            if description[name] != value:
                 raise ConfigError(
                     f"the ranks of a site need the same options, but {name} is {value:.200} at rank 0 and "
-                    f"{one[name]:.200} at rank {rank}"
+                    f"{description[name]:.200} at rank {rank}"
                 )
 
 

@@ -137,12 +137,12 @@ def compare_progress(
     """
     progress = read_progress(announcements)
     ahead, refused = _judge_all(own, progress, progress, members, ignored)
-    ready = {name: one for name, one in progress.items() if name not in absent and _trains(one) is trains}
-    alike = [one for one in ready.values() if one.history == own.history]
+    ready = {name: peer for name, peer in progress.items() if name not in absent and _trains(peer) is trains}
+    alike = [peer for peer in ready.values() if peer.history == own.history]
     return Others(
         together=_together(own.history, ready, partners),
-        samples=sum(one.samples for one in alike),
-        computing=sum(one.computing for one in alike),
+        samples=sum(peer.samples for peer in alike),
+        computing=sum(peer.computing for peer in alike),
         ahead=ahead,
         refused=refused,
     )
@@ -152,16 +152,18 @@ def find_together(
     own: History, announcements: Mapping[str, bytes], partners: Collection[str] = (), *, trains: bool = True
 ) -> tuple[str, ...]:
     """The `together` of `compare_progress`."""
-    ready = {name: one for name, one in read_progress(announcements).items() if _trains(one) is trains}
+    ready = {name: peer for name, peer in read_progress(announcements).items() if _trains(peer) is trains}
     return _together(own, ready, partners)
 
 
 def _together(own: History, ready: Mapping[str, Progress], partners: Collection[str]) -> tuple[str, ...]:
-    return tuple(name for name, one in ready.items() if one.history == own or (name in partners and one.history < own))
+    return tuple(
+        name for name, peer in ready.items() if peer.history == own or (name in partners and peer.history < own)
+    )
 
 
-def _trains(one: Progress) -> bool:
-    return one.stage is Stage.TRAINING
+def _trains(peer: Progress) -> bool:
+    return peer.stage is Stage.TRAINING
 
 
 def look_for_greater_origin(
@@ -173,7 +175,7 @@ def look_for_greater_origin(
 ) -> Others:
     """Like `compare_progress`, for strategies whose peers may differ: only a peer of another origin can be ahead."""
     progress = read_progress(announcements)
-    strangers = {name: one for name, one in progress.items() if one.history.origin.id != own.history.origin.id}
+    strangers = {name: peer for name, peer in progress.items() if peer.history.origin.id != own.history.origin.id}
     ahead, refused = _judge_all(own, strangers, progress, members, ignored)
     return Others(tuple(name for name in progress if name not in strangers), 0.0, 0.0, ahead, refused)
 
@@ -187,10 +189,10 @@ def _judge_all(
 ) -> tuple[dict[str, History], dict[str, History]]:
     """The peers among `claims` whose history this peer takes over, and those whose greater history it refuses."""
     by_history: dict[History, list[str]] = {}
-    for name, one in claims.items():
-        known = one.history == own.history or (one.history < own.history and own.history.includes(one.history))
-        if not known and one.donates and name not in ignored and not name.startswith(CLIENT_PREFIX):
-            by_history.setdefault(one.history, []).append(name)
+    for name, peer in claims.items():
+        known = peer.history == own.history or (peer.history < own.history and own.history.includes(peer.history))
+        if not known and peer.donates and name not in ignored and not name.startswith(CLIENT_PREFIX):
+            by_history.setdefault(peer.history, []).append(name)
     members = {name: member_of(name, "") for name in peers} if members is None else members
     ahead: dict[str, History] = {}
     refused: dict[str, History] = {}
@@ -241,18 +243,18 @@ def _sides(own: Own, theirs: History, peers: Mapping[str, Progress], members: Ma
     here, there = _Side(), _Side()
     if own.standing.made or (same_origin and not own.history.step):
         here.add("", own.member, own.standing.announced)
-    for name, one in peers.items():
+    for name, peer in peers.items():
         # Who has made no step of a history has only taken it over. Before the first step nobody has.
-        if not one.made and not (same_origin and not one.history.step):
+        if not peer.made and not (same_origin and not peer.history.step):
             continue
-        if _stands_behind(one.history, theirs):
-            there.add(name, members.get(name, ""), one.made)
+        if _stands_behind(peer.history, theirs):
+            there.add(name, members.get(name, ""), peer.made)
         elif (
-            one.history.includes(own.history)
-            or own.history.includes(one.history)
-            or (not same_origin and one.history.origin.id == own.history.origin.id)
+            peer.history.includes(own.history)
+            or own.history.includes(peer.history)
+            or (not same_origin and peer.history.origin.id == own.history.origin.id)
         ):
-            here.add(name, members.get(name, ""), one.made)
+            here.add(name, members.get(name, ""), peer.made)
     return here, there
 
 
@@ -312,16 +314,16 @@ def rank_donors(
     origins = {peers[name].history.origin.id for name in donors & peers.keys()}
     claims, given_names = [], set(given)
     for origin in origins:
-        offers = [one.history for name, one in peers.items() if name in donors and one.history.origin.id == origin]
+        offers = [peer.history for name, peer in peers.items() if name in donors and peer.history.origin.id == origin]
         behind = _reached(History(origin=Origin(id=origin)), peers, members)
-        told = not given_names.isdisjoint(behind)
-        claims.append(Claim(max(offers), _members(behind, members), tuple(sorted(behind)), told))
+        is_given = not given_names.isdisjoint(behind)
+        claims.append(Claim(max(offers), _members(behind, members), tuple(sorted(behind)), is_given))
     of_one_machine = len(frozenset[str]().union(*(claim.members for claim in claims))) == 1
     claims.sort(key=lambda claim: claim.weight(of_one_machine=of_one_machine), reverse=True)
     if not claims:
         return [name for _, name in sorted(offered, key=lambda donor: (-donor[0], donor[1]))], []
     place = {claim.history.origin.id: number for number, claim in enumerate(claims)}
-    reached = {history: _reached(history, peers, members) for history in {one.history for one in peers.values()}}
+    reached = {history: _reached(history, peers, members) for history in {peer.history for peer in peers.values()}}
 
     def outvoted(history: History, claim: Claim) -> bool:
         if len(claim.members) > 1:
@@ -342,7 +344,7 @@ def rank_donors(
 
 def _reached(history: History, peers: Mapping[str, Progress], members: Mapping[str, str]) -> list[str]:
     """The peers that count and have made the steps of a history; without global steps, as many local ones."""
-    return [name for name, one in peers.items() if members.get(name) and one.made and one.history.includes(history)]
+    return [name for name, peer in peers.items() if members.get(name) and peer.made and peer.history.includes(history)]
 
 
 def _members(names: Collection[str], members: Mapping[str, str]) -> frozenset[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -13,11 +13,12 @@ import torch
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau
 
 from averaging.common import all_numbers_finite, first_other_name, is_count
+from averaging.config import NonFinite
 from averaging.errors import ConfigError, StateError
 from averaging.state import ExtraState, State
-from averaging.training.context import Training
+from averaging.training.context import StrategyContext
 from averaging.training.history import History
-from averaging.training.layout import local
+from averaging.training.layout import as_divided, local
 from averaging.training.optimizer_state import PREFIX, load_optimizer, pack_optimizer, restored_on_error
 
 # The learning rate scheduler that an averager drives.
@@ -125,12 +126,24 @@ def set_initial_lr(optimizer: torch.optim.Optimizer) -> None:
 logger = logging.getLogger("averaging.training")
 
 
+MAX_STEPS = 10_000_000
+"""Default maximum of the steps in a downloaded state. A scheduler takes up to two minutes for them."""
+
+
 class StrategyState(Protocol):
     """The part of a strategy that its state needs."""
 
     history: History
 
-    def announced_history(self, training: Training) -> History:
+    def schedule(self, training: StrategyContext) -> int:
+        """Number of steps that a scheduler driven by the averager must have made by now."""
+        ...
+
+    def joined(self, training: StrategyContext) -> None:
+        """Called when a checkpoint was loaded."""
+        ...
+
+    def announced_history(self, training: StrategyContext) -> History:
         """The history with which other peers compare theirs."""
         ...
 
@@ -160,19 +173,31 @@ class TrainingState:
     Args:
         training: has the optimizer, the buffers that are not averaged, and the step counter.
         strategy: strategy of the averager.
-        scheduler: driven by the averager, if there is one. Newcomers do not get its state; they drive their own.
+        scheduler: function that makes a scheduler of the inner optimizer; None without one.
         max_steps: a state that claims more steps is refused.
+
+    Attributes:
+        scheduler: driven by the averager, if there is one. Newcomers do not get its state; they drive their own.
+
+    Raises:
+        ConfigError: the scheduler cannot be driven.
     """
 
     def __init__(
         self,
-        training: Training,
+        training: StrategyContext,
         strategy: StrategyState,
-        scheduler: LRScheduler | None,
+        scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None,
         max_steps: int,
     ) -> None:
-        self._training, self._strategy, self._scheduler = training, strategy, scheduler
-        self._max_steps = max_steps
+        self._training, self._strategy, self._max_steps = training, strategy, max_steps
+        self.scheduler = None if scheduler is None else make_scheduler(scheduler, training.optimizer)
+        self._driver = None if self.scheduler is None else SchedulerDriver(self.scheduler, training.optimizer)
+
+    def drive_scheduler(self) -> None:
+        """Steps the scheduler until it has made the steps of the strategy."""
+        if self._driver is not None:
+            self._driver.drive(self._strategy.schedule(self._training))
 
     # For newcomers
 
@@ -210,7 +235,8 @@ class TrainingState:
             raise StateError(f"its strategy is {strategy!r:.100}")
         self._check_kind(strategy)
         steps = max(local_step, History.unpack(strategy["history"]).step if "history" in strategy else 0)
-        if not (self._training.allows_non_finite or all_numbers_finite(user["optimizer"], strategy)):
+        refuses = self._training.peer.config.non_finite is NonFinite.REFUSE
+        if refuses and not all_numbers_finite(user["optimizer"], strategy):
             raise StateError("a number in it is NaN or infinite; non_finite='allow' takes it over")
         if steps > self._max_steps:
             raise StateError(
@@ -255,7 +281,7 @@ class TrainingState:
     def saved(self) -> dict[str, Any]:
         """The state for checkpoints (copied), besides the state dicts of the model and the inner optimizer."""
         strategy = self._strategy.state()
-        scheduler = {} if self._scheduler is None else {"scheduler": self._scheduler.state_dict()}
+        scheduler = {} if self.scheduler is None else {"scheduler": self.scheduler.state_dict()}
         return scheduler | {
             "local_step": self._training.local_step,
             "progress": sorted(self._training.progress.keys),
@@ -265,12 +291,30 @@ class TrainingState:
             },
         }
 
-    def load(self, inner: dict[str, Any], saved: Mapping[str, Any]) -> None:
-        """Loads the inner optimizer's state dict and a `saved` state. The caller holds the tensors' lock.
+    def load(self, inner: dict[str, Any], saved: object) -> None:
+        """Loads the inner optimizer's state dict and a `saved` state, which becomes the state that newcomers get.
+
+        Args:
+            inner: state dict of the inner optimizer.
+            saved: untrusted; a step counter alone is what the first versions saved.
 
         Raises:
             ConfigError: it belongs to another strategy or scheduler; optimizer and scheduler were not changed.
+            ClosedError: the averager was closed, or its thread has failed.
         """
+        training = self._training
+        own = saved if isinstance(saved, dict) else {"local_step": saved}
+        if not is_count(own.get("local_step")):
+            raise ConfigError(f"the state dict has {own!r:.200} under 'averaging', not a step counter")
+        training.thread.check()
+        with training.peer.tensors():
+            self._load(inner, own)
+        if training.site.owns:
+            training.thread.run(training.peer.commit(training.peer.version))
+        self._strategy.joined(training)
+        self.drive_scheduler()
+
+    def _load(self, inner: dict[str, Any], saved: Mapping[str, Any]) -> None:
         strategy, schedule = saved.get("strategy"), saved.get("scheduler")
         optimizer = self._training.optimizer
         with restored_on_error(optimizer):
@@ -278,7 +322,7 @@ class TrainingState:
             try:
                 if isinstance(strategy, dict):
                     self._check_kind(strategy.get("user", {}))
-                with loaded(self._scheduler, schedule):
+                with loaded(self.scheduler, schedule):
                     if isinstance(strategy, dict):
                         tensors = {name: local(tensor) for name, tensor in strategy.get("tensors", {}).items()}
                         self._load_strategy(tensors, strategy.get("user", {}), made=True)
@@ -291,7 +335,7 @@ class TrainingState:
         """A copy of a strategy's tensor, as torch.distributed.checkpoint saves it: divided like its parameter."""
         parameter = self._strategy.parameter_of(name)
         copied = tensor.detach().clone()
-        return copied if parameter is None else self._training.divided(copied, parameter)
+        return copied if parameter is None else as_divided(copied, self._training.trained[parameter])
 
     def _check_averaged(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Checks that the other peer averages as many tensors. Their shapes and names were compared before."""
@@ -336,13 +380,13 @@ def take_tensor(tensors: Mapping[str, torch.Tensor], name: str, like: torch.Tens
     Raises:
         StateError: it is missing, or has another shape or dtype.
     """
-    found = tensors.get(name)
-    if found is None:
+    tensor = tensors.get(name)
+    if tensor is None:
         raise StateError(f"the state lacks {name!r}")
-    if found.shape != like.shape or found.dtype != like.dtype:
-        there, here = (f"{t.dtype} {list(t.shape)}" for t in (found, like))
+    if tensor.shape != like.shape or tensor.dtype != like.dtype:
+        there, here = (f"{t.dtype} {list(t.shape)}" for t in (tensor, like))
         raise StateError(f"{name!r} is {there} in the state, but {here} at this peer")
-    return found
+    return tensor
 
 
 def under_own_names(tensors: Mapping[str, torch.Tensor], prefix: str, own: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -352,14 +396,14 @@ def under_own_names(tensors: Mapping[str, torch.Tensor], prefix: str, own: Seque
     only count the tensors, whose order is the same.
 
     Args:
-        tensors: of a state, by name.
-        prefix: of the names in the state.
+        tensors: tensors of a state, by name.
+        prefix: prefix of the names in the state.
         own: names at this peer, in order and without the prefix.
     """
-    found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    if len(found) == len(own) and first_other_name(own, list(found)) is None:
-        return dict(zip(own, found.values(), strict=True))
-    return found
+    named = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    if len(named) == len(own) and first_other_name(own, list(named)) is None:
+        return dict(zip(own, named.values(), strict=True))
+    return named
 
 
 def count_in(user: Mapping[str, Any], name: str) -> int:

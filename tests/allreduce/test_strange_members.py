@@ -11,7 +11,7 @@ import pytest
 
 from averaging.errors import CallRefusedError
 from averaging.matchmaking import Matchmaking, NoGroupError
-from averaging.matchmaking.exclusions import Exclusions
+from averaging.matchmaking.conduct import Exclusions
 from averaging.matchmaking.rules import pack_looking
 from averaging.protocol.group import Mode, group_key, pack_gather
 from averaging.protocol.messages import CompressionType, JoinRequest, MessageCode, MessageFromLeader

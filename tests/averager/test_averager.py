@@ -90,7 +90,7 @@ class Probing(torch.optim.SGD):
 def test_the_tensors_are_free_while_a_closure_is_evaluated_until_the_optimizer_has_changed_them(make: Make) -> None:
     model = linear()
     opt = make(Probing(model.parameters(), lr=0.1))
-    lock = opt._training._peer._tensors._lock
+    lock = opt._training.peer._tensors._lock
     free = []
 
     def probe() -> bool:

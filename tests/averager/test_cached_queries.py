@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import closing, nullcontext
 
 from averaging.common.event_loop_thread import EventLoopThread
-from averaging.training.fetch import MAX_CACHED, CachedQueries
+from averaging.training.announcements import MAX_CACHED, CachedQueries
 
 
 def test_so_many_answers_are_kept_and_no_more() -> None:

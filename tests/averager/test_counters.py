@@ -8,7 +8,7 @@ import pytest
 import torch
 from msgspec import msgpack
 
-from averaging.training.counters import KEY, MAX_EACH, Counters, without_counters
+from averaging.training.named_tensors import KEY, MAX_EACH, Counters, without_counters
 
 
 def counts(*values: int) -> dict[str, torch.Tensor]:

@@ -11,8 +11,7 @@ from msgspec import msgpack
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from averaging.errors import StateError
-from averaging.training.group_progress import GroupProgress
-from averaging.training.optimizer_state import load_optimizer, pack_optimizer
+from averaging.training.optimizer_state import GroupProgress, load_optimizer, pack_optimizer
 from tests.support.alone import Make, linear, train
 
 

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from averaging.errors import ConfigError, TensorError
-from averaging.training.named_tensors import named_buffers, named_parameters
-from averaging.training.trained_model import TrainedModel, digest_of
+from averaging.training.named_tensors import TrainedModel, digest_of, named_buffers, named_parameters
 
 
 def network() -> nn.Sequential:

@@ -9,14 +9,14 @@ from typing import Any, cast
 import pytest
 import torch
 
+from averaging.config import NonFinite
 from averaging.errors import StateError
 from averaging.state.manifest import State
 from averaging.strategies import LocalSGD
-from averaging.training.context import Training
-from averaging.training.group_progress import GroupProgress
+from averaging.training.context import StrategyContext
 from averaging.training.history import History
-from averaging.training.optimizer_state import pack_optimizer
-from averaging.training.optimizer_wrapper import WeightModes
+from averaging.training.optimizer_state import GroupProgress, pack_optimizer
+from averaging.training.parameter_copies import WeightModes
 from averaging.training.training_state import TrainingState
 
 SOUND = {"weight": torch.ones(2), "buffer/seen": torch.ones(2, dtype=torch.int64)}
@@ -36,11 +36,11 @@ class Newcomer:
             tensors={"weight": weight},
             shared_buffers={"buffer/seen": torch.zeros(2, dtype=torch.int64)},
             donates=True,
-            allows_non_finite=False,
+            peer=SimpleNamespace(config=SimpleNamespace(non_finite=NonFinite.REFUSE)),
         )
         self.buffer = self.training.shared_buffers["buffer/seen"]
         self.strategy = LocalSGD(5)
-        self.state = TrainingState(cast(Training, self.training), self.strategy, None, 1000)
+        self.state = TrainingState(cast(StrategyContext, self.training), self.strategy, None, 1000)
 
     def take_over(self, version: int = 1, tensors: dict[str, torch.Tensor] | None = None, **user: Any) -> None:
         packed = pack_optimizer(self.optimizer)[1]

@@ -11,8 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from averaging import DecentralizedAverager, LocalSGD
-from averaging.training.named_tensors import named_buffers
-from averaging.training.trained_model import TrainedModel
+from averaging.training.named_tensors import TrainedModel, named_buffers
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "optimizers.md").read_text()
 MODULES = PAGE.partition("## Modules\n")[2].partition("\n## ")[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.matchmaking.exclusions import FIRST_SECONDS, FORGET_SECONDS, MAX_REMEMBERED, MAX_SECONDS, Exclusions
+from averaging.matchmaking.conduct import EXCLUSION_SECONDS, FORGET_SECONDS, MAX_REMEMBERED, MAX_SECONDS, Exclusions
 from averaging.receipts.receipt import DropCode, Dropped
 
 VIOLATION, NON_FINITE = DropCode.PROTOCOL_VIOLATION, DropCode.NON_FINITE
@@ -15,7 +15,7 @@ def test_each_further_exclusion_is_longer() -> None:
     exclusions, now = Exclusions(), 1e9
     for time in range(12):
         exclusions.note("a:1", VIOLATION, now)
-        seconds = min(FIRST_SECONDS * 2**time, MAX_SECONDS)
+        seconds = min(EXCLUSION_SECONDS * 2**time, MAX_SECONDS)
         assert exclusions.excluded(now) == {"a:1": now + seconds}
         assert exclusions.excludes("a:1", now + seconds - 1)
         assert not exclusions.excludes("a:1", now + seconds)
@@ -30,9 +30,9 @@ def test_a_clock_that_is_set_back_lengthens_no_exclusion(back: float, before: fl
     assert exclusions.excludes("a:1", now + before)
     now += before - back
     [left] = [until - now for until in exclusions.excluded(now).values()]
-    assert abs(left - (FIRST_SECONDS - before)) < 0.001
-    assert exclusions.excludes("a:1", now + FIRST_SECONDS - before - 1)
-    assert not exclusions.excludes("a:1", now + FIRST_SECONDS - before + 1)
+    assert abs(left - (EXCLUSION_SECONDS - before)) < 0.001
+    assert exclusions.excludes("a:1", now + EXCLUSION_SECONDS - before - 1)
+    assert not exclusions.excludes("a:1", now + EXCLUSION_SECONDS - before + 1)
 
 
 def test_entries_made_after_the_clock_was_set_back_are_not_moved() -> None:
@@ -40,7 +40,7 @@ def test_entries_made_after_the_clock_was_set_back_are_not_moved() -> None:
     exclusions.note("a:1", VIOLATION, 1e9)
     now = 1e9 - 3600.0
     exclusions.note("b:1", VIOLATION, now)
-    assert exclusions.excluded(now) == {"a:1": now + FIRST_SECONDS, "b:1": now + FIRST_SECONDS}
+    assert exclusions.excluded(now) == {"a:1": now + EXCLUSION_SECONDS, "b:1": now + EXCLUSION_SECONDS}
 
 
 def test_a_clock_that_is_set_back_and_forth_loses_no_entry() -> None:
@@ -68,11 +68,11 @@ def test_other_reasons_for_being_dropped_are_no_offence(code: DropCode) -> None:
 def test_old_offences_are_forgotten() -> None:
     exclusions = Exclusions()
     exclusions.note("a:1", VIOLATION, 0.0)
-    later = FIRST_SECONDS + FORGET_SECONDS
+    later = EXCLUSION_SECONDS + FORGET_SECONDS
     exclusions.note("b:1", NON_FINITE, later - 1)
     assert set(exclusions.counts) == {"a:1", "b:1"}
     exclusions.note("a:1", VIOLATION, later)
-    assert exclusions.excluded(later) == {"a:1": later + FIRST_SECONDS}
+    assert exclusions.excluded(later) == {"a:1": later + EXCLUSION_SECONDS}
 
 
 def test_old_offences_are_forgotten_although_the_clock_was_set_back() -> None:

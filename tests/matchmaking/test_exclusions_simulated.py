@@ -13,7 +13,7 @@ import torch
 
 from averaging import Mode, Outcome, Peer, Receipt
 from averaging.config import NonFinite
-from averaging.matchmaking.exclusions import FIRST_SECONDS
+from averaging.matchmaking.conduct import EXCLUSION_SECONDS
 from averaging.matchmaking.rules import pack_looking
 from averaging.protocol.group import group_key
 from averaging.protocol.messages import AveragingData, MessageCode
@@ -117,7 +117,7 @@ def test_a_peer_that_broke_the_protocol_is_excluded_for_some_minutes(spoiler: in
                 f"left out because they broke the protocol or gave an address that is not dialled: {name} for another"
                 in receipt.reason
             )
-            await asyncio.sleep(FIRST_SECONDS)
+            await asyncio.sleep(EXCLUSION_SECONDS)
             assert honest[0].excluded == {}
             for receipt in await rounds(*peers):
                 assert len(receipt.members) == 3

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from averaging.matchmaking.response_history import (
-    FIRST_SECONDS,
+from averaging.matchmaking.conduct import (
+    DESERTION_SECONDS,
     MAX_REMEMBERED,
     MAX_SECONDS,
     LeaderStanding,
@@ -51,10 +51,10 @@ def test_doubts_count_all_silent_peers_or_only_the_own_requests_of_one_that_answ
 def test_a_deserter_is_remembered_longer_each_time_until_it_decides() -> None:
     history = ResponseHistory()
     history.note_desertion(SILENT, 0.0)
-    assert history.standing(SILENT, FIRST_SECONDS - 1) is LeaderStanding.DESERTER
-    assert history.standing(SILENT, FIRST_SECONDS) is LeaderStanding.GOOD
+    assert history.standing(SILENT, DESERTION_SECONDS - 1) is LeaderStanding.DESERTER
+    assert history.standing(SILENT, DESERTION_SECONDS) is LeaderStanding.GOOD
     history.note_desertion(SILENT, 0.0)
-    assert history.standing(SILENT, 2 * FIRST_SECONDS - 1) is LeaderStanding.REPEAT_DESERTER
+    assert history.standing(SILENT, 2 * DESERTION_SECONDS - 1) is LeaderStanding.REPEAT_DESERTER
     for _ in range(2000):
         history.note_desertion(SILENT, 0.0)
     assert history.standing(SILENT, MAX_SECONDS) is LeaderStanding.GOOD

@@ -14,7 +14,7 @@ from averaging.config import MAX_GROUP_WAIT
 from averaging.discovery.base import MAX_LIFETIME, Entry
 from averaging.errors import ProtocolViolationError
 from averaging.matchmaking import rules
-from averaging.matchmaking.response_history import LeaderStanding
+from averaging.matchmaking.conduct import LeaderStanding
 from averaging.matchmaking.rules import Declaration, JoinRefusal, LeaderCandidate
 from averaging.protocol.group import Member, Mode, pack_gather
 from averaging.protocol.messages import JoinRequest, MessageCode, MessageFromLeader

@@ -13,7 +13,7 @@ import pytest
 
 from averaging import Mode, Outcome, Peer, Receipt
 from averaging.matchmaking import Matchmaking
-from averaging.matchmaking.response_history import ResponseHistory
+from averaging.matchmaking.conduct import ResponseHistory
 from averaging.matchmaking.rules import CLOCK_TOLERANCE, MIN_HEAD_START, pack_looking
 from averaging.protocol.group import Group, group_key, pack_gather
 from averaging.protocol.messages import CompressionType, JoinRequest, MessageCode, MessageFromLeader

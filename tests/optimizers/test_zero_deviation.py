@@ -11,7 +11,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from averaging import DecentralizedAverager, GradientAveraging, LocalSGD, Strategy
-from averaging.training.optimizer_wrapper import needs_closure
+from averaging.training.parameter_copies import needs_closure
 from tests.optimizers.kinds import (
     CLOSURES,
     MATRICES,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from averaging.strategies.base import AveragingSchedule
-from averaging.strategies.model_fragment import cut
+from averaging.strategies.diloco import cut
 
 
 def steps(schedule: AveragingSchedule, count: int, seconds: float, now: float = 0.0) -> float:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from averaging.strategies.model_fragment import Fragment
+from averaging.strategies.diloco import Fragment
 
 
 def fragment(parameter: torch.Tensor, anchor: list[float], change: list[float]) -> Fragment:

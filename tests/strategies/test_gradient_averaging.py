@@ -316,8 +316,8 @@ def test_what_is_gathered_after_a_failed_round_is_clipped_as_one_batch(
     def gathered(announcements: Mapping[str, bytes]) -> bool:
         return any(one is not None and one.samples == 4 for one in map(Progress.unpack, announcements.values()))
 
-    assert gathered(run.averagers[0]._training.wait_for_announcements(gathered, PATIENCE))
-    run.averagers[0]._training.refresh()
+    assert gathered(run.averagers[0]._training.announcements.wait_for(gathered, PATIENCE))
+    run.averagers[0]._training.announcements.refresh()
     if interrupted:
         with monkeypatch.context() as patch:
             patch.setattr(run.averagers[0]._training, "average", Mock(side_effect=KeyboardInterrupt))
@@ -329,7 +329,7 @@ def test_what_is_gathered_after_a_failed_round_is_clipped_as_one_batch(
         assert run.averagers[0].last_receipt.outcome is Outcome.NO_GROUP
     assert run.averagers[0].status.samples == 4.0
     run.averagers[1].close()
-    run.averagers[0]._training.refresh()
+    run.averagers[0]._training.announcements.refresh()
     step(run, 0, 3, batch_size=4)
     assert run.averagers[0].global_step == 1
 

@@ -243,7 +243,7 @@ def test_a_slower_peer_comes_early_rather_than_too_late(start: Start, monkeypatc
     now = [1000.0]
     slow = run.averagers[1]._training
     monkeypatch.setattr(slow, "now", lambda: now[0])
-    monkeypatch.setattr(slow, "declared_until", lambda topic, phase="": now[0] + 5.0)
+    monkeypatch.setattr(slow.announcements, "declared_until", lambda topic, phase="": now[0] + 5.0)
     waiting = threading.Thread(target=steps, args=(run, 0, range(2)))
     waiting.start()
     for seed in range(2):  # two, to measure the time per step

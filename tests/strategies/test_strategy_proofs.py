@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from averaging import DiLoCo, GradientAveraging, LocalSGD, Receipt, Strategy
-from averaging.training import Training
-from averaging.training.fetch import BackgroundDownload
+from averaging.training import StrategyContext
+from averaging.training.takeover import BackgroundDownload
 from tests.support.selection import rest_is_long
 from tests.support.training import Run, backward, batch_of, equal, model_of, parameters_of
 
@@ -147,13 +147,13 @@ class Logged(GradientAveraging):
         self.pending: list[int] = []
         self.included: dict[int, list[int]] = {}
 
-    def _advance(self, training: Training, receipt: Receipt | None, samples: float) -> None:
+    def _advance(self, training: StrategyContext, receipt: Receipt | None, samples: float) -> None:
         super()._advance(training, receipt, samples)
         assert self.history.step not in self.included, "stepped twice for the same global step"
         self.included[self.history.step] = self.pending
         self.pending = []
 
-    def _take_over(self, training: Training, fetch: BackgroundDownload) -> None:
+    def _take_over(self, training: StrategyContext, fetch: BackgroundDownload) -> None:
         self.pending = []
         super()._take_over(training, fetch)
 

@@ -14,8 +14,7 @@ from averaging.allreduce.round_tally import RoundTally
 from averaging.allreduce.sender_side import SenderSide
 from averaging.allreduce.wait_monitor import WaitMonitor
 from averaging.matchmaking import search_state
-from averaging.matchmaking.exclusions import Exclusions
-from averaging.matchmaking.response_history import ResponseHistory
+from averaging.matchmaking.conduct import Exclusions, ResponseHistory
 from averaging.peer.rounds import _Round
 from averaging.state.assembler import StateAssembler
 from averaging.testing.transport import MemoryNetwork

@@ -150,5 +150,5 @@ def scripted(seed: int) -> Iterator[random.Random]:
         patch.setattr("averaging.averager.random", SimpleNamespace(SystemRandom=lambda: rng))
         patch.setattr("averaging.strategies.lockstep.secrets", SimpleNamespace(token_bytes=rng.randbytes))
         patch.setattr("averaging.training.context.time", clocks)
-        patch.setattr("averaging.training.fetch.time", clocks)
+        patch.setattr("averaging.training.announcements.time", clocks)
         yield rng

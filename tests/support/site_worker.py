@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, LocalSGD, Strategy
 from averaging.common.event_loop_thread import EventLoopThread
-from averaging.training.pending_round import PendingRound
 from averaging.training.standing import Others
+from averaging.training.takeover import PendingRound
 from averaging.training.training_state import TrainingState
 from tests.support.training import batch_of
 from tests.support.worker import FatalTransport
@@ -171,9 +171,9 @@ def main(options: dict[str, Any]) -> None:
             die()
         if step == options.get("hold"):
             report("held")
-            joined = opt._training.agreed(lambda: sys.stdin.readline().strip())
-            assert joined in opt._training.wait_for_announcements(partial(contains, joined), 100.0)
-            opt._training.refresh()
+            joined = opt._training.site.broadcast_from_leader(lambda: sys.stdin.readline().strip())
+            assert joined in opt._training.announcements.wait_for(partial(contains, joined), 100.0)
+            opt._training.announcements.refresh()
             options["hold"] = None
         model.zero_grad()
         mine = [rank] if inside else range(ranks)

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 
 from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, LocalSGD, Receipt
-from averaging.training import Training
+from averaging.training import StrategyContext
 from tests.support.training import backward, batch_of, model_of
 from tests.support.worker import FatalTransport
 
@@ -46,7 +46,7 @@ class _Mortal:
 
     dies_at: int | None = None
 
-    def _advance(self, training: Training, receipt: Receipt | None, samples: float) -> None:
+    def _advance(self, training: StrategyContext, receipt: Receipt | None, samples: float) -> None:
         if self.dies_at is not None and self.history.step == self.dies_at:  # type: ignore[attr-defined]
             die()
         super()._advance(training, receipt, samples)  # type: ignore[misc]

@@ -103,7 +103,7 @@ class Run:
                         return
 
         averager._thread.run(asyncio.wait_for(wait(), PATIENCE))
-        averager._training.refresh()
+        averager._training.announcements.refresh()
 
     def each(self, train: Callable[[int], T]) -> list[T]:
         """Calls `train` with the number of each peer, in a thread for each, at the same time."""

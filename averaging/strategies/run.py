@@ -1,0 +1,294 @@
+"""The start and the end of one peer's training.
+
+At the start a peer takes over the state of the run, or becomes the origin of a new one. At the end the peers average a
+last time and compare their final weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+from collections.abc import Callable, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import replace
+
+from averaging.common import is_finite, listed, on_loop
+from averaging.errors import ConfigError, StateError
+from averaging.receipts import Finish
+from averaging.strategies.base import Strategy
+from averaging.training import (
+    History,
+    Origin,
+    Others,
+    Rank,
+    Stage,
+    StrategyContext,
+    done_training,
+    rank_donors,
+    read_progress,
+    same_origin,
+    still_training,
+)
+
+logger = logging.getLogger("averaging.training")
+
+START_TIMEOUT = 2.0
+"""Seconds within which a peer that is ahead must start to send its state at the end of training."""
+
+SETTLE_SECONDS = 1.0
+"""Seconds for which a peer that begins a run looks for others that began one at the same time."""
+
+
+class RunStart:
+    """The start of one peer's training, in the training thread; all ranks of a site do the same.
+
+    Args:
+        strategy: the strategy, whose topics exist.
+        training: its context, with a peer that runs.
+        rng: source of the origin's id.
+    """
+
+    def __init__(self, strategy: Strategy, training: StrategyContext, rng: random.Random) -> None:
+        self._strategy, self._training, self._peer = strategy, training, training.peer
+        self._now, self._rng = training.now(), rng
+        self._named: set[frozenset[str]] = set()  # the origins of which a warning said that there are several
+
+    def begin(self) -> None:
+        """Takes over the state of the run; without one, this peer offers its own parameters as the origin of a run.
+
+        Raises:
+            StateError: there are peers with a state, but none could deliver it.
+        """
+        training, site, thread = self._training, self._training.site, self._training.thread
+        joins = site.broadcast_from_leader(lambda: self._joins)
+        if joins and self._take_over_from(site.broadcast_from_leader(lambda: thread.run(on_loop(self.donors)))):
+            return
+        site.copy([*self._peer.own_tensors, *training.shared_buffers.values()])
+        if training.donates:
+            self._strategy.history = site.broadcast_from_leader(self._new_history)
+            training.standing = replace(training.standing, made=True)
+            if site.owns:
+                thread.run(self._peer.commit(1))
+        self._strategy.announce(training)
+        if not joins:
+            return
+        # Peers that began at the same moment see each other now; all but the greatest take over its parameters.
+        greater = site.broadcast_from_leader(lambda: thread.run(self._greater_donors()))
+        if not self._take_over_from(greater) and site.leads:
+            logger.info(
+                "no peer of run %r has the state of a greater origin, so this peer begins with its own parameters",
+                self._peer.run_id,
+            )
+
+    @property
+    def _joins(self) -> bool:
+        """Whether this peer was configured to join others."""
+        return bool(set(self._peer.config.join) - {self._peer.endpoint})
+
+    def _new_history(self) -> History:
+        """The history of a run that begins with this peer's parameters."""
+        rank = Rank.FOUND_NOBODY if self._joins else Rank.APPOINTED
+        return History(origin=Origin(rank, -self._now, self._rng.randbytes(8).hex()))
+
+    def donors(self, *, above: bool = False) -> list[str]:
+        """The peers that are asked for a state, the best first, see `rank_donors`. Says so if there are several runs.
+
+        Args:
+            above: only peers whose history this peer takes over instead of its own.
+        """
+        announcements = self._peer.progress.announcements
+        offered = [donor for donor in self._peer.donors if donor[0] > 0]
+        if above:
+            ahead = self._strategy.others(self._training, announcements).ahead
+            offered = [donor for donor in offered if donor[1] in ahead]
+        peers, members = read_progress(announcements), self._peer.progress.members
+        names, claims = rank_donors(offered, peers, members, self._peer.config.join)
+        runs = frozenset(claim.history.origin.id for claim in claims)
+        if len(runs) > 1 and runs not in self._named:
+            self._named.add(runs)
+            logger.warning(
+                "the peers of run %r have different histories: %s. This peer takes the first if it can",
+                *(self._peer.run_id, "; ".join(map(str, claims))),
+            )
+        return names
+
+    async def _greater_donors(self) -> list[str]:
+        """The peers with a greater history that offer their state, now or within `SETTLE_SECONDS`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_SECONDS), aclosing(self._peer.progress.watch()) as changes:
+                async for _ in changes:
+                    if donors := self.donors(above=True):
+                        return donors
+        return self.donors(above=True)
+
+    def _take_over_from(self, donors: list[str]) -> bool:
+        """Takes over the state of one of `donors`. Returns False if there are none, or all of them are gone.
+
+        Raises:
+            StateError: none could deliver a state, although not all are gone.
+        """
+        if not donors:
+            return False
+        states = self._training.states
+        try:
+            states.take_over(states.fetch(donors))
+        except StateError as error:
+            if error.gone >= set(donors):
+                if self._training.site.leads:
+                    logger.warning("%s; all of these peers are gone, so this peer starts without their state", error)
+                return False
+            raise StateError(
+                f"{error}. A newcomer does not train without the run's state: check that it can reach those peers and "
+                "has the same model and optimizer, then start it again"
+            ) from error
+        return True
+
+
+def wait_for_peers(strategy: Strategy, training: StrategyContext, count: int, timeout: float) -> bool:
+    """Waits until `count` peers with the same origin train in the run, this one included; returns whether they do.
+
+    If several peers started the run at the same moment, all but one of them take over its parameters meanwhile.
+
+    Args:
+        strategy: the strategy.
+        training: its context.
+        count: number of peers.
+        timeout: seconds.
+
+    Raises:
+        ConfigError: an argument is no number.
+    """
+    if type(count) is not int:
+        raise ConfigError(f"count must be a whole number of peers, not {count!r}")
+    if not is_finite(timeout) and timeout != math.inf:
+        raise ConfigError(f"timeout must be a number of seconds, not {timeout!r}")
+    end = training.monotonic() + timeout
+
+    def are_there(announcements: Mapping[str, bytes]) -> bool:
+        return 1 + len(same_origin(strategy.announced_history(training), announcements)) >= count
+
+    def look(announcements: Mapping[str, bytes]) -> Callable[[], tuple[Others, float]]:
+        return lambda: (strategy.others(training, announcements), end - training.monotonic())
+
+    while True:
+        announcements = training.announcements.wait_for(
+            lambda announcements: are_there(announcements) or bool(strategy.others(training, announcements).ahead),
+            max(0.0, end - training.monotonic()),
+        )
+        others, left = training.site.broadcast_from_leader(look(announcements))
+        if not others.ahead or left <= 0:
+            return are_there(announcements)
+        strategy.catch_up(training, others, left)
+
+
+class RunEnd:
+    """The end of one peer's training, in the training thread.
+
+    The other peers read in this peer's progress that its training has ended, and no longer wait for it in their rounds.
+    It waits until their training has ended, too, or its time is up.
+
+    Args:
+        timeout: seconds until `finish` returns at the latest.
+
+    Raises:
+        ConfigError: `timeout` is no number of seconds.
+    """
+
+    def __init__(self, training: StrategyContext, strategy: Strategy, timeout: float) -> None:
+        if not is_finite(timeout) or timeout < 0:
+            raise ConfigError(f"timeout must be a finite number of seconds, not {timeout!r}")
+        self._training, self._strategy = training, strategy
+        self._end = training.monotonic() + timeout
+        self._digests: dict[str, str] = {}  # kept, since a peer that has finished may leave
+        self._parts: dict[str, Mapping[str, str]] = {}  # likewise
+
+    def finish(self) -> Finish:
+        """Ends the round in progress, makes the weights of all peers equal, and compares them."""
+        training, strategy = self._training, self._strategy
+        training.modes.train()  # a round in progress belongs to the training weights
+        strategy.finish(training)
+        self._announce(Stage.WAITING)
+        # If the training of some peer does not end, the first peer whose time is up ends the wait of the others.
+        seen = self._wait(
+            lambda seen: not still_training(seen) or bool(done_training(seen, Stage.CONCLUDING)), self._remaining / 2
+        )
+        self._announce(Stage.CONCLUDING)
+        late, partners = still_training(seen), done_training(seen)
+        if late:
+            logger.log(
+                logging.WARNING if training.site.leads else logging.DEBUG,
+                "%d peers are still training; this one ends without them: %s",
+                len(late),
+                listed(sorted(late)),
+            )
+        self._catch_up(partners, self._remaining / 2)
+        receipt = strategy.conclude(training, partners, self._remaining)
+        training.modes.eval()
+        self._catch_up(partners, self._remaining)
+        own = strategy.digest = training.digest()
+        training.measure_parts()
+        self._announce(Stage.ENDED)
+        self._wait(lambda seen: all(self._digest_of(name, seen) for name in partners & seen.keys()), self._remaining)
+        digests = {name: self._digests.get(name, "") for name in sorted(partners)}
+        # A peer that leaves withdraws its record, so it stays until the others have read it.
+        self._announce(Stage.COMPARED)
+        self._wait(lambda seen: partners & seen.keys() <= done_training(seen, Stage.COMPARED), self._remaining)
+        differing = {name: _differing(training.parts.digests, self._parts.get(name, {})) for name in digests}
+        return Finish(
+            own,
+            digests,
+            tuple(sorted(late)),
+            receipt,
+            differing={name: parts for name, parts in differing.items() if parts},
+            unchecked=training.model is None,
+        )
+
+    def _announce(self, stage: Stage) -> None:
+        self._strategy.stage = stage
+        self._strategy.announce(self._training)
+
+    def _catch_up(self, partners: frozenset[str], seconds: float) -> None:
+        """Takes over the state of peers that are ahead, until all remaining partners have the same history."""
+        training, strategy = self._training, self._strategy
+        end = training.monotonic() + seconds
+
+        def is_level(seen: Mapping[str, bytes]) -> bool:
+            return partners & seen.keys() <= set(strategy.others(training, seen).together)
+
+        def is_level_now(seen: Mapping[str, bytes]) -> bool:
+            return training.site.broadcast_from_leader(lambda: is_level(seen))
+
+        def others(seen: Mapping[str, bytes]) -> Others:
+            return training.site.broadcast_from_leader(lambda: strategy.others(training, seen))
+
+        while (left := training.site.broadcast_from_leader(lambda: end - training.monotonic())) > 0:
+            seen = self._wait(lambda seen: is_level(seen) or bool(strategy.others(training, seen).ahead), left)
+            if is_level_now(seen):
+                return
+            strategy.catch_up(training, others(seen), min(left, START_TIMEOUT))
+
+    @property
+    def _remaining(self) -> float:
+        return max(0.0, self._end - self._training.monotonic())
+
+    def _wait(self, condition: Callable[[Mapping[str, bytes]], bool], seconds: float) -> Mapping[str, bytes]:
+        """Waits until the other peers' announcements fulfil the condition, or for `seconds`; returns them."""
+        seen = self._training.announcements.wait_for(condition, seconds)
+        self._training.announcements.refresh()
+        for name in seen:
+            self._digest_of(name, seen)
+        return seen
+
+    def _digest_of(self, name: str, seen: Mapping[str, bytes]) -> str:
+        """The digest of the weights of a peer that has finished; empty if it has not."""
+        progress = read_progress({name: seen[name]}).get(name)
+        if progress is not None and progress.digest:
+            self._digests[name], self._parts[name] = progress.digest, progress.parts
+        return self._digests.get(name, "")
+
+
+def _differing(own: Mapping[str, str], others: Mapping[str, str]) -> tuple[str, ...]:
+    """The parts of the model that differ, of those that both peers know."""
+    return tuple(part for part, digest in own.items() if others.get(part, digest) != digest)

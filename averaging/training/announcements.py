@@ -1,0 +1,152 @@
+"""What the other peers of a run announce, as the training thread reads it in every step without waiting."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from averaging.common import EventLoopThread, SignalSafeFuture, on_loop
+from averaging.errors import ClosedError
+from averaging.peer import Peer, Topic
+from averaging.training.site import Site
+
+T = TypeVar("T")
+
+MAX_CACHED = 64
+"""Cached queries. There are ever new ones, since the phase of a topic changes with every step."""
+
+FRESH_SECONDS = 0.02
+"""Age at which a result is queried again. Without a cache each step of a small model would wait for the thread."""
+
+ASK_AGAIN_SECONDS = 60.0
+"""Seconds after which the ranks of a site meet while they wait for the announcements of other peers."""
+
+
+class CachedQueries:
+    """The last results of queries in the peer's thread, by key."""
+
+    def __init__(self) -> None:
+        self._cached: dict[Hashable, _CachedQuery[Any]] = {}
+
+    def recent(self, thread: EventLoopThread, key: Hashable, query: Callable[[], T], *, wait: bool) -> T:
+        """Returns the result of `query` in the peer's thread; waits only if nothing is cached.
+
+        Args:
+            thread: the peer's thread.
+            key: identifies the query; one key must always come with an equivalent query.
+            query: function that is called in `thread`.
+            wait: whether to wait for a query in progress; if not, the result before that is returned.
+
+        Raises:
+            ClosedError: the thread was closed, or has failed.
+        """
+        now = time.monotonic()
+        kept: _CachedQuery[T] | None = self._cached.get(key)
+        if kept is None:
+            kept = _CachedQuery(now, thread.start(on_loop(query)))
+            if len(self._cached) >= MAX_CACHED:
+                self._cached.clear()
+            self._cached[key] = kept
+        elif kept.pending.done():
+            kept.latest = kept.pending
+            if now - kept.asked_at >= FRESH_SECONDS:
+                kept.asked_at, kept.pending = now, thread.start(on_loop(query))
+        if wait or kept.latest is None:
+            kept.latest = kept.pending
+        return thread.wait(kept.latest)
+
+    def clear(self) -> None:
+        """Forgets all results, so that each is queried again."""
+        self._cached.clear()
+
+
+@dataclass(slots=True)
+class _CachedQuery(Generic[T]):
+    """The last result of a query, and its latest execution."""
+
+    asked_at: float
+    pending: SignalSafeFuture[T]
+    latest: SignalSafeFuture[T] | None = None
+
+
+class Announcements:
+    """The announced progress of the other peers; in a site what its leader knows.
+
+    Args:
+        site: the processes that train this copy of the model.
+        peer: the peer of this rank.
+        thread: thread in which the peer runs.
+    """
+
+    def __init__(self, site: Site, peer: Peer, thread: EventLoopThread) -> None:
+        self._site, self._peer, self._thread = site, peer, thread
+        self._queries = CachedQueries()
+
+    def announce(self, progress: bytes, *, soon: bool = True) -> None:
+        """Announces this peer's progress, see `RunProgress.announce`; does not wait for the peer's thread."""
+        if not self._site.owns:
+            return
+        # In a site the next question tells all ranks alike that it was closed.
+        with suppress(ClosedError) if self._site.size > 1 else nullcontext():
+            self._thread.start(on_loop(lambda: self._peer.progress.announce(progress, soon=soon)))
+
+    def of_others(self, *, wait: bool = True) -> dict[str, bytes]:
+        """The packed progress of the other peers, by endpoint; the same at all ranks.
+
+        Args:
+            wait: whether to wait for the peer's thread; if not, the result may be one step old.
+        """
+        return self._site.broadcast_from_leader(lambda: self.at_leader(wait=wait))
+
+    def at_leader(self, *, wait: bool) -> dict[str, bytes]:
+        """The same; called at the leader only."""
+        progress = self._peer.progress
+        return self._queries.recent(self._thread, "announcements", lambda: progress.announcements, wait=wait)
+
+    @property
+    def members(self) -> Mapping[str, str]:
+        """What each announcer counts as, see `member_of`, as of the last announcements; at the leader of a site."""
+        return self._peer.progress.members
+
+    @property
+    def member(self) -> str:
+        """What this peer counts as; at the leader of a site."""
+        return self.members[self._peer.endpoint]
+
+    @property
+    def none_known(self) -> bool:
+        """Whether no other peer of the run is known."""
+        return self._site.broadcast_from_leader(lambda: len(self._thread.run(on_loop(lambda: self._peer.peers))) == 1)
+
+    def wait_for(self, condition: Callable[[dict[str, bytes]], bool], seconds: float) -> dict[str, bytes]:
+        """Waits until the announcements fulfil `condition`, or for `seconds`; returns them."""
+        end = time.monotonic() + seconds
+
+        def wait() -> tuple[dict[str, bytes], bool]:
+            left = end - time.monotonic()
+            seen = self._thread.run(
+                self._peer.progress.until(condition, min(left, ASK_AGAIN_SECONDS) if self._site.size > 1 else left)
+            )
+            return seen, condition(seen) or time.monotonic() >= end
+
+        is_over = False
+        while not is_over:
+            seen, is_over = self._site.broadcast_from_leader(wait)
+        return seen
+
+    def declared_until(self, topic: Topic, phase: str = "") -> float | None:
+        """When the last declaration of other training peers for this topic expires; None if there is none.
+
+        In seconds since the epoch. It does not wait for the peer's thread, so the result may be one step old.
+        """
+        key = (topic.schema.topic, phase)
+        return self._site.broadcast_from_leader(
+            lambda: self._queries.recent(self._thread, key, lambda: self._peer.declared_until(topic, phase), wait=False)
+        )
+
+    def refresh(self) -> None:
+        """Forgets cached announcements and declarations."""
+        self._queries.clear()
