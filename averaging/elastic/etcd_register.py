@@ -123,5 +123,5 @@ def _name(key: str) -> bytes:
     return PREFIX + key.encode()
 
 
-def _entry(found: Sequence[KeyValue]) -> RegisterEntry | None:
-    return RegisterEntry(found[0].value, found[0].mod_revision.to_bytes(8, "big")) if found else None
+def _entry(pairs: Sequence[KeyValue]) -> RegisterEntry | None:
+    return RegisterEntry(pairs[0].value, pairs[0].mod_revision.to_bytes(8, "big")) if pairs else None

@@ -351,9 +351,9 @@ class AveragingRendezvousHandler(DynamicRendezvousHandler):
         failure = f"node {first} has not announced the address of its store"
         while time.monotonic() < end:
             fenced = self._backend.run(self._stores.read)
-            found = decode_place(fenced.payload) if fenced else None
-            if found is not None and found[0] == place:
-                _, addr, port = found
+            announced = decode_place(fenced.payload) if fenced else None
+            if announced is not None and announced[0] == place:
+                _, addr, port = announced
                 try:
                     wait = timedelta(seconds=CONNECT_SECONDS)
                     store = TCPStore(addr, port, is_master=False, multi_tenant=True, timeout=wait)

@@ -108,7 +108,7 @@ def _endpoints(endpoint: str) -> tuple[bool, tuple[str, ...]]:
     places = endpoint.removeprefix(ETCD).strip("/").split(",") if etcd else [endpoint.strip() or "localhost"]
     if "://" in places[0]:
         raise ConfigError(f"--rdzv-endpoint {endpoint!r} must be HOST:PORT of a register, or {ETCD}HOST:PORT,…")
-    found = []
+    endpoints = []
     for place in map(str.strip, places):
         bare = place.count(":") != 1 and not place.startswith("[") and ":" in place  # an IPv6 address
         full = f"[{place}]:{port}" if bare else place if place.rpartition("]")[2].count(":") else f"{place}:{port}"
@@ -116,8 +116,8 @@ def _endpoints(endpoint: str) -> tuple[bool, tuple[str, ...]]:
             parse_address(full)
         except ConfigError as error:
             raise ConfigError(f"--rdzv-endpoint: {error}") from None
-        found.append(full)
-    return etcd, tuple(found)
+        endpoints.append(full)
+    return etcd, tuple(endpoints)
 
 
 def _check(options: RendezvousOptions, max_nodes: int) -> None:

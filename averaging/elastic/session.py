@@ -72,12 +72,12 @@ def address_for_others(register: str) -> str | None:
 
 def _resolved(host: str) -> frozenset[_Address]:
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return frozenset()
     return frozenset(
         _Address(family, str(where[0]), tuple(map(int, where[2:])))
-        for family, _, _, _, where in found
+        for family, _, _, _, where in addresses
         if family in _NOBODYS
     )
 
