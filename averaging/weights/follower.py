@@ -187,7 +187,7 @@ class WeightFollower:
         self.version: int | None = None
 
     def __repr__(self) -> str:
-        return f"<Follower of {', '.join(self._join)}, version {self.version}>"
+        return f"<WeightFollower of {', '.join(self._join)}, version {self.version}>"
 
     def __enter__(self) -> Self:
         """Connects to a publisher.

@@ -157,7 +157,7 @@ class Conductor:
     async def _run(self, member: Member, *arguments: str) -> None:
         """Runs one process from start to end. Cancelling this ends the process."""
         options = self._options
-        common = {"part": member.part, "peers": options.peers, "steps": options.steps, "sync_every": options.sync_every}
+        common = {"part": member.part, "peers": options.peers, "steps": options.steps, "sync-every": options.sync_every}
         common |= {"seed": options.seed, "recipe": "quick" if options.quick else "full"}
         log = options.output / f"{member.name.replace(' ', '-')}.log"
         try:
