@@ -106,8 +106,8 @@ def test_the_option_has_a_name_in_files_and_in_the_environment(tmp_path: Path) -
 def test_what_a_loop_writes_at_one_peer_is_replaced_by_what_most_have(start: Start) -> None:
     run = start()
     for _ in range(2):
-        run.add(GradientAveraging(8), SGD)
-    run.add(GradientAveraging(12), SGD, on_drift="adopt")
+        run.add(GradientAveraging(8), SGD, group_wait=3.0, round_timeout=5.0)
+    run.add(GradientAveraging(12), SGD, on_drift="adopt", group_wait=3.0, round_timeout=5.0)
     for averager in run.averagers:
         averager.strategy.target_batch_size = 12  # type: ignore[attr-defined]
     run.meet()

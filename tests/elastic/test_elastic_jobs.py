@@ -217,6 +217,7 @@ def test_a_job_id_in_use_by_another_world(stack: ExitStack, tmp_path: Path) -> N
     job.finish(node)
 
 
+@long
 def test_a_job_without_an_id_is_alone(stack: ExitStack, tmp_path: Path) -> None:
     """Two scripts that both leave it out would otherwise be one job."""
     endpoint = free_address()

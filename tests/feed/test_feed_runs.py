@@ -98,7 +98,7 @@ def test_three_ranks_get_the_same_batch_for_the_same_step(feed: Feed, stack: Exi
     assert [rank.wait() for rank in ranks] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("dead", rest_is_long([0, 1, 2], 2))
+@pytest.mark.parametrize("dead", rest_is_long([0, 1, 2]))
 def test_when_a_rank_dies_all_others_raise(dead: int, feed: Feed, stack: ExitStack, tmp_path: Path) -> None:
     ranks = start(stack, 3, tmp_path / "ranks", feed.url)
     for rank in ranks:
@@ -223,7 +223,7 @@ def test_a_trainer_resumes_from_its_checkpoint(feed: Feed, stack: ExitStack, tmp
     assert "the batch of step 3 is forgotten" in failed["message"]
 
 
-@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("reset", rest_is_long([True, False]))
 def test_a_trainer_that_outlived_its_job_gets_an_error(
     reset: bool, feed: Feed, stack: ExitStack, tmp_path: Path
 ) -> None:
@@ -291,7 +291,7 @@ def test_a_trainer_goes_on_while_the_disk_is_full(feed: Feed, tmp_path: Path) ->
         assert trained == [[2 * i, 2 * i + 1] for i in range(7)]
 
 
-@pytest.mark.parametrize("lost", ["feed.sqlite-wal", "feed.sqlite"])
+@pytest.mark.parametrize("lost", rest_is_long(["feed.sqlite-wal", "feed.sqlite"]))
 def test_a_killed_server_does_not_start_with_a_part_of_its_store(lost: str, feed: Feed, tmp_path: Path) -> None:
     with BatchFeed(feed.url, registration(), poll=0.05) as batches:
         batches._register()

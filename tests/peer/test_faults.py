@@ -13,6 +13,7 @@ from averaging.timing.learned_deadlines import MIN_WAITS
 from tests.support.fault_proxy import Fault, FaultProxy
 from tests.support.held import Held, wait_until_given_back
 from tests.support.processes import JsonProcess, Workers, average
+from tests.support.selection import rest_is_long
 
 STALL_TIMEOUT = 30.0
 OPTIONS = {"group_size": 3, "stall_timeout": STALL_TIMEOUT, "round_timeout": 60.0}
@@ -102,7 +103,7 @@ def test_a_process_that_is_stopped_and_continues(workers: Workers, lane: str) ->
     wait_until_given_back(processes, before)
 
 
-@pytest.mark.parametrize("fault", [Fault.STALL, Fault.CUT, Fault.HALF_OPEN, Fault.CORRUPT])
+@pytest.mark.parametrize("fault", rest_is_long([Fault.HALF_OPEN, Fault.CORRUPT, Fault.STALL, Fault.CUT], 2))
 def test_a_connection_that_fails_in_the_round(workers: Workers, fault: Fault, lane: str) -> None:
     with proxies(lane) as (before_it, behind):
         proxy, behind = before_it[-1], FAULTY | behind

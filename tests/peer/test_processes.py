@@ -19,7 +19,7 @@ def quit_in_order(*processes: JsonProcess) -> None:
         assert process.wait() == 0, process.stderr
 
 
-@pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.parametrize("count", rest_is_long([4, 2, 8]))
 def test_peers_in_processes_average(workers: Workers, count: int) -> None:
     processes = workers.start(*({"value": n, "group_size": count} for n in range(count)))
     receipts = average(*processes)
@@ -58,7 +58,7 @@ def test_a_follower_killed_in_the_round_costs_only_its_own(workers: Workers, ste
     assert {receipt["outcome"] for receipt in average(*processes[:3])} == {"averaged"}
 
 
-@pytest.mark.parametrize(("step", "after"), rest_is_long(STEPS, 2))
+@pytest.mark.parametrize(("step", "after"), rest_is_long(STEPS))
 def test_a_leader_killed_in_the_round_costs_only_its_own(workers: Workers, step: str, after: int) -> None:
     """It may die before all of its followers have been told that the group begins; the others go on without those."""
     processes, receipts = average_with_a_victim(workers, step, after, group_wait=4.0)

@@ -182,6 +182,7 @@ def test_the_command_follows_the_parts_and_never_writes_parts_of_two_versions(st
     assert_same(load_file(path), model_of(5).state_dict())
 
 
+@pytest.mark.long
 def test_the_command_refuses_parts_that_are_too_large_together(stack: ExitStack, tmp_path: Path) -> None:
     publishers = Ranks(stack, 2, role="publish")
     join = publishers.expect("ready")[0]["endpoint"]
