@@ -8,8 +8,8 @@ SYNCHRONIZER := .venv-synchronizer
 # The default torch of the index installs gigabytes of CUDA, which the tests and the demo do not use.
 TORCH ?= torch==2.13.0
 
-# Four workers more than cores, because tests with processes are idle much of the time.
-WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 4 )))
+# Two workers more than cores, because tests with processes are idle much of the time.
+WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 2 )))
 
 .PHONY: help demo posttrain test test-long test-examples test-etcd test-integrations test-optimizers test-feed test-synchronizer check lint docs reference dist bench bench-hivemind proto soak clean
 

@@ -74,8 +74,15 @@ def proxies(lane: str, rate: float | None = None) -> Iterator[tuple[list[FaultPr
             yield [proxy, beside], behind
 
 
+def usual_rounds(processes: list[JsonProcess], lane: str, count: int) -> None:
+    """All three take part, in the last round over `lane`; before it a direct connection may come too late."""
+    for _ in range(count - 1):
+        next_round(processes)
+    next_round(processes, lane)
+
+
 def next_round(processes: list[JsonProcess], lane: str | None = None) -> None:
-    """All three take part again, over `lane` if it is given; in the first round a direct one may come too late."""
+    """All three take part again, over `lane` if it is given."""
     for receipt in average(*processes):
         assert receipt["outcome"] == "averaged", receipt
         assert len(receipt["members"]) == 3, receipt
@@ -86,8 +93,7 @@ def next_round(processes: list[JsonProcess], lane: str | None = None) -> None:
 def test_a_process_that_is_stopped_and_continues(workers: Workers, lane: str) -> None:
     stops = FAULTY | {"fatal_step": "sending", "after": PARTS_OF_USUAL_ROUNDS, "sends": "SIGSTOP"}
     processes = workers.start(*({"value": n, **OPTIONS, **using(lane), **(stops if n == 2 else {})} for n in range(3)))
-    for number in range(MIN_WAITS):
-        next_round(processes, lane if number else None)
+    usual_rounds(processes, lane, MIN_WAITS)
     before = [Held.by(process) for process in processes]
     reset(processes)
     for process in processes:
@@ -110,8 +116,7 @@ def test_a_connection_that_fails_in_the_round(workers: Workers, fault: Fault, la
         common = OPTIONS | using(lane)
         processes = workers.start(*({"value": n, **common, **(behind if n == 2 else {})} for n in range(3)))
         assert workers.endpoints[2] == behind["advertise"]
-        for number in range(MIN_WAITS):
-            next_round(processes, lane if number else None)
+        usual_rounds(processes, lane, MIN_WAITS)
         before = [Held.by(process) for process in processes]
         reset(processes)
         proxy.arm(fault, after=400_000)
@@ -127,5 +132,4 @@ def test_no_member_is_dropped_over_a_slow_link(workers: Workers, lane: str) -> N
     with proxies(lane, rate=1e6) as (_, behind):
         common = OPTIONS | using(lane)
         processes = workers.start(*({"value": n, **common, **(behind if n == 2 else {})} for n in range(3)))
-        for number in range(MIN_WAITS + 1):
-            next_round(processes, lane if number else None)
+        usual_rounds(processes, lane, MIN_WAITS + 1)
