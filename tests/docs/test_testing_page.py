@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ def test_the_code_of_the_page_runs_and_gives_what_it_says() -> None:
 
 @pytest.mark.timeout(60)
 def test_averagers_of_one_process_train_over_the_memory_network() -> None:
-    network, registry = MemoryNetwork(random.Random(1)), MemoryRegistry()
+    network, registry, both = MemoryNetwork(random.Random(1)), MemoryRegistry(), threading.Barrier(2)
 
     def train(number: int) -> torch.Tensor:
         model = torch.nn.Linear(2, 1, bias=False)
@@ -42,6 +43,8 @@ def test_averagers_of_one_process_train_over_the_memory_network() -> None:
             transport=network.transport(f"peer-{number}:1"),
             discovery=lambda endpoint, transport: MemoryDiscovery(registry),
         ) as optimizer:
+            optimizer.wait_for_peers(2, timeout=30.0, required=True)
+            both.wait(30.0)
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step(batch_size=1)
         return model.weight.detach()
