@@ -156,7 +156,7 @@ class Callers:
 
         Raises:
             BusyError: too many calls of the same host are in progress.
-            ProtocolViolationError: the caller's certificate is not valid now: a connection may last for weeks.
+            ProtocolViolationError: the caller's certificate is missing or not valid now.
         """
         host = host_of(context)
         # A member joined its group with a valid certificate, and may finish the round with an expired one.

@@ -181,17 +181,6 @@ def check_count(items: Items, most: int, what: str) -> Items:
     return items
 
 
-def short(raw: bytes, most: int | None, path: str) -> bytes:
-    """Returns `raw`, a message of the method at `path`.
-
-    Raises:
-        ProtocolViolationError: it is longer than `most` bytes, if that is not None.
-    """
-    if most is not None and len(raw) > most:
-        raise ProtocolViolationError(f"a message of {len(raw)} bytes in {path}; at most {most} are accepted")
-    return raw
-
-
 # Headers of calls, for data that the messages of the wire contract have no field for.
 
 
