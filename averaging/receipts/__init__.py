@@ -1,8 +1,8 @@
 """What happened in a round, for people and programs.
 
-Read in this order: `receipt` (of one round), `receipt_log` (the receipts that a peer keeps, in memory and in
-a file), `explanation` (the causes in words), `status` (of a peer and its training), `drift`
-(members that differ although they should not).
+Read in this order: `receipt` (of one round), `totals` (sums over all rounds of a peer), `receipt_log` (the receipts
+that a peer keeps, in memory and in a file), `explanation` (the causes in words), `status` (of a peer and its training),
+`drift` (members that differ although they should not).
 """
 
 from averaging.receipts.drift import Drift, DriftCheck, DriftKind, HyperparameterLog
@@ -18,9 +18,11 @@ from averaging.receipts.status import (
     check_rate,
     rate_in,
 )
+from averaging.receipts.totals import UNKNOWN_LANE, Totals, waited_in
 
 __all__ = [
     "MAX_ITEMS",
+    "UNKNOWN_LANE",
     "Account",
     "Drift",
     "DriftCheck",
@@ -40,6 +42,7 @@ __all__ = [
     "Round",
     "StepRate",
     "Straggler",
+    "Totals",
     "TrainingStatus",
     "Watched",
     "check_rate",
@@ -48,4 +51,5 @@ __all__ = [
     "explain",
     "rate_in",
     "read",
+    "waited_in",
 ]

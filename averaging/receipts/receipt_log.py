@@ -17,6 +17,7 @@ import msgspec
 from averaging.common import plain
 from averaging.errors import CallRefusedError
 from averaging.receipts.receipt import Receipt
+from averaging.receipts.totals import Totals
 
 logger = logging.getLogger(__name__)
 
@@ -237,10 +238,12 @@ class ReceiptBook:
 
     Attributes:
         last: receipt of the last round.
+        totals: what all rounds add up to; replaced, not changed, so any thread may read it.
     """
 
     def __init__(self, log: ReceiptLog | None = None) -> None:
         self.last: Receipt | None = None
+        self.totals = Totals()
         self._log = log
         self._history: deque[Receipt] = deque(maxlen=HISTORY)
         self._watchers: set[_Watcher] = set()
@@ -249,6 +252,7 @@ class ReceiptBook:
     def keep(self, receipt: Receipt) -> None:
         """Adds the receipt of a round that has just ended."""
         self.last = receipt
+        self.totals = self.totals.plus(receipt)
         self._history.append(receipt)
         if self._log is not None:
             self._log.append(receipt)
