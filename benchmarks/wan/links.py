@@ -69,7 +69,7 @@ class Links:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            _remove_left_over()
+            remove_left_over(PREFIX)
             self._set_up(stack)
             self._stack = stack.pop_all()
         return self
@@ -81,7 +81,7 @@ class Links:
 
     def command(self, rank: int) -> list[str]:
         """Returns the prefix for a command that runs at that peer."""
-        return _inside(self._peers[rank])
+        return inside(self._peers[rank])
 
     @staticmethod
     def host(rank: int) -> str:
@@ -101,39 +101,39 @@ class Links:
         """Returns the TCP settings of the peers."""
         names = ("tcp_congestion_control", "tcp_slow_start_after_idle", "tcp_rmem", "tcp_wmem")
         keys = [f"net.ipv4.{name}" for name in names]
-        values = _run(*self.command(0), "sysctl", "-n", *keys).splitlines()
+        values = run(*self.command(0), "sysctl", "-n", *keys).splitlines()
         return dict(zip(names, (" ".join(value.split()) for value in values), strict=True))
 
     def _set_up(self, stack: ExitStack) -> None:
         for name in (self._hub, *self._peers):
-            stack.callback(_remove, name)
-            _run("ip", "netns", "add", name)
-        _run(*_inside(self._hub), "sysctl", "-qw", "net.ipv4.ip_forward=1", "net.ipv4.conf.all.rp_filter=0")
-        self._relay = stack.enter_context(_relay(_inside(self._hub), self._setting.rtt / 2))
+            stack.callback(remove, name)
+            run("ip", "netns", "add", name)
+        run(*inside(self._hub), "sysctl", "-qw", "net.ipv4.ip_forward=1", "net.ipv4.conf.all.rp_filter=0")
+        self._relay = stack.enter_context(delaying_relay(self._hub, self._setting.rtt / 2))
         # The relay's device must never drop packets.
-        _run("ip", "-n", self._hub, "link", "set", "delay0", "txqueuelen", "20000", "up")
-        _run("ip", "-n", self._hub, "route", "add", "default", "dev", "delay0", "table", DELAYED)
+        run("ip", "-n", self._hub, "link", "set", "delay0", "txqueuelen", "20000", "up")
+        run("ip", "-n", self._hub, "route", "add", "default", "dev", "delay0", "table", DELAYED)
         for rank, (name, mbit) in enumerate(zip(self._peers, self._setting.mbits, strict=True)):
             self._connect(rank, name, mbit)
 
     def _connect(self, rank: int, name: str, mbit: float) -> None:
         device = f"peer{rank}"
-        _run("ip", "-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", device, "netns", self._hub)
-        _run("ip", "-n", name, "addr", "add", f"{self.host(rank)}/24", "dev", "eth0")
-        _run("ip", "-n", self._hub, "addr", "add", f"198.18.{rank}.1/24", "dev", device)
-        _run("ip", "-n", name, "link", "set", "lo", "up")
-        _run("ip", "-n", name, "link", "set", "eth0", "up")
-        _run("ip", "-n", self._hub, "link", "set", device, "up")
-        _run("ip", "-n", name, "route", "add", "default", "via", f"198.18.{rank}.1")
-        _run("ip", "-n", self._hub, "rule", "add", "iif", device, "lookup", DELAYED)
+        run("ip", "-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", device, "netns", self._hub)
+        run("ip", "-n", name, "addr", "add", f"{self.host(rank)}/24", "dev", "eth0")
+        run("ip", "-n", self._hub, "addr", "add", f"198.18.{rank}.1/24", "dev", device)
+        run("ip", "-n", name, "link", "set", "lo", "up")
+        run("ip", "-n", name, "link", "set", "eth0", "up")
+        run("ip", "-n", self._hub, "link", "set", device, "up")
+        run("ip", "-n", name, "route", "add", "default", "via", f"198.18.{rank}.1")
+        run("ip", "-n", self._hub, "rule", "add", "iif", device, "lookup", DELAYED)
         burst, length = queue_bytes(mbit, self._setting.rtt)
         shape = ("root", "tbf", "rate", f"{round(mbit * 1e6)}bit", "burst", f"{burst}b", "limit", f"{length}b")
-        _run("tc", "-n", name, "qdisc", "add", "dev", "eth0", *shape)
-        _run("tc", "-n", self._hub, "qdisc", "add", "dev", device, *shape)
+        run("tc", "-n", name, "qdisc", "add", "dev", "eth0", *shape)
+        run("tc", "-n", self._hub, "qdisc", "add", "dev", device, *shape)
         if self._congestion is not None:
             try:
                 key = f"net.ipv4.tcp_congestion_control={self._congestion}"
-                _run(*_inside(name), "sysctl", "-qw", key)
+                run(*inside(name), "sysctl", "-qw", key)
             except LinkError as error:
                 raise LinkError(
                     f"{error}\nA namespace may take what net.ipv4.tcp_allowed_congestion_control lists; add "
@@ -142,8 +142,9 @@ class Links:
 
 
 @contextmanager
-def _relay(inside: list[str], delay: float) -> Iterator[subprocess.Popen[str]]:
-    command = [*inside, sys.executable, "-m", "benchmarks.wan.relay", "--delay", str(delay)]
+def delaying_relay(name: str, delay: float) -> Iterator[subprocess.Popen[str]]:
+    """Runs the relay in a namespace, where its device `delay0` then returns every packet after `delay` seconds."""
+    command = [*inside(name), sys.executable, "-m", "benchmarks.wan.relay", "--delay", str(delay)]
     process = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -157,30 +158,36 @@ def _relay(inside: list[str], delay: float) -> Iterator[subprocess.Popen[str]]:
         process.wait()
 
 
-def _inside(name: str) -> list[str]:
+def inside(name: str) -> list[str]:
+    """Returns the prefix for a command that runs in a namespace."""
     return ["ip", "netns", "exec", name]
 
 
-def _run(*command: str) -> str:
+def run(*command: str, stdin: str = "") -> str:
+    """Runs a command to its end and returns its output.
+
+    Raises:
+        LinkError: it failed.
+    """
     # In its own session, so that Ctrl+C does not stop the clean-up.
-    done = subprocess.run(command, capture_output=True, text=True, check=False, start_new_session=True)
+    done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False, start_new_session=True)
     if done.returncode:
         raise LinkError(f"`{' '.join(command)}` failed: {(done.stderr or done.stdout).strip()}")
     return done.stdout
 
 
-def _remove(name: str) -> None:
+def remove(name: str) -> None:
     """Ends the processes in a namespace, and removes it with its links."""
     if not Path("/run/netns", name).exists():
         return
-    for pid in _run("ip", "netns", "pids", name).split():
+    for pid in run("ip", "netns", "pids", name).split():
         subprocess.run(["kill", "-KILL", pid], check=False, capture_output=True)
-    _run("ip", "netns", "del", name)
+    run("ip", "netns", "del", name)
 
 
-def _remove_left_over() -> None:
-    """Returns the namespaces left behind by killed benchmarks."""
-    for name in _run("ip", "netns", "list").splitlines():
-        found = re.match(rf"({PREFIX}-(\d+)-\w+)", name)
+def remove_left_over(prefix: str) -> None:
+    """Removes the namespaces `PREFIX-PID-NAME` of processes that were killed."""
+    for name in run("ip", "netns", "list").splitlines():
+        found = re.match(rf"({prefix}-(\d+)-[\w-]+)", name)
         if found and not Path("/proc", found[2]).exists():
-            _remove(found[1])
+            remove(found[1])
