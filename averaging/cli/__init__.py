@@ -1,4 +1,4 @@
-"""The command line: `averaging peer`, `state`, `watch`, `explain`, `follow`, `feed`, `register` and `ca`.
+"""The command line: `averaging peer`, `state`, `watch`, `explain`, `plan`, `follow`, `feed`, `register` and `ca`.
 
 Each command is a file. Read in this order: `options` (flags, from the declarations in `averaging/config.py`), `peer`,
 `events` (what is printed) and `output` (how), `exits` (errors, exit codes and signals), `files` (safetensors).
@@ -25,6 +25,7 @@ from averaging.cli.explain import explain_command
 from averaging.cli.feed import feed_command
 from averaging.cli.follow import follow_command
 from averaging.cli.peer import peer_command
+from averaging.cli.plan import plan_command
 from averaging.cli.register import register_command
 from averaging.cli.state import state_command
 from averaging.cli.watch import watch_command
@@ -89,6 +90,10 @@ def main() -> None:
       averaging explain a.jsonl
 
     \b
+    Reckon what a run will cost before it is started:
+      averaging plan --parameters 1.2e9 --dtype bf16 --peers 8 --link 300Mbit/40ms --step-seconds 1.4
+
+    \b
     Keep a file at the newest weights that a training process publishes:
       averaging follow 127.0.0.1:4222 --output now.safetensors
 
@@ -111,6 +116,7 @@ main.add_command(peer_command)
 main.add_command(state_command)
 main.add_command(watch_command)
 main.add_command(explain_command)
+main.add_command(plan_command)
 main.add_command(follow_command)
 main.add_command(feed_command)
 main.add_command(register_command)

@@ -55,7 +55,7 @@ def explain_command(files: Sequence[Path], summary: bool) -> None:
     """
     from averaging.receipts import explain
 
-    contents = [(file, _read(file)) for file in files]
+    contents = [(file, read_receipts(file)) for file in files]
     for line in explain([receipt for _, recorded in contents for receipt in recorded.receipts], summary_only=summary):
         click.echo(line)
     bad = sum([_report_bad_lines(file, recorded) for file, recorded in contents])
@@ -64,7 +64,7 @@ def explain_command(files: Sequence[Path], summary: bool) -> None:
         raise CommandError(f"{what} missing above", WRONG_USAGE)
 
 
-def _read(path: Path) -> Recorded:
+def read_receipts(path: Path) -> Recorded:
     """Reads a file.
 
     Raises:
