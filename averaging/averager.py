@@ -19,7 +19,7 @@ from averaging.discovery import ShardOfRun
 from averaging.errors import AveragingError, ClosedError, ConfigError, RoundError, WaitTimeoutError
 from averaging.peer import DiscoveryFactory, Peer, RoundOptions
 from averaging.protocol import Mode
-from averaging.receipts import Finish, Receipt, TrainingStatus
+from averaging.receipts import Finish, Receipt, TrainingProgress, TrainingStatus
 from averaging.strategies import DriftReaction, RunEnd, RunStart, Strategy, check_unused, wait_for_peers
 from averaging.training import (
     MAX_STEPS,
@@ -200,6 +200,7 @@ class DecentralizedAverager(OptimizerWrapper):
                 transport=transport,
                 discovery=discovery,
                 shard=shard,
+                training=self._progress,
             )
             self._training = StrategyContext(
                 optimizer,
@@ -290,6 +291,7 @@ class DecentralizedAverager(OptimizerWrapper):
         try:
             with self._training.measuring():
                 loss = self.strategy.step(self._training, closure, batch_size)
+            self._training.note_step(batch_size)
         except ClosedError:
             if not self._has_left():  # on SIGTERM, in the midst of this step
                 self._thread.stop_at_exit()
@@ -403,6 +405,23 @@ class DecentralizedAverager(OptimizerWrapper):
             alone=len(peers) == 1,
             last_receipt=self.last_receipt,
             peer=self._leader.last.status or self._thread.run(on_loop(lambda: self._peer.status)),
+        )
+
+    def _progress(self) -> TrainingProgress:
+        """Called in the peer's thread, so it reads only what the training thread replaces as a whole."""
+        training, strategy = self._training, self.strategy
+        steps_per_second, samples_per_second = training.pace.per_second(training.monotonic())
+        return TrainingProgress(
+            strategy=type(strategy).__name__,
+            stage=strategy.stage.name.lower(),
+            local_step=training.local_step,
+            global_step=strategy.global_step,
+            gathered=strategy.samples,
+            ranks=self._site.size,
+            steps=training.pace.steps,
+            samples=training.pace.samples,
+            steps_per_second=steps_per_second,
+            samples_per_second=samples_per_second,
         )
 
     @property

@@ -102,6 +102,10 @@ class AllReduce:
             non_finite=non_finite,
         )
 
+    def waiting_for(self, least: float) -> list[str]:
+        """The members that have sent nothing for at least this many seconds although something is due."""
+        return self._monitor.waiting_for(least)
+
     async def run(self, prepare: Prepare, timeout: float) -> RoundResult:
         """Runs the round until every part is averaged or given up. A cancellation is announced to the others.
 

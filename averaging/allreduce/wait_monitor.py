@@ -134,6 +134,11 @@ class WaitMonitor:
             if longest is not None:
                 self.deadlines.record(name, phase, self._size, longest, _now())
 
+    def waiting_for(self, least: float) -> list[str]:
+        """The members whose present wait has lasted at least this many seconds."""
+        now = self._fair()
+        return sorted({name for (name, _), wait in self._waits.items() if now - wait.since >= least})
+
     def record_miss(self, name: str, phase: Phase) -> None:
         """Records that a member missed its deadline."""
         self.deadlines.record_miss(name, phase, self._size, _now())

@@ -22,7 +22,7 @@ from averaging.peer.lifecycle import DiscoveryFactory, Running, make_transport, 
 from averaging.peer.run_progress import RunProgress
 from averaging.peer.topics import RoundOptions, Topic, TopicOptions, make_topic
 from averaging.protocol import Mode, attach, pack_gather, progress_key
-from averaging.receipts import DriftCheck, DropCode, PeerStatus, Receipt
+from averaging.receipts import DriftCheck, DropCode, PeerStatus, Receipt, TrainingProgress
 from averaging.security import read_credentials
 from averaging.state import ExtraState, Snapshots, State, download
 from averaging.tensors import SharedTensors
@@ -120,6 +120,8 @@ class Peer(InProcess):
         on_joining: function that is called in the event loop while no peer of `join` has answered, first after a
             second and then less and less often, with the addresses and the reasons. For gossip only.
         shard: which shard of the run this peer averages, if the model is divided; it meets peers of this shard only.
+        training: called in the event loop for the progress of the training that this peer is part of. Its status shows
+            it.
         options: see `PeerConfig`.
 
     Raises:
@@ -141,6 +143,7 @@ class Peer(InProcess):
         rng: random.Random | None = None,
         on_joining: Callable[[Waiting], None] | None = None,
         shard: ShardOfRun | None = None,
+        training: Callable[[], TrainingProgress] | None = None,
         **options: Unpack[PeerOptions],
     ) -> None:
         self.config = configure(config, run_id, options)
@@ -158,6 +161,7 @@ class Peer(InProcess):
         self._discovery = discovery
         self._on_joining = on_joining
         self.shard = shard
+        self._training = training
         self._running: Running | None = None
         self._one_average = SingleAverage()
 
@@ -191,6 +195,7 @@ class Peer(InProcess):
             shard=self.shard,
             on_joining=self._on_joining,
         )
+        self._running.service.training = self._training
         return self
 
     async def __aexit__(self, *error: object) -> None:

@@ -21,7 +21,7 @@ from averaging.discovery import Discovery
 from averaging.errors import AveragingError, RoundError
 from averaging.matchmaking import Arrivals, Exclusions, LoggedDifferences, Matchmaking, NoGroupError, ResponseHistory
 from averaging.peer.run_progress import RunProgress, find_gone
-from averaging.peer.service import PeerService
+from averaging.peer.service import ExpectedInSearch, PeerService
 from averaging.peer.topics import Adopt, ExpectedPeers, RoundOptions, StopSearch, Topic
 from averaging.protocol import Fingerprint, Group, Mode, detach
 from averaging.receipts import Account, Drift, DropCode, LateArrival, Outcome, Receipt, Role
@@ -246,10 +246,13 @@ class Rounds:
             return [name for name in expected_peers(self._progress.announcements) if not matchmaking.is_member(name)]
 
         watches = stop_search is not None or callable(start_size)
+        self._service.search = ExpectedInSearch(began, missing)
         try:
             return await self._search(round_, search, update if watches else None, missing)
         except NoGroupError as error:
             raise _NotAveragedError(Outcome.NO_GROUP, str(error)) from error
+        finally:
+            self._service.search = None
 
     @contextmanager
     def _reducing(self, round_: _Round, group: Group) -> Iterator[AllReduce]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from importlib import metadata
 
 from averaging.allreduce import AllReduce
@@ -14,7 +15,7 @@ from averaging.discovery import Discovery
 from averaging.errors import BusyError, ProtocolViolationError
 from averaging.matchmaking import Matchmaking
 from averaging.protocol import AveragingData, DownloadData, JoinRequest, MessageCode, MessageFromLeader, Resume
-from averaging.receipts import PeerStatus, ReceiptBook, Watched
+from averaging.receipts import PeerStatus, ReceiptBook, TrainingProgress, Watched
 from averaging.state import MIN_RATE, Snapshots, Throughput, pack
 from averaging.tensors import Schema, nbytes_of
 from averaging.timing import Deadline, Deadlines, FairTimeout
@@ -81,8 +82,32 @@ class HostQueue:
 
 SOFTWARE = f"averaging {metadata.version('averaging')}"
 
+LEAST_WAIT = 0.5
+"""Seconds after which a status names the peers for which this one waits."""
+
 MAX_DOWNLOADS, DOWNLOADS_PER_HOST = 16, 4
 """Concurrent downloads at one donor, in total and per host; further ones wait in a queue."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedInSearch:
+    """The peers that a search for a group still expects.
+
+    Attributes:
+        began: time of the running loop.
+        missing: function that returns their endpoints.
+    """
+
+    began: float
+    missing: Callable[[], Collection[str]]
+
+    def waiting_for(self, least: float) -> list[str]:
+        """The missing peers, once the search has lasted this many seconds."""
+        if asyncio.get_running_loop().time() - self.began < least:
+            return []
+        with suppress(Exception):  # of the application's function, which ends the search
+            return sorted(self.missing())
+        return []
 
 
 class PeerService:
@@ -92,6 +117,8 @@ class PeerService:
         matchmaking: matchmaking of the present or last round; None until the peer has joined its run.
         discovery: discovery of the run; None until the peer has joined it.
         round: the all-reduce in progress.
+        search: the search for a group in progress.
+        training: progress of the training that this peer is part of; None if it does not train.
         averaged: number of rounds that averaged.
         book: the receipts of this peer.
         deadlines: deadlines for other peers, learned from earlier rounds.
@@ -114,6 +141,8 @@ class PeerService:
         self.matchmaking: Matchmaking | None = None
         self.discovery: Discovery | None = None
         self.round: AllReduce | None = None
+        self.search: ExpectedInSearch | None = None
+        self.training: Callable[[], TrainingProgress] | None = None
         self.averaged = 0
         self.book = book
         self.deadlines = Deadlines(config.min_stall_timeout, config.stall_timeout)
@@ -184,9 +213,10 @@ class PeerService:
         """The schema of the present or last round."""
         return self.matchmaking.schema if self.matchmaking else self._schema
 
-    def get_status(self) -> PeerStatus:
-        """Identity and present activity of this peer."""
+    def get_status(self, receipts: int = 0, after_round: int = 0, peers: bool = False) -> PeerStatus:
+        """Identity and present activity of this peer, see `AveragingService`."""
         matchmaking, current = self.matchmaking, self.round
+        known = (self.discovery.endpoints() if self.discovery else frozenset()) | {self._endpoint}
         return PeerStatus(
             endpoint=self._endpoint,
             run_id=self._config.run_id,
@@ -203,9 +233,18 @@ class PeerService:
             last_round=self.book.last,
             rounds=self.averaged,
             state_version=self._snapshots.version,
-            known_peers=len((self.discovery.endpoints() if self.discovery else frozenset()) | {self._endpoint}),
+            known_peers=len(known),
             deadlines=tuple(self.deadlines.learned()),
+            training=None if self.training is None else self.training(),
+            waiting_for=tuple(self._waiting_for()),
+            receipts=self.book.recent(receipts, after_round),
+            peers=tuple(sorted(known)) if peers else (),
         )
+
+    def _waiting_for(self) -> list[str]:
+        if self.round is not None:
+            return self.round.waiting_for(LEAST_WAIT)
+        return [] if self.search is None else self.search.waiting_for(LEAST_WAIT)
 
     def watch_rounds(self, last: int) -> AsyncGenerator[Watched, None]:
         """Yields the `last` receipts of this peer and each further one as it happens."""

@@ -1,12 +1,13 @@
 """What happened in a round, for people and programs.
 
 Read in this order: `receipt` (of one round), `totals` (sums over all rounds of a peer), `receipt_log` (the receipts
-that a peer keeps, in memory and in a file), `explanation` (the causes in words), `status` (of a peer and its training),
-`drift` (members that differ although they should not).
+that a peer keeps, in memory and in a file), `explanation` (the causes in words), `progress` (of a training), `status`
+(of a peer and its training), `drift` (members that differ although they should not).
 """
 
 from averaging.receipts.drift import Drift, DriftCheck, DriftKind, HyperparameterLog
 from averaging.receipts.explanation import Round, describe, explain
+from averaging.receipts.progress import TrainingPace, TrainingProgress
 from averaging.receipts.receipt import Account, DropCode, Dropped, LateArrival, Outcome, Receipt, Role, Straggler
 from averaging.receipts.receipt_log import ReceiptBook, ReceiptLog, Recorded, Watched, dumps, read
 from averaging.receipts.status import (
@@ -42,7 +43,9 @@ __all__ = [
     "Round",
     "StepRate",
     "Straggler",
-    "Totals",
+Read in this order: `receipt` (of one round), `totals` (sums over all rounds of a peer), `receipt_log` (the receipts
+that a peer keeps, in memory and in a file), `explanation` (the causes in words), `progress` (of a training), `status`
+(of a peer and its training), `drift` (members that differ although they should not).
     "TrainingStatus",
     "Watched",
     "check_rate",

@@ -259,6 +259,11 @@ class ReceiptBook:
         for watcher in self._watchers:
             watcher.put(receipt)
 
+    def recent(self, count: int, after_round: int = 0) -> tuple[Receipt, ...]:
+        """The last `count` receipts, at most `HISTORY`, of rounds after this one; the oldest first."""
+        later = [receipt for receipt in self._history if receipt.round > after_round]
+        return tuple(later[max(0, len(later) - count) :])
+
     async def watch(self, last: int = 0) -> AsyncGenerator[Watched, None]:
         """Yields the `last` receipts, at most `HISTORY`, then each new one until the book is closed.
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from averaging.common import counted, html_table, is_number, listed, unpack
 from averaging.errors import printable
+from averaging.receipts.progress import TrainingProgress
 from averaging.receipts.receipt import Receipt
 from averaging.timing import Learned
 
@@ -26,6 +27,10 @@ class PeerStatus:
         rounds: number of rounds that averaged.
         known_peers: number of peers in discovery, including this one.
         deadlines: deadlines learned of other peers, latest first.
+        training: progress of its training; None if it does not train.
+        waiting_for: endpoints of the peers for which it has waited for some time now.
+        receipts: receipts of past rounds, oldest first, if the caller asked for some.
+        peers: endpoints of the known peers, including this one, if the caller asked for them.
     """
 
     endpoint: str
@@ -45,6 +50,15 @@ class PeerStatus:
     state_version: int
     known_peers: int
     deadlines: tuple[Learned, ...] = ()
+    training: TrainingProgress | None = None
+    waiting_for: tuple[str, ...] = ()
+    receipts: tuple[Receipt, ...] = ()
+    peers: tuple[str, ...] = ()
+
+    @property
+    def role(self) -> str:
+        """The part that the peer has in its run: trainer, auxiliary, or peer for one that only averages."""
+        return "trainer" if self.training else "auxiliary" if self.mode == "auxiliary" else "peer"
 
     @property
     def doing(self) -> str:

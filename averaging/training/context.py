@@ -12,10 +12,10 @@ from typing import Any, Unpack
 
 import torch
 
-from averaging.common import EventLoopThread, check_weight
+from averaging.common import EventLoopThread, check_weight, is_count
 from averaging.errors import ClosedError, TensorError
 from averaging.peer import ExpectedAtFirst, Peer, RoundOptions, Topic, TopicOptions
-from averaging.receipts import DriftCheck, Receipt, StepRate
+from averaging.receipts import DriftCheck, Receipt, StepRate, TrainingPace
 from averaging.tensors import digest_of_tensors
 from averaging.training.announcements import Announcements
 from averaging.training.fingerprints import DriftMonitor, HyperparameterReader, fingerprint_of, tolerance_of
@@ -81,6 +81,7 @@ class StrategyContext:
         donates: whether other peers can download this peer's state.
         standing: this peer's part in its run.
         rate: measures how fast this peer trains.
+        pace: counts its steps and samples, and measures how fast they come, including its waits.
         now: clock, in seconds since the epoch.
         monotonic: monotonic clock, in seconds.
     """
@@ -115,6 +116,8 @@ class StrategyContext:
         self.drift = DriftMonitor(site, self.hyperparameters)
         self.rate = StepRate()
         self.now, self.monotonic = time.time, time.monotonic
+        self.pace = TrainingPace(self.monotonic())
+        self._samples: int | None = None  # of all ranks in the present step, if the strategy has added them up
         self._on_receipt = on_receipt
         self._weight = 1.0
         self._warned = ""
@@ -305,6 +308,16 @@ class StrategyContext:
         """
         self.local_step += 1
         self.rate.count(1 if samples is None else samples)
+        self._samples = samples
+
+    def note_step(self, batch_size: int | None) -> None:
+        """Counts a step of the averager for the status.
+
+        Args:
+            batch_size: samples of this rank, as given to `step`.
+        """
+        samples, self._samples = self._samples or batch_size, None
+        self.pace.count(samples if is_count(samples) else 0, self.monotonic())
 
     @contextmanager
     def measuring(self) -> Iterator[None]:

@@ -68,8 +68,14 @@ class AveragingService(Protocol):
         """
         ...
 
-    def get_status(self) -> PeerStatus:
-        """Returns the identity and present activity of this peer."""
+    def get_status(self, receipts: int = 0, after_round: int = 0, peers: bool = False) -> PeerStatus:
+        """Returns the identity and present activity of this peer.
+
+        Args:
+            receipts: how many receipts it contains at most.
+            after_round: only receipts of later rounds.
+            peers: whether it names the known peers.
+        """
         ...
 
     def get_schema(self) -> Schema:

@@ -147,6 +147,10 @@ def test_schedulers_and_grad_scalers_work_while_averaging(make: Make) -> None:
     assert rates[0] == rates[1]
     assert equal(pairs[0][0], pairs[1][0])
     assert [opt.status.peer.rounds for _, opt in pairs] == [2, 2]
+    progress = pairs[0][1].status.peer.training
+    assert progress is not None
+    assert (progress.strategy, progress.stage, progress.local_step, progress.steps) == ("LocalSGD", "training", 4, 4)
+    assert progress.global_step is None
 
 
 def test_training_goes_on_when_the_other_leaves_and_together_when_another_comes(

@@ -35,6 +35,17 @@ async def test_the_last_ones_first_and_then_each(last: int, first: int) -> None:
     assert await watching == [(number, 0) for number in range(first, 8)]
 
 
+def test_the_last_receipts_after_a_round() -> None:
+    book = ReceiptBook()
+    assert book.recent(3) == ()
+    for each in RECEIPTS[:5]:
+        book.keep(each)
+    assert [each.round for each in book.recent(3)] == [2, 3, 4]
+    assert [each.round for each in book.recent(99, after_round=3)] == [4]
+    assert book.recent(99, after_round=4) == ()
+    assert book.recent(0) == ()
+
+
 @pytest.mark.asyncio
 async def test_a_peer_remembers_so_many() -> None:
     book = ReceiptBook()

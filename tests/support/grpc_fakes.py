@@ -7,6 +7,7 @@ import dataclasses
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 
 from averaging.protocol.group import ReplyForm
 from averaging.protocol.messages import (
@@ -24,6 +25,7 @@ from averaging.protocol.messages import (
     Rumour,
     WireTensor,
 )
+from averaging.receipts.progress import TrainingProgress
 from averaging.receipts.receipt import Dropped, Outcome, Receipt
 from averaging.receipts.receipt_log import Watched
 from averaging.receipts.status import PeerStatus
@@ -76,6 +78,8 @@ STATUS = PeerStatus(
     state_version=-1,
     known_peers=4,
     deadlines=(Learned("b:2", Phase.PART, 12, 5, 0.25, 1.0, "4 × its median of 0.25 s"),),
+    training=TrainingProgress("DiLoCo", "training", 500, 5, 12.0, 2, 400, 12800.0, 2.5, None),
+    waiting_for=("c:3",),
 )
 
 
@@ -165,8 +169,9 @@ class FakePeer:
         for chunk in self.state:
             yield chunk
 
-    def get_status(self) -> PeerStatus:
-        return self.status
+    def get_status(self, receipts: int = 0, after_round: int = 0, peers: bool = False) -> PeerStatus:
+        asked = (replace(RECEIPT, round=after_round + 1),) * receipts
+        return replace(self.status, receipts=asked, peers=("a:1", "c:3") if peers else ())
 
     def get_schema(self) -> Schema:
         return self.schema

@@ -61,7 +61,7 @@ class OneRound:
     def download_state(self, resume: Resume | None, caller: str) -> AsyncGenerator[DownloadData, None]:
         raise NotImplementedError
 
-    def get_status(self) -> PeerStatus:
+    def get_status(self, receipts: int = 0, after_round: int = 0, peers: bool = False) -> PeerStatus:
         raise NotImplementedError
 
     def get_schema(self) -> Schema:

@@ -28,6 +28,7 @@ from averaging.protocol.messages import (
     WireTensor,
 )
 from averaging.receipts.drift import Drift, DriftKind
+from averaging.receipts.progress import TrainingProgress
 from averaging.receipts.receipt import Account, DropCode, Dropped, LateArrival, Outcome, Receipt, Role, Straggler
 from averaging.receipts.receipt_log import Watched
 from averaging.receipts.status import PeerStatus
@@ -141,6 +142,23 @@ statuses = st.builds(
     deadlines=several(
         st.builds(Learned, names, st.sampled_from(Phase), uint32, uint32, st.floats(), st.floats(), names)
     ),
+    training=st.none()
+    | st.builds(
+        TrainingProgress,
+        names,
+        names,
+        uint64,
+        st.none() | uint64,
+        finite,
+        uint32,
+        uint64,
+        finite,
+        st.none() | finite,
+        st.none() | finite,
+    ),
+    waiting_for=several(names),
+    receipts=several(receipts),
+    peers=several(names),
 )
 aggregations = (
     st.sampled_from([Aggregation(), Aggregation(AggregationKind.MEDIAN)])
@@ -163,7 +181,7 @@ MESSAGES: dict[str, tuple[st.SearchStrategy[Any], st.SearchStrategy[Any]]] = {
     ),
     "Subscribe": (digests, several(records)),
     "ListRecords": (names, several(records)),
-    "GetStatus": (st.none(), statuses),
+    "GetStatus": (st.tuples(uint32, uint64, st.booleans()), statuses),
     "WatchRounds": (uint32, st.builds(Watched, receipts, uint64)),
     "GetSchema": (
         st.none(),

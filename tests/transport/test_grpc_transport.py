@@ -207,6 +207,9 @@ async def test_a_peer_that_shares_no_state_sends_an_empty_stream() -> None:
 async def test_status_and_schema() -> None:
     async with serving(FakePeer()) as (_, endpoint), client() as caller:
         assert await caller.get_status(endpoint) == STATUS
+        asked = await caller.get_status(endpoint, receipts=2, after_round=6, peers=True)
+        assert [each.round for each in asked.receipts] == [7, 7]
+        assert asked.peers == ("a:1", "c:3")
         assert await caller.get_schema(endpoint) == SCHEMA
 
 

@@ -145,6 +145,9 @@ MAX_RECORDS = 1 << 15
 MAX_RUMOURS = 1 << 10
 """Records in a push."""
 
+MAX_RECEIPTS = 64
+"""Receipts in one answer."""
+
 MAX_MEMBERS = 1 << 14
 """Members of a group: the maximum number of peers with records."""
 

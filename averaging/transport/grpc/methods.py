@@ -21,7 +21,7 @@ from averaging.protocol import (
     Rumour,
     parse_aggregation,
 )
-from averaging.receipts import Account, Drift, LateArrival, PeerStatus, Receipt, Watched
+from averaging.receipts import Account, Drift, LateArrival, PeerStatus, Receipt, TrainingProgress, Watched
 from averaging.tensors import DTYPES, Schema, TensorSpec
 from averaging.timing import Phase
 from averaging.transport import RpcMethod
@@ -109,11 +109,15 @@ def _finite(value: float) -> float | None:
     return value if isfinite(value) else None
 
 
+def _number(value: float) -> float:
+    return value if isfinite(value) else 0.0
+
+
 def _late(late: LateArrival) -> LateArrival | None:
     return late if isfinite(late.seconds) else None
 
 
-_FINITE = Rule(read=_finite)
+_FINITE, _NUMBER = Rule(read=_finite), Rule(read=_number)
 
 _RECEIPT = MessageCopier(
     Receipt,
@@ -139,20 +143,31 @@ class _StatusCopier(MessageCopier[PeerStatus]):
         """See `MessageCopier`."""
         group = message.current_group
         known = {"group_id": group.group_id, "members": tuple(group.members)}
-        known = {"group_id": group.group_id, "members": tuple(group.members)}
         status: PeerStatus = self._make(known | self._values(message))
         return status
 
+
+_TRAINING = MessageCopier(
+    TrainingProgress,
+    status_pb2.TrainingProgress,
+    gathered=_NUMBER,
+    samples=_NUMBER,
+    steps_per_second=_FINITE,
+    samples_per_second=_FINITE,
+)
 
 _PHASES = frozenset(Phase)
 
 GET_STATUS = RpcMethod(
     f"{STATUS}/GetStatus",
-    MessageCopier(NoneType, status_pb2.GetStatusRequest),
+    MessageCopier(tuple[int, int, bool], status_pb2.GetStatusRequest),
     _StatusCopier(
         PeerStatus,
         status_pb2.PeerStatus,
         last_round=Rule(copier=_RECEIPT),
+        receipts=Rule(limits.MAX_RECEIPTS, "receipts", copier=_RECEIPT),
+        peers=Rule(limits.MAX_RECORDS, "peers"),
+        training=Rule(copier=_TRAINING),
         # Later releases may add phases.
         deadlines=Rule(select=lambda deadlines: [learned for learned in deadlines if learned.phase in _PHASES]),
     ),

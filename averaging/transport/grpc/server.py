@@ -124,8 +124,8 @@ def averaging_handlers(service: AveragingService) -> list[RpcHandler]:
         caller = rpc_caller()
         return service.download_state(headers.read_resume(caller.headers), caller.host)
 
-    async def get_status(_: None) -> PeerStatus:
-        return service.get_status()
+    async def get_status(request: tuple[int, int, bool]) -> PeerStatus:
+        return service.get_status(*request)
 
     async def get_schema(_: None) -> Schema:
         return service.get_schema()

@@ -162,9 +162,11 @@ class GrpcTransport:
         """Downloads the state of `endpoint`. Bytes named by `resume` are skipped if `endpoint` has the same."""
         return self._channels.stream(endpoint, methods.DOWNLOAD_STATE, None, headers.of_resume(resume))
 
-    async def get_status(self, endpoint: str) -> PeerStatus:
-        """Returns the status of `endpoint`."""
-        return await self._channels.call(endpoint, methods.GET_STATUS, None)
+    async def get_status(
+        self, endpoint: str, *, receipts: int = 0, after_round: int = 0, peers: bool = False
+    ) -> PeerStatus:
+        """Returns the status of `endpoint`, see `AveragingService.get_status`."""
+        return await self._channels.call(endpoint, methods.GET_STATUS, (receipts, after_round, peers))
 
     async def get_schema(self, endpoint: str) -> Schema:
         """Returns the schema of the tensors that `endpoint` averages."""

@@ -1,0 +1,92 @@
+"""The progress of a training, as the status of its peer shows it. Pure: the caller passes the time."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingProgress:
+    """The training of a peer, as of its last local step.
+
+    Attributes:
+        strategy: name of the strategy's class.
+        stage: stage of the training: training, waiting, concluding, ended or compared.
+        local_step: number of local steps, including those before a downloaded or loaded state.
+        global_step: number of global steps of the run; None if the strategy makes none.
+        gathered: samples, or local steps, for the next global step.
+        ranks: number of processes that train this copy of the model together.
+        steps: local steps since the start of the process.
+        samples: samples since then, as far as `step` was given `batch_size`.
+        steps_per_second: lately, including the time that the training waits; None while unknown.
+        samples_per_second: the same for samples; None if they are not counted.
+    """
+
+    strategy: str
+    stage: str
+    local_step: int
+    global_step: int | None
+    gathered: float = 0.0
+    ranks: int = 1
+    steps: int = 0
+    samples: float = 0.0
+    steps_per_second: float | None = None
+    samples_per_second: float | None = None
+
+
+MARKS, SPACING = 64, 0.5
+"""Moments to which a pace looks back, and the seconds between two of them: at least the last 32 s."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """The counts at one moment."""
+
+    time: float
+    steps: int
+    samples: float
+
+
+class TrainingPace:
+    """Counts the local steps and samples of a training, and measures how fast they come.
+
+    One thread counts, any thread may read.
+
+    Args:
+        now: seconds, of the clock of all calls.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._last = _Mark(now, 0, 0.0)
+        self._marks = deque([self._last], maxlen=MARKS)
+
+    @property
+    def steps(self) -> int:
+        """Steps so far."""
+        return self._last.steps
+
+    @property
+    def samples(self) -> float:
+        """Samples so far."""
+        return self._last.samples
+
+    def count(self, samples: float, now: float) -> None:
+        """Counts a local step."""
+        self._last = _Mark(now, self._last.steps + 1, self._last.samples + samples)
+        if now - self._marks[-1].time >= SPACING:
+            self._marks.append(self._last)
+
+    def per_second(self, now: float) -> tuple[float | None, float | None]:
+        """Steps and samples per second, as far as the marks look back; None while unknown.
+
+        The present time counts only once the next step takes twice as long as the others: then it has stopped.
+        """
+        last, first = self._last, self._marks[0]
+        steps, seconds = last.steps - first.steps, last.time - first.time
+        if steps <= 0 or seconds <= 0:
+            return None, None
+        if now - last.time > 2 * seconds / steps:
+            seconds = now - first.time
+        samples = last.samples - first.samples
+        return steps / seconds, samples / seconds if samples else None
