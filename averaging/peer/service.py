@@ -235,6 +235,7 @@ class PeerService:
             state_version=self._snapshots.version,
             known_peers=len(known),
             deadlines=tuple(self.deadlines.learned()),
+            totals=self.book.totals if self.book.last else None,
             training=None if self.training is None else self.training(),
             waiting_for=tuple(self._waiting_for()),
             receipts=self.book.recent(receipts, after_round),

@@ -43,9 +43,9 @@ __all__ = [
     "Round",
     "StepRate",
     "Straggler",
-Read in this order: `receipt` (of one round), `totals` (sums over all rounds of a peer), `receipt_log` (the receipts
-that a peer keeps, in memory and in a file), `explanation` (the causes in words), `progress` (of a training), `status`
-(of a peer and its training), `drift` (members that differ although they should not).
+    "Totals",
+    "TrainingPace",
+    "TrainingProgress",
     "TrainingStatus",
     "Watched",
     "check_rate",

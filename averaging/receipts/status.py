@@ -11,6 +11,7 @@ from averaging.common import counted, html_table, is_number, listed, unpack
 from averaging.errors import printable
 from averaging.receipts.progress import TrainingProgress
 from averaging.receipts.receipt import Receipt
+from averaging.receipts.totals import Totals
 from averaging.timing import Learned
 
 
@@ -28,6 +29,7 @@ class PeerStatus:
         known_peers: number of peers in discovery, including this one.
         deadlines: deadlines learned of other peers, latest first.
         training: progress of its training; None if it does not train.
+        totals: sums over all its rounds; None before the first.
         waiting_for: endpoints of the peers for which it has waited for some time now.
         receipts: receipts of past rounds, oldest first, if the caller asked for some.
         peers: endpoints of the known peers, including this one, if the caller asked for them.
@@ -54,6 +56,7 @@ class PeerStatus:
     waiting_for: tuple[str, ...] = ()
     receipts: tuple[Receipt, ...] = ()
     peers: tuple[str, ...] = ()
+    totals: Totals | None = None
 
     @property
     def role(self) -> str:

@@ -29,6 +29,7 @@ from averaging.receipts.progress import TrainingProgress
 from averaging.receipts.receipt import Dropped, Outcome, Receipt
 from averaging.receipts.receipt_log import Watched
 from averaging.receipts.status import PeerStatus
+from averaging.receipts.totals import Totals
 from averaging.security.credentials import Credentials
 from averaging.tensors.schema import Schema, TensorSpec
 from averaging.timing.learned_deadlines import Learned, Phase
@@ -80,6 +81,7 @@ STATUS = PeerStatus(
     deadlines=(Learned("b:2", Phase.PART, 12, 5, 0.25, 1.0, "4 × its median of 0.25 s"),),
     training=TrainingProgress("DiLoCo", "training", 500, 5, 12.0, 2, 400, 12800.0, 2.5, None),
     waiting_for=("c:3",),
+    totals=Totals({Outcome.AVERAGED: 3}, 7.5, {"looking": 1.5}, {"direct": 2**40}, {"grpc": 12}, 1.5),
 )
 
 

@@ -32,6 +32,7 @@ from averaging.receipts.progress import TrainingProgress
 from averaging.receipts.receipt import Account, DropCode, Dropped, LateArrival, Outcome, Receipt, Role, Straggler
 from averaging.receipts.receipt_log import Watched
 from averaging.receipts.status import PeerStatus
+from averaging.receipts.totals import Totals
 from averaging.tensors import AVERAGED_DTYPES
 from averaging.tensors.schema import Schema, TensorSpec
 from averaging.timing.learned_deadlines import Learned, Phase
@@ -157,6 +158,18 @@ statuses = st.builds(
         st.none() | finite,
     ),
     waiting_for=several(names),
+    totals=st.none()
+    | st.builds(
+        Totals,
+        st.dictionaries(st.sampled_from(Outcome), uint64),
+        finite,
+        st.dictionaries(names, finite),
+        st.dictionaries(names, uint64),
+        st.dictionaries(names, uint64),
+        finite,
+        st.dictionaries(st.sampled_from(DropCode), uint64),
+        uint64,
+    ),
     receipts=several(receipts),
     peers=several(names),
 )

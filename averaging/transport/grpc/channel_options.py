@@ -148,6 +148,9 @@ MAX_RUMOURS = 1 << 10
 MAX_RECEIPTS = 64
 """Receipts in one answer."""
 
+MAX_COUNTS = 64
+"""Outcomes, phases, lanes or causes in the totals of a peer."""
+
 MAX_MEMBERS = 1 << 14
 """Members of a group: the maximum number of peers with records."""
 

@@ -21,7 +21,7 @@ from averaging.protocol import (
     Rumour,
     parse_aggregation,
 )
-from averaging.receipts import Account, Drift, LateArrival, PeerStatus, Receipt, TrainingProgress, Watched
+from averaging.receipts import Account, Drift, LateArrival, PeerStatus, Receipt, Totals, TrainingProgress, Watched
 from averaging.tensors import DTYPES, Schema, TensorSpec
 from averaging.timing import Phase
 from averaging.transport import RpcMethod
@@ -113,10 +113,15 @@ def _number(value: float) -> float:
     return value if isfinite(value) else 0.0
 
 
+def _numbers(values: Mapping[str, float]) -> Mapping[str, float]:
+    return {name: value for name, value in values.items() if isfinite(value)}
+
+
 def _late(late: LateArrival) -> LateArrival | None:
     return late if isfinite(late.seconds) else None
 
 
+_COUNTS = Rule(limits.MAX_COUNTS, "counts")
 _FINITE, _NUMBER = Rule(read=_finite), Rule(read=_number)
 
 _RECEIPT = MessageCopier(
@@ -156,6 +161,18 @@ _TRAINING = MessageCopier(
     samples_per_second=_FINITE,
 )
 
+_TOTALS = MessageCopier(
+    Totals,
+    status_pb2.Totals,
+    rounds=_COUNTS,
+    seconds=_NUMBER,
+    phase_seconds=Rule(limits.MAX_COUNTS, "phases", read=_numbers),
+    bytes_sent=_COUNTS,
+    bytes_received=_COUNTS,
+    waiting_seconds=_NUMBER,
+    dropped=_COUNTS,
+)
+
 _PHASES = frozenset(Phase)
 
 GET_STATUS = RpcMethod(
@@ -168,6 +185,7 @@ GET_STATUS = RpcMethod(
         receipts=Rule(limits.MAX_RECEIPTS, "receipts", copier=_RECEIPT),
         peers=Rule(limits.MAX_RECORDS, "peers"),
         training=Rule(copier=_TRAINING),
+        totals=Rule(copier=_TOTALS),
         # Later releases may add phases.
         deadlines=Rule(select=lambda deadlines: [learned for learned in deadlines if learned.phase in _PHASES]),
     ),
