@@ -256,6 +256,7 @@ class PeerConfig:
         "How tensors are encoded on the wire; the same at all peers. The strategies have an option of the same "
         "name, which wins.",
         shared=True,
+        alike=True,
     )
 
     min_group_size: int = _groups(
@@ -264,6 +265,7 @@ class PeerConfig:
         "Smallest group that this peer takes part in. The leader starts with this many members when {group_wait} is "
         "over. The same at all peers.",
         shared=True,
+        alike=True,
     )
     group_bits: str = _groups(
         "",
@@ -301,6 +303,7 @@ class PeerConfig:
         "How contributions become one: `mean`, or `median`, `trimmed:F` or `clip:TAU`, which bound what a minority "
         "of false contributions can do (docs/operate/robust.md). The same at all peers.",
         shared=True,
+        alike=True,
     )
     reply_form: ReplyForm = _averages(
         ReplyForm.AVERAGE,
@@ -308,6 +311,7 @@ class PeerConfig:
         "Whether reducers answer with the average, or with the difference to what was sent; `delta` suits lossy "
         "compression of parameters. The same at all peers.",
         shared=True,
+        alike=True,
     )
     non_finite: NonFinite = _averages(
         NonFinite.REFUSE,
@@ -315,12 +319,14 @@ class PeerConfig:
         "What happens to NaN and infinity in contributions and in a downloaded state. The same at all peers, since "
         "a peer that refuses them drops the peers that send them.",
         shared=True,
+        alike=True,
     )
     part_size_bytes: int = _averages(
         DEFAULT_PART_SIZE_BYTES,
         whole(1 << 10, 1 << 28, "BYTES"),
         "Size of a part on the wire. The same at all peers.",
         shared=True,
+        alike=True,
     )
     bandwidth: float | None = _averages(
         None,

@@ -51,7 +51,7 @@ Lists are separated by commas, truth values are `true` or `false`, and an empty 
 An error says where a value was set. An unknown name is an error, which suggests the most similar option.
 """
 
-COMMANDS = ("peer", "state", "watch", "explain", "plan", "follow", "feed", "register", "ca init", "ca issue")
+COMMANDS = ("peer", "doctor", "state", "watch", "explain", "plan", "follow", "feed", "register", "ca init", "ca issue")
 
 
 def main() -> None:

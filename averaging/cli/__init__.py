@@ -1,4 +1,4 @@
-"""The command line: `averaging peer`, `state`, `watch`, `explain`, `plan`, `follow`, `feed`, `register` and `ca`.
+"""The command line, `averaging COMMAND`: `main` has all commands.
 
 Each command is a file. Read in this order: `options` (flags, from the declarations in `averaging/config.py`), `peer`,
 `events` (what is printed) and `output` (how), `exits` (errors, exit codes and signals), `files` (safetensors).
@@ -20,6 +20,7 @@ from typing import Any
 import click
 
 from averaging.cli.ca import ca_group
+from averaging.cli.doctor import doctor_command
 from averaging.cli.exits import DEFAULTS, NOT_DONE, starting
 from averaging.cli.explain import explain_command
 from averaging.cli.feed import feed_command
@@ -79,6 +80,10 @@ def main() -> None:
       averaging peer b.safetensors --run-id demo --join 127.0.0.1:4222 --output b-mean.safetensors
 
     \b
+    Check before a run what will not work, here and on the way to a peer:
+      averaging doctor --run-id demo --listen 0.0.0.0:4222 --advertise example.org:4222 --join 192.0.2.7:4222
+
+    \b
     Keep a peer up, and fetch what it holds:
       averaging peer a.safetensors --run-id demo --listen 127.0.0.1:4222 --serve
       averaging state 127.0.0.1:4222 --output now.safetensors
@@ -113,6 +118,7 @@ def main() -> None:
 
 
 main.add_command(peer_command)
+main.add_command(doctor_command)
 main.add_command(state_command)
 main.add_command(watch_command)
 main.add_command(explain_command)

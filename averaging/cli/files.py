@@ -10,7 +10,7 @@ import secrets
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from averaging.cli.exits import NOT_DONE, WRONG_USAGE, CommandError
 
@@ -104,6 +104,38 @@ def read(path: Path) -> Document:
     Raises:
         CommandError: exit code 2: the file does not exist, is incomplete, or is not a safetensors file.
     """
+    return _read(path, shapes_only=False)
+
+
+def read_shapes(path: Path) -> Document:
+    """Reads names, dtypes and shapes only: the tensors are zeros that take no memory.
+
+    Raises:
+        CommandError: see `read`.
+    """
+    return _read(path, shapes_only=True)
+
+
+def _tensor_of(file: Any, name: str) -> torch.Tensor:
+    tensor: torch.Tensor = file.get_tensor(name).clone()
+    return tensor
+
+
+def _shape_of(file: Any, name: str) -> torch.Tensor:
+    """A tensor of zeros that takes no memory."""
+    import torch
+
+    view = file.get_slice(name)
+    code = view.get_dtype()
+    kind, _, form = code.partition("_")
+    word = {"F": "float", "BF": "bfloat", "I": "int", "U": "uint", "C": "complex"}.get(kind.rstrip("0123456789"))
+    dtype = torch.bool if code == "BOOL" else getattr(torch, f"{word}{kind.lstrip('BCFIU')}", None)
+    if dtype is None or form:
+        raise ValueError(f"tensor {name!r} has the dtype {code}, which cannot be averaged")
+    return torch.zeros((), dtype=dtype).expand(view.get_shape())
+
+
+def _read(path: Path, *, shapes_only: bool) -> Document:
     from safetensors import SafetensorError, safe_open
 
     if not path.exists():
@@ -118,8 +150,8 @@ def read(path: Path) -> Document:
         ) from None
     try:
         with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name).clone() for name in sorted(file.keys())}
-            return Document(tensors, file.metadata())
+            tensor_of = _shape_of if shapes_only else _tensor_of
+            return Document({name: tensor_of(file, name) for name in sorted(file.keys())}, file.metadata())
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise CommandError(
             f"{path} cannot be read as a safetensors file ({error}); if it was copied, copy it again, otherwise write "

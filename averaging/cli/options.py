@@ -188,8 +188,8 @@ def _plain(value: Any) -> Any:
     return value.name.lower() if isinstance(value, CompressionType | Mode) else value
 
 
-def read_config(file: Path, output: Path | None, given: dict[str, Any]) -> PeerConfig:
-    """The options from the file, the environment and the command line, checked together.
+def peer_config(given: dict[str, Any]) -> PeerConfig:
+    """The options of a peer from --config, the environment and the command line, checked together.
 
     Raises:
         click.UsageError: They contradict each other.
@@ -207,6 +207,17 @@ def read_config(file: Path, output: Path | None, given: dict[str, Any]) -> PeerC
                 raise click.UsageError(f"--mode client accepts no connections; leave --{name} out.")
         if not config.join:
             raise click.UsageError("--mode client needs --join: no peer could ever reach this one otherwise.")
+    return config
+
+
+def read_config(file: Path, output: Path | None, given: dict[str, Any]) -> PeerConfig:
+    """The options from the file, the environment and the command line, checked together.
+
+    Raises:
+        click.UsageError: They contradict each other.
+        ConfigError: An option is invalid.
+    """
+    config = peer_config(given)
     if config.mode is Mode.AUXILIARY and output:
         raise click.UsageError("--mode auxiliary gets no result, so there is nothing to write; leave --output out.")
     if given["overwrite"] and not output:

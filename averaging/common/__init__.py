@@ -7,6 +7,7 @@ tries, quotas per host), `event_loop_thread` (an event loop in a thread of its o
 
 from averaging.common.addresses import (
     CLIENT_PREFIX,
+    Address,
     apart,
     covers,
     is_endpoint,
@@ -80,6 +81,7 @@ __all__ = [
     "PATH",
     "SECONDS",
     "SWITCH",
+    "Address",
     "Backoff",
     "EventLoopThread",
     "HostQuota",

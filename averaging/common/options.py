@@ -245,6 +245,7 @@ class Option:
         flag: whether the command has it.
         shared: whether the peers of a run should agree on it.
         optional: whether None is a value beside the default.
+        alike: whether it must be the same at all peers of a run, or their rounds fail.
     """
 
     kind: Kind
@@ -254,6 +255,7 @@ class Option:
     flag: bool = True
     shared: bool = False
     optional: bool = False
+    alike: bool = False
 
     def help_as(self, style: Callable[[str], str]) -> str:
         """The help, with `style` for the names of other options."""

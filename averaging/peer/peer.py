@@ -14,9 +14,10 @@ from typing import Any, Self, Unpack
 import torch
 
 from averaging.common import InProcess, check_weight, member_of
-from averaging.config import NonFinite, PeerConfig, PeerOptions, configure
+from averaging.config import Inspection, NonFinite, PeerConfig, PeerOptions, configure
 from averaging.discovery import Discovery, ShardOfRun, shards_key
 from averaging.discovery.gossip import Waiting
+from averaging.doctor import ProbeService
 from averaging.errors import ClosedError, ConfigError, RoundError
 from averaging.peer.lifecycle import DiscoveryFactory, Running, make_transport, start
 from averaging.peer.run_progress import RunProgress
@@ -157,6 +158,8 @@ class Peer(InProcess):
         self._snapshots = Snapshots(self._tensors, extra_state, self.schema, shared=shared)
         if services and transport is not None:
             raise ConfigError("services are served over gRPC; give no transport beside them")
+        if transport is None and not is_client and self.config.inspection is not Inspection.OFF:
+            services = [ProbeService(self.config, self._credentials.tls, clock=clock), *services]
         self._transport = transport or make_transport(self.config, self._credentials, services)
         self._discovery = discovery
         self._on_joining = on_joining

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from importlib import metadata
 
 from averaging.allreduce import AllReduce
 from averaging.common import HostQuota
 from averaging.config import PeerConfig
 from averaging.discovery import Discovery
+from averaging.doctor import SOFTWARE
 from averaging.errors import BusyError, ProtocolViolationError
 from averaging.matchmaking import Matchmaking
 from averaging.protocol import AveragingData, DownloadData, JoinRequest, MessageCode, MessageFromLeader, Resume
@@ -79,8 +79,6 @@ class HostQueue:
             self._quota.take(host)
             granted.set_result(None)
 
-
-SOFTWARE = f"averaging {metadata.version('averaging')}"
 
 LEAST_WAIT = 0.5
 """Seconds after which a status names the peers for which this one waits."""

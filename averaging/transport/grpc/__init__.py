@@ -32,6 +32,7 @@ from averaging.transport.grpc.channel_options import (
 from averaging.transport.grpc.channels import Channels
 from averaging.transport.grpc.conversion import AVERAGING_DATA, MessageCopier
 from averaging.transport.grpc.dialling import Dialling, check_listen
+from averaging.transport.grpc.methods import GET_SCHEMA, GET_STATUS
 from averaging.transport.grpc.tensor_stream import (
     TensorMessage,
     TensorReader,
@@ -42,6 +43,8 @@ from averaging.transport.grpc.transport import GrpcTransport
 __all__ = [
     "AVERAGING_DATA",
     "CONNECT_SECONDS",
+    "GET_SCHEMA",
+    "GET_STATUS",
     "HANDSHAKE_SECONDS",
     "IDLE_SECONDS",
     "KEEPALIVE_SECONDS",

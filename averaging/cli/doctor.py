@@ -1,0 +1,161 @@
+"""`averaging doctor`: checks before a run what will not work, here and between two machines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from averaging.cli.exits import NOT_DONE, Stop, Stopped, failure_of, run, stopped
+from averaging.cli.options import CheckedPath, PeerCommand, output_options, peer_config, peer_options
+from averaging.errors import AveragingError, ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from averaging.cli.output import CommandOutput
+    from averaging.config import PeerConfig
+    from averaging.doctor import Finding
+    from averaging.tensors import Schema
+
+NO_RUN = "doctor"
+"""Run id of the options if the user gives none: all other options can be checked without one."""
+
+
+@click.command("doctor", cls=PeerCommand)
+@click.argument("file", type=CheckedPath(), metavar="[FILE.safetensors]", required=False)
+@peer_options
+@output_options
+def doctor_command(file: Path | None, *, as_json: bool, verbose: int, **given: Any) -> None:
+    r"""Checks what will not work before a run wastes time on it, and says what to do.
+
+    It takes the options of a peer from the same places as `averaging peer`, and changes nothing. Each line begins with
+    ✓, with ! for what may go wrong or cannot be checked, or with ✗ for what will not work, and ends with the remedy.
+
+    \b
+    This machine alone: versions, port, addresses, certificate, token, limits, clock:
+      averaging doctor --config run.toml
+
+    \b
+    And the way to a peer of the run: name, TCP, TLS, token, run, clocks, options, and whether it can call back:
+      averaging doctor --config run.toml --join a.example.org:4222 --join b.example.org:4222
+
+    \b
+    And whether it averages the same tensors as FILE:
+      averaging doctor a.safetensors --run-id demo --join 192.0.2.7:4222
+
+    While a peer calls back, the command listens at --listen unless a peer does already. Nothing is sent to any other
+    address than those of --join.
+
+    \b
+    Exit codes: 0 nothing with ✗ was found; 1 something will not work; 2 wrong usage or unreadable input;
+    130, 143 stopped by a signal.
+
+    \b
+    Events of --json, each with "event":
+      finding  check, severity (ok, warning or failure), peer (of --join; empty for this machine), text, remedy
+      done     failures, warnings
+      error    message
+    """
+    from averaging.cli.output import CommandOutput
+
+    report = CommandOutput(as_json=as_json)
+    with report.logging(verbose), report.failures():
+        config, run_known = read_options(given)
+        _run(file, config, report, run_known=run_known)
+
+
+def read_options(given: dict[str, Any]) -> tuple[PeerConfig, bool]:
+    """The options of the peer, and whether the user has given a run id.
+
+    Raises:
+        CommandError: An option is invalid.
+    """
+    try:
+        try:
+            return peer_config(given), True
+        except ConfigError as error:
+            if error.option != "run_id" or "is missing" not in error.reason:
+                raise
+            return peer_config(given | {"run_id": NO_RUN}), False
+    except ConfigError as error:
+        raise failure_of(error) from None
+
+
+def _run(file: Path | None, config: PeerConfig, report: CommandOutput, *, run_known: bool) -> None:
+    from averaging.doctor import Examination, Severity, examine
+
+    schema = None if file is None else _schema_of(file, config)
+    examination = Examination(config=config, run_known=run_known, schema=schema)
+    counts = dict.fromkeys(Severity, 0)
+    lines = Lines(report)
+
+    def note(finding: Finding) -> None:
+        counts[finding.severity] += 1
+        lines.write(finding)
+
+    async def check(_: Stop) -> None:
+        await examine(examination, note)
+
+    try:
+        run(check)
+    except Stopped as signal:
+        raise stopped(signal.number) from None
+    failures, warnings = counts[Severity.FAILURE], counts[Severity.WARNING]
+    lines.end(failures, warnings)
+    if failures:
+        raise click.exceptions.Exit(NOT_DONE)
+
+
+def _schema_of(file: Path, config: PeerConfig) -> Schema:
+    """What `averaging peer FILE` would average.
+
+    Raises:
+        CommandError: The file cannot be read, or holds nothing that is averaged.
+    """
+    from averaging.cli.files import read_shapes
+    from averaging.protocol import parse_aggregation
+    from averaging.tensors import describe
+
+    tensors = read_shapes(file).divided(file, (), ()).tensors
+    try:
+        return describe(
+            tuple(tensors),
+            tuple(tensors.values()),
+            compression=config.compression,
+            part_size_bytes=config.part_size_bytes,
+            reply=config.reply_form,
+            aggregation=parse_aggregation(config.aggregation),
+        )
+    except AveragingError as error:
+        raise failure_of(error) from None
+
+
+class Lines:
+    """Writes findings as JSON, or as lines under the machine that they are about."""
+
+    def __init__(self, report: CommandOutput) -> None:
+        self._report = report
+        self._about: str | None = None
+
+    def write(self, finding: Finding) -> None:
+        """Writes one finding."""
+        event = {
+            "event": "finding",
+            "check": finding.check,
+            "severity": finding.severity.value,
+            "peer": finding.peer,
+            "text": finding.text,
+            "remedy": finding.remedy,
+        }
+        heading = "" if finding.peer == self._about else f"{finding.peer or 'this machine'}\n"
+        self._about = finding.peer
+        remedy = f"\n{'':19}→ {finding.remedy}" if finding.remedy else ""
+        text = f"{heading}  {finding.severity.mark} {finding.check:<16} {finding.text}{remedy}"
+        self._report.emit(event, text)
+
+    def end(self, failures: int, warnings: int) -> None:
+        """Writes the sum."""
+        what = f"{failures} will not work" if failures else "nothing that will not work was found"
+        also = f", {warnings} may go wrong or could not be checked" if warnings else ""
+        self._report.emit({"event": "done", "failures": failures, "warnings": warnings}, f"{what}{also}")

@@ -1,0 +1,19 @@
+"""Checks before a run: what will not work here, between two machines, and why.
+
+Read in this order: `findings`, `examination` (the order of all checks), `this_machine`, `tls`, `other_peer`; and the
+side of a peer that is asked: `probe`, `dial_back`.
+"""
+
+from averaging.doctor.examination import Examination, examine
+from averaging.doctor.findings import Finding, Severity, exit_code
+from averaging.doctor.probe import SOFTWARE, ProbeService
+
+__all__ = [
+    "SOFTWARE",
+    "Examination",
+    "Finding",
+    "ProbeService",
+    "Severity",
+    "examine",
+    "exit_code",
+]

@@ -1,0 +1,114 @@
+"""The order of all checks: first those of this machine, then those of each peer to join, several peers at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from averaging.config import PeerConfig
+from averaging.doctor import this_machine, tls
+from averaging.doctor.dial_back import DialListener
+from averaging.doctor.findings import Finding, Severity
+from averaging.doctor.other_peer import Visit, visit
+from averaging.errors import ConfigError
+from averaging.protocol import Mode
+from averaging.security import Credentials, Tls, read_tokens
+
+if TYPE_CHECKING:
+    from averaging.tensors import Schema
+
+Report: TypeAlias = "Callable[[Finding], None]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examination:
+    """What `averaging doctor` is asked.
+
+    Attributes:
+        config: The options of the peer that will be started; `join` has the peers to ask.
+        run_known: Whether the user has given a run id. `config.run_id` is a placeholder otherwise.
+        schema: What this peer will average; None if it is not known.
+    """
+
+    config: PeerConfig
+    run_known: bool = True
+    schema: Schema | None = None
+
+
+async def examine(examination: Examination, report: Report) -> None:
+    """Makes all checks, and reports each finding as it is made.
+
+    Args:
+        examination: What to check.
+        report: Called with each finding, in the order of the documentation.
+    """
+    config = examination.config
+    own, findings = tls.check_certificate(config, time.time())
+    exposed = config.tls_cert is not None or config.insecure
+    port = await this_machine.check_port(config, exposed=exposed)
+    for finding in (
+        *this_machine.check_software(),
+        *port,
+        *await this_machine.check_listen_host(config),
+        *await this_machine.check_advertise(config),
+        *this_machine.check_families(),
+        *findings,
+        *tls.check_token_file(config),
+        *this_machine.check_fork(),
+        *this_machine.check_proxies(),
+        *this_machine.check_open_files(),
+        *this_machine.check_clock(),
+    ):
+        report(finding)
+    if config.join:
+        free = all(finding.severity is Severity.OK for finding in port)
+        await _visit_all(examination, _credentials(config, own), report, free=free)
+
+
+def _credentials(config: PeerConfig, own: Tls | None) -> Credentials | None:
+    """What this peer would call others with; None if its files cannot be used."""
+    if own is None and config.tls_cert is not None:
+        return None
+    try:
+        return Credentials(tls=own, tokens=read_tokens(config.token_file))
+    except ConfigError:
+        return None
+
+
+async def _visit_all(examination: Examination, credentials: Credentials | None, report: Report, *, free: bool) -> None:
+    config = examination.config
+    async with _listening(config, free=free) as listener:
+        visits = [
+            Visit(seed, config, credentials, listener, examination.run_known, examination.schema)
+            for seed in config.join
+        ]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for task in [tasks.create_task(visit(each)) for each in visits]:
+                    for finding in await task:
+                        report(finding)
+        finally:
+            for each in visits:
+                await each.close()
+
+
+@asynccontextmanager
+async def _listening(config: PeerConfig, *, free: bool) -> AsyncIterator[DialListener | None]:
+    """Listens on `listen` for the calls back, if no peer does so already."""
+    if config.mode is Mode.CLIENT or not free:
+        yield None
+        return
+    try:
+        listener = DialListener(config.listen, tls.server_context(config))
+        await listener.__aenter__()
+    except OSError:
+        yield None
+        return
+    try:
+        yield listener
+    finally:
+        await listener.__aexit__()
