@@ -147,17 +147,21 @@ def read_tls(
     return Tls(ca_pem, own_pem, key_pem, tuple(authorities), certificate, private, of_cert)
 
 
-def read_tokens(file: FilePath | None) -> tuple[str, ...]:
+def read_tokens(file: FilePath | None, option: str = "token_file") -> tuple[str, ...]:
     """The tokens in a file, one per line. Empty lines and lines that begin with # are ignored.
+
+    Args:
+        file: the file; None for no tokens.
+        option: the option that names it, for errors.
 
     Raises:
         ConfigError: the file cannot be read, has no tokens or too many, or one that is malformed or too short.
     """
     if file is None:
         return ()
-    name = spelled("token_file", file)
+    name = spelled(option, file)
     try:
-        lines = [line.strip() for line in _read_secret("token_file", file).decode("ascii").splitlines()]
+        lines = [line.strip() for line in _read_secret(option, file).decode("ascii").splitlines()]
     except UnicodeDecodeError:
         raise ConfigError(f"{name} holds characters that are not ASCII; use ASCII tokens") from None
     tokens = tuple(dict.fromkeys(line for line in lines if line and not line.startswith("#")))

@@ -62,6 +62,7 @@ def test_the_wheel_holds_generated_code_with_types(wheel: Path) -> None:
         assert f"averaging/wire/{proto}_pb2_grpc.py" in names
         assert f"averaging/wire/{proto}_pb2_grpc.pyi" in names
     assert "averaging/py.typed" in names
+    assert {f"averaging/dashboard/page/{name}" for name in ("index.html", "page.css", "page.js", "icon.svg")} <= names
     assert not [name for name in names if name.startswith(("tests/", "examples/", "benchmarks/"))]
 
 

@@ -1,0 +1,11 @@
+"""The page of `averaging dashboard`: a run in a browser. Needs `pip install 'averaging[dashboard]'`.
+
+Read in this order: `history` (curves and rounds, bounded; pure), `access` (who may read the page), `server` (the page's
+files and its events), then `page/` (the page itself: it only reads, is written by hand, and loads nothing from
+elsewhere).
+"""
+
+from averaging.dashboard.history import CurvePoint, RunHistory
+from averaging.dashboard.server import DashboardServer
+
+__all__ = ["CurvePoint", "DashboardServer", "RunHistory"]

@@ -1,0 +1,296 @@
+"""What the page of a run shows: the curves, and the rounds with the receipts of their members. Pure.
+
+Receipts come from other peers. They are bounded in number and size here, and their texts made printable.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from averaging.common import size
+from averaging.errors import printable
+from averaging.receipts import Outcome, Receipt, Round, describe
+
+MAX_ROUNDS = 1000
+"""Rounds that are remembered; the oldest are forgotten first."""
+
+MAX_ACCOUNTS = 200_000
+"""Accounts of members in all remembered receipts, some 300 bytes each; the oldest receipts are forgotten first."""
+
+MAX_MEMBERS = 1024
+"""A receipt that names more members is not shown."""
+
+MAX_PHASES = 16
+"""Phases of a receipt that are shown."""
+
+MAX_POINTS = 1800
+"""Points of the curves: an hour with one in 2 s."""
+
+AHEAD = 600.0
+"""Seconds by which a peer's clock may be ahead of this one before its receipts are not shown."""
+
+MAX_SECONDS = 1e7
+"""A receipt of a longer round is not shown."""
+
+Json = dict[str, Any]
+"""A JSON object."""
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """One point of the curves.
+
+    Attributes:
+        time: seconds since the epoch.
+        bytes_in: bytes per second that all peers received.
+        bytes_out: bytes per second that all peers sent.
+        speeds: local steps, or samples, per second by endpoint.
+    """
+
+    time: float
+    bytes_in: float
+    bytes_out: float
+    speeds: Mapping[str, float]
+
+    def to_json(self) -> list[Any]:
+        """The point as the page takes it."""
+        return [round(self.time, 1), round(self.bytes_in), round(self.bytes_out), dict(self.speeds)]
+
+
+@dataclass(slots=True)
+class _ShownRound:
+    """One round, with the receipt of each peer that has sent one."""
+
+    id: str
+    receipts: dict[str, Receipt] = field(default_factory=dict)
+    _shown: Json | None = None
+
+    def add(self, receipt: Receipt) -> None:
+        """Adds the receipt of one more peer."""
+        self.receipts[receipt.endpoint] = receipt
+        self._shown = None
+
+    @property
+    def shown(self) -> Json:
+        """The round as the page takes it."""
+        if self._shown is None:
+            self._shown = _round_json(self)
+        return self._shown
+
+    @property
+    def round(self) -> Round:
+        return Round(tuple(sorted(self.receipts.values(), key=lambda receipt: receipt.started)))
+
+    @property
+    def accounts(self) -> int:
+        return sum(1 + len(receipt.accounts) for receipt in self.receipts.values())
+
+
+class RunHistory:
+    """The last rounds and curves of a run, and what of them a page does not have yet."""
+
+    def __init__(self) -> None:
+        self._points: deque[CurvePoint] = deque(maxlen=MAX_POINTS)
+        self._entries: OrderedDict[str, _ShownRound] = OrderedDict()
+        self._accounts = 0
+        self._changed: set[str] = set()
+        self._new_points = 0
+
+    def add_point(self, point: CurvePoint) -> None:
+        """Adds a point to the curves."""
+        self._points.append(point)
+        self._new_points = min(self._new_points + 1, MAX_POINTS)
+
+    def add_receipt(self, endpoint: str, receipt: Receipt, now: float) -> None:
+        """Adds a receipt that the peer at `endpoint` has sent, unless it is known or cannot be shown."""
+        if not _can_be_shown(receipt, now):
+            return
+        receipt = replace(receipt, endpoint=endpoint, gathered={})  # each peer speaks for itself alone
+        name = round_id(receipt)
+        entry = self._entries.setdefault(name, _ShownRound(name))
+        if endpoint in entry.receipts:
+            return
+        entry.add(receipt)
+        self._accounts += 1 + len(receipt.accounts)
+        self._changed.add(name)
+        self._forget()
+
+    def _forget(self) -> None:
+        while len(self._entries) > MAX_ROUNDS or (self._accounts > MAX_ACCOUNTS and len(self._entries) > 1):
+            name, entry = self._entries.popitem(last=False)
+            self._accounts -= entry.accounts
+            self._changed.discard(name)
+
+    def changes(self) -> Json:
+        """What has changed since the last call: points, rounds, and the graph of the last round that averaged."""
+        points = list(self._points)[len(self._points) - self._new_points :]
+        entries = [entry for name, entry in self._entries.items() if name in self._changed]
+        self._new_points = 0
+        self._changed.clear()
+        return self._json(points, entries)
+
+    def everything(self) -> Json:
+        """All that is remembered, in the form of `changes`."""
+        return self._json(self._points, self._entries.values())
+
+    def details(self, name: str) -> Json | None:
+        """The receipts of one round, with the reasons in words; None if it is not remembered."""
+        entry = self._entries.get(name)
+        if entry is None:
+            return None
+        whole = entry.round
+        missing = sorted(set(whole.members) - entry.receipts.keys())
+        note = f"No receipt is known of {', '.join(missing[:8])}{' and others' if len(missing) > 8 else ''}."
+        return {
+            "id": name,
+            "name": printable(whole.name),
+            "text": describe(whole, entry.receipts),
+            "notes": [printable(note)] if missing else [],
+            "receipts": [_receipt_json(receipt) for receipt in whole.receipts],
+        }
+
+    def _json(self, points: Iterable[CurvePoint], entries: Iterable[_ShownRound]) -> Json:
+        rounds = [entry.shown for entry in entries]
+        averaged = [entry for entry in self._entries.values() if entry.shown["outcome"] == Outcome.AVERAGED]
+        latest = max(averaged, key=lambda entry: entry.shown["started"], default=None)
+        is_new = latest is not None and any(round_ is latest.shown for round_ in rounds)
+        graph = _graph(latest) if latest is not None and is_new else None
+        return {"points": [point.to_json() for point in points], "rounds": rounds, "graph": graph}
+
+
+def round_id(receipt: Receipt) -> str:
+    """The name of a round in the page: that of its group, or one of its own if there was no group."""
+    if receipt.group_id:
+        return receipt.group_id[:32].hex()
+    alone = f"{receipt.endpoint} {receipt.round} {receipt.started}"
+    return f"alone-{hashlib.sha256(alone.encode(errors='replace')).hexdigest()[:24]}"
+
+
+def _can_be_shown(receipt: Receipt, now: float) -> bool:
+    numbers = (receipt.started, receipt.seconds, receipt.allreduce_seconds, *receipt.phases.values())
+    counts = (len(receipt.members), len(receipt.accounts), len(receipt.dropped), len(receipt.drift))
+    if not all(map(math.isfinite, numbers)) or min(numbers) < 0 or max(numbers[1:]) > MAX_SECONDS:
+        return False
+    return receipt.started < now + AHEAD and max(counts) <= MAX_MEMBERS
+
+
+def _round_json(entry: _ShownRound) -> Json:
+    whole = entry.round
+    receipts = whole.receipts
+    started = min(receipt.started for receipt in receipts)
+    dropped = len(whole.dropped)
+    return {
+        "id": entry.id,
+        "text": describe(whole, entry.receipts),
+        "outcome": whole.outcome.value,
+        "dropped": dropped,
+        "fault": bool(dropped or whole.drift or any(not receipt.averaged for receipt in receipts)),
+        "started": started,
+        "seconds": max(receipt.started + receipt.seconds for receipt in receipts) - started,
+        "receipts": [
+            {
+                "peer": printable(receipt.endpoint),
+                "round": receipt.round,
+                "outcome": receipt.outcome.value,
+                "started": receipt.started,
+                "seconds": receipt.seconds,
+                "phases": _phases(receipt),
+                "dropped": len(receipt.dropped),
+            }
+            for receipt in receipts
+        ],
+    }
+
+
+def _phases(receipt: Receipt) -> list[tuple[str, float]]:
+    return [(printable(name, 40), round(took, 4)) for name, took in list(receipt.phases.items())[:MAX_PHASES]]
+
+
+def _receipt_json(receipt: Receipt) -> Json:
+    return {
+        "endpoint": printable(receipt.endpoint),
+        "outcome": receipt.outcome.value,
+        "reason": printable(receipt.reason),
+        "started": receipt.started,
+        "seconds": receipt.seconds,
+        "phases": _phases(receipt),
+        "role": receipt.role.value if receipt.role else "",
+        "bytes_sent": receipt.bytes_sent,
+        "bytes_received": receipt.bytes_received,
+        "topic": printable(receipt.topic),
+        "lost": len(receipt.dropped),
+        "facts": [[name, printable(text)] for name, text in _facts(receipt)],
+        "accounts": [
+            {
+                "endpoint": printable(account.endpoint),
+                "role": account.role.value,
+                "weight": _finite(account.weight),
+                "share": _finite(account.share),
+                "bytes_sent": account.bytes_sent,
+                "bytes_received": account.bytes_received,
+                "lane": printable(account.lane, 20),
+                "lane_reason": printable(account.lane_reason, 300),
+            }
+            for account in receipt.accounts
+        ],
+    }
+
+
+def _facts(receipt: Receipt) -> Iterator[tuple[str, str]]:
+    for dropped in receipt.dropped:
+        yield "lost", f"{dropped.endpoint}: {dropped.reason} ({dropped.code.value.replace('_', ' ')})"
+    if receipt.last_to_arrive is not None:
+        yield "last to arrive", str(receipt.last_to_arrive)
+    if (straggler := receipt.straggler) is not None:
+        yield "waited for", f"the {straggler.what} of {straggler.endpoint}, {straggler.seconds:.2f} s"
+    if receipt.kept_local:
+        yield "kept local", f"{receipt.kept_local:,} elements, whose reducer was lost"
+    for drift in receipt.drift:
+        yield "drift", str(drift)
+    if receipt.digest:
+        yield "averages", f"digest {receipt.digest}"
+    if receipt.state:
+        yield "state", f"digest {receipt.state}, version {receipt.state_version}"
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else 0.0
+
+
+def _graph(entry: _ShownRound) -> Json:
+    """Who reduces for whom: the members, and for each pair the bytes that went from one to the other."""
+    whole = entry.round
+    members = {name: place for place, name in enumerate(whole.members)}
+    shares = {account.endpoint: account for receipt in reversed(whole.receipts) for account in receipt.accounts}
+    edges: dict[tuple[int, int], tuple[int, str, str]] = {}
+    for receipt in whole.receipts:
+        here = members.get(receipt.endpoint)
+        for account in receipt.accounts:
+            there = members.get(account.endpoint)
+            if here is None or there is None or here == there:
+                continue
+            lane = printable(account.lane, 20), printable(account.lane_reason, 300)
+            edges[here, there] = (account.bytes_sent, *lane)
+            edges.setdefault((there, here), (account.bytes_received, "", ""))
+    nodes = [
+        {
+            "endpoint": printable(name),
+            "share": _finite(shares[name].share) if name in shares else 0.0,
+            "weight": _finite(shares[name].weight) if name in shares else 0.0,
+            "mode": printable(shares[name].mode, 20) if name in shares else "",
+        }
+        for name in members
+    ]
+    arrows = [[here, there, *edge] for (here, there), edge in sorted(edges.items()) if edge[0]]
+    total = size(sum(count for count, _, _ in edges.values()))
+    return {
+        "key": f"{entry.id} {len(entry.receipts)}",
+        "name": printable(f"{whole.name}, {total}"),
+        "nodes": nodes,
+        "edges": arrows,
+    }
