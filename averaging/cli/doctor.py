@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from averaging.cli.exits import NOT_DONE, Stop, Stopped, failure_of, run, stopped
-from averaging.cli.options import CheckedPath, PeerCommand, output_options, peer_config, peer_options
+from averaging.cli.options import CheckedPath, KindType, PeerCommand, output_options, peer_config, peer_options
+from averaging.common import number
 from averaging.errors import AveragingError, ConfigError
 
 if TYPE_CHECKING:
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 
     from averaging.cli.output import CommandOutput
     from averaging.config import PeerConfig
-    from averaging.doctor import Finding
+    from averaging.doctor import Examination, Finding
     from averaging.tensors import Schema
 
 NO_RUN = "doctor"
@@ -25,6 +27,20 @@ NO_RUN = "doctor"
 @click.command("doctor", cls=PeerCommand)
 @click.argument("file", type=CheckedPath(), metavar="[FILE.safetensors]", required=False)
 @peer_options
+@click.option("--only", multiple=True, metavar="PATTERN", help="Tensors of FILE, as for `averaging peer`.")
+@click.option("--exclude", multiple=True, metavar="PATTERN", help="Tensors of FILE to leave out, as there.")
+@click.option(
+    "--parameters",
+    type=KindType(number(least=1, most=1e15, metavar="N")),
+    metavar="N",
+    help="Trained elements of the model, as 1.2e9: is there memory for it?  [default: those of FILE]",
+)
+@click.option("--dtype", metavar="[fp64|fp32|fp16|bf16]", help="Their dtype.  [default: that of FILE, or fp32]")
+@click.option(
+    "--strategy",
+    type=click.Choice(["diloco", "local_sgd", "gradient_averaging"]),
+    help="Strategy of the training, for its memory.  [default: that of `averaging peer` for a FILE, or diloco]",
+)
 @output_options
 def doctor_command(file: Path | None, *, as_json: bool, verbose: int, **given: Any) -> None:
     r"""Checks what will not work before a run wastes time on it, and says what to do.
@@ -41,8 +57,12 @@ def doctor_command(file: Path | None, *, as_json: bool, verbose: int, **given: A
       averaging doctor --config run.toml --join a.example.org:4222 --join b.example.org:4222
 
     \b
-    And whether it averages the same tensors as FILE:
+    And whether it averages the same tensors as FILE, and there is memory for them:
       averaging doctor a.safetensors --run-id demo --join 192.0.2.7:4222
+
+    \b
+    Whether there is memory for a model and its strategy:
+      averaging doctor --parameters 1.2e9 --dtype bf16 --strategy diloco
 
     While a peer calls back, the command listens at --listen unless a peer does already. Nothing is sent to any other
     address than those of --join.
@@ -61,8 +81,10 @@ def doctor_command(file: Path | None, *, as_json: bool, verbose: int, **given: A
 
     report = CommandOutput(as_json=as_json)
     with report.logging(verbose), report.failures():
+        if not verbose:  # what reading certificates and tokens would warn of is a finding
+            logging.getLogger("averaging").setLevel(logging.ERROR)
         config, run_known = read_options(given)
-        _run(file, config, report, run_known=run_known)
+        _run(_examination(file, config, given, run_known=run_known), report)
 
 
 def read_options(given: dict[str, Any]) -> tuple[PeerConfig, bool]:
@@ -82,11 +104,49 @@ def read_options(given: dict[str, Any]) -> tuple[PeerConfig, bool]:
         raise failure_of(error) from None
 
 
-def _run(file: Path | None, config: PeerConfig, report: CommandOutput, *, run_known: bool) -> None:
-    from averaging.doctor import Examination, Severity, examine
+def _examination(file: Path | None, config: PeerConfig, given: dict[str, Any], *, run_known: bool) -> Examination:
+    """What is to be checked.
 
-    schema = None if file is None else _schema_of(file, config)
-    examination = Examination(config=config, run_known=run_known, schema=schema)
+    Raises:
+        CommandError: FILE cannot be read, or holds nothing that is averaged; or the dtype is unknown.
+    """
+    from averaging.doctor import Examination
+
+    if file is None and (given["only"] or given["exclude"]):
+        raise click.UsageError("--only and --exclude are for the tensors of FILE; give it as well.")
+    schema = None if file is None else _schema_of(file, config, given)
+    memory = _memory_of(schema, config, given)
+    return Examination(config=config, run_known=run_known, schema=schema, memory=memory)
+
+
+def _memory_of(schema: Schema | None, config: PeerConfig, given: dict[str, Any]) -> dict[str, int]:
+    from averaging.doctor import memory_of_file
+    from averaging.plan import RunPlan, StrategyKind, memory_of_peer, parse_dtype
+
+    if schema is None and given["parameters"] is None:
+        if given["strategy"] or given["dtype"]:
+            raise click.UsageError("--strategy and --dtype are for the memory of a model; give --parameters or FILE.")
+        return {}
+    if schema is not None and not (given["parameters"] or given["strategy"]):
+        return memory_of_file(schema.nbytes, share_state=config.share_state)
+    elements = sum(spec.numel for spec in schema.tensors) if schema else 0
+    dtype = given["dtype"] or (schema.tensors[0].dtype if schema else "fp32")
+    try:
+        planned = RunPlan(
+            parameters=int(given["parameters"] or elements),
+            dtype=parse_dtype(dtype),
+            strategy=StrategyKind(given["strategy"] or "diloco"),
+            compression=config.compression,
+            share_state=config.share_state,
+        )
+    except ConfigError as error:
+        raise failure_of(error) from None
+    return memory_of_peer(planned)
+
+
+def _run(examination: Examination, report: CommandOutput) -> None:
+    from averaging.doctor import Severity, examine
+
     counts = dict.fromkeys(Severity, 0)
     lines = Lines(report)
 
@@ -107,7 +167,7 @@ def _run(file: Path | None, config: PeerConfig, report: CommandOutput, *, run_kn
         raise click.exceptions.Exit(NOT_DONE)
 
 
-def _schema_of(file: Path, config: PeerConfig) -> Schema:
+def _schema_of(file: Path, config: PeerConfig, given: dict[str, Any]) -> Schema:
     """What `averaging peer FILE` would average.
 
     Raises:
@@ -117,7 +177,7 @@ def _schema_of(file: Path, config: PeerConfig) -> Schema:
     from averaging.protocol import parse_aggregation
     from averaging.tensors import describe
 
-    tensors = read_shapes(file).divided(file, (), ()).tensors
+    tensors = read_shapes(file).divided(file, given["only"], given["exclude"]).tensors
     try:
         return describe(
             tuple(tensors),

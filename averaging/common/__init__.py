@@ -67,6 +67,7 @@ from averaging.common.tensor_names import (
     digest_of_names,
     first_moved_name,
     first_other_name,
+    is_placeholder,
     plain_state,
     without_wrappers,
 )
@@ -111,6 +112,7 @@ __all__ = [
     "is_finite",
     "is_loopback",
     "is_number",
+    "is_placeholder",
     "keep_freed_memory",
     "listed",
     "member_of",

@@ -137,6 +137,8 @@ async def dial_back(
         raise ProtocolViolationError(f"{endpoint} has no port that could be dialled")
     limits.take(str(caller))  # before the name is looked up, which costs time too
     addresses = await look_up(name)
+    if caller.is_loopback:  # both are this machine, where a call to 127.0.0.1 may come from ::1
+        caller = next((address for address in addresses if address.is_loopback), caller)
     if caller not in addresses:
         known = ", ".join(map(str, addresses)) or "an unknown host"
         return DialledBack(DialOutcome.NOT_YOURS, str(caller), f"{name} is {known} here, and you call from {caller}")

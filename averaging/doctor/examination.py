@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from averaging.config import PeerConfig
 from averaging.doctor import this_machine, tls
 from averaging.doctor.dial_back import DialListener
 from averaging.doctor.findings import Finding, Severity
-from averaging.doctor.other_peer import Visit, visit
+from averaging.doctor.memory import check_memory, free_memory, free_memory_of_gpu
+from averaging.doctor.other_peer import Visit, compare_peers, running_peer, visit
 from averaging.errors import ConfigError
 from averaging.protocol import Mode
 from averaging.security import Credentials, Tls, read_tokens
@@ -32,11 +33,13 @@ class Examination:
         config: The options of the peer that will be started; `join` has the peers to ask.
         run_known: Whether the user has given a run id. `config.run_id` is a placeholder otherwise.
         schema: What this peer will average; None if it is not known.
+        memory: Bytes that it will hold, by what they hold; empty if that is not known.
     """
 
     config: PeerConfig
     run_known: bool = True
     schema: Schema | None = None
+    memory: Mapping[str, int] = field(default_factory=dict)
 
 
 async def examine(examination: Examination, report: Report) -> None:
@@ -49,7 +52,10 @@ async def examine(examination: Examination, report: Report) -> None:
     config = examination.config
     own, findings = tls.check_certificate(config, time.time())
     exposed = config.tls_cert is not None or config.insecure
+    credentials = _credentials(config, own)
     port = await this_machine.check_port(config, exposed=exposed)
+    if port[0].severity is not Severity.OK and (running := await running_peer(config, credentials)):
+        port = [running]
     for finding in (
         *this_machine.check_software(),
         *port,
@@ -58,6 +64,7 @@ async def examine(examination: Examination, report: Report) -> None:
         *this_machine.check_families(),
         *findings,
         *tls.check_token_file(config),
+        *_memory(examination),
         *this_machine.check_fork(),
         *this_machine.check_proxies(),
         *this_machine.check_open_files(),
@@ -66,7 +73,13 @@ async def examine(examination: Examination, report: Report) -> None:
         report(finding)
     if config.join:
         free = all(finding.severity is Severity.OK for finding in port)
-        await _visit_all(examination, _credentials(config, own), report, free=free)
+        await _visit_all(examination, credentials, report, free=free)
+
+
+def _memory(examination: Examination) -> list[Finding]:
+    if not examination.memory:
+        return []
+    return check_memory(examination.memory, free_memory(), free_memory_of_gpu())
 
 
 def _credentials(config: PeerConfig, own: Tls | None) -> Credentials | None:
@@ -91,6 +104,8 @@ async def _visit_all(examination: Examination, credentials: Credentials | None, 
                 for task in [tasks.create_task(visit(each)) for each in visits]:
                     for finding in await task:
                         report(finding)
+            for finding in compare_peers(visits):
+                report(finding)
         finally:
             for each in visits:
                 await each.close()

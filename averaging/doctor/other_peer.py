@@ -5,14 +5,23 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from averaging.common import counted, duration, parse_address, parse_ip, size, spelled
+from averaging.common import CLIENT_PREFIX, duration, is_endpoint, is_loopback, objection, parse_address, parse_ip
 from averaging.config import PeerConfig
 from averaging.doctor import tls
-from averaging.doctor.dial_back import DialListener, DialOutcome, look_up
+from averaging.doctor.comparison import (
+    MAX_VALUE,
+    compare_clocks,
+    compare_options,
+    compare_runs,
+    compare_schemas,
+    compare_software,
+    judge_call_back,
+)
+from averaging.doctor.dial_back import NONCE_BYTES, DialListener, look_up
 from averaging.doctor.findings import Finding, failure, ok, told, warning
 from averaging.doctor.probe import CLOCK, DESCRIBE, DIAL_BACK, SOFTWARE, options_alike
 from averaging.errors import (
@@ -25,7 +34,6 @@ from averaging.errors import (
 )
 from averaging.protocol import Mode
 from averaging.security import Credentials
-from averaging.tensors import first_difference
 from averaging.transport import RpcMethod
 from averaging.transport.grpc import GET_SCHEMA, GET_STATUS, Channels, Dialling
 from averaging.wire import probe_pb2
@@ -43,11 +51,8 @@ MAX_MESSAGE_BYTES = 32 << 20
 CLOCK_CALLS = 5
 """Calls of which the fastest tells the difference of the clocks: its error is at most half its round trip."""
 
-CLOCK_TOLERANCE = 3.0
-"""Seconds by which the clocks of two peers may differ (docs/reference/protocol.md)."""
-
-MAX_OPTIONS, MAX_VALUE = 64, 100
-"""Options that a peer may announce, and the characters of each that are shown."""
+MAX_DIALLED = 8
+"""Addresses of one name that are tried, so that another peer cannot make this one dial many."""
 
 NOT_ASKED = "this cannot be asked: the peer has a release without it, other software, or inspection switched off"
 
@@ -80,7 +85,7 @@ class Visit:
     description: probe_pb2.Description | None = None
     their_schema: Schema | None = None
 
-    async def call(self, method: RpcMethod[Request, Reply], request: Request, seconds: float = CALL_SECONDS) -> Reply:
+    async def call(self, method: RpcMethod[Request, Reply], request: Request, seconds: float | None = None) -> Reply:
         """Calls a method of the peer with one reply.
 
         Raises:
@@ -88,6 +93,7 @@ class Visit:
         """
         if self.channels is None:
             raise PeerUnreachableError(self.seed, "no call is made without credentials")
+        seconds = CALL_SECONDS if seconds is None else seconds
         try:
             async with asyncio.timeout(seconds):
                 return await self.channels.call(self.seed, method, request)
@@ -112,6 +118,25 @@ async def visit(this: Visit) -> list[Finding]:
         return [*findings, warning("call", text, "see certificate and token-file above", this.seed)]
     this.channels = Channels(MAX_MESSAGE_BYTES, credentials=this.credentials, dialling=Dialling((this.seed,)))
     return findings + [finding async for finding in _calls(this)]
+
+
+async def running_peer(config: PeerConfig, credentials: Credentials | None) -> Finding | None:
+    """Says that a peer of the run is up at `listen` already, which is no fault; None if none answers."""
+    endpoint = config.advertise or config.listen
+    if config.mode is Mode.CLIENT or not parse_address(endpoint)[1] or credentials is None:
+        return None
+    this = Visit(endpoint, config, credentials, None, True, None)
+    this.channels = Channels(MAX_MESSAGE_BYTES, credentials=credentials, dialling=Dialling((endpoint,)))
+    try:
+        described = await this.call(DESCRIBE, probe_pb2.DescribeRequest(), CONNECT_SECONDS)
+    except AveragingError:
+        return None
+    finally:
+        await this.close()
+    if described.run_id != config.run_id:
+        return None
+    text = f"a peer of run {config.run_id!r} is up at {endpoint} already"
+    return warning("port", text, "nothing has to be done if it is the one that you examine")
 
 
 # Name, addresses, connections.
@@ -181,14 +206,16 @@ async def _calls(this: Visit) -> AsyncGenerator[Finding, None]:
     if told_by is None:
         yield warning("run", NOT_ASKED, "compare the run ids by hand", this.seed)
     else:
-        yield _check_run(this, printable(told_by.run_id, MAX_VALUE))
-        yield _check_software(this.seed, printable(told_by.software, MAX_VALUE))
+        yield compare_runs(this.config.run_id if this.run_known else None, told_by.run_id, this.seed)
+        yield compare_software(SOFTWARE, told_by.software, this.seed)
+    if status is not None:
+        yield await _check_endpoint(this, status.endpoint)
     if this.description is None:
         yield warning("probe", f"clock, options and a call back: {NOT_ASKED}", "update that peer", this.seed)
     else:
         yield await _check_clocks(this)
         yield await _check_call_back(this)
-        yield _check_options(this)
+        yield compare_options(options_alike(this.config), this.description.options, this.seed)
     yield await _check_schema(this)
 
 
@@ -196,52 +223,42 @@ def _refused(error: CallRefusedError, seed: str) -> Finding:
     return told("token" if error.cause is RefusalCause.UNAUTHENTICATED else "call", error, seed)
 
 
-def _check_run(this: Visit, theirs: str) -> Finding:
-    if not this.run_known:
-        return warning("run", f"the peer belongs to run {theirs!r}", f"give {spelled('run_id', theirs)}", this.seed)
-    if theirs == this.config.run_id:
-        return ok("run", f"the peer belongs to run {theirs!r}, as this one", this.seed)
-    text = f"another run: the peer belongs to run {theirs!r}, not to {this.config.run_id!r}"
-    return failure("run", text, "give both peers the same run id", this.seed)
-
-
-def _check_software(seed: str, theirs: str) -> Finding:
-    if theirs == SOFTWARE:
-        return ok("software", f"{theirs}, as here", seed)
-    return warning("software", f"{theirs or 'unknown'} there, {SOFTWARE} here", "use one release in a run", seed)
+async def _check_endpoint(this: Visit, endpoint: str) -> Finding:
+    """Checks that this peer reaches the other one at the endpoint that it tells all others."""
+    shown = printable(endpoint, MAX_VALUE)
+    if endpoint == this.seed:
+        return ok("endpoint", f"it tells others to dial {shown}", this.seed)
+    text, remedy = f"it tells others to dial {shown}", "correct advertise there"
+    if not is_endpoint(endpoint) or endpoint.startswith(CLIENT_PREFIX):
+        return failure("endpoint", f"{text}, which is no address", remedy, this.seed)
+    host, port = parse_address(endpoint)
+    addresses = [str(address) for address in await look_up(host)]
+    if not addresses:
+        return failure("endpoint", f"{text}, an unknown host here", f"{remedy}, or make the name known here", this.seed)
+    loopback = is_loopback(this.address)
+    if reason := next(filter(None, (objection(address, loopback=loopback) for address in addresses)), None):
+        return failure("endpoint", f"{text}, {reason}: parts do not reach it there", remedy, this.seed)
+    results = [
+        failed for failed, _ in await asyncio.gather(*(_connect(each, port) for each in addresses[:MAX_DIALLED]))
+    ]
+    if None in results:
+        return ok("endpoint", f"{text}, where it is reached from here too", this.seed)
+    reason = next(failed[0] for failed in results if failed)
+    return failure("endpoint", f"{text}, where it is not reached from here: {reason}", remedy, this.seed)
 
 
 async def _check_clocks(this: Visit) -> Finding:
     """The difference of the clocks, from the fastest of several calls."""
-    best: tuple[float, float] | None = None  # half of the round trip, and how far the other clock is ahead
+    best = (math.inf, 0.0)  # half of the round trip, and how far the other clock is ahead
     try:
         for _ in range(CLOCK_CALLS):
             began, started = time.time(), time.monotonic()
             there = (await this.call(CLOCK, probe_pb2.ClockRequest())).time
             half = (time.monotonic() - started) / 2
-            best = min(best or (math.inf, 0.0), (half, there - began - half))
+            best = min(best, (half, there - began - half))
     except AveragingError as error:
         return told("clock-difference", error, this.seed)
-    return compare_clocks(*(best or (0.0, 0.0)), this.seed)
-
-
-def compare_clocks(bound: float, ahead: float, seed: str) -> Finding:
-    """The finding about the clock of another peer.
-
-    Args:
-        bound: How wrong `ahead` may be, in seconds.
-        ahead: How far the other clock is ahead of this one, in seconds.
-        seed: The other peer.
-    """
-    text = f"the clock there is {abs(1000 * ahead):.0f} ms {'ahead of' if ahead >= 0 else 'behind'} this one"
-    text += f" (± {1000 * bound:.1f} ms)"
-    remedy = "run NTP on both machines"
-    if not abs(ahead) - bound <= CLOCK_TOLERANCE:
-        text += f"; more than {CLOCK_TOLERANCE:g} s, so the peers may not find each other"
-        return failure("clock-difference", text, remedy, seed)
-    if abs(ahead) + bound > CLOCK_TOLERANCE / 2:
-        return warning("clock-difference", f"{text}; at most {CLOCK_TOLERANCE:g} s are tolerated", remedy, seed)
-    return ok("clock-difference", text, seed)
+    return compare_clocks(*best, this.seed)
 
 
 async def _check_call_back(this: Visit) -> Finding:
@@ -250,93 +267,39 @@ async def _check_call_back(this: Visit) -> Finding:
     if config.mode is Mode.CLIENT:
         return ok(check, "not needed: a client accepts no connections", this.seed)
     host, port = parse_address(config.advertise or config.listen)
+    port = port or parse_address(config.listen)[1] or (this.listener.port if this.listener else 0)
     if not port:
-        port = parse_address(config.listen)[1] or (this.listener.port if this.listener else 0)
-    endpoint, nonce = f"{host}:{port}", this.listener.nonce if this.listener else bytes(16)
-    if not port:
-        return warning(check, "not tried: nothing listens here", "see port above", this.seed)
+        return warning(check, "not tried, because this command could not listen", "see port above", this.seed)
+    nonce = this.listener.nonce if this.listener else bytes(NONCE_BYTES)
+    request = probe_pb2.DialBackRequest(run_id=config.run_id, endpoint=f"{host}:{port}", nonce=nonce)
     try:
-        reply = await this.call(
-            DIAL_BACK, probe_pb2.DialBackRequest(run_id=config.run_id, endpoint=endpoint, nonce=nonce)
-        )
+        reply = await this.call(DIAL_BACK, request)
     except AveragingError as error:
-        return _not_called_back(error, this)
-    return called_back(reply, endpoint, this.seed, listening=this.listener is not None)
-
-
-def _not_called_back(error: AveragingError, this: Visit) -> Finding:
-    reason = printable(error.reason, MAX_VALUE * 3)
-    remedy = "ask again in a minute" if "in a minute" in reason else "see what is said above"
-    return warning("call-back", f"not tried: {reason}", remedy, this.seed)
-
-
-def called_back(reply: probe_pb2.DialBackReply, endpoint: str, seed: str, *, listening: bool) -> Finding:
-    """The finding about a connection back.
-
-    Args:
-        reply: What the peer answers.
-        endpoint: HOST:PORT that it was to dial.
-        seed: The peer.
-        listening: Whether this process listens there.
-    """
-    check, port = "call-back", endpoint.rpartition(":")[2]
-    caller, reason = printable(reply.caller, 64), printable(reply.reason, 2 * MAX_VALUE)
-    forward = f"let TCP port {port} in, or forward it to this machine; or use {spelled('mode', 'client')}"
-    match reply.outcome:
-        case DialOutcome.REACHED:
-            return ok(check, f"the peer reaches {endpoint} in {duration(max(0.0, reply.seconds))}", seed)
-        case DialOutcome.OTHER if not listening:
-            return ok(check, f"the peer reaches {endpoint}, where something listens already", seed)
-        case DialOutcome.OTHER:
-            text = f"at {endpoint} the peer reaches something else than this machine"
-            return failure(check, text, f"correct the forwarding, or {spelled('advertise')}", seed)
-        case DialOutcome.REFUSED:
-            what = "the connection was refused" if listening else "nothing listens there"
-            return failure(check, f"the peer cannot reach {endpoint}: {what}", forward, seed)
-        case DialOutcome.SILENT | DialOutcome.UNREACHABLE:
-            return failure(check, f"the peer cannot reach {endpoint}: {reason or reply.outcome}", forward, seed)
-        case DialOutcome.CERTIFICATE:
-            text = f"the peer reaches {endpoint}, but TLS fails there: {reason}"
-            remedy = f"issue a certificate for {parse_address(endpoint)[0]} (averaging ca issue)"
-            return failure(check, text, remedy, seed)
-        case DialOutcome.NOT_YOURS:
-            text = f"not tried, since a peer calls back only the address from which it is called: {reason}"
-            remedy = (
-                f"if calls to {endpoint} come in another way than {caller}'s leave, try it from that peer's machine"
-            )
-            return warning(check, text, remedy, seed)
-    return warning(check, f"the peer answers {printable(reply.outcome, 40)!r}, unknown here", "update it", seed)
-
-
-def _check_options(this: Visit) -> Finding:
-    theirs = this.description.options if this.description is not None else {}
-    return compare_options(options_alike(this.config), theirs, this.seed)
-
-
-def compare_options(ours: Mapping[str, str], theirs: Mapping[str, str], seed: str) -> Finding:
-    """The finding about the options that must be the same at all peers of a run; it names those that differ."""
-    differing = [name for name, value in ours.items() if name in theirs and theirs[name] != value]
-    if not differing:
-        return ok("options", f"{counted(len(ours), 'option')} that must be the same at all peers are", seed)
-    text = "; ".join(
-        f"{name} is {ours[name]} here and {printable(theirs[name], MAX_VALUE)} there" for name in differing
+        busy = "in a minute" in error.reason
+        remedy = "ask again in a minute" if busy else "correct what is said above, and ask again"
+        return warning(check, f"not tried: {error.reason}", remedy, this.seed)
+    return judge_call_back(
+        reply.outcome, reply.reason, reply.seconds, request.endpoint, this.seed, listening=this.listener is not None
     )
-    first = differing[0]
-    remedy = f"set {spelled(first)} alike at all peers"
-    return failure("options", text, remedy, seed)
 
 
 async def _check_schema(this: Visit) -> Finding:
     """Compares what is averaged, if this peer knows."""
     try:
-        this.their_schema = theirs = await this.call(GET_SCHEMA, None)
+        this.their_schema = await this.call(GET_SCHEMA, None)
     except AveragingError as error:
         if refusal_cause(error) is RefusalCause.NOT_SERVED:
             return warning("schema", NOT_ASKED, "", this.seed)
         return told("schema", error, this.seed)
-    text = f"{counted(len(theirs.tensors), 'tensor')}, {size(theirs.nbytes)}"
-    if this.schema is None:
-        return ok("schema", f"the peer averages {text}; give a FILE to compare", this.seed)
-    if difference := first_difference(this.schema, theirs):
-        return failure("schema", difference, "all peers of a run average the same tensors", this.seed)
-    return ok("schema", f"{text}, as here", this.seed)
+    return compare_schemas(this.schema, this.their_schema, this.seed)
+
+
+def compare_peers(visits: Sequence[Visit]) -> Iterator[Finding]:
+    """Compares the peers to join with the first one that answers: what they average, and their options."""
+    averaging = [(visit.seed, visit.their_schema) for visit in visits if visit.their_schema is not None]
+    for seed, schema in averaging[1:]:
+        where = f"between {averaging[0][0]} (here) and {seed} (there): "
+        yield compare_schemas(averaging[0][1], schema, seed, where)
+    described = [(visit.seed, visit.description.options) for visit in visits if visit.description is not None]
+    for seed, options in described[1:]:
+        yield compare_options(described[0][1], options, seed, f"at {described[0][0]}")

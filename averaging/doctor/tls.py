@@ -128,6 +128,10 @@ async def check_handshake(config: PeerConfig, seed: str, address: str) -> Findin
         text = "it does not answer" if isinstance(error, TimeoutError) else "it closed the connection"
         remedy = "check that a peer with TLS is up there, and that no firewall inspects the connection"
         return failure("tls", f"{text} during the TLS handshake", remedy, seed)
+    if not version:
+        text = "the peer closes the connection after the handshake, so it refuses the certificate of this one"
+        why = "by its clock the certificate has expired, or its authority is unknown there"
+        return failure("tls", f"{text}: {why}", f"give both peers the same ca.pem, or {ISSUE}", seed)
     return ok("tls", f"{version}; both sides accept each other's certificates", seed)
 
 
@@ -159,12 +163,15 @@ def server_context(config: PeerConfig) -> ssl.SSLContext | None:
 
 
 async def _shake_hands(context: ssl.SSLContext, address: str, port: int, name: str) -> str:
-    """Returns the version of TLS. With TLS 1.3 a server refuses a certificate only after the handshake."""
+    """Returns the version of TLS; empty if the server closes the connection then.
+
+    With TLS 1.3 a server refuses a certificate only after the handshake, and gRPC does so without a reason.
+    """
     async with asyncio.timeout(HANDSHAKE_SECONDS):
         reader, writer = await asyncio.open_connection(address, port, ssl=context, server_hostname=name)
         try:
-            await reader.read(1)  # a gRPC server begins with its settings
-            return str(writer.get_extra_info("ssl_object").version())
+            begun = await reader.read(1)  # a gRPC server begins with its settings
+            return str(writer.get_extra_info("ssl_object").version()) if begun else ""
         finally:
             writer.transport.abort()
 
