@@ -204,7 +204,10 @@ class PeerConfig:
         (),
         ADDRESSES_TO_DIAL,
         "Some peers of the run. Without any this peer starts a run of its own. Give several if you can: a newcomer "
-        "that joins through a single peer may lose contact if that peer dies in the next moments.",
+        "that joins through a single peer may lose contact if that peer dies in the next moments. Instead of HOST:PORT "
+        "also a source in which peers are looked up, again while this peer is alone: dns:NAME:PORT (all addresses of a "
+        "name), file:PATH (a line each), slurm:PORT (the nodes of the job) or etcd://HOST:PORT,…/KEY. See "
+        "docs/how-to/seeds.md.",
     )
     listen: str = _basic(
         "127.0.0.1:0",

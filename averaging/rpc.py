@@ -182,6 +182,7 @@ class RpcChannel:
         named_by_peer: Whether another peer and not the user has named the endpoint. Addresses at which no peer can be,
             such as link-local ones, are not dialled then.
         loopback: Whether an endpoint that another peer has named may be on this machine's loopback.
+        certified_host: The host for which the server's certificate must be valid; None for that of the endpoint.
 
     Raises:
         ConfigError: The endpoint is malformed.
@@ -195,11 +196,13 @@ class RpcChannel:
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         named_by_peer: bool = False,
         loopback: bool = False,
+        certified_host: str | None = None,
     ) -> None:
         if parse_address(endpoint)[1] == 0:
             raise ConfigError(f"{endpoint} has port 0; give the port on which the server listens")
         self.endpoint = endpoint
-        dialling = Dialling(loopback=loopback) if named_by_peer else Dialling((endpoint,))
+        names = {endpoint: certified_host} if certified_host else {}
+        dialling = Dialling(() if named_by_peer else (endpoint,), loopback=loopback, names=names)
         self._channels = Channels(max_message_bytes, credentials=credentials, dialling=dialling)
 
     async def __aenter__(self) -> Self:

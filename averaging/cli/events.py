@@ -12,6 +12,7 @@ from averaging.receipts import Outcome, Receipt
 
 if TYPE_CHECKING:
     from averaging.discovery.gossip import Waiting
+    from averaging.seeds import FoundSeeds
     from averaging.tensors import Schema
 
 Item: TypeAlias = tuple[Mapping[str, Any], str]
@@ -27,6 +28,18 @@ def joining(waiting: Waiting) -> Item:
         "waiting_for": dict(waiting.reasons),
     }
     return event, f"joining: {printable(str(waiting))}; --join-timeout limits this"
+
+
+def found_seeds(found: FoundSeeds) -> Item:
+    """A source in --join has answered, or failed, otherwise than before."""
+    event = {
+        "event": "seeds",
+        "source": found.source,
+        "addresses": list(found.addresses),
+        "own": list(found.own),
+        "failure": found.failure or None,
+    }
+    return event, printable(str(found), 1000)
 
 
 def ready(

@@ -15,8 +15,8 @@ import click
 from averaging.cli.exits import CHECK_ADDRESS, CommandError, Stop, Stopped, failure_of, run, stopped
 from averaging.cli.files import NotWrittenError, Output, read
 from averaging.cli.options import (
-    DIALLED,
     DURATION,
+    JOINED,
     CheckedPath,
     credentials_of,
     flag,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @click.command("follow")
-@click.argument("addresses", type=DIALLED, nargs=-1, required=True, metavar="HOST:PORT...")
+@click.argument("addresses", type=JOINED, nargs=-1, required=True, metavar="HOST:PORT...")
 @click.option("--output", type=CheckedPath(), required=True, metavar="FILE.safetensors", help="The file to keep.")
 @click.option("--overwrite", is_flag=True, help="Replace --output if it exists and this command did not write it.")
 @click.option(
@@ -94,7 +94,8 @@ def follow_command(addresses: tuple[str, ...], output: Path, *, as_json: bool, v
 
     The peer must publish weights: its averager has services=[WeightPublisher(model)]. If ranks of fully_shard publish
     their parts, give the address of rank 0; the file has the whole tensors. With several addresses, the next one is
-    followed if one is lost. Each version is verified, and replaces the file in one step, so that a reader finds
+    followed if one is lost. An address may also be a source of addresses, such as dns:NAME:PORT, see
+    `averaging peer --help`. Each version is verified, and replaces the file in one step, so that a reader finds
     the old version or the new one. If the disk is full, the old file stays.
 
     Only what changed since the last version is received, also if this command is started again. Versions that come

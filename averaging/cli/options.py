@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from averaging.common import ADDRESS_TO_DIAL, SECONDS, SWITCH, Kind, Option, as_flag, number
+from averaging.common import ADDRESS_TO_DIAL, SECONDS, SEED, SWITCH, Kind, Option, as_flag, number
 from averaging.config import OPTIONS, PeerConfig, tls_files
 from averaging.protocol import CompressionType, Mode
 
@@ -48,6 +48,8 @@ class KindType(click.ParamType[Any]):
 
 
 DIALLED = KindType(ADDRESS_TO_DIAL)
+JOINED = KindType(SEED)
+"""The address of a peer, or a source of addresses, see `averaging.seeds.look_up`."""
 DURATION = KindType(SECONDS)
 NOT_NEGATIVE = KindType(number(least=0))
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from averaging.config import PeerConfig
     from averaging.discovery.gossip import Waiting
     from averaging.peer import Peer
+    from averaging.seeds import FoundSeeds
 
 
 @click.command("peer", cls=PeerCommand)
@@ -105,6 +106,10 @@ def peer_command(
       averaging peer b.safetensors --run-id demo --join example.org:4222 --rounds 9 --receipts b.jsonl
       averaging explain b.jsonl
 
+    \b
+    Any pod of a headless service of Kubernetes, whichever are there:
+      averaging peer b.safetensors --run-id demo --join dns:averaging.default.svc:4222
+
     A round needs a group of peers that look for one at the same time. A peer that finds none within --round-timeout
     exits with code 1 and says which peers were there and what they answered. A round that fails is tried again
     --retries times. With --serve the peer continues after such failures.
@@ -119,6 +124,8 @@ def peer_command(
 
     \b
     Events of --json, each with "event":
+      seeds    source (of --join, such as dns:NAME:PORT), addresses, own (those of this peer), failure (or null):
+               first, and whenever the answer of a source changes
       joining  seconds, timeout, waiting_for (why each of --join has not answered): after 1 s, then less and less often
       ready    endpoint, join (for --join of other peers; null for a client), run_id, mode, schema_hash, tensors, bytes,
                kept (names of the tensors that are not averaged)
@@ -189,10 +196,13 @@ def _make_peer(document: Document, config: PeerConfig, given: dict[str, Any], re
     def tell_joining(waiting: Waiting) -> None:
         report.note(*events.joining(waiting))
 
+    def tell_found(found: FoundSeeds) -> None:
+        report.note(*events.found_seeds(found))
+
     try:
         # Elastic torchrun jobs of the run may meet here.
         services = [RegisterService()] if given["serve"] and config.mode is not Mode.CLIENT else []
-        peer = Peer(document.tensors, config=config, on_joining=tell_joining, services=services)
+        peer = Peer(document.tensors, config=config, on_joining=tell_joining, on_found=tell_found, services=services)
         pack_gather(given["weight"], config.bandwidth, config.mode, given["gather"])
     except AveragingError as error:
         raise failure_of(error) from None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from averaging.cli.exits import CHECK_ADDRESS, CommandError, Stop, Stopped, failure_of, run, stopped
-from averaging.cli.options import DIALLED, DURATION, CheckedPath, credentials_of, output_options, security_options
+from averaging.cli.options import DURATION, JOINED, CheckedPath, credentials_of, output_options, security_options
 from averaging.common import member_of
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from averaging.cli.output import CommandOutput
     from averaging.security import Credentials
+    from averaging.seeds import Seeds
     from averaging.state import State, StateAssembler
 
 MAX_MESSAGE_BYTES = 64 << 20
@@ -26,7 +27,7 @@ VERSION_KEY, USER_KEY, PACKED_USER_KEY = "averaging.version", "averaging.user", 
 
 
 @click.command("state")
-@click.argument("addresses", type=DIALLED, nargs=-1, required=True, metavar="HOST:PORT...")
+@click.argument("addresses", type=JOINED, nargs=-1, required=True, metavar="HOST:PORT...")
 @click.option("--output", type=CheckedPath(), required=True, metavar="FILE.safetensors", help="Where to write it.")
 @click.option("--overwrite", is_flag=True, help="Replace --output if it exists.")
 @click.option(
@@ -60,6 +61,7 @@ def state_command(addresses: tuple[str, ...], output: Path, *, as_json: bool, ve
     ("averaging.version") and the application's own values ("averaging.user" as JSON, or "averaging.user.msgpack" in
     base64 if JSON cannot represent them).
 
+    An address may also be a source of addresses, as of --join of `averaging peer`: dns:NAME:PORT, file:PATH and others.
     If a peer fails, the next one is asked; tensors already received are kept if it has the same ones.
 
     \b
@@ -75,16 +77,18 @@ def state_command(addresses: tuple[str, ...], output: Path, *, as_json: bool, ve
       done     version, tensors, bytes, user, output
       error    message
     """
-    if given["verify_donors"] > len(set(_hosts(addresses).values())):
-        raise click.UsageError(
-            f"--verify-donors {given['verify_donors']} needs addresses of as many different hosts; "
-            "all loopback addresses are one host."
-        )
     from averaging.cli.output import CommandOutput
 
     report = CommandOutput(as_json=as_json)
     with report.logging(verbose), report.failures():
         _run(list(dict.fromkeys(addresses)), output, given, report)
+
+
+def _check_hosts(addresses: Collection[str], donors: int) -> None:
+    if donors > len(set(_hosts(addresses).values())):
+        raise click.UsageError(
+            f"--verify-donors {donors} needs addresses of as many different hosts; all loopback addresses are one host."
+        )
 
 
 def _hosts(addresses: Collection[str]) -> dict[str, str]:
@@ -96,7 +100,11 @@ def _run(addresses: list[str], path: Path, given: dict[str, Any], report: Comman
     from averaging.cli import events
     from averaging.cli.files import Output
     from averaging.errors import AveragingError
+    from averaging.seeds import Seeds
 
+    seeds = Seeds(addresses)
+    if not seeds.sources:
+        _check_hosts(seeds, given["verify_donors"])
     try:
         credentials = credentials_of(given)
     except AveragingError as error:
@@ -104,7 +112,14 @@ def _run(addresses: list[str], path: Path, given: dict[str, Any], report: Comman
     output = Output(path, overwrite=given["overwrite"])
 
     async def fetch(_: Stop) -> State:
-        state = await _download(addresses, credentials, given, report)
+        try:
+            await seeds.look_up()
+        except AveragingError as error:
+            raise failure_of(error) from None
+        if not seeds:
+            raise CommandError(f"no peer to ask: {seeds.findings}")
+        _check_hosts(seeds, given["verify_donors"])
+        state = await _download(seeds, credentials, given, report)
         output.write(state.tensors, _metadata(state))
         return state
 
@@ -116,14 +131,13 @@ def _run(addresses: list[str], path: Path, given: dict[str, Any], report: Comman
     report.emit(*events.downloaded(state.version, len(state.tensors), nbytes, state.user, str(path)))
 
 
-async def _download(
-    addresses: list[str], credentials: Credentials, given: dict[str, Any], report: CommandOutput
-) -> State:
+async def _download(seeds: Seeds, credentials: Credentials, given: dict[str, Any], report: CommandOutput) -> State:
     from averaging.cli import events
     from averaging.errors import AveragingError, StateError
     from averaging.state import download
     from averaging.transport.grpc import GrpcTransport
 
+    addresses = seeds.addresses
     announced, address = False, addresses[0] if len(addresses) == 1 else f"one of {', '.join(addresses)}"
     with report.transfer(f"downloading the state of {address}") as advance:
 
@@ -134,7 +148,9 @@ async def _download(
                 report.emit(*events.started(address, reader.version, reader.count, reader.nbytes))
             advance(reader.received, reader.nbytes)
 
-        transport = GrpcTransport(None, max_message_bytes=MAX_MESSAGE_BYTES, credentials=credentials, given=addresses)
+        transport = GrpcTransport(
+            None, max_message_bytes=MAX_MESSAGE_BYTES, credentials=credentials, given=seeds, names=seeds.names
+        )
         await transport.bind()
         try:
             state, _ = await download(

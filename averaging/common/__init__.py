@@ -1,6 +1,7 @@
 """Checks and helpers that every room may use. None of them knows what a peer is.
 
-`addresses` (endpoints and the rules for them), `options` (how they are declared, checked,
+`addresses` (endpoints and the rules for them), `interfaces` (which of them are this machine's), `seed_sources` (what
+`join` may name), `options` (how they are declared, checked,
 read and named), `safe_msgpack` (msgpack from strangers), `sanitize` (text from strangers), `limits` (delays between
 tries, quotas per host), `event_loop_thread` (an event loop in a thread of its own), `malloc`.
 """
@@ -10,6 +11,7 @@ from averaging.common.addresses import (
     Address,
     apart,
     covers,
+    format_address,
     is_endpoint,
     is_loopback,
     member_of,
@@ -18,6 +20,7 @@ from averaging.common.addresses import (
     parse_ip,
 )
 from averaging.common.event_loop_thread import EventLoopThread, InProcess, SignalSafeFuture, on_loop
+from averaging.common.interfaces import address_for_others, are_same, has_ipv4, is_own
 from averaging.common.limits import Backoff, HostQuota, backoff_delay
 from averaging.common.malloc import keep_freed_memory
 from averaging.common.options import (
@@ -26,6 +29,7 @@ from averaging.common.options import (
     ADDRESSES_TO_DIAL,
     PATH,
     SECONDS,
+    SEED,
     SWITCH,
     Kind,
     Option,
@@ -62,6 +66,7 @@ from averaging.common.safe_msgpack import (
     unpack,
 )
 from averaging.common.sanitize import MAX_NAMES, counted, duration, html_table, listed, plain, size
+from averaging.common.seed_sources import SeedSource, SourceKind, parse_seed
 from averaging.common.tensor_names import (
     contradict,
     digest_of_names,
@@ -81,6 +86,7 @@ __all__ = [
     "MAX_NAMES",
     "PATH",
     "SECONDS",
+    "SEED",
     "SWITCH",
     "Address",
     "Backoff",
@@ -89,10 +95,14 @@ __all__ = [
     "InProcess",
     "Kind",
     "Option",
+    "SeedSource",
     "Setting",
     "SignalSafeFuture",
+    "SourceKind",
+    "address_for_others",
     "all_numbers_finite",
     "apart",
+    "are_same",
     "as_flag",
     "backoff_delay",
     "check_keys",
@@ -106,12 +116,15 @@ __all__ = [
     "duration",
     "first_moved_name",
     "first_other_name",
+    "format_address",
+    "has_ipv4",
     "html_table",
     "is_count",
     "is_endpoint",
     "is_finite",
     "is_loopback",
     "is_number",
+    "is_own",
     "is_placeholder",
     "keep_freed_memory",
     "listed",
@@ -127,6 +140,7 @@ __all__ = [
     "pack_user",
     "parse_address",
     "parse_ip",
+    "parse_seed",
     "plain",
     "plain_state",
     "read_arguments",

@@ -48,6 +48,17 @@ def parse_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def format_address(host: str, port: int) -> str:
+    """Writes `host:port`, with brackets around an IPv6 address; the inverse of `parse_address`.
+
+    Args:
+        host: a name or an address, with or without brackets.
+        port: the port.
+    """
+    bare = host.removeprefix("[").removesuffix("]")
+    return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
+
+
 def is_endpoint(name: str) -> bool:
     """Whether `name` is a valid endpoint: an address with a port above 0, or the name of a client."""
     if len(name) > 256 or not name.isprintable():

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeGuard, TypeVar, cast
 
 from averaging.common.addresses import parse_address
+from averaging.common.seed_sources import SourceKind, parse_seed, split_seeds
 from averaging.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "AVERAGING_"
@@ -208,20 +209,18 @@ def _are_addresses(value: Any) -> bool:
 
 def _check_all_dialled(addresses: Collection[str]) -> Collection[str]:
     for address in addresses:
-        _check_dialled(address)
+        parse_seed(address)
     return addresses
-
-
-def _split(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 ADDRESS = text("HOST:PORT", _port)
 ADDRESS_TO_DIAL = text("HOST:PORT", _check_dialled)
+SEED = text("HOST:PORT", parse_seed)
+"""The address of a peer, or a source of addresses, see `seed_sources`."""
 ADDRESSES_TO_DIAL = Kind(
-    "HOST:PORT", "a list of addresses, each a text HOST:PORT", _are_addresses, _check_all_dialled, _split
+    "HOST:PORT", "a list of addresses, each a text HOST:PORT", _are_addresses, _check_all_dialled, split_seeds
 )
 PATH = Kind("FILE", "the path of a file", lambda value: isinstance(value, str | os.PathLike) and str(value) != "")
 SWITCH = Kind(
@@ -309,7 +308,7 @@ def read_toml(path: str | os.PathLike[str], options: Mapping[str, Option]) -> li
 
     Args:
         path: The file.
-        options: All options. Those that are relative paths are relative to the directory of `path`.
+        options: All options. Relative paths in them are relative to the directory of `path`.
 
     Raises:
         ConfigError: The file cannot be read.
@@ -325,13 +324,24 @@ def read_toml(path: str | os.PathLike[str], options: Mapping[str, Option]) -> li
         raise ConfigError(f"tls in {path} must be a table with ca, cert and key, not {tls!r:.200}", "tls")
     content |= {f"tls_{name}": file for name, file in tls.items()}
     for name, value in content.items():
-        if name in options and options[name].kind is PATH and isinstance(value, str):
+        kind = options[name].kind if name in options else None
+        if kind is PATH and isinstance(value, str):
             content[name] = str(Path(path).parent / value)
+        elif kind is ADDRESSES_TO_DIAL and isinstance(value, list):
+            content[name] = [_beside(path, seed) for seed in value]
 
     def in_file(option: str, value: Any = None) -> str:
         return f"{option} in {path}" if value is None else f"{option} = {value!r} in {path}"
 
     return [Setting(name, value, in_file) for name, value in content.items()]
+
+
+def _beside(path: str | os.PathLike[str], seed: Any) -> Any:
+    """`seed`, with a relative `file:` in it relative to the directory of `path`."""
+    prefix = SourceKind.FILE.value
+    if not isinstance(seed, str) or not seed.startswith(prefix) or seed == prefix:
+        return seed
+    return f"{prefix}{Path(path).parent / seed.removeprefix(prefix)}"
 
 
 def read_environment(environ: Mapping[str, str], options: Mapping[str, Option]) -> list[Setting]:

@@ -34,12 +34,12 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _remove_participant_epilogue,
 )
 
-from averaging.common import pack, parse_address
+from averaging.common import address_for_others, are_same, is_own, pack, parse_address
 from averaging.elastic.backend import LOG_INTERVAL, NAME, AveragingBackend
 from averaging.elastic.options import RendezvousOptions, read_options
 from averaging.elastic.rendezvous_state import decode_place
 from averaging.elastic.replicated_value import ReplicatedValue
-from averaging.elastic.session import RegisterSession, address_for_others, are_same, is_own
+from averaging.elastic.session import RegisterSession
 from averaging.errors import AveragingError, ConfigError
 from averaging.rpc import EventLoopThread, read_credentials
 

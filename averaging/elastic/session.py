@@ -1,101 +1,17 @@
-"""The register of one node: its channels, the register itself if the node hosts it, and the addresses of the node."""
+"""The register of one node: its channels, and the register itself if the node hosts it."""
 
 from __future__ import annotations
 
 import logging
-import socket
-from contextlib import AsyncExitStack, suppress
-from typing import NamedTuple, Self
+from contextlib import AsyncExitStack
+from typing import Self
 
-from averaging.common import is_loopback, parse_address
+from averaging.common import has_ipv4, is_loopback, parse_address
 from averaging.elastic.etcd_register import EtcdRegister
 from averaging.elastic.options import RendezvousOptions
 from averaging.elastic.register import GrpcRegister, Register, RegisterEntry, RegisterService, SwapResult
 from averaging.errors import ClosedError, ListenError, PeerUnreachableError
 from averaging.rpc import Credentials, RpcChannel, RpcServer
-
-# Which addresses are this machine's, and which of them other nodes can call.
-
-
-class _Address(NamedTuple):
-    """An address; `zone` has the flow and the interface of an IPv6 address."""
-
-    family: socket.AddressFamily
-    host: str
-    zone: tuple[int, ...] = ()
-
-
-_NOBODYS = {
-    socket.AF_INET: _Address(socket.AF_INET, "240.0.0.1"),
-    socket.AF_INET6: _Address(socket.AF_INET6, "100::1"),
-}
-"""Addresses that no machine has (reserved, and for discarding). If a socket can be bound to them, it can be to any."""
-
-
-def is_own(host: str) -> bool:
-    """Whether `host`, a name or an address without brackets, is an address of one of this machine's interfaces."""
-    return any(_can_bind(address) and not _can_bind(_NOBODYS[address.family]) for address in _resolved(host))
-
-
-def are_same(host: str, other: str) -> bool:
-    """Whether two names or addresses without brackets are the same machine's."""
-    return host == other or not _resolved(host).isdisjoint(_resolved(other))
-
-
-def has_ipv4(host: str) -> bool:
-    """Whether `host` is an IPv4 address, or a name that has one."""
-    return any(address.family is socket.AF_INET for address in _resolved(host))
-
-
-def address_for_others(register: str) -> str | None:
-    """At which address other nodes can call this machine; None for its name.
-
-    It is the name if the register is given by name too, and if the name is not that of a loopback address, as 127.0.1.1
-    on Debian. Otherwise it is the address from which this machine calls the register.
-
-    Args:
-        register: name or address of the register, without brackets.
-    """
-    if is_loopback(register):
-        return "127.0.0.1"  # all nodes are on this machine, and may not resolve its name
-    by_name = not _is_address(register)
-    if by_name and any(not is_loopback(address.host) for address in _resolved(socket.getfqdn())):
-        return None
-    for address in _resolved(register):
-        with suppress(OSError), socket.socket(address.family, socket.SOCK_DGRAM) as probe:
-            probe.connect((address.host, 9, *address.zone))  # sends nothing
-            own: str = probe.getsockname()[0]
-            if not is_loopback(own):
-                return own
-    return None
-
-
-def _resolved(host: str) -> frozenset[_Address]:
-    try:
-        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return frozenset()
-    return frozenset(
-        _Address(family, str(where[0]), tuple(map(int, where[2:])))
-        for family, _, _, _, where in addresses
-        if family in _NOBODYS
-    )
-
-
-def _can_bind(address: _Address) -> bool:
-    try:
-        with socket.socket(address.family, socket.SOCK_STREAM) as probe:
-            probe.bind((address.host, 0, *address.zone))
-    except OSError:
-        return False
-    return True
-
-
-def _is_address(host: str) -> bool:
-    with suppress(OSError):
-        return bool(socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST))
-    return False
-
 
 logger = logging.getLogger("averaging.elastic")
 

@@ -18,6 +18,7 @@ from averaging.peer.service import PeerService
 from averaging.protocol import Mode
 from averaging.receipts import ReceiptBook, ReceiptLog
 from averaging.security import Credentials
+from averaging.seeds import Seeds
 from averaging.state import Donors, Snapshots
 from averaging.tensors import Schema, SharedTensors
 from averaging.transport import RpcService, Transport
@@ -64,13 +65,14 @@ async def start(
     tensors: SharedTensors,
     snapshots: Snapshots,
     schema: Schema,
+    seeds: Seeds,
     *,
     clock: Callable[[], float],
     rng: random.Random,
     shard: ShardOfRun | None = None,
     on_joining: Callable[[Waiting], None] | None = None,
 ) -> Running:
-    """Listens, joins the run through `config.join`, and declares that the peer's state can be downloaded.
+    """Listens, joins the run through `seeds`, and declares that the peer's state can be downloaded.
 
     The arguments are the components that `Peer` has created. If `discovery_factory` is None, peers find each other by
     gossip over the transport.
@@ -80,14 +82,17 @@ async def start(
         JoinError: no peer of `join` answered in time, or all refuse permanently.
     """
     async with AsyncExitStack() as stack:
+        if discovery_factory is None:
+            await seeds.look_up(report=False)  # before `bind`, which compares the addresses with that to listen on
         endpoint = await transport.bind()
+        seeds.bind(endpoint, config.listen)
         stack.push_async_callback(transport.close, CLOSING_GRACE)
         await tensors.while_locked(lambda: snapshots.commit(0), config.round_timeout)
         book = ReceiptBook(ReceiptLog(config.receipts) if config.receipts else None)
         stack.callback(book.close)  # ends the streams of `watch_rounds`
         service = PeerService(config, endpoint, schema, snapshots, clock(), book)
         if discovery_factory is None:
-            context = _gossip(config, endpoint, transport, credentials, clock, rng, on_joining)
+            context = _gossip(config, endpoint, transport, credentials, seeds, clock, rng, on_joining)
         else:
             context = discovery_factory(endpoint, transport)
         # From here on other peers may call, also those through which this peer joins.
@@ -96,7 +101,7 @@ async def start(
         if shard is not None:
             discovery = shard.discovery_in(run_discovery, endpoint)
         service.discovery = discovery
-        progress = RunProgress(config.run_id, endpoint, discovery, clock, config.join)
+        progress = RunProgress(config.run_id, endpoint, discovery, clock, seeds)
         rounds = Rounds(config, endpoint, transport, discovery, progress, service, snapshots, clock=clock, rng=rng)
         service.matchmaking = rounds.matchmaking(schema)
         donors = Donors(config.run_id, endpoint, discovery, lambda: snapshots.version, clock)
@@ -119,6 +124,7 @@ def _gossip(
     endpoint: str,
     transport: Transport,
     credentials: Credentials,
+    seeds: Seeds,
     clock: Callable[[], float],
     rng: random.Random,
     on_joining: Callable[[Waiting], None] | None,
@@ -127,7 +133,7 @@ def _gossip(
         config.run_id,
         endpoint,
         transport,
-        join=config.join,
+        join=seeds,
         join_timeout=config.join_timeout,
         identity=CertifiedIdentity(credentials.tls, clock) if credentials.tls else None,
         clock=clock,
@@ -139,7 +145,9 @@ def _gossip(
 # Creates the transport of a peer from its options.
 
 
-def make_transport(config: PeerConfig, credentials: Credentials, services: Sequence[RpcService]) -> Transport:
+def make_transport(
+    config: PeerConfig, credentials: Credentials, seeds: Seeds, services: Sequence[RpcService]
+) -> Transport:
     """Creates a transport over gRPC, with the direct lane unless `config` switches it off."""
     listen = None if config.mode is Mode.CLIENT else config.listen
     # A part and its codec's tables, a few hundred records of discovery, or the largest metadata of a state.
@@ -150,7 +158,8 @@ def make_transport(config: PeerConfig, credentials: Credentials, services: Seque
             config.advertise,
             max_message_bytes=most,
             credentials=credentials,
-            given=config.join,
+            given=seeds,
+            names=seeds.names,
             services=services,
         )
     return DirectTransport(
@@ -161,6 +170,7 @@ def make_transport(config: PeerConfig, credentials: Credentials, services: Seque
         max_part_bytes=2 * config.part_size_bytes + (64 << 10),
         max_message_bytes=most,
         credentials=credentials,
-        given=config.join,
+        given=seeds,
+        names=seeds.names,
         services=services,
     )

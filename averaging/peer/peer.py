@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Self, Unpack
@@ -25,6 +25,7 @@ from averaging.peer.topics import RoundOptions, Topic, TopicOptions, make_topic
 from averaging.protocol import Mode, attach, pack_gather, progress_key
 from averaging.receipts import DriftCheck, DropCode, PeerStatus, Receipt, TrainingProgress
 from averaging.security import read_credentials
+from averaging.seeds import FoundSeeds, Seeds
 from averaging.state import ExtraState, Snapshots, State, download
 from averaging.tensors import SharedTensors
 from averaging.timing import expire
@@ -120,6 +121,8 @@ class Peer(InProcess):
         rng: source of all random choices.
         on_joining: function that is called in the event loop while no peer of `join` has answered, first after a
             second and then less and less often, with the addresses and the reasons. For gossip only.
+        on_found: function that is called in the event loop when a source in `join`, such as `dns:NAME:PORT`, answers
+            otherwise than before. For gossip only.
         shard: which shard of the run this peer averages, if the model is divided; it meets peers of this shard only.
         training: called in the event loop for the progress of the training that this peer is part of. Its status shows
             it.
@@ -143,6 +146,7 @@ class Peer(InProcess):
         clock: Callable[[], float] = time.time,
         rng: random.Random | None = None,
         on_joining: Callable[[Waiting], None] | None = None,
+        on_found: Callable[[FoundSeeds], None] | None = None,
         shard: ShardOfRun | None = None,
         training: Callable[[], TrainingProgress] | None = None,
         **options: Unpack[PeerOptions],
@@ -160,7 +164,8 @@ class Peer(InProcess):
             raise ConfigError("services are served over gRPC; give no transport beside them")
         if transport is None and not is_client and self.config.inspection is not Inspection.OFF:
             services = [ProbeService(self.config, self._credentials.tls, clock=clock), *services]
-        self._transport = transport or make_transport(self.config, self._credentials, services)
+        self._seeds = Seeds(self.config.join, on_found=on_found)
+        self._transport = transport or make_transport(self.config, self._credentials, self._seeds, services)
         self._discovery = discovery
         self._on_joining = on_joining
         self.shard = shard
@@ -193,6 +198,7 @@ class Peer(InProcess):
             self._tensors,
             self._snapshots,
             self.schema,
+            self._seeds,
             clock=self._clock,
             rng=self._rng,
             shard=self.shard,
@@ -242,6 +248,11 @@ class Peer(InProcess):
     def endpoint(self) -> str:
         """The endpoint of this peer."""
         return self._entered.endpoint
+
+    @property
+    def seeds(self) -> Collection[str]:
+        """The addresses of other peers that `join` names, also through its sources."""
+        return self._seeds
 
     @property
     def version(self) -> int:

@@ -104,7 +104,7 @@ class RunStart:
             ahead = self._strategy.others(self._training, announcements).ahead
             offered = [donor for donor in offered if donor[1] in ahead]
         peers, members = read_progress(announcements), self._peer.progress.members
-        names, claims = rank_donors(offered, peers, members, self._peer.config.join)
+        names, claims = rank_donors(offered, peers, members, self._peer.seeds)
         runs = frozenset(claim.history.origin.id for claim in claims)
         if len(runs) > 1 and runs not in self._named:
             self._named.add(runs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -24,6 +24,7 @@ from averaging.errors import (
     refusal_cause,
 )
 from averaging.rpc import Credentials, RpcChannel, RpcHandler, RpcServer
+from averaging.seeds import Seeds
 from averaging.weights.download import Downloads, Publisher
 from averaging.weights.layout import FETCH, FOLLOW, WeightLayout, WeightManifest, read_version
 from averaging.weights.snapshot import DividedSnapshot, Incoming, WeightSnapshot
@@ -43,7 +44,7 @@ class FollowerOptions:
     """The options of a follower that do not depend on what it does with the weights.
 
     Attributes:
-        join: addresses of publishers.
+        join: addresses of publishers, or sources of them, see `averaging.seeds`.
         run_id: the run that is followed.
         credentials: certificates and tokens.
         listen: address at which it hands on versions; None if it does not.
@@ -54,6 +55,7 @@ class FollowerOptions:
         min_version: earlier versions are not received.
         given: addresses that the user has named, which are always dialled; None for those of `join`.
         loopback: whether `join`, if another publisher has named it, may be on loopback.
+        seeds: the addresses that `join` names now.
     """
 
     join: Sequence[str]
@@ -65,15 +67,17 @@ class FollowerOptions:
     stall_timeout: float = 30.0
     max_bytes: int = 1 << 40
     min_version: int = 0
-    given: Sequence[str] | None = None
+    given: Collection[str] | None = None
     loopback: bool = False
+    seeds: Seeds = field(init=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.join, str) or not self.join:
             raise ConfigError(f"join must be a list of addresses of publishers, not {self.join!r}")
-        for address in self.join:
-            if parse_address(address)[1] == 0:
-                raise ConfigError(f"join: {address!r} has port 0; give the port on which the publisher listens")
+        try:
+            object.__setattr__(self, "seeds", Seeds(self.join))
+        except ConfigError as error:
+            raise ConfigError(f"join: {error}") from None
 
     def of_part(self, endpoint: str, *, loopback: bool) -> FollowerOptions:
         """The options for another part of the model.
@@ -85,7 +89,7 @@ class FollowerOptions:
         listen = self.listen
         if listen is not None and (parse_address(listen)[1] != 0 or self.advertise is not None):
             listen = None  # the port is that of the first part; so this one is not handed on
-        return replace(self, join=[endpoint], given=self.join, loopback=loopback, listen=listen, advertise=None)
+        return replace(self, join=[endpoint], given=self.seeds, loopback=loopback, listen=listen, advertise=None)
 
     def dial(self, endpoint: str, *, loopback: bool) -> RpcChannel:
         """Returns a connection to a publisher or another follower. All connections of a follower are made here.
@@ -94,15 +98,18 @@ class FollowerOptions:
             endpoint: address; if the user has not named it, it is dialled only if a peer can be there.
             loopback: whether such an address may be on loopback.
         """
-        named = endpoint not in (self.join if self.given is None else self.given)
-        return RpcChannel(endpoint, credentials=self.credentials, named_by_peer=named, loopback=loopback)
+        named = endpoint not in (self.seeds if self.given is None else self.given)
+        certified = self.seeds.names.get(endpoint)
+        return RpcChannel(
+            endpoint, credentials=self.credentials, named_by_peer=named, loopback=loopback, certified_host=certified
+        )
 
     @property
     def hands_on(self) -> bool:
         """Whether others could reach this follower: not if it listens on loopback and the publishers are elsewhere."""
         if self.listen is None:
             return False
-        own, others = self.advertise or self.listen, self.join
+        own, others = self.advertise or self.listen, self.seeds
         return not is_loopback(parse_address(own)[0]) or all(is_loopback(parse_address(each)[0]) for each in others)
 
 
@@ -190,6 +197,7 @@ class VersionReceiver:
         """
         options = self._options
         failure: AveragingError | None = None
+        await options.seeds.look_up()
         async with AsyncExitStack() as stack:
             if options.hands_on and options.listen is not None:
                 server = RpcServer(
@@ -228,8 +236,8 @@ class VersionReceiver:
         return is_newer()
 
     def _not_reached(self) -> AveragingError:
-        reasons = list(self._reasons.values())
-        if len(reasons) == len(set(self._options.join)) and all(map(_is_definite, reasons)):
+        reasons, seeds = list(self._reasons.values()), self._options.seeds
+        if self._all_refuse():
             first = reasons[0]
             if isinstance(first, CallRefusedError) and first.cause is RefusalCause.NOT_SERVED:
                 return StateError(
@@ -237,11 +245,16 @@ class VersionReceiver:
                     "or follow another one"
                 )
             return first
-        answers = "; ".join(map(str, reasons)) or "no answer"
+        answers = "; ".join((*map(str, reasons), seeds.findings)).strip("; ") or "no answer"
         return StateError(
             f"no publisher answered within {self._options.join_timeout:g} s ({answers}); check the addresses, "
             "and that a publisher is up"
         )
+
+    def _all_refuse(self) -> bool:
+        seeds = self._options.seeds
+        reasons = [self._reasons.get(address) for address in seeds]
+        return bool(reasons) and not seeds.failures and all(error and _is_definite(error) for error in reasons)
 
     def _work(self) -> list[Coroutine[None, None, None]]:
         """What runs while this is entered."""
@@ -252,7 +265,7 @@ class VersionReceiver:
     async def _follow(self) -> None:
         backoff = Backoff(MIN_PAUSE, MAX_PAUSE)
         while self._failure is None:
-            for address in self._options.join:
+            for address in self._options.seeds:
                 try:
                     await self._follow_one(address)
                     error: AveragingError = StateError(f"{address} has ended the announcements")
@@ -266,15 +279,14 @@ class VersionReceiver:
                     backoff.reset()
                 self._reasons[address] = error
                 self.store.changes.happened()
-            refused = len(self._reasons) == len(set(self._options.join)) and all(
-                map(_is_definite, self._reasons.values())
-            )
-            if refused:
+            if self._all_refuse():
                 self._failure = self._failure or self._not_reached()
             if self._failure is not None:
                 self._reached.set()
             else:
                 await asyncio.sleep(backoff.next_delay())
+                await self._options.seeds.look_up()
+                self._reasons = {name: error for name, error in self._reasons.items() if name in self._options.seeds}
         self.store.changes.happened()
 
     async def _follow_one(self, address: str) -> None:

@@ -21,6 +21,7 @@ PAGES = [
     "how-to/end-a-run.md",
     "how-to/follow.md",
     "how-to/resume.md",
+    "how-to/seeds.md",
     "how-to/slow-link.md",
 ]
 

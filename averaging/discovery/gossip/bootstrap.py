@@ -7,7 +7,7 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from averaging.common import Backoff
 from averaging.discovery.gossip.record import CALL_FAILURES, GossipSettings, why_failed
@@ -42,38 +42,62 @@ class Waiting:
         return f"no peer to join has answered for {self.seconds:.0f} s ({reasons}); giving up after {self.timeout:g} s"
 
 
+class SeedSources(Protocol):
+    """Where further seeds are looked up, see `averaging.seeds.Seeds`."""
+
+    @property
+    def failures(self) -> Mapping[str, str]:
+        """For each source that did not answer last time, the reason."""
+        ...
+
+    @property
+    def findings(self) -> str:
+        """What the sources answered last."""
+        ...
+
+
 class Bootstrap:
     """The seeds and their answers.
 
     Args:
+        seeds: the seeds that are known from the start.
+        sources: the state of the look-ups.
+        look_up: asks the sources and returns all seeds that are known then; None if there are no sources.
+        may_start: whether this peer starts a run if the sources name no other peer.
         compare: exchanges records with a seed; raises one of `CALL_FAILURES` if that fails.
         hint: returns a sentence about the cause, for the error if no seed answers; empty if there is none.
         on_waiting: callback for each report while no seed has answered.
 
     Attributes:
-        joined_itself: whether all seeds turned out to be this peer.
+        joined_itself: whether all seeds turned out to be this peer, or the sources name no other.
     """
 
     def __init__(
         self,
-        seeds: tuple[str, ...],
+        seeds: Collection[str],
         compare: Callable[[str], Awaitable[None]],
         settings: GossipSettings,
         rng: random.Random,
         *,
+        sources: SeedSources,
+        look_up: Callable[[], Awaitable[Collection[str]]] | None = None,
+        may_start: bool = True,
         hint: Callable[[], str],
         on_waiting: Callable[[Waiting], None] | None = None,
     ) -> None:
         self._compare, self._settings, self._rng = compare, settings, rng
+        self._sources, self._look_up, self._may_start = sources, look_up, may_start
         self._hint, self._on_waiting = hint, on_waiting
         self.joined_itself = False
         self._answered = False
         self._done = asyncio.Event()  # a seed has answered, or all refuse
         self._refusing: dict[str, float] = {}  # since when each seed has refused all calls
-        self._reasons = dict.fromkeys(seeds, "no answer")
-        self._has_called = {seed: asyncio.Event() for seed in seeds}
+        self._reasons: dict[str, str] = {}  # of each seed, why it has not answered
+        self._has_called: dict[str, asyncio.Event] = {}
         self._called_itself = False
         self._own: set[str] = set()  # seeds that are this peer
+        for seed in seeds:
+            self._add(seed)
 
     def note_call_from_itself(self) -> None:
         """This peer was called under its own name: a seed may be another address of it."""
@@ -91,7 +115,9 @@ class Bootstrap:
             JoinError: all have refused, and would do so again; or none has answered within `timeout` seconds, in which
                 this peer itself did not stand still.
         """
-        if not self._reasons:
+        if self._look_up is not None:
+            spawn(self._look_up_until_done(self._look_up, lambda seed: spawn(self._call_with_timeout(seed, timeout))))
+        elif not self._reasons:
             return
         for seed in self._reasons:
             spawn(self._call_with_timeout(seed, timeout))
@@ -100,11 +126,41 @@ class Bootstrap:
         try:
             async with _limit(timeout):
                 while not await _is_set_within(pauses.next_delay(), self._done):
-                    self._report(Waiting(time() - began, timeout, dict(self._reasons)))
+                    self._report(Waiting(time() - began, timeout, self._open_reasons))
         except TimeoutError:
-            raise JoinError(self._reasons, timeout, self._hint()) from None
+            raise JoinError(self._open_reasons, timeout, self._hint()) from None
         if not self._answered:
-            raise JoinError(self._reasons, None, self._hint())
+            raise JoinError(self._open_reasons, None, self._hint())
+
+    @property
+    def _open_reasons(self) -> dict[str, str]:
+        return self._reasons | dict(self._sources.failures)
+
+    def _add(self, seed: str) -> None:
+        self._reasons[seed], self._has_called[seed] = "no answer", asyncio.Event()
+
+    async def _look_up_until_done(
+        self, look_up: Callable[[], Awaitable[Collection[str]]], call: Callable[[str], object]
+    ) -> None:
+        """Asks the sources until `join` ends, has new seeds called, and forgets those that are no longer named."""
+        backoff = Backoff(self._settings.initial_backoff, self._settings.max_backoff, self._rng)
+        while not self._done.is_set():
+            seeds = await look_up()
+            for seed in self._reasons.keys() - seeds:
+                del self._reasons[seed]  # which ends the calls to it
+                self._refusing.pop(seed, None)
+            for seed in seeds:
+                if seed not in self._reasons:
+                    self._add(seed)
+                    call(seed)
+            self._note_own()
+            await _is_set_within(backoff.next_delay(), self._done)
+
+    def _note_own(self) -> None:
+        """Ends `join` as if this peer had been given no seeds, if it alone is named."""
+        named_alone = not self._sources.failures and self._own >= self._reasons.keys()
+        self.joined_itself = self._may_start and named_alone
+        self._finish_if_settled(answered=self.joined_itself)
 
     async def check_own_address(self, endpoint: str) -> None:
         """Calls this peer's own endpoint, which is one of its seeds, until it answers; warns if another peer does.
@@ -140,15 +196,16 @@ class Bootstrap:
 
     async def _call_until_answered(self, seed: str) -> None:
         backoff = Backoff(self._settings.initial_backoff, self._settings.max_backoff, self._rng)
-        while True:
+        while seed in self._reasons:
             try:
                 await self._compare(seed)
             except CALL_FAILURES as error:
+                if seed not in self._reasons:
+                    return
                 self._reasons[seed] = why_failed(error)
                 if self._called_itself and refusal_cause(error) is RefusalCause.SAME_NAME:
                     self._own.add(seed)
-                    self.joined_itself = self._own == self._reasons.keys()
-                    self._finish_if_settled(answered=self.joined_itself)  # as if it had been given no seeds
+                    self._note_own()
                     return
                 self._note_refusal(seed, isinstance(error, TransportError) and error.definite)
             else:
@@ -167,7 +224,9 @@ class Bootstrap:
     def _finish_if_settled(self, *, answered: bool) -> None:
         """Ends `join` if a seed has `answered`, or if none may answer any more."""
         self._answered |= answered
-        if self._answered or all_refuse(self._reasons, self._own, self._refusing, asyncio.get_running_loop().time()):
+        now = asyncio.get_running_loop().time()
+        refused = not self._sources.failures and all_refuse(self._reasons, self._own, self._refusing, now)
+        if self._answered or refused:
             self._done.set()
 
 

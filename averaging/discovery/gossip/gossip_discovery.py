@@ -32,6 +32,7 @@ from averaging.errors import (
     printable,
 )
 from averaging.protocol import Digest, ExchangeReply, Record, Refusal, Rumour
+from averaging.seeds import Seeds
 from averaging.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,8 @@ class GossipDiscovery:
         run_id: peers of other runs are refused.
         endpoint: this peer's name, from `transport.bind()`.
         transport: calls other peers.
-        join: endpoints of any peers of the run, the seeds. With none, or only this peer's own, it starts a run.
+        join: endpoints of any peers of the run, the seeds, or `Seeds` with sources, which are asked while this peer
+            joins, and again while it is alone. With none, or only this peer's own, it starts a run.
         join_timeout: seconds within which a seed must answer; time in which this peer stood still does not count.
         identity: the key that owns this peer's records; a new one by default.
         clock: seconds since the epoch.
@@ -72,7 +74,7 @@ class GossipDiscovery:
         endpoint: str,
         transport: Transport,
         *,
-        join: Sequence[str] = (),
+        join: Sequence[str] | Seeds = (),
         join_timeout: float = 10.0,
         identity: Identity | None = None,
         clock: Callable[[], float] = time.time,
@@ -83,7 +85,8 @@ class GossipDiscovery:
         self._is_client = endpoint.startswith(CLIENT_PREFIX)
         if not is_endpoint(endpoint):
             raise ConfigError(f"{endpoint!r} cannot be a peer's endpoint; give HOST:PORT or {CLIENT_PREFIX}<uuid4>")
-        if self._is_client and not join:
+        self._seeds = seeds = join if isinstance(join, Seeds) else Seeds(join)
+        if self._is_client and not (seeds or seeds.sources):
             raise ConfigError(
                 f"a client accepts no connections, so it needs a peer to join; give {spelled('join')}", "join"
             )
@@ -95,7 +98,7 @@ class GossipDiscovery:
         self._author = Author(run_id, identity or Ed25519Identity(), settings.limits)
         self._records = RecordStore(self._author, settings.limits, clock, self._on_change)
         self._members = Membership(
-            *(endpoint, join, rng),
+            *(endpoint, seeds, rng),
             retry_lost=settings.retry_lost,
             max_lost=settings.max_lost,
             on_refused=lambda refusing: self._records.drop(self._peers_key, refusing),
@@ -111,9 +114,12 @@ class GossipDiscovery:
             *(transport, self._members, self._anti_entropy, self._merge, settings, clock, rng),
             on_answer=self._reachability.note_answer,
         )
-        self._joins_own_address = endpoint in join
+        self._joins_own_address = endpoint in seeds
         self._bootstrap = Bootstrap(
             *(self._members.seeds, self._anti_entropy.compare, settings, rng),
+            sources=seeds,
+            look_up=self._look_up if seeds.sources else None,
+            may_start=not self._is_client,
             hint=self._clocks_hint,
             on_waiting=on_joining,
         )
@@ -162,13 +168,15 @@ class GossipDiscovery:
 
     def _explain_isolation(self) -> str:
         """Why this peer may be alone and what to do, if that follows from its `join`; empty otherwise."""
-        if self._bootstrap.joined_itself or (self._joins_own_address and not self._members.seeds):
+        if self._seeds.sources:
+            why = "" if self._members.seeds else self._seeds.findings
+        elif self._bootstrap.joined_itself or (self._joins_own_address and not self._members.seeds):
             why = f"the only {spelled('join')} of this peer is its own address"
         elif not self._members.seeds:
             why = f"this peer was given no {spelled('join')}"
         else:
-            return ""
-        return f"{why}, so the others must join {self._endpoint}, or this peer one of them"
+            why = ""
+        return why and f"{why}, so the others must join {self._endpoint}, or this peer one of them"
 
     @property
     def refused(self) -> Mapping[Reason, int]:
@@ -266,6 +274,8 @@ class GossipDiscovery:
                 self._spawn(self._renew_presence())
                 if self._joins_own_address:
                     self._spawn(self._bootstrap.check_own_address(self._endpoint))
+            if self._seeds.sources:
+                self._spawn(self._look_up_while_alone())
         except BaseException as error:
             # Withdraws the presence record, which a seed may have already.
             await self.__aexit__(type(error), error, error.__traceback__)
@@ -302,6 +312,21 @@ class GossipDiscovery:
         task = self._group.create_task(work)
         self._tasks[task] = None
         task.add_done_callback(self._tasks.pop)
+
+    # Looking up seeds
+
+    async def _look_up(self) -> tuple[str, ...]:
+        """Asks the sources of seeds, and returns all seeds that are known now."""
+        await self._seeds.look_up()
+        self._members.set_seeds(self._seeds)
+        return self._members.seeds
+
+    async def _look_up_while_alone(self) -> None:
+        """Asks the sources again while no other peer is known. `Maintenance` calls what they name."""
+        while True:
+            await asyncio.sleep(self._settings.look_up_interval * self._rng.uniform(0.5, 1.5))
+            if not len(self._members):
+                await self._look_up()
 
     # Records
 

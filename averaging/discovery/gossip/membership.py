@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Container, Iterable, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -144,7 +144,7 @@ class Membership:
     def __init__(
         self,
         endpoint: str,
-        seeds: Sequence[str],
+        seeds: Iterable[str],
         rng: random.Random,
         *,
         retry_lost: float,
@@ -152,7 +152,7 @@ class Membership:
         on_refused: Callable[[str], None] = lambda endpoint: None,
     ) -> None:
         self._endpoint = endpoint
-        self._seeds = tuple(dict.fromkeys(seed for seed in seeds if seed != endpoint))
+        self._seeds: tuple[str, ...] = ()
         self._rng, self._retry_lost, self._max_lost = rng, retry_lost, max_lost
         self._on_refused = on_refused
         self._ring = BroadcastRing()
@@ -161,12 +161,18 @@ class Membership:
         self._failures: dict[str, tuple[float, str]] = {}  # when and why the last call failed
         self._refusing: set[str] = set()  # those that have refused a connection, without a sign of life since
         self._joined_seeds: set[str] = set()  # the seeds that have been members
+        self.set_seeds(seeds)
         self.stream_source: str | None = None
 
     @property
     def seeds(self) -> tuple[str, ...]:
         """The peers to join, without this one and without duplicates."""
         return self._seeds
+
+    def set_seeds(self, seeds: Iterable[str]) -> None:
+        """Replaces the peers to join, after a look-up."""
+        self._seeds = tuple(dict.fromkeys(seed for seed in seeds if seed != self._endpoint))
+        self._joined_seeds.intersection_update(self._seeds)
 
     def __len__(self) -> int:
         return len(self._ring)

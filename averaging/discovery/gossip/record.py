@@ -155,6 +155,7 @@ class GossipSettings:
         retry_interval: mean interval of the calls to unreachable seeds and members.
         retry_lost: time during which an expired member is tried again.
         max_lost: number of expired members that are remembered.
+        look_up_interval: mean interval of the look-ups of seeds while no other peer is known.
         initial_backoff: first pause before a failed seed is called again, or a client looks for another peer to follow.
             It doubles with each failure.
         max_backoff: upper bound of that pause.
@@ -175,6 +176,7 @@ class GossipSettings:
     exchange_interval: float = 2.0
     exchange_timeout: float = 10.0
     retry_interval: float = 10.0
+    look_up_interval: float = 5.0
     retry_lost: float = 600.0
     max_lost: int = 256
     initial_backoff: float = 0.1

@@ -190,17 +190,22 @@ class Channels:
             raise ClosedError(f"{endpoint} cannot be called: this peer has been closed")
         connection = self._connections.pop(endpoint, None)
         if connection is None:
-            connection = PeerConnection(self._open(target(endpoint)))
+            connection = PeerConnection(self._open(endpoint))
         self._connections[endpoint] = connection
         return connection
 
-    def _open(self, where: str) -> grpc.aio.Channel:
+    def _open(self, endpoint: str) -> grpc.aio.Channel:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             _users[self._loop] = _users.get(self._loop, 0) + 1
+        where = target(endpoint)
         if self._credentials is None:
             return grpc.aio.insecure_channel(where, self._options)
-        return grpc.aio.secure_channel(where, self._credentials, self._options)
+        name = self._dialling.names.get(endpoint)
+        options: list[tuple[str, int | str]] = [*self._options]
+        if name:
+            options.append(("grpc.ssl_target_name_override", name))
+        return grpc.aio.secure_channel(where, self._credentials, options)
 
     async def _close_unused(self) -> None:
         for connection in [connection for connection in self._replaced if not connection.users]:

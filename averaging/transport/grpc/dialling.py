@@ -6,7 +6,7 @@ import asyncio
 import errno
 import logging
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping
 from itertools import chain
 
 from averaging.common import is_loopback, objection, parse_address, parse_ip, spelled
@@ -22,16 +22,33 @@ class Dialling:
     """The rule for one transport.
 
     Args:
-        given: endpoints named by the user, which are always dialled.
+        given: endpoints named by the user, which are always dialled. It may change.
+        loopback: whether peers of the run may be on this machine's loopback; None if the given endpoints show it.
         remedy: end of the message about an address that is not dialled.
-
-    Attributes:
-        loopback: whether peers of the run may be on this machine's loopback.
+        names: for a given endpoint, the host for which its certificate must be valid, if that is another than its own.
     """
 
-    def __init__(self, given: Collection[str] = (), *, loopback: bool = True, remedy: str = NAME_IT) -> None:
-        self._given, self._remedy = frozenset(given), remedy
-        self.loopback = loopback
+    def __init__(
+        self,
+        given: Collection[str] = (),
+        *,
+        loopback: bool | None = True,
+        remedy: str = NAME_IT,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
+        self._given, self._remedy, self._loopback = given, remedy, loopback
+        self.names: Mapping[str, str] = {} if names is None else names
+
+    @property
+    def loopback(self) -> bool:
+        """Whether peers of the run may be on this machine's loopback."""
+        if self._loopback is None:
+            return not self._given or any(is_loopback(parse_address(endpoint)[0]) for endpoint in self._given)
+        return self._loopback
+
+    @loopback.setter
+    def loopback(self, loopback: bool) -> None:
+        self._loopback = loopback
 
     async def check(self, endpoint: str) -> None:
         """Checks that `endpoint`, HOST:PORT, may be dialled.
@@ -139,7 +156,7 @@ async def check_listen(address: str, advertise: str | None, *, exposed: bool = T
         raise ListenError(f"cannot listen on {address}: {reason}")
 
 
-async def warn_of_loopback(listen: str, join: Sequence[str]) -> None:
+async def warn_of_loopback(listen: str, join: Collection[str]) -> None:
     """Logs a warning if this peer listens on loopback only, and the peers that it joins are elsewhere.
 
     If it joins no peer, it is warned only if it listens under a name: on many machines /etc/hosts maps the machine's

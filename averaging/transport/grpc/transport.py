@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
 
-from averaging.common import is_loopback, parse_address
+from averaging.common import parse_address
 from averaging.errors import ClosedError, ConfigError
 from averaging.protocol import (
     AveragingData,
@@ -39,7 +39,8 @@ class GrpcTransport:
         advertise: `host:port` at which other peers reach this peer, if it differs; port 0 for the one listened on.
         max_message_bytes: largest message sent or received; a part and a few hundred bytes must fit.
         credentials: certificates and tokens. Without them only this machine may connect.
-        given: endpoints named by the user, which are always dialled.
+        given: endpoints named by the user, which are always dialled. It may change.
+        names: for a given endpoint, the host for which its certificate must be valid, if that is another than its own.
         services: further methods to serve.
 
     Raises:
@@ -53,7 +54,8 @@ class GrpcTransport:
         *,
         max_message_bytes: int,
         credentials: Credentials | None = None,
-        given: Sequence[str] = (),
+        given: Collection[str] = (),
+        names: Mapping[str, str] | None = None,
         services: Sequence[RpcService] = (),
     ) -> None:
         if max_message_bytes < 1:
@@ -72,8 +74,7 @@ class GrpcTransport:
         self._rpcs: list[RpcHandler] = []
         self._credentials = credentials or Credentials()
         # A client has no address, so only the peers that it joins can show that the run is on loopback.
-        on_loopback = not given or any(is_loopback(parse_address(endpoint)[0]) for endpoint in given)
-        self._dialling = Dialling(given, loopback=listen is None and on_loopback)
+        self._dialling = Dialling(given, loopback=None if listen is None else False, names=names)
         self._channels = Channels(max_message_bytes, credentials=self._credentials, dialling=self._dialling)
         self.add_services(services)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from averaging.elastic import session as own_addresses
-from averaging.elastic.session import address_for_others, are_same, is_own
+from averaging.common import address_for_others, are_same, is_own
+from averaging.common import interfaces as own_addresses
 
 
 def interfaces(monkeypatch: pytest.MonkeyPatch, own: set[str], names: dict[str, list[str]], fqdn: str) -> None:

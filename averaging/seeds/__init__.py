@@ -1,0 +1,9 @@
+"""Where a peer looks for others to join: the sources that `join` may name beside addresses.
+
+`sources` asks one source once, `seeds` keeps what all of them have answered.
+"""
+
+from averaging.seeds.seeds import FoundSeeds, Seeds, look_up
+from averaging.seeds.sources import expand_hostlist
+
+__all__ = ["FoundSeeds", "Seeds", "expand_hostlist", "look_up"]

@@ -1,0 +1,149 @@
+"""Asks one source of seeds once: a name, a file, or the environment of a Slurm job."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from itertools import product
+from pathlib import Path
+
+from averaging.common import CLIENT_PREFIX, format_address, is_endpoint
+from averaging.errors import ConfigError
+
+RESOLVE_SECONDS = 3.0
+"""Time limit for the look-up of a name."""
+
+MAX_SEEDS = 1024
+"""Addresses of one source that are called; further ones are left out. One that answers is enough."""
+
+MAX_FILE_BYTES = 1 << 20
+
+NODES = "SLURM_JOB_NODELIST"
+"""Variable with the nodes of the job; `NODES_HET_GROUP_n` has those of component n of a heterogeneous job."""
+
+
+class SeedsNotFoundError(Exception):
+    """A source gave no addresses now; it is asked again. The message has the reason and the remedy."""
+
+
+async def resolve_name(name: str, port: int) -> list[str]:
+    """Returns all addresses of a host name as HOST:PORT, in an order that does not change.
+
+    Raises:
+        SeedsNotFoundError: the name is unknown, or nobody answers.
+    """
+    try:
+        async with asyncio.timeout(RESOLVE_SECONDS):
+            found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    except TimeoutError:
+        raise SeedsNotFoundError(
+            f"the look-up of {name} took longer than {RESOLVE_SECONDS:g} s; check the name servers of this machine"
+        ) from None
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SeedsNotFoundError(
+            f"the name {name} does not resolve ({reason}); check it with `getent hosts {name}`"
+        ) from None
+    return sorted({format_address(str(where[0]), port) for *_, where in found})
+
+
+def read_seed_file(path: str) -> list[str]:
+    """Returns the addresses in a file: one HOST:PORT a line; `#` begins a comment.
+
+    Raises:
+        SeedsNotFoundError: it cannot be read, has none, or has a line that is no address.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+        lines = content.decode().splitlines()
+    except OSError as error:
+        raise SeedsNotFoundError(f"{path} cannot be read: {error.strerror}; check the name of the file") from None
+    except UnicodeError:
+        raise SeedsNotFoundError(f"{path} is not text; write one HOST:PORT a line") from None
+    if len(content) > MAX_FILE_BYTES:
+        raise SeedsNotFoundError(f"{path} has more than {MAX_FILE_BYTES} bytes; write one HOST:PORT a line")
+    addresses = []
+    for number, line in enumerate(lines, 1):
+        address = line.partition("#")[0].strip()
+        if address and (address.startswith(CLIENT_PREFIX) or not is_endpoint(address)):
+            raise SeedsNotFoundError(
+                f"line {number} of {path} is {address[:100]!r} and no address; write one HOST:PORT a line"
+            )
+        if address:
+            addresses.append(address)
+    if not addresses:
+        raise SeedsNotFoundError(f"{path} is empty; write the addresses of peers into it, one HOST:PORT a line")
+    return addresses
+
+
+# Slurm
+
+
+def read_slurm_nodes(environ: Mapping[str, str], port: int) -> list[str]:
+    """Returns the nodes of this Slurm job, those of all components if it is heterogeneous, as HOST:PORT.
+
+    Raises:
+        ConfigError: this is not a process of a Slurm job, which no retry changes, or the list is malformed.
+    """
+    components = sorted(name for name in environ if name.startswith(f"{NODES}_HET_GROUP_"))
+    lists = [environ[name] for name in (components or [NODES]) if environ.get(name)]
+    if not lists:
+        raise ConfigError(
+            f"slurm:{port} needs the variable {NODES}, which is not set: this is no process of a Slurm job. Start it "
+            "with srun or sbatch, or name peers as HOST:PORT",
+            "join",
+        )
+    hosts = (host for each in lists for host in expand_hostlist(each))
+    return [format_address(host, port) for host in dict.fromkeys(hosts)]
+
+
+_ITEM = re.compile(r"(?:[^,\[\]]|\[[0-9,-]+\])+")
+_PART = re.compile(r"\[([0-9,-]+)\]|([^\[\]]+)")
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+
+
+def expand_hostlist(text: str) -> list[str]:
+    """Expands a list of nodes as Slurm writes it: `a,node[01-03,7]` is a, node01, node02, node03, node7.
+
+    Args:
+        text: the list; a name may have several brackets.
+
+    Returns:
+        The names in the order of the list, at most `MAX_SEEDS`.
+
+    Raises:
+        ConfigError: the list is malformed.
+    """
+    items = _ITEM.findall(text)
+    if ",".join(items) != text:
+        raise ConfigError(f"{text[:200]!r} is not a list of nodes of Slurm, such as node[01-16]", "join")
+    names: list[str] = []
+    for item in items:
+        parts = [_numbers(numbers) if numbers else (word,) for numbers, word in _PART.findall(item)]
+        for name in product(*parts):
+            if len(names) == MAX_SEEDS:
+                return names
+            names.append("".join(name))
+    return names
+
+
+def _numbers(text: str) -> tuple[str, ...]:
+    return tuple(number for part in text.split(",") for number in _range(part))[:MAX_SEEDS]
+
+
+def _range(text: str) -> Iterator[str]:
+    match = _RANGE.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"[{text[:200]}] is not a range of nodes of Slurm, such as [01-16]", "join")
+    first, last = match[1], match[2] or match[1]
+    for number in range(int(first), min(int(last), int(first) + MAX_SEEDS - 1) + 1):
+        yield f"{number:0{len(first)}d}"
+
+
+def own_node(environ: Mapping[str, str] = os.environ) -> str:
+    """The name of this node in Slurm; empty if this is no process of a job."""
+    return environ.get("SLURMD_NODENAME", "")
