@@ -52,6 +52,20 @@ class SwapResult:
     done: bool
 
 
+@dataclass(frozen=True, slots=True)
+class KeptEntry:
+    """An entry without its value.
+
+    Attributes:
+        bytes: Length of its value.
+        age: Seconds since its last write.
+    """
+
+    key: str
+    bytes: int
+    age: float
+
+
 class Register(Protocol):
     """Small values that several callers read and change.
 
@@ -112,6 +126,12 @@ class MemoryRegister:
         self._total += len(value) - (len(entry.value) if entry else 0)
         return SwapResult(new, done=True)
 
+    def listing(self) -> list[KeptEntry]:
+        """What is kept, the earliest written first."""
+        self._forget()
+        now = self._clock()
+        return [KeptEntry(key, len(entry.value), now - written) for key, (entry, written) in self._entries.items()]
+
     def _forget(self) -> None:
         """Removes entries whose last write is more than `LIFETIME` ago."""
         end = self._clock() - LIFETIME
@@ -163,6 +183,14 @@ COMPARE_AND_SET = RpcMethod(
     max_reply_bytes=MESSAGE_BYTES,
 )
 
+LIST = RpcMethod(
+    "/averaging.register.v1.Register/List",
+    wire.ListRequest,
+    wire.Listing,
+    max_request_bytes=4096,
+    max_reply_bytes=MESSAGE_BYTES,
+)
+
 CALL_SECONDS = 3.0
 """Time limit of one call: less than the 5 s that torch allows for a heartbeat."""
 
@@ -179,7 +207,8 @@ class RegisterService:
 
     def rpc_handlers(self) -> Iterable[RpcHandler]:
         """See `RpcService`."""
-        return [GET.answers(self._get), COMPARE_AND_SET.answers(self._compare_and_set)]
+        handlers = [GET.answers(self._get), COMPARE_AND_SET.answers(self._compare_and_set)]
+        return [*handlers, LIST.answers(self._list)] if isinstance(self.register, MemoryRegister) else handlers
 
     async def _get(self, request: wire.GetRequest) -> wire.Entry:
         return _message(await self.register.get(request.key))
@@ -187,6 +216,10 @@ class RegisterService:
     async def _compare_and_set(self, request: wire.SetRequest) -> wire.SetReply:
         written = await self.register.compare_and_set(request.key, request.value, request.token or None)
         return wire.SetReply(entry=_message(written.entry), done=written.done)
+
+    async def _list(self, _: wire.ListRequest) -> wire.Listing:
+        kept = self.register.listing() if isinstance(self.register, MemoryRegister) else []
+        return wire.Listing(entries=[wire.KeptEntry(key=each.key, bytes=each.bytes, age=each.age) for each in kept])
 
 
 class GrpcRegister:
@@ -205,6 +238,15 @@ class GrpcRegister:
         request = wire.SetRequest(key=key, value=value, token=token or b"")
         reply = await self._channel.call(COMPARE_AND_SET, request, self._timeout)
         return SwapResult(_entry(reply.entry), reply.done)
+
+    async def listing(self) -> list[KeptEntry]:
+        """What the register keeps, without the values, the earliest written first.
+
+        Raises:
+            CallRefusedError: The register cannot say it.
+        """
+        reply = await self._channel.call(LIST, wire.ListRequest(), self._timeout)
+        return [KeptEntry(each.key, each.bytes, each.age) for each in reply.entries[:MAX_ENTRIES]]
 
 
 def _message(entry: RegisterEntry | None) -> wire.Entry:

@@ -23,7 +23,7 @@ from averaging.peer.lifecycle import DiscoveryFactory, Running, make_transport, 
 from averaging.peer.run_progress import RunProgress
 from averaging.peer.topics import RoundOptions, Topic, TopicOptions, make_topic
 from averaging.protocol import Mode, attach, pack_gather, progress_key
-from averaging.receipts import DriftCheck, DropCode, PeerStatus, Receipt, TrainingProgress
+from averaging.receipts import DriftCheck, DropCode, PeerStatus, ReadByService, Receipt, TrainingProgress
 from averaging.security import read_credentials
 from averaging.seeds import FoundSeeds, Seeds
 from averaging.state import ExtraState, Snapshots, State, download
@@ -170,6 +170,7 @@ class Peer(InProcess):
         self._on_joining = on_joining
         self.shard = shard
         self._training = training
+        self._services = list(services)
         self._running: Running | None = None
         self._one_average = SingleAverage()
 
@@ -205,6 +206,7 @@ class Peer(InProcess):
             on_joining=self._on_joining,
         )
         self._running.service.training = self._training
+        self._running.service.read_by = [each for each in self._services if isinstance(each, ReadByService)]
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -228,6 +230,7 @@ class Peer(InProcess):
         if not isinstance(self._transport, GrpcTransport):
             raise ConfigError("services are served over gRPC; give the peer no transport")
         self._transport.add_services([service])
+        self._services.append(service)
 
     @property
     def run_id(self) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from itertools import chain, islice
 
 from averaging.allreduce import AllReduce
 from averaging.common import HostQuota
@@ -15,7 +16,7 @@ from averaging.doctor import SOFTWARE
 from averaging.errors import BusyError, ProtocolViolationError
 from averaging.matchmaking import Matchmaking
 from averaging.protocol import AveragingData, DownloadData, JoinRequest, MessageCode, MessageFromLeader, Resume
-from averaging.receipts import PeerStatus, ReceiptBook, TrainingProgress, Watched
+from averaging.receipts import MAX_READERS, PeerStatus, ReadByService, ReceiptBook, TrainingProgress, Watched
 from averaging.state import MIN_RATE, Snapshots, Throughput, pack
 from averaging.tensors import Schema, nbytes_of
 from averaging.timing import Deadline, Deadlines, FairTimeout
@@ -117,6 +118,7 @@ class PeerService:
         round: the all-reduce in progress.
         search: the search for a group in progress.
         training: progress of the training that this peer is part of; None if it does not train.
+        read_by: services on this peer's port that know who gets weights from them.
         averaged: number of rounds that averaged.
         book: the receipts of this peer.
         deadlines: deadlines for other peers, learned from earlier rounds.
@@ -141,6 +143,7 @@ class PeerService:
         self.round: AllReduce | None = None
         self.search: ExpectedInSearch | None = None
         self.training: Callable[[], TrainingProgress] | None = None
+        self.read_by: Sequence[ReadByService] = ()
         self.averaged = 0
         self.book = book
         self.deadlines = Deadlines(config.min_stall_timeout, config.stall_timeout)
@@ -238,6 +241,7 @@ class PeerService:
             waiting_for=tuple(self._waiting_for()),
             receipts=self.book.recent(receipts, after_round),
             peers=tuple(sorted(known)) if peers else (),
+            readers=tuple(islice(chain.from_iterable(service.readers() for service in self.read_by), MAX_READERS)),
         )
 
     def _waiting_for(self) -> list[str]:

@@ -9,13 +9,16 @@ from averaging.receipts.drift import Drift, DriftCheck, DriftKind, Hyperparamete
 from averaging.receipts.explanation import Round, describe, explain
 from averaging.receipts.progress import TrainingPace, TrainingProgress
 from averaging.receipts.receipt import Account, DropCode, Dropped, LateArrival, Outcome, Receipt, Role, Straggler
-from averaging.receipts.receipt_log import ReceiptBook, ReceiptLog, Recorded, Watched, dumps, read
+from averaging.receipts.receipt_log import ReceiptBook, ReceiptLog, Recorded, Watched, dumps, read, to_json
 from averaging.receipts.status import (
     MAX_ITEMS,
+    MAX_READERS,
     Finish,
     PeerStatus,
+    ReadByService,
     StepRate,
     TrainingStatus,
+    WeightReader,
     check_rate,
     rate_in,
 )
@@ -23,6 +26,7 @@ from averaging.receipts.totals import UNKNOWN_LANE, Totals, waited_in
 
 __all__ = [
     "MAX_ITEMS",
+    "MAX_READERS",
     "UNKNOWN_LANE",
     "Account",
     "Drift",
@@ -35,6 +39,7 @@ __all__ = [
     "LateArrival",
     "Outcome",
     "PeerStatus",
+    "ReadByService",
     "Receipt",
     "ReceiptBook",
     "ReceiptLog",
@@ -48,11 +53,13 @@ __all__ = [
     "TrainingProgress",
     "TrainingStatus",
     "Watched",
+    "WeightReader",
     "check_rate",
     "describe",
     "dumps",
     "explain",
     "rate_in",
     "read",
+    "to_json",
     "waited_in",
 ]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 from averaging.common import counted, html_table, is_number, listed, unpack
 from averaging.errors import printable
@@ -13,6 +14,38 @@ from averaging.receipts.progress import TrainingProgress
 from averaging.receipts.receipt import Receipt
 from averaging.receipts.totals import Totals
 from averaging.timing import Learned
+
+
+@dataclass(frozen=True, slots=True)
+class WeightReader:
+    """A follower or an explorer that gets weights from a service on a peer's port.
+
+    Attributes:
+        kind: follower or explorer.
+        name: endpoint of a follower that hands on what it has, or the name that an explorer has given.
+        status: of an explorer: running, require_sync or stopped.
+        version: newest version that it has asked for; None before the first.
+        newest: newest version that there is; None before the first.
+    """
+
+    kind: str
+    name: str
+    status: str = ""
+    version: int | None = None
+    newest: int | None = None
+
+
+MAX_READERS = 256
+"""Readers of weights in a status."""
+
+
+@runtime_checkable
+class ReadByService(Protocol):
+    """A service on a peer's port that knows who gets weights from it."""
+
+    def readers(self) -> Iterable[WeightReader]:
+        """Called in the event loop of the server, for the status of the peer."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +62,7 @@ class PeerStatus:
         known_peers: number of peers in discovery, including this one.
         deadlines: deadlines learned of other peers, latest first.
         training: progress of its training; None if it does not train.
+        readers: followers and explorers that get weights from services on its port, at most `MAX_READERS`.
         totals: sums over all its rounds; None before the first.
         waiting_for: endpoints of the peers for which it has waited for some time now.
         receipts: receipts of past rounds, oldest first, if the caller asked for some.
@@ -57,6 +91,7 @@ class PeerStatus:
     receipts: tuple[Receipt, ...] = ()
     peers: tuple[str, ...] = ()
     totals: Totals | None = None
+    readers: tuple[WeightReader, ...] = ()
 
     @property
     def role(self) -> str:

@@ -24,6 +24,7 @@ from averaging.errors import (
     StateError,
     TensorError,
 )
+from averaging.receipts import WeightReader
 from averaging.rpc import RpcHandler, rpc_caller
 from averaging.tensors import in_thread
 from averaging.training import ControlGroup, ranks_of
@@ -177,6 +178,7 @@ class WeightPublisher:
         self._places = SlotTable("followers", MAX_FOLLOWERS, MAX_FOLLOWERS_PER_HOST, MAX_FOLLOWERS_PER_CONNECTION)
         self._publishing = threading.Lock()
         self._followers: dict[bytes, str] = {}  # endpoints of those that follow now
+        self._asked_for: dict[bytes, int] = {}  # newest version that each of those has asked for
         self._trees: dict[bytes, Tree] = {}  # by the digest of the version
         self._background = _Background(partial(self._seal, at_least=True))
         self._ranks = None if process_group is None else PublisherRanks(process_group, endpoint)
@@ -207,6 +209,11 @@ class WeightPublisher:
     def followers(self) -> int:
         """Number of followers that are connected."""
         return len(self._followers)
+
+    def readers(self) -> Iterable[WeightReader]:
+        """The connected followers, for the status of the peer."""
+        for name, endpoint in self._followers.items():
+            yield WeightReader("follower", endpoint or name.hex()[:8], "", self._asked_for.get(name), self.version)
 
     async def publish(self, state: Mapping[str, torch.Tensor] | None = None, version: int | None = None) -> int:
         """Publishes weights. The tensors must not change until it returns.
@@ -323,6 +330,7 @@ class WeightPublisher:
         finally:
             self._places.leave(place)
             del self._followers[name]
+            self._asked_for.pop(name, None)
             for tree in self._trees.values():
                 tree.leave(name)
 
@@ -338,6 +346,9 @@ class WeightPublisher:
     async def _fetch(self, request: wire.FetchRequest) -> AsyncGenerator[wire.Reply, None]:
         self._check_run(request.run_id)
         source = self._source_for(request)
+        asked = self._store.complete(request.digest)
+        if request.follower in self._followers and asked is not None:
+            self._asked_for[request.follower] = asked.manifest.version
         if source:
             yield wire.Reply(source=source)
             return

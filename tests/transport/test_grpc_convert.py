@@ -31,7 +31,7 @@ from averaging.receipts.drift import Drift, DriftKind
 from averaging.receipts.progress import TrainingProgress
 from averaging.receipts.receipt import Account, DropCode, Dropped, LateArrival, Outcome, Receipt, Role, Straggler
 from averaging.receipts.receipt_log import Watched
-from averaging.receipts.status import PeerStatus
+from averaging.receipts.status import PeerStatus, WeightReader
 from averaging.receipts.totals import Totals
 from averaging.tensors import AVERAGED_DTYPES
 from averaging.tensors.schema import Schema, TensorSpec
@@ -172,6 +172,7 @@ statuses = st.builds(
     ),
     receipts=several(receipts),
     peers=several(names),
+    readers=several(st.builds(WeightReader, names, names, names, st.none() | uint64, st.none() | uint64)),
 )
 aggregations = (
     st.sampled_from([Aggregation(), Aggregation(AggregationKind.MEDIAN)])

@@ -9,6 +9,7 @@ requests must pass), `connection` and `clients` (the trainer's and the environme
 """
 
 from averaging.rl.feed.clients import Batch, BatchFeed, FeedEnvironment
+from averaging.rl.feed.connection import Connection
 from averaging.rl.feed.messages import EnvStatus, Registered, RegisterEnv, Registration, ScoredData
 from averaging.rl.feed.routes import ServerLimits
 from averaging.rl.feed.server import FeedServer
@@ -16,6 +17,7 @@ from averaging.rl.feed.server import FeedServer
 __all__ = [
     "Batch",
     "BatchFeed",
+    "Connection",
     "EnvStatus",
     "FeedEnvironment",
     "FeedServer",

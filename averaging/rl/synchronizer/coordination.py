@@ -160,6 +160,7 @@ class Coordination:
         self.trainer_came = False
         self._trainers: dict[str, RunningStatus] = {}
         self._explorers: dict[str, Counter[RunningStatus]] = {}
+        self._received: dict[str, int] = {}  # newest version that an explorer of each member has
         self._waits: list[Wait] = []
         self._groups: list[SyncGroup] | None = None  # None: all members transfer weights together
         self._groups_complete = True
@@ -190,6 +191,24 @@ class Coordination:
     def explorer_status_counts(self) -> dict[RunningStatus, int]:
         """The number of explorers in each status."""
         return {status: sum(counts[status] for counts in self._explorers.values()) for status in RunningStatus}
+
+    def note_received(self, member: str, version: int) -> None:
+        """Notes that an explorer of `member` has this version."""
+        if member in self._explorers:
+            self._received[member] = max(version, self._received.get(member, 0))
+
+    @property
+    def explorers(self) -> list[tuple[str, RunningStatus, int | None]]:
+        """Each member with explorers: its name, their status, and the newest version that they have, if it is known.
+
+        If it has several, the status is that of an explorer that waits, else of one that runs.
+        """
+        order = (RunningStatus.REQUIRE_SYNC, RunningStatus.RUNNING, RunningStatus.STOPPED)
+        return [
+            (member, next(status for status in order if counts[status] > 0), self._received.get(member))
+            for member, counts in self._explorers.items()
+            if counts.total() > 0
+        ]
 
     def set_trainer_status(self, status: RunningStatus, member: str) -> None:
         """Sets the status of a trainer. If none is left that runs, waits for a new state end with the present one."""
@@ -222,6 +241,7 @@ class Coordination:
     def leave(self, member: str) -> None:
         """Forgets a member that is gone. Its waits end, and those of others no longer count on it."""
         self._explorers.pop(member, None)
+        self._received.pop(member, None)
         self._trainers.pop(member, None)
         for wait in self._of(member=member):
             self._finish(wait, End.LEFT)
@@ -282,6 +302,8 @@ class Coordination:
             )
         if counted:
             self.set_explorer_status(RunningStatus.REQUIRE_SYNC, RunningStatus.RUNNING, member)
+        if current:
+            self.note_received(member, current)
         wait = self._begin(Wait(member, Purpose.NEW_STATE, deadline, counted=counted))
         if wait.end is None and (current < self.version or self.trainers_stopped):
             self._answer(wait, self.version)
@@ -442,6 +464,8 @@ class Coordination:
 
     def _finish(self, wait: Wait, end: End, version: int | None = None) -> None:
         wait.end, wait.version = end, version
+        if wait.purpose is Purpose.EXPLORER_READY and version is not None:
+            self.note_received(wait.member, version)
         self._waits.remove(wait)
 
     def _raise_version(self, step: int, member: str) -> None:

@@ -343,7 +343,8 @@ class RemoteSynchronizer:
 
     async def _read_state(self) -> ReceivedTensors:
         session = await self._open_session()
-        request, assembler = wire.Request(namespace=self._namespace), TensorAssembler(MAX_STATE_BYTES)
+        request = wire.Request(namespace=self._namespace, session=session.number)
+        assembler = TensorAssembler(MAX_STATE_BYTES)
 
         async def read() -> ReceivedTensors:
             async with aclosing(self._channel.stream(methods.GET_MODEL_STATE_DICT.rpc, request)) as parts:

@@ -23,6 +23,7 @@ from averaging.errors import (
     printable,
 )
 from averaging.peer import Peer
+from averaging.receipts import WeightReader
 from averaging.rl.synchronizer import methods
 from averaging.rl.synchronizer.coordination import RunningStatus, SynchronizerConfig
 from averaging.rl.synchronizer.modules import Module, result_of
@@ -269,6 +270,8 @@ class _Served(Protocol):
     async def add_module(self, module: Module, *, member: str = "") -> None: ...
     def remove_member(self, member: str) -> None: ...
     def is_trainer(self, member: str) -> bool: ...
+    def readers(self) -> Iterable[WeightReader]: ...
+    def note_received(self, member: str, version: int) -> None: ...
     async def set_trainer_status(self, status: RunningStatus, *, member: str = "") -> None: ...
     async def set_explorer_status(
         self, status: RunningStatus, old_status: RunningStatus | None = None, *, member: str = ""
@@ -310,6 +313,10 @@ class SynchronizerService:
         """See `RpcService`."""
         calls = [call for call in vars(methods).values() if isinstance(call, methods.SynchronizerMethod)]
         return [RpcHandler(call.rpc, getattr(self, f"_{call.name}", partial(self._answer, call))) for call in calls]
+
+    def readers(self) -> Iterable[WeightReader]:
+        """The explorers of all synchronizers, for the status of the peer."""
+        return itertools.chain.from_iterable(each.readers() for each in self.synchronizers.values() if not each.ended)
 
     def _find(self, namespace: str) -> _Served:
         synchronizer = self.synchronizers.get(namespace)
@@ -433,12 +440,15 @@ class SynchronizerService:
         return assembler.result().state
 
     async def _get_model_state_dict(self, request: wire.Request) -> AsyncGenerator[wire.StatePart, None]:
-        state, version = self._find(request.namespace).get_model_state_dict()
+        synchronizer = self._find(request.namespace)
+        state, version = synchronizer.get_model_state_dict()
         with self._pinned.reading(state) as pinned:
             for part in parts_of(state, version):
                 if pinned.dropped:
                     raise BusyError(f"version {version} is gone, because newer ones are read; ask for the newest one")
                 yield part
+        with suppress(ProtocolViolationError):  # a caller without a session, or its session has ended
+            synchronizer.note_received(self._member(request.session, request.namespace), version)
 
 
 async def _first(messages: AsyncIterator[Request]) -> Request | None:

@@ -13,6 +13,7 @@ from averaging.common import one_of
 from averaging.config import FilePath, TLSFiles
 from averaging.errors import ClosedError, ConfigError, WaitTimeoutError
 from averaging.peer import Peer
+from averaging.receipts import WeightReader
 from averaging.rl.synchronizer.coordination import Coordination, RunningStatus, SynchronizerConfig, SyncMethod
 from averaging.rl.synchronizer.modules import GROUP_SECONDS, POLL_SECONDS, Module, Modules, Waiters, WeightGroups, now
 from averaging.rl.synchronizer.remote import RemoteSynchronizer
@@ -190,6 +191,16 @@ class Synchronizer:
     def explorer_status_counts(self) -> dict[RunningStatus, int]:
         """The number of explorers in each status."""
         return self._state.explorer_status_counts
+
+    def readers(self) -> Iterable[WeightReader]:
+        """The explorers, for the status of the peer that serves this synchronizer."""
+        newest = self.model_version
+        for member, status, version in self._state.explorers:
+            yield WeightReader("explorer", member or "this process", status.value, version, newest)
+
+    def note_received(self, member: str, version: int) -> None:
+        """Notes that an explorer of `member` has got the state of this version."""
+        self._state.note_received(member, version)
 
     async def set_trainer_status(self, status: RunningStatus | str, *, member: str = "") -> None:
         """Sets the status of a trainer, also by its name. When all have stopped, waiting explorers get the version.

@@ -21,7 +21,17 @@ from averaging.protocol import (
     Rumour,
     parse_aggregation,
 )
-from averaging.receipts import Account, Drift, LateArrival, PeerStatus, Receipt, Totals, TrainingProgress, Watched
+from averaging.receipts import (
+    MAX_READERS,
+    Account,
+    Drift,
+    LateArrival,
+    PeerStatus,
+    Receipt,
+    Totals,
+    TrainingProgress,
+    Watched,
+)
 from averaging.tensors import DTYPES, Schema, TensorSpec
 from averaging.timing import Phase
 from averaging.transport import RpcMethod
@@ -186,6 +196,7 @@ GET_STATUS = RpcMethod(
         peers=Rule(limits.MAX_RECORDS, "peers"),
         training=Rule(copier=_TRAINING),
         totals=Rule(copier=_TOTALS),
+        readers=Rule(MAX_READERS, "readers"),
         # Later releases may add phases.
         deadlines=Rule(select=lambda deadlines: [learned for learned in deadlines if learned.phase in _PHASES]),
     ),

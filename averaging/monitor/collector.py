@@ -1,0 +1,256 @@
+"""Learns the peers of a run from any of them, and asks each for its status.
+
+A peer has a task of its own, so that one that does not answer delays no other. Each is asked again `INTERVAL` seconds
+after its answer, so that it never gets two calls in that time, whatever the network does to them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack
+from typing import Self
+
+from averaging.common import CLIENT_PREFIX, counted, is_endpoint
+from averaging.errors import AveragingError
+from averaging.monitor.history import PeerHistory
+from averaging.monitor.services import NamedService, reason_of
+from averaging.monitor.snapshot import RunSnapshot, ServiceView
+from averaging.receipts import PeerStatus, Receipt
+from averaging.rpc import Credentials
+from averaging.transport.grpc import GrpcTransport
+
+INTERVAL = 2.0
+"""Seconds between an answer of a peer, or its failure, and the next call to it."""
+
+ANSWER_SECONDS = 3.0
+"""Time limit of a call."""
+
+CONCURRENT, CONCURRENT_RETRIES = 32, 8
+"""Calls at a time, and those to peers that did not answer the last time, so that these do not delay the others."""
+
+MAX_PEERS = 1024
+"""Peers that are asked. A hostile peer may name any number."""
+
+FORGET_SECONDS = 60.0
+"""Seconds after which a peer is no longer shown that neither answers nor is named by a peer that does."""
+
+MAX_MESSAGE_BYTES = 16 << 20
+
+
+class Collector:
+    """Collects what the peers of one run say of themselves. An async context manager; it belongs to one event loop.
+
+    ```python
+    async with Collector(["192.0.2.7:4222"]) as collector:
+        async for snapshot in collector.snapshots():
+            print(snapshot.rounds_per_minute)
+    ```
+
+    Args:
+        given: `host:port` of peers of the run. One that answers is enough.
+        credentials: certificates and tokens, see `averaging.rpc.read_credentials`.
+        receipts: maximum number of past receipts in the first answer of each peer; also of later ones, which have only
+            those of rounds since the answer before. 0 for none.
+        register, feed: services to ask as well. They are closed with this object.
+        interval: seconds between an answer of a peer, or its failure, and the next call to it; also between snapshots.
+        clock: clock in seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        given: Sequence[str],
+        credentials: Credentials | None = None,
+        *,
+        receipts: int = 0,
+        register: NamedService | None = None,
+        feed: NamedService | None = None,
+        interval: float = INTERVAL,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._given = tuple(dict.fromkeys(given))
+        self._transport = GrpcTransport(
+            None, max_message_bytes=MAX_MESSAGE_BYTES, credentials=credentials, given=self._given
+        )
+        self._receipts, self._interval, self._clock = receipts, interval, clock
+        self._named_services = {"register": register, "feed": feed}
+        self._answers_of: dict[str, ServiceView] = {}
+        self._peers: dict[str, PeerHistory] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._named: dict[str, float] = {}  # when each peer was named last
+        self._left_out = 0
+        self._next_naming = 0.0
+        self._unasked: set[str] = set()
+        self._settled = asyncio.Event()
+        self._calls, self._retries = asyncio.Semaphore(CONCURRENT), asyncio.Semaphore(CONCURRENT_RETRIES)
+        self._stack = AsyncExitStack()
+        self.run_id = ""
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            await self._transport.bind()
+            stack.push_async_callback(self._transport.close)
+            self._group = await stack.enter_async_context(asyncio.TaskGroup())
+            stack.callback(self._cancel)
+            for name, service in self._named_services.items():
+                if service is not None:
+                    stack.push_async_callback(service.close)
+                    self._unasked.add(name)
+                    self._tasks[name] = self._group.create_task(self._ask_service(name, service))
+            for endpoint in self._given:
+                self._watch(endpoint)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._stack.aclose()
+
+    async def snapshots(self) -> AsyncGenerator[RunSnapshot, None]:
+        """Yields a snapshot every `interval` seconds, the first as soon as all known peers were asked once."""
+        await self.settled(self._interval)
+        while True:
+            yield self.snapshot()
+            await asyncio.sleep(self._interval)
+
+    async def collect(self) -> RunSnapshot:
+        """Returns a snapshot once all known peers were asked, also those that the first answers name."""
+        await self.settled(3 * ANSWER_SECONDS)
+        return self.snapshot()
+
+    async def settled(self, timeout: float) -> bool:
+        """Waits until all known peers and services were asked once, at most `timeout` seconds; returns whether."""
+        try:
+            async with asyncio.timeout(timeout):
+                await self._settled.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def snapshot(self) -> RunSnapshot:
+        """What is known now. The receipts in it are in no other snapshot."""
+        now = self._clock()
+        self._forget(now)
+        return RunSnapshot(
+            time=now,
+            run_id=self.run_id,
+            peers=tuple(self._peers[name].view(now) for name in sorted(self._peers)),
+            register=self._answers_of.get("register"),
+            feed=self._answers_of.get("feed"),
+            notes=self._notes(),
+        )
+
+    def receipts_of(self, endpoint: str) -> tuple[Receipt, ...]:
+        """The last receipts of a peer, the oldest first."""
+        history = self._peers.get(endpoint)
+        return tuple(history.receipts) if history else ()
+
+    def _notes(self) -> tuple[str, ...]:
+        if not self._left_out:
+            return ()
+        return (f"{counted(self._left_out, 'further peer')} not asked: at most {MAX_PEERS} are",)
+
+    # Calls
+
+    def _watch(self, endpoint: str) -> None:
+        """Begins to ask a peer. A client, which accepts no calls, is only shown."""
+        history = self._peers[endpoint] = PeerHistory(endpoint)
+        if endpoint.startswith(CLIENT_PREFIX):
+            history.failed("a client, which accepts no calls")
+            return
+        self._unasked.add(endpoint)
+        self._settled.clear()
+        self._tasks[endpoint] = self._group.create_task(self._keep_asking(endpoint))
+
+    async def _keep_asking(self, address: str) -> None:
+        history = self._peers[address]
+        while True:
+            async with self._retries if history.error else self._calls:
+                await self._ask(address, history)
+            self._was_asked(address)
+            if self._peers.get(history.endpoint) is not history:
+                return
+            await asyncio.sleep(self._interval)
+
+    async def _ask(self, address: str, history: PeerHistory) -> None:
+        began = asyncio.get_running_loop().time()
+        naming = began >= self._next_naming or (address in self._given and history.status is None)
+        if naming:
+            self._next_naming = began + self._interval
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                status = await self._transport.get_status(
+                    address, receipts=self._receipts, after_round=history.last_round, peers=naming
+                )
+        except TimeoutError:
+            history.failed(f"no answer within {ANSWER_SECONDS:g} s: it is stopped or overloaded, or packets are lost")
+        except AveragingError as error:
+            history.failed(reason_of(error))
+        else:
+            self._answered(address, history, status, asyncio.get_running_loop().time() - began)
+            return
+        if naming:
+            self._next_naming = 0.0  # the next peer is asked for the others
+
+    def _answered(self, address: str, history: PeerHistory, status: PeerStatus, seconds: float) -> None:
+        self.run_id = self.run_id or status.run_id
+        if status.run_id != self.run_id:
+            history.failed(f"belongs to run {status.run_id!r}")
+            return
+        if address in self._given and not self._rename(address, history, status.endpoint):
+            return
+        now = self._clock()
+        history.answered(status, now, seconds)
+        self._learn(status, now)
+
+    def _rename(self, address: str, history: PeerHistory, endpoint: str) -> bool:
+        """Shows a peer under its endpoint, which may differ from the given address. Returns whether it is shown."""
+        if endpoint == history.endpoint or not is_endpoint(endpoint):
+            return True
+        self._peers.pop(history.endpoint, None)
+        if endpoint in self._peers:  # it is asked under another address
+            return False
+        history.endpoint = endpoint
+        self._peers[endpoint] = history
+        return True
+
+    def _learn(self, status: PeerStatus, now: float) -> None:
+        """Takes the peers that an answer names: older software names only the members of its last round."""
+        last = status.last_round
+        for name in status.peers or (last.members if last else ()):
+            if name in self._peers:
+                self._named[name] = now
+            elif len(self._peers) >= MAX_PEERS:
+                self._left_out = max(self._left_out, len(status.peers) - MAX_PEERS, 1)
+            elif is_endpoint(name):
+                self._named[name] = now
+                self._watch(name)
+        for account in last.accounts if last else ():
+            if account.endpoint.startswith(CLIENT_PREFIX) and account.endpoint in self._peers:
+                self._peers[account.endpoint].account = account
+
+    async def _ask_service(self, name: str, service: NamedService) -> None:
+        while True:
+            self._answers_of[name] = await service.ask()
+            self._was_asked(name)
+            await asyncio.sleep(self._interval)
+
+    def _was_asked(self, address: str) -> None:
+        self._unasked.discard(address)
+        if not self._unasked:
+            self._settled.set()
+
+    def _forget(self, now: float) -> None:
+        """Removes peers that neither answer nor are named any more."""
+        for name, history in list(self._peers.items()):
+            gone = history.error and name not in self._given and now - self._named.get(name, now) > FORGET_SECONDS
+            if gone:
+                del self._peers[name]
+                self._named.pop(name, None)
+                self._was_asked(name)
+                if task := self._tasks.pop(name, None):
+                    task.cancel()
+
+    def _cancel(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()

@@ -1,0 +1,115 @@
+"""What successive answers of a peer say of its rates. Pure: the caller passes the time."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+
+from averaging.monitor.snapshot import PeerView
+from averaging.receipts import Account, Outcome, PeerStatus, Receipt, Totals
+
+WINDOW = 60.0
+"""Seconds over which rates are measured, once a peer was watched for `LEAST_WINDOW`. Before, since it started."""
+
+LEAST_WINDOW = 10.0
+"""Seconds of two answers from which rates are computed."""
+
+KEPT_RECEIPTS = 64
+"""Receipts of each peer that are kept for display."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The counters in one answer.
+
+    Attributes:
+        time: when it came, in seconds since the epoch.
+        totals: sums over all rounds of the peer until then.
+    """
+
+    time: float
+    totals: Totals
+
+
+class PeerHistory:
+    """The answers of one peer.
+
+    Args:
+        endpoint: its endpoint.
+
+    Attributes:
+        status: its last answer.
+        error: why it did not answer the last time.
+        receipts: its last receipts, the oldest first.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+        self.status: PeerStatus | None = None
+        self.error = ""
+        self.account: Account | None = None
+        self.receipts: deque[Receipt] = deque(maxlen=KEPT_RECEIPTS)
+        self._new: list[Receipt] = []
+        self._answers: deque[Answer] = deque()
+        self._answered = 0.0
+        self._round_trip = 0.0
+
+    @property
+    def last_round(self) -> int:
+        """The number of the last round of which there is a receipt; 0 if there is none."""
+        return self.receipts[-1].round if self.receipts else 0
+
+    def answered(self, status: PeerStatus, now: float, round_trip: float) -> None:
+        """Adds an answer."""
+        if self.status is not None and status.started != self.status.started:  # it was restarted
+            self._answers.clear()
+            self.receipts.clear()
+        self.status, self.error = status, ""
+        self._answered, self._round_trip = now, round_trip
+        for receipt in status.receipts:
+            if receipt.round > self.last_round:
+                self.receipts.append(receipt)
+                self._new.append(receipt)
+        del self._new[:-KEPT_RECEIPTS]
+        if not self._answers:
+            self._answers.append(Answer(min(status.started, now), Totals()))
+        self._answers.append(Answer(now, status.totals or Totals()))
+        self._trim(now)
+
+    def failed(self, reason: str) -> None:
+        """Notes that it did not answer."""
+        self.error = reason or "no answer"
+
+    def _trim(self, now: float) -> None:
+        """Forgets answers outside the window, so that the oldest one is the first of which rates are computed."""
+        second = self._answers[1]
+        if now - second.time >= LEAST_WINDOW and self._answers[0].time < now - WINDOW:
+            self._answers.popleft()
+
+    def view(self, now: float) -> PeerView:
+        """The peer as it is shown now. Each receipt is in one view only."""
+        new, self._new = tuple(self._new), []
+        silent = None if self.status is None else max(0.0, now - self._answered)
+        view = PeerView(
+            self.endpoint, self.error, silent, self.status, self._round_trip, account=self.account, receipts=new
+        )
+        return _with_rates(view, self._answers[0], self._answers[-1]) if len(self._answers) > 1 else view
+
+
+def _with_rates(view: PeerView, first: Answer, last: Answer) -> PeerView:
+    seconds = last.time - first.time
+    if seconds <= 0:
+        return view
+    then, now = first.totals, last.totals
+    averaged = now.rounds.get(Outcome.AVERAGED, 0) - then.rounds.get(Outcome.AVERAGED, 0)
+    rounds = sum(now.rounds.values()) - sum(then.rounds.values())
+    phases = {name: total - then.phase_seconds.get(name, 0.0) for name, total in now.phase_seconds.items()}
+    return replace(
+        view,
+        window=seconds,
+        rounds_per_minute=max(0.0, 60 * averaged / seconds),
+        bytes_sent=max(0.0, (sum(now.bytes_sent.values()) - sum(then.bytes_sent.values())) / seconds),
+        bytes_received=max(0.0, (sum(now.bytes_received.values()) - sum(then.bytes_received.values())) / seconds),
+        waiting_share=min(1.0, max(0.0, (now.waiting_seconds - then.waiting_seconds) / seconds)),
+        phase_seconds={name: max(0.0, total) / rounds for name, total in phases.items()} if rounds > 0 else {},
+    )

@@ -1,0 +1,319 @@
+"""What a view of a run shows at one moment, and the same as JSON. Pure.
+
+`averaging top --json` prints `to_json` of a `RunSnapshot`; docs/operate/top.md explains its fields.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from averaging.common import CLIENT_PREFIX, plain
+from averaging.errors import printable
+from averaging.receipts import Account, PeerStatus, Receipt, TrainingProgress, WeightReader, to_json
+
+VERSION = 1
+"""Version of the JSON format. New fields do not change it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerView:
+    """One peer of a run, as it was when it answered last.
+
+    Attributes:
+        endpoint: its endpoint.
+        error: why it did not answer the last time, or cannot be asked; empty if it did, or was not asked yet.
+        silent: seconds since its last answer; None if there was none.
+        status: its last answer; None if there was none.
+        round_trip: seconds that the last answer took.
+        account: of a peer that cannot be asked, such as a client: what another member's last receipt says of it.
+        window: seconds that the rates below cover; 0 if they are unknown.
+        rounds_per_minute: rounds that averaged.
+        bytes_sent, bytes_received: per second.
+        waiting_share: fraction of the time in which it waited for other peers in rounds.
+        phase_seconds: seconds of a round by phase, on average.
+        receipts: receipts that came with this answer, the oldest first; none was in an earlier snapshot.
+    """
+
+    endpoint: str
+    error: str = ""
+    silent: float | None = None
+    status: PeerStatus | None = None
+    round_trip: float = 0.0
+    account: Account | None = None
+    window: float = 0.0
+    rounds_per_minute: float | None = None
+    bytes_sent: float | None = None
+    bytes_received: float | None = None
+    waiting_share: float | None = None
+    phase_seconds: Mapping[str, float] = field(default_factory=dict)
+    receipts: tuple[Receipt, ...] = ()
+
+    @property
+    def answers(self) -> bool:
+        """Whether it answered the last time."""
+        return self.status is not None and not self.error
+
+    @property
+    def training(self) -> TrainingProgress | None:
+        """The progress of its training, if it trains."""
+        return None if self.status is None else self.status.training
+
+    @property
+    def last_round(self) -> Receipt | None:
+        """The receipt of its last round."""
+        return None if self.status is None else self.status.last_round
+
+    @property
+    def role(self) -> str:
+        """Trainer, auxiliary, or peer; client before it if it accepts no calls; empty while unknown."""
+        if self.status is not None:
+            return self.status.role if self.status.mode != "client" else f"client {self.status.role}"
+        if self.account is not None:
+            return str(self.account.mode)
+        return "client" if self.endpoint.startswith(CLIENT_PREFIX) else ""
+
+    @property
+    def doing(self) -> str:
+        """What it does: averaging, looking, training or another stage of the training, or idle."""
+        status = self.status
+        if status is None:
+            return ""
+        if status.members:
+            return "averaging"
+        if status.looking:
+            return "looking"
+        return status.training.stage if status.training else "idle"
+
+    @property
+    def waits_for(self) -> tuple[str, ...]:
+        """The peers that it waits for; of a member that waits for its leader to begin the round, the leader."""
+        status = self.status
+        if status is None:
+            return ()
+        return status.waiting_for or ((status.leader,) if status.looking and status.leader else ())
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """How its parts travelled in its last round: direct, sealed, grpc."""
+        accounts = self.last_round.accounts if self.last_round else ()
+        return tuple(sorted({account.lane for account in accounts if account.lane}))
+
+    @property
+    def state(self) -> str:
+        """One word for sorting and filtering: what it does, or silent, client, refused."""
+        if self.answers:
+            return self.doing
+        return "client" if self.endpoint.startswith(CLIENT_PREFIX) else "silent" if self.error else "asked"
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceView:
+    """A register or a feed that the user has named.
+
+    Attributes:
+        name: its address.
+        error: why it did not answer; empty if it did.
+        values: what it says of itself, by name.
+        round_trip: seconds that the answer took.
+    """
+
+    name: str
+    error: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    round_trip: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunSnapshot:
+    """A run at one moment.
+
+    Attributes:
+        time: seconds since the epoch.
+        run_id: its id; empty while nobody has answered.
+        peers: its peers, by endpoint.
+        register, feed: those that the user has named.
+        notes: what the view leaves out, and why.
+    """
+
+    time: float
+    run_id: str
+    peers: tuple[PeerView, ...]
+    register: ServiceView | None = None
+    feed: ServiceView | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def answering(self) -> tuple[PeerView, ...]:
+        """The peers that answered the last time."""
+        return tuple(peer for peer in self.peers if peer.answers)
+
+    @property
+    def global_step(self) -> int | None:
+        """The highest global step; None if no peer has one."""
+        steps = [peer.training.global_step for peer in self.peers if peer.training and peer.training.global_step]
+        return max(steps, default=None)
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Of all peers together, as far as they count samples; None if none does."""
+        rates = [peer.training.samples_per_second for peer in self.answering if peer.training]
+        known = [rate for rate in rates if rate is not None]
+        return sum(known) if known else None
+
+    @property
+    def rounds_per_minute(self) -> float | None:
+        """Rounds of the run that averaged. A round with several members counts once. None while unknown."""
+        names = {peer.endpoint for peer in self.peers if peer.rounds_per_minute is not None}
+        if not names:
+            return None
+        rates = [
+            peer.rounds_per_minute / max(1, len(names & set(peer.last_round.members)))
+            for peer in self.peers
+            if peer.rounds_per_minute is not None and peer.last_round is not None
+        ]
+        return sum(rates)
+
+    @property
+    def phase_seconds(self) -> dict[str, float]:
+        """Seconds of a round by phase, on average over the peers."""
+        every = [peer.phase_seconds for peer in self.answering if peer.phase_seconds]
+        names = dict.fromkeys(name for phases in every for name in phases)
+        return {name: sum(phases.get(name, 0.0) for phases in every) / len(every) for name in names}
+
+    @property
+    def waiting_share(self) -> float | None:
+        """Fraction of their time in which the peers wait for each other; None while unknown."""
+        shares = [peer.waiting_share for peer in self.answering if peer.waiting_share is not None]
+        return sum(shares) / len(shares) if shares else None
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Members that were dropped, by code, as counted by each of the others since it started."""
+        counts: Counter[str] = Counter()
+        for peer in self.peers:
+            if peer.status is not None and peer.status.totals is not None:
+                counts.update({str(code.value): count for code, count in peer.status.totals.dropped.items()})
+        return dict(counts.most_common())
+
+    @property
+    def readers(self) -> list[tuple[str, WeightReader]]:
+        """Followers and explorers, each with the endpoint of the peer from which it gets weights."""
+        return [(peer.endpoint, each) for peer in self.answering if peer.status for each in peer.status.readers]
+
+
+def snapshot_json(snapshot: RunSnapshot) -> dict[str, Any]:
+    """The snapshot as JSON values. Text of other peers has no control characters, and there is no NaN."""
+    values = {
+        "version": VERSION,
+        "time": snapshot.time,
+        "run_id": snapshot.run_id,
+        "global_step": snapshot.global_step,
+        "samples_per_second": snapshot.samples_per_second,
+        "rounds_per_minute": snapshot.rounds_per_minute,
+        "phase_seconds": snapshot.phase_seconds,
+        "waiting_share": snapshot.waiting_share,
+        "dropped": snapshot.dropped,
+        "peers": [_peer_json(peer) for peer in snapshot.peers],
+        **_readers_json(snapshot.readers),
+        "register": _service_json(snapshot.register),
+        "feed": _service_json(snapshot.feed),
+        "notes": snapshot.notes,
+    }
+    cleaned: dict[str, Any] = clean(values)
+    return cleaned
+
+
+def _peer_json(peer: PeerView) -> dict[str, Any]:
+    status, training, last = peer.status, peer.training, peer.last_round
+    totals = status.totals if status else None
+    return {
+        "endpoint": peer.endpoint,
+        "answers": peer.answers,
+        "error": peer.error,
+        "silent_seconds": peer.silent,
+        "round_trip_seconds": peer.round_trip,
+        "role": peer.role,
+        "mode": status.mode if status else "",
+        "software": status.software if status else "",
+        "started": status.started if status else None,
+        "doing": peer.doing,
+        "waits_for": peer.waits_for,
+        "leader": status.leader if status else "",
+        "members": status.members if status else (),
+        "state_version": status.state_version if status else None,
+        "known_peers": status.known_peers if status else None,
+        "training": _training_json(training) if training else None,
+        "rounds": status.rounds if status else None,
+        "last_round": to_json(last) if last else None,
+        "lanes": peer.lanes,
+        "window_seconds": peer.window,
+        "rounds_per_minute": peer.rounds_per_minute,
+        "bytes_sent_per_second": peer.bytes_sent,
+        "bytes_received_per_second": peer.bytes_received,
+        "waiting_share": peer.waiting_share,
+        "phase_seconds": peer.phase_seconds,
+        "bytes_sent": totals.bytes_sent if totals else {},
+        "bytes_received": totals.bytes_received if totals else {},
+        "outcomes": _by_name(totals.rounds) if totals else {},
+        "dropped": _by_name(totals.dropped) if totals else {},
+    }
+
+
+def _training_json(training: TrainingProgress) -> dict[str, Any]:
+    return {name: getattr(training, name) for name in TrainingProgress.__dataclass_fields__}
+
+
+def _readers_json(readers: Sequence[tuple[str, WeightReader]]) -> dict[str, list[dict[str, Any]]]:
+    def of(kind: str) -> list[dict[str, Any]]:
+        return [
+            {"peer": peer, "name": each.name, "status": each.status, "version": each.version, "newest": each.newest}
+            for peer, each in readers
+            if each.kind == kind
+        ]
+
+    return {"followers": of("follower"), "explorers": of("explorer")}
+
+
+def _service_json(service: ServiceView | None) -> dict[str, Any] | None:
+    if service is None:
+        return None
+    return {
+        "name": service.name,
+        "error": service.error,
+        "round_trip_seconds": service.round_trip,
+        "values": service.values,
+    }
+
+
+def _by_name(counts: Mapping[Any, int]) -> dict[str, int]:
+    return {str(key.value): count for key, count in counts.items()}
+
+
+def clean(value: Any) -> Any:
+    """A value in a form that JSON can hold, with all text printable."""
+    return _printable(plain(value))
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, Mapping):
+        return {printable(key): _printable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_printable(item) for item in value]
+    return value
+
+
+def matching(peers: Iterable[PeerView], text: str) -> list[PeerView]:
+    """The peers of which a shown word contains `text`, without regard to case: name, role, strategy, state, version."""
+    wanted = text.casefold()
+    return [peer for peer in peers if any(wanted in word.casefold() for word in _words(peer))]
+
+
+def _words(peer: PeerView) -> list[str]:
+    status, training = peer.status, peer.training
+    software, strategy = status.software if status else "", training.strategy if training else ""
+    return [peer.endpoint, peer.role, peer.state, peer.error, software, strategy, *peer.lanes]

@@ -1,0 +1,1 @@
+"""Tests of views of a run."""
