@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+import socket
 from itertools import pairwise
 
 import pytest
@@ -52,15 +52,17 @@ async def test_a_receipt_is_in_one_snapshot_only() -> None:
 
 @pytest.mark.asyncio
 async def test_peers_that_do_not_answer_are_named_with_the_reason() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the system accepts connections, and nobody reads
+        stopped = f"127.0.0.1:{silent.getsockname()[1]}"
+        await _check_silent_peers(stopped)
+
+
+async def _check_silent_peers(stopped: str) -> None:
     async with light_run(3) as run, Collector([run.endpoint]) as collector:
-        silent = asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)  # accepts, and says nothing
-        server = await silent
-        stopped = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         gone, client = free_address(), "client::1234"
         run.peers[0].others += (stopped, gone, client, "169.254.169.254:80", "not an address")
         snapshot = await collector.collect()
         errors = {peer.endpoint: peer.error for peer in snapshot.peers}
-        server.close()
         assert len(snapshot.answering) == 3
         assert "no answer within 3 s" in errors[stopped]
         assert "refuse" in errors[gone]
