@@ -213,6 +213,7 @@ class DecentralizedAverager(OptimizerWrapper):
                 on_receipt=self._note,
                 allow_takeover=allow_takeover,
             )
+            self._peer.catching_up = "it takes over the state of its run"
             self._drift = DriftReaction(self._training, strategy, self._config.on_drift)
             self.weight = weight  # checked by the property
             self._training_state = TrainingState(self._training, strategy, scheduler, max_steps)
@@ -244,6 +245,7 @@ class DecentralizedAverager(OptimizerWrapper):
             if model is None and site.leads:
                 logger.warning("%s", WITHOUT_MODEL)
             strategy.attached = True
+            self._peer.catching_up = ""
             note_open(self)
             self._tell_services()
         except BaseException:
@@ -325,6 +327,11 @@ class DecentralizedAverager(OptimizerWrapper):
     def own_endpoint(self) -> str:
         """The address of this rank's own peer; empty if it has none. `endpoint` is that of rank 0."""
         return self._peer.endpoint if self._site.owns else ""
+
+    @property
+    def metrics_endpoint(self) -> str:
+        """The address of this rank's /metrics, /healthz and /readyz; empty without `metrics_listen`."""
+        return self._peer.metrics_endpoint if self._site.owns else ""
 
     @property
     def peers(self) -> frozenset[str]:

@@ -73,6 +73,12 @@ class BlockingPeer(InProcess):
         return self._peer.endpoint
 
     @property
+    def metrics_endpoint(self) -> str:
+        """The address of /metrics, /healthz and /readyz; empty without `metrics_listen`."""
+        self._thread.check()
+        return self._peer.metrics_endpoint
+
+    @property
     def peers(self) -> frozenset[str]:
         """The endpoints of the known peers of the run, including this one."""
         return self._thread.run(on_loop(lambda: self._peer.peers))

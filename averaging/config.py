@@ -143,6 +143,7 @@ class PeerOptions(TypedDict, total=False):
     insecure: bool
     inspection: Inspection | str
     receipts: FilePath | None
+    metrics_listen: str | None
     in_place: bool
 
 
@@ -385,6 +386,12 @@ class PeerConfig:
         PATH,
         "File to which the receipt of every round is appended, one line of JSON each; `averaging explain` reads "
         "them. See docs/operate/receipts.md.",
+    )
+    metrics_listen: str | None = _access(
+        None,
+        ADDRESS,
+        "Address for /metrics (Prometheus), /healthz and /readyz; port 0 takes a free one. Off by default. Everyone "
+        "who can connect may read them: HTTP without TLS or authentication. See docs/operate/prometheus.md.",
     )
 
     in_place: bool = option(False, SWITCH, flag=False)

@@ -1,4 +1,4 @@
-"""Writes the reference pages of options and commands from the code: `make reference`.
+"""Writes the reference pages of options, commands and metrics from the code: `make reference`.
 
 A test fails if a page differs from the code.
 """
@@ -16,6 +16,7 @@ import click
 
 from averaging.cli import main as averaging_command
 from averaging.config import OPTIONS
+from averaging.metrics import CERTIFICATE_METRICS, PEER_METRICS, PROCESS_METRICS, Metric
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
 
@@ -55,9 +56,10 @@ COMMANDS = ("peer", "doctor", "state", "watch", "explain", "plan", "follow", "fe
 
 
 def main() -> None:
-    """Writes both pages."""
+    """Writes the pages."""
     (REFERENCE / "options.md").write_text(options_page())
     (REFERENCE / "cli.md").write_text(cli_page())
+    (REFERENCE / "metrics.md").write_text(metrics_page())
 
 
 def options_page() -> str:
@@ -119,6 +121,38 @@ def contexts() -> Iterator[click.Context]:
             assert isinstance(context.command, click.Group)
             context = click.Context(context.command.commands[part], info_name=part, parent=context)
         yield context
+
+
+METRICS: dict[str, tuple[Metric, ...]] = {
+    "Of every process": PROCESS_METRICS,
+    "Of a process with a certificate": CERTIFICATE_METRICS,
+    "Of a peer and its averager": PEER_METRICS,
+}
+"""All metrics by who has them."""
+
+LIST = re.compile(r"(<!-- make reference writes the list from here -->\n).*?(<!-- to here -->\n)", re.DOTALL)
+
+
+def metrics_page() -> str:
+    """The page of metrics, with the list of those of Prometheus. The rest of the page is written by hand."""
+    page = (REFERENCE / "metrics.md").read_text()
+    tables = "\n".join(f"### {title}\n\n{metrics_table(metrics)}" for title, metrics in METRICS.items())
+    return LIST.sub(lambda found: f"{found[1]}\n{tables}\n{found[2]}", page)
+
+
+def metrics_table(metrics: tuple[Metric, ...]) -> str:
+    """A table of metrics."""
+    rows = [f"| `{each.name}` | {each.kind} | {labels_of(each)} | {each.help} |\n" for each in metrics]
+    return "".join(["| name | type | labels | what |\n|---|---|---|---|\n", *rows])
+
+
+def labels_of(metric: Metric) -> str:
+    """The labels with their values, as far as these are known."""
+    texts = []
+    for place, label in enumerate(metric.labels):
+        values = dict.fromkeys(known[place] for known in metric.known)
+        texts.append(f"`{label}`" + (f": {', '.join(values)}" if values else ""))
+    return "; ".join(texts)
 
 
 if __name__ == "__main__":

@@ -73,6 +73,12 @@ def ready(
     return event, f"{text}\njoin it {where}:\n  {shlex.join(join_command)}"
 
 
+def with_metrics(item: Item, endpoint: str) -> Item:
+    """The event `ready`, with the address of --metrics-listen if there is one."""
+    event, text = item
+    return ({**event, "metrics": endpoint}, f"{text}\nmetrics: http://{endpoint}/metrics") if endpoint else item
+
+
 def averaged(name: str, number: int, endpoint: str, receipt: Receipt) -> Item:
     """Round `number`, counted from 1, averaged; `endpoint` is that of this peer."""
     gathered = {member: plain(value) for member, value in receipt.gathered.items()}

@@ -128,7 +128,7 @@ def peer_command(
                first, and whenever the answer of a source changes
       joining  seconds, timeout, waiting_for (why each of --join has not answered): after 1 s, then less and less often
       ready    endpoint, join (for --join of other peers; null for a client), run_id, mode, schema_hash, tensors, bytes,
-               kept (names of the tensors that are not averaged)
+               kept (names of the tensors that are not averaged), with --metrics-listen also metrics (its address)
       round    round (from 1), group_id, members, dropped, dropped_reasons, gathered (both by endpoint), seconds,
                allreduce_seconds, bytes_sent, bytes_received, kept_local (elements), state_version
       retry    round, outcome (no_group or failed), message, members, dropped, dropped_reasons, seconds
@@ -280,7 +280,8 @@ class CommandSession:
                 stop.wait = self._must_finish
                 command = [*plan.join_command, "--join", peer.endpoint]
                 mode = peer.config.mode.name.lower()
-                self._report.emit(*events.ready(peer.endpoint, peer.run_id, mode, peer.schema, command, kept))
+                ready = events.ready(peer.endpoint, peer.run_id, mode, peer.schema, command, kept)
+                self._report.emit(*events.with_metrics(ready, peer.metrics_endpoint))
                 await self._average_until_done(stop)
                 stop.wait = lambda: True  # leaving takes at most a second
         except AveragingError as error:

@@ -55,6 +55,7 @@ class Diagnosis:
         silent: peers that did not answer this peer lately, and why.
         clock_offsets: peers whose clock differs by more than is allowed. The value is the number of seconds by which
             that clock is ahead; it is negative if it is behind.
+        clock_ahead: seconds by which this peer's clock is ahead of the median of the others; None if none has answered.
         isolation: a text why there may be no other peers and what to do, if this follows from this peer's `join`.
     """
 
@@ -62,6 +63,7 @@ class Diagnosis:
     silent: Mapping[str, str] = field(default_factory=dict)
     clock_offsets: Mapping[str, float] = field(default_factory=dict)
     isolation: str = ""
+    clock_ahead: float | None = None
 
 
 def clock_difference(ahead: float) -> str:

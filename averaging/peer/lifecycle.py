@@ -12,6 +12,7 @@ from typing import Protocol
 from averaging.config import PeerConfig
 from averaging.discovery import LIFETIME, REFRESH, Discovery, PublishedRecord, ShardOfRun
 from averaging.discovery.gossip import CertifiedIdentity, GossipDiscovery, Waiting
+from averaging.peer.peer_metrics import PeerMetrics
 from averaging.peer.rounds import Rounds
 from averaging.peer.run_progress import RunProgress
 from averaging.peer.service import PeerService
@@ -44,10 +45,12 @@ class Running:
     Attributes:
         discovery: discovery of the peers that hold the same shard, if the model is divided; else of the run.
         run_discovery: discovery of the run.
+        metrics_endpoint: address for Prometheus and probes; empty without `metrics_listen`.
     """
 
     stack: AsyncExitStack
     endpoint: str
+    metrics_endpoint: str
     loop: asyncio.AbstractEventLoop
     discovery: Discovery
     run_discovery: Discovery
@@ -67,6 +70,7 @@ async def start(
     schema: Schema,
     seeds: Seeds,
     *,
+    not_ready: Callable[[], str],
     clock: Callable[[], float],
     rng: random.Random,
     shard: ShardOfRun | None = None,
@@ -78,19 +82,22 @@ async def start(
     gossip over the transport.
 
     Raises:
-        ListenError: it cannot listen at the address.
+        ListenError: it cannot listen at the address, or at that for metrics.
         JoinError: no peer of `join` answered in time, or all refuse permanently.
     """
     async with AsyncExitStack() as stack:
+        metrics = PeerMetrics(config, credentials, not_ready, clock)
+        if config.metrics_listen is not None or isinstance(transport, GrpcTransport):  # not in simulated time
+            await stack.enter_async_context(metrics.listener)
         if discovery_factory is None:
             await seeds.look_up(report=False)  # before `bind`, which compares the addresses with that to listen on
         endpoint = await transport.bind()
         seeds.bind(endpoint, config.listen)
         stack.push_async_callback(transport.close, CLOSING_GRACE)
         await tensors.while_locked(lambda: snapshots.commit(0), config.round_timeout)
-        book = ReceiptBook(ReceiptLog(config.receipts) if config.receipts else None)
+        book = ReceiptBook(ReceiptLog(config.receipts) if config.receipts else None, metrics.note)
         stack.callback(book.close)  # ends the streams of `watch_rounds`
-        service = PeerService(config, endpoint, schema, snapshots, clock(), book)
+        service = metrics.service = PeerService(config, endpoint, schema, snapshots, clock(), book)
         if discovery_factory is None:
             context = _gossip(config, endpoint, transport, credentials, seeds, clock, rng, on_joining)
         else:
@@ -116,7 +123,10 @@ async def start(
             await notice.store()
             stack.callback(tasks.create_task(notice.keep()).cancel)
         loop = asyncio.get_running_loop()
-        return Running(stack.pop_all(), endpoint, loop, discovery, run_discovery, rounds, donors, progress, service)
+        scraped = metrics.listener.endpoint
+        return Running(
+            *(stack.pop_all(), endpoint, scraped, loop, discovery, run_discovery, rounds, donors, progress, service)
+        )
 
 
 def _gossip(

@@ -128,6 +128,10 @@ class Peer(InProcess):
             it.
         options: see `PeerConfig`.
 
+    Attributes:
+        catching_up: why this peer is not ready although it has joined its run, for /readyz; empty if it is. Whoever
+            makes it take over the state of the run sets it.
+
     Raises:
         ConfigError: an option is invalid.
         TensorError: a tensor cannot be averaged.
@@ -173,6 +177,7 @@ class Peer(InProcess):
         self._services = list(services)
         self._running: Running | None = None
         self._one_average = SingleAverage()
+        self.catching_up = ""
 
     def __repr__(self) -> str:
         running = self._running
@@ -200,6 +205,7 @@ class Peer(InProcess):
             self._snapshots,
             self.schema,
             self._seeds,
+            not_ready=lambda: self.catching_up if self._running else "it is joining its run, or leaving it",
             clock=self._clock,
             rng=self._rng,
             shard=self.shard,
@@ -256,6 +262,11 @@ class Peer(InProcess):
     def seeds(self) -> Collection[str]:
         """The addresses of other peers that `join` names, also through its sources."""
         return self._seeds
+
+    @property
+    def metrics_endpoint(self) -> str:
+        """The address of /metrics, /healthz and /readyz; empty without `metrics_listen`."""
+        return self._entered.metrics_endpoint
 
     @property
     def version(self) -> int:

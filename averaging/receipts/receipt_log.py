@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -235,13 +235,17 @@ class ReceiptBook:
 
     Args:
         log: file of receipts; None writes none.
+        on_receipt: function that gets each receipt.
 
     Attributes:
         last: receipt of the last round.
         totals: what all rounds add up to; replaced, not changed, so any thread may read it.
     """
 
-    def __init__(self, log: ReceiptLog | None = None) -> None:
+    def __init__(
+        self, log: ReceiptLog | None = None, on_receipt: Callable[[Receipt], object] = lambda receipt: None
+    ) -> None:
+        self._on_receipt = on_receipt
         self.last: Receipt | None = None
         self.totals = Totals()
         self._log = log
@@ -258,6 +262,7 @@ class ReceiptBook:
             self._log.append(receipt)
         for watcher in self._watchers:
             watcher.put(receipt)
+        self._on_receipt(receipt)
 
     def recent(self, count: int, after_round: int = 0) -> tuple[Receipt, ...]:
         """The last `count` receipts, at most `HISTORY`, of rounds after this one; the oldest first."""

@@ -63,6 +63,11 @@ class Tls:
     key: PrivateKey = field(repr=False)
     source: str
 
+    @property
+    def expires(self) -> float:
+        """When the certificate of this peer expires, in seconds since the epoch."""
+        return self.certificate.not_valid_after_utc.timestamp()
+
     def check_host(self, host: str) -> None:
         """Checks that other peers will accept the certificate of this peer at `host`.
 

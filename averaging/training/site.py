@@ -293,7 +293,7 @@ def _portable(error: BaseException, rank: int) -> BaseException:
 OF_ONE_RANK = frozenset(
     {
         *("listen", "advertise", "direct_listen", "direct_advertise"),
-        *("tls", "tls_ca", "tls_cert", "tls_key", "token_file", "receipts"),
+        *("tls", "tls_ca", "tls_cert", "tls_key", "token_file", "receipts", "metrics_listen"),
     }
 )
 """Options that may differ between ranks, since these may be on different machines."""
@@ -303,8 +303,8 @@ def of_rank(config: PeerConfig, site: Site, leader: str) -> PeerConfig:
     """The options of this rank's peer.
 
     A rank that leads no site, but owns a peer, joins through the leader as well. It listens at the port of `listen`
-    plus the number of its shard, unless that is 0, and keeps a file of receipts of its own. The direct port is chosen
-    likewise.
+    plus the number of its shard, unless that is 0, and keeps a file of receipts of its own. The ports of direct
+    connections and of metrics are chosen likewise.
 
     Args:
         config: the options of the site.
@@ -314,12 +314,13 @@ def of_rank(config: PeerConfig, site: Site, leader: str) -> PeerConfig:
     if site.leads:
         return config
     if not site.owns:
-        return replace(config, share_state=False, receipts=None)
+        return replace(config, share_state=False, receipts=None, metrics_listen=None)
     receipts = None if config.receipts is None else f"{os.fspath(config.receipts)}.shard{site.shard}"
     return replace(
         config,
         join=[*config.join, leader],
         listen=_shifted(config.listen, site.shard),
+        metrics_listen=_shifted(config.metrics_listen, site.shard),
         advertise=_shifted(config.advertise, site.shard),
         direct_listen=_shifted(config.direct_listen, site.shard),
         direct_advertise=None if config.direct_advertise is None else config.direct_advertise + site.shard,

@@ -38,7 +38,7 @@ Step = Receipt | Exception | Callable[["ScriptedPeer"], Awaitable[Receipt]]
 class ScriptedPeer:
     """Behaves as `Peer` does towards a session. Each step is one attempt: its receipt, or what happens in it."""
 
-    run_id, endpoint = "demo", ME
+    run_id, endpoint, metrics_endpoint = "demo", ME, ""
     config = SimpleNamespace(mode=Mode.NODE)
 
     def __init__(self, tensor: torch.Tensor, steps: Sequence[Step]) -> None:

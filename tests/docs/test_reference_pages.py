@@ -17,7 +17,8 @@ REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 
 
 def test_options_and_commands_are_those_of_the_code() -> None:
-    for name, page in (("options.md", reference.options_page()), ("cli.md", reference.cli_page())):
+    pages = {"options.md": reference.options_page(), "cli.md": reference.cli_page()}
+    for name, page in (pages | {"metrics.md": reference.metrics_page()}).items():
         written = (REFERENCE / name).read_text()
         assert written.split() == page.split(), f"docs/reference/{name} is old: make reference"
 
@@ -41,6 +42,13 @@ def test_every_name_of_the_api_is_offered_by_its_room() -> None:
     for path in re.findall(r"^::: (averaging(?!.integrations)(?:\.\w+)*\.[A-Z]\w+)$", page, re.MULTILINE):
         module, _, name = path.rpartition(".")
         assert hasattr(import_module(module), name), path
+
+
+def test_every_metric_has_its_row() -> None:
+    page = (REFERENCE / "metrics.md").read_text()
+    for metrics in reference.METRICS.values():
+        for metric in metrics:
+            assert f"| `{metric.name}` | {metric.kind} |" in page, metric.name
 
 
 def test_every_scalar_has_its_row() -> None:

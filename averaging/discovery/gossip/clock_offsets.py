@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import statistics
 from collections import deque
 from dataclasses import dataclass
 
@@ -87,6 +88,15 @@ class ClockOffsets:
             if moment - estimate.latest <= STALE_SECONDS
         }
         return {name: ahead for name, ahead in offsets.items() if ahead is not None}
+
+    def own_offset(self, moment: float) -> float | None:
+        """Seconds by which this peer's clock is ahead of the median of the others; None if none has answered lately."""
+        ahead = [
+            (estimate.lower + estimate.upper) / 2
+            for estimate in self._estimates.values()
+            if estimate.has_answered and moment - estimate.latest <= STALE_SECONDS
+        ]
+        return -statistics.median(ahead) if ahead else None
 
     def _note(self, name: str, reading: _Estimate) -> None:
         known = self._estimates.pop(name, None)

@@ -163,8 +163,9 @@ class GossipDiscovery:
         known, table = self.endpoints(), self._records.table()
         peers = {name: peer for name, peer in table.peers().items() if name in known and name != self._endpoint}
         silent = self._members.silent(self._clock())
-        offsets = self._offsets.excessive(asyncio.get_running_loop().time())
-        return Diagnosis(peers, silent, offsets, self._explain_isolation())
+        moment = asyncio.get_running_loop().time()
+        offsets, ahead = self._offsets.excessive(moment), self._offsets.own_offset(moment)
+        return Diagnosis(peers, silent, offsets, self._explain_isolation(), ahead)
 
     def _explain_isolation(self) -> str:
         """Why this peer may be alone and what to do, if that follows from its `join`; empty otherwise."""

@@ -1,0 +1,30 @@
+"""What a process tells of itself to Prometheus and to probes, and how it notices that it stands still.
+
+Read in this order: `catalog` (the declared metrics), `exposition` (their values as Prometheus reads them), `watchdog`
+(late event loops, and an interpreter that stands still), `listener` (HTTP).
+"""
+
+from averaging.metrics.catalog import (
+    CERTIFICATE_METRICS,
+    PEER_METRICS,
+    PROCESS_METRICS,
+    Metric,
+    MetricKind,
+)
+from averaging.metrics.exposition import Distribution, PhaseDurations, Samples
+from averaging.metrics.listener import MetricsListener
+from averaging.metrics.watchdog import WatchedLoop, watch_loop
+
+__all__ = [
+    "CERTIFICATE_METRICS",
+    "PEER_METRICS",
+    "PROCESS_METRICS",
+    "Distribution",
+    "Metric",
+    "MetricKind",
+    "MetricsListener",
+    "PhaseDurations",
+    "Samples",
+    "WatchedLoop",
+    "watch_loop",
+]

@@ -1,0 +1,276 @@
+"""Notices an event loop that does not answer, and an interpreter that stands still.
+
+One thread of the process watches all loops. It wakes four times a second, and sends each loop a callback:
+
+- The callback runs late: the loop is busy, usually in a blocking call. The thread says in which one.
+- The thread itself wakes late: no Python thread has run meanwhile, because native code kept the GIL, or because the
+  process was stopped or got no processor. Nothing in the process can say so before it is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+logger = logging.getLogger("averaging.metrics")
+
+PERIOD = 0.25
+"""Seconds between two looks."""
+
+STALL = 1.0
+"""Seconds from which on a wait counts as a stall; less is a busy machine."""
+
+LOGGED_STALL = 5.0
+"""Seconds of a stall from which on it is logged."""
+
+LAG_WINDOW = 30.0
+"""Seconds for which the longest lag is remembered: two intervals of a usual Prometheus, so that none is missed."""
+
+MAX_THREADS = 4
+"""Threads that are named after the interpreter stood still."""
+
+
+class LagRecord:
+    """How long an event loop took to answer. Pure: the caller passes the time of a monotonic clock.
+
+    Attributes:
+        stalled: seconds of all stalls of the loop so far.
+    """
+
+    def __init__(self) -> None:
+        self.stalled = 0.0
+        self._asked: float | None = None  # when it was asked, if it has not answered yet
+        self._excused = 0.0  # seconds since then in which the interpreter stood still
+        self._recent: deque[tuple[float, float]] = deque()  # (time, lag) of the answers in the window
+        self._logged = False
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the loop has not answered yet."""
+        return self._asked is not None
+
+    def ask(self, now: float) -> None:
+        """A callback has been sent to the loop."""
+        self._asked, self._excused = now, 0.0
+
+    def answer(self, now: float) -> float | None:
+        """The callback runs. Returns how long the loop stood still, if that was logged when it began."""
+        if self._asked is None:
+            return None
+        lag, own = now - self._asked, self._own_lag(now)
+        self._recent.append((now, lag))
+        self._forget(now)
+        self.stalled += lag if lag >= STALL else 0.0
+        was_logged, self._asked, self._logged = self._logged, None, False
+        return own if was_logged else None
+
+    def excuse(self, seconds: float) -> None:
+        """The interpreter stood still meanwhile, which is logged itself."""
+        self._excused += seconds
+
+    def begins_to_stall(self, now: float) -> bool:
+        """Whether the loop does not answer for so long that it is to be logged now."""
+        begins = not self._logged and self._asked is not None and self._own_lag(now) >= LOGGED_STALL
+        self._logged |= begins
+        return begins
+
+    def lag(self, now: float) -> float:
+        """Seconds for which the loop has not answered; 0 if it has."""
+        return 0.0 if self._asked is None else now - self._asked
+
+    def longest(self, now: float) -> float:
+        """The longest lag in the window, that of an open question included."""
+        self._forget(now)
+        return max([lag for _, lag in tuple(self._recent)] + [self.lag(now)])
+
+    def _own_lag(self, now: float) -> float:
+        return max(0.0, self.lag(now) - self._excused)
+
+    def _forget(self, now: float) -> None:
+        while self._recent and now - self._recent[0][0] > LAG_WINDOW:
+            self._recent.popleft()
+
+
+class WatchedLoop:
+    """An event loop under watch, see `watch_loop`. Any thread may read it.
+
+    Attributes:
+        name: what runs in it, for the log.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, name: str) -> None:
+        self.name = name
+        self._loop, self._thread = loop, threading.get_ident()
+        self._record = LagRecord()
+        self._lock = threading.Lock()  # held by this loop's thread and the watchdog's only, for a moment
+
+    @property
+    def lag(self) -> float:
+        """Seconds for which the loop has not answered; 0 if it has."""
+        return self._record.lag(time.monotonic())
+
+    @property
+    def longest_lag(self) -> float:
+        """The longest lag of the last 30 s."""
+        with self._lock:
+            return self._record.longest(time.monotonic())
+
+    @property
+    def stalled(self) -> float:
+        """Seconds of all its stalls above 1 s, those of the whole interpreter included."""
+        return self._record.stalled
+
+    def look(self, now: float, excused: float) -> None:
+        """Called by the watchdog: asks the loop, or logs that it does not answer."""
+        with self._lock:
+            self._record.excuse(excused)
+            begins = self._record.begins_to_stall(now)
+            asks = not self._record.is_asked
+            if asks:
+                self._record.ask(now)
+        if begins:
+            where = place_of(sys._current_frames().get(self._thread))
+            logger.warning(
+                "the event loop of %s has not answered for %.1f s: it is at %s. Other peers may drop this one "
+                "meanwhile; call what blocks in a thread",
+                *(self.name, self.lag, where),
+            )
+        if asks:
+            try:
+                self._loop.call_soon_threadsafe(self._answer)
+            except RuntimeError:  # it was closed
+                return
+
+    def _answer(self) -> None:
+        with self._lock:
+            stood = self._record.answer(time.monotonic())
+        if stood is not None:
+            logger.warning("the event loop of %s answers again, after %.1f s", self.name, stood)
+
+
+class Watchdog:
+    """The thread that watches the loops of this process; it runs while there are any.
+
+    Attributes:
+        stalled: seconds of all times above 1 s in which no Python thread ran.
+    """
+
+    def __init__(self) -> None:
+        self.stalled = 0.0
+        self._loops: dict[WatchedLoop, None] = {}
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Event()
+
+    def add(self, loop: WatchedLoop) -> None:
+        """Begins to watch a loop."""
+        with self._lock:
+            self._loops[loop] = None
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="averaging watchdog", daemon=True)
+                self._thread.start()
+
+    def remove(self, loop: WatchedLoop) -> None:
+        """Ends watching a loop."""
+        with self._lock:
+            self._loops.pop(loop, None)
+        self._changed.set()
+
+    def _run(self) -> None:
+        slept, busy = time.monotonic(), time.process_time()
+        while loops := self._watched():
+            self._changed.wait(PERIOD)
+            self._changed.clear()
+            now, used = time.monotonic(), time.process_time()
+            late = now - slept - PERIOD
+            if late >= STALL:
+                self._stood_still(late, used - busy)
+            for loop in loops:
+                loop.look(now, late if late >= STALL else 0.0)
+            slept, busy = time.monotonic(), time.process_time()
+
+    def _watched(self) -> list[WatchedLoop]:
+        """The loops; without any the thread ends."""
+        with self._lock:
+            if not self._loops:
+                self._thread = None
+            return list(self._loops)
+
+    def _stood_still(self, seconds: float, processor: float) -> None:
+        if seconds >= LOGGED_STALL:
+            logger.warning(
+                "this process stood still for %.1f s (%.1f s of processor time): a thread kept the GIL, or the process "
+                "was stopped. Other peers may have dropped this one. %s. Native code that takes long must release the "
+                "GIL",
+                *(seconds, processor, _threads()),
+            )
+        self.stalled += seconds
+
+
+def _threads() -> str:
+    """Where the threads are. The one that kept the GIL has just gone on, so it is near the line that is named.
+
+    Threads that wait in Python's own library come last, since those release the GIL.
+    """
+    frames, own = sys._current_frames(), threading.get_ident()
+    threads = [(frames.get(thread.ident or 0), thread.name) for thread in threading.enumerate() if thread.ident != own]
+    threads.sort(key=lambda each: each[0] is None or _is_library(each[0]))
+    places = [f"thread {name} is at {place_of(frame)}" for frame, name in threads]
+    more = [f"{len(places) - MAX_THREADS} more threads"] if len(places) > MAX_THREADS else []
+    return "; ".join(places[:MAX_THREADS] + more)
+
+
+_LIBRARY, _PACKAGES = str(Path(threading.__file__).parent), "site-packages"
+
+
+def _is_library(frame: FrameType) -> bool:
+    """Whether a frame is of Python's own library."""
+    file = frame.f_code.co_filename
+    return file.startswith(("<frozen", _LIBRARY)) and _PACKAGES not in file
+
+
+def place_of(frame: FrameType | None) -> str:
+    """The line that a thread executes, and the function, outside of Python's own library: `train.py:31 in forward`."""
+    outer = frame
+    while outer is not None and _is_library(outer):
+        outer = outer.f_back
+    frame = outer or frame
+    if frame is None:
+        return "no known line"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+WATCHDOG = Watchdog()
+"""That of this process."""
+
+
+def _begin_anew() -> None:
+    """In a fork the thread does not exist, and the lock may be held for ever."""
+    WATCHDOG.__init__()  # type: ignore[misc] # its owners have imported it
+
+
+os.register_at_fork(after_in_child=_begin_anew)
+
+
+@contextmanager
+def watch_loop(name: str) -> Iterator[WatchedLoop]:
+    """Watches the running event loop.
+
+    Args:
+        name: what runs in it, for the log, such as `the peer 10.0.0.1:4222`.
+    """
+    loop = WatchedLoop(asyncio.get_running_loop(), name)
+    WATCHDOG.add(loop)
+    try:
+        yield loop
+    finally:
+        WATCHDOG.remove(loop)

@@ -1,0 +1,88 @@
+"""What a peer tells Prometheus and probes of itself, see `averaging.metrics`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from averaging.config import PeerConfig
+from averaging.metrics import CERTIFICATE_METRICS, PEER_METRICS, MetricsListener, PhaseDurations, Samples
+from averaging.receipts import Receipt, Totals
+from averaging.security import Credentials
+
+if TYPE_CHECKING:
+    from averaging.peer.service import PeerService
+
+
+class PeerMetrics:
+    """Measures one peer.
+
+    Args:
+        config: options of the peer.
+        credentials: its certificate, if any.
+        not_ready: returns why the peer is not ready; empty if it is. Called in any thread.
+        clock: seconds since the epoch.
+
+    Attributes:
+        service: the serving side of the peer; None before it listens.
+        listener: for Prometheus and probes.
+    """
+
+    def __init__(
+        self, config: PeerConfig, credentials: Credentials, not_ready: Callable[[], str], clock: Callable[[], float]
+    ) -> None:
+        self.service: PeerService | None = None
+        self._tls, self._not_ready, self._clock = credentials.tls, not_ready, clock
+        self._phases = PhaseDurations()
+        self._last_average: float | None = None
+        metrics = (*PEER_METRICS, *CERTIFICATE_METRICS)
+        name = f"the peer of run {config.run_id!r}"
+        self.listener = MetricsListener(config.metrics_listen, name, metrics, self.sample, not_ready)
+
+    def note(self, receipt: Receipt) -> None:
+        """Counts a round that has ended."""
+        self._phases.observe(receipt.phases)
+        if receipt.averaged:
+            self._last_average = self._clock()
+
+    def sample(self) -> Samples:
+        """The present values."""
+        samples: dict[str, float | None] = {
+            "averaging_ready": float(not self._not_ready()),
+            "averaging_last_average_timestamp_seconds": self._last_average,
+            "averaging_certificate_expiry_timestamp_seconds": None if self._tls is None else self._tls.expires,
+        }
+        if self.service is None:
+            return known(samples)
+        status, discovery = self.service.get_status(), self.service.discovery
+        if (training := status.training) is not None:
+            samples |= {
+                "averaging_local_steps_total": training.steps,
+                "averaging_samples_total": training.samples,
+                "averaging_global_step": training.global_step,
+            }
+        samples |= {
+            "averaging_state_version": status.state_version,
+            "averaging_peers": status.known_peers,
+            "averaging_clock_offset_seconds": None if discovery is None else discovery.diagnose().clock_ahead,
+        }
+        durations: Samples = {"averaging_round_duration_seconds": self._phases.samples()}
+        return {**known(samples), **of_totals(self.service.book.totals), **durations}
+
+
+def known(samples: dict[str, float | None]) -> Samples:
+    """The samples without those that are None."""
+    return {name: value for name, value in samples.items() if value is not None}
+
+
+def of_totals(totals: Totals) -> Samples:
+    """What the rounds of a peer add up to."""
+    directions = {"sent": totals.bytes_sent, "received": totals.bytes_received}
+    return {
+        "averaging_rounds_total": {(outcome.value,): count for outcome, count in totals.rounds.items()},
+        "averaging_bytes_total": {
+            (direction, lane): nbytes for direction, lanes in directions.items() for lane, nbytes in lanes.items()
+        },
+        "averaging_waiting_seconds_total": totals.waiting_seconds,
+        "averaging_dropped_members_total": {(code.value,): count for code, count in totals.dropped.items()},
+    }

@@ -1,0 +1,75 @@
+"""The declared metrics have the names that Prometheus expects, and their values are shown as Prometheus counts."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import generate_latest
+
+from averaging.metrics import (
+    CERTIFICATE_METRICS,
+    PEER_METRICS,
+    PROCESS_METRICS,
+    Metric,
+    MetricKind,
+    PhaseDurations,
+    Samples,
+)
+from averaging.metrics.catalog import BUCKETS
+from averaging.metrics.exposition import Distribution, registry_of
+from tests.support.scraping import parsed
+
+ALL = (*PROCESS_METRICS, *CERTIFICATE_METRICS, *PEER_METRICS)
+
+
+def shown(metrics: tuple[Metric, ...], samples: Samples) -> dict[str, dict[tuple[str, ...], float]]:
+    return parsed(generate_latest(registry_of(metrics, lambda: samples)).decode())
+
+
+@pytest.mark.parametrize("metric", ALL, ids=lambda metric: metric.name)
+def test_names_follow_the_conventions_of_prometheus(metric: Metric) -> None:
+    assert re.fullmatch(r"averaging_[a-z_]+[a-z]", metric.name)
+    assert metric.name.endswith("_total") == (metric.kind is MetricKind.COUNTER)
+    assert not re.search(r"_(ms|milliseconds|minutes|kb|mb|mib)(_|$)", metric.name)
+    assert metric.help.endswith(".")
+    assert not {"peer", "endpoint", "member", "host", "address"} & set(metric.labels)
+    assert all(len(values) == len(metric.labels) for values in metric.known)
+
+
+def test_no_name_is_declared_twice() -> None:
+    assert len({metric.name for metric in ALL}) == len(ALL)
+
+
+def test_what_has_not_happened_yet_is_zero_and_what_is_unknown_is_missing() -> None:
+    page = shown(PEER_METRICS, {"averaging_rounds_total": {("averaged",): 2}})
+    assert page["averaging_rounds_total"] == {
+        ("averaged",): 2.0,
+        ("no_group",): 0.0,
+        ("failed",): 0.0,
+        ("cancelled",): 0.0,
+    }
+    assert page["averaging_dropped_members_total"][("silent",)] == 0.0
+    assert "averaging_global_step" not in page
+    assert "process_resident_memory_bytes" in page
+
+
+@given(st.lists(st.floats(0, 1e4), max_size=20))
+def test_a_histogram_counts_up_to_each_bound(seconds: list[float]) -> None:
+    durations = PhaseDurations()
+    for value in seconds:
+        durations.observe({"looking": value})
+    page = shown(PEER_METRICS, {"averaging_round_duration_seconds": durations.samples()})
+    buckets = page["averaging_round_duration_seconds_bucket"]
+    for bound in BUCKETS:
+        assert buckets[(str(bound), "looking")] == sum(value <= bound for value in seconds)
+    assert buckets[("+Inf", "looking")] == page["averaging_round_duration_seconds_count"][("looking",)] == len(seconds)
+    assert page["averaging_round_duration_seconds_sum"][("looking",)] == pytest.approx(sum(seconds))
+
+
+def test_a_distribution_is_not_changed_by_a_further_observation() -> None:
+    first = Distribution().plus(0.2)
+    first.plus(0.3)
+    assert sum(first.counts) == 1
