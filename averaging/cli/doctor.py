@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from averaging.cli.exits import NOT_DONE, Stop, Stopped, failure_of, run, stopped
-from averaging.cli.options import CheckedPath, KindType, PeerCommand, output_options, peer_config, peer_options
+from averaging.cli.options import (
+    NOT_NEGATIVE,
+    CheckedPath,
+    KindType,
+    PeerCommand,
+    output_options,
+    peer_config,
+    peer_options,
+)
 from averaging.common import number
 from averaging.errors import AveragingError, ConfigError
 
@@ -20,12 +29,29 @@ if TYPE_CHECKING:
     from averaging.doctor import Examination, Finding
     from averaging.tensors import Schema
 
+IDLE_SECONDS = 30.0
+"""Longest time for which connections are left idle by default: longer than those on which peers rely."""
+
+MAX_IDLE_SECONDS = 590.0
+
 NO_RUN = "doctor"
 """Run id of the options if the user gives none: all other options can be checked without one."""
 
 
 @click.command("doctor", cls=PeerCommand)
 @click.argument("file", type=CheckedPath(), metavar="[FILE.safetensors]", required=False)
+@click.option(
+    "--deep",
+    is_flag=True,
+    help="Measure the paths to the peers of --join too: about 30 s for each, and at most 64 MiB each way.",
+)
+@click.option(
+    "--idle",
+    type=NOT_NEGATIVE,
+    metavar="SECONDS",
+    help="With --deep: leave connections idle for up to so long, and see whether they still work; 0 leaves it out.  "
+    f"[default: {IDLE_SECONDS:g}]",
+)
 @peer_options
 @click.option("--only", multiple=True, metavar="PATTERN", help="Tensors of FILE, as for `averaging peer`.")
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Tensors of FILE to leave out, as there.")
@@ -42,7 +68,9 @@ NO_RUN = "doctor"
     help="Strategy of the training, for its memory.  [default: that of `averaging peer` for a FILE, or diloco]",
 )
 @output_options
-def doctor_command(file: Path | None, *, as_json: bool, verbose: int, **given: Any) -> None:
+def doctor_command(
+    file: Path | None, *, deep: bool, idle: float | None, as_json: bool, verbose: int, **given: Any
+) -> None:
     r"""Checks what will not work before a run wastes time on it, and says what to do.
 
     It takes the options of a peer from the same places as `averaging peer`, and changes nothing. Each line begins with
@@ -64,6 +92,10 @@ def doctor_command(file: Path | None, *, as_json: bool, verbose: int, **given: A
     Whether there is memory for a model and its strategy:
       averaging doctor --parameters 1.2e9 --dtype bf16 --strategy diloco
 
+    \b
+    And how fast the way is, which packets pass, and how long an idle connection lives on it:
+      averaging doctor --config run.toml --join a.example.org:4222 --deep --idle 120
+
     While a peer calls back, the command listens at --listen unless a peer does already. Nothing is sent to any other
     address than those of --join.
 
@@ -73,9 +105,10 @@ def doctor_command(file: Path | None, *, as_json: bool, verbose: int, **given: A
 
     \b
     Events of --json, each with "event":
-      finding  check, severity (ok, warning or failure), peer (of --join; empty for this machine), text, remedy
-      done     failures, warnings
-      error    message
+      finding    check, severity (ok, warning or failure), peer (of --join; empty for this machine), text, remedy
+      measuring  text; with --deep, before each measurement
+      done       failures, warnings
+      error      message
     """
     from averaging.cli.output import CommandOutput
 
@@ -84,7 +117,25 @@ def doctor_command(file: Path | None, *, as_json: bool, verbose: int, **given: A
         if not verbose:  # what reading certificates and tokens would warn of is a finding
             logging.getLogger("averaging").setLevel(logging.ERROR)
         config, run_known = read_options(given)
-        _run(_examination(file, config, given, run_known=run_known), report)
+        _check_deep(config, idle, deep=deep)
+        examination = _examination(file, config, given, run_known=run_known)
+        _run(replace(examination, deep=deep, idle=IDLE_SECONDS if idle is None else idle), report)
+
+
+def _check_deep(config: PeerConfig, idle: float | None, *, deep: bool) -> None:
+    """Checks that the options of measurements have something to measure.
+
+    Raises:
+        UsageError: They do not.
+    """
+    if idle is not None and not deep:
+        raise click.UsageError("--idle is a part of --deep; give --deep as well.")
+    if deep and not config.join:
+        raise click.UsageError("--deep measures the paths to other peers; give --join HOST:PORT as well.")
+    if idle is not None and idle > MAX_IDLE_SECONDS:
+        raise click.UsageError(
+            f"--idle must be at most {MAX_IDLE_SECONDS:g}; peers close connections themselves that were idle for 600 s."
+        )
 
 
 def read_options(given: dict[str, Any]) -> tuple[PeerConfig, bool]:
@@ -154,8 +205,11 @@ def _run(examination: Examination, report: CommandOutput) -> None:
         counts[finding.severity] += 1
         lines.write(finding)
 
+    def tell(text: str) -> None:
+        report.note({"event": "measuring", "text": text}, f"measuring {text}")
+
     async def check(_: Stop) -> None:
-        await examine(examination, note)
+        await examine(examination, note, tell)
 
     try:
         run(check)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from averaging.config import PeerConfig
 from averaging.doctor import this_machine, tls
+from averaging.doctor.deep import DeepCheck, measure_paths
 from averaging.doctor.dial_back import DialListener
 from averaging.doctor.findings import Finding, Severity
 from averaging.doctor.memory import check_memory, free_memory, free_memory_of_gpu
@@ -34,20 +35,25 @@ class Examination:
         run_known: Whether the user has given a run id. `config.run_id` is a placeholder otherwise.
         schema: What this peer will average; None if it is not known.
         memory: Bytes that it will hold, by what they hold; empty if that is not known.
+        deep: Whether the paths to the peers are measured.
+        idle: For how many seconds connections are left idle then, at most; 0 for not at all.
     """
 
     config: PeerConfig
     run_known: bool = True
     schema: Schema | None = None
     memory: Mapping[str, int] = field(default_factory=dict)
+    deep: bool = False
+    idle: float = 0.0
 
 
-async def examine(examination: Examination, report: Report) -> None:
+async def examine(examination: Examination, report: Report, tell: Callable[[str], None] = lambda _: None) -> None:
     """Makes all checks, and reports each finding as it is made.
 
     Args:
         examination: What to check.
         report: Called with each finding, in the order of the documentation.
+        tell: Called with what takes longer, before it begins.
     """
     config = examination.config
     own, findings = tls.check_certificate(config, time.time())
@@ -73,7 +79,7 @@ async def examine(examination: Examination, report: Report) -> None:
         report(finding)
     if config.join:
         free = all(finding.severity is Severity.OK for finding in port)
-        await _visit_all(examination, credentials, report, free=free)
+        await _visit_all(examination, credentials, report, tell, free=free)
 
 
 def _memory(examination: Examination) -> list[Finding]:
@@ -92,7 +98,14 @@ def _credentials(config: PeerConfig, own: Tls | None) -> Credentials | None:
         return None
 
 
-async def _visit_all(examination: Examination, credentials: Credentials | None, report: Report, *, free: bool) -> None:
+async def _visit_all(
+    examination: Examination,
+    credentials: Credentials | None,
+    report: Report,
+    tell: Callable[[str], None],
+    *,
+    free: bool,
+) -> None:
     config = examination.config
     async with _listening(config, free=free) as listener:
         visits = [
@@ -109,6 +122,9 @@ async def _visit_all(examination: Examination, credentials: Credentials | None, 
         finally:
             for each in visits:
                 await each.close()
+    if examination.deep and credentials is not None:
+        paths = [DeepCheck(each.seed, each.address, credentials, config, tell) for each in visits if each.address]
+        await measure_paths(paths, examination.idle, report)
 
 
 @asynccontextmanager

@@ -126,7 +126,10 @@ async def check_handshake(config: PeerConfig, seed: str, address: str) -> Findin
         return _refused_by_them(error, seed)
     except OSError as error:  # a timeout is one too
         text = "it does not answer" if isinstance(error, TimeoutError) else "it closed the connection"
-        remedy = "check that a peer with TLS is up there, and that no firewall inspects the connection"
+        remedy = (
+            "check that a peer with TLS is up there, and that no firewall inspects the connection; --deep says whether "
+            "large packets vanish"
+        )
         return failure("tls", f"{text} during the TLS handshake", remedy, seed)
     if not version:
         text = "the peer closes the connection after the handshake, so it refuses the certificate of this one"

@@ -17,7 +17,7 @@ from averaging.common import InProcess, check_weight, member_of
 from averaging.config import Inspection, NonFinite, PeerConfig, PeerOptions, configure
 from averaging.discovery import Discovery, ShardOfRun, shards_key
 from averaging.discovery.gossip import Waiting
-from averaging.doctor import ProbeService
+from averaging.doctor import ProbeService, TransferService
 from averaging.errors import ClosedError, ConfigError, RoundError
 from averaging.peer.lifecycle import DiscoveryFactory, Running, make_transport, start
 from averaging.peer.run_progress import RunProgress
@@ -167,7 +167,8 @@ class Peer(InProcess):
         if services and transport is not None:
             raise ConfigError("services are served over gRPC; give no transport beside them")
         if transport is None and not is_client and self.config.inspection is not Inspection.OFF:
-            services = [ProbeService(self.config, self._credentials.tls, clock=clock), *services]
+            probe = ProbeService(self.config, self._credentials.tls, clock=clock)
+            services = [probe, TransferService(self._is_in_round), *services]
         self._seeds = Seeds(self.config.join, on_found=on_found)
         self._transport = transport or make_transport(self.config, self._credentials, self._seeds, services)
         self._discovery = discovery
@@ -505,6 +506,9 @@ class Peer(InProcess):
         await self._tensors.while_locked(write, self.config.round_timeout, self._tensors.nbytes)
         self._entered.donors.declaration.changed(urgent=True)
         logger.info("took over the state of %s, version %d", fetched.donor, state.version)
+
+    def _is_in_round(self) -> bool:
+        return self._running is not None and self._running.service.round is not None
 
     @property
     def _entered(self) -> Running:

@@ -6,7 +6,7 @@ A call ends on both sides when its caller closes it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar, cast
@@ -61,9 +61,21 @@ class Channels:
         *,
         credentials: Credentials | None = None,
         dialling: Dialling | None = None,
+        certified_host: str = "",
     ) -> None:
+        """Opens nothing yet.
+
+        Args:
+            max_message_bytes: largest message sent or received.
+            max_idle: channels that are kept without a call.
+            credentials: certificates and tokens.
+            dialling: which addresses may be dialled.
+            certified_host: host that the certificates of all callees must cover, instead of that of each endpoint.
+        """
         credentials = credentials or Credentials()
-        self._options = channel_options(max_message_bytes)
+        self._options: Sequence[tuple[str, int | str]] = channel_options(max_message_bytes)
+        if certified_host and credentials.tls:
+            self._options = [*self._options, ("grpc.ssl_target_name_override", certified_host)]
         self._credentials = channel_credentials(credentials.tls) if credentials.tls else None
         self._dialling = dialling or Dialling()
         self._metadata = call_metadata(credentials.tokens)
