@@ -102,13 +102,13 @@ def _run(addresses: list[str], path: Path, given: dict[str, Any], report: Comman
     from averaging.errors import AveragingError
     from averaging.seeds import Seeds
 
-    seeds = Seeds(addresses)
-    if not seeds.sources:
-        _check_hosts(seeds, given["verify_donors"])
     try:
         credentials = credentials_of(given)
     except AveragingError as error:
         raise failure_of(error) from None
+    seeds = Seeds(addresses, credentials)
+    if not seeds.sources:
+        _check_hosts(seeds.addresses, given["verify_donors"])
     output = Output(path, overwrite=given["overwrite"])
 
     async def fetch(_: Stop) -> State:
@@ -116,9 +116,11 @@ def _run(addresses: list[str], path: Path, given: dict[str, Any], report: Comman
             await seeds.look_up()
         except AveragingError as error:
             raise failure_of(error) from None
-        if not seeds:
+        finally:
+            await seeds.close()
+        if not seeds.addresses:
             raise CommandError(f"no peer to ask: {seeds.findings}")
-        _check_hosts(seeds, given["verify_donors"])
+        _check_hosts(seeds.addresses, given["verify_donors"])
         state = await _download(seeds, credentials, given, report)
         output.write(state.tensors, _metadata(state))
         return state
@@ -149,7 +151,7 @@ async def _download(seeds: Seeds, credentials: Credentials, given: dict[str, Any
             advance(reader.received, reader.nbytes)
 
         transport = GrpcTransport(
-            None, max_message_bytes=MAX_MESSAGE_BYTES, credentials=credentials, given=seeds, names=seeds.names
+            None, max_message_bytes=MAX_MESSAGE_BYTES, credentials=credentials, given=seeds.named, names=seeds.names
         )
         await transport.bind()
         try:

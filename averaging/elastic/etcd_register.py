@@ -1,36 +1,17 @@
-"""A register in etcd 3, over etcd's own gRPC API."""
+"""A register in etcd 3."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
 
 from averaging.elastic.register import CALL_SECONDS, LIFETIME, RegisterEntry, SwapResult
-from averaging.errors import AveragingError, PeerUnreachableError, ProtocolViolationError
-from averaging.rpc import RpcChannel, RpcMethod
-from averaging.wire.etcd_pb2 import (
-    Compare,
-    KeyValue,
-    LeaseGrantRequest,
-    LeaseGrantResponse,
-    PutRequest,
-    RangeRequest,
-    RangeResponse,
-    RequestOp,
-    TxnRequest,
-    TxnResponse,
-)
-
-MESSAGE_BYTES = 4 << 20
-
-RANGE = RpcMethod("/etcdserverpb.KV/Range", RangeRequest, RangeResponse)
-TXN = RpcMethod("/etcdserverpb.KV/Txn", TxnRequest, TxnResponse, max_request_bytes=MESSAGE_BYTES)
-LEASE = RpcMethod("/etcdserverpb.Lease/LeaseGrant", LeaseGrantRequest, LeaseGrantResponse)
+from averaging.errors import AveragingError
+from averaging.rpc import RpcChannel
+from averaging.transport.grpc import EtcdCluster
+from averaging.wire.etcd_pb2 import Compare, KeyValue, PutRequest, RangeRequest, RequestOp, TxnRequest
 
 PREFIX = b"averaging/"
-
-Reply = TypeVar("Reply")
 
 
 class EtcdRegister:
@@ -53,15 +34,13 @@ class EtcdRegister:
         lifetime: float = LIFETIME,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._channels = list(channels)
-        self._timeout, self._lifetime = timeout, lifetime
-        self._monotonic = monotonic
+        self._cluster = EtcdCluster(channels, timeout)
+        self._lifetime, self._monotonic = lifetime, monotonic
         self._lease: tuple[int, float] | None = None  # and when it is replaced
 
     async def get(self, key: str) -> RegisterEntry | None:
-        """See `Register`. Reads of etcd are linearizable by default."""
-        request = RangeRequest(key=_name(key))
-        return _entry((await self._ask(lambda channel: channel.call(RANGE, request, self._timeout))).kvs)
+        """See `Register`."""
+        return _entry(await self._cluster.read(_name(key)))
 
     async def compare_and_set(self, key: str, value: bytes, token: bytes | None) -> SwapResult:
         """See `Register`."""
@@ -75,53 +54,26 @@ class EtcdRegister:
             success=[RequestOp(request_put=PutRequest(key=name, value=value, lease=lease))],
             failure=[RequestOp(request_range=RangeRequest(key=name))],
         )
-        # Only one member is called: a write with an unknown result must not be repeated without a check.
         try:
-            reply = await self._once(lambda channel: channel.call(TXN, request, self._timeout))
+            reply = await self._cluster.transact(request)
         except AveragingError:
             self._lease = None  # it may have ended while this machine slept
             raise
         if reply.succeeded:
             return SwapResult(RegisterEntry(value, reply.header.revision.to_bytes(8, "big")), done=True)
-        if not reply.responses:
-            raise ProtocolViolationError(f"{self._channels[0].endpoint} answered a transaction with nothing")
-        return SwapResult(_entry(reply.responses[0].response_range.kvs), done=False)
+        present = reply.responses[0].response_range.kvs
+        return SwapResult(_entry(present[0] if present else None), done=False)
 
     async def _present_lease(self) -> int:
         now = self._monotonic()
         if self._lease is None or now >= self._lease[1]:
-            request = LeaseGrantRequest(TTL=round(2 * self._lifetime))
-            granted = await self._ask(lambda channel: channel.call(LEASE, request, self._timeout))
-            self._lease = granted.ID, now + self._lifetime
+            self._lease = await self._cluster.grant(2 * self._lifetime), now + self._lifetime
         return self._lease[0]
-
-    async def _ask(self, call: Callable[[RpcChannel], Awaitable[Reply]]) -> Reply:
-        """Calls one member after the other, until one answers."""
-        failures: list[PeerUnreachableError] = []
-        for _ in self._channels:
-            try:
-                return await self._once(call)
-            except PeerUnreachableError as error:
-                failures.append(error)
-        if len(failures) == 1:
-            raise failures[0]
-        reasons = "; ".join(str(error) for error in failures)
-        definite = all(error.definite for error in failures)
-        unknown_host = any(error.unknown_host for error in failures)
-        text = f"no member answers ({reasons})"
-        raise PeerUnreachableError("etcd", text, unknown_host=unknown_host, definite=definite)
-
-    async def _once(self, call: Callable[[RpcChannel], Awaitable[Reply]]) -> Reply:
-        try:
-            return await call(self._channels[0])
-        except AveragingError:
-            self._channels.append(self._channels.pop(0))
-            raise
 
 
 def _name(key: str) -> bytes:
     return PREFIX + key.encode()
 
 
-def _entry(pairs: Sequence[KeyValue]) -> RegisterEntry | None:
-    return RegisterEntry(pairs[0].value, pairs[0].mod_revision.to_bytes(8, "big")) if pairs else None
+def _entry(pair: KeyValue | None) -> RegisterEntry | None:
+    return None if pair is None else RegisterEntry(pair.value, pair.mod_revision.to_bytes(8, "big"))

@@ -89,6 +89,7 @@ async def start(
         metrics = PeerMetrics(config, credentials, not_ready, clock)
         if config.metrics_listen is not None or isinstance(transport, GrpcTransport):  # not in simulated time
             await stack.enter_async_context(metrics.listener)
+        stack.push_async_callback(seeds.close)
         if discovery_factory is None:
             await seeds.look_up(report=False)  # before `bind`, which compares the addresses with that to listen on
         endpoint = await transport.bind()
@@ -108,7 +109,7 @@ async def start(
         if shard is not None:
             discovery = shard.discovery_in(run_discovery, endpoint)
         service.discovery = discovery
-        progress = RunProgress(config.run_id, endpoint, discovery, clock, seeds)
+        progress = RunProgress(config.run_id, endpoint, discovery, clock, seeds.named)
         rounds = Rounds(config, endpoint, transport, discovery, progress, service, snapshots, clock=clock, rng=rng)
         service.matchmaking = rounds.matchmaking(schema)
         donors = Donors(config.run_id, endpoint, discovery, lambda: snapshots.version, clock)
@@ -119,6 +120,7 @@ async def start(
             )
             notices.insert(0, shard_notice)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        stack.callback(tasks.create_task(seeds.keep_published()).cancel)
         for notice in notices:
             await notice.store()
             stack.callback(tasks.create_task(notice.keep()).cancel)
@@ -168,7 +170,7 @@ def make_transport(
             config.advertise,
             max_message_bytes=most,
             credentials=credentials,
-            given=seeds,
+            given=seeds.named,
             names=seeds.names,
             services=services,
         )
@@ -180,7 +182,7 @@ def make_transport(
         max_part_bytes=2 * config.part_size_bytes + (64 << 10),
         max_message_bytes=most,
         credentials=credentials,
-        given=seeds,
+        given=seeds.named,
         names=seeds.names,
         services=services,
     )

@@ -169,7 +169,7 @@ class Peer(InProcess):
         if transport is None and not is_client and self.config.inspection is not Inspection.OFF:
             probe = ProbeService(self.config, self._credentials.tls, clock=clock)
             services = [probe, TransferService(self._is_in_round), *services]
-        self._seeds = Seeds(self.config.join, on_found=on_found)
+        self._seeds = Seeds(self.config.join, self._credentials, on_found=on_found)
         self._transport = transport or make_transport(self.config, self._credentials, self._seeds, services)
         self._discovery = discovery
         self._on_joining = on_joining
@@ -261,8 +261,8 @@ class Peer(InProcess):
 
     @property
     def seeds(self) -> Collection[str]:
-        """The addresses of other peers that `join` names, also through its sources."""
-        return self._seeds
+        """The addresses of other peers that the user has named in `join`, also through its sources."""
+        return self._seeds.named
 
     @property
     def metrics_endpoint(self) -> str:

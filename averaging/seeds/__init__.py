@@ -1,6 +1,6 @@
 """Where a peer looks for others to join: the sources that `join` may name beside addresses.
 
-`sources` asks one source once, `seeds` keeps what all of them have answered.
+`sources` asks one source once, `etcd` is the one in which peers also write, `seeds` keeps what all have answered.
 """
 
 from averaging.seeds.seeds import FoundSeeds, Seeds, look_up

@@ -1,4 +1,4 @@
-"""The peers that `join` names: the addresses in it, and those that its sources have given so far."""
+"""The peers that `join` names: the addresses in it, and those that its sources have named so far."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from averaging.common import (
     CLIENT_PREFIX,
@@ -20,7 +21,9 @@ from averaging.common import (
     parse_ip,
     parse_seed,
 )
-from averaging.errors import DiscoveryError
+from averaging.errors import AveragingError, DiscoveryError
+from averaging.security import Credentials
+from averaging.seeds.etcd import RENEW_SECONDS, EtcdSeeds
 from averaging.seeds.sources import (
     MAX_SEEDS,
     SeedsNotFoundError,
@@ -31,6 +34,9 @@ from averaging.seeds.sources import (
 )
 
 logger = logging.getLogger("averaging.seeds")
+
+MAX_CALLED = 64
+"""Addresses of one source that are called; of more, a random choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +65,37 @@ class FoundSeeds:
         return f"{self.source} has {others}{own}"
 
 
-class Seeds(Collection[str]):
-    """The addresses of `join`. As a collection it has those that the user has named, himself or through a source.
+class NamedSeeds(Collection[str]):
+    """The addresses that the user has named, himself or through a source that he trusts; it changes with `Seeds`.
+
+    What peers have written into etcd is not among them, but the members of the cluster are.
+    """
+
+    def __init__(self, named: Callable[[], tuple[str, ...]]) -> None:
+        self._named = named
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._named())
+
+    def __len__(self) -> int:
+        return len(self._named())
+
+    def __contains__(self, address: object) -> bool:
+        return address in self._named()
+
+
+class Seeds:
+    """The peers to join.
 
     Args:
         join: addresses and sources.
+        credentials: certificates for etcd.
         on_found: callback when a source answers otherwise than before, in the event loop.
 
     Attributes:
         sources: the sources; without any there is nothing to look up.
         addresses: all addresses that are known now, without this peer's own.
+        named: those of them that the user has named, see `NamedSeeds`.
         names: for an address, the host name of which it was looked up, and for which certificates are valid.
         failures: for each source that has not answered last time, the reason and the remedy.
 
@@ -76,29 +103,35 @@ class Seeds(Collection[str]):
         ConfigError: a value is malformed.
     """
 
-    def __init__(self, join: Iterable[str] = (), *, on_found: Callable[[FoundSeeds], object] | None = None) -> None:
+    def __init__(
+        self,
+        join: Iterable[str] = (),
+        credentials: Credentials | None = None,
+        *,
+        on_found: Callable[[FoundSeeds], object] | None = None,
+    ) -> None:
         parsed = {text: parse_seed(text) for text in join}
         self._given = tuple(text for text, source in parsed.items() if source is None)
         self.sources: tuple[SeedSource, ...] = tuple(source for source in parsed.values() if source is not None)
-        self._on_found = on_found
+        self._credentials, self._on_found = credentials or Credentials(), on_found
+        self._salt = os.urandom(8)
+        self._clusters: dict[str, EtcdSeeds] = {}
+        self.named = NamedSeeds(self._named)
         self._found: dict[str, FoundSeeds] = {}
         self._endpoint, self._listen = "", ""
         self.names: dict[str, str] = {}
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.addresses)
-
-    def __len__(self) -> int:
-        return len(self.addresses)
-
-    def __contains__(self, address: object) -> bool:
-        return address in self._given or any(address in found.addresses for found in self._found.values())
 
     @property
     def addresses(self) -> tuple[str, ...]:
         """See the class."""
         found = (address for each in self._found.values() for address in each.addresses)
         return tuple(dict.fromkeys((*self._given, *found)))
+
+    def _named(self) -> tuple[str, ...]:
+        trusted = (self._found.get(source.text) for source in self.sources if source.kind is not SourceKind.ETCD)
+        found = (address for each in trusted if each is not None for address in each.addresses)
+        members = (member for source in self.sources for member in source.members)
+        return (*self._given, *found, *members)
 
     @property
     def failures(self) -> Mapping[str, str]:
@@ -144,9 +177,50 @@ class Seeds(Collection[str]):
         except SeedsNotFoundError as error:
             last = self._found.get(source.text, FoundSeeds(source.text))
             return FoundSeeds(source.text, last.addresses, last.own, str(error))
-        addresses = tuple(dict.fromkeys(answer))[:MAX_SEEDS]
+        addresses = list(dict.fromkeys(answer))[:MAX_SEEDS]
         own = await self._own(source, addresses)
-        return FoundSeeds(source.text, tuple(a for a in addresses if a not in own), own)
+        others = self._sample([address for address in addresses if address not in own])
+        return FoundSeeds(source.text, others, own)
+
+    def _sample(self, addresses: list[str]) -> tuple[str, ...]:
+        """At most `MAX_CALLED` of many addresses: the same ones at each look-up, and other ones at each peer."""
+        if len(addresses) <= MAX_CALLED:
+            return tuple(addresses)
+        return tuple(sorted(addresses, key=lambda name: blake2b(name.encode(), key=self._salt).digest())[:MAX_CALLED])
+
+    def _cluster(self, source: SeedSource) -> EtcdSeeds:
+        if source.text not in self._clusters:
+            self._clusters[source.text] = EtcdSeeds(source, self._credentials, MAX_SEEDS)
+        return self._clusters[source.text]
+
+    async def keep_published(self) -> None:
+        """Keeps this peer's address in each etcd cluster, until it is cancelled. A failure is tried again."""
+        sources = [source for source in self.sources if source.kind is SourceKind.ETCD]
+        while sources and self._endpoint:
+            await asyncio.sleep(RENEW_SECONDS)
+            for source in sources:
+                try:
+                    await self._cluster(source).publish(self._endpoint)
+                except AveragingError as error:
+                    logger.debug("%s: the address of this peer could not be renewed: %s", source, error)
+
+    async def close(self) -> None:
+        """Removes this peer's address from etcd, and closes the connections to it."""
+        clusters, self._clusters = self._clusters, {}
+        for cluster in clusters.values():
+            await cluster.close()
+
+    async def _read_etcd(self, source: SeedSource) -> list[str]:
+        cluster = self._cluster(source)
+        try:
+            if self._endpoint:
+                await cluster.publish(self._endpoint)  # first, so that of two peers at least one sees the other
+            return await cluster.read()
+        except AveragingError as error:
+            secured = "with TLS and certificates of this peer's authority" if self._credentials.tls else "without TLS"
+            raise SeedsNotFoundError(
+                f"{error}; check the address, and that etcd serves there {secured}, as this peer calls it"
+            ) from None
 
     async def _answer(self, source: SeedSource) -> list[str]:
         match source.kind:
@@ -160,13 +234,15 @@ class Seeds(Collection[str]):
                 return await asyncio.to_thread(read_seed_file, source.name)
             case SourceKind.SLURM:
                 return read_slurm_nodes(os.environ, source.port)
-            case _:
-                raise SeedsNotFoundError("etcd is not supported yet; name peers as HOST:PORT")
+            case SourceKind.ETCD:
+                return await self._read_etcd(source)
 
     async def _own(self, source: SeedSource, addresses: Collection[str]) -> tuple[str, ...]:
         """Those of `addresses` at which this peer listens."""
         if not self._endpoint:
             return ()
+        if source.kind is SourceKind.ETCD:  # written by others, so nothing is looked up
+            return tuple(address for address in addresses if address == self._endpoint)
         node = own_node() if source.kind is SourceKind.SLURM else ""
         return await asyncio.to_thread(own_addresses, addresses, self._endpoint, self._listen, node)
 
@@ -197,18 +273,22 @@ def own_addresses(addresses: Iterable[str], endpoint: str, listen: str, node: st
     return tuple(address for address in addresses if is_own_address(address))
 
 
-async def look_up(join: Iterable[str]) -> list[str]:
+async def look_up(join: Iterable[str], credentials: Credentials | None = None) -> list[str]:
     """Returns the addresses that `join` names, for a command that calls peers and is none itself.
 
     Args:
         join: addresses and sources.
+        credentials: certificates for etcd.
 
     Raises:
         ConfigError: a value is malformed, or a source cannot be asked here.
         DiscoveryError: the sources name no address; the message says why and what to do.
     """
-    seeds = Seeds(join)
-    await seeds.look_up()
+    seeds = Seeds(join, credentials)
+    try:
+        await seeds.look_up()
+    finally:
+        await seeds.close()
     if not seeds.addresses:
         raise DiscoveryError(f"no peer to call: {seeds.findings}")
     return list(seeds.addresses)

@@ -17,7 +17,7 @@ RESOLVE_SECONDS = 3.0
 """Time limit for the look-up of a name."""
 
 MAX_SEEDS = 1024
-"""Addresses of one source that are called; further ones are left out. One that answers is enough."""
+"""Addresses of one source that are looked at; further ones are left out. One that answers is enough."""
 
 MAX_FILE_BYTES = 1 << 20
 

@@ -75,7 +75,7 @@ class FollowerOptions:
         if isinstance(self.join, str) or not self.join:
             raise ConfigError(f"join must be a list of addresses of publishers, not {self.join!r}")
         try:
-            object.__setattr__(self, "seeds", Seeds(self.join))
+            object.__setattr__(self, "seeds", Seeds(self.join, self.credentials))
         except ConfigError as error:
             raise ConfigError(f"join: {error}") from None
 
@@ -89,7 +89,7 @@ class FollowerOptions:
         listen = self.listen
         if listen is not None and (parse_address(listen)[1] != 0 or self.advertise is not None):
             listen = None  # the port is that of the first part; so this one is not handed on
-        return replace(self, join=[endpoint], given=self.seeds, loopback=loopback, listen=listen, advertise=None)
+        return replace(self, join=[endpoint], given=self.seeds.named, loopback=loopback, listen=listen, advertise=None)
 
     def dial(self, endpoint: str, *, loopback: bool) -> RpcChannel:
         """Returns a connection to a publisher or another follower. All connections of a follower are made here.
@@ -98,7 +98,7 @@ class FollowerOptions:
             endpoint: address; if the user has not named it, it is dialled only if a peer can be there.
             loopback: whether such an address may be on loopback.
         """
-        named = endpoint not in (self.seeds if self.given is None else self.given)
+        named = endpoint not in (self.seeds.named if self.given is None else self.given)
         certified = self.seeds.names.get(endpoint)
         return RpcChannel(
             endpoint, credentials=self.credentials, named_by_peer=named, loopback=loopback, certified_host=certified
@@ -109,7 +109,7 @@ class FollowerOptions:
         """Whether others could reach this follower: not if it listens on loopback and the publishers are elsewhere."""
         if self.listen is None:
             return False
-        own, others = self.advertise or self.listen, self.seeds
+        own, others = self.advertise or self.listen, self.seeds.addresses
         return not is_loopback(parse_address(own)[0]) or all(is_loopback(parse_address(each)[0]) for each in others)
 
 
@@ -197,8 +197,9 @@ class VersionReceiver:
         """
         options = self._options
         failure: AveragingError | None = None
-        await options.seeds.look_up()
         async with AsyncExitStack() as stack:
+            stack.push_async_callback(options.seeds.close)
+            await options.seeds.look_up()
             if options.hands_on and options.listen is not None:
                 server = RpcServer(
                     options.listen, [_HandsOn(self.store)], advertise=options.advertise, credentials=options.credentials
@@ -253,7 +254,7 @@ class VersionReceiver:
 
     def _all_refuse(self) -> bool:
         seeds = self._options.seeds
-        reasons = [self._reasons.get(address) for address in seeds]
+        reasons = [self._reasons.get(address) for address in seeds.addresses]
         return bool(reasons) and not seeds.failures and all(error and _is_definite(error) for error in reasons)
 
     def _work(self) -> list[Coroutine[None, None, None]]:
@@ -265,7 +266,7 @@ class VersionReceiver:
     async def _follow(self) -> None:
         backoff = Backoff(MIN_PAUSE, MAX_PAUSE)
         while self._failure is None:
-            for address in self._options.seeds:
+            for address in self._options.seeds.addresses:
                 try:
                     await self._follow_one(address)
                     error: AveragingError = StateError(f"{address} has ended the announcements")
@@ -286,7 +287,8 @@ class VersionReceiver:
             else:
                 await asyncio.sleep(backoff.next_delay())
                 await self._options.seeds.look_up()
-                self._reasons = {name: error for name, error in self._reasons.items() if name in self._options.seeds}
+                known = self._options.seeds.addresses
+                self._reasons = {name: error for name, error in self._reasons.items() if name in known}
         self.store.changes.happened()
 
     async def _follow_one(self, address: str) -> None:

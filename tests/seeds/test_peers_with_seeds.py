@@ -137,3 +137,11 @@ async def test_what_was_found_is_logged(tmp_path: Path, caplog: pytest.LogCaptur
         path.write_text(founder.endpoint)
         await enter(stack, tensors(), join=[f"file:{path}"])
         assert f"file:{path} has 1 peer: {founder.endpoint}" in caplog.messages
+
+
+@pytest.mark.asyncio
+async def test_an_etcd_that_is_away_ends_the_join_with_its_reason() -> None:
+    where = f"{free_address()},{free_address()}"
+    with pytest.raises(JoinError, match=r"no member answers .*check the address, and that etcd serves there"):
+        async with Peer(tensors(), run_id="run", join=[f"etcd://{where}/runs/gpt"], join_timeout=0.5):
+            pass

@@ -194,7 +194,7 @@ def test_a_file_that_fails_keeps_what_it_named(tmp_path: Path) -> None:
     asyncio.run(seeds.look_up())
     path.unlink()
     asyncio.run(seeds.look_up())
-    assert list(seeds) == ["b.example:1", "a.example:4222"]
+    assert list(seeds.addresses) == ["b.example:1", "a.example:4222"]
     assert "cannot be read" in seeds.failures[f"file:{path}"]
 
 

@@ -86,7 +86,7 @@ class GossipDiscovery:
         if not is_endpoint(endpoint):
             raise ConfigError(f"{endpoint!r} cannot be a peer's endpoint; give HOST:PORT or {CLIENT_PREFIX}<uuid4>")
         self._seeds = seeds = join if isinstance(join, Seeds) else Seeds(join)
-        if self._is_client and not (seeds or seeds.sources):
+        if self._is_client and not (seeds.addresses or seeds.sources):
             raise ConfigError(
                 f"a client accepts no connections, so it needs a peer to join; give {spelled('join')}", "join"
             )
@@ -98,7 +98,7 @@ class GossipDiscovery:
         self._author = Author(run_id, identity or Ed25519Identity(), settings.limits)
         self._records = RecordStore(self._author, settings.limits, clock, self._on_change)
         self._members = Membership(
-            *(endpoint, seeds, rng),
+            *(endpoint, seeds.addresses, rng),
             retry_lost=settings.retry_lost,
             max_lost=settings.max_lost,
             on_refused=lambda refusing: self._records.drop(self._peers_key, refusing),
@@ -114,7 +114,7 @@ class GossipDiscovery:
             *(transport, self._members, self._anti_entropy, self._merge, settings, clock, rng),
             on_answer=self._reachability.note_answer,
         )
-        self._joins_own_address = endpoint in seeds
+        self._joins_own_address = endpoint in seeds.addresses
         self._bootstrap = Bootstrap(
             *(self._members.seeds, self._anti_entropy.compare, settings, rng),
             sources=seeds,
@@ -319,7 +319,7 @@ class GossipDiscovery:
     async def _look_up(self) -> tuple[str, ...]:
         """Asks the sources of seeds, and returns all seeds that are known now."""
         await self._seeds.look_up()
-        self._members.set_seeds(self._seeds)
+        self._members.set_seeds(self._seeds.addresses)
         return self._members.seeds
 
     async def _look_up_while_alone(self) -> None:

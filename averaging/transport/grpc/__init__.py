@@ -33,7 +33,9 @@ from averaging.transport.grpc.channel_options import (
 from averaging.transport.grpc.channels import Channels
 from averaging.transport.grpc.conversion import AVERAGING_DATA, MessageCopier
 from averaging.transport.grpc.dialling import Dialling, check_listen
+from averaging.transport.grpc.etcd import EtcdCluster
 from averaging.transport.grpc.methods import GET_SCHEMA, GET_STATUS
+from averaging.transport.grpc.rpc_channel import MAX_MESSAGE_BYTES, RpcChannel
 from averaging.transport.grpc.tensor_stream import (
     TensorMessage,
     TensorReader,
@@ -49,6 +51,7 @@ __all__ = [
     "HANDSHAKE_SECONDS",
     "IDLE_SECONDS",
     "KEEPALIVE_SECONDS",
+    "MAX_MESSAGE_BYTES",
     "SILENCE_SECONDS",
     "SMALL_BYTES",
     "UNUSED_SECONDS",
@@ -56,8 +59,10 @@ __all__ = [
     "WRITE_SECONDS",
     "Channels",
     "Dialling",
+    "EtcdCluster",
     "GrpcTransport",
     "MessageCopier",
+    "RpcChannel",
     "TensorMessage",
     "TensorReader",
     "check_listen",
