@@ -20,6 +20,7 @@ from typing import Any
 import click
 
 from averaging.cli.ca import ca_group
+from averaging.cli.dashboard import dashboard_command
 from averaging.cli.doctor import doctor_command
 from averaging.cli.exits import DEFAULTS, NOT_DONE, starting
 from averaging.cli.explain import explain_command
@@ -124,6 +125,7 @@ main.add_command(watch_command)
 main.add_command(explain_command)
 main.add_command(plan_command)
 main.add_command(follow_command)
+main.add_command(dashboard_command)
 main.add_command(feed_command)
 main.add_command(register_command)
 main.add_command(ca_group)

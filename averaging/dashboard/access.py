@@ -55,10 +55,18 @@ class PageAccess:
     Attributes:
         hosts: the names of this server in lower case, beside IP addresses and localhost.
         passwords: a request must carry one of them; if empty, none is needed.
+        only_here: whether only this machine can connect.
     """
 
     hosts: tuple[str, ...]
     passwords: tuple[str, ...] = ()
+    only_here: bool = True
+
+    @property
+    def readers(self) -> str:
+        """Who can read the page, as text."""
+        who = "users of this machine" if self.only_here else "all who reach this address"
+        return f"for {who}{' with the password' if self.passwords else ', without a password'}"
 
     def refusal(self, headers: Mapping[str, str], path: str) -> PageRefusal | None:
         """Why a request is refused; None if it is answered.
@@ -133,7 +141,7 @@ def page_access(
             "forward the port (ssh -L 8080:127.0.0.1:8080 this-machine)"
         )
     own = {host.lower(), gethostname().lower(), *(name.lower().rstrip(".") for name in hosts)}
-    return PageAccess(tuple(sorted(own)), passwords)
+    return PageAccess(tuple(sorted(own)), passwords, is_loopback(host))
 
 
 def check_https(cert: str | Path | None, key: str | Path | None) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, aclosing
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Self
@@ -39,7 +39,7 @@ FILES = {
 }
 """The files of the page by path, with their types."""
 
-Views = Callable[[RunHistory], AsyncIterator[Json]]
+Views = Callable[[RunHistory], AsyncGenerator[Json, None]]
 """Yields what the page shows of the run now, every 2 s or so, and adds rates and receipts to the history."""
 
 
@@ -111,6 +111,7 @@ class DashboardServer:
     Attributes:
         url: address of the page; empty before it is entered.
         pages: the open pages.
+        readers: who can read the page, as text.
 
     Raises:
         ConfigError: an argument is invalid, or other machines could read the page without the user's word.
@@ -138,6 +139,7 @@ class DashboardServer:
         self._view: Json = {}
         self._ready = asyncio.Event()
         self.pages = OpenPages()
+        self.readers = self._access.readers
         self.url = ""
 
     async def __aenter__(self) -> Self:
@@ -167,10 +169,11 @@ class DashboardServer:
 
     async def _follow(self) -> None:
         """Sends each view of the run to all pages."""
-        async for view in self._views(self._history):
-            self._view = view
-            self._ready.set()
-            self.pages.send({"full": False, **view, **self._history.changes()})
+        async with aclosing(self._views(self._history)) as views:
+            async for view in views:
+                self._view = view
+                self._ready.set()
+                self.pages.send({"full": False, **view, **self._history.changes()})
 
     async def _end(self, server: uvicorn.Server, tasks: set[asyncio.Task[None]]) -> None:
         self.pages.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -64,7 +64,7 @@ def busy(lost: str = ENDPOINTS[2]) -> FakeRun:
     )
     history_views = run.views
 
-    async def views(history: Any) -> AsyncIterator[dict[str, Any]]:
+    async def views(history: Any) -> AsyncGenerator[dict[str, Any], None]:
         for name in ENDPOINTS:
             history.add_receipt(name, receipt(name, 1), NOW)
             if name != lost:
@@ -157,7 +157,7 @@ async def test_texts_of_peers_never_become_html(browser: Browser) -> None:
         view(peer(attack, strategy=attack, doing=attack, software=attack, lane=attack, waits_for=attack), id=attack)
     )
 
-    async def views(history: Any) -> AsyncIterator[dict[str, Any]]:
+    async def views(history: Any) -> AsyncGenerator[dict[str, Any], None]:
         history.add_receipt(
             attack, receipt(attack, 1, topic=attack, members=(attack, "b", "c"), accounts=accounts), NOW
         )

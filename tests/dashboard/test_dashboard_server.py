@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -262,7 +262,7 @@ async def test_the_server_ends_at_once_although_pages_are_open() -> None:
 
 @pytest.mark.asyncio
 async def test_a_failure_of_the_collector_ends_the_server() -> None:
-    async def broken(_: Any) -> AsyncIterator[Any]:
+    async def broken(_: Any) -> AsyncGenerator[Any, None]:
         yield view()
         raise ZeroDivisionError
 

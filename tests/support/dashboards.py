@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from averaging.dashboard import RunHistory
@@ -93,7 +93,7 @@ class FakeRun:
         self.followed = 0
         self.history = RunHistory()
 
-    async def views(self, history: RunHistory) -> AsyncIterator[dict[str, Any]]:
+    async def views(self, history: RunHistory) -> AsyncGenerator[dict[str, Any], None]:
         self.followed += 1
         self.history = history
         while True:
