@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import random
@@ -35,6 +36,8 @@ from averaging.training import (
     check_alike,
     check_only_one,
     described,
+    ending_process,
+    leave_on_signals,
     local,
     named_buffers,
     named_parameters,
@@ -43,10 +46,11 @@ from averaging.training import (
     of_rank,
     site_of,
 )
-from averaging.training import leave_on_sigterm as register_leaver
 from averaging.transport import RpcService, Transport
 
 logger = logging.getLogger(__name__)
+
+RETRY_SECONDS = 0.05
 
 
 @runtime_checkable
@@ -113,14 +117,16 @@ class DecentralizedAverager(OptimizerWrapper):
         process_group: The ranks that train this copy of the model together, such as `torch.distributed.group.WORLD`.
             They are a *site*, which is one peer of the run. All ranks make an averager with the same arguments and
             call its methods alike. See docs/how-to/sites.md.
-        leave_on_sigterm: Whether this peer leaves its run on SIGTERM, so that the other peers do not wait for it. This
-            works in the main thread only. The handler that was there before runs afterwards; the default one ends the
-            process. If the process goes on, `step` makes the steps of the inner optimizer alone.
         services: Further gRPC methods that this peer serves, see `Peer`. A service with a method `averaged` is
             called after each round, see `StateService`.
         transport: See `Peer`.
         discovery: See `Peer`.
         options: See `PeerConfig`.
+
+    On the signals in `leave_on`, such as SIGTERM, the peer leaves its run, so that the other peers do not wait for it.
+    This works in the main thread only. The handler that was there before runs afterwards; the default one ends the
+    process. If the process goes on, `step` makes the steps of the inner optimizer alone. If its owner asks it to leave
+    (`averaging leave`), its round ends first; then the process gets SIGTERM, or the agent of torchrun that started it.
 
     Attributes:
         strategy: The strategy.
@@ -151,7 +157,6 @@ class DecentralizedAverager(OptimizerWrapper):
         max_steps: int = MAX_STEPS,
         allow_takeover: bool = False,
         on_round: Callable[[Receipt], object] | None = None,
-        leave_on_sigterm: bool = True,
         process_group: object = NO_GROUP,
         services: Sequence[RpcService] = (),
         transport: Transport | None = None,
@@ -199,6 +204,7 @@ class DecentralizedAverager(OptimizerWrapper):
                 services=[service for service in services if site.leads or getattr(service, "of_each_shard", False)],
                 transport=transport,
                 discovery=discovery,
+                on_leave=self._leave_as_asked if site.leads and transport is None else None,
                 shard=shard,
                 training=self._progress,
             )
@@ -219,10 +225,9 @@ class DecentralizedAverager(OptimizerWrapper):
             self._training_state = TrainingState(self._training, strategy, scheduler, max_steps)
             self.scheduler = self._training_state.scheduler
             strategy.start(self._training)
-            context = self._peer if site.owns else nullcontext()
+            context = ending_process(self._peer) if site.owns else nullcontext()
             self._thread = EventLoopThread(context, f"the averager of run {run_id!r}")
-            if leave_on_sigterm:
-                register_leaver(self)
+            leave_on_signals(self, self._config.leave_on)
             self._training.run_in(self._thread, self._training_state)
             if not site.owns:
                 return leader
@@ -295,7 +300,7 @@ class DecentralizedAverager(OptimizerWrapper):
                 loss = self.strategy.step(self._training, closure, batch_size)
             self._training.note_step(batch_size)
         except ClosedError:
-            if not self._has_left():  # on SIGTERM, in the midst of this step
+            if not self._has_left():  # on a signal, in the midst of this step
                 self._thread.stop_at_exit()
                 raise
             loss = None if closure is None else math.nan
@@ -481,14 +486,21 @@ class DecentralizedAverager(OptimizerWrapper):
         self._site.close()
 
     def begin_to_leave(self) -> None:
-        """Called on SIGTERM, see `leave_on_sigterm`."""
+        """Called on a signal of `leave_on`, and if the peer's owner has asked for it."""
         self._left = True
         self._thread.begin_to_close()
 
     def leave(self) -> None:
-        """Called on SIGTERM after `begin_to_leave`."""
+        """Called on a signal of `leave_on` after `begin_to_leave`."""
         self._thread.close()
-        logger.warning("the averager of run %r has left on SIGTERM", self._peer.run_id)
+        logger.warning("the averager of run %r has left", self._peer.run_id)
+
+    def _leave_as_asked(self) -> None:
+        """Called in the event loop, when the peer's owner has asked it to leave and its last round is over."""
+        if hasattr(self, "_thread"):
+            self.begin_to_leave()
+        else:  # it has just started
+            asyncio.get_running_loop().call_later(RETRY_SECONDS, self._leave_as_asked)
 
     def _has_left(self) -> bool:
         return self._leader.last.left if self._site.size > 1 else self._left

@@ -7,7 +7,7 @@ option, add a field to `PeerConfig`, and its type to `PeerOptions`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
@@ -36,6 +36,7 @@ from averaging.common import (
     spelled,
     spelled_as_set,
     text,
+    texts,
     unknown_option,
     whole,
 )
@@ -91,6 +92,19 @@ class Inspection(StrEnum):
     """No caller."""
 
 
+class LeaveAccess(StrEnum):
+    """Who may end a peer over the network, with `averaging leave`. SECURITY.md says why."""
+
+    OWNER = "owner"
+    """The peer's user, or root, on its machine; with TLS also a certificate for the host of its endpoint."""
+    MEMBERS = "members"
+    """Everybody who may call it: with the run's token, and with TLS with a certificate of the run."""
+
+
+DEPARTURE_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
+"""The signals on which a peer can leave its run."""
+
+
 @dataclass(frozen=True, slots=True)
 class TLSFiles:
     """The three files that a peer needs for TLS; `averaging ca` makes them.
@@ -144,6 +158,8 @@ class PeerOptions(TypedDict, total=False):
     inspection: Inspection | str
     receipts: FilePath | None
     metrics_listen: str | None
+    leave_on: Sequence[str]
+    leave_access: LeaveAccess | str
     in_place: bool
 
 
@@ -164,6 +180,13 @@ def _check_group_bits(bits: str) -> None:
         raise ConfigError(f"it may have {MAX_GROUP_BITS} digits, not {len(bits)}")
 
 
+def _check_signals(names: Collection[str]) -> tuple[str, ...]:
+    for name in names:
+        if name not in DEPARTURE_SIGNALS:
+            raise ConfigError(f"{name[:40]!r} is not one of {', '.join(DEPARTURE_SIGNALS)}")
+    return tuple(dict.fromkeys(names))
+
+
 def _check_direct_listen(listen: str) -> None:
     if listen not in (AUTO, "off"):
         parse_address(listen)
@@ -172,6 +195,7 @@ def _check_direct_listen(listen: str) -> None:
 RUN_ID = text("ID", _check_run_id)
 _TLS = Kind("", "TLSFiles(ca, cert, key) or None", lambda value: isinstance(value, TLSFiles))
 _GROUP_SIZE = whole(2)
+_SIGNALS = texts("SIGNAL,…", "a list of names of signals", _check_signals)
 
 BASIC = "Basic options"
 _basic = partial(option, section=BASIC)
@@ -394,6 +418,20 @@ class PeerConfig:
         "who can connect may read them: HTTP without TLS or authentication. See docs/operate/prometheus.md.",
     )
 
+    leave_on: Sequence[str] = _access(
+        ("SIGTERM",),
+        _SIGNALS,
+        "Signals on which this peer leaves its run in order before the process ends: SIGTERM, SIGINT, SIGHUP, SIGUSR1 "
+        "(the warning of Slurm) or SIGUSR2. `averaging peer` leaves on SIGTERM, SIGINT and SIGHUP anyway. See "
+        "docs/how-to/end-a-run.md.",
+    )
+    leave_access: LeaveAccess = _access(
+        LeaveAccess.OWNER,
+        choice(LeaveAccess),
+        "Who may end this peer with `averaging leave`: its user on its machine or a certificate for its host "
+        "(`owner`), or every holder of the run's token or certificate (`members`).",
+    )
+
     in_place: bool = option(False, SWITCH, flag=False)
     """For benchmarks: averages are written as they arrive. A round that fails leaves the tensors partly averaged."""
 
@@ -451,6 +489,12 @@ class PeerConfig:
                 f"{spelled('group_wait')} must be at most {MAX_GROUP_WAIT:g} s, not {self.group_wait:g}; "
                 f"a peer declares itself again until {spelled('round_timeout')}",
                 "group_wait",
+            )
+        if self.leave_access is LeaveAccess.MEMBERS and not self.is_closed:
+            members = spelled("leave_access", LeaveAccess.MEMBERS.value)
+            raise ConfigError(
+                f"{members} needs {spelled('token_file')} or TLS: without them whoever reaches the port is a member",
+                "leave_access",
             )
         if self.group_size < self.min_group_size:
             group_size = spelled("group_size", self.group_size)

@@ -26,6 +26,7 @@ from averaging.cli.exits import DEFAULTS, NOT_DONE, starting
 from averaging.cli.explain import explain_command
 from averaging.cli.feed import feed_command
 from averaging.cli.follow import follow_command
+from averaging.cli.leave import leave_command
 from averaging.cli.peer import peer_command
 from averaging.cli.plan import plan_command
 from averaging.cli.register import register_command
@@ -100,6 +101,10 @@ def main() -> None:
       averaging plan --parameters 1.2e9 --dtype bf16 --peers 8 --link 300Mbit/40ms --step-seconds 1.4
 
     \b
+    End a peer in order, so that the others lose nothing:
+      averaging leave 127.0.0.1:4222
+
+    \b
     Keep a file at the newest weights that a training process publishes:
       averaging follow 127.0.0.1:4222 --output now.safetensors
 
@@ -124,6 +129,7 @@ main.add_command(state_command)
 main.add_command(watch_command)
 main.add_command(explain_command)
 main.add_command(plan_command)
+main.add_command(leave_command)
 main.add_command(follow_command)
 main.add_command(dashboard_command)
 main.add_command(feed_command)

@@ -1,6 +1,6 @@
 """How a command ends: with one line that says what to do, an exit code, and no traceback.
 
-Ctrl+C, SIGTERM and SIGHUP end it gracefully, a second signal at once.
+Ctrl+C, SIGTERM and SIGHUP end it gracefully, and what a peer's `leave_on` names; a second signal at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Mapping
+    from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
     from types import FrameType
 
     from averaging.errors import AveragingError
@@ -116,20 +116,25 @@ class Stop:
             self._task.cancel()
 
 
-def run(main: Callable[[Stop], Awaitable[T]]) -> T:
+def run(main: Callable[[Stop], Awaitable[T]], leave_on: Collection[str] = ()) -> T:
     """Runs `main` on a new event loop. Signals cancel it, see `Stop`.
+
+    Args:
+        main: what is run.
+        leave_on: names of further signals that end it.
 
     Raises:
         Stopped: a signal cancelled it.
     """
-    return asyncio.run(_run(main))
+    return asyncio.run(_run(main, leave_on))
 
 
-async def _run(main: Callable[[Stop], Awaitable[T]]) -> T:
+async def _run(main: Callable[[Stop], Awaitable[T]], leave_on: Collection[str]) -> T:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     if task is None:
         raise RuntimeError("not in a task")
-    stop, numbers = Stop(task), list(DEFAULTS)
+    further = {signal.Signals[name] for name in leave_on}
+    stop, numbers = Stop(task), [*DEFAULTS, *sorted(further - DEFAULTS.keys() - {signal.SIGHUP})]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup has it ignored
         numbers.append(signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers if number != signal.SIGINT}

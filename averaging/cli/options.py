@@ -182,6 +182,8 @@ def default_text(name: str) -> str:
         return as_flag(name, value)
     if isinstance(value, float):
         return f"{value:g}"
+    if isinstance(value, tuple):
+        return ",".join(value)
     return str(_plain(value)) if isinstance(value, int) or (isinstance(value, str) and value) else ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -114,13 +115,14 @@ def peer_command(
     exits with code 1 and says which peers were there and what they answered. A round that fails is tried again
     --retries times. With --serve the peer continues after such failures.
 
-    Ctrl+C or SIGTERM lets a round in progress end, a second one does not. With --serve the exit code is 0 then; without
-    it 130 or 143, and nothing is written, unless all rounds were done.
+    Ctrl+C, SIGTERM, SIGHUP or a signal of --leave-on lets a round in progress end, a second one does not; `averaging
+    leave` is like SIGTERM. With --serve the exit code is 0 then; without it 128 plus the number of the signal, and
+    nothing is written, unless all rounds were done.
 
     \b
     Exit codes: 0 done; 1 a round failed, no peer of --join answered, or the port is taken;
     2 wrong usage, unreadable input, or all of --join have another run, token or certificate authority;
-    130, 143 stopped by a signal before the rounds were done.
+    130, 143 and so on: stopped by a signal before the rounds were done.
 
     \b
     Events of --json, each with "event":
@@ -160,16 +162,16 @@ def _run(file: Path, output: Path | None, config: PeerConfig, given: dict[str, A
     # An auxiliary contributes no numbers.
     lenient = config.non_finite is NonFinite.ALLOW or config.mode is Mode.AUXILIARY
     check_can_be_averaged(file, document.tensors, allow_non_finite=lenient)
-    session = CommandSession(
-        _plan(file, config, given), _make_peer(document, config, given, report), document, destination, report
-    )
+    owner = Owner()
+    peer = _make_peer(document, config, given, report, owner)
+    session = CommandSession(_plan(file, config, given), peer, document, destination, report, owner)
     try:
-        run(session.run)
-    except Stopped as signal:
+        run(session.run, config.leave_on)
+    except Stopped as stop:
         if not given["serve"]:
             rounds = f"{session.rounds} of {counted(given['rounds'] or 1, 'round')}"
             written = f"wrote {session.output}" if session.output else "nothing was written"
-            raise stopped(signal.number, f" after {rounds}; {written}") from None
+            raise stopped(stop.number, f" after {rounds}; {written}") from None
     if session.unwritten:
         raise CommandError(session.unwritten)
     why_not = "no --output was given" if destination is None else "no round was done"
@@ -189,7 +191,21 @@ def _plan(file: Path, config: PeerConfig, given: dict[str, Any]) -> RoundPlan:
     )
 
 
-def _make_peer(document: Document, config: PeerConfig, given: dict[str, Any], report: CommandOutput) -> Peer:
+class Owner:
+    """Ends the command when the owner of its peer asks for that, with `averaging leave`."""
+
+    def __init__(self) -> None:
+        self.stop: Stop | None = None
+
+    def ask(self) -> None:
+        """Ends the command as SIGTERM does."""
+        if self.stop is not None:
+            self.stop.request(signal.SIGTERM)
+
+
+def _make_peer(
+    document: Document, config: PeerConfig, given: dict[str, Any], report: CommandOutput, owner: Owner
+) -> Peer:
     from averaging.elastic import RegisterService
     from averaging.peer import Peer
 
@@ -202,7 +218,14 @@ def _make_peer(document: Document, config: PeerConfig, given: dict[str, Any], re
     try:
         # Elastic torchrun jobs of the run may meet here.
         services = [RegisterService()] if given["serve"] and config.mode is not Mode.CLIENT else []
-        peer = Peer(document.tensors, config=config, on_joining=tell_joining, on_found=tell_found, services=services)
+        peer = Peer(
+            document.tensors,
+            config=config,
+            on_joining=tell_joining,
+            on_found=tell_found,
+            on_leave=owner.ask,
+            services=services,
+        )
         pack_gather(given["weight"], config.bandwidth, config.mode, given["gather"])
     except AveragingError as error:
         raise failure_of(error) from None
@@ -252,11 +275,17 @@ class CommandSession:
     """
 
     def __init__(
-        self, plan: RoundPlan, peer: Peer, document: Document, output: Output | None, report: CommandOutput
+        self,
+        plan: RoundPlan,
+        peer: Peer,
+        document: Document,
+        output: Output | None,
+        report: CommandOutput,
+        owner: Owner,
     ) -> None:
         self._plan, self._peer = plan, peer
         self._document, self._output = document, output
-        self._report = report
+        self._report, self._owner = report, owner
         self.rounds = 0
         self.written = False
         self.unwritten = ""
@@ -275,6 +304,7 @@ class CommandSession:
             Stopped: a signal ended the command early.
         """
         peer, plan, kept = self._peer, self._plan, list(self._document.kept)
+        self._owner.stop = stop
         try:
             async with peer:
                 stop.wait = self._must_finish

@@ -53,6 +53,7 @@ from averaging.common.options import (
     spelled_as_set,
     spelling,
     text,
+    texts,
     unknown_option,
     whole,
 )
@@ -152,6 +153,7 @@ __all__ = [
     "spelled_as_set",
     "spelling",
     "text",
+    "texts",
     "unknown_option",
     "unpack",
     "whole",

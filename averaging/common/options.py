@@ -139,6 +139,13 @@ def text(metavar: str, check: Callable[[str], Any] = str) -> Kind:
     return Kind(metavar, "a text", _is_text, convert)
 
 
+def texts(metavar: str, expected: str, check: Callable[[Collection[str]], Any]) -> Kind:
+    """Lists of texts, which are separated by commas in a text; `check` returns the list as it is kept."""
+    return Kind(
+        metavar, expected, _are_texts, check, lambda value: [each for each in map(str.strip, value.split(",")) if each]
+    )
+
+
 def whole(least: int, most: int | None = None, metavar: str = "N") -> Kind:
     """Whole numbers in a range that includes its bounds."""
     expected = f"a whole number of at least {least}" if most is None else f"a whole number from {least} to {most}"
@@ -203,7 +210,7 @@ def _check_dialled(address: str) -> None:
         raise ConfigError(f"{address!r} has port 0; give the port on which that peer listens")
 
 
-def _are_addresses(value: Any) -> bool:
+def _are_texts(value: Any) -> bool:
     return isinstance(value, Collection) and not _is_text(value) and all(map(_is_text, value))
 
 
@@ -220,7 +227,7 @@ ADDRESS_TO_DIAL = text("HOST:PORT", _check_dialled)
 SEED = text("HOST:PORT", parse_seed)
 """The address of a peer, or a source of addresses, see `seed_sources`."""
 ADDRESSES_TO_DIAL = Kind(
-    "HOST:PORT", "a list of addresses, each a text HOST:PORT", _are_addresses, _check_all_dialled, split_seeds
+    "HOST:PORT", "a list of addresses, each a text HOST:PORT", _are_texts, _check_all_dialled, split_seeds
 )
 PATH = Kind("FILE", "the path of a file", lambda value: isinstance(value, str | os.PathLike) and str(value) != "")
 SWITCH = Kind(

@@ -222,6 +222,12 @@ class PublishedRecord:
         self._value, self._clock = value, clock
         self._lifetime, self._refresh, self._pause = lifetime, refresh, pause
         self._changed, self._urgent = asyncio.Event(), asyncio.Event()
+        self._withdrawn = False
+
+    async def withdraw(self) -> None:
+        """Removes the record from discovery. From here on it is not stored any more."""
+        self._withdrawn = True
+        await self._discovery.withdraw(self._key, self._endpoint)
 
     def changed(self, *, urgent: bool = False) -> None:
         """Has `keep` store the record again, because its value has changed; if urgent, without a pause."""
@@ -248,7 +254,7 @@ class PublishedRecord:
     async def store(self) -> None:
         """Stores the record once. A failure is logged only, since `keep` tries again."""
         value = self._value()
-        if value is None:
+        if value is None or self._withdrawn:
             return
         try:
             await self._discovery.store(self._key, self._endpoint, value, self._clock() + self._lifetime)

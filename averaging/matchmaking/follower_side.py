@@ -168,7 +168,11 @@ class FollowerSide:
                     # It cannot lead, so it must be able to follow peers that declare themselves only now.
                     own = replace(own, expiration=max(until, now + self._group_wait))
                 again = None
-                if number := 0 if search.state.leader else rules.requests_to_start(*search.request_counts):
+                if (
+                    number := 0
+                    if search.state.leader or search.ending
+                    else rules.requests_to_start(*search.request_counts)
+                ):
                     candidates, again = self._candidates(search, own, key, now, began + self._group_wait / 2)
                     context = _Context(search, own, key, until, tasks, wake_up)
                     for candidate in candidates[:number]:

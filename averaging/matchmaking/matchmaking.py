@@ -217,19 +217,45 @@ class Matchmaking:
     async def assembling(self) -> None:
         """Waits until no group with this peer in it is being assembled."""
         while (search := self._search) and search.assembling:
-            search.changed.clear()
-            waits = [asyncio.create_task(event.wait()) for event in (search.changed, self._idle)]
-            try:
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for wait in waits:
-                    wait.cancel()
+            await self._next_change(search)
+
+    async def _next_change(self, search: SearchState) -> None:
+        """Waits until a search changes, or no search is left."""
+        search.changed.clear()
+        waits = [asyncio.create_task(event.wait()) for event in (search.changed, self._idle)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def end_search(self, seconds: float) -> bool:
+        """Has the present search begin no group, unless a leader has accepted this peer already.
+
+        Args:
+            seconds: maximum time to wait for that leader's decision.
+
+        Returns:
+            Whether the search can be cancelled now; False if it has found a group, or is over.
+        """
+        search = self._search
+        if search is None:
+            return False
+        search.end()
+        try:
+            async with asyncio.timeout(seconds):
+                while self._search is search and not search.state.assembled and search.assembling:
+                    await self._next_change(search)
+        except TimeoutError:
+            pass
+        return self._search is search and not search.state.assembled
 
     async def join_group(self, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
         """Answers a request to join: the verdict and, if that is ACCEPTED, the decision about the group."""
         search = self._search
         excluded = self._exclusions.excluded(self._clock())
-        code, suggested_leader = rules.verdict(request, search.state if search else None, excluded)
+        takes_part = search is not None and not search.ending
+        code, suggested_leader = rules.verdict(request, search.state if search and takes_part else None, excluded)
         logger.debug("%s answers %s to %.80r", self._endpoint, code.name, request.endpoint)
         if search is None or code is not MessageCode.ACCEPTED:
             # Peers that discovery does not know say nothing about the run. With a topic, another hash is another phase.

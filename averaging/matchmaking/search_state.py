@@ -123,6 +123,7 @@ class SearchState:
         answers: the last answer of each peer that was asked, as text.
         refusals: the last refusal of each peer that was asked.
         differing: peers with another schema; None until that schema has been requested.
+        ending: whether it takes no followers and asks no leaders any more; an accepted request may still begin a group.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class SearchState:
         self._prepare_lane = prepare_lane
         self.state, self.arrivals, self.gather = state, arrivals, gather
         self.group: Group | None = None
+        self.ending = False
         self.open_requests: dict[str, OpenRequest] = {}
         self.leaders: dict[Declaration, OpenRequest] = {}
         self.changed = asyncio.Event()
@@ -232,6 +234,7 @@ class SearchState:
     def begin_if_complete(self) -> None:
         """Begins a complete group, unless a leader may just have accepted this peer: it would be in two groups."""
         complete = rules.is_complete(self.state) and self.group is None and not self.has_pending_request
+        complete = complete and not self.ending
         if complete and not self.begin(2):
             self.disband("")  # no member has tensors to average
 
@@ -243,7 +246,9 @@ class SearchState:
 
     def begin(self, min_group_size: int) -> bool:
         """Begins a group with the present followers, if there are enough; those that are left out are disbanded."""
-        followers = None if self.group is not None else rules.followers_for_group(self.state, min_group_size)
+        followers = (
+            None if self.group is not None or self.ending else rules.followers_for_group(self.state, min_group_size)
+        )
         if followers is None:
             return False
         for name in self.state.followers.keys() - followers:
@@ -256,6 +261,12 @@ class SearchState:
         self.adopt(rules.read_group(message, endpoint, endpoint, self.gather))
         self._decide(message)
         return True
+
+    def end(self) -> None:
+        """Disbands the group that this peer leads; from here on it can only follow a leader that has accepted it."""
+        self.ending = True
+        if self.group is None:
+            self.disband("")
 
     def disband(self, suggested_leader: str) -> None:
         """Disbands the group that this peer leads: all followers get GROUP_DISBANDED."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from averaging.config import PeerConfig
+from averaging.control import ControlService, Departure, LeaveStep
 from averaging.discovery import LIFETIME, REFRESH, Discovery, PublishedRecord, ShardOfRun
 from averaging.discovery.gossip import CertifiedIdentity, GossipDiscovery, Waiting
 from averaging.peer.peer_metrics import PeerMetrics
@@ -25,6 +26,9 @@ from averaging.tensors import Schema, SharedTensors
 from averaging.transport import RpcService, Transport
 from averaging.transport.direct import DirectTransport
 from averaging.transport.grpc import GrpcTransport
+
+DOWNLOAD_SECONDS = 20.0
+"""Seconds for which a peer that was asked to leave waits for those who download its state."""
 
 CLOSING_GRACE = 1.0
 """Seconds for which calls in progress may go on when a peer closes."""
@@ -75,6 +79,8 @@ async def start(
     rng: random.Random,
     shard: ShardOfRun | None = None,
     on_joining: Callable[[Waiting], None] | None = None,
+    control: ControlService,
+    on_leave: Callable[[], None],
 ) -> Running:
     """Listens, joins the run through `seeds`, and declares that the peer's state can be downloaded.
 
@@ -95,6 +101,8 @@ async def start(
         endpoint = await transport.bind()
         seeds.bind(endpoint, config.listen)
         stack.push_async_callback(transport.close, CLOSING_GRACE)
+        control.endpoint = endpoint
+        stack.callback(control.departure.advance, LeaveStep.LEFT)  # those who asked learn it in the grace period
         await tensors.while_locked(lambda: snapshots.commit(0), config.round_timeout)
         book = ReceiptBook(ReceiptLog(config.receipts) if config.receipts else None, metrics.note)
         stack.callback(book.close)  # ends the streams of `watch_rounds`
@@ -124,11 +132,31 @@ async def start(
         for notice in notices:
             await notice.store()
             stack.callback(tasks.create_task(notice.keep()).cancel)
+        leaving = _leave_when_asked(control.departure, (progress.notice, donors.declaration), rounds, service, on_leave)
+        stack.callback(tasks.create_task(leaving).cancel)
         loop = asyncio.get_running_loop()
         scraped = metrics.listener.endpoint
         return Running(
             *(stack.pop_all(), endpoint, scraped, loop, discovery, run_discovery, rounds, donors, progress, service)
         )
+
+
+async def _leave_when_asked(
+    departure: Departure,
+    notices: Sequence[PublishedRecord],
+    rounds: Rounds,
+    service: PeerService,
+    on_leave: Callable[[], None],
+) -> None:
+    """Waits until somebody asks this peer to leave, brings its work to an end, and calls `on_leave`."""
+    await departure.asked.wait()
+    for notice in notices:  # nobody waits for this peer any more, and newcomers ask other donors
+        await notice.withdraw()
+    await rounds.drain()
+    departure.advance(LeaveStep.DOWNLOADS)
+    await service.end_downloads(DOWNLOAD_SECONDS)
+    departure.advance(LeaveStep.CLOSING)
+    on_leave()
 
 
 def _gossip(

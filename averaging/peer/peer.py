@@ -15,6 +15,7 @@ import torch
 
 from averaging.common import InProcess, check_weight, member_of
 from averaging.config import Inspection, NonFinite, PeerConfig, PeerOptions, configure
+from averaging.control import ControlService
 from averaging.discovery import Discovery, ShardOfRun, shards_key
 from averaging.discovery.gossip import Waiting
 from averaging.doctor import ProbeService, TransferService
@@ -123,6 +124,9 @@ class Peer(InProcess):
             second and then less and less often, with the addresses and the reasons. For gossip only.
         on_found: function that is called in the event loop when a source in `join`, such as `dns:NAME:PORT`, answers
             otherwise than before. For gossip only.
+        on_leave: function that ends what uses this peer, and then closes it. It is called in the event loop when the
+            peer's owner has asked it to leave (`averaging leave`), and its last round has ended. Without it the owner
+            cannot do that.
         shard: which shard of the run this peer averages, if the model is divided; it meets peers of this shard only.
         training: called in the event loop for the progress of the training that this peer is part of. Its status shows
             it.
@@ -151,6 +155,7 @@ class Peer(InProcess):
         rng: random.Random | None = None,
         on_joining: Callable[[Waiting], None] | None = None,
         on_found: Callable[[FoundSeeds], None] | None = None,
+        on_leave: Callable[[], None] | None = None,
         shard: ShardOfRun | None = None,
         training: Callable[[], TrainingProgress] | None = None,
         **options: Unpack[PeerOptions],
@@ -166,6 +171,11 @@ class Peer(InProcess):
         self._snapshots = Snapshots(self._tensors, extra_state, self.schema, shared=shared)
         if services and transport is not None:
             raise ConfigError("services are served over gRPC; give no transport beside them")
+        self._on_leave = on_leave or (lambda: None)
+        certified = self.config.tls_cert is not None
+        self._control = ControlService(self.run_id, self.config.leave_access, certified=certified)
+        if on_leave is not None and not is_client:
+            services = [*services, self._control]
         if transport is None and not is_client and self.config.inspection is not Inspection.OFF:
             probe = ProbeService(self.config, self._credentials.tls, clock=clock)
             services = [probe, TransferService(self._is_in_round), *services]
@@ -211,6 +221,8 @@ class Peer(InProcess):
             rng=self._rng,
             shard=self.shard,
             on_joining=self._on_joining,
+            control=self._control,
+            on_leave=self._on_leave,
         )
         self._running.service.training = self._training
         self._running.service.read_by = [each for each in self._services if isinstance(each, ReadByService)]
@@ -238,6 +250,11 @@ class Peer(InProcess):
             raise ConfigError("services are served over gRPC; give the peer no transport")
         self._transport.add_services([service])
         self._services.append(service)
+
+    @property
+    def leaves(self) -> bool:
+        """Whether its owner has asked it to leave; the average in progress is the last one."""
+        return self._control.departure.asked.is_set()
 
     @property
     def run_id(self) -> str:

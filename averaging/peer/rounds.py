@@ -41,6 +41,12 @@ MAX_OVER_RECORDS = 64
 """Such records of one peer at a time, since discovery limits their number. If phases follow each other faster, each
 record stays for less time; while they become faster there may be twice as many."""
 
+DECISION_SECONDS = 5.0
+"""Time limit for the decision of a leader that has accepted a peer which leaves its run."""
+
+WITHDRAWN_SECONDS = 20.0
+"""A member whose records are all gone so soon after a group has withdrawn them: those of a dead peer last longer."""
+
 MAX_LASTING = 256
 """Topics whose group bits are remembered, since an application may create topics without end."""
 
@@ -115,6 +121,11 @@ class Rounds:
         self._phase_searches: deque[float] = deque(maxlen=MAX_OVER_RECORDS)  # start times of searches for one phase
         self._warned = LoggedDifferences()
         self._responses = ResponseHistory()
+        self._companions: dict[str, float] = {}  # members of recent groups, and the time of the last one
+        self._searching: asyncio.Timeout | None = None  # of the present search; it expires only when it is ended
+        self._idle = asyncio.Event()  # no round is in progress
+        self._idle.set()
+        self._drained = False
         self.conduct = Exclusions()
 
     def matchmaking(self, schema: Schema, *, lasting: bool = True) -> Matchmaking:
@@ -170,6 +181,8 @@ class Rounds:
             TensorError: a tensor holds NaN or infinity, unless the peer allows these.
             Exception: raised by a function among the options.
         """
+        if self._drained:
+            await asyncio.Event().wait()  # until the peer closes
         self._count += 1
         started, schema = asyncio.get_running_loop().time(), topic.at(options.get("phase", ""))
         round_ = _Round(self._count, topic, options, schema, started, self._clock())
@@ -184,10 +197,25 @@ class Rounds:
                 await self._adopt(round_, group, round_.result)
         return round_.receipt
 
+    async def drain(self) -> None:
+        """Begins no further round, and waits for the end of the one in progress. Call it once.
+
+        A search ends without a group, unless a leader has accepted this peer already: then its group is the last one.
+        Calls of `average` that come later wait until they are cancelled.
+        """
+        self._drained = True
+        matchmaking = self._service.matchmaking
+        if self._searching is not None and matchmaking is not None:
+            can_end = await matchmaking.end_search(DECISION_SECONDS)
+            if can_end and self._searching is not None:
+                expire(self._searching)
+        await self._idle.wait()
+
     @contextmanager
     def _booked(self, round_: _Round) -> Iterator[None]:
         """Keeps a receipt of the round, however it ends."""
         outcome, reason = Outcome.CANCELLED, "cancelled by this peer's application"
+        self._idle.clear()
         try:
             yield
             outcome, reason = Outcome.AVERAGED, ""
@@ -205,6 +233,7 @@ class Rounds:
             self._service.averaged += outcome is Outcome.AVERAGED
             round_.receipt = self._receipt(round_, outcome, reason)
             self._service.book.keep(round_.receipt)
+            self._idle.set()
 
     async def _check_finite(self, round_: _Round) -> None:
         if self._config.non_finite is not NonFinite.REFUSE or self._config.mode is Mode.AUXILIARY:
@@ -308,6 +337,7 @@ class Rounds:
         failures: list[Exception] = []
         try:
             async with asyncio.timeout(None) as limit:
+                self._searching = limit
                 if stop_search is not None:
                     sources = (self._progress.watch(), self._without_gone(missing))
                     watching = [
@@ -316,9 +346,12 @@ class Rounds:
                     ]
                 group = round_.group = await search
         except TimeoutError:
+            if self._drained:
+                raise NoGroupError("this peer leaves its run, as it was asked to") from None
             if not failures:
                 raise NoGroupError("the other peers have advanced without this one, or have left") from None
         finally:
+            self._searching = None
             for task in watching:
                 task.cancel()
         if failures:
@@ -418,6 +451,17 @@ class Rounds:
             self._snapshots.commit(self._snapshots.version + 1)
         round_.adopted = True
 
+    def _left(self, round_: _Round) -> tuple[str, ...]:
+        """The members of recent groups that have withdrawn their records since. Those of a dead peer stay longer."""
+        now, known = asyncio.get_running_loop().time(), self._discovery.knows
+        if round_.group:
+            members = set(round_.group.endpoints) - {self._endpoint}
+            self._companions |= {name: now for name in members if known(name)}
+        recent = {name for name, last in self._companions.items() if now - last < WITHDRAWN_SECONDS}
+        gone = {name for name in recent if not known(name)}
+        self._companions = {name: self._companions[name] for name in recent - gone}
+        return tuple(sorted(gone - self._discovery.diagnose().silent.keys())) if gone else ()
+
     def _receipt(self, round_: _Round, outcome: Outcome, reason: str) -> Receipt:
         now = asyncio.get_running_loop().time()
         group, result = round_.group, round_.result
@@ -449,6 +493,7 @@ class Rounds:
             state=self._state(round_, result),
             last_to_arrive=round_.last_to_arrive,
             drift=round_.drift,
+            left=self._left(round_),
         )
 
     def _state(self, round_: _Round, result: RoundResult | None) -> str:

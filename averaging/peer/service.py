@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 
 from averaging.allreduce import AllReduce
-from averaging.common import HostQuota
+from averaging.common import HostQuota, counted
 from averaging.config import PeerConfig
 from averaging.discovery import Discovery
 from averaging.doctor import SOFTWARE
@@ -81,6 +82,8 @@ class HostQueue:
             granted.set_result(None)
 
 
+logger = logging.getLogger("averaging.peer")
+
 LEAST_WAIT = 0.5
 """Seconds after which a status names the peers for which this one waits."""
 
@@ -137,6 +140,7 @@ class PeerService:
         self._snapshots = snapshots
         self._started = started
         self._downloads = HostQueue(MAX_DOWNLOADS, DOWNLOADS_PER_HOST)
+        self._sending, self._sent = 0, asyncio.Event()  # downloads in progress; set when one has ended
         self._preparing = asyncio.Lock()
         self.matchmaking: Matchmaking | None = None
         self.discovery: Discovery | None = None
@@ -194,6 +198,7 @@ class PeerService:
             own = self._downloads.taken_by(caller)
             busy = f"{own} downloads of your host" if own >= DOWNLOADS_PER_HOST else f"{MAX_DOWNLOADS} downloads"
             raise BusyError(f"{busy} of the state of {self._endpoint} are in progress; ask another donor") from None
+        self._sending += 1
         try:
             async with self._preparing:
                 snapshot = await self._snapshots.latest(self._config.stall_timeout)
@@ -208,7 +213,19 @@ class PeerService:
                 left -= len(message.tensor_part.buffer) if message.tensor_part else 0
                 taken.update(left, clock())
         finally:
+            self._sending -= 1
+            self._sent.set()
             self._downloads.leave(caller)
+
+    async def end_downloads(self, seconds: float) -> None:
+        """Waits until nobody downloads the state, for at most so long. A download that is cut off can be resumed."""
+        try:
+            async with asyncio.timeout(seconds):
+                while self._sending:
+                    self._sent.clear()
+                    await self._sent.wait()
+        except TimeoutError:
+            logger.warning("left while %s still downloaded the state", counted(self._sending, "peer"))
 
     def get_schema(self) -> Schema:
         """The schema of the present or last round."""

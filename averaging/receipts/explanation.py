@@ -283,6 +283,7 @@ def describe(round_: Round, peers: Iterable[str] = ()) -> str:
         if round_.outcome is Outcome.AVERAGED and not receipt.averaged
     ]
     facts += [_drop(round_, name, several) for name in round_.dropped]
+    facts += [f"{name} has left the run" for name in sorted({n for receipt in round_.receipts for n in receipt.left})]
     if late := last_to_arrive(round_.receipts):
         facts.append(str(late))
     if straggler := round_.straggler:

@@ -202,6 +202,7 @@ class Receipt:
             quarter of the time since this peer's last round, after the one before. A peer cannot observe itself.
         drift: the members whose tensors or hyperparameters differ from those of most members although they should not,
             also this peer; at most one entry for each kind of difference. Members of other software are not compared.
+        left: members of this peer's last groups that have left the run in order since, so that nobody waits for them.
     """
 
     round: int
@@ -229,6 +230,7 @@ class Receipt:
     state: str = ""
     last_to_arrive: LateArrival | None = None
     drift: tuple[Drift, ...] = ()
+    left: tuple[str, ...] = ()
 
     @property
     def averaged(self) -> bool:
@@ -241,6 +243,7 @@ class Receipt:
         if self.outcome is Outcome.CANCELLED:
             return f"round {self.round}: cancelled after {duration(self.seconds)}"
         drift = "".join(f"; DRIFT: {drift}" for drift in self.drifted)
+        drift += "".join(f"; {printable(name)} has left the run" for name in self.left)
         if self.outcome is Outcome.FAILED:
             return f"round {self.round}: failed after {duration(self.seconds)}: {printable(self.reason)}{drift}"
         lost = "".join(
@@ -276,6 +279,8 @@ class Receipt:
             late = self.last_to_arrive
             rows["last to arrive"] = f"{late.endpoint}, {duration(late.seconds)} after the others"
         rows |= {f"lost {dropped.endpoint}": dropped.reason for dropped in self.dropped}
+        if self.left:
+            rows["left the run"] = ", ".join(self.left)
         if self.drift:
             rows["drift"] = "; ".join(map(str, self.drift))
         if self.straggler is not None:

@@ -179,7 +179,7 @@ class Finish:
             announce it in time.
         late: endpoints of the peers that still train.
         receipt: receipt of the last round; None if there was none.
-        left: whether this peer had left the run before, on SIGTERM.
+        left: whether this peer had left the run before, on a signal.
         differing: the parts of the model in which another peer differs, by its endpoint: "parameters", "buffers" or
             "frozen parameters" (those that the optimizer does not train).
         unchecked: whether buffers and frozen parameters were not compared, since the averager was made without `model`.

@@ -206,7 +206,7 @@ class Strategy(ABC):
         return loss
 
     def step_alone(self, training: StrategyContext, closure: Callable[[], float] | None) -> float | None:
-        """One `opt.step()` after this peer has left its run on SIGTERM."""
+        """One `opt.step()` after this peer has left its run on a signal."""
         return training.inner_step(closure, self.max_norm)
 
     def after_step(self, training: StrategyContext) -> None:

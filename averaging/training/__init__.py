@@ -22,7 +22,14 @@ from averaging.training.history import (
 )
 from averaging.training.layout import full_precision, is_divided, local
 from averaging.training.named_tensors import WITHOUT_MODEL, TrainedModel, named_buffers, named_parameters
-from averaging.training.open_averagers import check_only_one, close_all, leave_on_sigterm, note_closed, note_open
+from averaging.training.open_averagers import (
+    check_only_one,
+    close_all,
+    ending_process,
+    leave_on_signals,
+    note_closed,
+    note_open,
+)
 from averaging.training.optimizer_state import GroupProgress, load_optimizer, pack_optimizer, restored_on_error
 from averaging.training.optimizer_wrapper import OptimizerWrapper
 from averaging.training.parameter_copies import needs_closure
@@ -90,10 +97,11 @@ __all__ = [
     "count_in",
     "described",
     "done_training",
+    "ending_process",
     "find_together",
     "full_precision",
     "is_divided",
-    "leave_on_sigterm",
+    "leave_on_signals",
     "load_optimizer",
     "local",
     "look_for_greater_origin",

@@ -1,7 +1,7 @@
-"""The open averagers of this process: how `close_all` closes them, and how they leave their runs on SIGTERM.
+"""The open averagers of this process: how `close_all` closes them, and how they leave their runs on signals.
 
-Job schedulers send SIGTERM before SIGKILL. Peers that end without leaving cost the others seconds in each round until
-their records have expired.
+Job schedulers send SIGTERM before SIGKILL, and Slurm SIGUSR1 some time before its limit. Peers that end without leaving
+cost the others seconds in each round until their records have expired.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Protocol, TypeAlias
 from weakref import WeakSet
@@ -39,7 +41,7 @@ class OpenAverager(Protocol):
         ...
 
     def begin_to_leave(self) -> None:
-        """Starts to leave its run on SIGTERM, without waiting."""
+        """Starts to leave its run on a signal, without waiting."""
         ...
 
     def leave(self) -> None:
@@ -56,11 +58,12 @@ def note_open(averager: OpenAverager) -> None:
 
 
 def note_closed(averager: OpenAverager) -> None:
-    """Undoes `note_open` and `leave_on_sigterm`. Further calls do nothing."""
+    """Undoes `note_open` and `leave_on_signals`. Further calls do nothing."""
     _open.discard(averager)
-    _HANDLER.leavers.pop(averager, None)
-    if not _HANDLER.leavers and threading.current_thread() is threading.main_thread():
-        _HANDLER.uninstall()
+    for handler in _HANDLERS.values():
+        handler.leavers.pop(averager, None)
+        if not handler.leavers and threading.current_thread() is threading.main_thread():
+            handler.uninstall()
 
 
 def close_all() -> None:
@@ -91,9 +94,10 @@ Before: TypeAlias = "Callable[[int, FrameType | None], object] | int | None"
 
 
 class _Handler:
-    """Handles SIGTERM for all leavers of the process, then calls the previous handler."""
+    """Handles one signal for all its leavers in the process, then calls the previous handler."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: signal.Signals) -> None:
+        self._number = number
         self.leavers: dict[OpenAverager, None] = {}  # ordered
         self._before: Before = None
 
@@ -108,29 +112,88 @@ class _Handler:
         self.uninstall()
         if callable(before):
             before(number, frame)
-        elif signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        elif signal.getsignal(number) == signal.SIG_DFL:
             os.kill(os.getpid(), number)
+            if os.getpid() == 1:  # the first process of a container, for which there are no defaults
+                raise SystemExit(128 + number)
 
     def install(self) -> None:
         """Installs itself, unless the signal is ignored or C code, which cannot be called from here, handles it."""
-        before = signal.getsignal(signal.SIGTERM)
+        before = signal.getsignal(self._number)
         if before not in (self, signal.SIG_IGN, None):
             self._before = before
-            signal.signal(signal.SIGTERM, self)
+            signal.signal(self._number, self)
 
     def uninstall(self) -> None:
         """Restores the previous handler, unless another handler was installed since, which may call this one."""
-        is_installed = signal.getsignal(signal.SIGTERM) == self
+        is_installed = signal.getsignal(self._number) == self
         if is_installed:
-            signal.signal(signal.SIGTERM, self._before)
+            signal.signal(self._number, self._before)
 
 
-_HANDLER = _Handler()
+_HANDLERS: dict[str, _Handler] = {}
+"""The handlers of this process, by the name of the signal."""
 
 
-def leave_on_sigterm(leaver: OpenAverager) -> None:
-    """Registers `leaver` to leave on SIGTERM. Does nothing outside of the main thread."""
+def leave_on_signals(leaver: OpenAverager, names: Collection[str]) -> None:
+    """Registers `leaver` to leave on these signals, such as SIGTERM. Does nothing outside of the main thread."""
     if threading.current_thread() is not threading.main_thread():
         return
-    _HANDLER.leavers[leaver] = None
-    _HANDLER.install()
+    for name in names:
+        handler = _HANDLERS.setdefault(name, _Handler(signal.Signals[name]))
+        handler.leavers[leaver] = None
+        handler.install()
+
+
+# How the process ends when the owner of its peer has asked it to leave.
+
+
+class AskedToLeave(Protocol):
+    """What `ending_process` asks of a peer."""
+
+    @property
+    def leaves(self) -> bool:
+        """Whether its owner has asked it to leave."""
+        ...
+
+    async def __aenter__(self) -> object: ...
+
+    async def __aexit__(self, *error: object) -> None: ...
+
+
+@asynccontextmanager
+async def ending_process(peer: AskedToLeave) -> AsyncIterator[None]:
+    """Enters the peer, and ends this process after the peer has left if its owner has asked for that."""
+    async with peer:
+        yield
+    if peer.leaves:
+        os.kill(_process_to_end(), signal.SIGTERM)
+
+
+def _process_to_end() -> int:
+    """This process, or the agent of torchrun that has started it and would start it again."""
+    process = os.getppid()
+    if ELASTIC not in os.environ or process != PARENT:
+        return os.getpid()
+    while f"{ELASTIC}=".encode() in _environment_of(process):
+        process = _parent_of(process)
+    return process
+
+
+ELASTIC = "TORCHELASTIC_RUN_ID"
+"""The variable that torchrun sets for its workers, and that their children inherit."""
+
+PARENT = os.getppid()
+"""The process that has started this one, which may have ended since."""
+
+
+def _environment_of(process: int) -> bytes:
+    try:
+        return Path(f"/proc/{process}/environ").read_bytes()
+    except OSError:
+        return b""
+
+
+def _parent_of(process: int) -> int:
+    status = Path(f"/proc/{process}/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("PPid:"))

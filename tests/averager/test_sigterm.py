@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import JsonProcess
+from tests.support.processes import JsonProcess, averaging_command
 from tests.support.selection import rest_is_long
 
 BOUND = 5.0
@@ -56,7 +56,7 @@ def test_nobody_waits_for_a_peer_whose_process_was_ended(strategy: str, number: 
         assert ended.wait() == -number
         assert slowest_after(survivors, 3) < BOUND
         if number == signal.SIGTERM:
-            assert "the averager of run 'run' has left on SIGTERM" in ended.stderr
+            assert "the averager of run 'run' has left" in ended.stderr
 
 
 @pytest.mark.parametrize("strategy", rest_is_long(("local", "gradients", "diloco")))
@@ -76,10 +76,40 @@ def test_a_script_that_handles_sigterm_goes_on_and_ends_as_it_wants(strategy: st
         assert slowest_after(survivors, 3) < BOUND
 
 
+@pytest.mark.parametrize("strategy", rest_is_long(("local", "gradients", "diloco")))
+def test_a_peer_that_is_asked_to_leave_costs_the_others_nothing(strategy: str) -> None:
+    """Its last round is whole, the next receipts say that it has left, and its process ends as by SIGTERM."""
+    with ExitStack() as stack:
+        *survivors, ended = three(stack, strategy)
+        endpoint = next(event["endpoint"] for event in ended.seen if event["event"] == "ready")
+        told = averaging_command("leave", endpoint)
+        assert told.returncode == 0, told.stderr
+        assert told.stdout == f"{endpoint} has left run run\n"
+        assert ended.wait() == -signal.SIGTERM
+        assert f"{endpoint} leaves: asked by ipv4:127.0.0.1:" in ended.stderr
+        assert slowest_after(survivors, 3) < BOUND
+        for peer in survivors:
+            rounds = peer.events("round")
+            assert not [event for event in rounds if event["dropped"]]
+            assert [event["left"] for event in rounds if event["left"]] == [[endpoint]]
+            assert {event["outcome"] for event in rounds} <= {"averaged", "no_group"}
+
+
+@pytest.mark.parametrize("name", rest_is_long(("SIGUSR1", "SIGHUP", "SIGTERM")))
+def test_a_peer_leaves_on_the_signals_that_its_user_chose(name: str) -> None:
+    with ExitStack() as stack:
+        chosen = ["SIGTERM", "SIGHUP", "SIGUSR1"]
+        *survivors, ended = three(stack, "local", leave_on=chosen)
+        ended.signal(signal.Signals[name])
+        assert ended.wait() == -signal.Signals[name]
+        assert slowest_after(survivors, 3) < BOUND
+        assert "the averager of run 'run' has left" in ended.stderr
+
+
 @pytest.mark.long
 def test_leaving_on_sigterm_can_be_switched_off() -> None:
     with ExitStack() as stack:
-        peers = three(stack, "local", leave_on_sigterm=False)
+        peers = three(stack, "local", leave_on=[])
         peers[2].signal(signal.SIGTERM)
         assert peers[2].wait() == -signal.SIGTERM
         assert "has left" not in peers[2].stderr

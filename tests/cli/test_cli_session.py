@@ -20,7 +20,7 @@ from averaging.cli import peer as sessions
 from averaging.cli.exits import CommandError, Stop, Stopped, run
 from averaging.cli.files import Document, Output
 from averaging.cli.output import CommandOutput
-from averaging.cli.peer import CommandSession, RoundPlan
+from averaging.cli.peer import CommandSession, Owner, RoundPlan
 from averaging.errors import TensorError
 from averaging.peer.peer import Peer
 from averaging.protocol.group import Mode
@@ -80,7 +80,7 @@ def play(
     )
     destination = Output(output, overwrite=False) if output else None
     return CommandSession(
-        plan, cast(Peer, peer), Document({"w": tensor}, None), destination, CommandOutput(as_json=True)
+        plan, cast(Peer, peer), Document({"w": tensor}, None), destination, CommandOutput(as_json=True), Owner()
     ), peer
 
 

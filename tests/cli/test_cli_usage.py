@@ -23,7 +23,7 @@ from averaging.cli.exits import DEFAULTS, CommandError, failure_of, run, startin
 from averaging.cli.options import FLAGS, join_command
 from averaging.cli.peer import peer_command
 from averaging.common import as_flag, spelling
-from averaging.config import Inspection, NonFinite, PeerConfig, TLSFiles, option_names
+from averaging.config import Inspection, LeaveAccess, NonFinite, PeerConfig, TLSFiles, option_names
 from averaging.errors import ConfigError, StateError
 from averaging.protocol.group import Mode, ReplyForm
 from averaging.protocol.messages import COMPRESSIONS, CompressionType
@@ -172,6 +172,8 @@ def shown(value: object) -> str:
     """A default, as --help shows it."""
     if isinstance(value, float):
         return f"{value:g}"
+    if isinstance(value, tuple):
+        return ",".join(value)
     return value.name.lower() if isinstance(value, Mode | CompressionType) else str(value)
 
 
@@ -207,6 +209,7 @@ def test_choices_are_those_of_the_library() -> None:
         "non_finite": [what.value for what in NonFinite],
         "reply_form": [form.value for form in ReplyForm],
         "inspection": [who.value for who in Inspection],
+        "leave_access": [who.value for who in LeaveAccess],
     }
     assert set(COMPRESSIONS.values()) == set(CompressionType)
 

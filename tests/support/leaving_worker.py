@@ -36,7 +36,9 @@ def main(options: dict[str, Any]) -> None:
     strategies = {"gradients": GradientAveraging(12), "diloco": DiLoCo(2), "local": LocalSGD(2)}
 
     def tell_round(receipt: Receipt) -> None:
-        report("round", seconds=receipt.seconds, members=receipt.members, outcome=receipt.outcome)
+        dropped = [str(each) for each in receipt.dropped]
+        told = {"members": receipt.members, "outcome": receipt.outcome, "left": receipt.left, "dropped": dropped}
+        report("round", seconds=receipt.seconds, **told)
 
     opt = DecentralizedAverager(
         partial(torch.optim.SGD, lr=0.01)(model.parameters()),
@@ -47,7 +49,7 @@ def main(options: dict[str, Any]) -> None:
         group_wait=30.0,
         round_timeout=40.0,
         on_round=tell_round,
-        leave_on_sigterm=options.get("leave_on_sigterm", True),
+        leave_on=options.get("leave_on", ["SIGTERM"]),
     )
     report("ready", endpoint=opt.endpoint)
     opt.wait_for_peers(options["peers"], 60.0)

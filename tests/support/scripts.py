@@ -146,7 +146,7 @@ def scripted(seed: int) -> Iterator[random.Random]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("averaging.averager.EventLoopThread", ScriptThread)
         patch.setattr("averaging.averager.Peer", make_peer)
-        patch.setattr("averaging.averager.register_leaver", lambda averager: None)  # a killed one never closes
+        patch.setattr("averaging.averager.leave_on_signals", lambda *_: None)  # a killed one never closes
         patch.setattr("averaging.averager.random", SimpleNamespace(SystemRandom=lambda: rng))
         patch.setattr("averaging.strategies.lockstep.secrets", SimpleNamespace(token_bytes=rng.randbytes))
         patch.setattr("averaging.training.context.time", clocks)

@@ -1,0 +1,149 @@
+"""`averaging leave`: ends a peer in order, and waits until it has left."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from averaging.cli.exits import CHECK_ADDRESS, NOT_DONE, CommandError, Stop, Stopped, failure_of, run, stopped
+from averaging.cli.options import DIALLED, DURATION, credentials_of, security_options
+
+if TYPE_CHECKING:
+    from averaging.control import LeaveStep
+    from averaging.rpc import Credentials
+
+
+@click.command("leave")
+@click.argument("address", type=DIALLED, metavar="HOST:PORT")
+@click.option(
+    "--timeout",
+    default=120.0,
+    type=DURATION,
+    metavar="SECONDS",
+    help="Give up waiting after this time. The peer leaves all the same.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print each step as one JSON object per line.")
+@security_options
+def leave_command(address: str, timeout: float, as_json: bool, **given: Any) -> None:
+    r"""Ends the peer at HOST:PORT in order, and waits until it has left its run.
+
+    The peer begins no further group, ends its round, and lets newcomers that download its state end (for at most 20 s);
+    later ones ask other donors. Then it withdraws its records, and its process ends as with SIGTERM: `averaging peer`
+    exits, a training process gets SIGTERM, and so does the torchrun that has started it, which would start it again
+    otherwise. The other peers lose nothing. A service manager that restarts what has ended, such as systemd with
+    Restart=always, starts a new peer.
+
+    \b
+    It is for the owner of the peer (see SECURITY.md):
+      - its user, or root, on its machine;
+      - with TLS, the holder of a certificate for the host of HOST:PORT;
+      - everybody with the run's token or certificate, if the peer was started with --leave-access members.
+    In a run with a token or TLS, the options for them are needed in each case.
+
+    \b
+    On the peer's machine, for example before a reboot:
+      averaging leave 127.0.0.1:4222
+
+    \b
+    From elsewhere, with a certificate for that host:
+      averaging leave a.example.org:4222 --tls-ca ca.pem --tls-cert a.pem --tls-key a.key
+
+    \b
+    Events of --json, each with "event":
+      leaving  endpoint, run_id, step: round, downloads or closing
+      left     endpoint, run_id
+
+    Exit codes: 0 it has left; 1 it could not be reached, refused, or has not left after --timeout; 2 wrong usage;
+    130, 143 stopped by a signal: a peer that was asked leaves all the same.
+    """
+    from averaging.errors import AveragingError
+
+    asked: list[LeaveStep] = []
+    try:
+        credentials = credentials_of(given)
+    except AveragingError as error:
+        raise failure_of(error) from None
+
+    async def leave(_: Stop) -> None:
+        try:
+            async with asyncio.timeout(timeout):
+                await _leave(address, credentials, as_json, asked)
+        except TimeoutError:
+            raise CommandError(_not_yet(address, timeout, asked), NOT_DONE) from None
+
+    try:
+        run(leave)
+    except Stopped as stop:
+        raise stopped(stop.number, f"; {address} was asked and leaves all the same" if asked else "") from None
+
+
+def _not_yet(address: str, timeout: float, asked: list[LeaveStep]) -> str:
+    if not asked:
+        return f"{address} has not answered within {timeout:g} s (--timeout); {CHECK_ADDRESS}"
+    return (
+        f"{address} has not left after {timeout:g} s (--timeout): {DOING[asked[-1].name]}. It leaves when that is over"
+    )
+
+
+DOING = {
+    "ROUND": "it ends its round",
+    "DOWNLOADS": "newcomers download its state",
+    "CLOSING": "it withdraws its records",
+}
+
+
+async def _leave(address: str, credentials: Credentials, as_json: bool, asked: list[LeaveStep]) -> None:
+    """Asks the peer, and prints each step until it has left.
+
+    Raises:
+        CommandError: it could not be asked, or was lost.
+    """
+    from averaging.control import LEAVE, LEAVE_REQUEST, LeaveStep, step_of
+    from averaging.errors import AveragingError, PeerUnreachableError, RefusalCause, printable, refusal_cause
+    from averaging.rpc import RpcChannel
+
+    try:
+        async with (
+            RpcChannel(address, credentials=credentials) as channel,
+            aclosing(channel.stream(LEAVE, LEAVE_REQUEST)) as replies,
+        ):
+            async for reply in replies:
+                step = step_of(reply)
+                if step not in asked:
+                    asked.append(step)
+                    _print(step, printable(reply.endpoint, 256), printable(reply.run_id, 128), as_json)
+                if step is LeaveStep.LEFT:
+                    return
+    except PeerUnreachableError as error:
+        if asked:
+            raise _lost(address, asked, str(error)) from None
+        remedy = f"; {CHECK_ADDRESS}" if error.unconnected else ""
+        raise CommandError(failure_of(error).message + remedy) from None
+    except AveragingError as error:
+        if refusal_cause(error) is RefusalCause.NOT_SERVED:
+            text = "it does not leave on request: its program, or its release, does not serve that; send it SIGTERM"
+            raise CommandError(f"{address}: {text}") from None
+        raise failure_of(error) from None
+    raise _lost(address, asked, "it ended the call")
+
+
+def _lost(address: str, asked: list[LeaveStep], why: str) -> CommandError:
+    """The error if the connection ended before the peer said that it has left."""
+    last = f"the last it said was: {DOING[asked[-1].name]}" if asked else "it said nothing"
+    return CommandError(f"{address} was lost before it had left ({why}); {last}")
+
+
+def _print(step: LeaveStep, endpoint: str, run_id: str, as_json: bool) -> None:
+    import json
+
+    name = step.name.lower()
+    if as_json:
+        event = {"event": "left"} if name == "left" else {"event": "leaving", "step": name}
+        click.echo(json.dumps({**event, "endpoint": endpoint, "run_id": run_id}))
+    elif name == "left":
+        click.echo(f"{endpoint} has left run {run_id}")
+    else:
+        click.echo(f"{endpoint} leaves run {run_id}: {DOING[step.name]}", err=True)

@@ -1,0 +1,147 @@
+"""The method Leave of averaging.control.v1, and how far a process is that somebody has asked to leave."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Iterable
+from enum import IntEnum
+
+from averaging.config import LeaveAccess
+from averaging.control.socket_owner import is_own_user
+from averaging.errors import ProtocolViolationError, ViolationKind, printable
+from averaging.transport import RpcHandler, RpcMethod, rpc_caller
+from averaging.transport.grpc import claim_checker
+from averaging.wire import control_pb2 as wire
+
+logger = logging.getLogger("averaging.control")
+
+REPEAT_SECONDS = 2.0
+"""Seconds between two replies without news, so that the caller sees that the peer lives."""
+
+LEAVE = RpcMethod(
+    "/averaging.control.v1.Control/Leave",
+    wire.LeaveRequest,
+    wire.LeaveProgress,
+    replies_stream=True,
+    max_request_bytes=1 << 10,
+    max_reply_bytes=1 << 10,
+)
+
+
+LEAVE_REQUEST = wire.LeaveRequest()
+"""The request, which says nothing: who calls shows from the connection."""
+
+
+class LeaveStep(IntEnum):
+    """How far a process is that was asked to leave. The numbers are those of the wire."""
+
+    STAYS = wire.LEAVE_STEP_UNSPECIFIED
+    ROUND = wire.LEAVE_STEP_ROUND
+    DOWNLOADS = wire.LEAVE_STEP_DOWNLOADS
+    CLOSING = wire.LEAVE_STEP_CLOSING
+    LEFT = wire.LEAVE_STEP_LEFT
+
+
+def step_of(reply: wire.LeaveProgress) -> LeaveStep:
+    """The step in a reply. Those that only later releases know count as ROUND."""
+    known: dict[int, LeaveStep] = {step.value: step for step in LeaveStep}
+    return known.get(reply.step, LeaveStep.ROUND)
+
+
+class Departure:
+    """Whether a process was asked to leave, and how far it is. It belongs to one event loop.
+
+    Attributes:
+        step: the present step.
+        asked: set once somebody who may has asked.
+    """
+
+    def __init__(self) -> None:
+        self.step = LeaveStep.STAYS
+        self.asked = asyncio.Event()
+        self._changed = asyncio.Event()
+
+    def ask(self) -> None:
+        """Notes that the process shall leave. Further calls do nothing."""
+        self.advance(LeaveStep.ROUND)
+        self.asked.set()
+
+    def advance(self, step: LeaveStep) -> None:
+        """Goes on to a step; never back."""
+        self.step = max(self.step, step)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def steps(self) -> AsyncGenerator[LeaveStep, None]:
+        """Yields the present step, each further one, and a step again that lasts long; ends after LEFT."""
+        while True:
+            step, changed = self.step, self._changed
+            yield step
+            if step is LeaveStep.LEFT:
+                return
+            if step is self.step:
+                try:
+                    async with asyncio.timeout(REPEAT_SECONDS):
+                        await changed.wait()
+                except TimeoutError:
+                    continue
+
+
+class ControlService:
+    """Serves Leave to the owner of a process, see SECURITY.md.
+
+    Args:
+        run_id: the run of the process; empty if it has none.
+        access: who may end it besides its user on its machine.
+        certified: whether callers show certificates; one for the host of `endpoint` is enough then.
+
+    Attributes:
+        endpoint: the endpoint of the process, once it is known.
+        departure: how far it is.
+    """
+
+    def __init__(self, run_id: str, access: LeaveAccess, *, certified: bool) -> None:
+        self.endpoint = ""
+        self.departure = Departure()
+        self._run_id, self._access, self._certified = run_id, access, certified
+
+    def rpc_handlers(self) -> Iterable[RpcHandler]:
+        """See `RpcService`."""
+        return [LEAVE.streams(self._leave)]
+
+    async def _leave(self, _: wire.LeaveRequest) -> AsyncGenerator[wire.LeaveProgress, None]:
+        host = printable(rpc_caller().connection, 100)
+        reason = await self._permission()
+        logger.warning("%s leaves: asked by %s, %s", self.endpoint, host, reason)
+        self.departure.ask()
+        async for step in self.departure.steps():
+            yield wire.LeaveProgress(step=step.value, endpoint=self.endpoint, run_id=self._run_id)
+
+    async def _permission(self) -> str:
+        """Why the caller may end this process.
+
+        Raises:
+            ProtocolViolationError: it may not.
+        """
+        if self._access is LeaveAccess.MEMBERS:
+            return "as every member may"
+        if await is_own_user(rpc_caller().connection):
+            return "by this user on this machine"
+        if self._certified and self._has_certificate():
+            return "with a certificate for this host"
+        logger.warning("%s asked this peer to leave, which is not for it", printable(rpc_caller().connection, 100))
+        other = " or with a certificate for its host" if self._certified else ""
+        raise ProtocolViolationError(
+            f"only its own user may end this peer, on its machine{other}; call from there, or send it SIGTERM (started "
+            "with leave_access='members', a peer leaves for every holder of the run's token or certificate)",
+            kind=ViolationKind.FOREIGN_ENDPOINT,
+        )
+
+    def _has_certificate(self) -> bool:
+        """Whether the caller's certificate is valid for this peer's endpoint, so that it could take its place."""
+        try:
+            claim_checker()(self.endpoint)
+        except ProtocolViolationError:
+            return False
+        return True

@@ -1,0 +1,108 @@
+"""`averaging leave`, and the signals on which `averaging peer` leaves, with real processes."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from averaging.receipts.receipt_log import read
+from tests.support.certificates import HERE, TOKEN, write
+from tests.support.ports import free_address
+from tests.support.processes import JsonProcess, averaging_command, averaging_process
+from tests.support.selection import rest_is_long
+
+RUN = ("--run-id", "demo", "--group-size", "3", "--group-wait", "2", "--serve", "--interval", "0.05")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "w.safetensors"
+    save_file({"w": torch.ones(300_000)}, path)
+    return str(path)
+
+
+def test_a_peer_leaves_between_its_rounds_and_the_others_go_on(file: str, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        receipts = tmp_path / "others.jsonl"
+        leaver = stack.enter_context(averaging_process("peer", file, *RUN))
+        seed = leaver.expect("ready")["endpoint"]
+        others = [
+            stack.enter_context(averaging_process("peer", file, *RUN, "--join", seed, "--receipts", str(receipts)))
+            for _ in range(2)
+        ]
+        while len(leaver.expect("round")["members"]) < 3:
+            continue
+        leaving = stack.enter_context(averaging_process("leave", seed))
+        assert leaving.wait() == 0, leaving.stderr
+        assert leaving.seen[-1] == {"event": "left", "endpoint": seed, "run_id": "demo"}
+        steps = [event["step"] for event in leaving.events("leaving")]
+        assert set(steps) <= {"round", "downloads", "closing"}
+        assert leaver.wait() == 0
+        assert leaver.seen[-1]["event"] == "done"
+        for other in others:
+            while len(other.expect("round")["members"]) > 2:
+                continue
+            other.signal(signal.SIGTERM)
+            assert other.wait() == 0
+        with receipts.open("rb") as lines:
+            written = read(lines).receipts
+        assert not [receipt for receipt in written if any(drop.endpoint == seed for drop in receipt.dropped)]
+        assert sum(receipt.left == (seed,) for receipt in written) == 2
+
+
+def test_what_the_command_says_if_it_cannot(file: str, tmp_path: Path) -> None:
+    nobody = averaging_command("leave", free_address())
+    assert nobody.returncode == 1
+    assert "check the address" in nobody.stderr
+    assert averaging_command("leave", "nowhere").returncode == 2
+    (tmp_path / "token").write_text(TOKEN)
+    options = ("--token-file", str(tmp_path / "token"))
+    with averaging_process("peer", file, *RUN, *options) as peer:
+        endpoint = peer.expect("ready")["endpoint"]
+        refused = averaging_command("leave", endpoint)
+        assert refused.returncode == 1
+        assert "requires a token" in refused.stderr
+        assert averaging_command("leave", endpoint, *options).returncode == 0
+        assert peer.wait() == 0
+
+
+@pytest.mark.long
+def test_leaving_with_certificates(file: str, tmp_path: Path) -> None:
+    files = write(tmp_path / "tls", *HERE)
+    options = [word for name, path in files.items() for word in (f"--{name.replace('_', '-')}", str(path))]
+    with averaging_process("peer", file, *RUN, *options) as peer:
+        told = averaging_command("leave", peer.expect("ready")["endpoint"], *options)
+        assert told.returncode == 0, told.stderr
+        assert peer.wait() == 0
+
+
+def ended_by(name: str, *arguments: str) -> JsonProcess:
+    with averaging_process("peer", *arguments, "--leave-on", "SIGTERM,SIGUSR1") as peer:
+        peer.expect("ready")
+        peer.signal(signal.Signals[name])
+        peer.wait()
+        return peer
+
+
+@pytest.mark.parametrize("name", rest_is_long(("SIGUSR1", "SIGHUP", "SIGTERM")))
+def test_a_peer_leaves_on_the_signals_that_its_user_chose(file: str, name: str) -> None:
+    assert ended_by(name, file, *RUN).seen[-1]["event"] == "done"
+
+
+def test_without_serve_the_exit_code_says_which_signal_it_was(file: str) -> None:
+    with averaging_process("peer", file, "--run-id", "demo", "--leave-on", "SIGUSR1") as peer:
+        peer.expect("ready")
+        peer.signal(signal.SIGUSR1)
+        assert peer.wait() == 128 + signal.SIGUSR1
+        assert peer.seen[-1]["message"] == "stopped by SIGUSR1 after 0 of 1 round; nothing was written"
+
+
+def test_an_unknown_signal_is_refused(file: str) -> None:
+    refused = averaging_command("peer", file, "--run-id", "demo", "--leave-on", "SIGKILL")
+    assert refused.returncode == 2
+    assert "--leave-on: 'SIGKILL' is not one of SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2" in refused.stderr
