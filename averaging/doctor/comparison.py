@@ -163,3 +163,25 @@ def judge_call_back(outcome: str, reason: str, seconds: float, endpoint: str, se
             text = f"not tried, because a peer calls back only the address that calls it: {reason}"
             return warning(check, text, f"try {endpoint} from that machine, for example with `nc -vz`", seed)
     return warning(check, f"the peer answers {printable(outcome, 40)!r}, which is unknown here", "update this", seed)
+
+
+def judge_nat(outcome: str, endpoint: str, outside: str, seed: str) -> Finding:
+    """The finding about a connection back through the NAT behind which this machine is.
+
+    Args:
+        outcome: A `DialOutcome` of the connection to `outside`; empty if it was not tried.
+        endpoint: HOST:PORT that this peer would advertise.
+        outside: HOST:PORT of the NAT, from whose address the calls of this machine arrive.
+        seed: The peer that was asked.
+    """
+    host, port = outside.rpartition(":")[0], outside.rpartition(":")[2]
+    nat = f"calls from here arrive from {host}, so a NAT is between"
+    if outcome == DialOutcome.REACHED:
+        text = f"{nat}, and port {port} of it leads here, while {endpoint} is another address"
+        return failure("call-back", text, f"advertise {outside}, or let the name of {endpoint} lead to it", seed)
+    forward = f"forward TCP port {port} of {host} to this machine and advertise {outside}, or use "
+    forward += spelled("mode", "client")
+    if not outcome:
+        text = f"not tried: {nat}, and {endpoint} is another address"
+        return warning("call-back", text, f"unless {endpoint} is reached in another way: {forward}", seed)
+    return failure("call-back", f"{nat}, which does not let port {port} in ({printable(outcome, 40)})", forward, seed)

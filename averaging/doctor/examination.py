@@ -9,16 +9,18 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
+from averaging.common import parse_address
 from averaging.config import PeerConfig
 from averaging.doctor import this_machine, tls
 from averaging.doctor.deep import DeepCheck, measure_paths
 from averaging.doctor.dial_back import DialListener
-from averaging.doctor.findings import Finding, Severity
+from averaging.doctor.findings import Finding, Severity, ok, told, warning
 from averaging.doctor.memory import check_memory, free_memory, free_memory_of_gpu
 from averaging.doctor.other_peer import Visit, compare_peers, running_peer, visit
-from averaging.errors import ConfigError
+from averaging.errors import ConfigError, DiscoveryError
 from averaging.protocol import Mode
 from averaging.security import Credentials, Tls, read_tokens
+from averaging.seeds import FoundSeeds, Seeds
 
 if TYPE_CHECKING:
     from averaging.tensors import Schema
@@ -62,10 +64,11 @@ async def examine(examination: Examination, report: Report, tell: Callable[[str]
     port = await this_machine.check_port(config, exposed=exposed)
     if port[0].severity is not Severity.OK and (running := await running_peer(config, credentials)):
         port = [running]
+    seeds, found = await _look_up(config)
     for finding in (
         *this_machine.check_software(),
         *port,
-        *await this_machine.check_listen_host(config),
+        *await this_machine.check_listen_host(config, seeds),
         *await this_machine.check_advertise(config),
         *this_machine.check_families(),
         *findings,
@@ -75,17 +78,40 @@ async def examine(examination: Examination, report: Report, tell: Callable[[str]
         *this_machine.check_proxies(),
         *this_machine.check_open_files(),
         *this_machine.check_clock(),
+        *found,
     ):
         report(finding)
-    if config.join:
+    if seeds:
         free = all(finding.severity is Severity.OK for finding in port)
-        await _visit_all(examination, credentials, report, tell, free=free)
+        await _visit_all(examination, seeds, credentials, report, tell, free=free)
 
 
 def _memory(examination: Examination) -> list[Finding]:
     if not examination.memory:
         return []
     return check_memory(examination.memory, free_memory(), free_memory_of_gpu())
+
+
+async def _look_up(config: PeerConfig) -> tuple[Seeds, list[Finding]]:
+    """The addresses of the peers to join, and what sources such as `dns:` have answered."""
+    found: list[FoundSeeds] = []
+    seeds = Seeds(config.join, on_found=found.append)
+    endpoint = config.advertise or config.listen
+    if config.mode is not Mode.CLIENT and parse_address(endpoint)[1]:
+        seeds.bind(endpoint, config.listen)
+    try:
+        await seeds.look_up()
+    except ConfigError as error:
+        return seeds, [told("join", error)]
+    return seeds, [_judge_source(each) for each in found]
+
+
+def _judge_source(found: FoundSeeds) -> Finding:
+    if found.failure:
+        return told("join", DiscoveryError(str(found)))
+    if not found.addresses:
+        return warning("join", str(found), "start further peers, or correct the source")
+    return ok("join", str(found))
 
 
 def _credentials(config: PeerConfig, own: Tls | None) -> Credentials | None:
@@ -100,6 +126,7 @@ def _credentials(config: PeerConfig, own: Tls | None) -> Credentials | None:
 
 async def _visit_all(
     examination: Examination,
+    seeds: Seeds,
     credentials: Credentials | None,
     report: Report,
     tell: Callable[[str], None],
@@ -109,8 +136,11 @@ async def _visit_all(
     config = examination.config
     async with _listening(config, free=free) as listener:
         visits = [
-            Visit(seed, config, credentials, listener, examination.run_known, examination.schema)
-            for seed in config.join
+            Visit(
+                *(seed, config, credentials, listener, examination.run_known, examination.schema),
+                certified_host=seeds.names.get(seed, ""),
+            )
+            for seed in seeds
         ]
         try:
             async with asyncio.TaskGroup() as tasks:

@@ -6,10 +6,20 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-from averaging.common import CLIENT_PREFIX, duration, is_endpoint, is_loopback, objection, parse_address, parse_ip
+from averaging.common import (
+    CLIENT_PREFIX,
+    Address,
+    duration,
+    is_endpoint,
+    is_loopback,
+    is_own,
+    objection,
+    parse_address,
+    parse_ip,
+)
 from averaging.config import PeerConfig
 from averaging.doctor import tls
 from averaging.doctor.comparison import (
@@ -20,8 +30,9 @@ from averaging.doctor.comparison import (
     compare_schemas,
     compare_software,
     judge_call_back,
+    judge_nat,
 )
-from averaging.doctor.dial_back import NONCE_BYTES, DialListener, look_up
+from averaging.doctor.dial_back import NONCE_BYTES, DialListener, DialOutcome, look_up
 from averaging.doctor.findings import Finding, failure, ok, told, warning
 from averaging.doctor.probe import CLOCK, DESCRIBE, DIAL_BACK, SOFTWARE, options_alike
 from averaging.errors import (
@@ -39,6 +50,7 @@ from averaging.transport.grpc import GET_SCHEMA, GET_STATUS, Channels, Dialling
 from averaging.wire import probe_pb2
 
 if TYPE_CHECKING:
+    from averaging.receipts import PeerStatus
     from averaging.tensors import Schema
 
 Request = TypeVar("Request")
@@ -68,8 +80,10 @@ class Visit:
         listener: What listens at `listen` meanwhile; None if nothing or another process does.
         run_known: Whether `config.run_id` is that of the user.
         schema: What this peer will average; None if it is not known.
-        channels: The connection for gRPC, while it is open.
-        address: An IP address at which a connection came about; empty before.
+        certified_host: The host for which its certificate must be valid.
+        channels: The connections for gRPC, while they are open.
+        addresses: The IP addresses at which a connection came about.
+        endpoint: What gRPC dials: `seed`, or one of these addresses if gRPC does not find the name itself.
         description: What the peer says of itself; None if it was not asked or does not serve that.
         their_schema: What it averages, if it says so.
     """
@@ -80,13 +94,50 @@ class Visit:
     listener: DialListener | None
     run_known: bool
     schema: Schema | None
+    certified_host: str = ""
     channels: Channels | None = None
-    address: str = ""
+    addresses: list[str] = field(default_factory=list)
+    endpoint: str = ""
     description: probe_pb2.Description | None = None
     their_schema: Schema | None = None
 
-    async def call(self, method: RpcMethod[Request, Reply], request: Request, seconds: float | None = None) -> Reply:
+    def __post_init__(self) -> None:
+        self.certified_host = self.certified_host or parse_address(self.seed)[0].strip("[]")
+        self.endpoint = self.seed
+
+    @property
+    def address(self) -> str:
+        """An IP address at which a connection came about; empty if there is none."""
+        return self.addresses[0] if self.addresses else ""
+
+    def endpoint_at(self, address: str) -> str:
+        """The endpoint at which gRPC dials one of `addresses`."""
+        host, port = parse_address(self.seed)
+        literal = f"[{address}]" if ":" in address else address
+        return self.seed if parse_ip(host) else f"{literal}:{port}"
+
+    def open(self) -> None:
+        """Makes calls possible; the connection is opened by the first call."""
+        dialled = [self.seed, *map(self.endpoint_at, self.addresses)]
+        names = {endpoint: self.certified_host for endpoint in dialled if endpoint != self._own_name}
+        dialling = Dialling(dialled, names=names)
+        self.channels = Channels(MAX_MESSAGE_BYTES, credentials=self.credentials, dialling=dialling)
+
+    @property
+    def _own_name(self) -> str:
+        """The seed, if the certificate must be valid for its own host."""
+        return self.seed if self.certified_host == parse_address(self.seed)[0].strip("[]") else ""
+
+    async def call(
+        self, method: RpcMethod[Request, Reply], request: Request, seconds: float | None = None, at: str = ""
+    ) -> Reply:
         """Calls a method of the peer with one reply.
+
+        Args:
+            method: The method.
+            request: Its request.
+            seconds: Time limit; `CALL_SECONDS` if None.
+            at: The endpoint; `endpoint` if it is empty.
 
         Raises:
             AveragingError: The call failed; PeerUnreachableError also if there is no answer in time.
@@ -96,7 +147,7 @@ class Visit:
         seconds = CALL_SECONDS if seconds is None else seconds
         try:
             async with asyncio.timeout(seconds):
-                return await self.channels.call(self.seed, method, request)
+                return await self.channels.call(at or self.endpoint, method, request)
         except TimeoutError:
             raise PeerUnreachableError(self.seed, f"no answer within {seconds:g} s") from None
 
@@ -112,11 +163,11 @@ async def visit(this: Visit) -> list[Finding]:
     findings = await _check_connections(this)
     if not this.address:
         return findings
-    findings.append(await tls.check_handshake(this.config, this.seed, this.address))
+    findings.append(await tls.check_handshake(this.config, this.seed, this.address, this.certified_host))
     if this.credentials is None:
         text = "no call was made, since this peer's certificate or token cannot be used"
         return [*findings, warning("call", text, "see certificate and token-file above", this.seed)]
-    this.channels = Channels(MAX_MESSAGE_BYTES, credentials=this.credentials, dialling=Dialling((this.seed,)))
+    this.open()
     return findings + [finding async for finding in _calls(this)]
 
 
@@ -126,7 +177,7 @@ async def running_peer(config: PeerConfig, credentials: Credentials | None) -> F
     if config.mode is Mode.CLIENT or not parse_address(endpoint)[1] or credentials is None:
         return None
     this = Visit(endpoint, config, credentials, None, True, None)
-    this.channels = Channels(MAX_MESSAGE_BYTES, credentials=credentials, dialling=Dialling((endpoint,)))
+    this.open()
     try:
         described = await this.call(DESCRIBE, probe_pb2.DescribeRequest(), CONNECT_SECONDS)
     except AveragingError:
@@ -150,7 +201,7 @@ async def _check_connections(this: Visit) -> list[Finding]:
         return [failure("addresses", f"{host} is an unknown host", "correct the name, or ask its owner", this.seed)]
     findings = [] if parse_ip(host) else [ok("addresses", f"{host} is {', '.join(addresses)}", this.seed)]
     results = await asyncio.gather(*(_connect(address, port) for address in addresses))
-    this.address = next((address for address, (failed, _) in zip(addresses, results, strict=True) if not failed), "")
+    this.addresses = [address for address, (failed, _) in zip(addresses, results, strict=True) if not failed]
     for address, (failed, seconds) in zip(addresses, results, strict=True):
         where = f"{address} port {port}"
         if not failed:
@@ -185,15 +236,17 @@ async def _connect(address: str, port: int) -> tuple[tuple[str, str] | None, flo
 async def _calls(this: Visit) -> AsyncGenerator[Finding, None]:
     """What the peer answers. A run with a token refuses the first call without it."""
     try:
-        status = await this.call(GET_STATUS, (0, 0, False))
+        status, note = await _first_call(this)
     except CallRefusedError as error:
         if error.cause is not RefusalCause.NOT_SERVED:
             yield _refused(error, this.seed)
             return
-        status = None
+        status, note = None, None
     except AveragingError as error:
-        yield told("call", error, this.seed)
+        yield _unanswered(error, this.seed)
         return
+    if note is not None:
+        yield note
     tokens = this.credentials is not None and bool(this.credentials.tokens)
     yield ok("token", "the token is accepted" if tokens else "no token is required", this.seed)
     try:
@@ -217,6 +270,28 @@ async def _calls(this: Visit) -> AsyncGenerator[Finding, None]:
         yield await _check_call_back(this)
         yield compare_options(options_alike(this.config), this.description.options, this.seed)
     yield await _check_schema(this)
+
+
+async def _first_call(this: Visit) -> tuple[PeerStatus, Finding | None]:
+    """Asks for the status by the name as gRPC finds it, and if it does not, at an address that the system has found."""
+    try:
+        return await this.call(GET_STATUS, (0, 0, False)), None
+    except PeerUnreachableError as error:
+        if this.endpoint_at(this.address) == this.seed or error.definite:
+            raise
+        this.endpoint = this.endpoint_at(this.address)
+        status = await this.call(GET_STATUS, (0, 0, False))
+        text = f"gRPC asks the DNS server itself and does not reach the name ({error.reason}), which the system knows"
+        remedy = "set GRPC_DNS_RESOLVER=native in the environment, or join it at its IP address"
+        return status, failure("call", text, remedy, this.seed)
+
+
+def _unanswered(error: AveragingError, seed: str) -> Finding:
+    """A call without an answer, although the port accepts connections."""
+    if not getattr(error, "reason", "").startswith("no answer"):
+        return told("call", error, seed)
+    remedy = "look whether that peer hangs, or its path loses large packets (--deep)"
+    return failure("call", f"the port accepts connections, and a call gets {error.reason}", remedy, seed)
 
 
 def _refused(error: CallRefusedError, seed: str) -> Finding:
@@ -270,17 +345,37 @@ async def _check_call_back(this: Visit) -> Finding:
     port = port or parse_address(config.listen)[1] or (this.listener.port if this.listener else 0)
     if not port:
         return warning(check, "not tried, because this command could not listen", "see port above", this.seed)
-    nonce = this.listener.nonce if this.listener else bytes(NONCE_BYTES)
-    request = probe_pb2.DialBackRequest(run_id=config.run_id, endpoint=f"{host}:{port}", nonce=nonce)
+    endpoint, listening = f"{host}:{port}", this.listener is not None
+    # The peer dials only the address that calls it, so the call leaves over a family that `endpoint` has.
+    versions = {address.version for address in await look_up(host)}
+    at = next((this.endpoint_at(each) for each in this.addresses if (6 if ":" in each else 4) in versions), "")
     try:
-        reply = await this.call(DIAL_BACK, request)
+        reply = await _call_back(this, endpoint, at)
+        caller = parse_ip(reply.caller)
+        if reply.outcome == DialOutcome.NOT_YOURS and caller is not None and not is_own(str(caller)):
+            return await _check_behind_nat(this, endpoint, caller, at)
     except AveragingError as error:
         busy = "in a minute" in error.reason
         remedy = "ask again in a minute" if busy else "correct what is said above, and ask again"
         return warning(check, f"not tried: {error.reason}", remedy, this.seed)
-    return judge_call_back(
-        reply.outcome, reply.reason, reply.seconds, request.endpoint, this.seed, listening=this.listener is not None
-    )
+    return judge_call_back(reply.outcome, reply.reason, reply.seconds, endpoint, this.seed, listening=listening)
+
+
+async def _call_back(this: Visit, endpoint: str, at: str) -> probe_pb2.DialBackReply:
+    nonce = this.listener.nonce if this.listener else bytes(NONCE_BYTES)
+    request = probe_pb2.DialBackRequest(run_id=this.config.run_id, endpoint=endpoint, nonce=nonce)
+    return await this.call(DIAL_BACK, request, at=at)
+
+
+async def _check_behind_nat(this: Visit, endpoint: str, caller: Address, at: str) -> Finding:
+    """Lets the peer dial the address of the NAT through which this machine calls it: is the port forwarded there?"""
+    outside = f"[{caller}]" if caller.version == 6 else str(caller)
+    outside += f":{endpoint.rpartition(':')[2]}"
+    try:
+        outcome = (await _call_back(this, outside, at)).outcome
+    except AveragingError:  # with TLS, the certificate has to cover the address
+        outcome = ""
+    return judge_nat(outcome, endpoint, outside, this.seed)
 
 
 async def _check_schema(this: Visit) -> Finding:

@@ -10,10 +10,10 @@ import platform
 import re
 import resource
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from importlib import metadata
 
-from averaging.common import Address, counted, is_loopback, parse_address, parse_ip, spelled
+from averaging.common import Address, counted, is_loopback, is_own, parse_address, parse_ip, spelled
 from averaging.config import PeerConfig
 from averaging.doctor.dial_back import look_up
 from averaging.doctor.findings import Finding, failure, ok, told, warning
@@ -104,8 +104,8 @@ async def check_port(config: PeerConfig, *, exposed: bool) -> list[Finding]:
     return [ok("port", f"{config.listen} is free" if port else f"a free port of {config.listen} will be taken")]
 
 
-async def check_listen_host(config: PeerConfig) -> list[Finding]:
-    """Checks that `listen` can be reached from elsewhere if the peers to join are elsewhere."""
+async def check_listen_host(config: PeerConfig, seeds: Collection[str]) -> list[Finding]:
+    """Checks that `listen` can be reached from elsewhere if the peers to join, at `seeds`, are elsewhere."""
     if config.mode is Mode.CLIENT:
         return []
     host = parse_address(config.listen)[0]
@@ -115,13 +115,13 @@ async def check_listen_host(config: PeerConfig) -> list[Finding]:
     where = config.listen if is_loopback(host) else f"{config.listen}, which is {own[0]} here,"
     remedy = f"listen on an address that other peers reach, such as 0.0.0.0:PORT with {spelled('advertise')}, or use "
     remedy += spelled("mode", "client")
-    elsewhere = [seed for seed in config.join if not await _is_here(parse_address(seed)[0])]
+    elsewhere = [seed for seed in seeds if not await _is_here(parse_address(seed)[0])]
     if config.advertise is not None and not is_loopback(parse_address(config.advertise)[0]):
         text = f"{where} is reached from this machine only, so something here must forward {config.advertise} to it"
         return [warning("listen", text, remedy)]
     if elsewhere:
         return [failure("listen", f"{where} is reached from this machine only, and {elsewhere[0]} is not here", remedy)]
-    if config.join:
+    if seeds:
         return [ok("listen", f"{where} is reached from this machine only, as the peers to join are")]
     return [warning("listen", f"{where} is reached from this machine only; no peer elsewhere can join it", remedy)]
 
@@ -143,7 +143,7 @@ async def check_advertise(config: PeerConfig) -> list[Finding]:
     if any(address.is_unspecified for address in addresses):
         return [failure("advertise", f"{endpoint} is no address that others can dial", f"give {spelled('advertise')}")]
     named = "" if parse_ip(host) else f" ({', '.join(map(str, addresses))})"
-    foreign = [address for address in addresses if not is_own(address)]
+    foreign = [address for address in addresses if not is_own(str(address))]
     if not foreign:
         return [*_families(config, addresses), ok("advertise", f"{host}{named} is this machine")]
     which = f"{host}{named}" if len(foreign) == len(addresses) else f"{', '.join(map(str, foreign))} of {host}"
@@ -157,21 +157,10 @@ def _families(config: PeerConfig, addresses: tuple[Address, ...]) -> Iterator[Fi
     listened = parse_ip(parse_address(config.listen)[0])
     if listened is None or listened.is_unspecified:
         return
-    missing = {address.version for address in addresses if is_own(address)} - {listened.version}
+    missing = {address.version for address in addresses if is_own(str(address))} - {listened.version}
     if missing and config.advertise is not None:
         text = f"{config.advertise} has an address of IPv{missing.pop()}, on which {config.listen} does not listen"
         yield warning("advertise", text, "listen on [::]:PORT for both, or advertise an address of one family")
-
-
-def is_own(address: Address) -> bool:
-    """Whether an interface of this machine has the address."""
-    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.bind((str(address), 0))
-    except OSError:
-        return False
-    return True
 
 
 def check_families() -> list[Finding]:

@@ -99,15 +99,16 @@ def _mode_of(check: str, file: Path) -> list[Finding]:
 # The handshake with another peer.
 
 
-async def check_handshake(config: PeerConfig, seed: str, address: str) -> Finding:
+async def check_handshake(config: PeerConfig, seed: str, address: str, host: str) -> Finding:
     """Checks that both sides accept each other's certificates, or that neither uses TLS.
 
     Args:
         config: Names this peer's files.
-        seed: HOST:PORT as the user gave it, whose host the certificate must cover.
-        address: An IP address of that host that accepts connections.
+        seed: HOST:PORT of the peer.
+        address: An IP address of it that accepts connections.
+        host: The host that its certificate must cover, without brackets.
     """
-    host, port = parse_address(seed)
+    port = parse_address(seed)[1]
     if config.tls_ca is None:
         theirs = await _certificate_at(address, port)
         if theirs is None:
@@ -119,7 +120,7 @@ async def check_handshake(config: PeerConfig, seed: str, address: str) -> Findin
     except (OSError, ssl.SSLError):
         return warning("tls", "not checked, since this peer's own files cannot be used", "see certificate above", seed)
     try:
-        version = await _shake_hands(context, address, port, host.strip("[]"))
+        version = await _shake_hands(context, address, port, host)
     except ssl.SSLCertVerificationError as error:
         return _refused_by_us(error, seed, host, await _certificate_at(address, port))
     except ssl.SSLError as error:

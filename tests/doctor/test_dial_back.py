@@ -15,7 +15,7 @@ import torch
 
 from averaging import Peer
 from averaging.config import PeerConfig
-from averaging.doctor.comparison import judge_call_back
+from averaging.doctor.comparison import judge_call_back, judge_nat
 from averaging.doctor.dial_back import (
     IN_ALL,
     NONCE_BYTES,
@@ -217,6 +217,21 @@ async def test_a_listener_on_all_addresses_is_reached_over_both_families() -> No
             assert await reader.read() == greeting_of(listener.nonce)
             writer.close()
             await writer.wait_closed()
+
+
+@pytest.mark.parametrize(
+    ("outcome", "severity", "words"),
+    [
+        ("reached", Severity.FAILURE, "advertise 203.0.113.9:4222"),
+        ("silent", Severity.FAILURE, "forward TCP port 4222"),
+        ("", Severity.WARNING, "forward TCP port 4222"),
+    ],
+)
+def test_a_nat_between_two_peers(outcome: str, severity: Severity, words: str) -> None:
+    found = judge_nat(outcome, "10.0.0.5:4222", "203.0.113.9:4222", "b.example:4222")
+    assert found.severity is severity
+    assert "a NAT is between" in found.text
+    assert words in found.remedy
 
 
 @pytest.mark.parametrize("listening", [True, False])

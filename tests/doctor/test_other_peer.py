@@ -151,7 +151,8 @@ async def test_a_closed_port_and_an_unknown_host() -> None:
 
 @pytest.mark.asyncio
 async def test_all_addresses_of_a_name_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name with an address at which nobody listens, and one at which the peer does."""
+    """A name with an address at which nobody listens, and one at which the peer does; gRPC's own look-up fails."""
+    monkeypatch.setattr("averaging.doctor.other_peer.CALL_SECONDS", 2.0)
     async with Peer(MODEL, run_id="run") as peer:
         port = int(peer.endpoint.rpartition(":")[2])
         real = socket.getaddrinfo
@@ -167,6 +168,8 @@ async def test_all_addresses_of_a_name_are_tried(monkeypatch: pytest.MonkeyPatch
     refused, connected = about(found, "tcp")
     assert (refused.severity, connected.severity) == (Severity.WARNING, Severity.OK)
     assert "127.0.0.9" in refused.text
+    assert "GRPC_DNS_RESOLVER" in wrong(found)["call"]
+    assert about(found, "schema")[0].severity is Severity.OK  # the rest is asked at the address
 
 
 @pytest.mark.asyncio
@@ -236,6 +239,19 @@ async def test_the_port_of_a_peer_of_the_run_is_taken_by_it() -> None:
     assert "is up at" in about(found, "port")[0].text
     assert "where something listens already" in about(found, "call-back")[0].text
     assert "the port is taken" in wrong(strange)["port"]
+
+
+@pytest.mark.asyncio
+async def test_a_source_of_seeds_is_asked_and_says_what_it_has(tmp_path: Path) -> None:
+    seeds = tmp_path / "seeds"
+    async with Peer(MODEL, run_id="run") as peer:
+        endpoint = peer.endpoint
+        seeds.write_text(f"{endpoint}\n")
+        found = await examined(f"file:{seeds}")
+        missing = await examined(f"file:{tmp_path / 'none'}")
+    assert endpoint in about(found, "join")[0].text
+    assert about(found, "schema", endpoint)[0].severity is Severity.OK
+    assert "none" in wrong(missing)["join"]
 
 
 @pytest.mark.asyncio

@@ -70,7 +70,7 @@ async def test_a_port_that_is_taken_or_needs_tls() -> None:
     ],
 )
 async def test_a_peer_that_others_must_reach_and_cannot(options: Any, severity: str) -> None:
-    assert severities(await this_machine.check_listen_host(config(**options))) == [severity]
+    assert severities(await this_machine.check_listen_host(config(**options), options.get("join", ()))) == [severity]
 
 
 @pytest.mark.asyncio
