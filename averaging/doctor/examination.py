@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
-from averaging.common import parse_address
+from averaging.common import SourceKind, is_loopback, parse_address, parse_seed
 from averaging.config import PeerConfig
 from averaging.doctor import this_machine, tls
 from averaging.doctor.deep import DeepCheck, measure_paths
@@ -17,10 +17,11 @@ from averaging.doctor.dial_back import DialListener
 from averaging.doctor.findings import Finding, Severity, ok, told, warning
 from averaging.doctor.memory import check_memory, free_memory, free_memory_of_gpu
 from averaging.doctor.other_peer import Visit, compare_peers, running_peer, visit
-from averaging.errors import ConfigError, DiscoveryError
+from averaging.errors import ConfigError, DiscoveryError, ProtocolViolationError
 from averaging.protocol import Mode
 from averaging.security import Credentials, Tls, read_tokens
 from averaging.seeds import FoundSeeds, Seeds
+from averaging.transport.grpc import Dialling
 
 if TYPE_CHECKING:
     from averaging.tensors import Schema
@@ -64,7 +65,7 @@ async def examine(examination: Examination, report: Report, tell: Callable[[str]
     port = await this_machine.check_port(config, exposed=exposed)
     if port[0].severity is not Severity.OK and (running := await running_peer(config, credentials)):
         port = [running]
-    seeds, found = await _look_up(config)
+    seeds, found = await _look_up(config, credentials)
     for finding in (
         *this_machine.check_software(),
         *port,
@@ -92,18 +93,41 @@ def _memory(examination: Examination) -> list[Finding]:
     return check_memory(examination.memory, free_memory(), free_memory_of_gpu())
 
 
-async def _look_up(config: PeerConfig) -> tuple[Seeds, list[Finding]]:
-    """The addresses of the peers to join, and what sources such as `dns:` have answered."""
+async def _look_up(config: PeerConfig, credentials: Credentials | None) -> tuple[dict[str, str], list[Finding]]:
+    """The addresses of the peers to join, and what sources such as `dns:` have answered.
+
+    Returns:
+        For each address the host for which its certificate must be valid, empty for its own; and the findings.
+    """
     found: list[FoundSeeds] = []
-    seeds = Seeds(config.join, on_found=found.append)
+    sources = {text: parse_seed(text) for text in config.join}
+    in_etcd = [text for text, source in sources.items() if source and source.kind is SourceKind.ETCD]
+    named = Seeds([text for text in config.join if text not in in_etcd], on_found=found.append)
+    # Not bound to this peer, which would write its address there.
+    written = Seeds(in_etcd, credentials, on_found=found.append)
     endpoint = config.advertise or config.listen
     if config.mode is not Mode.CLIENT and parse_address(endpoint)[1]:
-        seeds.bind(endpoint, config.listen)
+        named.bind(endpoint, config.listen)
+    findings: list[Finding] = []
     try:
-        await seeds.look_up()
+        for seeds in (named, written):
+            await seeds.look_up()
     except ConfigError as error:
-        return seeds, [told("join", error)]
-    return seeds, [_judge_source(each) for each in found]
+        findings.append(told("join", error))
+    finally:
+        await written.close()
+    findings += map(_judge_source, found)
+    addresses = {address: named.names.get(address, "") for address in named.addresses}
+    dialling = Dialling(loopback=is_loopback(parse_address(endpoint)[0]), remedy="")
+    for address in written.addresses:
+        try:
+            await dialling.check(address)  # others have written it
+        except ProtocolViolationError as error:
+            findings.append(warning("join", str(error), "remove it from etcd, and correct advertise there"))
+        else:
+            if address != endpoint:
+                addresses.setdefault(address, "")
+    return addresses, findings
 
 
 def _judge_source(found: FoundSeeds) -> Finding:
@@ -126,7 +150,7 @@ def _credentials(config: PeerConfig, own: Tls | None) -> Credentials | None:
 
 async def _visit_all(
     examination: Examination,
-    seeds: Seeds,
+    seeds: Mapping[str, str],
     credentials: Credentials | None,
     report: Report,
     tell: Callable[[str], None],
@@ -138,9 +162,9 @@ async def _visit_all(
         visits = [
             Visit(
                 *(seed, config, credentials, listener, examination.run_known, examination.schema),
-                certified_host=seeds.names.get(seed, ""),
+                certified_host=certified_host,
             )
-            for seed in seeds
+            for seed, certified_host in seeds.items()
         ]
         try:
             async with asyncio.TaskGroup() as tasks:
