@@ -16,7 +16,11 @@ import click
 
 from averaging.cli import main as averaging_command
 from averaging.config import OPTIONS
-from averaging.metrics import CERTIFICATE_METRICS, PEER_METRICS, PROCESS_METRICS, Metric
+from averaging.elastic import REGISTER_METRICS
+from averaging.metrics import CERTIFICATE_METRICS, PEER_METRICS, PROCESS_METRICS, Metric, MetricKind, counter, gauge
+from averaging.rl.feed.routes import COUNTERS, GAUGES
+from averaging.rl.workers import WORKER_METRICS
+from averaging.weights import FOLLOWER_METRICS
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
 
@@ -123,10 +127,24 @@ def contexts() -> Iterator[click.Context]:
         yield context
 
 
+def _own(metrics: tuple[Metric, ...]) -> tuple[Metric, ...]:
+    return tuple(metric for metric in metrics if metric not in CERTIFICATE_METRICS)
+
+
+FEED_METRICS = (
+    *(counter(f"feed_{name.removesuffix('_total')}", text, *labels) for name, (text, labels) in COUNTERS.items()),
+    Metric("averaging_feed_request_duration_seconds", MetricKind.HISTOGRAM, "Time to answer a request.", ("route",)),
+    *(gauge(f"feed_{name}", text) for name, (text, _) in GAUGES.items()),
+)
+
 METRICS: dict[str, tuple[Metric, ...]] = {
     "Of every process": PROCESS_METRICS,
     "Of a process with a certificate": CERTIFICATE_METRICS,
     "Of a peer and its averager": PEER_METRICS,
+    "Of a follower of weights (`averaging follow`, `WeightFollower`)": _own(FOLLOWER_METRICS),
+    "Of a register (`averaging register`)": _own(REGISTER_METRICS),
+    "Of a model worker (`ModelWorker`)": _own(WORKER_METRICS),
+    "Of the feed (`averaging feed`), at its own `/metrics`": FEED_METRICS,
 }
 """All metrics by who has them."""
 

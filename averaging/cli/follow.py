@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from averaging.cli import events
 from averaging.cli.exits import CHECK_ADDRESS, CommandError, Stop, Stopped, failure_of, run, stopped
 from averaging.cli.files import NotWrittenError, Output, read
 from averaging.cli.options import (
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from averaging.cli.output import CommandOutput
+    from averaging.metrics import Samples
     from averaging.weights import DividedSnapshot, FollowerOptions, WeightSnapshot
 
 
@@ -86,6 +88,7 @@ if TYPE_CHECKING:
     "can use it, and only if HOST:PORT is on loopback too.",
 )
 @flag("advertise")
+@flag("metrics_listen")
 @security_options
 @insecure_option
 @output_options
@@ -116,7 +119,7 @@ def follow_command(addresses: tuple[str, ...], output: Path, *, as_json: bool, v
 
     \b
     Events of --json, each with "event":
-      ready       publishers, endpoint
+      ready       publishers, endpoint, with --metrics-listen also metrics (its address)
       written     version, digest, bytes, received, output
       unwritten   version, output, message
       executed    version, exit_code, seconds; after --exec-timeout exit_code is null, and there is a message
@@ -248,8 +251,13 @@ class FollowSession:
         given: dict[str, Any],
         report: CommandOutput,
     ) -> None:
-        from averaging.weights import ModelReceiver
+        from averaging.metrics import MetricsListener
+        from averaging.weights import FOLLOWER_METRICS, ModelReceiver, StalenessWatch
 
+        self._watch = StalenessWatch(None)
+        self._metrics = MetricsListener(
+            given["metrics_listen"], "averaging follow", FOLLOWER_METRICS, self._sample, self._not_ready
+        )
         self._receiver = ModelReceiver(options, base=opened.base, on_progress=self._advance)
         self._options, self._output, self._report = options, opened.output, report
         self._command: str | None = given["command"]
@@ -269,15 +277,25 @@ class FollowSession:
             CommandError: there was no version in time, or it could not be written.
             AveragingError: no publisher answered, or all refuse this follower.
         """
-        async with self._receiver as receiver:
+        async with self._metrics, self._receiver as receiver:
             publishers = list(self._options.join)
             handing_on = f", handing on at {receiver.endpoint}" if receiver.endpoint else ""
-            self._report.emit(
-                {"event": "ready", "publishers": publishers, "endpoint": receiver.endpoint or None},
-                f"following {', '.join(publishers)}{handing_on}",
-            )
+            ready = {"event": "ready", "publishers": publishers, "endpoint": receiver.endpoint or None}
+            item = ready, f"following {', '.join(publishers)}{handing_on}"
+            self._report.emit(*events.with_metrics(item, self._metrics.endpoint))
             async with self._report.waiting(self._describe):
                 await self._follow()
+
+    def _sample(self) -> Samples:
+        from averaging.weights import follower_samples
+
+        receiver, version = self._receiver, None if self._written is None else self._written.version
+        newest = None if receiver.announced is None else receiver.announced.version
+        stale, _ = self._watch.look(time.monotonic(), version, newest, connected=receiver.connected)
+        return follower_samples(receiver, self._options.credentials, version, stale.versions, stale.seconds)
+
+    def _not_ready(self) -> str:
+        return "no version is written yet" if self._written is None else ""
 
     async def _follow(self) -> None:
         written = self._written

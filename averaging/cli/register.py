@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from averaging.cli import events
 from averaging.cli.exits import Stop, Stopped, failure_of, run
 from averaging.cli.options import credentials_of, flag, insecure_option, output_options, security_options
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 @click.command("register")
 @flag("listen", default="127.0.0.1:29400", help="Address to listen on; port 0 takes a free one.")
 @flag("advertise")
+@flag("metrics_listen")
 @security_options
 @insecure_option
 @output_options
@@ -57,7 +59,7 @@ def register_command(listen: str, advertise: str | None, as_json: bool, verbose:
 
     \b
     Events of --json, each with "event":
-      ready    endpoint
+      ready    endpoint, with --metrics-listen also metrics (its address)
       error    message
     """
     from averaging.cli.output import CommandOutput
@@ -71,7 +73,7 @@ def register_command(listen: str, advertise: str | None, as_json: bool, verbose:
             raise failure_of(error) from None
 
         async def serve(_: Stop) -> None:
-            await _serve(listen, advertise, credentials, report)
+            await _serve(listen, advertise, credentials, given["metrics_listen"], report)
 
         try:
             run(serve)
@@ -79,15 +81,25 @@ def register_command(listen: str, advertise: str | None, as_json: bool, verbose:
             return
 
 
-async def _serve(listen: str, advertise: str | None, credentials: Credentials, report: CommandOutput) -> None:
-    from averaging.elastic import RegisterService
+async def _serve(
+    listen: str, advertise: str | None, credentials: Credentials, metrics_listen: str | None, report: CommandOutput
+) -> None:
+    from averaging.elastic import REGISTER_METRICS, RegisterService
     from averaging.errors import AveragingError
+    from averaging.metrics import MetricsListener, Samples, certificate_samples
     from averaging.rpc import RpcServer
 
+    service = RegisterService()
+    server = RpcServer(listen, [service], advertise=advertise, credentials=credentials)
+
+    def sample() -> Samples:
+        return {**service.samples(), **certificate_samples(credentials)}
+
     try:
-        async with RpcServer(listen, [RegisterService()], advertise=advertise, credentials=credentials) as server:
+        async with MetricsListener(metrics_listen, "the register", REGISTER_METRICS, sample) as metrics, server:
             command = f"--rdzv-backend=averaging --rdzv-endpoint={server.endpoint}"
-            report.emit({"event": "ready", "endpoint": server.endpoint}, f"the register is at torchrun {command}")
+            ready = {"event": "ready", "endpoint": server.endpoint}, f"the register is at torchrun {command}"
+            report.emit(*events.with_metrics(ready, metrics.endpoint))
             await asyncio.Event().wait()
     except AveragingError as error:
         raise failure_of(error) from None

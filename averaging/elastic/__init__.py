@@ -10,9 +10,10 @@ docs/how-to/sites.md explains its use. Read in this order: `register` (what a re
 `rendezvous_state` (the state that torch needs, encoded), `backend`, `options`, `handler` (what torch calls).
 """
 
-from averaging.elastic.register import GrpcRegister, KeptEntry, RegisterService
+from averaging.elastic.register import REGISTER_METRICS, GrpcRegister, KeptEntry, RegisterService
 
 __all__ = [
+    "REGISTER_METRICS",
     "GrpcRegister",
     "KeptEntry",
     "RegisterService",

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 from averaging.errors import BusyError, ProtocolViolationError
+from averaging.metrics import CERTIFICATE_METRICS, Samples, counter, gauge
 from averaging.rpc import RpcChannel, RpcHandler, RpcMethod
 from averaging.wire import register_pb2 as wire
 
@@ -195,6 +197,15 @@ CALL_SECONDS = 3.0
 """Time limit of one call: less than the 5 s that torch allows for a heartbeat."""
 
 
+REGISTER_METRICS = (
+    gauge("register_entries", f"Entries in the register, two for each job; at most {MAX_ENTRIES}."),
+    gauge("register_bytes", f"Bytes of the values in the register; at most {MAX_TOTAL_BYTES}."),
+    counter("register_calls", "Calls of nodes.", "method", known=(("get",), ("compare_and_set",))),
+    *CERTIFICATE_METRICS,
+)
+"""What `averaging register` tells Prometheus."""
+
+
 class RegisterService:
     """Serves a register; give it to `RpcServer` or to `Peer(services=…)`.
 
@@ -204,16 +215,28 @@ class RegisterService:
 
     def __init__(self, register: Register | None = None) -> None:
         self.register = register or MemoryRegister()
+        self._calls: Counter[str] = Counter()
 
     def rpc_handlers(self) -> Iterable[RpcHandler]:
         """See `RpcService`."""
         handlers = [GET.answers(self._get), COMPARE_AND_SET.answers(self._compare_and_set)]
         return [*handlers, LIST.answers(self._list)] if isinstance(self.register, MemoryRegister) else handlers
 
+    def samples(self) -> Samples:
+        """The values of `REGISTER_METRICS`, as far as they are known."""
+        kept = self.register.listing() if isinstance(self.register, MemoryRegister) else []
+        return {
+            "averaging_register_entries": len(kept),
+            "averaging_register_bytes": sum(entry.bytes for entry in kept),
+            "averaging_register_calls_total": {(method,): count for method, count in self._calls.items()},
+        }
+
     async def _get(self, request: wire.GetRequest) -> wire.Entry:
+        self._calls["get"] += 1
         return _message(await self.register.get(request.key))
 
     async def _compare_and_set(self, request: wire.SetRequest) -> wire.SetReply:
+        self._calls["compare_and_set"] += 1
         written = await self.register.compare_and_set(request.key, request.value, request.token or None)
         return wire.SetReply(entry=_message(written.entry), done=written.done)
 

@@ -10,8 +10,10 @@ from averaging.metrics.catalog import (
     PROCESS_METRICS,
     Metric,
     MetricKind,
+    counter,
+    gauge,
 )
-from averaging.metrics.exposition import Distribution, PhaseDurations, Samples
+from averaging.metrics.exposition import Distribution, PhaseDurations, Samples, certificate_samples
 from averaging.metrics.listener import MetricsListener
 from averaging.metrics.watchdog import WatchedLoop, watch_loop
 
@@ -26,5 +28,8 @@ __all__ = [
     "PhaseDurations",
     "Samples",
     "WatchedLoop",
+    "certificate_samples",
+    "counter",
+    "gauge",
     "watch_loop",
 ]

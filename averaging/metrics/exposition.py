@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from averaging.metrics.catalog import BUCKETS, Metric, MetricKind
+from averaging.security import Credentials
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
@@ -43,6 +44,12 @@ Samples: TypeAlias = "Mapping[str, Value | Mapping[tuple[str, ...], Value]]"
 out."""
 
 
+def certificate_samples(credentials: Credentials) -> Samples:
+    """The samples of `CERTIFICATE_METRICS`."""
+    tls = credentials.tls
+    return {} if tls is None else {"averaging_certificate_expiry_timestamp_seconds": tls.expires}
+
+
 class PhaseDurations:
     """The durations of phases of rounds."""
 
@@ -63,12 +70,12 @@ def registry_of(metrics: Sequence[Metric], sample: Callable[[], Samples]) -> Col
     """A registry of these metrics and those of the process. `sample` is called for each page."""
     from prometheus_client import CollectorRegistry, ProcessCollector
 
-    class Collector:
+    class SampledMetrics:
         def collect(self) -> Iterator[Family]:
             return families(metrics, sample())
 
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Collector())
+    registry.register(SampledMetrics())
     ProcessCollector(registry=registry)
     return registry
 

@@ -6,7 +6,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from averaging.config import PeerConfig
-from averaging.metrics import CERTIFICATE_METRICS, PEER_METRICS, MetricsListener, PhaseDurations, Samples
+from averaging.metrics import (
+    CERTIFICATE_METRICS,
+    PEER_METRICS,
+    MetricsListener,
+    PhaseDurations,
+    Samples,
+    certificate_samples,
+)
 from averaging.receipts import Receipt, Totals
 from averaging.security import Credentials
 
@@ -32,7 +39,7 @@ class PeerMetrics:
         self, config: PeerConfig, credentials: Credentials, not_ready: Callable[[], str], clock: Callable[[], float]
     ) -> None:
         self.service: PeerService | None = None
-        self._tls, self._not_ready, self._clock = credentials.tls, not_ready, clock
+        self._certificate, self._not_ready, self._clock = certificate_samples(credentials), not_ready, clock
         self._phases = PhaseDurations()
         self._last_average: float | None = None
         metrics = (*PEER_METRICS, *CERTIFICATE_METRICS)
@@ -50,10 +57,9 @@ class PeerMetrics:
         samples: dict[str, float | None] = {
             "averaging_ready": float(not self._not_ready()),
             "averaging_last_average_timestamp_seconds": self._last_average,
-            "averaging_certificate_expiry_timestamp_seconds": None if self._tls is None else self._tls.expires,
         }
         if self.service is None:
-            return known(samples)
+            return {**known(samples), **self._certificate}
         status, discovery = self.service.get_status(), self.service.discovery
         if (training := status.training) is not None:
             samples |= {
@@ -67,7 +73,7 @@ class PeerMetrics:
             "averaging_clock_offset_seconds": None if discovery is None else discovery.diagnose().clock_ahead,
         }
         durations: Samples = {"averaging_round_duration_seconds": self._phases.samples()}
-        return {**known(samples), **of_totals(self.service.book.totals), **durations}
+        return {**known(samples), **self._certificate, **of_totals(self.service.book.totals), **durations}
 
 
 def known(samples: dict[str, float | None]) -> Samples:

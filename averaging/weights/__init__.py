@@ -2,10 +2,11 @@
 
 Read in this order: `layout` (the tensors of a version, or parts of them), `snapshot` (one version), `differences` (what
 changed), `store` (the versions that are kept), `publisher` and `tree` (who gets a version from whom), `download`,
-`receiver`, `model_receiver` and `follower` (the other end).
+`receiver`, `model_receiver` and `follower` (the other end), `follower_metrics`.
 """
 
-from averaging.weights.follower import Staleness, WeightFollower
+from averaging.weights.follower import Staleness, StalenessWatch, WeightFollower
+from averaging.weights.follower_metrics import FOLLOWER_METRICS, follower_samples
 from averaging.weights.model_receiver import ModelReceiver
 from averaging.weights.places import LEAST_RATE, Place, SlotTable
 from averaging.weights.publisher import WeightPublisher
@@ -13,6 +14,7 @@ from averaging.weights.receiver import FollowerOptions
 from averaging.weights.snapshot import DividedSnapshot, WeightSnapshot, seal, view_state
 
 __all__ = [
+    "FOLLOWER_METRICS",
     "LEAST_RATE",
     "DividedSnapshot",
     "FollowerOptions",
@@ -20,9 +22,11 @@ __all__ = [
     "Place",
     "SlotTable",
     "Staleness",
+    "StalenessWatch",
     "WeightFollower",
     "WeightPublisher",
     "WeightSnapshot",
+    "follower_samples",
     "seal",
     "view_state",
 ]

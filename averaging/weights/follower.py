@@ -17,8 +17,10 @@ import torch
 from averaging.common import is_count, plain_state
 from averaging.config import FilePath, TLSFiles, tls_files
 from averaging.errors import ClosedError, ConfigError
+from averaging.metrics import MetricsListener, Samples
 from averaging.rpc import EventLoopThread, read_credentials
 from averaging.tensors import in_thread
+from averaging.weights.follower_metrics import FOLLOWER_METRICS, follower_samples
 from averaging.weights.layout import WeightSpec, check_own, part_of, write_part
 from averaging.weights.model_receiver import ModelReceiver
 from averaging.weights.receiver import FollowerOptions
@@ -139,6 +141,7 @@ class WeightFollower:
         on_stale: Callback with the staleness when it begins to be too much, in the follower's thread or in `update`.
         join_timeout: Seconds within which a publisher must answer at the start.
         stall_timeout: Seconds without a message after which another source is asked.
+        metrics_listen: `host:port` for /metrics, /healthz and /readyz, see docs/operate/prometheus.md.
 
     Attributes:
         version: The version in the model; None before the first.
@@ -165,6 +168,7 @@ class WeightFollower:
         on_stale: Callable[[Staleness], object] | None = None,
         join_timeout: float = 10.0,
         stall_timeout: float = 30.0,
+        metrics_listen: str | None = None,
     ) -> None:
         self._model, self._join = model, join
         options = FollowerOptions(
@@ -182,7 +186,11 @@ class WeightFollower:
         self._watch = StalenessWatch(max_staleness)
         self._on_stale = on_stale
         self._staleness = Staleness()
-        self._lock = threading.RLock()
+        self._credentials = options.credentials
+        self._metrics = MetricsListener(
+            metrics_listen, "the follower of weights", FOLLOWER_METRICS, self._sample, self._not_ready
+        )
+        self._lock, self._look_lock = threading.RLock(), threading.Lock()
         self._thread: EventLoopThread | None = None
         self.version: int | None = None
 
@@ -232,6 +240,11 @@ class WeightFollower:
         """How old the weights in the model are."""
         self._look()
         return self._staleness
+
+    @property
+    def metrics_endpoint(self) -> str:
+        """The address of /metrics, /healthz and /readyz; empty without `metrics_listen`."""
+        return self._metrics.endpoint
 
     @property
     def bytes_received(self) -> int:
@@ -323,7 +336,7 @@ class WeightFollower:
         return [spec for spec, _ in self._own()]
 
     def _look(self) -> None:
-        with self._lock:
+        with self._look_lock:  # not the other one, since the application may hold that for long
             staleness, began = self._watch.look(
                 time.monotonic(), self.version, self.newest, connected=self._receiver.connected
             )
@@ -338,13 +351,20 @@ class WeightFollower:
     @asynccontextmanager
     async def _following(self) -> AsyncGenerator[None, None]:
         """The receiver, and the task that looks at the staleness."""
-        async with self._receiver:
+        async with self._metrics, self._receiver:
             watching = asyncio.create_task(self._keep_looking())
             try:
                 yield
             finally:
                 watching.cancel()
                 await asyncio.wait({watching})
+
+    def _sample(self) -> Samples:
+        stale = self._staleness
+        return follower_samples(self._receiver, self._credentials, self.version, stale.versions, stale.seconds)
+
+    def _not_ready(self) -> str:
+        return "no version is in the model yet" if self.version is None else ""
 
     async def _keep_looking(self) -> None:
         while True:

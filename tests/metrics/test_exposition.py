@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from prometheus_client import generate_latest
 
 from averaging.metrics import (
-    CERTIFICATE_METRICS,
     PEER_METRICS,
-    PROCESS_METRICS,
     Metric,
     MetricKind,
     PhaseDurations,
@@ -21,8 +19,9 @@ from averaging.metrics import (
 from averaging.metrics.catalog import BUCKETS
 from averaging.metrics.exposition import Distribution, registry_of
 from tests.support.scraping import parsed
+from tools.reference import METRICS
 
-ALL = (*PROCESS_METRICS, *CERTIFICATE_METRICS, *PEER_METRICS)
+ALL = [metric for metrics in METRICS.values() for metric in metrics]
 
 
 def shown(metrics: tuple[Metric, ...], samples: Samples) -> dict[str, dict[tuple[str, ...], float]]:

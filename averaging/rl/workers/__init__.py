@@ -10,7 +10,7 @@ their transfers), `parameters` (parameters on their way between models).
 from averaging.rl.workers.backend import Backend, Dataset, ListDataset, Sample, SampleBatch
 from averaging.rl.workers.data_manager import DataManager, Redistributor
 from averaging.rl.workers.master_worker import MasterWorker
-from averaging.rl.workers.model_worker import ModelWorker
+from averaging.rl.workers.model_worker import WORKER_METRICS, ModelWorker
 from averaging.rl.workers.payload import Compute, DatasetSpec, Handle, Payload
 from averaging.rl.workers.plan import (
     Average,
@@ -31,6 +31,7 @@ from averaging.rl.workers.plan import (
 from averaging.rl.workers.step_runner import StepResult
 
 __all__ = [
+    "WORKER_METRICS",
     "Average",
     "Backend",
     "Call",

@@ -6,12 +6,14 @@ import asyncio
 import logging
 import os
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
 from averaging.errors import AveragingError, ClosedError, ConfigError, ProtocolViolationError
+from averaging.metrics import CERTIFICATE_METRICS, MetricsListener, Samples, certificate_samples, counter, gauge
 from averaging.rl.workers.backend import Backend, Dataset
 from averaging.rl.workers.data_manager import DataManager
 from averaging.rl.workers.executor import Computations, Executor
@@ -54,6 +56,18 @@ MAX_MASTER_NAME = 128
 """Maximum characters of the random name of a master's process."""
 
 
+HANDLES = frozenset(Handle)
+
+WORKER_METRICS = (
+    counter("worker_requests", "Requests of the master that were answered, by what they ask for.", "handle"),
+    gauge("worker_running_requests", "Requests that are being answered."),
+    gauge("worker_samples", "Samples of which the worker holds tensors."),
+    gauge("worker_attached", "Whether a master is attached and was heard in the last 15 s: 1 or 0."),
+    *CERTIFICATE_METRICS,
+)
+"""What a model worker tells Prometheus."""
+
+
 class ModelWorker:
     """One process with a part of one or several models. It computes what a master requests.
 
@@ -77,6 +91,7 @@ class ModelWorker:
         compression: Compression of floating tensors of samples on their way to other workers, such as `bfloat16`.
         connect: Function that opens channels to other workers; for tests.
         inline: Whether backends run in the event loop; for simulations.
+        metrics_listen: `host:port` for /metrics, /healthz and /readyz, see docs/operate/prometheus.md.
 
     Raises:
         ConfigError: An argument is invalid.
@@ -95,6 +110,7 @@ class ModelWorker:
         compression: str = "none",
         connect: Connect | None = None,
         inline: bool = False,
+        metrics_listen: str | None = None,
     ) -> None:
         self.name = name
         self._incarnation = uuid.uuid4().hex
@@ -121,6 +137,9 @@ class ModelWorker:
         self._tasks: set[asyncio.Task[None]] = set()
         self._session: MasterSession | None = None
         self._book = RequestBook()
+        self._answered: Counter[str] = Counter()  # by handle
+        self._credentials = credentials or Credentials()
+        self._metrics = MetricsListener(metrics_listen, f"the model worker {name}", WORKER_METRICS, self._sample)
 
     @property
     def endpoint(self) -> str:
@@ -129,6 +148,11 @@ class ModelWorker:
             raise ConfigError(f"{self.name} has no server of its own; it was created without listen")
         return self._server.endpoint
 
+    @property
+    def metrics_endpoint(self) -> str:
+        """The address of /metrics, /healthz and /readyz; empty without `metrics_listen`."""
+        return self._metrics.endpoint
+
     async def __aenter__(self) -> Self:
         """Starts to serve.
 
@@ -136,6 +160,8 @@ class ModelWorker:
             ListenError: The address is not available.
         """
         async with AsyncExitStack() as stack:
+            if self._server is not None:  # not in simulations
+                await stack.enter_async_context(self._metrics)
             if self._in_own_thread:
                 self._computations.start(f"computations of {self.name}")
             stack.push_async_callback(self._computations.close)
@@ -294,7 +320,18 @@ class ModelWorker:
             case Next.TOO_MANY:
                 raise ProtocolViolationError(f"too many requests wait for a flush at {self.name}")
 
+    def _sample(self) -> Samples:
+        session, now = self._session, asyncio.get_running_loop().time()
+        return {
+            "averaging_worker_requests_total": {(handle,): count for handle, count in self._answered.items()},
+            "averaging_worker_running_requests": self._book.running,
+            "averaging_worker_samples": len(self._executor.data),
+            "averaging_worker_attached": float(session is not None and session.lives(now, MASTER_SECONDS)),
+            **certificate_samples(self._credentials),
+        }
+
     def _reply(self, reply: Payload) -> None:
+        self._answered[reply.handle_name if reply.handle_name in HANDLES else "other"] += 1
         wanted = self._book.finish(reply, keep=reply.handle_name not in NO_REPLY)
         if self._session is not None:
             if wanted and reply.handle_name not in NO_REPLY:
