@@ -23,6 +23,7 @@ from averaging.common import (
     Option,
     Setting,
     check_options,
+    check_proxy,
     choice,
     merge,
     number,
@@ -151,6 +152,7 @@ class PeerOptions(TypedDict, total=False):
     bandwidth: float | None
     direct_listen: str | None
     direct_advertise: int | None
+    proxy: str | None
     share_state: bool
     verify_donors: int
     on_drift: OnDrift | str
@@ -374,6 +376,14 @@ class PeerConfig:
         None,
         whole(1, 65535, "PORT"),
         "Port at which other peers reach {direct_listen} on the host of this peer's endpoint, if it differs.",
+    )
+
+    proxy: str | None = _direct(
+        None,
+        text("URL", check_proxy),
+        "HTTP proxy through which this peer calls others, http://HOST:PORT or http://USER:PASSWORD@HOST:PORT; it must "
+        "allow CONNECT. Loopback and the hosts in NO_PROXY are called directly. HTTPS_PROXY and its like are not used. "
+        "With a proxy all parts travel over gRPC.",
     )
 
     share_state: bool = _state(

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from averaging.common import ignored_proxies
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
     from types import FrameType
@@ -24,7 +26,7 @@ T = TypeVar("T")
 NOT_DONE, WRONG_USAGE, SIGNALLED = 1, 2, 128
 """Exit codes. A command that a signal ends early exits with `SIGNALLED` plus the signal's number."""
 
-CHECK_ADDRESS = "check the address, and that a peer is up there"
+CHECK_ADDRESS = "; ".join(filter(None, ("check the address, and that a peer is up there", ignored_proxies())))
 
 DEFAULTS: Mapping[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 """The signals that end a command, with Python's default handlers."""

@@ -1,7 +1,7 @@
 """Checks and helpers that every room may use. None of them knows what a peer is.
 
 `addresses` (endpoints and the rules for them), `interfaces` (which of them are this machine's), `seed_sources` (what
-`join` may name), `options` (how they are declared, checked,
+`join` may name), `proxies` (whether calls go through one), `options` (how they are declared, checked,
 read and named), `safe_msgpack` (msgpack from strangers), `sanitize` (text from strangers), `limits` (delays between
 tries, quotas per host), `event_loop_thread` (an event loop in a thread of its own), `malloc`.
 """
@@ -57,6 +57,14 @@ from averaging.common.options import (
     unknown_option,
     whole,
 )
+from averaging.common.proxies import (
+    PROXY_VARIABLE,
+    check_proxy,
+    chosen_proxy,
+    ignored_proxies,
+    proxy_for,
+    shown_proxy,
+)
 from averaging.common.safe_msgpack import (
     MAX_INTEGER_KEYS,
     all_numbers_finite,
@@ -86,6 +94,7 @@ __all__ = [
     "MAX_INTEGER_KEYS",
     "MAX_NAMES",
     "PATH",
+    "PROXY_VARIABLE",
     "SECONDS",
     "SEED",
     "SWITCH",
@@ -108,8 +117,10 @@ __all__ = [
     "backoff_delay",
     "check_keys",
     "check_options",
+    "check_proxy",
     "check_weight",
     "choice",
+    "chosen_proxy",
     "contradict",
     "counted",
     "covers",
@@ -120,6 +131,7 @@ __all__ = [
     "format_address",
     "has_ipv4",
     "html_table",
+    "ignored_proxies",
     "is_count",
     "is_endpoint",
     "is_finite",
@@ -144,10 +156,12 @@ __all__ = [
     "parse_seed",
     "plain",
     "plain_state",
+    "proxy_for",
     "read_arguments",
     "read_environment",
     "read_toml",
     "required",
+    "shown_proxy",
     "size",
     "spelled",
     "spelled_as_set",

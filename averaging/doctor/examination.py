@@ -76,7 +76,7 @@ async def examine(examination: Examination, report: Report, tell: Callable[[str]
         *tls.check_token_file(config),
         *_memory(examination),
         *this_machine.check_fork(),
-        *this_machine.check_proxies(),
+        *this_machine.check_proxies(config.proxy),
         *this_machine.check_open_files(),
         *this_machine.check_clock(),
         *found,

@@ -13,7 +13,18 @@ import socket
 from collections.abc import Collection, Iterator, Mapping
 from importlib import metadata
 
-from averaging.common import Address, counted, is_loopback, is_own, parse_address, parse_ip, spelled
+from averaging.common import (
+    Address,
+    chosen_proxy,
+    counted,
+    ignored_proxies,
+    is_loopback,
+    is_own,
+    parse_address,
+    parse_ip,
+    shown_proxy,
+    spelled,
+)
 from averaging.config import PeerConfig
 from averaging.doctor.dial_back import look_up
 from averaging.doctor.findings import Finding, failure, ok, told, warning
@@ -189,20 +200,24 @@ def source_address(destination: Address) -> str:
 # The process and its surroundings.
 
 
-def check_proxies(environ: Mapping[str, str] = os.environ) -> list[Finding]:
-    """Names the proxy variables and which traffic uses them: never that between peers."""
-    names = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
-    present = sorted(name for name, value in environ.items() if name.lower() in names and value)
-    if not present:
-        return [ok("proxies", "no proxy variable is set")]
-    used = [name for name in present if name.lower() != "grpc_proxy"]
-    text = (
-        f"{', '.join(present)} {'is' if len(present) == 1 else 'are'} set. Peers dial each other directly in any case"
-    )
-    if not used:
-        return [ok("proxies", f"{text}, and nothing else of averaging uses it")]
-    remedy = "if the machine has no other way out, peers cannot reach it; add the hosts of feeds to NO_PROXY"
-    return [warning("proxies", f"{text}; the clients of a feed use {', '.join(used)}", remedy)]
+def check_proxies(proxy: str | None = None, environ: Mapping[str, str] = os.environ) -> list[Finding]:
+    """Names the proxy through which others are called, and the variables that are set and not used.
+
+    Args:
+        proxy: the option `proxy`.
+        environ: the environment.
+    """
+    try:
+        chosen = chosen_proxy(proxy, environ)
+    except ConfigError as error:
+        return [failure("proxies", str(error), "correct the variable, or unset it")]
+    if chosen is not None:
+        return [
+            ok("proxies", f"others are called through the proxy {shown_proxy(chosen)}, except loopback and NO_PROXY")
+        ]
+    if ignored := ignored_proxies(environ):
+        return [warning("proxies", ignored, "if this machine has no other way out, set it, and take part as a client")]
+    return [ok("proxies", "no proxy variable is set")]
 
 
 def check_open_files(limit: int | None = None) -> list[Finding]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
+from averaging.common import chosen_proxy, ignored_proxies, shown_proxy
 from averaging.config import PeerConfig
 from averaging.control import ControlService, Departure, LeaveStep
 from averaging.discovery import LIFETIME, REFRESH, Discovery, PublishedRecord, ShardOfRun
@@ -29,6 +31,7 @@ from averaging.transport.grpc import GrpcTransport
 
 DOWNLOAD_SECONDS = 20.0
 """Seconds for which a peer that was asked to leave waits for those who download its state."""
+logger = logging.getLogger("averaging.peer")
 
 CLOSING_GRACE = 1.0
 """Seconds for which calls in progress may go on when a peer closes."""
@@ -91,6 +94,7 @@ async def start(
         ListenError: it cannot listen at the address, or at that for metrics.
         JoinError: no peer of `join` answered in time, or all refuse permanently.
     """
+    _log_proxy(config.proxy)
     async with AsyncExitStack() as stack:
         metrics = PeerMetrics(config, credentials, not_ready, clock)
         if config.metrics_listen is not None or isinstance(transport, GrpcTransport):  # not in simulated time
@@ -159,6 +163,14 @@ async def _leave_when_asked(
     on_leave()
 
 
+def _log_proxy(proxy: str | None) -> None:
+    chosen = chosen_proxy(proxy)
+    if chosen is not None:
+        logger.info("other peers are called through the proxy %s, and parts travel over gRPC", shown_proxy(chosen))
+    elif ignored := ignored_proxies():
+        logger.info("other peers are called directly: %s", ignored)
+
+
 def _gossip(
     config: PeerConfig,
     endpoint: str,
@@ -192,7 +204,8 @@ def make_transport(
     listen = None if config.mode is Mode.CLIENT else config.listen
     # A part and its codec's tables, a few hundred records of discovery, or the largest metadata of a state.
     most = 2 * config.part_size_bytes + (32 << 20)
-    if config.direct_listen is None:
+    # Direct connections are no HTTP, so all calls go over gRPC where there is a proxy.
+    if config.direct_listen is None or chosen_proxy(config.proxy) is not None:
         return GrpcTransport(
             listen,
             config.advertise,
@@ -201,6 +214,7 @@ def make_transport(
             given=seeds.named,
             names=seeds.names,
             services=services,
+            proxy=config.proxy,
         )
     return DirectTransport(
         listen,

@@ -145,8 +145,10 @@ class HttpClient:
         self._host = host
 
     async def get(self, url: str) -> dict[str, Any]:
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
         def download() -> int:
-            with urllib.request.urlopen(url) as reply:
+            with direct.open(url) as reply:
                 content = bytearray(int(reply.headers["Content-Length"]))
                 view, place = memoryview(content), 0
                 while count := reply.readinto(view[place:]):

@@ -173,7 +173,7 @@ def settle(story: Story, record: Record, processes: Processes) -> list[int]:
 
 def waiting_at(port: int) -> int:
     """Groups in the queue of a feed."""
-    return int(httpx.get(f"http://{local(port)}/status", timeout=10).json()["queue_size"])
+    return int(httpx.get(f"http://{local(port)}/status", timeout=10, trust_env=False).json()["queue_size"])
 
 
 if __name__ == "__main__":

@@ -102,13 +102,20 @@ async def test_a_family_on_which_nothing_listens(monkeypatch: pytest.MonkeyPatch
     assert "IPv6" in found[0].text
 
 
-def test_proxies_are_named_with_who_uses_them() -> None:
+def test_proxies_are_named_and_whether_they_are_used() -> None:
     check = this_machine.check_proxies
-    assert severities(check({})) == ["ok"]
-    [found] = check({"HTTPS_PROXY": "http://proxy:3128", "grpc_proxy": "http://proxy:3128", "NO_PROXY": "a"})
+    assert severities(check(environ={})) == ["ok"]
+    [found] = check(environ={"HTTPS_PROXY": "http://proxy:3128", "grpc_proxy": "http://proxy:3128", "NO_PROXY": "a"})
     assert found.severity is Severity.WARNING
-    assert "the clients of a feed use HTTPS_PROXY" in found.text
-    assert severities(check({"grpc_proxy": "http://proxy:3128"})) == ["ok"]
+    assert "HTTPS_PROXY, grpc_proxy are set and not used" in found.text
+    [used] = check(environ={"HTTPS_PROXY": "http://other:1", "AVERAGING_PROXY": "http://user:secret@proxy:3128"})
+    assert used.severity is Severity.OK
+    assert "proxy:3128" in used.text
+    assert "secret" not in used.text
+    [chosen] = check("http://mine:1", {"AVERAGING_PROXY": "http://proxy:3128"})
+    assert "mine:1" in chosen.text
+    [wrong] = check(environ={"AVERAGING_PROXY": "socks5h://proxy:3128"})
+    assert wrong.severity is Severity.FAILURE
 
 
 def test_few_file_descriptors() -> None:

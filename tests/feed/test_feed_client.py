@@ -180,24 +180,46 @@ def test_the_token_of_an_address_is_sent_and_never_shown() -> None:
         assert SECRET not in str(caught.value)
 
 
+PROXIES = ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy", "NO_PROXY", "no_proxy", "AVERAGING_PROXY")
+
+
 @pytest.mark.parametrize("variable", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
-def test_proxies_are_named_and_not_used_on_this_machine(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy", "NO_PROXY", "no_proxy"):
+@pytest.mark.parametrize("proxy", ["http://user:secret@127.0.0.1:9", "socks5h://127.0.0.1:9", "nonsense"])
+def test_proxies_of_other_programs_are_named_and_not_used(
+    variable: str, proxy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in PROXIES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(variable, "http://user:secret@127.0.0.1:9")
+    monkeypatch.setenv(variable, proxy)
     with answering((200, {}, b"{}")) as (url, _):
         connection = Connection(url)
         assert connection.send("GET", "/batch") == b"{}"
         connection.close()
-    with pytest.raises(FeedError, match=f"through the proxy in {variable}") as caught:
-        Connection("http://feed.example.org", retry_timeout=0.0).request("GET", "/batch", BatchReply)
+    with pytest.raises(FeedError, match=f"{variable} is set and not used; AVERAGING_PROXY") as caught:
+        Connection("http://feed.invalid", retry_timeout=0.0).request("GET", "/batch", BatchReply)
     assert "secret" not in str(caught.value)
-    monkeypatch.setenv("NO_PROXY", "feed.example.org")
-    assert Connection("http://feed.example.org")._proxy is None
-    monkeypatch.delenv("NO_PROXY")
-    monkeypatch.setenv(variable, "socks9://127.0.0.1:9")
-    with pytest.raises(ConfigError, match=f"the proxy in {variable} cannot be used"):
-        Connection("http://feed.example.org")
+
+
+def test_the_proxy_that_was_asked_for_is_used_but_not_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in PROXIES:
+        monkeypatch.delenv(name, raising=False)
+    with answering((200, {}, b"{}"), (200, {}, b"{}")) as (url, _):
+        monkeypatch.setenv("AVERAGING_PROXY", url.replace("://", "://user:secret@"))
+        connection = Connection("http://feed.invalid")  # which only the proxy finds
+        assert connection.send("GET", "/batch") == b"{}"
+        connection.close()
+        monkeypatch.setenv("AVERAGING_PROXY", "http://user:secret@127.0.0.1:9")
+        connection = Connection(url)
+        assert connection.send("GET", "/batch") == b"{}"
+        connection.close()
+    with pytest.raises(FeedError, match=r"through the proxy 127\.0\.0\.1:9") as caught:
+        Connection("http://feed.invalid", retry_timeout=0.0).request("GET", "/batch", BatchReply)
+    assert "secret" not in str(caught.value)
+    monkeypatch.setenv("NO_PROXY", "feed.invalid")
+    assert Connection("http://feed.invalid")._proxy is None
+    monkeypatch.setenv("AVERAGING_PROXY", "socks5h://127.0.0.1:9")
+    with pytest.raises(ConfigError, match="AVERAGING_PROXY: 'socks5h://127.0.0.1:9' is not an HTTP proxy"):
+        Connection("http://feed.invalid")
 
 
 def test_what_a_server_says_is_shown_without_control_characters() -> None:

@@ -12,7 +12,7 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self
 
-from averaging.common import CLIENT_PREFIX, is_endpoint, spelled
+from averaging.common import CLIENT_PREFIX, ignored_proxies, is_endpoint, is_loopback, parse_address, spelled
 from averaging.discovery import Diagnosis, Entry, clock_difference
 from averaging.discovery.gossip.anti_entropy import AntiEntropy, Maintenance, Reachability
 from averaging.discovery.gossip.bootstrap import Bootstrap, Waiting
@@ -120,7 +120,7 @@ class GossipDiscovery:
             sources=seeds,
             look_up=self._look_up if seeds.sources else None,
             may_start=not self._is_client,
-            hint=self._clocks_hint,
+            hint=self._hint,
             on_waiting=on_joining,
         )
         self._group = asyncio.TaskGroup()
@@ -364,6 +364,12 @@ class GossipDiscovery:
                     "%s refuses this peer's record of %r under %r: %s",
                     *(endpoint, refusal.subkey, refusal.key, printable(refusal.reason, 200)),
                 )
+
+    def _hint(self) -> str:
+        """Sentences about what may be the cause if no seed answers; empty if there is nothing to say."""
+        elsewhere = not all(is_loopback(parse_address(seed)[0]) for seed in self._members.seeds)
+        proxies = ignored_proxies() if elsewhere else ""
+        return " ".join(filter(None, (self._clocks_hint(), proxies and f"{proxies}.")))
 
     def _clocks_hint(self) -> str:
         """A sentence about the clocks that differ too much from this peer's; empty if there are none."""

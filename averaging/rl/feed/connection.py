@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gzip
-import os
 import random
 import ssl
 import time
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +13,7 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
-from averaging.common import Backoff, is_loopback
+from averaging.common import Backoff, chosen_proxy, ignored_proxies, is_loopback, proxy_for, shown_proxy
 from averaging.errors import (
     ConfigError,
     FeedError,
@@ -76,7 +74,7 @@ class Connection:
 
     Args:
         url: "http://HOST:PORT" or "https://HOST:PORT". A token may be its password, "http://any:TOKEN@HOST:PORT". The
-            proxies of variables such as HTTP_PROXY are used, except to loopback addresses and to hosts in NO_PROXY.
+            proxy of AVERAGING_PROXY is used, except to loopback addresses and to hosts in NO_PROXY, and no other one.
         token_file: the first token in it is sent.
         tls_ca, tls_cert, tls_key: files for TLS, all of them or none. With none, https trusts the system's authorities.
         timeout: seconds to connect, and between two pieces of a request or reply.
@@ -105,16 +103,11 @@ class Connection:
         if tls and tls_cert and tls_key:
             context.load_cert_chain(tls_cert, tls_key)
         self._retry_timeout, self._max_bytes = retry_timeout, max_bytes
-        self._proxy = _proxy_variable(self.url)
+        self._proxy = proxy_for(httpx.URL(self.url).host, chosen_proxy())
         headers = {"Authorization": f"Bearer {tokens[0]}"} if tokens else {}
         options: dict[str, Any] = {"headers": headers, "auth": None if tokens else user, "timeout": timeout}
-        try:
-            self._client = httpx.Client(base_url=self.url, verify=context, trust_env=self._proxy is not None, **options)
-        except (ImportError, ValueError) as error:  # httpx knows the proxy's scheme not at all, or only with an extra
-            raise ConfigError(
-                f"the proxy in {self._proxy} cannot be used ({error}); correct the variable, or add the feed's host to "
-                "NO_PROXY"
-            ) from None
+        # With `trust_env` httpx would use the proxies of HTTP_PROXY and its like, also to this machine.
+        self._client = httpx.Client(base_url=self.url, verify=context, trust_env=False, proxy=self._proxy, **options)
 
     def close(self) -> None:
         """Closes the connections to the server."""
@@ -167,9 +160,12 @@ class Connection:
                         raise FeedError(f"{self.url}{path} answers with more than {self._max_bytes} bytes")
         except (httpx.HTTPError, httpx.StreamError) as error:
             reason = str(error) or type(error).__name__
-            through = f" through the proxy in {self._proxy}" if self._proxy else ""
+            through = f" through the proxy {shown_proxy(self._proxy)}" if self._proxy else ""
+            remedies = ["check that the feed is up"]
+            if not is_loopback(httpx.URL(self.url).host) and (ignored := ignored_proxies()):
+                remedies.append(ignored)
             raise FeedError(
-                f"{self.url} cannot be reached{through} ({reason}); check that the feed is up", 0, 0.0
+                f"{self.url} cannot be reached{through} ({reason}); {'; '.join(remedies)}", 0, 0.0
             ) from None
         if response.is_success:
             return bytes(reply)
@@ -195,15 +191,6 @@ def _without_user(url: str) -> tuple[str, tuple[str, str] | None]:
         raise ConfigError(f"{shown!r} is not the address of a feed; give http://HOST:PORT or https://HOST:PORT")
     user = (parsed.username, parsed.password) if parsed.userinfo else None
     return str(parsed.copy_with(userinfo=b"")).rstrip("/"), user
-
-
-def _proxy_variable(url: str) -> str | None:
-    """Returns the name of the environment variable whose proxy carries requests to `url`, or None."""
-    parsed = httpx.URL(url)
-    if is_loopback(parsed.host) or urllib.request.proxy_bypass(parsed.host):
-        return None
-    names = [name for scheme in (parsed.scheme, "all") for name in (f"{scheme}_proxy", f"{scheme}_proxy".upper())]
-    return next((name for name in names if os.environ.get(name)), None)
 
 
 def decode_reply(body: bytes, kind: type[T]) -> T:

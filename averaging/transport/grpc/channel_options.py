@@ -93,10 +93,9 @@ def held_limits(max_message_bytes: int) -> ByteLimits:
 
 
 def channel_options(max_message_bytes: int) -> Options:
-    """For the calling side."""
+    """For the calling side. gRPC would use the proxies of variables such as HTTPS_PROXY; `Channels` adds one itself."""
     return [
         *_common(max_message_bytes),
-        ("grpc.enable_http_proxy", 0),  # peers are always dialled directly
         ("grpc.service_config_disable_resolution", 1),  # DNS supplies addresses only
         ("grpc.use_local_subchannel_pool", 1),  # otherwise the back-off after a failure outlives the channel
         ("grpc.initial_reconnect_backoff_ms", 100),

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import grpc
 
-from averaging.common import CLIENT_PREFIX, is_endpoint, parse_address, parse_ip
+from averaging.common import CLIENT_PREFIX, chosen_proxy, is_endpoint, parse_address, parse_ip, proxy_for
 from averaging.errors import ClosedError, PeerUnreachableError, ProtocolViolationError
 from averaging.security import Credentials
 from averaging.transport import RpcMethod, Upload, close
@@ -62,6 +62,7 @@ class Channels:
         credentials: Credentials | None = None,
         dialling: Dialling | None = None,
         certified_host: str = "",
+        proxy: str | None = None,
     ) -> None:
         """Opens nothing yet.
 
@@ -71,6 +72,7 @@ class Channels:
             credentials: certificates and tokens.
             dialling: which addresses may be dialled.
             certified_host: host that the certificates of all callees must cover, instead of that of each endpoint.
+            proxy: URL of the HTTP proxy; None for that of `AVERAGING_PROXY`, if any.
         """
         credentials = credentials or Credentials()
         self._options: Sequence[tuple[str, int | str]] = channel_options(max_message_bytes)
@@ -78,6 +80,7 @@ class Channels:
             self._options = [*self._options, ("grpc.ssl_target_name_override", certified_host)]
         self._credentials = channel_credentials(credentials.tls) if credentials.tls else None
         self._dialling = dialling or Dialling()
+        self._proxy = chosen_proxy(proxy)
         self._metadata = call_metadata(credentials.tokens)
         self._max_idle = max_idle
         self._connections: dict[str, PeerConnection] = {}  # least recently used first
@@ -93,7 +96,7 @@ class Channels:
         """
         async with self.connection(endpoint) as connection:
             start: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = connection.channel.unary_unary(method.path)
-            with calling(endpoint, sent_token=bool(self._metadata)):
+            with calling(endpoint, sent_token=bool(self._metadata), proxy=self._proxy_of(endpoint)):
                 raw = await start(method.request.SerializeToString(request), metadata=self._metadata)
             return read_reply(endpoint, method.read_reply, raw)
 
@@ -153,7 +156,7 @@ class Channels:
 
     async def _next(self, endpoint: str, call: StreamCall, replies: AsyncIterator[bytes]) -> bytes | None:
         """Returns the next reply; None after the last."""
-        with calling(endpoint, sent_token=bool(self._metadata)):
+        with calling(endpoint, sent_token=bool(self._metadata), proxy=self._proxy_of(endpoint)):
             try:
                 return await anext(replies, None)
             except grpc.aio.AioRpcError as error:
@@ -210,14 +213,19 @@ class Channels:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             _users[self._loop] = _users.get(self._loop, 0) + 1
-        where = target(endpoint)
+        where, proxy = target(endpoint), self._proxy_of(endpoint)
+        options = [*self._options, ("grpc.enable_http_proxy", int(proxy is not None))]
+        if proxy is not None:
+            options.append(("grpc.http_proxy", proxy))
         if self._credentials is None:
-            return grpc.aio.insecure_channel(where, self._options)
+            return grpc.aio.insecure_channel(where, options)
         name = self._dialling.names.get(endpoint)
-        options: list[tuple[str, int | str]] = [*self._options]
         if name:
             options.append(("grpc.ssl_target_name_override", name))
         return grpc.aio.secure_channel(where, self._credentials, options)
+
+    def _proxy_of(self, endpoint: str) -> str | None:
+        return proxy_for(parse_address(endpoint)[0], self._proxy)
 
     async def _close_unused(self) -> None:
         for connection in [connection for connection in self._replaced if not connection.users]:

@@ -28,7 +28,7 @@ from typing import Any, Never, TypeVar
 
 import grpc
 
-from averaging.common import spelled
+from averaging.common import shown_proxy, spelled
 from averaging.errors import (
     AveragingError,
     BusyError,
@@ -119,6 +119,8 @@ _REASONS = (
     ),
     ("connect: permission denied", "the firewall or security policy of this machine forbids it"),
     ("connect: operation not permitted", "the firewall or security policy of this machine forbids it"),
+    ("http proxy returned response code 407", "the proxy requires a user and a password"),
+    ("http proxy returned response code", "the proxy does not allow CONNECT to it"),
     ("cancelling all calls", "it ended the call"),
 )
 """Parts of gRPC's messages, and the reason reported for each. The first match counts."""
@@ -172,14 +174,27 @@ def error_of_call(endpoint: str, error: grpc.aio.AioRpcError, *, sent_token: boo
     return CallRefusedError(endpoint, message, definite=code is grpc.StatusCode.PERMISSION_DENIED)
 
 
+def _through(proxy: str, failure: AveragingError) -> AveragingError:
+    """Says that the call went through a proxy. What cannot be reached may be the proxy, so the peer is not gone."""
+    if not isinstance(failure, PeerUnreachableError):
+        return failure
+    reason = str(failure).removeprefix(f"{failure.endpoint}: ")
+    return PeerUnreachableError(failure.endpoint, f"{reason}, through the proxy {shown_proxy(proxy)}")
+
+
 def is_failed_write(details: str | None) -> bool:
     """Whether a status comes from grpcio itself, because a write failed after the end of the call."""
     return details == "Internal error from Core"
 
 
 @contextmanager
-def calling(endpoint: str, *, sent_token: bool) -> Iterator[None]:
-    """Converts the errors of a call to `endpoint` that is awaited inside; set `sent_token` if the call has a token.
+def calling(endpoint: str, *, sent_token: bool, proxy: str | None = None) -> Iterator[None]:
+    """Converts the errors of a call to `endpoint` that is awaited inside.
+
+    Args:
+        endpoint: the callee.
+        sent_token: whether the call has a token.
+        proxy: URL of the proxy through which it goes; None for none.
 
     Raises:
         TransportError: the call failed.
@@ -190,7 +205,8 @@ def calling(endpoint: str, *, sent_token: bool) -> Iterator[None]:
     except grpc.aio.AioRpcError as error:
         logger.debug("%s: %s", endpoint, printable(error.debug_error_string() or ""))
         # From Python 3.12 on its traceback would refer to itself, and keep the call and gRPC's connection alive.
-        raise error_of_call(endpoint, error.with_traceback(None), sent_token=sent_token) from None
+        failure = error_of_call(endpoint, error.with_traceback(None), sent_token=sent_token)
+        raise (failure if proxy is None else _through(proxy, failure)) from None
     except asyncio.CancelledError:
         # gRPC also raises it if only the call was cancelled: its channel was closed, or its upload failed.
         task = asyncio.current_task()

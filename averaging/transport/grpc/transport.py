@@ -42,6 +42,7 @@ class GrpcTransport:
         given: endpoints named by the user, which are always dialled. It may change.
         names: for a given endpoint, the host for which its certificate must be valid, if that is another than its own.
         services: further methods to serve.
+        proxy: URL of the HTTP proxy through which other peers are called; None for that of `AVERAGING_PROXY`, if any.
 
     Raises:
         ConfigError: an argument is invalid.
@@ -57,6 +58,7 @@ class GrpcTransport:
         given: Collection[str] = (),
         names: Mapping[str, str] | None = None,
         services: Sequence[RpcService] = (),
+        proxy: str | None = None,
     ) -> None:
         if max_message_bytes < 1:
             raise ConfigError(f"max_message_bytes must be above 0, not {max_message_bytes}")
@@ -75,7 +77,9 @@ class GrpcTransport:
         self._credentials = credentials or Credentials()
         # A client has no address, so only the peers that it joins can show that the run is on loopback.
         self._dialling = Dialling(given, loopback=None if listen is None else False, names=names)
-        self._channels = Channels(max_message_bytes, credentials=self._credentials, dialling=self._dialling)
+        self._channels = Channels(
+            max_message_bytes, credentials=self._credentials, dialling=self._dialling, proxy=proxy
+        )
         self.add_services(services)
 
     def add_services(self, services: Sequence[RpcService]) -> None:
