@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli.exits import NOT_DONE, Stop, Stopped, failure_of, run, stopped
+from averaging.cli.exits import NOT_DONE, CommandError, Stop, Stopped, failure_of, run, stopped
 from averaging.cli.options import (
     NOT_NEGATIVE,
     CheckedPath,
@@ -117,6 +118,7 @@ def doctor_command(
         if not verbose:  # what reading certificates and tokens would warn of is a finding
             logging.getLogger("averaging").setLevel(logging.ERROR)
         config, run_known = read_options(given)
+        _import()
         _check_deep(config, idle, deep=deep)
         examination = _examination(file, config, given, run_known=run_known)
         _run(replace(examination, deep=deep, idle=IDLE_SECONDS if idle is None else idle), report)
@@ -136,6 +138,19 @@ def _check_deep(config: PeerConfig, idle: float | None, *, deep: bool) -> None:
         raise click.UsageError(
             f"--idle must be at most {MAX_IDLE_SECONDS:g}; peers close connections themselves that were idle for 600 s."
         )
+
+
+def _import() -> None:
+    """Imports what a peer needs, which fails if a package is missing, broken, or of another version.
+
+    Raises:
+        CommandError: It fails.
+    """
+    try:
+        importlib.import_module("averaging.peer")
+    except Exception as error:  # protobuf has an error of its own for a version that does not fit
+        text = f"a peer cannot be started here, since {type(error).__name__} is raised on import: {error}"
+        raise CommandError(f"{text}; install averaging again, in an environment of its own") from None
 
 
 def read_options(given: dict[str, Any]) -> tuple[PeerConfig, bool]:

@@ -241,7 +241,7 @@ def check_fork(environ: Mapping[str, str] = os.environ, method: str | None = Non
         return [warning("fork", text, "unset GRPC_ENABLE_FORK_SUPPORT; workers of data loaders need no gRPC")]
     if method == "fork":
         text = (
-            "data loaders fork their workers while gRPC has open channels; its support of forks is off, as it must be"
+            "data loaders fork workers beside open channels of gRPC, whose own support of forks is off, as it should be"
         )
         return [ok("fork", f"{text}. A worker cannot use the averager")]
     return [ok("fork", f"data loaders start their workers by {method}, which shares no channel of gRPC with them")]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -104,6 +107,16 @@ def test_wrong_usage(arguments: tuple[str, ...], says: str) -> None:
     done = averaging_command("doctor", *arguments)
     assert done.returncode == 2, done.stdout + done.stderr
     assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_package_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
+    (tmp_path / "grpc.py").write_text('raise ImportError("libstdc++.so.6 is too old")\n')
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "averaging", "doctor"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert "libstdc++.so.6 is too old" in done.stderr
     assert "Traceback" not in done.stderr
 
 

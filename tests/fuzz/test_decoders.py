@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from msgspec import msgpack
 
 from averaging.discovery.base import Entry
+from averaging.doctor.probe import CLOCK, DESCRIBE, DIAL_BACK
 from averaging.errors import ProtocolViolationError, StateError, ViolationKind
 from averaging.matchmaking import rules
 from averaging.protocol.group import Member, Mode, pack_gather, unpack_gather
@@ -34,7 +35,7 @@ from tests.support.selection import examples
 
 MANY = settings(max_examples=examples(600), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
-METHODS: list[RpcMethod[Any, Any]] = list(methods.METHODS)
+METHODS: list[RpcMethod[Any, Any]] = [*methods.METHODS, DESCRIBE, CLOCK, DIAL_BACK]
 DECODERS = {f"{m.name}-{side}": getattr(m, f"read_{side}") for m in METHODS for side in ("request", "reply")}
 
 STATE = State(3, {"w": torch.arange(6.0).reshape(2, 3), "b": torch.zeros(0), "n": torch.tensor(1)}, {"step": 1})
