@@ -651,7 +651,8 @@ function receiptOf(receipt) {
   for (const [name, text] of receipt.facts) facts.push([name, text]);
   const list = make("dl", { class: "facts" }, ...facts.flatMap(([name, text]) => [make("dt", {}, name), make("dd", {}, text)]));
   const head = ["Member", "Role", "Weight", "Averages", "Sent to it", "Received", "Lane"].map((name) => make("th", { scope: "col" }, name));
-  const lines = receipt.accounts.map((account) => make("tr", {}, make("td", {}, account.endpoint), make("td", {}, account.role),
+  const lines = receipt.accounts.map((account) => make("tr", {},
+    make("td", {}, account.endpoint, account.endpoint === receipt.endpoint ? make("small", {}, "this peer") : null), make("td", {}, account.role),
     make("td", {}, figure(account.weight)), make("td", {}, percent(account.share)), make("td", {}, bytes(account.bytes_sent)),
     make("td", {}, bytes(account.bytes_received)), make("td", {}, LANES[account.lane] ?? account.lane, account.lane_reason ? make("small", {}, account.lane_reason) : null)));
   const table = lines.length ? [make("div", { class: "scroll" }, make("table", {}, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...lines)))] : [];
