@@ -10,6 +10,7 @@ import click
 from averaging.cli.exits import WRONG_USAGE, CommandError, Stop, Stopped, failure_of, run
 from averaging.cli.options import (
     DIALLED,
+    JOINED,
     CheckedPath,
     credentials_of,
     flag,
@@ -19,6 +20,8 @@ from averaging.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from averaging.cli.output import CommandOutput
     from averaging.monitor import Collector
 
@@ -32,9 +35,9 @@ PAGE_OPTIONS = ("hosts", "password_file", "https_cert", "https_key", "insecure")
     "given",
     multiple=True,
     required=True,
-    type=DIALLED,
+    type=JOINED,
     metavar="HOST:PORT",
-    help="A peer of the run; repeatable.",
+    help="A peer of the run, or a source of addresses such as dns:NAME:PORT; repeatable.",
 )
 @flag("listen", default="127.0.0.1:8080", help="Address of the page; port 0 takes a free one.")
 @click.option("--register", type=DIALLED, metavar="HOST:PORT", help="A register to show beside the peers.")
@@ -127,6 +130,7 @@ def _run(
         text = f"{error.name} is not installed; run: pip install 'averaging[dashboard]'"
         raise CommandError(text, WRONG_USAGE) from None
     from averaging.errors import AveragingError
+    from averaging.seeds import look_up
 
     ready = False
 
@@ -134,7 +138,9 @@ def _run(
         nonlocal ready
         page = {name: more[name] for name in PAGE_OPTIONS}
         async with AsyncExitStack() as stack:
-            collector = _collector(given, register, feed, more, RECEIPTS)
+            collector = _collector(
+                await look_up(given, credentials_of({**more, "insecure": False})), register, feed, more, RECEIPTS
+            )
             server = DashboardServer(views_of(collector), listen=listen, **page)
             await stack.enter_async_context(collector)
             await stack.enter_async_context(server)
@@ -154,7 +160,7 @@ def _run(
 
 
 def _collector(
-    addresses: tuple[str, ...], register: str | None, feed: str | None, given: dict[str, Any], receipts: int
+    addresses: Sequence[str], register: str | None, feed: str | None, given: dict[str, Any], receipts: int
 ) -> Collector:
     from averaging.monitor import Collector, NamedFeed, NamedRegister
 

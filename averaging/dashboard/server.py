@@ -9,9 +9,8 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, aclosing
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -20,13 +19,16 @@ from starlette.routing import Route
 from averaging.common import parse_address
 from averaging.dashboard.access import PageGuard, check_https, page_access
 from averaging.dashboard.history import Json, RunHistory
-from averaging.errors import ListenError
+from averaging.http_server import HttpServer, listening
 
 MAX_PAGES = 32
 """Pages that may be open at the same time; another one is refused with status 503."""
 
 QUEUE = 5
 """Updates that wait for a slow page. It is then disconnected, connects again, and gets everything at once."""
+
+CONNECTIONS, SECONDS = 4 * MAX_PAGES, 30.0
+"""Limits of connections, see `HttpServer`."""
 
 GRACE = 2
 """Seconds for unfinished requests when the server ends."""
@@ -144,18 +146,13 @@ class DashboardServer:
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
-            listener = stack.enter_context(_listening(self._listen))
-            config = self._config()
-            config.load()
-            server = uvicorn.Server(config)  # not serve(), which would install signal handlers
-            server.lifespan = config.lifespan_class(config)
-            await server.startup([listener])
-            stack.push_async_callback(server.shutdown, [listener])
-            tasks = {asyncio.create_task(server.main_loop()), asyncio.create_task(self._follow())}
-            stack.push_async_callback(self._end, server, tasks)
+            listener = stack.enter_context(listening(self._listen))
+            self._server = await stack.enter_async_context(self._http_server(listener))
+            self._following = asyncio.create_task(self._follow())
+            stack.push_async_callback(self._end)
             host = parse_address(self._listen)[0]
             self.url = f"{'https' if self._https else 'http'}://{host}:{listener.getsockname()[1]}/"
-            self._tasks, self._stack = tasks, stack.pop_all()
+            self._stack = stack.pop_all()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -163,7 +160,11 @@ class DashboardServer:
 
     async def wait(self) -> None:
         """Waits until the server ends. It ends only if it fails."""
-        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        serving = asyncio.create_task(self._server.wait())
+        try:
+            done, _ = await asyncio.wait({serving, self._following}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            serving.cancel()
         for task in done:
             task.result()
 
@@ -175,34 +176,20 @@ class DashboardServer:
                 self._ready.set()
                 self.pages.send({"full": False, **view, **self._history.changes()})
 
-    async def _end(self, server: uvicorn.Server, tasks: set[asyncio.Task[None]]) -> None:
+    async def _end(self) -> None:
         self.pages.close()
-        server.should_exit = True
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+        self._following.cancel()
+        await asyncio.wait({self._following})
 
-    def _config(self) -> uvicorn.Config:
+    def _http_server(self, listener: socket.socket) -> HttpServer:
         routes = [Route(path, _file(name, kind), methods=["GET"]) for path, (name, kind) in FILES.items()]
         routes += [
             Route("/events", self._events, methods=["GET"]),
             Route("/state", self._state, methods=["GET"]),
             Route("/rounds/{name}", self._round, methods=["GET"]),
         ]
-        options: dict[str, Any] = self._files
-        return uvicorn.Config(
-            PageGuard(Starlette(routes=routes), self._access),
-            http="h11",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            limit_concurrency=4 * MAX_PAGES,
-            timeout_graceful_shutdown=GRACE,
-            **options,
-        )
+        guarded = PageGuard(Starlette(routes=routes), self._access)
+        return HttpServer(guarded, listener, connections=CONNECTIONS, seconds=SECONDS, grace=GRACE, tls=self._files)
 
     async def _events(self, _: Request) -> Response:
         events = self._too_many() if self.pages.full else self._new_page()
@@ -241,26 +228,3 @@ def _file(name: str, kind: str) -> Callable[[Request], Response]:
         return Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})
 
     return answer
-
-
-def _listening(address: str) -> socket.socket:
-    """Returns a listening socket.
-
-    Raises:
-        ListenError: the address is taken or unknown.
-    """
-    host, port = parse_address(address)
-    # asyncio sets TCP_NODELAY only on sockets whose protocol is given.
-    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host.strip("[]"), port))
-        listener.listen(128)
-    except OSError as error:
-        listener.close()
-        raise ListenError(
-            f"cannot listen on {address}: {error.strerror or error}; choose another port or port 0 for a free one, or "
-            "end the program that listens there"
-        ) from None
-    return listener

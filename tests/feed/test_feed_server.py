@@ -19,10 +19,10 @@ import psutil
 import pytest
 
 from averaging.errors import ConfigError, ListenError
+from averaging.http_server import network_of
 from averaging.rl.feed import FeedServer, ServerLimits
 from averaging.rl.feed.messages import Registration
 from averaging.rl.feed.run_state import RunState
-from averaging.rl.feed.server import network_of
 from tests.support import certificates
 from tests.support.certificates import OLD_TOKEN, TOKEN
 from tests.support.feeds import environment, registration

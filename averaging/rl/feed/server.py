@@ -19,16 +19,15 @@ from socket import gethostname
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from averaging.common import is_loopback, parse_address, parse_ip
-from averaging.errors import ConfigError, FeedError, ListenError
+from averaging.errors import ConfigError, FeedError
+from averaging.http_server import HttpServer, listening, network_of
 from averaging.rl.feed.database import Database, DatabaseThread
 from averaging.rl.feed.routes import CHANGING, ROUTES, Event, Handler, Routes, ServerLimits, error_reply
 from averaging.rl.feed.run_state import RunState
@@ -38,16 +37,6 @@ logger = logging.getLogger(__name__)
 
 UNZIP_BYTES = 1 << 20
 """Bytes that the event loop decompresses before it serves other requests."""
-
-KEEP_ALIVE = 30
-"""Seconds for which a connection without a request is kept open."""
-
-TOO_MANY = (
-    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nContent-Length: 100\r\nRetry-After: 1\r\n"
-    b"Connection: close\r\n\r\n"
-    b'{"status":"error","message":"this address has too many connections to the server; close some first"}'
-)
-"""The answer to a connection above the share of its address."""
 
 GRACE = 10
 """Seconds for unfinished requests when the server ends."""
@@ -115,17 +104,11 @@ class FeedServer:
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
-            listener = stack.enter_context(_listening(self._listen))
+            listener = stack.enter_context(listening(self._listen))
             database = await stack.enter_async_context(DatabaseThread(self._open))
             routes = Routes(database, self._limits.body_objects, self._on_event)
-            config = self._config(Gate(routes, self._tokens, self._hosts, self._limits))
-            config.load()
-            server = uvicorn.Server(config)  # not serve(), which would install signal handlers
-            server.lifespan = config.lifespan_class(config)
-            await server.startup([listener])
-            stack.push_async_callback(server.shutdown, [listener])
-            self._serving = asyncio.create_task(server.main_loop())
-            stack.push_async_callback(self._end, server)
+            gate = Gate(routes, self._tokens, self._hosts, self._limits)
+            self._server = await stack.enter_async_context(self._http_server(gate, listener))
             host = parse_address(self._listen)[0]
             self.url = f"{'https' if self._tls else 'http'}://{host}:{listener.getsockname()[1]}"
             self._stack = stack.pop_all()
@@ -136,34 +119,14 @@ class FeedServer:
 
     async def wait(self) -> None:
         """Waits until the server ends. It ends only if it fails."""
-        await asyncio.shield(self._serving)
+        await self._server.wait()
 
-    async def _end(self, server: uvicorn.Server) -> None:
-        server.should_exit = True
-        await asyncio.wait({self._serving})
-
-    def _config(self, gate: Gate) -> uvicorn.Config:
-        options: dict[str, Any] = {}
+    def _http_server(self, gate: Gate, listener: socket.socket) -> HttpServer:
+        tls: dict[str, Any] = {}
         if self._tls:
-            verify = ssl.CERT_NONE if self._tokens else ssl.CERT_REQUIRED
-            options = self._tls_files | {"ssl_cert_reqs": verify}
-        return uvicorn.Config(
-            gate.application(),
-            http=type(
-                "HTTPProtocol",
-                (_LimitedConnection,),
-                {"seconds": self._limits.seconds, "share": max(1, self._limits.connections // 2)},
-            ),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            limit_concurrency=self._limits.connections + 1,  # uvicorn refuses the connection that reaches the limit
-            timeout_keep_alive=KEEP_ALIVE,
-            timeout_graceful_shutdown=GRACE,
-            **options,
-        )
+            tls = self._tls_files | {"ssl_cert_reqs": ssl.CERT_NONE if self._tokens else ssl.CERT_REQUIRED}
+        connections, seconds = self._limits.connections, self._limits.seconds
+        return HttpServer(gate.application(), listener, connections=connections, seconds=seconds, grace=GRACE, tls=tls)
 
 
 class Gate:
@@ -305,69 +268,3 @@ def _is_name_of_server(host_header: str, hosts: Sequence[str]) -> bool:
     except ValueError:
         return False
     return "." not in host or parse_ip(host) is not None or is_loopback(host) or host in hosts
-
-
-def network_of(host: str | None) -> str:
-    """Returns what one client can have many addresses of: the first half of an IPv6 address, or an IPv4 address."""
-    host = host or ""
-    address = parse_ip(host.partition("%")[0])
-    if address is None or address.version == 4 or address.ipv4_mapped:
-        return host
-    return address.exploded[:19]
-
-
-class _LimitedConnection(H11Protocol):
-    """Aborts a connection without progress for `seconds`: no request arrives, or the client does not read its reply.
-
-    A connection of an address that has `share` connections already is answered with 503 and closed at once.
-    """
-
-    seconds: float
-    share: int
-    _timer: asyncio.TimerHandle
-    _last: tuple[object, int] = (None, 0)
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._timer = self.loop.call_later(self.seconds, self._check_progress)
-        self.network = network_of(self.client[0] if self.client else None)
-        if sum(getattr(each, "network", "") == self.network for each in self.connections) > self.share:
-            transport.write(TOO_MANY)
-            transport.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._timer.cancel()
-        super().connection_lost(exc)
-
-    def _check_progress(self) -> None:
-        unread = self.transport.get_write_buffer_size()
-        unanswered = not getattr(self.cycle, "response_complete", True)
-        last_request, last_unread = self._last
-        if last_request is self.cycle and (unread >= last_unread if unread else not unanswered):
-            self.transport.abort()
-            return
-        self._last = (self.cycle, unread)
-        self._timer = self.loop.call_later(self.seconds, self._check_progress)
-
-
-def _listening(address: str) -> socket.socket:
-    """Returns a listening socket.
-
-    Raises:
-        ListenError: the address is taken or unknown.
-    """
-    host, port = parse_address(address)
-    # asyncio sets TCP_NODELAY only on sockets whose protocol is given.
-    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host.strip("[]"), port))
-        listener.listen(2048)
-    except OSError as error:
-        listener.close()
-        raise ListenError(
-            f"cannot listen on {address}: {error.strerror or error}; choose another port or port 0 for a free one, or "
-            "end the program that listens there"
-        ) from None
-    return listener
