@@ -56,6 +56,9 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         if options.save and not options.save.parent.is_dir():
             parser.error(f"there is no folder {options.save.parent} to save the model in")
+        if options.save:
+            with suppress(FileNotFoundError):
+                options.save.stat()  # from Python 3.14 on, is_dir() does not say why a name cannot be used
         if options.save and options.save.is_dir():
             parser.error(f"--save {options.save} is a folder; give the name of a file")
     except OSError as error:  # no permission, or the name is too long

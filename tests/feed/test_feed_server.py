@@ -165,7 +165,7 @@ async def test_invalid_fields_are_refused_with_a_reason(path: str, body: object,
         (b'{"tokens": [[1]], "masks": [[1]], "scores": [-Infinity]}', "JSON has neither NaN nor Infinity"),
         (b'{"tokens": [[1]], "masks": [[1]], "scores": [1e999]}', "Number out of range - at `$.scores[0]`"),
         (b'{"tokens": [[' + b"9" * 5000 + b']], "masks": [[1]], "scores": [1]}', "out of range - at `$.tokens[0][0]`"),
-        (b'{"tokens": [[1]], "masks": [[1]], "scores": [1], "images": ' + b"[" * 100_000, "recursion"),
+        (b'{"tokens": [[1]], "masks": [[1]], "scores": [1], "images": ' + b"[" * 100_000, "nested too deeply"),
         (
             b'{"tokens": [[1]], "masks": [[1]], "scores": [1], "messages": [[{"role": "\xff"}]]}',
             "the body cannot be used",

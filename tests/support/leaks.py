@@ -16,6 +16,7 @@ from averaging.allreduce.wait_monitor import WaitMonitor
 from averaging.matchmaking import search_state
 from averaging.matchmaking.conduct import Exclusions, ResponseHistory
 from averaging.peer.rounds import _Round
+from averaging.receipts import Totals
 from averaging.state.assembler import StateAssembler
 from averaging.testing.transport import MemoryNetwork
 from averaging.timing.learned_deadlines import Deadlines
@@ -35,7 +36,7 @@ PASSING = (
 ON_PURPOSE = ("_expirations", "_scheduled", "_sealed", "_copy")
 """Heaps that keep outdated entries for a while, such as cancelled timers, and the state that others download."""
 
-BOUNDED = (Deadlines, Exclusions, ResponseHistory)
+BOUNDED = (Deadlines, Exclusions, ResponseHistory, Totals)
 """Types that remember members intentionally, up to a limit that other tests check."""
 
 

@@ -248,7 +248,8 @@ def decode(body: bytes | bytearray, kind: type[Message]) -> Message:
     try:
         return msgspec.json.decode(body, type=kind, strict=False)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        reason = str(error) or type(error).__name__
+        is_too_deep = isinstance(error, RecursionError)  # its text depends on the version of Python
+        reason = "it is nested too deeply" if is_too_deep else str(error) or type(error).__name__
         is_malformed = isinstance(error, msgspec.DecodeError) and not isinstance(error, msgspec.ValidationError)
         if is_malformed and any(name in body for name in (b"NaN", b"Infinity")):
             reason += "; JSON has neither NaN nor Infinity, so drop the group or give finite numbers"
