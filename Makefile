@@ -11,7 +11,7 @@ TORCH ?= torch==2.13.0
 # Two workers more than cores, because tests with processes are idle much of the time.
 WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 2 )))
 
-.PHONY: help demo posttrain test test-long test-examples test-etcd test-network test-deploy test-dashboard test-integrations test-optimizers test-feed test-synchronizer check lint docs reference dist bench bench-hivemind proto soak clean
+.PHONY: help demo posttrain test test-long test-examples test-etcd test-network test-deploy test-dashboard test-integrations test-optimizers test-feed test-synchronizer check lint docs reference dist installable bench bench-hivemind proto soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -82,7 +82,12 @@ dist: $(VENV)/installed ## build and check a wheel and an sdist in dist/
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m build --no-isolation
 	$(BIN)/python -m twine check --strict dist/*
 
-check: lint docs dist test test-examples test-integrations ## run everything that CI runs
+# The newest Python of the classifiers, on which not all machines can run the tests.
+installable: $(VENV)/installed ## check that everything the package requires has a wheel for Python 3.14
+	$(BIN)/python -m pip install --quiet --dry-run --ignore-installed --python-version 3.14 --only-binary=:all: \
+		--target build/python3.14 .
+
+check: lint docs dist installable test test-examples test-integrations ## run everything that CI runs
 
 bench: $(VENV)/installed ## benchmarks: averaging and Gloo, codecs, discovery, training during rounds
 	$(BIN)/python -m benchmarks.allreduce --peers 2 4 --mib 64 --tensors 4 --codecs none --output runs/benchmarks

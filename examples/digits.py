@@ -19,6 +19,7 @@ import asyncio
 import hashlib
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
