@@ -81,7 +81,8 @@ def busy(lost: str = ENDPOINTS[2]) -> FakeRun:
 
 
 async def names(page: Page) -> list[str]:
-    return await page.locator("#peer-rows .link").all_inner_texts()
+    texts: list[str] = await page.locator("#peer-rows .link").all_inner_texts()
+    return texts
 
 
 async def test_peers_rounds_and_the_graph_are_shown(browser: Browser) -> None:

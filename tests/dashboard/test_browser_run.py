@@ -45,7 +45,7 @@ def browser() -> Iterator[Browser]:
 
 
 def opened(browser: Browser, url: str, width: int, scheme: str, complaints: list[str]) -> Page:
-    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)  # type: ignore[arg-type]
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
     page.on("console", lambda message: complaints.append(message.text))
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.goto(url)
