@@ -66,7 +66,8 @@ NO_RUN = "doctor"
 @click.option(
     "--strategy",
     type=click.Choice(["diloco", "local_sgd", "gradient_averaging"]),
-    help="Strategy of the training, for its memory.  [default: that of `averaging peer` for a FILE, or diloco]",
+    help="Strategy of the training, for its memory, and compared with that of the peers.  [default: none for a FILE, "
+    "else diloco]",
 )
 @output_options
 def doctor_command(
@@ -182,7 +183,9 @@ def _examination(file: Path | None, config: PeerConfig, given: dict[str, Any], *
         raise click.UsageError("--only and --exclude are for the tensors of FILE; give it as well.")
     schema = None if file is None else _schema_of(file, config, given)
     memory = _memory_of(schema, config, given)
-    return Examination(config=config, run_known=run_known, schema=schema, memory=memory)
+    return Examination(
+        config=config, run_known=run_known, schema=schema, strategy=given["strategy"] or "", memory=memory
+    )
 
 
 def _memory_of(schema: Schema | None, config: PeerConfig, given: dict[str, Any]) -> dict[str, int]:
@@ -190,8 +193,8 @@ def _memory_of(schema: Schema | None, config: PeerConfig, given: dict[str, Any])
     from averaging.plan import RunPlan, StrategyKind, memory_of_peer, parse_dtype
 
     if schema is None and given["parameters"] is None:
-        if given["strategy"] or given["dtype"]:
-            raise click.UsageError("--strategy and --dtype are for the memory of a model; give --parameters or FILE.")
+        if given["dtype"]:
+            raise click.UsageError("--dtype is for the memory of a model; give --parameters or FILE.")
         return {}
     if schema is not None and not (given["parameters"] or given["strategy"]):
         return memory_of_file(schema.nbytes, share_state=config.share_state)

@@ -79,6 +79,32 @@ def compare_options(ours: Mapping[str, str], theirs: Mapping[str, str], seed: st
     return failure("options", text, f"set {', '.join(map(spelled, differing))} alike at all peers", seed)
 
 
+KNOWN_STRATEGIES = frozenset({"localsgd", "diloco", "gradientaveraging"})
+
+
+def compare_strategies(ours: str, theirs: str, seed: str, here: str = "here") -> Finding:
+    """The finding about the strategy with which another peer trains.
+
+    Args:
+        ours: That of this peer, or of another one, such as `local_sgd` or `LocalSGD`; empty if it is not known.
+        theirs: The name of its class at the peer that is asked; empty if that peer does not train.
+        seed: The peer that is asked.
+        here: Where `ours` is used.
+    """
+    our, their = (name.replace("_", "").lower() for name in (ours, theirs))
+    theirs = printable(theirs, MAX_VALUE)
+    if not our or our == their:
+        same = f", as {here}" if our else ""
+        return ok("strategy", f"the peer trains with {theirs}{same}" if theirs else "the peer does not train", seed)
+    if not their:
+        return warning(
+            "strategy", f"the peer does not train, and {ours} is used {here}", "join a trainer as well", seed
+        )
+    # A class of the user's own may be one of them under another name.
+    kind = failure if {our, their} <= KNOWN_STRATEGIES else warning
+    return kind("strategy", f"{ours} {here} and {theirs} there", "use one strategy in a run", seed)
+
+
 def compare_schemas(ours: Schema | None, theirs: Schema, seed: str, where: str = "") -> Finding:
     """The finding about what another peer averages, with the first difference by name.
 

@@ -37,6 +37,7 @@ class Examination:
         config: The options of the peer that will be started; `join` has the peers to ask.
         run_known: Whether the user has given a run id. `config.run_id` is a placeholder otherwise.
         schema: What this peer will average; None if it is not known.
+        strategy: Name of its strategy; empty if that is not known.
         memory: Bytes that it will hold, by what they hold; empty if that is not known.
         deep: Whether the paths to the peers are measured.
         idle: For how many seconds connections are left idle then, at most; 0 for not at all.
@@ -45,6 +46,7 @@ class Examination:
     config: PeerConfig
     run_known: bool = True
     schema: Schema | None = None
+    strategy: str = ""
     memory: Mapping[str, int] = field(default_factory=dict)
     deep: bool = False
     idle: float = 0.0
@@ -163,6 +165,7 @@ async def _visit_all(
             Visit(
                 *(seed, config, credentials, listener, examination.run_known, examination.schema),
                 certified_host=certified_host,
+                strategy=examination.strategy,
             )
             for seed, certified_host in seeds.items()
         ]

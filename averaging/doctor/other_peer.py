@@ -29,6 +29,7 @@ from averaging.doctor.comparison import (
     compare_runs,
     compare_schemas,
     compare_software,
+    compare_strategies,
     judge_call_back,
     judge_nat,
 )
@@ -86,6 +87,8 @@ class Visit:
         endpoint: What gRPC dials: `seed`, or one of these addresses if gRPC does not find the name itself.
         description: What the peer says of itself; None if it was not asked or does not serve that.
         their_schema: What it averages, if it says so.
+        strategy: The strategy of this peer; empty if it is not known.
+        their_strategy: That of the other one; empty if it does not train, None if it is not known.
     """
 
     seed: str
@@ -100,6 +103,8 @@ class Visit:
     endpoint: str = ""
     description: probe_pb2.Description | None = None
     their_schema: Schema | None = None
+    strategy: str = ""
+    their_strategy: str | None = None
 
     def __post_init__(self) -> None:
         self.certified_host = self.certified_host or parse_address(self.seed)[0].strip("[]")
@@ -269,6 +274,10 @@ async def _calls(this: Visit) -> AsyncGenerator[Finding, None]:
         yield await _check_clocks(this)
         yield await _check_call_back(this)
         yield compare_options(options_alike(this.config), this.description.options, this.seed)
+    if status is not None:
+        this.their_strategy = "" if status.training is None else status.training.strategy
+        if this.strategy or this.their_strategy:
+            yield compare_strategies(this.strategy, this.their_strategy, this.seed)
     yield await _check_schema(this)
 
 
@@ -395,6 +404,9 @@ def compare_peers(visits: Sequence[Visit]) -> Iterator[Finding]:
     for seed, schema in averaging[1:]:
         where = f"between {averaging[0][0]} (here) and {seed} (there): "
         yield compare_schemas(averaging[0][1], schema, seed, where)
+    training = [(visit.seed, visit.their_strategy) for visit in visits if visit.their_strategy]
+    for seed, strategy in training[1:]:
+        yield compare_strategies(training[0][1], strategy, seed, f"at {training[0][0]}")
     described = [(visit.seed, visit.description.options) for visit in visits if visit.description is not None]
     for seed, options in described[1:]:
         yield compare_options(described[0][1], options, seed, f"at {described[0][0]}")

@@ -95,7 +95,7 @@ def test_without_options_it_checks_this_machine() -> None:
         (("--join", "nonsense"), "is not an address"),
         (("--run-id", "a.b"), "without a dot"),
         (("missing.safetensors",), "does not exist"),
-        (("--strategy", "diloco"), "give --parameters or FILE"),
+        (("--dtype", "bf16"), "give --parameters or FILE"),
         (("--only", "x"), "are for the tensors of FILE"),
         (("--parameters", "10", "--dtype", "int3"), "no dtype"),
         (("--config", "missing.toml"), "cannot be read"),

@@ -14,6 +14,7 @@ import torch
 from averaging import Peer
 from averaging.doctor import SOFTWARE, Severity
 from averaging.doctor.other_peer import NOT_ASKED
+from averaging.receipts import TrainingProgress
 from averaging.security.ca import issue, make_authority
 from averaging.tensors import Schema, describe
 from tests.support.certificates import NOW, authority, stored, write
@@ -260,6 +261,23 @@ async def test_a_client_needs_no_port() -> None:
         found = await examined(peer.endpoint, mode="client")
     assert wrong(found) == {}
     assert "not needed" in about(found, "call-back")[0].text
+
+
+@pytest.mark.asyncio
+async def test_the_strategies_are_compared() -> None:
+    def training(strategy: str) -> Any:
+        return lambda: TrainingProgress(strategy, "training", 3, None)
+
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(Peer(MODEL, run_id="run", training=training("DiLoCo")))
+        second = await stack.enter_async_context(Peer(MODEL, run_id="run", training=training("LocalSGD")))
+        third = await stack.enter_async_context(Peer(MODEL, run_id="run", training=training("Mine")))
+        found = await examined(first.endpoint, strategy="diloco")
+        between = await examined(first.endpoint, second.endpoint)
+        own = await examined(third.endpoint, strategy="diloco")
+    assert about(found, "strategy")[0].text == "the peer trains with DiLoCo, as here"
+    assert "and LocalSGD there" in wrong(between)["strategy"]
+    assert about(own, "strategy")[0].severity is Severity.WARNING
 
 
 def test_the_options_that_must_be_the_same_are_those_whose_help_says_so() -> None:
