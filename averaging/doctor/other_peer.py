@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from averaging.common import (
     CLIENT_PREFIX,
     Address,
+    chosen_proxy,
     duration,
     is_endpoint,
     is_loopback,
@@ -19,6 +20,9 @@ from averaging.common import (
     objection,
     parse_address,
     parse_ip,
+    proxy_for,
+    shown_proxy,
+    spelled,
 )
 from averaging.config import PeerConfig
 from averaging.doctor import tls
@@ -39,6 +43,7 @@ from averaging.doctor.probe import CLOCK, DESCRIBE, DIAL_BACK, SOFTWARE, options
 from averaging.errors import (
     AveragingError,
     CallRefusedError,
+    ConfigError,
     PeerUnreachableError,
     RefusalCause,
     printable,
@@ -84,6 +89,7 @@ class Visit:
         certified_host: The host for which its certificate must be valid.
         channels: The connections for gRPC, while they are open.
         addresses: The IP addresses at which a connection came about.
+        proxied: Whether it is called through a proxy, so that this machine opens no connections to it.
         endpoint: What gRPC dials: `seed`, or one of these addresses if gRPC does not find the name itself.
         description: What the peer says of itself; None if it was not asked or does not serve that.
         their_schema: What it averages, if it says so.
@@ -100,6 +106,7 @@ class Visit:
     certified_host: str = ""
     channels: Channels | None = None
     addresses: list[str] = field(default_factory=list)
+    proxied: bool = False
     endpoint: str = ""
     description: probe_pb2.Description | None = None
     their_schema: Schema | None = None
@@ -126,7 +133,9 @@ class Visit:
         dialled = [self.seed, *map(self.endpoint_at, self.addresses)]
         names = {endpoint: self.certified_host for endpoint in dialled if endpoint != self._own_name}
         dialling = Dialling(dialled, names=names)
-        self.channels = Channels(MAX_MESSAGE_BYTES, credentials=self.credentials, dialling=dialling)
+        self.channels = Channels(
+            MAX_MESSAGE_BYTES, credentials=self.credentials, dialling=dialling, proxy=self.config.proxy
+        )
 
     @property
     def _own_name(self) -> str:
@@ -165,10 +174,19 @@ class Visit:
 
 async def visit(this: Visit) -> list[Finding]:
     """Makes all checks of one peer; the later ones only if the earlier ones let them. Close `this` afterwards."""
-    findings = await _check_connections(this)
-    if not this.address:
-        return findings
-    findings.append(await tls.check_handshake(this.config, this.seed, this.address, this.certified_host))
+    try:
+        proxy = proxy_for(parse_address(this.seed)[0], chosen_proxy(this.config.proxy))
+    except ConfigError as error:
+        return [told("call", error, this.seed)]
+    if proxy is not None:
+        this.proxied = True
+        text = f"called through the proxy {shown_proxy(proxy)}, which also looks the name up"
+        findings = [ok("tcp", text, this.seed)]
+    else:
+        findings = await _check_connections(this)
+        if not this.address:
+            return findings
+        findings.append(await tls.check_handshake(this.config, this.seed, this.address, this.certified_host))
     if this.credentials is None:
         text = "no call was made, since this peer's certificate or token cannot be used"
         return [*findings, warning("call", text, "see certificate and token-file above", this.seed)]
@@ -266,7 +284,7 @@ async def _calls(this: Visit) -> AsyncGenerator[Finding, None]:
     else:
         yield compare_runs(this.config.run_id if this.run_known else None, told_by.run_id, this.seed)
         yield compare_software(SOFTWARE, told_by.software, this.seed)
-    if status is not None:
+    if status is not None and not this.proxied:
         yield await _check_endpoint(this, status.endpoint)
     if this.description is None:
         yield warning("probe", f"clock, options and a call back: {NOT_ASKED}", "update that peer", this.seed)
@@ -286,7 +304,7 @@ async def _first_call(this: Visit) -> tuple[PeerStatus, Finding | None]:
     try:
         return await this.call(GET_STATUS, (0, 0, False)), None
     except PeerUnreachableError as error:
-        if this.endpoint_at(this.address) == this.seed or error.definite:
+        if this.proxied or this.endpoint_at(this.address) == this.seed or error.definite:
             raise
         this.endpoint = this.endpoint_at(this.address)
         status = await this.call(GET_STATUS, (0, 0, False))
@@ -350,6 +368,9 @@ async def _check_call_back(this: Visit) -> Finding:
     config, check = this.config, "call-back"
     if config.mode is Mode.CLIENT:
         return ok(check, "not needed: a client accepts no connections", this.seed)
+    if this.proxied:
+        text = "not tried, because calls arrive from the proxy"
+        return warning(check, text, f"use {spelled('mode', 'client')} behind a proxy", this.seed)
     host, port = parse_address(config.advertise or config.listen)
     port = port or parse_address(config.listen)[1] or (this.listener.port if this.listener else 0)
     if not port:

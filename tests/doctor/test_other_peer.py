@@ -20,6 +20,7 @@ from averaging.tensors import Schema, describe
 from tests.support.certificates import NOW, authority, stored, write
 from tests.support.doctors import about, examined, wrong
 from tests.support.ports import free_address, free_port
+from tests.transport.test_proxies import NAME, connecting
 
 TOKEN, OTHER_TOKEN = "0123456789abcdef", "fedcba9876543210"
 MODEL = {"layer.weight": torch.ones(3, 4), "layer.bias": torch.ones(4)}
@@ -253,6 +254,22 @@ async def test_a_source_of_seeds_is_asked_and_says_what_it_has(tmp_path: Path) -
     assert endpoint in about(found, "join")[0].text
     assert about(found, "schema", endpoint)[0].severity is Severity.OK
     assert "none" in wrong(missing)["join"]
+
+
+@pytest.mark.asyncio
+async def test_a_peer_behind_a_proxy_is_asked_through_it(tmp_path: Path) -> None:
+    """This machine knows no address of its name."""
+    port = free_port()
+    files: Any = write(tmp_path, NAME, "127.0.0.1")
+    async with (
+        connecting() as (proxy, seen),
+        Peer(MODEL, run_id="run", listen=f"127.0.0.1:{port}", advertise=f"{NAME}:{port}", **files),
+    ):
+        found = await examined(f"{NAME}:{port}", mode="client", proxy=f"http://{proxy}", **files)
+    assert wrong(found) == {}
+    assert proxy in about(found, "tcp")[0].text
+    assert about(found, "schema")[0].severity is Severity.OK
+    assert {request.split()[1] for request in seen} == {f"{NAME}:{port}"}
 
 
 @pytest.mark.asyncio
