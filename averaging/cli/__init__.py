@@ -31,6 +31,7 @@ from averaging.cli.peer import peer_command
 from averaging.cli.plan import plan_command
 from averaging.cli.register import register_command
 from averaging.cli.state import state_command
+from averaging.cli.top import top_command
 from averaging.cli.watch import watch_command
 from averaging.common import as_flag, spelling
 
@@ -91,6 +92,10 @@ def main() -> None:
       averaging state 127.0.0.1:4222 --output now.safetensors
 
     \b
+    See a run, with all its peers:
+      averaging top 127.0.0.1:4222
+
+    \b
     Watch the rounds of a peer, or explain its past rounds:
       averaging watch 127.0.0.1:4222
       averaging peer a.safetensors --run-id demo --join 127.0.0.1:4222 --receipts a.jsonl
@@ -127,6 +132,7 @@ main.add_command(peer_command)
 main.add_command(doctor_command)
 main.add_command(state_command)
 main.add_command(watch_command)
+main.add_command(top_command)
 main.add_command(explain_command)
 main.add_command(plan_command)
 main.add_command(leave_command)

@@ -15,7 +15,7 @@ from typing import Self
 from averaging.common import CLIENT_PREFIX, counted, is_endpoint
 from averaging.errors import AveragingError
 from averaging.monitor.history import PeerHistory
-from averaging.monitor.services import NamedService, reason_of
+from averaging.monitor.services import NamedService
 from averaging.monitor.snapshot import RunSnapshot, ServiceView
 from averaging.receipts import PeerStatus, Receipt
 from averaging.rpc import Credentials
@@ -185,7 +185,7 @@ class Collector:
         except TimeoutError:
             history.failed(f"no answer within {ANSWER_SECONDS:g} s: it is stopped or overloaded, or packets are lost")
         except AveragingError as error:
-            history.failed(reason_of(error))
+            history.failed(error.reason)
         else:
             self._answered(address, history, status, asyncio.get_running_loop().time() - began)
             return

@@ -52,7 +52,7 @@ class NamedRegister:
             kept = await GrpcRegister(self._channel).listing()
         except AveragingError as error:
             if refusal_cause(error) is not RefusalCause.NOT_SERVED:
-                return ServiceView(self._channel.endpoint, error=reason_of(error))
+                return ServiceView(self._channel.endpoint, error=error.reason)
             return ServiceView(self._channel.endpoint, error="serves no register that lists its entries")
         values = {
             "entries": len(kept),
@@ -89,15 +89,10 @@ class NamedFeed:
         try:
             answer = await asyncio.to_thread(self._connection.request_once, "GET", "/status", dict[str, Any])
         except AveragingError as error:
-            return ServiceView(self._connection.url, error=reason_of(error))
+            return ServiceView(self._connection.url, error=error.reason)
         values: Mapping[str, Any] = dict(list(answer.items())[:MAX_VALUES])
         return ServiceView(self._connection.url, values=values, round_trip=time.monotonic() - began)
 
     async def close(self) -> None:
         """See `NamedService`."""
         self._connection.close()
-
-
-def reason_of(error: AveragingError) -> str:
-    """The text of an error without the endpoint with which it begins."""
-    return str(error.args[-1]) if error.args else str(error)

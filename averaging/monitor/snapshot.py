@@ -77,9 +77,9 @@ class PeerView:
 
     @property
     def doing(self) -> str:
-        """What it does: averaging, looking, training or another stage of the training, or idle."""
+        """What it does: averaging, looking, training or another stage of the training, or idle; empty if unknown."""
         status = self.status
-        if status is None:
+        if status is None or self.error:
             return ""
         if status.members:
             return "averaging"
@@ -91,7 +91,7 @@ class PeerView:
     def waits_for(self) -> tuple[str, ...]:
         """The peers that it waits for; of a member that waits for its leader to begin the round, the leader."""
         status = self.status
-        if status is None:
+        if status is None or self.error:
             return ()
         return status.waiting_for or ((status.leader,) if status.looking and status.leader else ())
 

@@ -1,6 +1,6 @@
 """Runs of light peers, which only tell their status, on real sockets; also as a process of its own:
 
-python -m tests.support.monitored COUNT
+python -m tests.support.monitored COUNT [FILES_OF_TLS_AS_JSON TOKEN_FILE]
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
+from averaging.config import TLSFiles
 from averaging.receipts import (
     Account,
     DropCode,
@@ -25,6 +26,7 @@ from averaging.receipts import (
     TrainingProgress,
     WeightReader,
 )
+from averaging.rpc import read_credentials
 from averaging.security.credentials import Credentials
 from averaging.transport.grpc import GrpcTransport
 from tests.support.grpc_fakes import FakePeer
@@ -135,11 +137,16 @@ async def light_run(
         yield run
 
 
-async def _main(count: int) -> None:
-    async with light_run(count) as run:
+async def _main(count: int, files: str = "", token_file: str = "") -> None:
+    credentials = None
+    if files:
+        tls = json.loads(files)
+        named = TLSFiles(tls["tls_ca"], tls["tls_cert"], tls["tls_key"])
+        credentials = read_credentials(tls=named, token_file=token_file)
+    async with light_run(count, credentials) as run:
         print(json.dumps({"event": "ready", "endpoint": run.endpoint}), flush=True)
         await asyncio.Event().wait()
 
 
 if __name__ == "__main__":
-    asyncio.run(_main(int(sys.argv[1])))
+    asyncio.run(_main(int(sys.argv[1]), *sys.argv[2:]))

@@ -1,0 +1,239 @@
+"""`averaging top`: shows a run, as its peers describe it, in a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from averaging.cli.exits import CHECK_ADDRESS, CommandError, Stop, Stopped, failure_of, run
+from averaging.cli.options import DIALLED, CheckedPath, credentials_of, security_options
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from averaging.monitor import Collector, RunSnapshot
+
+
+@click.command("top")
+@click.argument("addresses", nargs=-1, required=True, metavar="HOST:PORT...")
+@click.option("--json", "as_json", is_flag=True, help="Print one snapshot as a JSON object, and end.")
+@click.option("--once", is_flag=True, help="Print one table, and end; so it does too where no terminal is.")
+@click.option("--register", type=DIALLED, metavar="HOST:PORT", help="Show this register of torchrun jobs as well.")
+@click.option("--feed", metavar="URL", help="Show this feed as well, such as http://192.0.2.7:8000.")
+@click.option(
+    "--feed-token-file",
+    type=CheckedPath(dir_okay=False),
+    metavar="FILE",
+    help="Token for the feed, if it differs from --token-file.",
+)
+@security_options
+def top_command(
+    addresses: tuple[str, ...], *, as_json: bool, once: bool, register: str | None, feed: str | None, **given: Any
+) -> None:
+    r"""Shows the run of the peer at HOST:PORT: its peers, steps, rounds, bytes, and who waits for whom.
+
+    Any peer of the run will do; it names the others, and each is asked for its status at most once in 2 seconds. A peer
+    that does not answer is shown with the reason. With several addresses, one that answers is enough.
+
+    \b
+    Watch a run; h shows the keys, q ends:
+      averaging top 192.0.2.7:4222
+
+    \b
+    For a mail, a script, a cron job:
+      averaging top 192.0.2.7:4222 --once
+      averaging top 192.0.2.7:4222 --json | jq '.peers[] | {endpoint, error, waits_for}'
+
+    \b
+    A run with TLS and tokens, and the feed of its environments:
+      averaging top a.example:4222 --tls-ca ca.pem --tls-cert me.pem --tls-key me.key --token-file tokens \
+        --feed https://feed.example:8000
+
+    docs/operate/top.md explains the columns and the fields of --json.
+
+    Exit codes: 0 ended by q or Ctrl+C, or the snapshot was printed; 1 no peer answered; 2 wrong usage.
+    """
+    if as_json and once:
+        raise click.UsageError("--json and --once each print one snapshot; give one of them.")
+    from averaging.errors import AveragingError
+    from averaging.seeds import look_up
+
+    async def show(_: Stop) -> None:
+        try:
+            async with _collector(await look_up(addresses), register, feed, given) as collector:
+                if as_json or once or not _is_terminal():
+                    await _print_once(collector, as_json=as_json)
+                else:
+                    await _Terminal(collector).show()
+        except AveragingError as error:
+            raise failure_of(error) from None
+
+    try:
+        run(show)
+    except Stopped:
+        return
+
+
+def _collector(addresses: list[str], register: str | None, feed: str | None, given: dict[str, Any]) -> Collector:
+    from averaging.monitor import Collector, NamedFeed, NamedRegister
+
+    credentials = credentials_of(given)
+    files = {name: given[name] for name in ("tls_ca", "tls_cert", "tls_key")}
+    files["token_file"] = given["feed_token_file"] or given["token_file"]
+    return Collector(
+        addresses,
+        credentials,
+        receipts=16,
+        register=NamedRegister(register, credentials) if register else None,
+        feed=NamedFeed(feed, **files) if feed else None,
+    )
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+
+
+async def _print_once(collector: Collector, *, as_json: bool) -> None:
+    from averaging.monitor import as_text, snapshot_json
+
+    snapshot = await collector.collect()
+    _check_answers(snapshot)
+    if as_json:
+        click.echo(json.dumps(snapshot_json(snapshot), allow_nan=False))
+    else:
+        click.echo("\n".join(as_text(snapshot)))
+
+
+def _check_answers(snapshot: RunSnapshot) -> None:
+    """Ends the command if no peer has answered."""
+    if snapshot.answering:
+        return
+    reasons = "; ".join(f"{peer.endpoint}: {peer.error or 'no answer'}" for peer in snapshot.peers[:4])
+    raise CommandError(f"no peer answered: {reasons}; {CHECK_ADDRESS}")
+
+
+class _Terminal:
+    """Shows the run until the user ends it. Only lines that have changed are written, so nothing flickers."""
+
+    def __init__(self, collector: Collector) -> None:
+        from rich.console import Console
+
+        from averaging.monitor import TopScreen
+
+        self._collector, self._screen = collector, TopScreen()
+        self._console: Console = Console(highlight=False, markup=False, emoji=False)
+        self._snapshot = collector.snapshot()
+        self._written: list[str] = []
+        self._size = (0, 0)
+        self._ended = asyncio.Event()
+
+    async def show(self) -> None:
+        """Shows snapshots, and handles keys and changes of the size meanwhile.
+
+        Raises:
+            CommandError: no peer answered at the start.
+        """
+        loop = asyncio.get_running_loop()
+        with _raw_terminal(self._console), _quiet_log():
+            loop.add_reader(sys.stdin.fileno(), self._read)
+            loop.add_signal_handler(signal.SIGWINCH, self._draw)
+            updating = loop.create_task(self._update())
+            try:
+                self._draw()
+                ended = loop.create_task(self._ended.wait())
+                await asyncio.wait({updating, ended}, return_when=asyncio.FIRST_COMPLETED)
+                ended.cancel()
+                if updating.done():
+                    updating.result()
+            finally:
+                updating.cancel()
+                loop.remove_signal_handler(signal.SIGWINCH)
+                loop.remove_reader(sys.stdin.fileno())
+                await asyncio.wait({updating})
+
+    async def _update(self) -> None:
+        checked = False
+        async for snapshot in self._collector.snapshots():
+            self._snapshot = snapshot
+            self._draw()
+            if not checked and not snapshot.answering:
+                await self._collector.settled(10.0)
+                _check_answers(self._collector.snapshot())
+            checked = True
+
+    def _read(self) -> None:
+        from averaging.monitor import keys_in
+
+        try:
+            data = os.read(sys.stdin.fileno(), 4096)
+        except OSError:
+            data = b""
+        for key in keys_in(data):
+            self._screen.press(key)
+        if not data or self._screen.ended:
+            self._ended.set()
+        else:
+            self._draw()
+
+    def _draw(self) -> None:
+        with suppress(OSError):  # the size of a terminal that is being closed
+            self._size, before = os.get_terminal_size(sys.stdout.fileno()), self._size
+            if self._size != before:
+                self._written = []
+        width, height = self._size
+        lines = self._screen.lines(self._snapshot, self._collector.receipts_of, width, height)
+        with self._console.capture() as captured:
+            for line in lines:
+                self._console.print(line, no_wrap=True, overflow="ignore", crop=False, soft_wrap=True)
+        texts = captured.get().split("\n")[:height]
+        changed = [
+            f"\x1b[{number};1H{text}\x1b[K"
+            for number, text in enumerate(texts, 1)
+            if number > len(self._written) or text != self._written[number - 1]
+        ]
+        self._written = texts
+        sys.stdout.write("".join(changed))
+        sys.stdout.flush()
+
+
+@contextmanager
+def _raw_terminal(console: Console) -> Iterator[None]:
+    """Keys are read at once and not echoed, and the screen is that of this command; undone at the end."""
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    changed = termios.tcgetattr(descriptor)
+    changed[3] &= ~(termios.ICANON | termios.ECHO)
+    # Ctrl+Z would leave the shell with this screen.
+    changed[6][termios.VSUSP] = b"\x00"
+    try:
+        termios.tcsetattr(descriptor, termios.TCSANOW, changed)
+        console.set_alt_screen(True)
+        console.show_cursor(False)
+        yield
+    finally:
+        console.show_cursor(True)
+        console.set_alt_screen(False)
+        termios.tcsetattr(descriptor, termios.TCSANOW, before)
+
+
+@contextmanager
+def _quiet_log() -> Iterator[None]:
+    """Keeps log lines off the screen."""
+    logger, handler = logging.getLogger("averaging"), logging.NullHandler()
+    propagate, logger.propagate = logger.propagate, False
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagate

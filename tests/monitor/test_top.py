@@ -1,0 +1,158 @@
+"""`averaging top` in a real terminal of 80 x 24, and its output elsewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.certificates import TOKEN, write
+from tests.support.ports import free_address
+from tests.support.processes import JsonProcess, averaging_command
+from tests.support.terminal import TerminalProcess
+
+DOWN, END, RIGHT, ESCAPE = "\x1b[B", "\x1b[F", "\x1b[C", "\x1b"
+
+
+@pytest.fixture(scope="module")
+def many() -> Iterator[str]:
+    """The address of one of 64 peers."""
+    with JsonProcess("python", "-m", "tests.support.monitored", "64") as process:
+        yield process.expect("ready")["endpoint"]
+
+
+def test_64_peers_in_a_small_terminal(many: str) -> None:
+    with TerminalProcess("top", many) as terminal:
+        terminal.until_text("64 peers, 64 answer")
+        terminal.until_text("of 64")
+        lines = terminal.screen.display
+        assert all(len(line) == 80 for line in lines)
+        assert lines[0].startswith("run demo")
+        assert "rounds/min" in lines[1]
+        assert "global step" in lines[0]
+        assert lines[2].startswith("a round: looking")
+        assert "waited for: " in lines[3]
+        assert "1 follower at version" in lines[4]
+        assert re.match(r"PEER +STATE +STEP +SAMP/S +LAST ROUND +OUT/S +IN/S", lines[5])
+        rows = [line for line in lines if line.startswith("127.0.0.1:")]
+        assert len(rows) == 24 - 5 - 2
+        assert lines[-1].startswith(" 1-17 of 64")
+
+        terminal.press(END)
+        terminal.until(lambda lines: lines[-1].startswith(" 48-64 of 64"))
+        terminal.press(RIGHT * 7)
+        terminal.until_text("WAITS FOR")
+        terminal.press(RIGHT * 4)
+        terminal.until_text("SOFTWARE")
+        terminal.press("sss")
+        terminal.until_text("s sort: SAMP/S")
+        terminal.press("/looking")
+        terminal.until_text("filter: looking_")
+        terminal.press("\r")
+        terminal.until_text("-17 of 22  s sort: SAMP/S  filter 'looking'")
+        terminal.press("\r")
+        terminal.until_text("Receipts of 127.0.0.1:")
+        terminal.until(lambda lines: any(re.match(r"round \d+: 64 of 64 in", line) for line in lines))
+        terminal.press(ESCAPE)
+        terminal.until_text("PEER ")
+        terminal.press("w")
+        terminal.until_text("192.0.2.9:4300")
+        terminal.press("h")
+        terminal.until_text("receipts of the selected peer")
+        terminal.press(ESCAPE)
+        terminal.press("q")
+        assert terminal.wait() == 0
+        assert terminal.written.endswith(b"\x1b[?25h\x1b[?1049l")
+
+
+def test_only_lines_that_change_are_written_and_the_screen_is_never_cleared(many: str) -> None:
+    with TerminalProcess("top", many) as terminal:
+        terminal.until_text("64 peers, 64 answer")
+        terminal.until_text("of 64")
+        head, clock = len(terminal.written), terminal.screen.display[0][-10:]
+        terminal.until(lambda lines: lines[0][-10:] != clock)
+        update = terminal.written[head:]
+        assert b"\x1b[2J" not in terminal.written[terminal.written.index(b"\x1b[1;1H") :]
+        assert b"\x1b[6;1H" not in update  # the titles
+        assert b"\x1b[24;1H" not in update  # the keys
+        terminal.press("\x03")
+        assert terminal.wait() == 0
+
+
+def test_the_size_changes(many: str) -> None:
+    with TerminalProcess("top", many) as terminal:
+        terminal.until_text("64 peers, 64 answer")
+        terminal.resize(200, 50)
+        lines = terminal.until(lambda lines: "SOFTWARE" in "".join(lines) and "q end" in lines[49])
+        assert sum(line.startswith("127.0.0.1:") for line in lines) == 50 - 5 - 2
+        terminal.resize(30, 6)
+        terminal.until(lambda lines: len(lines) == 6 and lines[-1].startswith(" 1-"))
+        assert any(line.startswith("127.0.0.1:") for line in terminal.screen.display)
+        terminal.press("q")
+        assert terminal.wait() == 0
+
+
+def test_a_stopped_process_is_shown_with_the_reason_until_it_goes_on() -> None:
+    with JsonProcess("python", "-m", "tests.support.monitored", "2") as process:
+        endpoint = process.expect("ready")["endpoint"]
+        _stop_and_go_on(process, endpoint)
+
+
+def _stop_and_go_on(process: JsonProcess, endpoint: str) -> None:
+    with TerminalProcess("top", endpoint) as terminal:
+        terminal.until_text("2 peers, 2 answer")
+        process.signal(signal.SIGSTOP)
+        terminal.until_text("2 peers, 0 answer")
+        terminal.until_text("no answer within 3 s")
+        process.signal(signal.SIGCONT)
+        terminal.until_text("2 peers, 2 answer")
+        process.kill()
+        terminal.until_text("connection refused")
+        terminal.press("q")
+        assert terminal.wait() == 0
+
+
+def test_the_first_answer_does_not_come() -> None:
+    address = free_address()
+    with TerminalProcess("top", address) as terminal:
+        assert terminal.wait() == 1
+        assert f"no peer answered: {address}: connection refused" in " ".join(terminal.text.split())
+
+
+def test_without_a_terminal_one_table_is_printed(many: str) -> None:
+    for arguments in ([], ["--once"]):
+        done = averaging_command("top", many, *arguments)
+        assert done.returncode == 0, done.stderr
+        lines = done.stdout.splitlines()
+        assert lines[0].startswith("run demo  64 peers, 64 answer")
+        [title] = [line for line in lines if line.startswith("PEER")]
+        for name in ("STATE", "STEP", "SAMP/S", "OUT/S", "IN/S", "WAITS FOR", "LANE", "ROLE", "STRATEGY", "VERSION"):
+            assert name in title
+        assert sum(line.startswith("127.0.0.1:") for line in lines) == 64
+        assert any(line.startswith("follower") and "192.0.2.9:4300" in line for line in lines)
+
+
+def test_json_is_one_snapshot_with_tls_and_a_token(tmp_path: Path) -> None:
+    files = {name: str(path) for name, path in write(tmp_path, "127.0.0.1").items()}
+    tokens = tmp_path / "tokens"
+    tokens.touch(mode=0o600)
+    tokens.write_text(TOKEN)
+    secured = ["--tls-ca", files["tls_ca"], "--tls-cert", files["tls_cert"], "--tls-key", files["tls_key"]]
+    with JsonProcess("python", "-m", "tests.support.monitored", "3", json.dumps(files), str(tokens)) as process:
+        endpoint = process.expect("ready")["endpoint"]
+        command = [sys.executable, "-m", "averaging", "top", endpoint, "--json", *secured, "--token-file", str(tokens)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        refused = averaging_command("top", endpoint, "--json", *secured)
+        assert refused.returncode == 1
+        assert "token" in refused.stderr
+    snapshot = json.loads(done.stdout)
+    assert snapshot["run_id"] == "demo"
+    assert [peer["answers"] for peer in snapshot["peers"]] == [True] * 3
+    assert snapshot["peers"][0]["training"]["strategy"] == "DiLoCo"
+    assert snapshot["followers"][0]["newest"] is not None
