@@ -56,7 +56,10 @@ Lists are separated by commas, truth values are `true` or `false`, and an empty 
 An error says where a value was set. An unknown name is an error, which suggests the most similar option.
 """
 
-COMMANDS = ("peer", "doctor", "state", "watch", "explain", "plan", "follow", "feed", "register", "ca init", "ca issue")
+COMMANDS = (
+    *("peer", "doctor", "state", "watch", "top", "dashboard", "explain", "plan", "leave", "follow", "feed", "register"),
+    *("ca init", "ca issue"),
+)
 
 
 def main() -> None:
