@@ -20,7 +20,7 @@ from averaging.common.addresses import (
     parse_ip,
 )
 from averaging.common.event_loop_thread import EventLoopThread, InProcess, SignalSafeFuture, on_loop
-from averaging.common.interfaces import address_for_others, are_same, has_ipv4, is_own
+from averaging.common.interfaces import address_for_others, are_same, every_address, is_name_of, is_own
 from averaging.common.limits import Backoff, HostQuota, backoff_delay
 from averaging.common.malloc import keep_freed_memory
 from averaging.common.options import (
@@ -126,16 +126,17 @@ __all__ = [
     "covers",
     "digest_of_names",
     "duration",
+    "every_address",
     "first_moved_name",
     "first_other_name",
     "format_address",
-    "has_ipv4",
     "html_table",
     "ignored_proxies",
     "is_count",
     "is_endpoint",
     "is_finite",
     "is_loopback",
+    "is_name_of",
     "is_number",
     "is_own",
     "is_placeholder",

@@ -29,12 +29,36 @@ def is_own(host: str) -> bool:
     return any(_can_bind(address) and not _can_bind(_NOBODYS[address.family]) for address in _resolved(host))
 
 
+def is_name_of(host: str, hostname: str, fqdn: str) -> bool:
+    """Whether `host` names the machine with these names, also if no DNS has it yet. Pure.
+
+    A pod's own names are `pod` and, from /etc/hosts, `pod.subdomain.namespace.svc.cluster.local`; it is called
+    `pod.subdomain` and longer beginnings of that. `pod` alone does not count for `pod.other`.
+
+    Args:
+        host: A name or an address, without brackets.
+        hostname: The machine's host name.
+        fqdn: Its full name; the host name again if it has none.
+    """
+    name, own, full = (text.lower().rstrip(".") for text in (host, hostname, fqdn))
+    return bool(name) and (name == own or f"{full}.".startswith(f"{name}."))
+
+
+def every_address(host: str) -> str:
+    """The address to listen on for calls to `host`; in a pod whose name is not known yet, for calls to its own name."""
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError):
+        host = socket.gethostname()
+    return "0.0.0.0" if _has_ipv4(host) else "[::]"  # noqa: S104 - with TLS, or where the user says so
+
+
 def are_same(host: str, other: str) -> bool:
     """Whether two names or addresses without brackets are the same machine's."""
     return host == other or not _resolved(host).isdisjoint(_resolved(other))
 
 
-def has_ipv4(host: str) -> bool:
+def _has_ipv4(host: str) -> bool:
     """Whether `host` is an IPv4 address, or a name that has one."""
     return any(address.family is socket.AF_INET for address in _resolved(host))
 

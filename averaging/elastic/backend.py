@@ -51,6 +51,9 @@ class AveragingBackend(RendezvousBackend):
         thread: Runs the calls.
         value: The replicated value with the state.
         endpoint: Endpoint of the register, for error texts.
+        awaits_name: Whether a name that is not found is waited for, as a register that does not answer, also before
+            the register has answered for the first time. Afterwards it always is: a pod that is replaced has no
+            address for a while.
         monotonic: A monotonic clock in seconds.
     """
 
@@ -60,8 +63,11 @@ class AveragingBackend(RendezvousBackend):
         value: ReplicatedValue,
         endpoint: str,
         monotonic: Callable[[], float] = time.monotonic,
+        *,
+        awaits_name: bool = False,
     ) -> None:
         self._thread, self._value, self._endpoint = thread, value, endpoint
+        self._awaits_name = awaits_name
         self._monotonic = monotonic
         self._retry = threading.local()  # the thread of the heartbeats never retries
         self._logged = -LOG_INTERVAL
@@ -113,7 +119,9 @@ class AveragingBackend(RendezvousBackend):
         until: float | None = getattr(self._retry, "until", None)
         while True:
             try:
-                return self._thread.run(call())
+                result = self._thread.run(call())
+                self._awaits_name = True
+                return result
             except ConfigError as error:
                 raise RendezvousStateError(str(error)) from error
             except AveragingError as error:
@@ -123,7 +131,7 @@ class AveragingBackend(RendezvousBackend):
                     if now - refused_since > REFUSED_FOR or until is None:
                         raise RendezvousStateError(str(error)) from error
                 definite = isinstance(error, TransportError) and error.definite
-                definite |= isinstance(error, PeerUnreachableError) and error.unknown_host
+                definite |= isinstance(error, PeerUnreachableError) and error.unknown_host and not self._awaits_name
                 if definite or until is None or now >= until:
                     raise RendezvousConnectionError(self._explain(error)) from error
                 if now - self._logged >= LOG_INTERVAL:

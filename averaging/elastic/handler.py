@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import sys
 import threading
 import time
@@ -34,9 +36,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _remove_participant_epilogue,
 )
 
-from averaging.common import address_for_others, are_same, is_own, pack, parse_address
+from averaging.common import address_for_others, are_same, is_name_of, is_own, pack, parse_address
 from averaging.elastic.backend import LOG_INTERVAL, NAME, AveragingBackend
-from averaging.elastic.options import RendezvousOptions, read_options
+from averaging.elastic.options import PET_MASTER, RendezvousOptions, read_options
 from averaging.elastic.rendezvous_state import decode_place
 from averaging.elastic.replicated_value import ReplicatedValue
 from averaging.elastic.session import RegisterSession
@@ -384,7 +386,9 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
 
 
 def _create(params: RendezvousParameters) -> AveragingRendezvousHandler:
-    options = read_options(params.endpoint or "", params.config, params.max_nodes)
+    options = read_options(params.endpoint or "", params.config, params.max_nodes, os.environ)
+    if options.origin == PET_MASTER:
+        logger.info("the rendezvous is at %s, from %s", options.endpoint, PET_MASTER)
     if params.run_id == UNNAMED and params.min_nodes > 1:
         raise ConfigError(
             "a job of several nodes needs --rdzv-id=NAME, the same at all its nodes: without it, all jobs at a "
@@ -397,14 +401,26 @@ def _create(params: RendezvousParameters) -> AveragingRendezvousHandler:
     may_host = options.is_host
     if may_host is None:
         by_option = params.local_addr is not None and are_same(params.local_addr.strip("[]"), host)
-        may_host = not options.etcd and (by_option or is_own(host))
+        by_name = is_name_of(host, socket.gethostname(), socket.getfqdn())
+        may_host = not options.etcd and (by_option or by_name or is_own(host))
     session = RegisterSession(options, credentials, may_host=may_host)
     thread = EventLoopThread(session, f"the rendezvous of job {params.run_id!r}")
     try:
+        if params.run_id == UNNAMED and not session.hosted:
+            raise ConfigError(_shared(options.endpoint))
         return _handler(params, options, session, thread, credentials.tokens)
     except BaseException:
         thread.close()
         raise
+
+
+def _shared(endpoint: str) -> str:
+    return (
+        f"the register at {endpoint} is shared: this node does not host it, so other jobs may use it, and all those "
+        f"without --rdzv-id (torchrun's default is {UNNAMED!r}) would be one job. Give --rdzv-id=NAME, the same at all "
+        "nodes of a job and another one for each job. A job of one node can have a register of its own instead: "
+        "--rdzv-endpoint=localhost:0"
+    )
 
 
 def _handler(
@@ -420,11 +436,10 @@ def _handler(
     node = DynamicRendezvousHandler._node_desc_generator.generate(addr)
     world = f"--nnodes={params.min_nodes}:{params.max_nodes}"
     prefix, writer = f"elastic/{params.run_id}", str(node)
-    state = ReplicatedValue(
-        *(session, f"{prefix}/state", tokens), writer=writer, world=world, alone=params.run_id == UNNAMED
-    )
+    state = ReplicatedValue(session, f"{prefix}/state", tokens, writer=writer, world=world)
     stores = ReplicatedValue(session, f"{prefix}/store", tokens, writer=writer)
-    backend = AveragingBackend(thread, state, session.hosted or options.endpoint)
+    endpoint = session.hosted or options.endpoint
+    backend = AveragingBackend(thread, state, endpoint, awaits_name=options.awaits_name)
     timeout = RendezvousTimeout(
         *(
             timedelta(seconds=seconds)

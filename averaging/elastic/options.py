@@ -1,4 +1,4 @@
-"""The options of the rendezvous from torchrun: `--rdzv-endpoint` and `--rdzv-conf`. Pure."""
+"""The options of the rendezvous from torchrun: `--rdzv-endpoint` and `--rdzv-conf`, and from its variables. Pure."""
 
 from __future__ import annotations
 
@@ -21,8 +21,12 @@ from averaging.common import (
 from averaging.config import TLSFiles, tls_files
 from averaging.errors import ConfigError
 
-DEFAULT_PORT, ETCD_PORT = 29400, 2379
-"""The default ports of torchrun and of etcd."""
+DEFAULT_PORT, MASTER_PORT, ETCD_PORT = 29400, 29500, 2379
+"""The default ports of torchrun's rendezvous and of its `--master-port`, and that of etcd."""
+
+RDZV_ENDPOINT = "--rdzv-endpoint"
+PET_MASTER = "PET_MASTER_ADDR:PET_MASTER_PORT"
+"""How errors name the two origins of an endpoint."""
 
 ETCD = "etcd://"
 
@@ -38,6 +42,8 @@ class RendezvousOptions:
 
     Attributes:
         endpoints: `host:port` of the register, or of the members of an etcd cluster.
+        origin: What the endpoints come from, for errors.
+        awaits_name: Whether a name that is not found is waited for: a cluster gives pods their names as they start.
         etcd: Whether the register is in etcd.
         tls: Certificates for all calls.
         token_file: The run's tokens.
@@ -52,6 +58,8 @@ class RendezvousOptions:
     """
 
     endpoints: tuple[str, ...]
+    origin: str = RDZV_ENDPOINT
+    awaits_name: bool = False
     etcd: bool = False
     tls: TLSFiles | None = None
     token_file: str | None = option(None, PATH)
@@ -73,13 +81,17 @@ class RendezvousOptions:
         return (ETCD if self.etcd else "") + ",".join(self.endpoints)
 
 
-def read_options(endpoint: str, conf: Mapping[str, Any], max_nodes: int) -> RendezvousOptions:
+def read_options(
+    endpoint: str, conf: Mapping[str, Any], max_nodes: int, environ: Mapping[str, str] | None = None
+) -> RendezvousOptions:
     """Reads and checks the options of torchrun.
 
     Args:
-        endpoint: `--rdzv-endpoint`.
+        endpoint: `--rdzv-endpoint`, or PET_RDZV_ENDPOINT, which torchrun reads itself. If it is empty, the endpoint is
+            PET_MASTER_ADDR:PET_MASTER_PORT, which Kubeflow Trainer sets, and else the default port of this machine.
         conf: `--rdzv-conf`.
         max_nodes: Upper bound of `--nnodes`.
+        environ: The variables of this process.
 
     Raises:
         ConfigError: An option is invalid.
@@ -88,12 +100,22 @@ def read_options(endpoint: str, conf: Mapping[str, Any], max_nodes: int) -> Rend
     for name in conf:
         if name not in (*known, *_TLS, *_OF_TORCHRUN):
             raise ConfigError(unknown_option(name, _in_conf(name), (*known, *_TLS)))
-    etcd, endpoints = _endpoints(endpoint)
+    environ = environ or {}
+    master = "" if endpoint.strip() else _master(environ)
+    origin = PET_MASTER if master else RDZV_ENDPOINT
+    etcd, endpoints = _endpoints(master or endpoint, origin)
     values = {name: conf[name] for name in known if conf.get(name) is not None}
     parsed = {n: known[n].kind.parse(value) if isinstance(value, str) else value for n, value in values.items()}
     with spelling(_in_conf):
         tls = tls_files(*(conf.get(name) for name in _TLS))
-        options = RendezvousOptions(endpoints=endpoints, etcd=etcd, tls=tls, **parsed)
+        options = RendezvousOptions(
+            endpoints=endpoints,
+            origin=origin,
+            awaits_name=bool(master) or "KUBERNETES_SERVICE_HOST" in environ,
+            etcd=etcd,
+            tls=tls,
+            **parsed,
+        )
     _check(options, max_nodes)
     return options
 
@@ -102,12 +124,21 @@ def _in_conf(option: str, value: Any = None) -> str:
     return f"--rdzv-conf={option}" + ("" if value is None else f"={value}")
 
 
-def _endpoints(endpoint: str) -> tuple[bool, tuple[str, ...]]:
+def _master(environ: Mapping[str, str]) -> str:
+    """The endpoint in the variables of torchrun's static rendezvous; empty if they are not set."""
+    host, port = (environ.get(f"PET_MASTER_{part}", "").strip() for part in ("ADDR", "PORT"))
+    if not host:
+        return ""
+    bare = ":" in host and not host.startswith("[")  # an IPv6 address
+    return f"{f'[{host}]' if bare else host}:{port or MASTER_PORT}"
+
+
+def _endpoints(endpoint: str, origin: str) -> tuple[bool, tuple[str, ...]]:
     etcd = endpoint.startswith(ETCD)
     port = ETCD_PORT if etcd else DEFAULT_PORT
     places = endpoint.removeprefix(ETCD).strip("/").split(",") if etcd else [endpoint.strip() or "localhost"]
     if "://" in places[0]:
-        raise ConfigError(f"--rdzv-endpoint {endpoint!r} must be HOST:PORT of a register, or {ETCD}HOST:PORT,…")
+        raise ConfigError(f"{origin} {endpoint!r} must be HOST:PORT of a register, or {ETCD}HOST:PORT,…")
     endpoints = []
     for place in map(str.strip, places):
         bare = place.count(":") != 1 and not place.startswith("[") and ":" in place  # an IPv6 address
@@ -115,7 +146,7 @@ def _endpoints(endpoint: str) -> tuple[bool, tuple[str, ...]]:
         try:
             parse_address(full)
         except ConfigError as error:
-            raise ConfigError(f"--rdzv-endpoint: {error}") from None
+            raise ConfigError(f"{origin}: {error}") from None
         endpoints.append(full)
     return etcd, tuple(endpoints)
 
@@ -124,19 +155,19 @@ def _check(options: RendezvousOptions, max_nodes: int) -> None:
     hosts = [parse_address(endpoint) for endpoint in options.endpoints]
     if any(port == 0 for _, port in hosts) and (options.etcd or max_nodes > 1):
         raise ConfigError(
-            f"--rdzv-endpoint {options.endpoint} has port 0, which only a job of one node can use; give the port of "
+            f"{options.origin} {options.endpoint} has port 0, which only a job of one node can use; give the port of "
             "the register, for example 29400"
         )
     if any(host.strip("[]") in ("0.0.0.0", "::") for host, _ in hosts):  # noqa: S104 - it is refused
         raise ConfigError(
-            f"--rdzv-endpoint {options.endpoint} is every address of each node; give the one at which all nodes reach "
+            f"{options.origin} {options.endpoint} is every address of each node; give the one at which all nodes reach "
             "the register"
         )
     if options.etcd and options.is_host:
         raise ConfigError("is_host=true cannot work with an etcd endpoint: the cluster keeps the register")
     if options.tls is None and not options.insecure and not all(is_loopback(host) for host, _ in hosts):
         raise ConfigError(
-            f"--rdzv-endpoint {options.endpoint} is reached over the network, where others could take the job over. "
+            f"{options.origin} {options.endpoint} is reached over the network, where others could take the job over. "
             "Give --rdzv-conf=tls_ca=…,tls_cert=…,tls_key=… (`averaging ca` makes them), or insecure=true with a "
             "token_file if every machine in the network is trusted"
         )

@@ -196,7 +196,6 @@ class ReplicatedValue:
         secrets: See `Seal`.
         writer: Name of this node, for logs.
         world: The options that must be equal at all nodes of the job, as text; nodes with other ones are refused.
-        alone: Whether no other node takes part in this job, so that any state but an ended one is another job's.
         clock: Seconds since the epoch.
         monotonic: A monotonic clock in seconds.
     """
@@ -209,12 +208,11 @@ class ReplicatedValue:
         *,
         writer: str,
         world: str = "",
-        alone: bool = False,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._register, self._key, self._seal = register, key, Seal(key, secrets)
-        self._writer, self._world, self._alone = writer, world, alone
+        self._writer, self._world = writer, world
         self._clock, self._monotonic = clock, monotonic
         self._held: Sealed | None = None
         self._held_at = 0.0
@@ -338,14 +336,9 @@ class ReplicatedValue:
         if present is None:
             return None
         fenced = self._fenced(entry, present)
-        if self._clock() - present.sent > FORGOTTEN or (self._alone and present.ended):
+        if self._clock() - present.sent > FORGOTTEN:
             self._void = fenced.token
             return None
-        if self._alone and present.writer != self._writer:
-            raise ConfigError(
-                f"another job without --rdzv-id uses this register (last written by {present.writer}), and two jobs "
-                "would become one. Give --rdzv-id=NAME, the same at all nodes of a job and another one for each job"
-            )
         if present.world != self._world:
             raise ConfigError(
                 f"{self._key!r} is in use by another job ({present.world}, last written by {present.writer}), and "

@@ -6,7 +6,7 @@ import logging
 from contextlib import AsyncExitStack
 from typing import Self
 
-from averaging.common import has_ipv4, is_loopback, parse_address
+from averaging.common import every_address, is_loopback, parse_address
 from averaging.elastic.etcd_register import EtcdRegister
 from averaging.elastic.options import RendezvousOptions
 from averaging.elastic.register import GrpcRegister, Register, RegisterEntry, RegisterService, SwapResult
@@ -91,8 +91,9 @@ class RegisterSession:
             return False
         endpoint = self._options.endpoints[0]
         host, port = parse_address(endpoint)
-        everywhere = f"{'0.0.0.0' if has_ipv4(host.strip('[]')) else '[::]'}:{port}"  # noqa: S104 - with TLS, or where the user says so
-        listen, advertise = (endpoint, None) if is_loopback(host) else (everywhere, endpoint)
+        listen, advertise = endpoint, None
+        if not is_loopback(host):
+            listen, advertise = f"{every_address(host.strip('[]'))}:{port}", endpoint
         server = RpcServer(
             listen, [RegisterService()], advertise=advertise, credentials=self._credentials, max_message_bytes=8 << 20
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from averaging.common import address_for_others, are_same, is_own
+from averaging.common import address_for_others, are_same, is_name_of, is_own
 from averaging.common import interfaces as own_addresses
 
 
@@ -47,6 +47,31 @@ def test_where_any_address_can_be_bound_none_is_own_for_that(monkeypatch: pytest
     """net.ipv4.ip_nonlocal_bind: each node would host the register, and no two would meet."""
     interfaces(monkeypatch, {"10.0.0.5", "240.0.0.1"}, {}, "a")
     assert not is_own("10.0.0.5")
+
+
+POD = "site-node-0-1", "site-node-0-1.site.default.svc.cluster.local"
+
+
+@pytest.mark.parametrize(
+    ("host", "names", "own"),
+    [
+        ("site-node-0-1", POD, True),
+        ("site-node-0-1.site", POD, True),
+        ("Site-Node-0-1.site.default.svc.", POD, True),
+        ("site-node-0-1.site.default.svc.cluster.local", POD, True),
+        ("site-node-0-1.si", POD, False),
+        ("site-node-0-10.site", POD, False),
+        ("site-node-0-0.site", POD, False),
+        ("site-node-0-1.other", POD, False),
+        ("site-node-0-1.site.other.svc", POD, False),
+        ("site-node-0-1.site", (POD[0], POD[0]), False),
+        ("site-node-0-1.site", (POD[1], POD[1]), True),
+        ("10.0.0.5", POD, False),
+        ("", POD, False),
+    ],
+)
+def test_a_pod_knows_its_own_name_without_a_dns(host: str, names: tuple[str, str], own: bool) -> None:
+    assert is_name_of(host, *names) is own
 
 
 def test_names_of_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:

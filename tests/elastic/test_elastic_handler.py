@@ -28,6 +28,8 @@ from averaging.elastic import register as limits
 from averaging.elastic.handler import AveragingRendezvousHandler, create_handler
 from averaging.elastic.register import MemoryRegister, RegisterService
 from averaging.elastic.replicated_value import Seal
+from averaging.elastic.session import RegisterSession
+from averaging.errors import PeerUnreachableError
 from averaging.rpc import EventLoopThread, RpcServer
 from tests.support.certificates import TOKEN, write
 from tests.support.ports import free_address
@@ -206,17 +208,72 @@ def test_a_full_register_says_so(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) 
         nodes.node(1, 1, is_host=False, join_timeout=1).next_rendezvous()
 
 
-def test_a_job_without_an_id(nodes: Nodes) -> None:
-    nodes.register()
+def test_a_job_without_an_id_has_a_register_of_its_own(nodes: Nodes) -> None:
     with pytest.raises(ConfigError, match="a job of several nodes needs --rdzv-id=NAME"):
-        nodes.node(2, 3, run_id="none", is_host=False)
-    first = nodes.node(1, 2, run_id="none", is_host=False)
+        nodes.node(2, 3, run_id="none")
+    first = nodes.node(1, 2, run_id="none")
     nodes.meet(first)
-    with pytest.raises(RendezvousStateError, match="another job without --rdzv-id uses this register"):
-        nodes.node(1, 2, run_id="none", is_host=False).next_rendezvous()
+    with pytest.raises(ConfigError, match=r"is shared: .*Give --rdzv-id=NAME.*--rdzv-endpoint=localhost:0"):
+        nodes.node(1, 2, run_id="none")
     assert first.num_nodes_waiting() == 0
+    other = nodes.node(1, 2, run_id="none", endpoint=free_address())
+    assert [info.world_size for info in nodes.meet(first, other)] == [1, 1]
     first.shutdown()
-    assert nodes.meet(nodes.node(1, 2, run_id="none", is_host=False))[0].world_size == 1
+    assert nodes.meet(nodes.node(1, 2, run_id="none"))[0].world_size == 1
+
+
+def test_a_job_without_an_id_is_refused_at_a_register_of_others(nodes: Nodes) -> None:
+    nodes.register()
+    for conf in ({}, {"is_host": False}, {"endpoint": "etcd://127.0.0.1:1"}):
+        with pytest.raises(ConfigError, match=r"is shared: this node does not host it"):
+            nodes.node(1, 1, run_id="none", **conf)
+    assert nodes.meet(nodes.node(1, 1, run_id="a name"))[0].world_size == 1
+
+
+def test_the_endpoint_from_the_variables_of_a_launcher(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, _, port = nodes.endpoint.rpartition(":")
+    monkeypatch.setenv("PET_MASTER_ADDR", host)
+    monkeypatch.setenv("PET_MASTER_PORT", port)
+    monkeypatch.setenv("PET_NODE_RANK", "1")
+    infos = nodes.meet(nodes.node(2, endpoint=""), nodes.node(2, endpoint=""))
+    assert sorted((info.rank, info.world_size) for info in infos) == [(0, 2), (1, 2)]
+    assert nodes.meet(nodes.node(2, run_id="b"), nodes.node(2, run_id="b", endpoint=""))[0].world_size == 2
+
+
+def unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on no name is found."""
+
+    async def call(*_: object) -> None:
+        raise PeerUnreachableError("a.site:1", "unknown host", unknown_host=True)
+
+    monkeypatch.setattr(RegisterSession, "get", call)
+    monkeypatch.setattr(RegisterSession, "compare_and_set", call)
+
+
+def test_a_name_that_was_found_before_is_waited_for(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pod that is replaced has no address for a while."""
+    nodes.register()
+    node = nodes.node(1, 1, is_host=False)
+    nodes.meet(node)
+    with monkeypatch.context() as patch:
+        unreachable(patch)
+        again = nodes.join(node)
+        wait_for(lambda: "This node tries for another" in caplog.text)
+    assert again.result(LIMIT).world_size == 1
+
+
+def test_a_name_in_a_cluster_is_waited_for_from_the_start(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes.register()
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    node = nodes.node(1, 1, is_host=False)
+    with monkeypatch.context() as patch:
+        unreachable(patch)
+        early = nodes.join(node)
+        with pytest.raises(TimeoutError):
+            early.result(1.0)
+    assert early.result(LIMIT).world_size == 1
 
 
 def test_the_node_with_the_local_address_of_the_endpoint_hosts_the_register(

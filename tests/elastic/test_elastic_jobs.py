@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,8 +44,19 @@ def test_the_register_alone(stack: ExitStack) -> None:
     assert process.wait() == 0, process.stderr
 
 
+def variables(job: Job) -> dict[str, Any]:
+    """Turns the options of a job into variables, as Kubeflow Trainer's runtime for torch sets them."""
+    host, _, port = job.endpoint.rpartition(":")
+    given = dict(option.removeprefix("--").split("=", 1) for option in job.options)
+    del given["rdzv-endpoint"], given["monitor-interval"]
+    job.options = ["--monitor-interval=0.2"]
+    named = {f"PET_{name.upper().replace('-', '_')}": value for name, value in given.items()}
+    return named | {"PET_MASTER_ADDR": host, "PET_MASTER_PORT": port, "PET_NODE_RANK": "7"}
+
+
 def test_a_job_of_one_node(stack: ExitStack, tmp_path: Path) -> None:
-    node = Job(stack, tmp_path, "1", endpoint="localhost:0", steps=2, pace=0.0).node()
+    job = Job(stack, tmp_path, "1", steps=2, pace=0.0)
+    node = job.node(**variables(job))
     start = node.expect("start", PATIENCE)
     end(node)
     named = ("rank", "world", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")
@@ -68,6 +80,15 @@ def test_standalone_is_torchs_own_and_still_works(stack: ExitStack, tmp_path: Pa
     job = Job(stack, tmp_path, "1", steps=2, pace=0.0)
     job.options = ["--standalone", "--nnodes=1", "--nproc-per-node=2"]
     end(job.node())
+
+
+@long
+def test_a_node_rank_from_the_environment_means_nothing(stack: ExitStack, tmp_path: Path) -> None:
+    """Both nodes have the same."""
+    job = Job(stack, tmp_path, "2", steps=2, pace=0.0)
+    nodes = [job.node(**given) for given in [variables(job)] * 2]
+    assert {node.expect("start", PATIENCE)["GROUP_RANK"] for node in nodes} == {0, 1}
+    end(*nodes)
 
 
 @long
@@ -220,9 +241,10 @@ def test_a_job_id_in_use_by_another_world(stack: ExitStack, tmp_path: Path) -> N
 @long
 def test_a_job_without_an_id_is_alone(stack: ExitStack, tmp_path: Path) -> None:
     """Two scripts that both leave it out would otherwise be one job."""
-    endpoint = free_address()
-    register(stack, endpoint)
-    jobs = [Job(stack, tmp_path / name, "1:2", endpoint=endpoint) for name in "ab"]
+    jobs = [
+        Job(stack, tmp_path / name, "1:2", endpoint=endpoint)
+        for name, endpoint in zip("ab", [free_address()] * 2, strict=True)
+    ]
     for job in jobs:
         job.checkpoint.parent.mkdir()
         job.options.remove("--rdzv-id=job")
@@ -230,7 +252,8 @@ def test_a_job_without_an_id_is_alone(stack: ExitStack, tmp_path: Path) -> None:
     first.until_step(1, world=1)
     other = jobs[1].node()
     assert other.wait(PATIENCE) != 0
-    assert other.stderr.splitlines()[-1].startswith("torchrun: another job without --rdzv-id uses this register")
+    told = f"torchrun: the register at {jobs[0].endpoint} is shared: this node does not host it"
+    assert other.stderr.splitlines()[-1].startswith(told)
     assert "Traceback" not in other.stderr
     jobs[0].finish(first)
     again = jobs[1].node()

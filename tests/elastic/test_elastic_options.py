@@ -63,6 +63,40 @@ def test_what_cannot_work_is_refused_with_a_remedy(endpoint: str, conf: dict[str
         read_options(endpoint, conf, 2)
 
 
+@pytest.mark.parametrize(
+    ("given", "addr", "port", "endpoint"),
+    [
+        ("", "127.0.0.1", "29500", "127.0.0.1:29500"),
+        ("", "localhost", "", "localhost:29500"),
+        ("", "::1", "1", "[::1]:1"),
+        ("", "[::1]", "1", "[::1]:1"),
+        ("", "", "1", "localhost:29400"),
+        ("127.0.0.1:1", "a.site", "2", "127.0.0.1:1"),
+    ],
+)
+def test_the_variables_of_a_launcher_count_where_no_endpoint_is_given(
+    given: str, addr: str, port: str, endpoint: str
+) -> None:
+    variables = {"PET_MASTER_ADDR": addr, "PET_MASTER_PORT": port, "PET_NODE_RANK": "7"}
+    options = read_options(given, {}, 2, variables)
+    assert options.endpoints == (endpoint,)
+    assert options.awaits_name is (not given and bool(addr))
+
+
+def test_a_wrong_variable_is_named() -> None:
+    for port, told in [
+        ("many", "PET_MASTER_ADDR:PET_MASTER_PORT: "),
+        ("1", "PET_MASTER_ADDR:PET_MASTER_PORT a.site:1 is"),
+    ]:
+        with pytest.raises(ConfigError, match=told):
+            read_options("", {}, 2, {"PET_MASTER_ADDR": "a.site", "PET_MASTER_PORT": port})
+
+
+def test_a_cluster_gives_names_later() -> None:
+    assert read_options("localhost:1", {}, 2, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}).awaits_name
+    assert not read_options("localhost:1", {}, 2, {}).awaits_name
+
+
 def test_one_node_may_take_any_port() -> None:
     assert read_options("localhost:0", {}, 1).endpoints == ("localhost:0",)
 

@@ -283,21 +283,6 @@ async def test_all_nodes_agree_after_any_losses_and_replays(seed: int) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_job_without_a_name_is_alone_and_can_be_started_again_at_once() -> None:
-    place = Place()
-    a, b = (ReplicatedValue(place, KEY, (), writer=name, alone=True, clock=lambda: place.now) for name in "ab")
-    first, _ = await a.write(b"running", None)
-    for call in (b.read(), b.write(b"also", None)):
-        with pytest.raises(ConfigError, match=r"another job without --rdzv-id .*by a.*Give --rdzv-id=NAME"):
-            await call
-    assert payload(await a.read()) == b"running"
-    await a.write(b"closed", first, ended=True)
-    assert await b.read() is None
-    fenced, done = await b.write(b"again", None)
-    assert (payload(fenced), done) == (b"again", True)
-
-
-@pytest.mark.asyncio
 async def test_a_job_that_ended_long_ago_is_nobodys() -> None:
     place = Place()
     await place.cell("a", world="1:2").write(b"old", None)

@@ -380,12 +380,21 @@ def test_brackets_hide_no_address_from_the_rule_of_whom_to_dial(endpoint: str) -
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("host", ["no-such-host.invalid", "[nonsense]", "%2e%2f", "unix", "127.0.0.1.", "1.2"])
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "[nonsense]", "%2e%2f", "unix", "127.0.0.1.", "1.2.3.4.5"])
 async def test_a_strange_host_is_unreachable(host: str) -> None:
     async with client() as caller:
         with pytest.raises(PeerUnreachableError) as raised:
             await asyncio.wait_for(caller.get_schema(f"{host}:1"), 10)
     assert len(str(raised.value)) < 200
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("host", ["2852039166", "0xa9fea9fe", "169.16689662"])
+async def test_an_address_in_another_spelling_is_refused_like_the_address(host: str) -> None:
+    """The system reads them as 169.254.169.254, and gRPC asks the system."""
+    async with client() as caller:
+        with pytest.raises(ProtocolViolationError, match=r"169\.254\.169\.254, and that is a link-local address"):
+            await caller.get_schema(f"{host}:80")
 
 
 @pytest.mark.asyncio

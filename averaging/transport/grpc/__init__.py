@@ -10,6 +10,9 @@ _SETTINGS = {
     "GRPC_VERBOSITY": "ERROR",
     # The default starts threads in every forked process, which sometimes crash. Workers of data loaders need none.
     "GRPC_ENABLE_FORK_SUPPORT": "0",
+    # The default asks the name servers itself and keeps what /etc/hosts had. This one asks the system at each dial, as
+    # other programs do: a pod that comes back has another address under its old name.
+    "GRPC_DNS_RESOLVER": "native",
 }
 if tuple(map(int, metadata.version("grpcio").split(".")[:2])) <= (1, 85):  # later releases may not know these names
     # The newer engine moves each read and write to another thread: 10 to 15 % slower (docs/design/performance.md).
