@@ -65,6 +65,19 @@ def top_command(
     """
     if as_json and once:
         raise click.UsageError("--json and --once each print one snapshot; give one of them.")
+    with suppress(KeyboardInterrupt):  # while torch is being imported
+        _top(addresses, register, feed, given, as_json=as_json, once=once)
+
+
+def _top(
+    addresses: tuple[str, ...],
+    register: str | None,
+    feed: str | None,
+    given: dict[str, Any],
+    *,
+    as_json: bool,
+    once: bool,
+) -> None:
     from averaging.errors import AveragingError
     from averaging.seeds import look_up
 
@@ -100,7 +113,7 @@ def _collector(addresses: list[str], register: str | None, feed: str | None, giv
 
 
 def _is_terminal() -> bool:
-    return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 async def _print_once(collector: Collector, *, as_json: bool) -> None:

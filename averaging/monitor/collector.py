@@ -36,7 +36,8 @@ MAX_PEERS = 1024
 FORGET_SECONDS = 60.0
 """Seconds after which a peer is no longer shown that neither answers nor is named by a peer that does."""
 
-MAX_MESSAGE_BYTES = 16 << 20
+MAX_MESSAGE_BYTES = 4 << 20
+"""Limit of an answer: 16 receipts of rounds with 1,000 members have 2 MiB."""
 
 
 class Collector:

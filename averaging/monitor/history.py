@@ -98,7 +98,7 @@ class PeerHistory:
 
 def _with_rates(view: PeerView, first: Answer, last: Answer) -> PeerView:
     seconds = last.time - first.time
-    if seconds <= 0:
+    if not seconds > 0:  # also if the peer says that it started at NaN
         return view
     then, now = first.totals, last.totals
     averaged = now.rounds.get(Outcome.AVERAGED, 0) - then.rounds.get(Outcome.AVERAGED, 0)

@@ -46,10 +46,16 @@ class Column:
         return (0.0, key) if isinstance(key, str) else (key or 0.0, "")
 
 
+MAX_NUMBER = 1e18
+"""Numbers of other peers from which on `?` is shown."""
+
+
 def compact(number: float | None) -> str:
     """A number in at most 5 characters: `0.25`, `9.5`, `128`, `12.3k`, `4.5M`; empty for None."""
     if number is None:
         return ""
+    if not abs(number) < MAX_NUMBER:
+        return "?"
     if number < 9.995:
         return f"{number:.2f}".rstrip("0").rstrip(".") or "0"
     for unit in ("", "k", "M", "G", "T"):
@@ -61,6 +67,8 @@ def compact(number: float | None) -> str:
 
 def age(seconds: float) -> str:
     """Seconds in one unit: `3s`, `12m`, `5h`, `9d`."""
+    if not seconds < MAX_NUMBER:
+        return "?"
     for unit, size in (("s", 60), ("m", 60), ("h", 48)):
         if seconds < size:
             return f"{seconds:.0f}{unit}"

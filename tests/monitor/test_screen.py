@@ -114,6 +114,8 @@ def test_keys_of_a_terminal() -> None:
         (999.4, "999"),
         (999.6, "1.0k"),
         (4.5e6, "4.5M"),
+        (1e300, "?"),
+        (float("nan"), "?"),
     ],
 )
 def test_numbers_are_short(number: float | None, text: str) -> None:
@@ -121,7 +123,7 @@ def test_numbers_are_short(number: float | None, text: str) -> None:
 
 
 def test_ages_are_short() -> None:
-    assert [age(seconds) for seconds in (3, 720, 7200, 86400 * 9)] == ["3s", "12m", "2h", "9d"]
+    assert [age(seconds) for seconds in (3, 720, 7200, 86400 * 9, 1e300)] == ["3s", "12m", "2h", "9d", "?"]
 
 
 def answer(rounds: int, *, started: float = NOW - 1000, received: int = 0) -> PeerStatus:
