@@ -108,6 +108,11 @@ def plain_address(address: Address) -> Address:
     return getattr(address, "ipv4_mapped", None) or address
 
 
+def without_zone(address: Address) -> Address:
+    """A link-local address without the interface, whose name differs from machine to machine."""
+    return address if address.version == 4 else ipaddress.IPv6Address(int(address))
+
+
 async def dial_back(
     host: str, endpoint: str, nonce: bytes, tls: Tls | None, limits: DialLimits, *, loopback: bool
 ) -> DialledBack:
@@ -130,7 +135,8 @@ async def dial_back(
         raise ProtocolViolationError("the address of the caller is not known, so that it cannot be dialled")
     if len(nonce) != NONCE_BYTES:
         raise ProtocolViolationError(f"a nonce of {len(nonce)} bytes; it must have {NONCE_BYTES}")
-    if reason := objection(str(caller), loopback=loopback):
+    on_this_link = caller.version == 6 and caller.is_link_local  # the caller is there, so no service of a cloud
+    if not on_this_link and (reason := objection(str(caller), loopback=loopback)):
         raise ProtocolViolationError(f"{caller} is not dialled: it is {reason}")
     name, port = parse_address(endpoint)
     if port == 0:
@@ -139,7 +145,7 @@ async def dial_back(
     addresses = await look_up(name)
     if caller.is_loopback:  # both are this machine, where a call to 127.0.0.1 may come from ::1
         caller = next((address for address in addresses if address.is_loopback), caller)
-    if caller not in addresses:
+    if without_zone(caller) not in map(without_zone, addresses):
         known = ", ".join(map(str, addresses)) or "an unknown host"
         return DialledBack(DialOutcome.NOT_YOURS, str(caller), f"{name} is {known} here, and you call from {caller}")
     return await _dial(caller, port, name, nonce, tls)

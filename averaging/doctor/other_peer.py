@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -248,7 +249,8 @@ async def _connect(address: str, port: int) -> tuple[tuple[str, str] | None, flo
     except ConnectionRefusedError:
         return ("connection refused: nothing listens there", "start the peer, or correct the port"), 0.0
     except OSError as error:
-        return (error.strerror or str(error), "check the address, and the routes of this machine"), 0.0
+        reason = os.strerror(error.errno).lower() if error.errno else str(error)
+        return (reason, "check the address, and the routes of this machine"), 0.0
     writer.transport.abort()
     return None, time.monotonic() - started
 

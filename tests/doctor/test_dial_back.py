@@ -111,6 +111,24 @@ async def test_an_address_that_is_not_the_caller_s_is_not_dialled(monkeypatch: p
 
 
 @pytest.mark.asyncio
+async def test_a_link_local_caller_is_dialled_over_the_interface_of_this_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dialled: list[Any] = []
+
+    async def record(host: str, *_: Any, **__: Any) -> Any:
+        dialled.append(host)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(asyncio, "open_connection", record)
+    found = await dial("[fe80::7%wlan0]:4222", "ipv6:%5Bfe80::7%25eth1%5D", loopback=False)
+    assert found.outcome is DialOutcome.REFUSED
+    assert dialled == ["fe80::7%eth1"]
+    other = await dial("[fe80::8%wlan0]:4222", "ipv6:%5Bfe80::7%25eth1%5D", loopback=False)
+    assert other.outcome is DialOutcome.NOT_YOURS
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("host", "endpoint", "loopback"),
     [
