@@ -98,8 +98,8 @@ def doctor_command(
     And how fast the way is, which packets pass, and how long an idle connection lives on it:
       averaging doctor --config run.toml --join a.example.org:4222 --deep --idle 120
 
-    While a peer calls back, the command listens at --listen unless a peer does already. Nothing is sent to any other
-    address than those of --join.
+    While a peer calls back, the command listens at --listen unless a peer does already. It calls the addresses of
+    --join, and connects to those at which these peers want to be dialled.
 
     \b
     Exit codes: 0 nothing with ✗ was found; 1 something will not work; 2 wrong usage or unreadable input;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from averaging.common import counted, duration, is_placeholder, parse_address, size, spelled, without_wrappers
 from averaging.doctor.dial_back import DialOutcome
@@ -120,6 +121,9 @@ def compare_schemas(ours: Schema | None, theirs: Schema, seed: str, where: str =
     if ours.topic != theirs.topic:
         topics = f"{ours.topic or 'its own tensors'!r} here and {theirs.topic or 'its own tensors'!r} there"
         return warning("schema", f"{where}not compared: a round averages {topics} at this moment", "ask again", seed)
+    if is_other_order(ours, theirs):
+        text = f"{where}the same {text}, in another order: a file has them by name, a model as its code does"
+        return warning("schema", text, "this fits a training script with that model, and not `averaging peer`", seed)
     if difference := difference_by_name(ours, theirs):
         remedy = "all peers of a run average the same tensors: compare the models, and the versions of their code"
         return failure("schema", f"{where}{difference}", remedy, seed)
@@ -140,6 +144,14 @@ def difference_by_name(ours: Schema, theirs: Schema) -> str | None:
     if name not in here:
         return f"tensor {name!r} ({there[name]}) is only there{more}"
     return f"tensor {name!r} is {here[name]} here and {there[name]} there{more}"
+
+
+def is_other_order(ours: Schema, theirs: Schema) -> bool:
+    """Whether two schemas differ in the order of their tensors and in nothing else."""
+    here, there = _by_name(ours), _by_name(theirs)
+    if here is None or there is None or list(here) == list(there) or here.keys() != there.keys():
+        return False
+    return first_difference(replace(ours, tensors=tuple(here[name] for name in there)), theirs) is None
 
 
 def _by_name(schema: Schema) -> dict[str, TensorSpec] | None:

@@ -75,7 +75,10 @@ def test_one_option_may_be_a_strategy_s_own() -> None:
 def test_the_first_difference_is_found_by_name() -> None:
     ours = schema(a=(2,), b=(3,), c=(4,))
     assert difference_by_name(ours, schema(a=(2,), b=(3,), c=(4,))) is None
-    assert difference_by_name(ours, schema(a=(2,), c=(4,), b=(3,))) is not None  # the order counts, too
+    other_order = schema(a=(2,), c=(4,), b=(3,))
+    assert difference_by_name(ours, other_order) is not None
+    assert "in another order" in compare_schemas(ours, other_order, "a:1").text
+    assert compare_schemas(ours, schema(a=(2,), c=(4,), b=(5,)), "a:1").severity is Severity.FAILURE
     assert difference_by_name(ours, schema(b=(3,), c=(4,))) == "tensor 'a' (float32[2] as NONE) is only here"
     assert difference_by_name(schema(b=(3,)), schema(a=(2,), b=(3,))) == "tensor 'a' (float32[2] as NONE) is only there"
     wrapped = describe(["module.a"], [torch.zeros(2)], part_size_bytes=1024)
