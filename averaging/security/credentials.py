@@ -231,7 +231,9 @@ def _read(option: str, file: FilePath) -> bytes:
 
 def _read_secret(option: str, file: FilePath) -> bytes:
     content = _read(option, file)
-    if Path(file).stat().st_mode & 0o077:
+    status = Path(file).stat()
+    # Another owner's file, such as root's in a pod, can be given to this user through its group only.
+    if status.st_mode & (0o077 if status.st_uid == os.geteuid() else 0o037):
         logger.warning("%s can be read by other users of this machine; chmod 600 it", spelled(option, file))
     return content
 

@@ -167,5 +167,22 @@ def test_pods_are_not_root_and_cannot_write_to_their_image() -> None:
 
 def test_a_pod_has_time_for_its_last_round() -> None:
     pod = STATEFUL_SET["spec"]["template"]["spec"]
-    options = PeerConfig.from_toml(KUBERNETES / "peer.toml", environ={"AVERAGING_ADVERTISE": "a:1"})
+    variables = {"AVERAGING_ADVERTISE": "a:1", "AVERAGING_TLS_CERT": "a.pem", "AVERAGING_TLS_KEY": "a.key"}
+    options = PeerConfig.from_toml(KUBERNETES / "peer.toml", environ=variables)
     assert pod["terminationGracePeriodSeconds"] > 2 * options.round_timeout
+
+
+def test_the_commands_of_a_pod_are_spelt_right() -> None:
+    """`averaging leave` takes these options, and the probes are at a port that the options open."""
+    container = STATEFUL_SET["spec"]["template"]["spec"]["containers"][0]
+    [_, _, script] = container["lifecycle"]["preStop"]["exec"]["command"]
+    shown = subprocess.run([AVERAGING, "leave", "--help"], check=True, capture_output=True, text=True).stdout
+    assert script.startswith("exec averaging leave ")
+    assert all(option in shown for option in re.findall(r"--[\w-]+", script))
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    toml = (KUBERNETES / "peer.toml").read_text()
+    assert f'metrics_listen = "0.0.0.0:{ports["metrics"]}"' in toml
+    assert f'listen = "0.0.0.0:{ports["peers"]}"' in toml
+    probes = {name: container[f"{name}Probe"]["httpGet"] for name in ("startup", "liveness", "readiness")}
+    assert {probe["port"] for probe in probes.values()} == {"metrics"}
+    assert [probe["path"] for probe in probes.values()] == ["/healthz", "/healthz", "/readyz"]

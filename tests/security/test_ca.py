@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import shutil
 from pathlib import Path
 from time import time
@@ -275,6 +276,19 @@ def test_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file.chmod(0o644)
     read_tokens(file)
     assert "can be read by other users" in caplog.text
+
+
+@pytest.mark.parametrize(("mode", "warned"), [(0o440, False), (0o444, True), (0o460, True)])
+def test_a_file_of_another_owner_may_be_read_by_its_group(
+    mode: int, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pod reads root's files through its group, see deploy/kubernetes."""
+    file = tmp_path / "tokens"
+    file.write_text("new-token-0123456789")
+    file.chmod(mode)
+    monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
+    read_tokens(file)
+    assert ("can be read by other users" in caplog.text) is warned
 
 
 @pytest.mark.parametrize(
