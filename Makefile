@@ -11,7 +11,7 @@ TORCH ?= torch==2.13.0
 # Two workers more than cores, because tests with processes are idle much of the time.
 WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 2 )))
 
-.PHONY: help demo posttrain test test-long test-examples test-etcd test-network test-deploy test-dashboard test-integrations test-optimizers test-feed test-synchronizer check lint docs reference dist installable bench bench-hivemind proto soak clean
+.PHONY: test-prometheus help demo posttrain test test-long test-examples test-etcd test-network test-deploy test-dashboard test-integrations test-optimizers test-feed test-synchronizer check lint docs reference dist installable bench bench-hivemind proto soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -25,7 +25,7 @@ posttrain: $(VENV)/installed ## reinforcement learning at two elastic sites, of 
 # Each process would otherwise rewrite the assertions of 300 files again: 9 s of a processor.
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/installed ## all tests except those of the targets test-… below
-	$(BIN)/python -m pytest -m "not long and not interop and not etcd and not network and not deploy and not browser" --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not long and not interop and not etcd and not network and not deploy and not browser and not prometheus" --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 test-long: $(VENV)/installed ## the long tests, and the fuzz tests with eight times as many examples; about 20 minutes
 	LONG_TESTS=1 $(BIN)/python -m pytest -m long --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
@@ -48,6 +48,9 @@ test-deploy: $(VENV)/deploy ## the tests of deploy/ (apt-get install kubernetes-
 
 test-dashboard: $(VENV)/browser ## the tests of the page in a real browser (apt-get install chromium), about 1 minute
 	$(BIN)/python -m pytest -m browser tests/dashboard $(PYTEST_ARGS)
+
+test-prometheus: $(VENV)/installed ## deploy/'s configuration, alerts and dashboard with the real Prometheus (apt-get install prometheus), about 2 minutes
+	$(BIN)/python -m pytest -m prometheus tests/metrics/test_prometheus.py $(PYTEST_ARGS)
 
 # In one process, because every worker would import all the trainers.
 test-integrations: $(VENV)/integrations ## the tests in trainers and loggers, which are installed first (300 MB); about 1 minute

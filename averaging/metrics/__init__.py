@@ -1,7 +1,8 @@
 """What a process tells of itself to Prometheus and to probes, and how it notices that it stands still.
 
 Read in this order: `catalog` (the declared metrics), `exposition` (their values as Prometheus reads them), `watchdog`
-(late event loops, and an interpreter that stands still), `listener` (HTTP).
+(late event loops, and an interpreter that stands still), `listener` (HTTP), `tracing`
+(rounds as spans of OpenTelemetry).
 """
 
 from averaging.metrics.catalog import (
@@ -15,6 +16,7 @@ from averaging.metrics.catalog import (
 )
 from averaging.metrics.exposition import Distribution, PhaseDurations, Samples, certificate_samples
 from averaging.metrics.listener import MetricsListener
+from averaging.metrics.tracing import RoundTracer
 from averaging.metrics.watchdog import WatchedLoop, watch_loop
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "MetricKind",
     "MetricsListener",
     "PhaseDurations",
+    "RoundTracer",
     "Samples",
     "WatchedLoop",
     "certificate_samples",

@@ -11,6 +11,7 @@ from averaging.metrics import (
     PEER_METRICS,
     MetricsListener,
     PhaseDurations,
+    RoundTracer,
     Samples,
     certificate_samples,
 )
@@ -33,6 +34,7 @@ class PeerMetrics:
     Attributes:
         service: the serving side of the peer; None before it listens.
         listener: for Prometheus and probes.
+        tracer: for OpenTelemetry; None without `traces`.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class PeerMetrics:
         self._certificate, self._not_ready, self._clock = certificate_samples(credentials), not_ready, clock
         self._phases = PhaseDurations()
         self._last_average: float | None = None
+        self.tracer = RoundTracer() if config.traces else None
         metrics = (*PEER_METRICS, *CERTIFICATE_METRICS)
         name = f"the peer of run {config.run_id!r}"
         self.listener = MetricsListener(config.metrics_listen, name, metrics, self.sample, not_ready)
@@ -49,6 +52,8 @@ class PeerMetrics:
     def note(self, receipt: Receipt) -> None:
         """Counts a round that has ended."""
         self._phases.observe(receipt.phases)
+        if self.tracer is not None:
+            self.tracer.note(receipt)
         if receipt.averaged:
             self._last_average = self._clock()
 
