@@ -11,7 +11,7 @@ TORCH ?= torch==2.13.0
 # Two workers more than cores, because tests with processes are idle much of the time.
 WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 2 )))
 
-.PHONY: test-prometheus help demo posttrain test test-long test-examples test-etcd test-network test-deploy test-dashboard test-integrations test-optimizers test-feed test-synchronizer check lint docs reference dist installable bench bench-hivemind proto soak clean
+.PHONY: test-prometheus help demo posttrain test test-long test-examples test-etcd test-network test-deploy test-dashboard test-slurm test-integrations test-optimizers test-feed test-synchronizer check lint docs reference dist installable bench bench-hivemind proto soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -25,7 +25,7 @@ posttrain: $(VENV)/installed ## reinforcement learning at two elastic sites, of 
 # Each process would otherwise rewrite the assertions of 300 files again: 9 s of a processor.
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/installed ## all tests except those of the targets test-… below
-	$(BIN)/python -m pytest -m "not long and not interop and not etcd and not network and not deploy and not browser and not prometheus" --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not long and not interop and not etcd and not network and not deploy and not browser and not prometheus and not slurm" --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 test-long: $(VENV)/installed ## the long tests, and the fuzz tests with eight times as many examples; about 20 minutes
 	LONG_TESTS=1 $(BIN)/python -m pytest -m long --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
@@ -38,6 +38,9 @@ test-examples: $(VENV)/installed ## the demo, the examples and the quickstarts o
 
 test-etcd: $(VENV)/installed ## the tests with a real etcd server (apt-get install etcd-server), about 2 minutes
 	$(BIN)/python -m pytest -m etcd tests/etcd $(PYTEST_ARGS)
+
+test-slurm: $(VENV)/installed ## the batch scripts on a real Slurm, as root (apt-get install slurmctld slurmd munge), about 6 minutes
+	$(BIN)/python -m pytest -m slurm tests/slurm $(PYTEST_ARGS)
 
 # Most of the time is spent waiting for what does not arrive.
 test-network: $(VENV)/installed ## the tests of bad paths in network namespaces, as root (apt-get install iproute2 nftables), about 2 minutes

@@ -300,7 +300,7 @@ class DecentralizedAverager(OptimizerWrapper):
                 loss = self.strategy.step(self._training, closure, batch_size)
             self._training.note_step(batch_size)
         except ClosedError:
-            if not self._has_left():  # on a signal, in the midst of this step
+            if not self._has_just_left():  # on a signal, in the midst of this step
                 self._thread.stop_at_exit()
                 raise
             loss = None if closure is None else math.nan
@@ -504,6 +504,12 @@ class DecentralizedAverager(OptimizerWrapper):
 
     def _has_left(self) -> bool:
         return self._leader.last.left if self._site.size > 1 else self._left
+
+    def _has_just_left(self) -> bool:
+        """Whether the peer has left in a step that has failed with a ClosedError, as it did at all ranks of a site."""
+        if self._site.size > 1:
+            self._leader.tell_now(self._site)
+        return self._has_left()
 
     def _leader_status(self) -> LeaderStatus:
         thread, peer = self._thread, self._peer
