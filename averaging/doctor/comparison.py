@@ -207,7 +207,7 @@ def judge_nat(outcome: str, endpoint: str, outside: str, seed: str) -> Finding:
     """The finding about a connection back through the NAT behind which this machine is.
 
     Args:
-        outcome: A `DialOutcome` of the connection to `outside`; empty if it was not tried.
+        outcome: A `DialOutcome` of the connection to `outside`, as the peer names it.
         endpoint: HOST:PORT that this peer would advertise.
         outside: HOST:PORT of the NAT, from whose address the calls of this machine arrive.
         seed: The peer that was asked.
@@ -222,4 +222,6 @@ def judge_nat(outcome: str, endpoint: str, outside: str, seed: str) -> Finding:
     if not outcome:
         text = f"not tried: {nat}, and {endpoint} is another address"
         return warning("call-back", text, f"unless {endpoint} is reached in another way: {forward}", seed)
+    if outcome == DialOutcome.OTHER:
+        return failure("call-back", f"{nat}, whose port {port} leads to something else", forward, seed)
     return failure("call-back", f"{nat}, which does not let port {port} in ({printable(outcome, 40)})", forward, seed)

@@ -52,7 +52,7 @@ class DialOutcome(StrEnum):
     CERTIFICATE = "certificate"
     """TLS failed: what listens there has no certificate for that host, or speaks no TLS."""
     NOT_YOURS = "not_yours"
-    """The address is not the one from which the call came, so it was not dialled."""
+    """It is not the address from which the call came, which was dialled instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,7 @@ class DialledBack:
     caller: str
     reason: str = ""
     seconds: float = 0.0
+    at_caller: str = ""
 
 
 class DialLimits:
@@ -116,7 +117,7 @@ def without_zone(address: Address) -> Address:
 async def dial_back(
     host: str, endpoint: str, nonce: bytes, tls: Tls | None, limits: DialLimits, *, loopback: bool
 ) -> DialledBack:
-    """Opens one connection to `endpoint` if it is at the address of the caller, and closes it again.
+    """Opens one connection to the port of `endpoint` at the address of the caller, and closes it again.
 
     Args:
         host: The caller, as in `RpcCaller`.
@@ -145,10 +146,12 @@ async def dial_back(
     addresses = await look_up(name)
     if caller.is_loopback:  # both are this machine, where a call to 127.0.0.1 may come from ::1
         caller = next((address for address in addresses if address.is_loopback), caller)
-    if without_zone(caller) not in map(without_zone, addresses):
-        known = ", ".join(map(str, addresses)) or "an unknown host"
-        return DialledBack(DialOutcome.NOT_YOURS, str(caller), f"{name} is {known} here, and you call from {caller}")
-    return await _dial(caller, port, name, nonce, tls)
+    dialled = await _dial(caller, port, name, nonce, tls)
+    if without_zone(caller) in map(without_zone, addresses):
+        return dialled
+    known = ", ".join(map(str, addresses)) or "an unknown host"
+    reason = f"{name} is {known} here, and you call from {caller}"
+    return DialledBack(DialOutcome.NOT_YOURS, str(caller), reason, dialled.seconds, at_caller=dialled.outcome)
 
 
 async def look_up(host: str) -> tuple[Address, ...]:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from averaging.common import (
     CLIENT_PREFIX,
-    Address,
     chosen_proxy,
     duration,
     is_endpoint,
@@ -381,33 +380,19 @@ async def _check_call_back(this: Visit) -> Finding:
     # The peer dials only the address that calls it, so the call leaves over a family that `endpoint` has.
     versions = {address.version for address in await look_up(host)}
     at = next((this.endpoint_at(each) for each in this.addresses if (6 if ":" in each else 4) in versions), "")
+    nonce = this.listener.nonce if this.listener else bytes(NONCE_BYTES)
+    request = probe_pb2.DialBackRequest(run_id=config.run_id, endpoint=endpoint, nonce=nonce)
     try:
-        reply = await _call_back(this, endpoint, at)
-        caller = parse_ip(reply.caller)
-        if reply.outcome == DialOutcome.NOT_YOURS and caller is not None and not is_own(str(caller)):
-            return await _check_behind_nat(this, endpoint, caller, at)
+        reply = await this.call(DIAL_BACK, request, at=at)
     except AveragingError as error:
         busy = "in a minute" in error.reason
         remedy = "ask again in a minute" if busy else "correct what is said above, and ask again"
         return warning(check, f"not tried: {error.reason}", remedy, this.seed)
+    caller = parse_ip(reply.caller)
+    if reply.outcome == DialOutcome.NOT_YOURS and caller is not None and not is_own(str(caller)):
+        outside = f"[{caller}]:{port}" if caller.version == 6 else f"{caller}:{port}"
+        return judge_nat(reply.at_caller, endpoint, outside, this.seed)
     return judge_call_back(reply.outcome, reply.reason, reply.seconds, endpoint, this.seed, listening=listening)
-
-
-async def _call_back(this: Visit, endpoint: str, at: str) -> probe_pb2.DialBackReply:
-    nonce = this.listener.nonce if this.listener else bytes(NONCE_BYTES)
-    request = probe_pb2.DialBackRequest(run_id=this.config.run_id, endpoint=endpoint, nonce=nonce)
-    return await this.call(DIAL_BACK, request, at=at)
-
-
-async def _check_behind_nat(this: Visit, endpoint: str, caller: Address, at: str) -> Finding:
-    """Lets the peer dial the address of the NAT through which this machine calls it: is the port forwarded there?"""
-    outside = f"[{caller}]" if caller.version == 6 else str(caller)
-    outside += f":{endpoint.rpartition(':')[2]}"
-    try:
-        outcome = (await _call_back(this, outside, at)).outcome
-    except AveragingError:  # with TLS, the certificate has to cover the address
-        outcome = ""
-    return judge_nat(outcome, endpoint, outside, this.seed)
 
 
 async def _check_schema(this: Visit) -> Finding:

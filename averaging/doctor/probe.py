@@ -98,5 +98,9 @@ class ProbeService:
             rpc_caller().host, request.endpoint, request.nonce, self._tls, self._limits, loopback=self._loopback
         )
         return probe_pb2.DialBackReply(
-            outcome=dialled.outcome, caller=dialled.caller, reason=dialled.reason, seconds=dialled.seconds
+            outcome=dialled.outcome,
+            caller=dialled.caller,
+            reason=dialled.reason,
+            seconds=dialled.seconds,
+            at_caller=dialled.at_caller,
         )

@@ -35,8 +35,8 @@ def test_the_output_has_the_lines_of_the_command() -> None:
     for line in output.splitlines():
         finding = re.fullmatch(r"  (.) ([a-z0-9-]+) +\S.*", line)
         assert finding is None or (finding[1] in marks and finding[2] in names_in_code()), line
-    assert output.count("✗") == 1
-    assert output.endswith("1 will not work, 2 may go wrong or could not be checked\n")
+    assert output.count("✗") == 2
+    assert output.endswith("2 will not work, 1 may go wrong or could not be checked\n")
 
 
 def test_the_event_has_the_fields_of_a_finding() -> None:
