@@ -102,6 +102,10 @@ def main() -> None:
       averaging explain a.jsonl
 
     \b
+    See the whole run in a browser:
+      averaging dashboard --join 127.0.0.1:4222
+
+    \b
     Reckon what a run will cost before it is started:
       averaging plan --parameters 1.2e9 --dtype bf16 --peers 8 --link 300Mbit/40ms --step-seconds 1.4
 

@@ -8,10 +8,14 @@ from typing import Any
 
 from averaging.common import duration
 from averaging.dashboard.history import CurvePoint, Json, RunHistory
+from averaging.errors import printable
 from averaging.monitor import Collector, PeerView, RunSnapshot, ServiceView, clean
 
 RECEIPTS = 64
 """Receipts of each peer that are asked for at first; a peer keeps as many."""
+
+MAX_TEXT = 500
+"""Characters of a text of a peer that are shown in the table."""
 
 GONE_SECONDS, MAX_GONE = 3600.0, 64
 """Seconds for which peers are shown that the run does not name any more, and their greatest number."""
@@ -102,7 +106,7 @@ def view_of(snapshot: RunSnapshot) -> Json:
                 "bytes_in": _total(snapshot, "bytes_received"),
                 "bytes_out": _total(snapshot, "bytes_sent"),
             },
-            "peers": [_peer(peer) for peer in snapshot.peers],
+            "peers": [_shortened(_peer(peer)) for peer in snapshot.peers],
             "others": [*_readers(snapshot), *_services(snapshot)],
         }
     )
@@ -118,6 +122,10 @@ def _problem(snapshot: RunSnapshot) -> str:
         return " ".join(f"{note}." for note in snapshot.notes)
     reasons = "; ".join(f"{peer.endpoint}: {_error(peer)}" for peer in snapshot.peers[:4] if peer.error)
     return f"No peer of the run answers. {reasons}" if reasons else ""
+
+
+def _shortened(values: Json) -> Json:
+    return {name: printable(value, MAX_TEXT) if isinstance(value, str) else value for name, value in values.items()}
 
 
 def _error(peer: PeerView) -> str:
@@ -140,7 +148,7 @@ def _peer(peer: PeerView) -> Json:
         "last": {
             "outcome": "partial" if last.averaged and last.dropped else last.outcome.value,
             "ended": last.started + last.seconds,
-            "text": str(last),
+            "text": printable(str(last), 2 * MAX_TEXT),
         }
         if last
         else None,

@@ -31,6 +31,13 @@ def test_a_peer_that_does_not_answer_keeps_its_reason() -> None:
     assert view_of(RunSnapshot(NOW, "", ()))["run"]["problem"] == ""
 
 
+def test_texts_of_a_peer_are_short_and_printable() -> None:
+    status = replace(STATUS, software=100_000 * "x" + "\x1b", mode="client")
+    view = view_of(RunSnapshot(NOW, "run\u202e", (PeerView(ENDPOINTS[0], status=status, error="\x00" * 5000),)))
+    assert len(json.dumps(view)) < 6000
+    assert view["run"]["id"] == "run?"
+
+
 def test_services_are_shown_with_what_they_say_or_why_they_do_not() -> None:
     feed = ServiceView("http://a:8000", values={"current_step": 7, "nested": {"a": 1}})
     register = ServiceView("b:29400", error="connection refused")
