@@ -9,21 +9,16 @@ import click
 
 from averaging.cli.exits import WRONG_USAGE, CommandError, Stop, Stopped, failure_of, run
 from averaging.cli.options import (
-    DIALLED,
     JOINED,
-    CheckedPath,
-    credentials_of,
     flag,
     insecure_option,
     output_options,
     security_options,
 )
+from averaging.cli.top import collector_of, service_options
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from averaging.cli.output import CommandOutput
-    from averaging.monitor import Collector
 
 PAGE_OPTIONS = ("hosts", "password_file", "https_cert", "https_key", "insecure")
 """The options of the page that `DashboardServer` takes."""
@@ -40,14 +35,7 @@ PAGE_OPTIONS = ("hosts", "password_file", "https_cert", "https_key", "insecure")
     help="A peer of the run, or a source of addresses such as dns:NAME:PORT; repeatable.",
 )
 @flag("listen", default="127.0.0.1:8080", help="Address of the page; port 0 takes a free one.")
-@click.option("--register", type=DIALLED, metavar="HOST:PORT", help="A register to show beside the peers.")
-@click.option("--feed", metavar="URL", help="A feed to show beside the peers.")
-@click.option(
-    "--feed-token-file",
-    type=CheckedPath(dir_okay=False),
-    metavar="FILE",
-    help="Token for the feed, if it differs from --token-file.",
-)
+@service_options
 @security_options
 @click.option(
     "--password-file", metavar="FILE", help="Passwords, one per line; the browser asks for one, with any user name."
@@ -63,16 +51,7 @@ PAGE_OPTIONS = ("hosts", "password_file", "https_cert", "https_key", "insecure")
 )
 @insecure_option
 @output_options
-def dashboard_command(
-    given: tuple[str, ...],
-    listen: str,
-    register: str | None,
-    feed: str | None,
-    *,
-    as_json: bool,
-    verbose: int,
-    **more: Any,
-) -> None:
+def dashboard_command(given: tuple[str, ...], listen: str, *, as_json: bool, verbose: int, **more: Any) -> None:
     r"""Serves a page of the run of a peer: peers, rounds, rates, receipts, and who reduces for whom.
 
     Open the address that is printed. The page only reads, and loads nothing from other hosts. Each peer is asked once
@@ -113,24 +92,16 @@ def dashboard_command(
 
     report = CommandOutput(as_json=as_json)
     with report.logging(verbose), report.failures():
-        _run(given, listen, register, feed, more, report)
+        _run(given, listen, more, report)
 
 
-def _run(
-    given: tuple[str, ...],
-    listen: str,
-    register: str | None,
-    feed: str | None,
-    more: dict[str, Any],
-    report: CommandOutput,
-) -> None:
+def _run(given: tuple[str, ...], listen: str, more: dict[str, Any], report: CommandOutput) -> None:
     try:
         from averaging.dashboard import RECEIPTS, DashboardServer, views_of
     except ModuleNotFoundError as error:
         text = f"{error.name} is not installed; run: pip install 'averaging[dashboard]'"
         raise CommandError(text, WRONG_USAGE) from None
     from averaging.errors import AveragingError
-    from averaging.seeds import look_up
 
     ready = False
 
@@ -138,9 +109,7 @@ def _run(
         nonlocal ready
         page = {name: more[name] for name in PAGE_OPTIONS}
         async with AsyncExitStack() as stack:
-            collector = _collector(
-                await look_up(given, credentials_of({**more, "insecure": False})), register, feed, more, RECEIPTS
-            )
+            collector = await collector_of(given, more, receipts=RECEIPTS)
             server = DashboardServer(views_of(collector), listen=listen, **page)
             await stack.enter_async_context(collector)
             await stack.enter_async_context(server)
@@ -157,20 +126,3 @@ def _run(
     except AveragingError as error:
         raise failure_of(error) from None
     report.emit({"event": "done"}, "stopped")
-
-
-def _collector(
-    addresses: Sequence[str], register: str | None, feed: str | None, given: dict[str, Any], receipts: int
-) -> Collector:
-    from averaging.monitor import Collector, NamedFeed, NamedRegister
-
-    credentials = credentials_of({**given, "insecure": False})
-    files = {name: given[name] for name in ("tls_ca", "tls_cert", "tls_key")}
-    files["token_file"] = given["feed_token_file"] or given["token_file"]
-    return Collector(
-        addresses,
-        credentials,
-        receipts=receipts,
-        register=NamedRegister(register, credentials) if register else None,
-        feed=NamedFeed(feed, **files) if feed else None,
-    )

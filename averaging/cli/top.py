@@ -9,14 +9,14 @@ import os
 import signal
 import sys
 import termios
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from averaging.cli.exits import CHECK_ADDRESS, CommandError, Stop, Stopped, failure_of, run
-from averaging.cli.options import DIALLED, CheckedPath, credentials_of, security_options
+from averaging.cli.options import DIALLED, SECURITY, CheckedPath, Command, credentials_of, security_options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,22 +24,57 @@ if TYPE_CHECKING:
     from averaging.monitor import Collector, RunSnapshot
 
 
+def service_options(command: Command) -> Command:
+    """Adds --register, --feed and --feed-token-file, the services that are shown beside the peers."""
+    for add in (
+        click.option(
+            "--feed-token-file",
+            type=CheckedPath(dir_okay=False),
+            metavar="FILE",
+            help="Token for the feed, if it differs from --token-file.",
+        ),
+        click.option("--feed", metavar="URL", help="Show this feed as well, such as http://192.0.2.7:8000."),
+        click.option(
+            "--register", type=DIALLED, metavar="HOST:PORT", help="Show this register of torchrun jobs as well."
+        ),
+    ):
+        command = add(command)
+    return command
+
+
+async def collector_of(join: Sequence[str], given: dict[str, Any], *, receipts: int) -> Collector:
+    """Returns what collects a run, with the services and credentials that the options name.
+
+    Args:
+        join: addresses of peers, and sources of addresses.
+        given: the options of `service_options` and `security_options`.
+        receipts: see `Collector`.
+
+    Raises:
+        AveragingError: an option is invalid, or no address was found.
+    """
+    from averaging.monitor import Collector, NamedFeed, NamedRegister
+    from averaging.seeds import look_up
+
+    credentials = credentials_of({name: given[name] for name in SECURITY})
+    files = {name: given[name] for name in ("tls_ca", "tls_cert", "tls_key")}
+    files["token_file"] = given["feed_token_file"] or given["token_file"]
+    return Collector(
+        await look_up(join, credentials),
+        credentials,
+        receipts=receipts,
+        register=NamedRegister(given["register"], credentials) if given["register"] else None,
+        feed=NamedFeed(given["feed"], **files) if given["feed"] else None,
+    )
+
+
 @click.command("top")
 @click.argument("addresses", nargs=-1, required=True, metavar="HOST:PORT...")
 @click.option("--json", "as_json", is_flag=True, help="Print one snapshot as a JSON object, and end.")
 @click.option("--once", is_flag=True, help="Print one table, and end; so it does too where no terminal is.")
-@click.option("--register", type=DIALLED, metavar="HOST:PORT", help="Show this register of torchrun jobs as well.")
-@click.option("--feed", metavar="URL", help="Show this feed as well, such as http://192.0.2.7:8000.")
-@click.option(
-    "--feed-token-file",
-    type=CheckedPath(dir_okay=False),
-    metavar="FILE",
-    help="Token for the feed, if it differs from --token-file.",
-)
+@service_options
 @security_options
-def top_command(
-    addresses: tuple[str, ...], *, as_json: bool, once: bool, register: str | None, feed: str | None, **given: Any
-) -> None:
+def top_command(addresses: tuple[str, ...], *, as_json: bool, once: bool, **given: Any) -> None:
     r"""Shows the run of the peer at HOST:PORT: its peers, steps, rounds, bytes, and who waits for whom.
 
     Any peer of the run will do; it names the others, and each is asked for its status at most once in 2 seconds. A peer
@@ -66,24 +101,15 @@ def top_command(
     if as_json and once:
         raise click.UsageError("--json and --once each print one snapshot; give one of them.")
     with suppress(KeyboardInterrupt):  # while torch is being imported
-        _top(addresses, register, feed, given, as_json=as_json, once=once)
+        _top(addresses, given, as_json=as_json, once=once)
 
 
-def _top(
-    addresses: tuple[str, ...],
-    register: str | None,
-    feed: str | None,
-    given: dict[str, Any],
-    *,
-    as_json: bool,
-    once: bool,
-) -> None:
+def _top(addresses: tuple[str, ...], given: dict[str, Any], *, as_json: bool, once: bool) -> None:
     from averaging.errors import AveragingError
-    from averaging.seeds import look_up
 
     async def show(_: Stop) -> None:
         try:
-            async with _collector(await look_up(addresses), register, feed, given) as collector:
+            async with await collector_of(addresses, given, receipts=16) as collector:
                 if as_json or once or not _is_terminal():
                     await _print_once(collector, as_json=as_json)
                 else:
@@ -95,21 +121,6 @@ def _top(
         run(show)
     except Stopped:
         return
-
-
-def _collector(addresses: list[str], register: str | None, feed: str | None, given: dict[str, Any]) -> Collector:
-    from averaging.monitor import Collector, NamedFeed, NamedRegister
-
-    credentials = credentials_of(given)
-    files = {name: given[name] for name in ("tls_ca", "tls_cert", "tls_key")}
-    files["token_file"] = given["feed_token_file"] or given["token_file"]
-    return Collector(
-        addresses,
-        credentials,
-        receipts=16,
-        register=NamedRegister(register, credentials) if register else None,
-        feed=NamedFeed(feed, **files) if feed else None,
-    )
 
 
 def _is_terminal() -> bool:
