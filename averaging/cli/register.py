@@ -45,7 +45,8 @@ def register_command(listen: str, advertise: str | None, as_json: bool, verbose:
         --rdzv-conf=token_file=tokens,tls_ca=ca.pem,tls_cert=b.pem,tls_key=b.key train.py
 
     torchrun's --max-restarts is 0 by default: one killed worker then ends the job. The number is a budget of each node
-    and never refills; restarts after the loss of another node are not counted. Without --rdzv-id a job has one node.
+    and never refills; restarts after the loss of another node are not counted. A job without --rdzv-id is refused here,
+    since all of them would be one; it can have one node with a register of its own (--rdzv-endpoint=localhost:0).
 
     Whoever can write to the register can end a job or take part in it. So other machines may connect only with TLS, or
     with --insecure if all of them are trusted. With a token, the nodes also refuse values from outside the run, and

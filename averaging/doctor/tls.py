@@ -16,7 +16,7 @@ from averaging.doctor.dial_back import trusting
 from averaging.doctor.findings import Finding, failure, ok, told, warning
 from averaging.errors import ConfigError
 from averaging.protocol import Mode
-from averaging.security import EXPIRES_SOON, Tls, hosts_of, read_tls, read_tokens, validity_problem
+from averaging.security import EXPIRES_SOON, Tls, hosts_of, is_open_to_others, read_tls, read_tokens, validity_problem
 
 ISSUE = "issue another one (averaging ca issue)"
 
@@ -90,7 +90,7 @@ def _mode_of(check: str, file: Path) -> list[Finding]:
     """A warning if other users can read a secret."""
     with suppress(OSError):
         mode = stat.S_IMODE(file.stat().st_mode)
-        if mode & 0o077:
+        if is_open_to_others(file):
             text = f"{file} has mode {mode:03o}, so other users of this machine can read it"
             return [warning(check, text, f"chmod 600 {file}")]
     return []

@@ -229,11 +229,21 @@ def _read(option: str, file: FilePath) -> bytes:
     return content
 
 
+def is_open_to_others(file: FilePath) -> bool:
+    """Whether more users than need be may read or change a file with a secret.
+
+    Another owner's file, such as root's in a pod, can be given to this user through its group only.
+
+    Raises:
+        OSError: the file cannot be looked at.
+    """
+    status = Path(file).stat()
+    return bool(status.st_mode & (0o077 if status.st_uid == os.geteuid() else 0o037))
+
+
 def _read_secret(option: str, file: FilePath) -> bytes:
     content = _read(option, file)
-    status = Path(file).stat()
-    # Another owner's file, such as root's in a pod, can be given to this user through its group only.
-    if status.st_mode & (0o077 if status.st_uid == os.geteuid() else 0o037):
+    if is_open_to_others(file):
         logger.warning("%s can be read by other users of this machine; chmod 600 it", spelled(option, file))
     return content
 
