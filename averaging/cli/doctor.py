@@ -107,7 +107,8 @@ def doctor_command(
 
     \b
     Events of --json, each with "event":
-      finding    check, severity (ok, warning or failure), peer (of --join; empty for this machine), text, remedy
+      finding    check, severity (ok, warning or failure), peer (of --join; empty for this machine), text, remedy;
+                 figures, by names with their units, if something was measured
       measuring  text; with --deep, before each measurement
       done       failures, warnings
       error      message
@@ -279,6 +280,7 @@ class Lines:
             "peer": finding.peer,
             "text": finding.text,
             "remedy": finding.remedy,
+            **({"figures": dict(finding.figures)} if finding.figures else {}),
         }
         heading = "" if finding.peer == self._about else f"{finding.peer or 'this machine'}\n"
         self._about = finding.peer

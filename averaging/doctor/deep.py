@@ -17,13 +17,13 @@ from pathlib import Path
 
 from averaging.common import Address, duration, parse_ip, size, spelled
 from averaging.config import PeerConfig
-from averaging.doctor.findings import Finding, failure, ok, warning
+from averaging.doctor.findings import Finding, Severity, failure, ok, warning
 from averaging.doctor.path import MAX_MESSAGE_BYTES, Idle, Packets, PathTo, headers_of, measure_idle, measure_packets
 from averaging.doctor.transfer import MeasuredTransfer, download, echo, upload
 from averaging.errors import AveragingError, PeerUnreachableError, RefusalCause, refusal_cause
 from averaging.security import Credentials
 from averaging.transport.direct import DirectTransport, sealing_rate
-from averaging.transport.grpc import KEEPALIVE_SECONDS, UNUSED_SECONDS, Channels, Dialling
+from averaging.transport.grpc import KEEPALIVE_SECONDS, UNUSED_SECONDS, Channels
 
 ROUND_TRIPS, ROUND_TRIP_SECONDS = 20, 5.0
 """Round trips that are measured, and the time for all of them."""
@@ -44,6 +44,8 @@ class DeepCheck:
     Attributes:
         peer: HOST:PORT of the peer, as the user gave it.
         address: IP address at which it accepts connections.
+        endpoint: What gRPC dials: `peer`, or HOST:PORT at the address if gRPC does not find the name.
+        certified_host: The host for which its certificate must be valid.
         credentials: What calls are made with.
         config: The options of the peer that will be started here.
         tell: Called with what is being measured, for people who wait.
@@ -51,6 +53,8 @@ class DeepCheck:
 
     peer: str
     address: str
+    endpoint: str
+    certified_host: str
     credentials: Credentials
     config: PeerConfig
     tell: Callable[[str], None]
@@ -96,12 +100,15 @@ def _not_measured(name: str, error: AveragingError, peer: str) -> Finding:
 async def _measure_packets(check: DeepCheck) -> tuple[PathTo | None, Finding]:
     """Returns the path with a packet that passes, or None if there is no use in measuring more, and the finding."""
     check.tell(f"{check.peer}: which packets pass")
-    path = PathTo(check.peer, check.address, check.credentials)
+    path = PathTo(check.peer, check.address, check.certified_host, check.credentials)
     try:
         packets = await measure_packets(path)
     except AveragingError as error:
         return None, _not_measured("packets", error, check.peer)
-    finding = judge_packets(packets, check.address, check.peer)
+    finding = replace(
+        judge_packets(packets, check.address, check.peer),
+        figures={"passed_bytes": packets.passed, "usual_bytes": packets.usual.packet},
+    )
     if not packets.passed:
         return None, finding
     return replace(path, packet=packets.passed if packets.black_hole else None), finding
@@ -116,8 +123,8 @@ def judge_packets(packets: Packets, address: str, peer: str) -> Finding:
         text = f"connections are accepted, but nothing that is sent {usual.stuck} arrives, in packets of any size"
         return failure(check, text, "see what is said above, and look for a firewall between the peers", peer)
     text = (
-        f"packets of {packets.passed:,} bytes pass, and larger ones vanish without a word ({usual.packet:,} bytes "
-        f"{usual.stuck}, at the least): calls work, and parts and states hang"
+        f"packets of {packets.passed:,} bytes pass, and larger ones vanish without a word: those of {usual.packet:,} "
+        f"bytes are lost on the way {usual.stuck}. Small calls work; handshakes, parts and states hang"
     )
     own, mtu = interface_of(address), packets.passed
     remedy = (
@@ -171,11 +178,8 @@ async def _channels(path: PathTo) -> AsyncIterator[tuple[Channels, str]]:
         async with path.open() as (tunnel, channels):
             yield channels, tunnel.endpoint
         return
-    channels = Channels(MAX_MESSAGE_BYTES, credentials=path.credentials, dialling=Dialling((path.endpoint,)))
-    try:
+    async with path.channels(path.endpoint) as channels:
         yield channels, path.endpoint
-    finally:
-        await channels.close()
 
 
 async def _measure_rates(check: DeepCheck, path: PathTo) -> AsyncGenerator[Finding, None]:
@@ -189,12 +193,15 @@ async def _measure_rates(check: DeepCheck, path: PathTo) -> AsyncGenerator[Findi
         there = back = None
         try:
             there, back = await upload(channels, endpoint), await download(channels, endpoint)
-            yield judge_bandwidth(there, back, check.config, check.peer, tls=path.credentials.tls is not None)
+            finding = judge_bandwidth(there, back, check.config, check.peer, tls=path.credentials.tls is not None)
+            rates = {"to_peer_bytes_per_second": _rate(there), "from_peer_bytes_per_second": _rate(back)}
+            yield replace(finding, figures=rates)
         except AveragingError as error:
             yield _not_measured("bandwidth", error, check.peer)
     sealed = await asyncio.to_thread(sealing_rate, check.config.part_size_bytes, SEALING_SECONDS, time.perf_counter)
     fastest = max((one.rate for one in (there, back) if one is not None), default=0.0)
-    yield judge_sealing(sealed, fastest, check.peer, tls=path.credentials.tls is not None)
+    finding = judge_sealing(sealed, fastest, check.peer, tls=path.credentials.tls is not None)
+    yield replace(finding, figures={"sealed_bytes_per_second": sealed})
 
 
 async def measure_round_trips(channels: Channels, endpoint: str) -> list[float]:
@@ -221,11 +228,10 @@ def judge_round_trips(seconds: list[float], peer: str) -> Finding:
     steps = [abs(after - before) for before, after in pairwise(seconds)]
     jitter = statistics.mean(steps) if steps else 0.0
     text = f"{_milliseconds(median)} (median of {len(seconds)}), jitter {_milliseconds(jitter)}"
-    if median > LONG_ROUND_TRIP:
-        return warning(
-            "round-trip", text, "look for a link that queues too much, or choose a peer that is nearer", peer
-        )
-    return ok("round-trip", text, peer)
+    long = median > LONG_ROUND_TRIP
+    remedy = "look for a link that queues too much, or choose a peer that is nearer" if long else ""
+    figures = {"median_seconds": median, "jitter_seconds": jitter}
+    return Finding("round-trip", Severity.WARNING if long else Severity.OK, text, remedy, peer, figures)
 
 
 def _milliseconds(seconds: float) -> str:
@@ -300,11 +306,12 @@ async def _check_lane(check: DeepCheck) -> Finding:
         max_part_bytes=MAX_MESSAGE_BYTES,
         max_message_bytes=MAX_MESSAGE_BYTES,
         credentials=check.credentials,
-        given=[check.peer],
+        given=[check.endpoint],
+        names={check.endpoint: check.certified_host},
     )
     await transport.bind()
     try:
-        lane = await transport.try_lane(check.peer)
+        lane = await transport.try_lane(check.endpoint)
     except AveragingError as error:
         return _not_measured(name, error, check.peer)
     finally:
@@ -321,9 +328,11 @@ async def _check_lane(check: DeepCheck) -> Finding:
 
 async def _measure_idle(path: PathTo, longest: float) -> Finding:
     try:
-        return judge_idle(await measure_idle(path, longest), path.endpoint)
+        idle = await measure_idle(path, longest)
     except AveragingError as error:
-        return _not_measured("idle", error, path.endpoint)
+        return _not_measured("idle", error, path.peer)
+    figures = {"lived_seconds": idle.lived} | ({} if idle.lost is None else {"lost_seconds": idle.lost})
+    return replace(judge_idle(idle, path.peer), figures=figures)
 
 
 def judge_idle(idle: Idle, peer: str) -> Finding:

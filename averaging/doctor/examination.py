@@ -180,7 +180,15 @@ async def _visit_all(
             for each in visits:
                 await each.close()
     if examination.deep and credentials is not None:
-        paths = [DeepCheck(each.seed, each.address, credentials, config, tell) for each in visits if each.address]
+        for each in visits:
+            if each.proxied:
+                text = "not measured, since the peer is called through a proxy"
+                report(warning("packets", text, "leave the proxy out to measure the way without it", each.seed))
+        paths = [
+            DeepCheck(each.seed, each.address, each.endpoint, each.certified_host, credentials, config, tell)
+            for each in visits
+            if each.address
+        ]
         await measure_paths(paths, examination.idle, report)
 
 

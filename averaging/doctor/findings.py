@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from averaging.errors import printable
@@ -37,6 +37,7 @@ class Finding:
         text: What was found, in one line.
         remedy: What to do; empty if nothing has to be done.
         peer: Address of the other peer as the user gave it; empty for a check of this machine.
+        figures: What was measured, by names that end with the unit.
     """
 
     check: str
@@ -44,6 +45,7 @@ class Finding:
     text: str
     remedy: str = ""
     peer: str = ""
+    figures: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", printable(self.text, MAX_FINDING))

@@ -10,13 +10,13 @@ import asyncio
 import socket
 import struct
 import sys
-from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Self, TypeVar
 
-from averaging.common import parse_address, parse_ip
+from averaging.common import format_address, parse_address, parse_ip
 from averaging.doctor.transfer import MAX_ECHO_BYTES, echo
 from averaging.errors import AveragingError, PeerUnreachableError
 from averaging.security import Credentials
@@ -28,8 +28,9 @@ COPY_BYTES = 256 << 10
 
 MAX_MESSAGE_BYTES = 4 << 20
 
-TRIAL_SECONDS = 3.0
-"""A packet is lost if nothing comes of it, and of its repetitions, for this time and ten round trips."""
+SILENCE_SECONDS, STEP_SECONDS = 4.0, 0.1
+"""A packet is lost if nothing comes of it, and of its repetitions, for this time and ten round trips. It is counted in
+steps, so that the pauses of a busy machine do not count."""
 
 ANSWER_SECONDS = 5.0
 """Time for the answer on a connection that was idle."""
@@ -92,6 +93,7 @@ class Tunnel:
 
     Attributes:
         endpoint: `host:port` of this end.
+        received: Bytes that came from the peer.
     """
 
     def __init__(self, address: str, port: int, segment: int | None = None) -> None:
@@ -100,6 +102,7 @@ class Tunnel:
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.endpoint = ""
+        self.received = 0
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
@@ -135,7 +138,7 @@ class Tunnel:
         there, back = await asyncio.open_connection(sock=outward)
         self._outward = outward
         try:
-            copies = [asyncio.create_task(_copy(*pair)) for pair in ((reader, back), (there, writer))]
+            copies = [asyncio.create_task(_copy(reader, back)), asyncio.create_task(_copy(there, writer, self._count))]
             try:
                 await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -145,6 +148,9 @@ class Tunnel:
         finally:
             self._outward = None
             back.transport.abort()
+
+    def _count(self, nbytes: int) -> None:
+        self.received += nbytes
 
     async def _connect(self) -> socket.socket:
         loop = asyncio.get_running_loop()
@@ -162,9 +168,12 @@ class Tunnel:
         return outward
 
 
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _copy(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, count: Callable[[int], object] = lambda _: None
+) -> None:
     with suppress(OSError):
         while data := await reader.read(COPY_BYTES):
+            count(len(data))
             writer.write(data)
             await writer.drain()
 
@@ -174,16 +183,23 @@ class PathTo:
     """The way to one peer.
 
     Attributes:
-        endpoint: HOST:PORT of the peer; its certificate must cover the host.
+        peer: HOST:PORT of the peer, as the user gave it.
         address: IP address of the peer that was found to accept connections.
+        certified_host: The host for which its certificate must be valid.
         credentials: What calls are made with.
         packet: Largest packet to use; None for what the system chooses.
     """
 
-    endpoint: str
+    peer: str
     address: str
+    certified_host: str
     credentials: Credentials
     packet: int | None = None
+
+    @property
+    def endpoint(self) -> str:
+        """What gRPC dials without a tunnel. A name is not looked up again."""
+        return format_address(self.address, parse_address(self.peer)[1])
 
     @property
     def headers(self) -> int:
@@ -197,19 +213,23 @@ class PathTo:
         Args:
             packet: Largest packet to use; None for that of this path.
         """
-        host, port = parse_address(self.endpoint)
         limit = packet or self.packet
-        async with Tunnel(self.address, port, None if limit is None else limit - self.headers) as tunnel:
-            channels = Channels(
-                MAX_MESSAGE_BYTES,
-                credentials=self.credentials,
-                dialling=Dialling((tunnel.endpoint,)),
-                certified_host=host.strip("[]"),
-            )
-            try:
-                yield tunnel, channels
-            finally:
-                await channels.close()
+        segment = None if limit is None else limit - self.headers
+        async with (
+            Tunnel(self.address, parse_address(self.peer)[1], segment) as tunnel,
+            self.channels(tunnel.endpoint) as channels,
+        ):
+            yield tunnel, channels
+
+    @asynccontextmanager
+    async def channels(self, endpoint: str) -> AsyncIterator[Channels]:
+        """Provides calls to an endpoint at which the peer is reached."""
+        dialling = Dialling((endpoint,), names={endpoint: self.certified_host})
+        channels = Channels(MAX_MESSAGE_BYTES, credentials=self.credentials, dialling=dialling)
+        try:
+            yield channels
+        finally:
+            await channels.close()
 
 
 def headers_of(address: str) -> int:
@@ -310,20 +330,53 @@ async def try_packet(path: PathTo, packet: int | None) -> Trial:
     async with path.open(packet) as (tunnel, channels):
         call = asyncio.create_task(_fill(channels, tunnel, path.headers))
         try:
-            await asyncio.wait({call}, timeout=TRIAL_SECONDS)
-            seen = tunnel.info()
-            if seen is not None and not call.done():
-                await asyncio.wait({call}, timeout=10 * seen.round_trip)
-                seen = tunnel.info() or seen
-            if call.done():
-                return Trial(packet or call.result())
+            seen = await _wait(call, tunnel)
+            if call.done() and (passed := _size_of(call, packet)) is not None:
+                return Trial(passed)
         finally:
             call.cancel()
             await asyncio.wait({call})
+    if seen is None and packet is None:
+        raise PeerUnreachableError(path.peer, "no answer to the connection", unconnected=True)
     if seen is None:
-        raise PeerUnreachableError(path.endpoint, "no answer to the connection", unconnected=True)
+        return Trial(packet or 0, Direction.THERE)
     stuck = Direction.THERE if seen.unacknowledged else Direction.BACK
     return Trial(packet or seen.segment + seen.options + path.headers, stuck)
+
+
+async def _wait(call: asyncio.Task[int], tunnel: Tunnel) -> TcpInfo | None:
+    """Waits until a call has ended, or nothing has come of it for too long; returns what the kernel told last."""
+    seen: TcpInfo | None = None
+    before, silence = -1, 0.0
+    while not call.done() and silence < SILENCE_SECONDS + 10 * (seen.round_trip if seen else 0.0):
+        await asyncio.wait({call}, timeout=STEP_SECONDS)
+        seen = tunnel.info() or seen
+        silence = silence + STEP_SECONDS if tunnel.received == before else 0.0
+        before = tunnel.received
+    return seen
+
+
+def _size_of(call: asyncio.Task[int], packet: int | None) -> int | None:
+    """The size of packets that have passed; None if the connection was lost, as one is that nothing comes of.
+
+    An error that the peer has sent shows that packets pass, even if it is about the certificate.
+
+    Raises:
+        AveragingError: It has sent an error although packets have the usual size.
+    """
+    try:
+        usual = call.result()
+    except PeerUnreachableError as error:
+        if not error.definite:
+            return None
+        failed: AveragingError = error
+    except AveragingError as error:
+        failed = error
+    else:
+        return packet or usual
+    if packet is None:
+        raise failed
+    return packet
 
 
 async def _fill(channels: Channels, tunnel: Tunnel, headers: int) -> int:
@@ -382,7 +435,7 @@ async def _lives(path: PathTo, seconds: float) -> bool:
     """Whether a connection works after it was idle."""
     async with path.open() as (tunnel, channels):
         if not await _answers(channels, tunnel):
-            raise PeerUnreachableError(path.endpoint, f"no answer within {ANSWER_SECONDS:g} s")
+            raise PeerUnreachableError(path.peer, f"no answer within {ANSWER_SECONDS:g} s")
         async with channels.connection(tunnel.endpoint):  # otherwise an unused one is replaced
             await asyncio.sleep(seconds)
             return await _answers(channels, tunnel)

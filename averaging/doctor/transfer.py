@@ -46,7 +46,7 @@ MAX_ECHO_BYTES = 64 << 10
 PERIOD_SECONDS = 600.0
 """The period of the following limits."""
 
-TRANSFERS_PER_HOST, TRANSFERS_IN_ALL = 12, 40
+TRANSFERS_PER_HOST, TRANSFERS_IN_ALL = 8, 24
 """Transfers of one calling host, and of all. A doctor needs two."""
 
 ECHOES_PER_HOST, ECHOES_IN_ALL = 2000, 10_000

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -145,17 +145,16 @@ class Links:
 def delaying_relay(name: str, delay: float) -> Iterator[subprocess.Popen[str]]:
     """Runs the relay in a namespace, where its device `delay0` then returns every packet after `delay` seconds."""
     command = [*inside(name), sys.executable, "-m", "benchmarks.wan.relay", "--delay", str(delay)]
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        assert process.stdout is not None
-        if process.stdout.readline().strip() != "ready":
-            raise LinkError(f"the relay did not start: {' '.join(command)}")
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+    ) as process:
+        try:
+            assert process.stdout is not None
+            if process.stdout.readline().strip() != "ready":
+                raise LinkError(f"the relay did not start: {' '.join(command)}")
+            yield process
+        finally:
+            process.kill()
 
 
 def inside(name: str) -> list[str]:
@@ -190,4 +189,5 @@ def remove_left_over(prefix: str) -> None:
     for name in run("ip", "netns", "list").splitlines():
         found = re.match(rf"({prefix}-(\d+)-[\w-]+)", name)
         if found and not Path("/proc", found[2]).exists():
-            remove(found[1])
+            with suppress(LinkError):  # another process removes it too
+                remove(found[1])

@@ -59,7 +59,7 @@ def test_packets_that_vanish_are_told_with_the_size_and_the_remedy() -> None:
     finding = judge_packets(Packets(usual, 1280, failed), "192.0.2.7", "b:1")
     assert finding.severity is Severity.FAILURE
     assert "1,280 bytes pass" in finding.text
-    assert "1,500 bytes from the peer" in finding.text
+    assert "those of 1,500 bytes are lost on the way from the peer" in finding.text
     assert "mtu 1280" in finding.remedy
     assert "MSS of TCP to 1240" in finding.remedy
     assert "MSS of TCP to 1220" in judge_packets(Packets(usual, 1280, failed), "2001:db8::7", "b:1").remedy

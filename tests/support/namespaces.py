@@ -155,13 +155,14 @@ class TwoSites:
             run("tc", "-n", namespace(place), "qdisc", "add", "dev", "wan", *shape)
 
     def delay(self, seconds: float) -> None:
-        """Packets of IPv4 between the sites take so long, in each direction."""
+        """Packets between the sites take so long, in each direction."""
         place = namespace("gateway-a")
         self._stack.enter_context(delaying_relay(place, seconds))
         run("ip", "-n", place, "link", "set", "delay0", "txqueuelen", "20000", "up")
-        run("ip", "-n", place, "route", "add", "default", "dev", "delay0", "table", "100")
-        for device in ("lan", "wan"):
-            run("ip", "-n", place, "rule", "add", "iif", device, "lookup", "100")
+        for family in ("-4", "-6"):
+            run("ip", "-n", place, family, "route", "add", "default", "dev", "delay0", "table", "100")
+            for device in ("lan", "wan"):
+                run("ip", "-n", place, family, "rule", "add", "iif", device, "lookup", "100")
 
     def _connect(self, first: str, device: str, second: str, other: str, network: int) -> None:
         """Connects two namespaces by a cable; their addresses in the network are .1 and .2."""

@@ -234,7 +234,9 @@ async def open_link(
     except PeerUnreachableError as error:
         reason = f"its direct port {grant.port} did not accept the connection ({error.reason})"
     except OSError as error:
-        reason = f"its direct port {grant.port} cannot be reached ({error.strerror or error})"
+        reason = (
+            f"its direct port {grant.port} cannot be reached ({os.strerror(error.errno) if error.errno else error})"
+        )
     raise PeerUnreachableError(endpoint, reason)
 
 

@@ -6,7 +6,7 @@ A call ends on both sides when its caller closes it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar, cast
@@ -61,7 +61,6 @@ class Channels:
         *,
         credentials: Credentials | None = None,
         dialling: Dialling | None = None,
-        certified_host: str = "",
         proxy: str | None = None,
     ) -> None:
         """Opens nothing yet.
@@ -71,13 +70,10 @@ class Channels:
             max_idle: channels that are kept without a call.
             credentials: certificates and tokens.
             dialling: which addresses may be dialled.
-            certified_host: host that the certificates of all callees must cover, instead of that of each endpoint.
             proxy: URL of the HTTP proxy; None for that of `AVERAGING_PROXY`, if any.
         """
         credentials = credentials or Credentials()
-        self._options: Sequence[tuple[str, int | str]] = channel_options(max_message_bytes)
-        if certified_host and credentials.tls:
-            self._options = [*self._options, ("grpc.ssl_target_name_override", certified_host)]
+        self._options = channel_options(max_message_bytes)
         self._credentials = channel_credentials(credentials.tls) if credentials.tls else None
         self._dialling = dialling or Dialling()
         self._proxy = chosen_proxy(proxy)
@@ -214,7 +210,7 @@ class Channels:
             self._loop = asyncio.get_running_loop()
             _users[self._loop] = _users.get(self._loop, 0) + 1
         where, proxy = target(endpoint), self._proxy_of(endpoint)
-        options = [*self._options, ("grpc.enable_http_proxy", int(proxy is not None))]
+        options: list[tuple[str, int | str]] = [*self._options, ("grpc.enable_http_proxy", int(proxy is not None))]
         if proxy is not None:
             options.append(("grpc.http_proxy", proxy))
         if self._credentials is None:

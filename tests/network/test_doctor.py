@@ -1,0 +1,312 @@
+"""`averaging doctor` finds what is wrong on the way to a peer, and says so: real processes, real faults."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from averaging.security.ca import issue, make_authority
+from tests.support.certificates import NOW, stored, write
+from tests.support.namespaces import NAMES, TwoSites
+from tests.support.processes import JsonProcess
+
+pytestmark = pytest.mark.network
+
+PORT, DIRECT = 4222, 4223
+PEER = f"{NAMES['b']}:{PORT}"
+
+
+@dataclass
+class Report:
+    """What a doctor has found, by check; checks of addresses are listed one by one."""
+
+    code: int
+    lines: list[dict[str, Any]] = field(default_factory=list)
+
+    def severity(self, check: str) -> str:
+        """The worst of a check about the peer, empty without one."""
+        found = {line["severity"] for line in self.about(check)}
+        return next((each for each in ("failure", "warning", "ok") if each in found), "")
+
+    def about(self, check: str) -> list[dict[str, Any]]:
+        return [line for line in self.lines if line["check"] == check and line["peer"]]
+
+    def text(self, check: str) -> str:
+        return " | ".join(f"{line['text']} → {line['remedy']}" for line in self.about(check))
+
+    def figure(self, check: str, name: str) -> float:
+        return float(self.about(check)[0]["figures"][name])
+
+    @property
+    def failures(self) -> set[str]:
+        return {line["check"] for line in self.lines if line["severity"] == "failure"}
+
+
+class TwoPeers:
+    """A peer at b with a token and certificates, and a doctor at a."""
+
+    def __init__(self, sites: TwoSites, folder: Path) -> None:
+        self.sites, self._folder = sites, folder
+        self._token("token", "right-token-0123456789")
+        save_file({"w": torch.ones(1000)}, folder / "w.safetensors")
+
+    def start(
+        self,
+        *options: str,
+        certified: str = NAMES["b"],
+        files: dict[str, Path] | None = None,
+        ahead: float = 0.0,
+        listen: str = "0.0.0.0",
+    ) -> JsonProcess:
+        """Starts the peer at b.
+
+        Args:
+            options: Further ones.
+            certified: The host of its certificate, at which it says that it is.
+            files: Its certificate, if that is another one.
+            ahead: How many seconds its clock is ahead.
+            listen: Address to listen on.
+        """
+        files = files or write(self._folder / "b", certified)
+        process = self.sites.start(
+            *(
+                "b",
+                "python",
+                "-m",
+                "tests.support.clock_apart",
+                str(ahead),
+                "peer",
+                str(self._folder / "w.safetensors"),
+            ),
+            *("--run-id", "run", "--listen", f"{listen}:{PORT}", "--advertise", f"{certified}:{PORT}"),
+            *(
+                "--direct-listen",
+                f"{listen}:{DIRECT}",
+                "--serve",
+                "--json",
+                "--token-file",
+                str(self._folder / "token"),
+            ),
+            *_flags(files),
+            *options,
+        )
+        process.expect("ready")
+        return process
+
+    def examine(
+        self,
+        *options: str,
+        join: str = PEER,
+        run_id: str = "run",
+        token: str = "right-token-0123456789",
+        advertise: str = NAMES["a"],
+        listen: str = "0.0.0.0",
+    ) -> Report:
+        """Runs the doctor at a."""
+        self._token("own-token", token)
+        done = self.sites.run(
+            *("a", "python", "-m", "averaging", "doctor", "--run-id", run_id, "--join", join, "--json"),
+            *("--listen", f"{listen}:{PORT}", "--advertise", f"{advertise}:{PORT}"),
+            *("--token-file", str(self._folder / "own-token")),
+            *_flags(write(self._folder / "a", advertise)),
+            *options,
+            timeout=100.0,
+        )
+        assert done.returncode in (0, 1), done.stderr
+        events = [json.loads(line) for line in done.stdout.splitlines()]
+        report = Report(done.returncode, [event for event in events if event["event"] == "finding"])
+        assert report.code == bool(report.failures)
+        return report
+
+    def _token(self, name: str, content: str) -> None:
+        path = self._folder / name
+        path.touch(mode=0o600)
+        path.write_text(content)
+
+
+def _flags(files: dict[str, Path]) -> list[str]:
+    return [word for name, path in files.items() for word in (f"--{name.replace('_', '-')}", str(path))]
+
+
+@pytest.fixture
+def peers(sites: TwoSites, tmp_path: Path) -> TwoPeers:
+    return TwoPeers(sites, tmp_path)
+
+
+@pytest.fixture
+def peers_of_ipv6(tmp_path: Path) -> Iterator[TwoPeers]:
+    with TwoSites(ipv4=False) as sites:
+        yield TwoPeers(sites, tmp_path)
+
+
+def test_nothing_is_wrong_with_a_good_path(peers: TwoPeers) -> None:
+    peers.sites.slow(200)
+    peers.sites.delay(0.02)
+    peers.start()
+    report = peers.examine("--deep", "--idle", "2", "--stall-timeout", "30")
+    assert report.failures == set()
+    checks = (
+        "tcp",
+        "tls",
+        "token",
+        "run",
+        "call-back",
+        "packets",
+        "round-trip",
+        "bandwidth",
+        "sealing",
+        "lane",
+        "idle",
+    )
+    assert {check: report.severity(check) for check in checks} == dict.fromkeys(checks, "ok")
+    assert "1,500 bytes pass in both directions" in report.text("packets")
+    assert report.text("lane").startswith("sealed")
+    # A busy machine makes a path slower than 200 Mbit/s and 40 ms, and never faster.
+    assert report.figure("round-trip", "median_seconds") >= 0.040
+    for direction in ("to_peer", "from_peer"):
+        assert 5e6 < report.figure("bandwidth", f"{direction}_bytes_per_second") < 26e6
+
+
+def test_a_filtered_port(peers: TwoPeers) -> None:
+    peers.sites.filter_port(PORT)
+    peers.start()
+    report = peers.examine("--deep")
+    assert report.failures == {"tcp"}
+    assert "no answer within 5 s" in report.text("tcp")
+    assert f"let TCP port {PORT} in" in report.text("tcp")
+    assert not report.about("packets")
+
+
+def test_a_filtered_direct_port(peers: TwoPeers) -> None:
+    peers.sites.filter_port(DIRECT)
+    peers.start()
+    report = peers.examine("--deep", "--idle", "0")
+    assert report.failures == set()
+    assert report.severity("lane") == "warning"
+    assert f"no answer at its direct port {DIRECT}" in report.text("lane")
+    assert not report.about("idle")
+
+
+@pytest.mark.parametrize("known", ["own", "public"])
+def test_nat_that_works_in_one_direction(peers: TwoPeers, known: str) -> None:
+    """A peer that advertises its own address is not dialled, since the call comes from the router's."""
+    peers.sites.masquerade()
+    peers.start()
+    if known == "own":
+        report = peers.examine()
+        assert report.severity("call-back") == "warning"
+        assert "you call from 198.18.0.1" in report.text("call-back")
+    else:
+        report = peers.examine(advertise="198.18.0.1")
+        assert "call-back" in report.failures
+        assert f"let TCP port {PORT} in, or forward it" in report.text("call-back")
+        assert "client" in report.text("call-back")
+
+
+@pytest.mark.parametrize(("largest", "host"), [(1280, NAMES["b"]), (1399, "198.18.2.2")])
+def test_packets_that_vanish_without_a_word(peers: TwoPeers, largest: int, host: str) -> None:
+    peers.sites.narrow(largest)
+    peers.start(certified=host)
+    report = peers.examine("--deep", "--idle", "1", join=f"{host}:{PORT}")
+    assert "packets" in report.failures
+    assert f"packets of {largest:,} bytes pass, and larger ones vanish" in report.text("packets")
+    assert f"`ip link set dev eth0 mtu {largest}`" in report.text("packets")
+    # The rest is measured with smaller packets.
+    rest = ("bandwidth", "round-trip", "idle")
+    assert {check: report.severity(check) for check in rest} == dict.fromkeys(rest, "ok"), report.lines
+
+
+def test_the_remedy_helps(peers: TwoPeers) -> None:
+    peers.sites.narrow(1280)
+    peers.start()
+    assert peers.sites.run("a", "ip", "link", "set", "dev", "eth0", "mtu", "1280").returncode == 0
+    report = peers.examine("--deep", "--idle", "0")
+    assert report.failures == set()
+    assert "packets of 1,280 bytes pass in both directions" in report.text("packets")
+
+
+def test_a_path_that_says_how_large_packets_may_be(peers: TwoPeers) -> None:
+    peers.sites.narrow(1280, icmp=True)
+    peers.start()
+    report = peers.examine("--deep", "--idle", "0")
+    assert report.failures == set()
+    assert "packets of 1,280 bytes pass in both directions" in report.text("packets")
+
+
+def test_a_gateway_that_forgets_after_20_seconds(peers: TwoPeers) -> None:
+    peers.sites.forget_after(20)
+    peers.start()
+    report = peers.examine("--deep", "--idle", "30")
+    assert report.failures == {"idle"}
+    assert "after 15 to 21 s" in report.text("idle")
+    assert "nf_conntrack_tcp_timeout_established" in report.text("idle")
+
+
+def test_ipv6_only(peers_of_ipv6: TwoPeers) -> None:
+    peers_of_ipv6.start(listen="[::]")
+    report = peers_of_ipv6.examine("--deep", "--idle", "1", listen="[::]")
+    assert report.failures == set()
+    assert "fd18:2::2" in report.text("tcp")
+    checks = ("call-back", "packets", "bandwidth", "lane", "idle")
+    assert {check: report.severity(check) for check in checks} == dict.fromkeys(checks, "ok")
+
+
+def test_a_certificate_for_another_name(peers: TwoPeers) -> None:
+    peers.start(certified="other.site")
+    report = peers.examine("--deep")
+    assert "tls" in report.failures
+    assert "other.site" in report.text("tls")
+    assert NAMES["b"] in report.text("tls")
+    assert report.severity("packets") == "warning"
+
+
+def test_an_unknown_name(peers: TwoPeers) -> None:
+    report = peers.examine(join=f"nobody.invalid:{PORT}")
+    assert report.failures == {"addresses"}
+    assert "nobody.invalid is an unknown host" in report.text("addresses")
+
+
+def test_clocks_that_are_apart(peers: TwoPeers) -> None:
+    peers.start(ahead=12.0)
+    report = peers.examine()
+    assert report.failures == {"clock-difference"}
+    told = report.text("clock-difference")
+    assert "ahead of this one" in told
+    assert 11_900 < float(told.split(" ms")[0].rsplit(" ", 1)[1]) < 12_100
+    assert "NTP" in told
+
+
+def test_an_expired_certificate(peers: TwoPeers, tmp_path: Path) -> None:
+    """The peer has started before; its clock is set back, since it would not start otherwise."""
+    begun = NOW - datetime.timedelta(days=3)
+    root = make_authority("old", begun, 10)
+    files = stored(tmp_path / "old", root, issue(root, "peer", [NAMES["b"]], begun, 1))
+    peers.start(files=files, ahead=-2.5 * 86400)
+    report = peers.examine("--tls-ca", str(files["tls_ca"]))
+    assert "tls" in report.failures
+    assert "expired" in report.text("tls")
+    assert "averaging ca issue" in report.text("tls")
+
+
+def test_a_wrong_token(peers: TwoPeers) -> None:
+    peers.start()
+    report = peers.examine("--deep", token="wrong-token-0123456789")
+    assert report.failures == {"token"}
+    assert "does not accept this peer's token" in report.text("token")
+    assert report.severity("packets") == "warning"
+
+
+def test_another_run(peers: TwoPeers) -> None:
+    peers.start()
+    report = peers.examine(run_id="other")
+    assert "run" in report.failures
+    assert "'run'" in report.text("run")
+    assert "'other'" in report.text("run")
