@@ -64,6 +64,9 @@ Reply = TypeVar("Reply")
 
 CONNECT_SECONDS, CALL_SECONDS = 5.0, 10.0
 
+RESOLVER_VARIABLE = "GRPC_DNS_RESOLVER"
+"""With another value than `native` gRPC asks the DNS server itself, also for names in /etc/hosts."""
+
 MAX_MESSAGE_BYTES = 32 << 20
 
 CLOCK_CALLS = 5
@@ -305,12 +308,15 @@ async def _first_call(this: Visit) -> tuple[PeerStatus, Finding | None]:
     try:
         return await this.call(GET_STATUS, (0, 0, False)), None
     except PeerUnreachableError as error:
-        if this.proxied or this.endpoint_at(this.address) == this.seed or error.definite:
+        not_found = error.unknown_host or error.reason.startswith("no answer")
+        if this.proxied or this.endpoint_at(this.address) == this.seed or not not_found:
             raise
         this.endpoint = this.endpoint_at(this.address)
         status = await this.call(GET_STATUS, (0, 0, False))
-        text = f"gRPC asks the DNS server itself and does not reach the name ({error.reason}), which the system knows"
-        remedy = "set GRPC_DNS_RESOLVER=native in the environment, or join it at its IP address"
+        text = f"gRPC does not find the name ({error.reason}), which this machine knows"
+        remedy = "join it at its IP address"
+        if os.environ.get(RESOLVER_VARIABLE, "native") != "native":
+            remedy = f"unset {RESOLVER_VARIABLE}, so that gRPC asks the system for names, or {remedy}"
         return status, failure("call", text, remedy, this.seed)
 
 

@@ -170,7 +170,8 @@ async def test_all_addresses_of_a_name_are_tried(monkeypatch: pytest.MonkeyPatch
     refused, connected = about(found, "tcp")
     assert (refused.severity, connected.severity) == (Severity.WARNING, Severity.OK)
     assert "127.0.0.9" in refused.text
-    assert "GRPC_DNS_RESOLVER" in wrong(found)["call"]
+    assert "gRPC does not find the name" in wrong(found)["call"]
+    assert "join it at its IP address" in wrong(found)["call"]
     assert about(found, "schema")[0].severity is Severity.OK  # the rest is asked at the address
 
 
