@@ -18,7 +18,7 @@ from typing import Any, Self
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from averaging.common import parse_address, parse_ip
+from averaging.common import loopback_here, parse_address, parse_ip
 from averaging.errors import ListenError
 
 __all__ = ["HttpServer", "listening", "network_of"]
@@ -140,23 +140,36 @@ class _LimitedConnection(H11Protocol):
 
 
 def listening(address: str) -> socket.socket:
-    """Returns a listening socket.
+    """Listens on the first address of a host that can be listened on.
+
+    Args:
+        address: HOST:PORT; port 0 takes a free one. `[::]` means IPv6 only.
 
     Raises:
         ListenError: the address is taken or unknown.
     """
-    host, port = parse_address(address)
-    # asyncio sets TCP_NODELAY only on sockets whose protocol is given.
-    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    host, port = parse_address(loopback_here(address))
+    failure: OSError | None = None
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host.strip("[]"), port))
-        listener.listen(2048)
-    except OSError as error:
-        listener.close()
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
         raise ListenError(
-            f"cannot listen on {address}: {error.strerror or error}; choose another port or port 0 for a free one, or "
-            "end the program that listens there"
+            f"cannot listen on {address}: {host} is unknown ({error}); give one of this machine's addresses"
         ) from None
-    return listener
+    for family, _, _, _, where in found:
+        # asyncio sets TCP_NODELAY only on sockets whose protocol is given.
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(where)
+            listener.listen(2048)
+        except OSError as error:
+            listener.close()
+            failure = error
+        else:
+            return listener
+    reason = "it has no address" if failure is None else failure.strerror or failure
+    raise ListenError(
+        f"cannot listen on {address}: {reason}; choose another port or port 0 for a free one, or end the program that "
+        "listens there"
+    )

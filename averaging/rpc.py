@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from typing import Self
 
-from averaging.common import EventLoopThread
+from averaging.common import EventLoopThread, parse_address, zone_of
 from averaging.config import FilePath, Inspection, TLSFiles
 from averaging.errors import ClosedError
 from averaging.security import Credentials, read_tls, read_tokens
@@ -91,17 +91,20 @@ def read_credentials(
     )
 
 
-async def check_named(endpoint: str, *, loopback: bool) -> None:
+async def check_named(endpoint: str, *, loopback: bool, link_local: bool = False) -> None:
     """Checks that an endpoint which another peer has named may be dialled, as `RpcChannel(named_by_peer=True)` does.
 
     Args:
         endpoint: `host:port`.
         loopback: Whether it may be on this machine's loopback.
+        link_local: Whether it may be a link-local IPv6 address, with the interface of this machine that leads there.
 
     Raises:
         ProtocolViolationError: No peer can be there.
     """
-    await Dialling(loopback=loopback, remedy="").check(endpoint)
+    dialling = Dialling(loopback=loopback, remedy="")
+    dialling.zone = zone_of(parse_address(endpoint)[0]) if link_local else None
+    await dialling.check(endpoint)
 
 
 class RpcServer:

@@ -12,15 +12,24 @@ from averaging.common.addresses import (
     apart,
     covers,
     format_address,
+    in_zone,
     is_endpoint,
     is_loopback,
     member_of,
     objection,
     parse_address,
     parse_ip,
+    zone_of,
 )
 from averaging.common.event_loop_thread import EventLoopThread, InProcess, SignalSafeFuture, on_loop
-from averaging.common.interfaces import address_for_others, are_same, every_address, is_name_of, is_own
+from averaging.common.interfaces import (
+    address_for_others,
+    are_same,
+    every_address,
+    is_name_of,
+    is_own,
+    loopback_here,
+)
 from averaging.common.limits import Backoff, HostQuota, backoff_delay
 from averaging.common.malloc import keep_freed_memory
 from averaging.common.options import (
@@ -132,6 +141,7 @@ __all__ = [
     "format_address",
     "html_table",
     "ignored_proxies",
+    "in_zone",
     "is_count",
     "is_endpoint",
     "is_finite",
@@ -142,6 +152,7 @@ __all__ = [
     "is_placeholder",
     "keep_freed_memory",
     "listed",
+    "loopback_here",
     "member_of",
     "merge",
     "number",
@@ -173,4 +184,5 @@ __all__ = [
     "unpack",
     "whole",
     "without_wrappers",
+    "zone_of",
 ]

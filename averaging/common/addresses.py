@@ -12,6 +12,9 @@ CLIENT_PREFIX = "client::"
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
+OPENSTACK_METADATA = ipaddress.IPv6Address("fe80::a9fe:a9fe")
+"""The metadata service of OpenStack: the only one at a link-local address of IPv6."""
+
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 _METADATA = frozenset(
@@ -79,6 +82,32 @@ def parse_ip(host: str) -> Address | None:
         return None
 
 
+def zone_of(host: str) -> str | None:
+    """The interface of a link-local IPv6 address, such as eth0 in `fe80::7%eth0`; None for any other host."""
+    address = parse_ip(host)
+    if isinstance(address, ipaddress.IPv6Address) and address.is_link_local:
+        return address.scope_id
+    return None
+
+
+def in_zone(endpoint: str, zone: str | None) -> str:
+    """Replaces the interface in an endpoint of another peer, which is a name of that machine, by one of this machine.
+
+    Args:
+        endpoint: HOST:PORT; only one with a link-local IPv6 address changes.
+        zone: interface of this machine that leads to the other peers; None if nothing is known of it.
+    """
+    host, port = parse_address(endpoint)
+    address = parse_ip(host)
+    if zone is None or not isinstance(address, ipaddress.IPv6Address) or not address.is_link_local:
+        return endpoint
+    return f"[{_without_zone(address)}%{zone}]:{port}"
+
+
+def _without_zone(address: Address) -> Address:
+    return ipaddress.IPv6Address(int(address)) if isinstance(address, ipaddress.IPv6Address) else address
+
+
 def _destination(host: str) -> Address | None:
     """The IP address that packets to `host` reach: some IPv6 addresses embed an IPv4 address."""
     address = parse_ip(host)
@@ -99,8 +128,8 @@ def is_loopback(host: str) -> bool:
 def member_of(endpoint: str, holder: str) -> str:
     """What a peer counts as where members are counted: its certificate, or else its host.
 
-    All loopback addresses are one host, and so is an IPv6 network of 64 bits. A client without a certificate, whose
-    host is unknown, does not count.
+    All loopback addresses are one host, and so is an IPv6 network of 64 bits that is not link-local. A client without a
+    certificate, whose host is unknown, does not count.
 
     Args:
         endpoint: endpoint of the peer.
@@ -116,16 +145,19 @@ def member_of(endpoint: str, holder: str) -> str:
         return "localhost"
     address = _destination(host)
     if isinstance(address, ipaddress.IPv6Address):
+        if address.is_link_local:
+            return str(_without_zone(address))
         return str(ipaddress.IPv6Network((address, 64), strict=False))
     return _normal(host) if address is None else str(address)
 
 
-def objection(host: str, *, loopback: bool) -> str | None:
+def objection(host: str, *, loopback: bool, link_local: bool = False) -> str | None:
     """Why this peer must not dial `host` if another peer supplied the address; None if it may.
 
     Args:
         host: an address. A name must be resolved first, see `transport.grpc.dialling`.
         loopback: whether peers of this run may be on this machine's loopback interface.
+        link_local: whether they may have link-local IPv6 addresses, because this peer has one itself.
     """
     address = _destination(host)
     if is_loopback(host):
@@ -137,6 +169,8 @@ def objection(host: str, *, loopback: bool) -> str | None:
     if address.is_multicast or address == ipaddress.IPv4Address("255.255.255.255"):
         return "a multicast address"
     if address.is_link_local:
+        if link_local and address.version == 6 and _without_zone(address) != OPENSTACK_METADATA:
+            return None
         return "a link-local address, used by the metadata services of clouds"
     return "the address of a cloud's metadata service" if address in _METADATA else None
 
@@ -155,23 +189,28 @@ def apart(own: str, other: str, given: Collection[str]) -> str:
         return ""
     there = parse_address(other)[0]
     if own.startswith(CLIENT_PREFIX):
-        here = any(is_loopback(parse_address(address)[0]) for address in given)
+        hosts = [parse_address(address)[0] for address in given]
     else:
-        here = is_loopback(parse_address(own)[0])
+        hosts = [parse_address(own)[0]]
+    here, link_local = any(map(is_loopback, hosts)), any(zone_of(host) is not None for host in hosts)
     if here and parse_ip(there) is not None and not is_loopback(there) and not own.startswith(CLIENT_PREFIX):
         return (
             f"{other} is elsewhere and does not call {own}, a loopback address. Listen on an address that other peers "
             "can reach, advertise one that is forwarded to this peer, or use client mode"
         )
-    reason = None if other in given else objection(there, loopback=here)
+    reason = None if other in given else objection(there, loopback=here, link_local=link_local)
     return "" if reason is None else f"{other} is {reason}. Let that peer advertise an address that others can reach"
 
 
 def covers(hosts: Iterable[str], host: str) -> bool:
-    """Whether a certificate for `hosts` covers `host`. `*.example.org` covers exactly one label before the dot."""
+    """Whether a certificate for `hosts` covers `host`. `*.example.org` covers exactly one label before the dot.
+
+    The interface in a link-local address is that of one machine, so certificates have none.
+    """
     address = parse_ip(host)
     if address is not None:
-        return any(parse_ip(known) == address for known in hosts)
+        addresses = (known for known in map(parse_ip, hosts) if known is not None)
+        return any(_without_zone(known) == _without_zone(address) for known in addresses)
     name = _normal(host)
     _, dot, parent = name.partition(".")
     return any(_normal(known) in ({name, f"*.{parent}"} if dot else {name}) for known in hosts)

@@ -6,7 +6,7 @@ import socket
 from contextlib import suppress
 from typing import NamedTuple
 
-from averaging.common.addresses import is_loopback
+from averaging.common.addresses import is_loopback, parse_address
 
 
 class _Address(NamedTuple):
@@ -63,6 +63,17 @@ def _has_ipv4(host: str) -> bool:
     return any(address.family is socket.AF_INET for address in _resolved(host))
 
 
+def loopback_here(address: str) -> str:
+    """Returns `address`, HOST:PORT, with ::1 instead of 127.0.0.1 if this machine has no IPv4.
+
+    So the defaults of options that listen on loopback work on such machines too.
+    """
+    host, port = parse_address(address)
+    if host != "127.0.0.1" or _can_bind(_Address(socket.AF_INET, host)):
+        return address
+    return f"[::1]:{port}" if _can_bind(_Address(socket.AF_INET6, "::1")) else address
+
+
 def address_for_others(register: str) -> str | None:
     """At which address other nodes can call this machine; None for its name.
 
@@ -73,7 +84,8 @@ def address_for_others(register: str) -> str | None:
         register: name or address of the register, without brackets.
     """
     if is_loopback(register):
-        return "127.0.0.1"  # all nodes are on this machine, and may not resolve its name
+        # All nodes are on this machine, and may not resolve its name.
+        return parse_address(loopback_here("127.0.0.1:0"))[0].strip("[]")
     by_name = not _is_address(register)
     if by_name and any(not is_loopback(address.host) for address in _resolved(socket.getfqdn())):
         return None

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from averaging.common import parse_address
+from averaging.common import loopback_here, parse_address
 from averaging.dashboard.access import PageGuard, check_https, page_access
 from averaging.dashboard.history import Json, RunHistory
 from averaging.http_server import HttpServer, listening
@@ -131,7 +131,7 @@ class DashboardServer:
         https_key: str | Path | None = None,
         insecure: bool = False,
     ) -> None:
-        self._views, self._listen = views, listen
+        self._views, self._listen = views, loopback_here(listen)
         self._https = check_https(https_cert, https_key)
         self._files = {"ssl_certfile": https_cert, "ssl_keyfile": https_key} if self._https else {}
         self._access = page_access(

@@ -57,6 +57,8 @@ def read_seed_file(path: str) -> list[str]:
         SeedsNotFoundError: it cannot be read, has none, or has a line that is no address.
     """
     try:
+        if Path(path).exists() and not Path(path).is_file():  # a pipe would block
+            raise SeedsNotFoundError(f"{path} is no file; write one HOST:PORT a line into a file")
         with Path(path).open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
         lines = content.decode().splitlines()

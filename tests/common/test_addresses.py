@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.common.addresses import apart, covers, is_loopback, member_of, objection
+from averaging.common.addresses import (
+    apart,
+    covers,
+    format_address,
+    in_zone,
+    is_loopback,
+    member_of,
+    objection,
+    parse_address,
+    zone_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +100,8 @@ def test_random_addresses_are_refused_by_their_kind(address: ipaddress.IPv4Addre
         (["192.0.2.7"], "[::ffff:192.0.2.7]", False),
         (["192.0.2.7"], "[2002:c000:207::]", False),
         (["*.0.2.7"], "192.0.2.7", False),
+        (["fe80::7"], "[fe80::7%eth0]", True),
+        (["fe80::7"], "[fe80::8%eth0]", False),
         (["x", "192.0.2.7"], "192.0.2.7", True),
         ([], "a.example.org", False),
         ([""], "a.example.org", False),
@@ -109,6 +121,9 @@ def test_hosts_that_a_certificate_covers(hosts: list[str], host: str, covered: b
         ("192.0.2.1:1", "169.254.0.9:2", (), "link-local"),
         ("client::1", "127.0.0.1:2", ("192.0.2.1:1",), "a loopback address"),
         ("192.0.2.1:1", "127.0.0.1:2", ("127.0.0.1:2",), ""),
+        ("[fe80::1%eth0]:1", "[fe80::2%en1]:1", (), ""),
+        ("client::1", "[fe80::2%en1]:1", ("[fe80::1%eth0]:1",), ""),
+        ("[fe80::1%eth0]:1", "169.254.0.9:2", (), "link-local"),
         ("127.0.0.1:1", "127.0.0.1:2", (), ""),
         ("127.0.0.1:1", "localhost:2", (), ""),
         ("127.0.0.1:1", "machine:2", (), ""),  # it may lead here
@@ -143,3 +158,30 @@ def test_peers_whose_addresses_keep_them_apart(own: str, other: str, given: tupl
 )
 def test_peers_count_by_certificate_or_host(endpoint: str, holder: str, member: str) -> None:
     assert member_of(endpoint, holder) == member
+
+
+@pytest.mark.parametrize("address", ["a.example:1", "192.0.2.7:65535", "[2001:db8::7]:4222", "[fe80::7%eth0]:4222"])
+def test_an_address_is_written_as_it_is_read(address: str) -> None:
+    host, port = parse_address(address)
+    assert format_address(host, port) == format_address(host.strip("[]"), port) == address
+
+
+def test_link_local_addresses_are_called_by_peers_with_one() -> None:
+    """The metadata service of OpenStack has one too."""
+    assert objection("[fe80::7%eth0]", loopback=False, link_local=True) is None
+    for host in ("fe80::a9fe:a9fe", "fe80::a9fe:a9fe%eth0", "169.254.169.254", "[::ffff:169.254.169.254]"):
+        assert "metadata" in (objection(host, loopback=False, link_local=True) or "")
+
+
+def test_the_interface_of_another_machine_is_replaced() -> None:
+    assert zone_of("[fe80::7%eth0]") == "eth0"
+    assert zone_of("[fe80::7]") is zone_of("[fd00::7]") is zone_of("eth0") is None
+    assert in_zone("[fe80::7%en1]:1", "eth0") == in_zone("[fe80::7]:1", "eth0") == "[fe80::7%eth0]:1"
+    for endpoint in ("[fd00::7]:1", "192.0.2.7:1", "a.example:1"):
+        assert in_zone(endpoint, "eth0") == endpoint
+    assert in_zone("[fe80::7%en1]:1", None) == "[fe80::7%en1]:1"
+
+
+def test_link_local_addresses_are_each_a_host() -> None:
+    """All networks of links have the same 64 bits."""
+    assert member_of("[fe80::7%eth0]:1", "") == member_of("[fe80::7%en1]:2", "") != member_of("[fe80::8%eth0]:1", "")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from averaging.common import address_for_others, are_same, is_name_of, is_own
+from averaging.common import address_for_others, are_same, is_name_of, is_own, loopback_here
 from averaging.common import interfaces as own_addresses
 
 
@@ -130,3 +130,12 @@ def test_this_machine_is_recognised_by_its_interfaces() -> None:
     assert is_own("localhost")
     assert not is_own("198.51.100.7")
     assert not is_own("2001:db8::7")
+
+
+def test_loopback_is_that_of_ipv6_where_there_is_no_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_addresses, "_can_bind", lambda address: address.host in ("::1", "fd00::5"))
+    assert loopback_here("127.0.0.1:4222") == "[::1]:4222"
+    assert loopback_here("10.0.0.5:1") == "10.0.0.5:1"
+    assert address_for_others("localhost") == "::1"
+    monkeypatch.setattr(own_addresses, "_can_bind", lambda address: True)
+    assert loopback_here("127.0.0.1:4222") == "127.0.0.1:4222"

@@ -19,8 +19,9 @@ import psutil
 import pytest
 
 from averaging.errors import ConfigError, ListenError
-from averaging.http_server import network_of
+from averaging.http_server import listening, network_of
 from averaging.rl.feed import FeedServer, ServerLimits
+from averaging.rl.feed.connection import Connection
 from averaging.rl.feed.messages import Registration
 from averaging.rl.feed.run_state import RunState
 from tests.support import certificates
@@ -713,3 +714,26 @@ async def test_a_trainer_with_an_earlier_registration_is_refused(caplog: pytest.
         for _ in range(3):  # no number is so large that trainers cannot send it any more
             reply = await client.post(f"/register?registration={10**18 - 1}", json=REGISTRATION)
         assert (await client.get(f"/batch?step=2&registration={reply.json()['registration']}")).status_code == 200
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("listen", ["[::1]:0", "localhost:0"])
+async def test_a_feed_at_an_address_of_ipv6_or_a_name(listen: str) -> None:
+    async with FeedServer(":memory:", listen=listen) as server:
+        connection = Connection(server.url)
+        assert (await asyncio.to_thread(connection.send, "GET", "/info")).startswith(b"{")
+        connection.close()
+
+
+@pytest.mark.parametrize("address", ["[::1]:0", "localhost:0", "127.0.0.1:0"])
+def test_a_socket_listens_at_the_address(address: str) -> None:
+    with listening(address) as listener:
+        host, port = listener.getsockname()[:2]
+        socket.create_connection((host, port), 5.0).close()
+        with pytest.raises(ListenError, match="choose another port"):
+            listening(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+
+
+def test_an_unknown_host_is_no_place_to_listen() -> None:
+    with pytest.raises(ListenError, match=r"nowhere\.invalid is unknown"):
+        listening("nowhere.invalid:0")

@@ -478,3 +478,15 @@ async def test_a_peer_that_leaves_takes_its_declarations_back() -> None:
             assert second.endpoint in first.peers
         assert first.peers == {first.endpoint}
         assert first.donors == []
+
+
+@pytest.mark.asyncio
+async def test_peers_at_the_loopback_address_of_ipv6(tmp_path: Path) -> None:
+    """With a certificate for it; parts go the direct way."""
+    options: dict[str, Any] = {"listen": "[::1]:0", "group_size": 2, **write(tmp_path, "::1")}
+    async with AsyncExitStack() as stack:
+        first = await enter(stack, {"w": torch.zeros(3)}, **options)
+        second = await enter(stack, {"w": torch.ones(3)}, join=[first.endpoint], **options)
+        assert first.endpoint.startswith("[::1]:")
+        receipts = await average(first, second)
+    assert [receipt.averaged for receipt in receipts] == [True, True]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 import socket
 from pathlib import Path
@@ -18,7 +19,7 @@ from averaging.common.seed_sources import SourceKind, parse_seed, split_seeds
 from averaging.config import PeerConfig
 from averaging.errors import ConfigError, DiscoveryError
 from averaging.seeds import FoundSeeds, Seeds, expand_hostlist, look_up
-from averaging.seeds.seeds import own_addresses
+from averaging.seeds.seeds import MAX_CALLED, own_addresses
 from averaging.seeds.sources import MAX_SEEDS, SeedsNotFoundError, read_seed_file, read_slurm_nodes, resolve_name
 
 
@@ -185,6 +186,28 @@ def test_a_file_without_addresses_names_the_remedy(content: bytes, words: str, t
     path.write_bytes(content)
     with pytest.raises(SeedsNotFoundError, match=f"(?s){words}.*one HOST:PORT a line"):
         read_seed_file(str(path))
+
+
+def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(SeedsNotFoundError, match="is no file"):
+            read_seed_file(str(path))
+
+
+def test_of_many_addresses_each_peer_calls_others(tmp_path: Path) -> None:
+    """All peers of a large run would otherwise call all others at their start."""
+    path = tmp_path / "seeds"
+    path.write_text("".join(f"host-{number}:1\n" for number in range(500)))
+    chosen = []
+    for _ in range(2):
+        seeds = Seeds([f"file:{path}"])
+        asyncio.run(seeds.look_up())
+        chosen.append(seeds.addresses)
+        asyncio.run(seeds.look_up())
+        assert seeds.addresses == chosen[-1]
+    assert [len(set(addresses)) for addresses in chosen] == [MAX_CALLED, MAX_CALLED]
+    assert chosen[0] != chosen[1]
 
 
 def test_a_file_that_fails_keeps_what_it_named(tmp_path: Path) -> None:

@@ -13,7 +13,14 @@ import torch
 
 from averaging import ClosedError, ConfigError, StateError, TensorError
 from averaging.errors import WaitTimeoutError
-from averaging.rl.synchronizer import RunningStatus, Synchronizer, SynchronizerConfig, state_sources
+from averaging.rl.synchronizer import (
+    RunningStatus,
+    Synchronizer,
+    SynchronizerConfig,
+    WeightReceiver,
+    WeightSender,
+    state_sources,
+)
 from averaging.rl.synchronizer.state_sources import LATEST, NAME
 from averaging.testing import virtual_time
 
@@ -384,3 +391,17 @@ async def test_bad_input_is_refused_by_name() -> None:
             SynchronizerConfig(**options)
     with pytest.raises(ClosedError, match="not running"):
         await Synchronizer().add_module(Module())
+
+
+@pytest.mark.asyncio
+async def test_a_weight_sync_group_over_ipv6() -> None:
+    sender, receiver = WeightSender(lambda: {"w": torch.arange(3.0)}, host="::1"), WeightReceiver()
+    address, port, meta = sender.get_weight_sync_info()
+    await receiver.set_state_dict_meta(meta)
+    members = (sender, 0), (receiver, 1)
+    await asyncio.gather(
+        *(each.setup_weight_sync_group(address, port, 2, "group", 30.0, rank) for each, rank in members)
+    )
+    _, state = await asyncio.gather(sender.send(1), receiver.receive(1))
+    assert state["w"].tolist() == [0.0, 1.0, 2.0]
+    await asyncio.gather(sender.teardown_weight_sync_group(), receiver.teardown_weight_sync_group())

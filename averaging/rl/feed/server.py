@@ -25,7 +25,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from averaging.common import is_loopback, parse_address, parse_ip
+from averaging.common import is_loopback, loopback_here, parse_address, parse_ip
 from averaging.errors import ConfigError, FeedError
 from averaging.http_server import HttpServer, listening, network_of
 from averaging.rl.feed.database import Database, DatabaseThread
@@ -80,11 +80,11 @@ class FeedServer:
         limits: ServerLimits | None = None,
         on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
-        self._listen, self._limits = listen, limits or ServerLimits()
+        self._listen, self._limits = loopback_here(listen), limits or ServerLimits()
         self._tokens = read_tokens(token_file)
         self._tls = read_tls(tls_ca, tls_cert, tls_key, time.time)
         self._tls_files = {"ssl_ca_certs": tls_ca, "ssl_certfile": tls_cert, "ssl_keyfile": tls_key}
-        host, _ = parse_address(listen)
+        host, _ = parse_address(self._listen)
         self._hosts = None if self._tls or self._tokens else [*(name.lower() for name in hosts), host, gethostname()]
         if not (self._tls or insecure or is_loopback(host)):
             raise ConfigError(

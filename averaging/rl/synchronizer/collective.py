@@ -7,6 +7,7 @@ weights of one version or raises.
 from __future__ import annotations
 
 import hashlib
+import os
 import socket
 import threading
 import time
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch._C import _distributed_c10d as c10d
 
+from averaging.common import format_address, is_own, loopback_here, parse_address
 from averaging.errors import ConfigError, StateError
 from averaging.rl.synchronizer.state_stream import Meta, StateDict, meta_of
 from averaging.tensors import DTYPES, in_thread
@@ -93,16 +95,23 @@ class _CollectiveMember:
             joined = [f"{group_name}/joined/{number}" for number in range(world_size)]
             store.set(joined[rank], "1")
             wait_until(lambda: store.check(joined))
-            return self._new_group(c10d.PrefixStore(group_name, store), rank, world_size, limit)
+            own = _own_address(master_address, master_port)
+            return self._new_group(c10d.PrefixStore(group_name, store), rank, world_size, limit, own)
 
         try:
             self._group = await _interruptible(join, leaving)
         except (RuntimeError, ValueError) as error:
-            raise StateError(f"the weight sync group at {master_address}:{master_port}: {error}") from None
+            where = format_address(master_address, master_port)
+            raise StateError(f"the weight sync group at {where}: {error}") from None
 
-    def _new_group(self, store: Any, rank: int, world_size: int, limit: timedelta) -> Any:
+    def _new_group(self, store: Any, rank: int, world_size: int, limit: timedelta, own: str) -> Any:
         if self._backend == "gloo":
-            return c10d.ProcessGroupGloo(store, rank, world_size, limit)
+            if not is_own(own) or os.environ.get("GLOO_SOCKET_IFNAME"):
+                return c10d.ProcessGroupGloo(store, rank, world_size, limit)
+            # By default gloo looks up this machine's name, which may be unknown, or that of a loopback address.
+            gloo = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined] # torch tells it to nobody
+            gloo._timeout, gloo._devices = limit, [c10d.ProcessGroupGloo.create_device(hostname=own)]
+            return c10d.ProcessGroupGloo(store, rank, world_size, gloo)
         options = c10d.ProcessGroupNCCL.Options()
         options._timeout = limit
         return c10d.ProcessGroupNCCL(store, rank, world_size, options)
@@ -154,7 +163,7 @@ class WeightSender(_CollectiveMember):
 
     Args:
         state_dict: Returns the weights; called for each transfer.
-        host: The host at which the explorers reach this process.
+        host: The host at which the explorers reach this process; loopback if None.
         backend: `gloo`, or `nccl` for tensors on `device`.
         device: Where tensors are while they travel; the CPU for gloo.
     """
@@ -162,18 +171,17 @@ class WeightSender(_CollectiveMember):
     def __init__(
         self,
         state_dict: Callable[[], Mapping[str, torch.Tensor]],
-        host: str = "127.0.0.1",
+        host: str | None = None,
         backend: str = "gloo",
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__(backend, device)
         self._state_dict = state_dict
-        self._host = host
+        self._host = host or parse_address(loopback_here("127.0.0.1:0"))[0].strip("[]")
 
     def get_weight_sync_info(self) -> tuple[str, int, Meta]:
         """Returns the address and a free port for the members to meet, and the meta of the weights."""
-        with socket.create_server(("", 0)) as listener:
-            port = int(listener.getsockname()[1])
+        port = _free_port()
         return self._host, port, meta_of(dict(self._state_dict()))
 
     async def send(self, version: int) -> None:
@@ -266,6 +274,21 @@ async def _interruptible(action: Callable[[], T], leaving: threading.Event) -> T
     if isinstance(result, Exception):
         raise result
     return result[0]
+
+
+def _free_port() -> int:
+    """A port that is free for IPv4 and IPv6, as far as this machine has them."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    with socket.create_server(("", 0), family=family, dualstack_ipv6=both) as listener:
+        return int(listener.getsockname()[1])
+
+
+def _own_address(host: str, port: int) -> str:
+    """The address of this machine from which it calls rank 0; of rank 0 that at which it is called."""
+    with socket.create_connection((host, port), CONNECT_SECONDS) as connection:
+        address: str = connection.getsockname()[0]
+        return address
 
 
 def _is_listening(host: str, port: int) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from averaging.common import parse_address
+from averaging.common import format_address, parse_address
 from averaging.errors import ConfigError, ProtocolViolationError
 from averaging.rl.synchronizer.coordination import RunningStatus
 from averaging.rl.synchronizer.state_stream import MAX_PART_BYTES, Meta, meta_from, tensors_of
@@ -184,7 +184,8 @@ def value_of(message: Any, name: str) -> Any:
 async def values_of(message: Any, names: Iterable[str]) -> dict[str, Any]:
     """Returns the values of fields by name. An address, which another process names here, is checked.
 
-    Loopback is allowed: all members may be on one machine, and torch's store sends nothing that others choose.
+    Loopback and link-local IPv6 are allowed: all members may be on one machine or link, and torch's store sends nothing
+    that others choose.
 
     Raises:
         ProtocolViolationError: A value is invalid, or no process can be at the address.
@@ -192,10 +193,10 @@ async def values_of(message: Any, names: Iterable[str]) -> dict[str, Any]:
     values = {name: value_of(message, name) for name in names}
     if "master_address" in values:
         host, port = values["master_address"], values["master_port"]
-        endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        endpoint = format_address(host, port)
         try:
             parse_address(endpoint)
-            await check_named(endpoint, loopback=True)
+            await check_named(endpoint, loopback=True, link_local=True)
         except (ConfigError, ProtocolViolationError) as error:
             raise ProtocolViolationError(f"the address of a weight sync group: {error}") from None
         if not port:

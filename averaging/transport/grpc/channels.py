@@ -209,7 +209,7 @@ class Channels:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             _users[self._loop] = _users.get(self._loop, 0) + 1
-        where, proxy = target(endpoint), self._proxy_of(endpoint)
+        where, proxy = target(self._dialling.reachable(endpoint)), self._proxy_of(endpoint)
         options: list[tuple[str, int | str]] = [*self._options, ("grpc.enable_http_proxy", int(proxy is not None))]
         if proxy is not None:
             options.append(("grpc.http_proxy", proxy))

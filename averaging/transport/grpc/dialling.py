@@ -9,7 +9,7 @@ import socket
 from collections.abc import Collection, Mapping
 from itertools import chain
 
-from averaging.common import is_loopback, objection, parse_address, parse_ip, spelled
+from averaging.common import in_zone, is_loopback, objection, parse_address, parse_ip, spelled, zone_of
 from averaging.errors import ConfigError, ListenError, ProtocolViolationError
 
 RESOLVE_SECONDS = 3.0
@@ -38,6 +38,7 @@ class Dialling:
     ) -> None:
         self._given, self._remedy, self._loopback = given, remedy, loopback
         self.names: Mapping[str, str] = {} if names is None else names
+        self._zone: str | None = None
 
     @property
     def loopback(self) -> bool:
@@ -49,6 +50,24 @@ class Dialling:
     @loopback.setter
     def loopback(self, loopback: bool) -> None:
         self._loopback = loopback
+
+    @property
+    def zone(self) -> str | None:
+        """The interface of this machine that leads to peers with link-local addresses; None if none may have one.
+
+        It is that of this peer's own address, or else that of an endpoint that the user has named.
+        """
+        if self._zone is not None:
+            return self._zone
+        return next(filter(None, (zone_of(parse_address(endpoint)[0]) for endpoint in self._given)), None)
+
+    @zone.setter
+    def zone(self, zone: str | None) -> None:
+        self._zone = zone
+
+    def reachable(self, endpoint: str) -> str:
+        """Returns the endpoint as this machine calls it: other machines give their interfaces other names."""
+        return endpoint if endpoint in self._given else in_zone(endpoint, self.zone)
 
     async def check(self, endpoint: str) -> None:
         """Checks that `endpoint`, HOST:PORT, may be dialled.
@@ -67,10 +86,10 @@ class Dialling:
         Raises:
             ProtocolViolationError: it must not be dialled.
         """
-        host = parse_address(endpoint)[0]
+        host = parse_address(self.reachable(endpoint))[0]
         addresses = await resolve(host)
         for address in () if endpoint in self._given else (host, *addresses):
-            reason = objection(address, loopback=self.loopback)
+            reason = objection(address, loopback=self.loopback, link_local=self.zone is not None)
             if reason is not None:
                 where = host if address == host else f"{host} is {address}, and that"
                 raise ProtocolViolationError(f"is not dialled: {where} is {reason}{self._remedy}", endpoint)
@@ -104,7 +123,8 @@ logger = logging.getLogger("averaging.transport")
 
 _REMEDIES = {
     errno.EADDRINUSE: "the port is taken; end the program that uses it, or choose another port (0 for a free one)",
-    errno.EADDRNOTAVAIL: "this machine has no such address; listen on one that it has, or on 0.0.0.0 with {advertise}",
+    errno.EADDRNOTAVAIL: "this machine has no such address; listen on one that it has, or on 0.0.0.0 (of IPv6: [::]) "
+    "with {advertise}",
     errno.EACCES: "this user may not use that port; choose one above 1023",
     errno.EINVAL: "the system refuses this address; a link-local one needs its interface, as in [fe80::7%eth0]:4222",
     errno.EAFNOSUPPORT: "this machine does not support that address family",

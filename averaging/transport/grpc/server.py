@@ -57,11 +57,12 @@ class Server:
         self._callers.unread.hang_up = self._unfinished.hang_up
         self._intake = Intake(self._callers, self._unfinished, credentials)
         self._server = grpc.aio.server(options=server_options(max_message_bytes), interceptors=[self._intake])
+        escaped = address.replace("%", "%25")  # the interface of a link-local address
         try:
             if credentials.tls is None:
-                self.port = self._server.add_insecure_port(address)
+                self.port = self._server.add_insecure_port(escaped)
             else:
-                self.port = self._server.add_secure_port(address, server_credentials(credentials.tls))
+                self.port = self._server.add_secure_port(escaped, server_credentials(credentials.tls))
         except RuntimeError:
             self.port = 0
         if self.port == 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
 
-from averaging.common import parse_address
+from averaging.common import loopback_here, parse_address, zone_of
 from averaging.errors import ClosedError, ConfigError
 from averaging.protocol import (
     AveragingData,
@@ -105,6 +105,7 @@ class GrpcTransport:
         tls = self._credentials.tls
         if self._listen is None:
             return unbound_name(os.urandom(16)) if tls is None else bound_name(tls.certificate, os.urandom(16))
+        self._listen = loopback_here(self._listen)
         await check_listen(self._listen, self._advertise, exposed=tls is not None or self._credentials.insecure)
         if self._advertise is None:
             await warn_of_loopback(self._listen, self._given)
@@ -112,6 +113,7 @@ class GrpcTransport:
         if tls is not None:
             tls.check_host(parse_address(self._advertise or self._listen)[0])
         self._dialling.loopback = await is_on_loopback(hosts)
+        self._dialling.zone = next(filter(None, map(zone_of, hosts)), None)
         self._server = Server(self._listen, self._max_message_bytes, self._credentials)
         return endpoint_of(self._listen, self._advertise, self._server.port)
 
