@@ -5,8 +5,9 @@ from __future__ import annotations
 import shutil
 import sqlite3
 import tempfile
+import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,22 @@ def environment(group_size: int = 2, part: float | None = None) -> RegisterEnv:
     )
 
 
+OPENED: list[Database] = []
+
+
+@pytest.fixture(autouse=True)
+def closed_databases() -> Iterator[None]:
+    """From Python 3.13 on, a database that is not closed warns."""
+    yield
+    while OPENED:
+        OPENED.pop().close()
+
+
 def open_database(path: str | Path = ":memory:", **limits: Any) -> Database:
-    return Database(path, fsync=False, new_state=partial(RunState, **limits))
+    database = Database(path, fsync=False, new_state=partial(RunState, **limits))
+    if threading.current_thread() is threading.main_thread():  # other threads close theirs themselves
+        OPENED.append(database)
+    return database
 
 
 def running(path: str | Path = ":memory:", batch_size: int = 4, **limits: Any) -> Database:
