@@ -10,6 +10,7 @@ with listening("127.0.0.1:8000") as listener:
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
@@ -25,6 +26,11 @@ __all__ = ["HttpServer", "listening", "network_of"]
 
 KEEP_ALIVE = 30
 """Seconds for which a connection without a request is kept open."""
+
+_failures = logging.getLogger(__name__)
+"""Failures of applications. Invalid requests are not logged, because strangers can send any number."""
+
+_failures.setLevel(logging.ERROR)
 
 TOO_MANY = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nContent-Length: 100\r\nRetry-After: 1\r\n"
@@ -117,6 +123,7 @@ class _LimitedConnection(H11Protocol):
     _last: tuple[object, int] = (None, 0)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.logger = _failures
         super().connection_made(transport)
         self._timer = self.loop.call_later(self.seconds, self._check_progress)
         self.network = network_of(self.client[0] if self.client else None)

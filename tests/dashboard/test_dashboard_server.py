@@ -252,6 +252,20 @@ async def test_a_taken_port_is_named() -> None:
 
 
 @pytest.mark.asyncio
+async def test_invalid_requests_are_answered_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(FakeRun()) as (server, client):
+        port = httpx.URL(server.url).port
+        upgrade = b"GET /events HTTP/1.1\r\nHost: evil\r\nUpgrade: websocket\r\nConnection: Upgrade, close\r\n\r\n"
+        for junk in (b"\x16\x03\x01 not http\r\n\r\n", b"GET /" + 70_000 * b"A" + b" HTTP/1.1\r\n\r\n", upgrade):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(junk)
+            assert (await reader.readline()).split()[1] in (b"400", b"403")
+            writer.close()
+        assert (await client.get("/state")).status_code == 200
+    assert caplog.records == []
+
+
+@pytest.mark.asyncio
 async def test_the_server_ends_at_once_although_pages_are_open() -> None:
     async with serving(FakeRun()) as (server, client), page(client) as events:
         await anext(events)
