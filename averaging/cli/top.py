@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli.exits import CHECK_ADDRESS, CommandError, Stop, Stopped, failure_of, run
+from averaging.cli.exits import CHECK_ADDRESS, CommandError, Stop, Stopped, failure_of, run, stopped
 from averaging.cli.options import DIALLED, SECURITY, CheckedPath, Command, credentials_of, security_options
 
 if TYPE_CHECKING:
@@ -96,31 +96,36 @@ def top_command(addresses: tuple[str, ...], *, as_json: bool, once: bool, **give
 
     docs/operate/top.md explains the columns and the fields of --json.
 
-    Exit codes: 0 ended by q or Ctrl+C, or the snapshot was printed; 1 no peer answered; 2 wrong usage.
+    Exit codes: 0 ended by q or Ctrl+C, or the snapshot was printed; 1 no peer answered; 2 wrong usage; 130, 143 stopped
+    by a signal before the snapshot was printed.
     """
     if as_json and once:
         raise click.UsageError("--json and --once each print one snapshot; give one of them.")
-    with suppress(KeyboardInterrupt):  # while torch is being imported
-        _top(addresses, given, as_json=as_json, once=once)
+    shows = not (as_json or once) and _is_terminal()
+    try:
+        _top(addresses, given, shows=shows, as_json=as_json)
+    except KeyboardInterrupt:  # while torch is being imported
+        if not shows:
+            raise
+    except Stopped as stop:
+        if not shows:
+            raise stopped(stop.number) from None
 
 
-def _top(addresses: tuple[str, ...], given: dict[str, Any], *, as_json: bool, once: bool) -> None:
+def _top(addresses: tuple[str, ...], given: dict[str, Any], *, shows: bool, as_json: bool) -> None:
     from averaging.errors import AveragingError
 
-    async def show(_: Stop) -> None:
+    async def ask(_: Stop) -> None:
         try:
             async with await collector_of(addresses, given, receipts=16) as collector:
-                if as_json or once or not _is_terminal():
-                    await _print_once(collector, as_json=as_json)
-                else:
+                if shows:
                     await _Terminal(collector).show()
+                else:
+                    await _print_once(collector, as_json=as_json)
         except AveragingError as error:
             raise failure_of(error) from None
 
-    try:
-        run(show)
-    except Stopped:
-        return
+    run(ask)
 
 
 def _is_terminal() -> bool:

@@ -14,7 +14,7 @@ from typing import Self
 
 from averaging.common import CLIENT_PREFIX, counted, is_endpoint
 from averaging.errors import AveragingError
-from averaging.monitor.history import PeerHistory
+from averaging.monitor.history import CLIENT, PeerHistory
 from averaging.monitor.services import NamedService
 from averaging.monitor.snapshot import RunSnapshot, ServiceView
 from averaging.receipts import PeerStatus, Receipt
@@ -157,7 +157,7 @@ class Collector:
         """Begins to ask a peer. A client, which accepts no calls, is only shown."""
         history = self._peers[endpoint] = PeerHistory(endpoint)
         if endpoint.startswith(CLIENT_PREFIX):
-            history.failed("a client, which accepts no calls")
+            history.failed(CLIENT)
             return
         self._unasked.add(endpoint)
         self._settled.clear()
@@ -228,7 +228,7 @@ class Collector:
                 self._watch(name)
         for account in last.accounts if last else ():
             if account.endpoint.startswith(CLIENT_PREFIX) and account.endpoint in self._peers:
-                self._peers[account.endpoint].account = account
+                self._peers[account.endpoint].described(account, status)
 
     async def _ask_service(self, name: str, service: NamedService) -> None:
         while True:

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from averaging.monitor.snapshot import PeerView
-from averaging.receipts import Account, Outcome, PeerStatus, Receipt, Totals
+from averaging.receipts import Account, Outcome, PeerStatus, Receipt, Totals, step_rate_text
 
 WINDOW = 60.0
 """Seconds over which rates are measured, once a peer was watched for `LEAST_WINDOW`. Before, since it started."""
@@ -16,6 +16,9 @@ LEAST_WINDOW = 10.0
 
 KEPT_RECEIPTS = 64
 """Receipts of each peer that are kept for display."""
+
+
+CLIENT = "a client, which accepts no calls"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,14 @@ class PeerHistory:
     def failed(self, reason: str) -> None:
         """Notes that it did not answer."""
         self.error = reason or "no answer"
+
+    def described(self, account: Account, by: PeerStatus) -> None:
+        """Notes what the last receipt of another peer says of this one, which cannot be asked."""
+        self.account = account
+        last = by.last_round
+        if last is not None:
+            rate = "" if account.step_rate is None else f", {step_rate_text(account.step_rate, last.topic)}"
+            self.error = f"{CLIENT}; in round {last.round} of {by.endpoint}{rate}"
 
     def _trim(self, now: float) -> None:
         """Forgets answers outside the window, so that the oldest one is the first of which rates are computed."""

@@ -8,7 +8,17 @@ that a peer keeps, in memory and in a file), `explanation` (the causes in words)
 from averaging.receipts.drift import Drift, DriftCheck, DriftKind, HyperparameterLog
 from averaging.receipts.explanation import Round, describe, explain
 from averaging.receipts.progress import TrainingPace, TrainingProgress
-from averaging.receipts.receipt import Account, DropCode, Dropped, LateArrival, Outcome, Receipt, Role, Straggler
+from averaging.receipts.receipt import (
+    Account,
+    DropCode,
+    Dropped,
+    LateArrival,
+    Outcome,
+    Receipt,
+    Role,
+    Straggler,
+    step_rate_text,
+)
 from averaging.receipts.receipt_log import ReceiptBook, ReceiptLog, Recorded, Watched, dumps, read, to_json
 from averaging.receipts.status import (
     MAX_ITEMS,
@@ -60,6 +70,7 @@ __all__ = [
     "explain",
     "rate_in",
     "read",
+    "step_rate_text",
     "to_json",
     "waited_in",
 ]

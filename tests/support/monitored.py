@@ -43,12 +43,12 @@ class LightPeer(FakePeer):
         self.number, self.run_id = number, run_id
         self.endpoint = ""
         self.others: tuple[str, ...] = ()
-        self.started_at = time.time()
+        self.started_at = time.time() - 60
         self.calls: list[float] = []
         self.changes: dict[str, object] = {}
 
     def receipt(self, number: int) -> Receipt:
-        members = self.others or (self.endpoint,)
+        members = (self.others or (self.endpoint,))[-8:]
         dropped = (Dropped(members[-1], "connection lost", DropCode.CONNECTION_LOST),) if number % 10 == 9 else ()
         return Receipt(
             round=number,
