@@ -246,11 +246,12 @@ def _schema_of(file: Path, config: PeerConfig, given: dict[str, Any]) -> Schema:
     Raises:
         CommandError: The file cannot be read, or holds nothing that is averaged.
     """
-    from averaging.cli.files import read_shapes
+    from averaging.cli.files import check_can_be_averaged, read_shapes
     from averaging.protocol import parse_aggregation
     from averaging.tensors import describe
 
     tensors = read_shapes(file).divided(file, given["only"], given["exclude"]).tensors
+    check_can_be_averaged(file, tensors, allow_non_finite=True)
     try:
         return describe(
             tuple(tensors),

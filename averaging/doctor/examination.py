@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
@@ -170,10 +170,7 @@ async def _visit_all(
             for seed, certified_host in seeds.items()
         ]
         try:
-            async with asyncio.TaskGroup() as tasks:
-                for task in [tasks.create_task(visit(each)) for each in visits]:
-                    for finding in await task:
-                        report(finding)
+            await _report_in_order(visits, report)
             for finding in compare_peers(visits):
                 report(finding)
         finally:
@@ -190,6 +187,23 @@ async def _visit_all(
             if each.address
         ]
         await measure_paths(paths, examination.idle, report)
+
+
+async def _report_in_order(visits: Sequence[Visit], report: Report) -> None:
+    """Asks all peers at the same time. Findings of the first are reported as they are made, then those of the next."""
+
+    async def fill(each: Visit, queue: asyncio.Queue[Finding | None]) -> None:
+        async for finding in visit(each):
+            queue.put_nowait(finding)
+        queue.put_nowait(None)
+
+    queues: list[asyncio.Queue[Finding | None]] = [asyncio.Queue() for _ in visits]
+    async with asyncio.TaskGroup() as tasks:
+        for each, queue in zip(visits, queues, strict=True):
+            tasks.create_task(fill(each, queue))
+        for queue in queues:
+            while (finding := await queue.get()) is not None:
+                report(finding)
 
 
 @asynccontextmanager

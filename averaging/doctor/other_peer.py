@@ -175,26 +175,30 @@ class Visit:
             await channels.close()
 
 
-async def visit(this: Visit) -> list[Finding]:
+async def visit(this: Visit) -> AsyncGenerator[Finding, None]:
     """Makes all checks of one peer; the later ones only if the earlier ones let them. Close `this` afterwards."""
     try:
         proxy = proxy_for(parse_address(this.seed)[0], chosen_proxy(this.config.proxy))
     except ConfigError as error:
-        return [told("call", error, this.seed)]
+        yield told("call", error, this.seed)
+        return
     if proxy is not None:
         this.proxied = True
         text = f"called through the proxy {shown_proxy(proxy)}, which also looks the name up"
-        findings = [ok("tcp", text, this.seed)]
+        yield ok("tcp", text, this.seed)
     else:
-        findings = await _check_connections(this)
+        for finding in await _check_connections(this):
+            yield finding
         if not this.address:
-            return findings
-        findings.append(await tls.check_handshake(this.config, this.seed, this.address, this.certified_host))
+            return
+        yield await tls.check_handshake(this.config, this.seed, this.address, this.certified_host)
     if this.credentials is None:
         text = "no call was made, since this peer's certificate or token cannot be used"
-        return [*findings, warning("call", text, "see certificate and token-file above", this.seed)]
+        yield warning("call", text, "see certificate and token-file above", this.seed)
+        return
     this.open()
-    return findings + [finding async for finding in _calls(this)]
+    async for finding in _calls(this):
+        yield finding
 
 
 async def running_peer(config: PeerConfig, credentials: Credentials | None) -> Finding | None:

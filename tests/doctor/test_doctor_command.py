@@ -110,6 +110,14 @@ def test_wrong_usage(arguments: tuple[str, ...], says: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_file_without_tensors_to_average(tmp_path: Path) -> None:
+    path = tmp_path / "integers.safetensors"
+    save_file({"counter": torch.ones(1, dtype=torch.int64)}, path)
+    done = averaging_command("doctor", str(path))
+    assert done.returncode == 2
+    assert "contains no tensors to average" in done.stderr
+
+
 def test_a_package_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
     (tmp_path / "grpc.py").write_text('raise ImportError("libstdc++.so.6 is too old")\n')
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
