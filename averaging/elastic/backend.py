@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
+from averaging.elastic.options import RDZV_ENDPOINT
 from averaging.elastic.rendezvous_state import decode_state, encode_state
 from averaging.elastic.replicated_value import Fenced, ReplicatedValue
 from averaging.errors import (
@@ -51,6 +52,7 @@ class AveragingBackend(RendezvousBackend):
         thread: Runs the calls.
         value: The replicated value with the state.
         endpoint: Endpoint of the register, for error texts.
+        origin: What the endpoint comes from, for error texts.
         awaits_name: Whether a name that is not found is waited for, as a register that does not answer, also before
             the register has answered for the first time. Afterwards it always is: a pod that is replaced has no
             address for a while.
@@ -64,10 +66,11 @@ class AveragingBackend(RendezvousBackend):
         endpoint: str,
         monotonic: Callable[[], float] = time.monotonic,
         *,
+        origin: str = RDZV_ENDPOINT,
         awaits_name: bool = False,
     ) -> None:
         self._thread, self._value, self._endpoint = thread, value, endpoint
-        self._awaits_name = awaits_name
+        self._origin, self._awaits_name = origin, awaits_name
         self._monotonic = monotonic
         self._retry = threading.local()  # the thread of the heartbeats never retries
         self._logged = -LOG_INTERVAL
@@ -147,7 +150,7 @@ class AveragingBackend(RendezvousBackend):
             return f"{reason}."
         return (
             f"no register answers at {self._endpoint} ({reason}). The node with that address hosts it, or `averaging "
-            "register --listen` does: start it, or correct --rdzv-endpoint."
+            f"register --listen` does: start it, or correct {self._origin}."
         )
 
 

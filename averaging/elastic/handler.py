@@ -439,7 +439,7 @@ def _handler(
     state = ReplicatedValue(session, f"{prefix}/state", tokens, writer=writer, world=world)
     stores = ReplicatedValue(session, f"{prefix}/store", tokens, writer=writer)
     endpoint = session.hosted or options.endpoint
-    backend = AveragingBackend(thread, state, endpoint, awaits_name=options.awaits_name)
+    backend = AveragingBackend(thread, state, endpoint, origin=options.origin, awaits_name=options.awaits_name)
     timeout = RendezvousTimeout(
         *(
             timedelta(seconds=seconds)
