@@ -209,8 +209,8 @@ class Watchdog:
         if seconds >= LOGGED_STALL:
             logger.warning(
                 "this process stood still for %.1f s (%.1f s of processor time): a thread kept the GIL, or the process "
-                "was stopped. Other peers may have dropped this one. %s. Native code that takes long must release the "
-                "GIL",
+                "was stopped or got no processor. Other peers may have dropped this one. %s. Native code that takes "
+                "long must release the GIL",
                 *(seconds, processor, _threads()),
             )
         self.stalled += seconds

@@ -25,7 +25,7 @@ from tests.support.ports import free_address
 from tests.support.processes import JsonProcess, averaging_process
 from tests.support.scraping import http_get
 
-pytestmark = [pytest.mark.prometheus, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.prometheus, pytest.mark.timeout(900)]
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CONFIG, RULES = DEPLOY / "prometheus" / "prometheus.yml", DEPLOY / "prometheus" / "rules.yml"
@@ -40,7 +40,7 @@ QUERIES = [
     for target in panel.get("targets", ())
 ]
 
-PATIENCE = 120.0
+PATIENCE = 200.0
 """Seconds after which a test that waits for Prometheus fails."""
 
 
@@ -191,21 +191,25 @@ class ScrapedRun:
 
     def __init__(self, stack: ExitStack, folder: Path) -> None:
         files = {name: str(path) for name, path in write(folder, "127.0.0.1").items()}
-        options: dict[str, Any] = {"run_id": "run", "metrics_listen": "127.0.0.1:0", "stall_timeout": 5.0, **files}
-        self.peers: list[JsonProcess] = []
-        targets: dict[str, str] = {}
-        join: list[str] = []
-        for number in range(4):
-            worker = ("python", "-m", "tests.support.scraped_worker", json.dumps({**options, "join": join}))
-            self.peers.append(stack.enter_context(JsonProcess(*worker)))
-            ready = self.peers[-1].expect("ready")
-            targets[f"peer {number}"] = ready["metrics"]
-            join = join or [ready["endpoint"]]
+        options: dict[str, Any] = {"run_id": "run", "metrics_listen": "127.0.0.1:0", "join_timeout": 60.0, **files}
+
+        def start(**more: Any) -> JsonProcess:
+            worker = ("python", "-m", "tests.support.scraped_worker", json.dumps({**options, **more}))
+            return stack.enter_context(JsonProcess(*worker))
+
+        founder = start()
+        ready = founder.expect("ready", PATIENCE)
+        join = [ready["endpoint"]]
+        self.peers = [founder, *(start(join=join) for _ in range(3))]
+        others = [peer.expect("ready", PATIENCE) for peer in self.peers[1:]]
+        targets = {f"peer {number}": each["metrics"] for number, each in enumerate([ready, *others])}
         flags = [text for name, path in files.items() for text in (f"--{name.replace('_', '-')}", path)]
         output = str(folder / "now.safetensors")
-        follow = averaging_process("follow", join[0], "--output", output, "--metrics-listen", "127.0.0.1:0", *flags)
+        follow = averaging_process(
+            "follow", join[0], "--output", output, "--timeout", "60", "--metrics-listen", "127.0.0.1:0", *flags
+        )
         self.follower = stack.enter_context(follow)
-        targets["follower"] = self.follower.expect("ready")["metrics"]
+        targets["follower"] = self.follower.expect("ready", PATIENCE)["metrics"]
         self.targets = targets
         self.prometheus = Prometheus(folder, targets)
         stack.callback(self.prometheus.close)
