@@ -27,12 +27,14 @@ from averaging.cli.options import (
 )
 from averaging.cli.state import VERSION_KEY
 from averaging.common import size
+from averaging.config import LeaveAccess
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     from averaging.cli.output import CommandOutput
+    from averaging.control import ControlService, Departure
     from averaging.metrics import Samples
     from averaging.weights import DividedSnapshot, FollowerOptions, WeightSnapshot
 
@@ -114,6 +116,8 @@ def follow_command(addresses: tuple[str, ...], output: Path, *, as_json: bool, v
     Download one version, at least the 500th:
       averaging follow a.example:4222 --output now.safetensors --once --min-version 500 --wait 600
 
+    A follower that hands on versions can be ended by its owner from elsewhere too, with `averaging leave`.
+
     Exit codes: 0 done, or stopped by Ctrl+C or SIGTERM; 1 no publisher answered, or --once found no version in time or
     could not write it; 2 wrong usage. With --once, 130 and 143 if a signal stops it.
 
@@ -136,25 +140,33 @@ def follow_command(addresses: tuple[str, ...], output: Path, *, as_json: bool, v
 
 
 def _run(addresses: list[str], path: Path, given: dict[str, Any], report: CommandOutput) -> None:
+    from averaging.control import ControlService
     from averaging.errors import AveragingError, PeerUnreachableError
     from averaging.weights import FollowerOptions
 
     try:
+        credentials = credentials_of(given)
+        control = ControlService(given["run_id"] or "", LeaveAccess.OWNER, certified=credentials.tls is not None)
         options = FollowerOptions(
             join=addresses,
             run_id=given["run_id"] or "",
-            credentials=credentials_of(given),
+            credentials=credentials,
             listen=given["listen"] if given["hand_on"] else None,
             advertise=given["advertise"],
             join_timeout=given["timeout"],
             stall_timeout=given["timeout"],
             max_bytes=given["max_bytes"],
             min_version=given["min_version"],
+            services=[control],
         )
-        session = FollowSession(options, open_output(path, overwrite=given["overwrite"]), given, report)
+        session = FollowSession(options, open_output(path, overwrite=given["overwrite"]), given, report, control)
 
-        async def follow(_: Stop) -> None:
-            await session.run()
+        async def follow(stop: Stop) -> None:
+            leaving = asyncio.create_task(_end_when_asked(control.departure, stop))
+            try:
+                await session.run()
+            finally:
+                leaving.cancel()
 
         run(follow)
     except Stopped as stop:
@@ -165,6 +177,15 @@ def _run(addresses: list[str], path: Path, given: dict[str, Any], report: Comman
         unreached = isinstance(error, PeerUnreachableError) and error.unconnected
         remedy = f"; {CHECK_ADDRESS}" if unreached else ""
         raise CommandError(failure.message + remedy, failure.exit_code) from None
+
+
+async def _end_when_asked(departure: Departure, stop: Stop) -> None:
+    """Ends the command as SIGTERM does when its owner asks it to leave."""
+    from averaging.control import LeaveStep
+
+    await departure.asked.wait()
+    departure.advance(LeaveStep.CLOSING)
+    stop.request(signal.SIGTERM)
 
 
 DIGEST_KEY, LAYOUT_KEY = "averaging.digest", "averaging.order"
@@ -242,6 +263,7 @@ class FollowSession:
         opened: the file to keep.
         given: the options of the command line.
         report: where events go.
+        control: lets the owner end the command.
     """
 
     def __init__(
@@ -250,6 +272,7 @@ class FollowSession:
         opened: Opened,
         given: dict[str, Any],
         report: CommandOutput,
+        control: ControlService,
     ) -> None:
         from averaging.metrics import MetricsListener
         from averaging.weights import FOLLOWER_METRICS, ModelReceiver, StalenessWatch
@@ -262,6 +285,7 @@ class FollowSession:
         self._options, self._output, self._report = options, opened.output, report
         self._command: str | None = given["command"]
         self._exec_timeout: float = given["exec_timeout"]
+        self._control = control
         self._executing: int | None = None  # the version for which the command runs
         self._once: bool = given["once"]
         self._wait: float | None = given["wait"]
@@ -277,14 +301,20 @@ class FollowSession:
             CommandError: there was no version in time, or it could not be written.
             AveragingError: no publisher answered, or all refuse this follower.
         """
+        from averaging.control import LeaveStep
+
         async with self._metrics, self._receiver as receiver:
             publishers = list(self._options.join)
             handing_on = f", handing on at {receiver.endpoint}" if receiver.endpoint else ""
             ready = {"event": "ready", "publishers": publishers, "endpoint": receiver.endpoint or None}
             item = ready, f"following {', '.join(publishers)}{handing_on}"
             self._report.emit(*events.with_metrics(item, self._metrics.endpoint))
-            async with self._report.waiting(self._describe):
-                await self._follow()
+            self._control.endpoint = receiver.endpoint
+            try:
+                async with self._report.waiting(self._describe):
+                    await self._follow()
+            finally:
+                self._control.departure.advance(LeaveStep.LEFT)  # those who asked learn it in the server's grace period
 
     def _sample(self) -> Samples:
         from averaging.weights import follower_samples

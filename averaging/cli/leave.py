@@ -32,9 +32,9 @@ def leave_command(address: str, timeout: float, as_json: bool, **given: Any) -> 
 
     The peer begins no further group, ends its round, and lets newcomers that download its state end (for at most 20 s);
     later ones ask other donors. Then it withdraws its records, and its process ends as with SIGTERM: `averaging peer`
-    exits, a training process gets SIGTERM, and so does the torchrun that has started it, which would start it again
-    otherwise. The other peers lose nothing. A service manager that restarts what has ended, such as systemd with
-    Restart=always, starts a new peer.
+    and `averaging follow` exit, a training process gets SIGTERM, and so does the torchrun that has started it, which
+    would start it again otherwise. The other peers lose nothing. A service manager that restarts what has ended, such
+    as systemd with Restart=always, starts a new peer.
 
     \b
     It is for the owner of the peer (see SECURITY.md):
@@ -139,11 +139,11 @@ def _lost(address: str, asked: list[LeaveStep], why: str) -> CommandError:
 def _print(step: LeaveStep, endpoint: str, run_id: str, as_json: bool) -> None:
     import json
 
-    name = step.name.lower()
+    name, run = step.name.lower(), f" run {run_id}" if run_id else ""
     if as_json:
         event = {"event": "left"} if name == "left" else {"event": "leaving", "step": name}
         click.echo(json.dumps({**event, "endpoint": endpoint, "run_id": run_id}))
     elif name == "left":
-        click.echo(f"{endpoint} has left run {run_id}")
+        click.echo(f"{endpoint} has left{run}")
     else:
-        click.echo(f"{endpoint} leaves run {run_id}: {DOING[step.name]}", err=True)
+        click.echo(f"{endpoint} leaves{run}: {DOING[step.name]}", err=True)

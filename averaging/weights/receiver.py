@@ -23,7 +23,7 @@ from averaging.errors import (
     TransportError,
     refusal_cause,
 )
-from averaging.rpc import Credentials, RpcChannel, RpcHandler, RpcServer
+from averaging.rpc import Credentials, RpcChannel, RpcHandler, RpcServer, RpcService
 from averaging.seeds import Seeds
 from averaging.weights.download import Downloads, Publisher
 from averaging.weights.layout import FETCH, FOLLOW, WeightLayout, WeightManifest, read_version
@@ -55,6 +55,7 @@ class FollowerOptions:
         min_version: earlier versions are not received.
         given: addresses that the user has named, which are always dialled; None for those of `join`.
         loopback: whether `join`, if another publisher has named it, may be on loopback.
+        services: further gRPC methods to serve where it hands on versions.
         seeds: the addresses that `join` names now.
     """
 
@@ -69,6 +70,7 @@ class FollowerOptions:
     min_version: int = 0
     given: Collection[str] | None = None
     loopback: bool = False
+    services: Sequence[RpcService] = ()
     seeds: Seeds = field(init=False)
 
     def __post_init__(self) -> None:
@@ -89,7 +91,9 @@ class FollowerOptions:
         listen = self.listen
         if listen is not None and (parse_address(listen)[1] != 0 or self.advertise is not None):
             listen = None  # the port is that of the first part; so this one is not handed on
-        return replace(self, join=[endpoint], given=self.seeds.named, loopback=loopback, listen=listen, advertise=None)
+        return replace(
+            self, join=[endpoint], given=self.seeds.named, loopback=loopback, listen=listen, advertise=None, services=()
+        )
 
     def dial(self, endpoint: str, *, loopback: bool) -> RpcChannel:
         """Returns a connection to a publisher or another follower. All connections of a follower are made here.
@@ -202,7 +206,10 @@ class VersionReceiver:
             await options.seeds.look_up()
             if options.hands_on and options.listen is not None:
                 server = RpcServer(
-                    options.listen, [_HandsOn(self.store)], advertise=options.advertise, credentials=options.credentials
+                    options.listen,
+                    [_HandsOn(self.store), *options.services],
+                    advertise=options.advertise,
+                    credentials=options.credentials,
                 )
                 self.endpoint = (await stack.enter_async_context(server)).endpoint
             self._downloads = Downloads(options.run_id, options.dial, options.stall_timeout, self.endpoint)
