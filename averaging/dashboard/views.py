@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
-from averaging.common import duration
+from averaging.common import CLIENT_PREFIX, duration
 from averaging.dashboard.history import CurvePoint, Json, RunHistory
 from averaging.errors import printable
 from averaging.monitor import Collector, PeerView, RunSnapshot, ServiceView, clean
@@ -129,6 +129,8 @@ def _shortened(values: Json) -> Json:
 
 
 def _error(peer: PeerView) -> str:
+    if peer.endpoint.startswith(CLIENT_PREFIX):  # nobody calls it, so that it does not answer is no fault
+        return ""
     return peer.error.removeprefix(f"{peer.endpoint}: ")
 
 
@@ -139,7 +141,7 @@ def _peer(peer: PeerView) -> Json:
         "endpoint": peer.endpoint,
         "error": _error(peer),
         "role": peer.role,
-        "doing": peer.doing,
+        "doing": "accepts no calls" if peer.endpoint.startswith(CLIENT_PREFIX) else peer.doing,
         "strategy": training.strategy if training else "",
         "global_step": training.global_step if training else None,
         "local_step": training.local_step if training else None,

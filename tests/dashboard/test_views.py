@@ -31,6 +31,12 @@ def test_a_peer_that_does_not_answer_keeps_its_reason() -> None:
     assert view_of(RunSnapshot(NOW, "", ()))["run"]["problem"] == ""
 
 
+def test_a_client_is_no_silent_peer() -> None:
+    client = PeerView("client::a", error="a client, which accepts no calls")
+    (shown,) = view_of(RunSnapshot(NOW, "run", (client,)))["peers"]
+    assert (shown["error"], shown["doing"], shown["role"]) == ("", "accepts no calls", "client")
+
+
 def test_texts_of_a_peer_are_short_and_printable() -> None:
     status = replace(STATUS, software=100_000 * "x" + "\x1b", mode="client")
     view = view_of(RunSnapshot(NOW, "run\u202e", (PeerView(ENDPOINTS[0], status=status, error="\x00" * 5000),)))

@@ -120,8 +120,8 @@ function showRun() {
     [named, steps.length ? figure(last) : "–", steps.length && first !== last ? `the last peer is at ${figure(first)}` : ""],
     samples ? ["Samples per second", figure(samples), `all peers; ${figure(rate)} steps`] : ["Steps per second", rate ? figure(rate) : "–", "all peers"],
     ["Bytes per second", bytes(run.bytes_out), `sent; ${bytes(run.bytes_in)} received`],
-    ["Time spent waiting", run.waiting === null ? "–" : percent(run.waiting),
-      phases.length && time ? `${words(phases[0][0])} is ${percent(phases[0][1] / time)} of rounds` : "", run.waiting > 0.3],
+    ["A round takes", time ? seconds(time) : "–", phases.slice(0, 3).map(([phase, took]) => `${words(phase)} ${seconds(took)}`).join(", ")],
+    ["Time spent waiting", run.waiting === null ? "–" : percent(run.waiting), "for other peers", run.waiting > 0.3],
     ["Members lost", figure(dropped), drops.map(([code, count]) => `${words(code)} ${count}`).join(", "), dropped > 0],
   ]);
 }
@@ -721,7 +721,7 @@ function watchSilence() {
   link.silence = setTimeout(() => lost("the dashboard has sent nothing for 15 s"), SILENCE);
 }
 
-async function lost(why) {
+function lost(why) {
   link.source?.close();
   clearTimeout(link.silence);
   clearTimeout(link.timer);
@@ -731,17 +731,18 @@ async function lost(why) {
   const tick = () => {
     const left = Math.ceil((again - Date.now()) / 1000);
     if (left <= 0) return connect();
-    report("lost", `${why}; next attempt in ${left} s`);
+    report("lost", why, `; next attempt in ${left} s`); // a screen reader need not count along
     link.timer = setTimeout(tick, 1000);
   };
   tick();
 }
 
-function report(kind, text) {
+function report(kind, text, more = "") {
   $("connection").className = `connection ${kind}`;
   document.body.classList.toggle("stale", kind === "lost");
   $("retry").hidden = kind !== "lost";
   setText($("connection-text"), text);
+  setText($("connection-more"), more);
 }
 
 // The page itself.
