@@ -174,9 +174,9 @@ def error_of_call(endpoint: str, error: grpc.aio.AioRpcError, *, sent_token: boo
     return CallRefusedError(endpoint, message, definite=code is grpc.StatusCode.PERMISSION_DENIED)
 
 
-def _through(proxy: str, failure: AveragingError) -> AveragingError:
+def _through(proxy: str | None, failure: AveragingError) -> AveragingError:
     """Says that the call went through a proxy. What cannot be reached may be the proxy, so the peer is not gone."""
-    if not isinstance(failure, PeerUnreachableError):
+    if proxy is None or not isinstance(failure, PeerUnreachableError):
         return failure
     reason = str(failure).removeprefix(f"{failure.endpoint}: ")
     return PeerUnreachableError(failure.endpoint, f"{reason}, through the proxy {shown_proxy(proxy)}")
@@ -205,8 +205,8 @@ def calling(endpoint: str, *, sent_token: bool, proxy: str | None = None) -> Ite
     except grpc.aio.AioRpcError as error:
         logger.debug("%s: %s", endpoint, printable(error.debug_error_string() or ""))
         # From Python 3.12 on its traceback would refer to itself, and keep the call and gRPC's connection alive.
-        failure = error_of_call(endpoint, error.with_traceback(None), sent_token=sent_token)
-        raise (failure if proxy is None else _through(proxy, failure)) from None
+        # Nor may a variable here hold the new error, whose traceback has this frame.
+        raise _through(proxy, error_of_call(endpoint, error.with_traceback(None), sent_token=sent_token)) from None
     except asyncio.CancelledError:
         # gRPC also raises it if only the call was cancelled: its channel was closed, or its upload failed.
         task = asyncio.current_task()
