@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
 
-CONNECT_SECONDS, CALL_SECONDS = 5.0, 10.0
+CONNECT_SECONDS, CALL_SECONDS, CALL_BACK_SECONDS = 5.0, 10.0, 15.0
 
 RESOLVER_VARIABLE = "GRPC_DNS_RESOLVER"
 """With another value than `native` gRPC asks the DNS server itself, also for names in /etc/hosts."""
@@ -393,7 +393,7 @@ async def _check_call_back(this: Visit) -> Finding:
     nonce = this.listener.nonce if this.listener else bytes(NONCE_BYTES)
     request = probe_pb2.DialBackRequest(run_id=config.run_id, endpoint=endpoint, nonce=nonce)
     try:
-        reply = await this.call(DIAL_BACK, request, at=at)
+        reply = await this.call(DIAL_BACK, request, CALL_BACK_SECONDS, at)
     except AveragingError as error:
         busy = "in a minute" in error.reason
         remedy = "ask again in a minute" if busy else "correct what is said above, and ask again"

@@ -16,6 +16,7 @@ from averaging.doctor import SOFTWARE, Severity
 from averaging.doctor.other_peer import NOT_ASKED
 from averaging.receipts import TrainingProgress
 from averaging.security.ca import issue, make_authority
+from averaging.seeds.etcd import EtcdSeeds
 from averaging.tensors import Schema, describe
 from tests.support.certificates import NOW, authority, stored, write
 from tests.support.doctors import about, examined, wrong
@@ -255,6 +256,28 @@ async def test_a_source_of_seeds_is_asked_and_says_what_it_has(tmp_path: Path) -
     assert endpoint in about(found, "join")[0].text
     assert about(found, "schema", endpoint)[0].severity is Severity.OK
     assert "none" in wrong(missing)["join"]
+
+
+@pytest.mark.asyncio
+async def test_etcd_is_read_and_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What others have written there is dialled only where a peer can be."""
+    listed: list[str] = []
+
+    async def read(_: EtcdSeeds) -> list[str]:
+        return listed
+
+    async def publish(_: EtcdSeeds, endpoint: str) -> None:
+        raise AssertionError(endpoint)
+
+    monkeypatch.setattr(EtcdSeeds, "read", read)
+    monkeypatch.setattr(EtcdSeeds, "publish", publish)
+    async with Peer(MODEL, run_id="run") as peer:
+        endpoint = peer.endpoint
+        listed += [endpoint, "169.254.169.254:80"]
+        found = await examined("etcd://127.0.0.1:2379/run", listen=free_address())
+    assert about(found, "schema", endpoint)[0].severity is Severity.OK
+    assert {each.peer for each in found} == {"", endpoint}
+    assert "metadata services" in about(found, "join")[1].text
 
 
 @pytest.mark.asyncio
