@@ -129,7 +129,9 @@ def _master(environ: Mapping[str, str]) -> str:
     host, port = (environ.get(f"PET_MASTER_{part}", "").strip() for part in ("ADDR", "PORT"))
     if not host:
         return ""
-    bare = ":" in host and not host.startswith("[")  # an IPv6 address
+    bare = host.count(":") > 1 and not host.startswith("[")  # an IPv6 address
+    if ":" in host and not bare and not host.startswith("["):
+        raise ConfigError(f"PET_MASTER_ADDR {host!r} must be a name or an address; the port is PET_MASTER_PORT")
     return f"{f'[{host}]' if bare else host}:{port or MASTER_PORT}"
 
 

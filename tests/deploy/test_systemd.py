@@ -164,4 +164,9 @@ def test_two_peers_train_together_and_leave_in_order(root: Path) -> None:
         assert "can be read by other users" not in peer.printed
     assert peers[0].stop() == -signal.SIGTERM
     assert "has left" in peers[0].printed
-    peers[1].stop()
+    page = (ROOT / "docs" / "how-to" / "systemd.md").read_text()
+    [command] = re.findall(r"sudo /opt/averaging/bin/(averaging leave .*)", page)
+    words = command.replace("a.example.org:4222", f"127.0.0.1:{ports[1]}").replace(" a.", " b.").split()
+    left = subprocess.run([str(BIN / words[0]), *words[1:]], cwd=root / "etc", capture_output=True, text=True)
+    assert left.returncode == 0, left.stdout + left.stderr
+    assert peers[1].process.wait(DEADLINE) == -signal.SIGTERM, "clean for systemd, which does not start it again"

@@ -83,13 +83,17 @@ def test_the_variables_of_a_launcher_count_where_no_endpoint_is_given(
     assert options.awaits_name is (not given and bool(addr))
 
 
-def test_a_wrong_variable_is_named() -> None:
-    for port, told in [
-        ("many", "PET_MASTER_ADDR:PET_MASTER_PORT: "),
-        ("1", "PET_MASTER_ADDR:PET_MASTER_PORT a.site:1 is"),
-    ]:
-        with pytest.raises(ConfigError, match=told):
-            read_options("", {}, 2, {"PET_MASTER_ADDR": "a.site", "PET_MASTER_PORT": port})
+@pytest.mark.parametrize(
+    ("addr", "port", "told"),
+    [
+        ("a.site", "many", "PET_MASTER_ADDR:PET_MASTER_PORT: "),
+        ("a.site:5", "1", "PET_MASTER_ADDR 'a.site:5' must be a name or an address; the port is PET_MASTER_PORT"),
+        ("a.site", "1", "PET_MASTER_ADDR:PET_MASTER_PORT a.site:1 is reached over the network"),
+    ],
+)
+def test_a_wrong_variable_is_named(addr: str, port: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        read_options("", {}, 2, {"PET_MASTER_ADDR": addr, "PET_MASTER_PORT": port})
 
 
 def test_a_cluster_gives_names_later() -> None:
