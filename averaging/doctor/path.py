@@ -420,15 +420,28 @@ async def measure_idle(path: PathTo, longest: float) -> Idle:
     """Leaves several connections idle, each for another time, and uses each again.
 
     Raises:
-        AveragingError: A connection did not even work before.
+        AveragingError: A connection did not even work before, or a new one does not work afterwards.
     """
     steps = idle_steps(longest)
     lives = await _all(_lives(path, step) for step in steps)
+    if not all(lives):
+        await _check_up(path)
     lost = min((step for step, alive in zip(steps, lives, strict=True) if not alive), default=None)
     lived = max(
         (step for step, alive in zip(steps, lives, strict=True) if alive and (lost is None or step < lost)), default=0.0
     )
     return Idle(lived, lost)
+
+
+async def _check_up(path: PathTo) -> None:
+    """Checks that a new connection works: otherwise it is not the path that has lost the others.
+
+    Raises:
+        PeerUnreachableError: It does not.
+    """
+    async with path.open() as (tunnel, channels):
+        if not await _answers(channels, tunnel):
+            raise PeerUnreachableError(path.peer, "it does not answer any more, on new connections either")
 
 
 async def _lives(path: PathTo, seconds: float) -> bool:
