@@ -19,7 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Self
 
-from averaging.common import HostQuota, parse_address, spelled
+from averaging.common import HostQuota, member_of, parse_address, spelled
 from averaging.errors import ListenError
 from averaging.metrics.catalog import PROCESS_METRICS, Metric
 from averaging.metrics.exposition import Samples, registry_of
@@ -43,7 +43,7 @@ MAX_PAGES = 4
 """Forms of the page that are kept, since a reader says which one it wants."""
 
 REQUEST_SECONDS = 5.0
-"""Seconds that a client may be silent."""
+"""Seconds for a request and its answer."""
 
 MAX_CONNECTIONS, CONNECTIONS_PER_HOST = 32, 8
 """Connections at a time, each with a thread."""
@@ -214,6 +214,7 @@ class _HttpServer(ThreadingHTTPServer):
 
     def __init__(self, listen: str, answers: _Answers) -> None:
         self.answers = answers
+        self._open: dict[socket.socket, float] = {}  # with the time at which each began
         self._quota, self._quota_lock = HostQuota(MAX_CONNECTIONS, CONNECTIONS_PER_HOST), threading.Lock()
         host, port = parse_address(listen)
         self.address_family, where = _resolved(listen, host.strip("[]"), port)
@@ -245,18 +246,36 @@ class _HttpServer(ThreadingHTTPServer):
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         with self._quota_lock:
-            return self._quota.take(client_address[0])
+            taken = self._quota.take(_network(client_address[0]))
+            if taken:
+                self._open[request] = time.monotonic()
+            return taken
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
             with self._quota_lock:
-                self._quota.leave(client_address[0])
+                del self._open[request]
+                self._quota.leave(_network(client_address[0]))
+
+    def service_actions(self) -> None:
+        """Ends requests that take too long, as those of a client that sends a byte now and then."""
+        end = time.monotonic() - REQUEST_SECONDS
+        with self._quota_lock:
+            late = [request for request, began in self._open.items() if began < end]
+            for request in late:
+                with suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignores clients that hang up."""
         logger.debug("a request for metrics failed", exc_info=True)
+
+
+def _network(host: str) -> str:
+    """What counts as one host: an address, or 64 bits of an IPv6 address."""
+    return member_of(f"[{host}]:1" if ":" in host else f"{host}:1", "")
 
 
 def _resolved(listen: str, host: str, port: int) -> tuple[int, Any]:

@@ -148,6 +148,26 @@ async def test_silent_clients_of_one_host_are_limited_and_sent_away(monkeypatch:
                 await asyncio.sleep(0.01)
 
 
+@pytest.mark.asyncio
+async def test_a_client_that_sends_a_byte_now_and_then_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "REQUEST_SECONDS", 1.0)
+    async with Component().observed() as observed:
+        assert await asyncio.to_thread(_drip, observed.endpoint)
+
+
+def _drip(endpoint: str) -> bool:
+    """Whether the connection is closed although something is sent all the time."""
+    end = time.monotonic() + 30
+    with socket.create_connection(parse_address(endpoint)) as connection:
+        while time.monotonic() < end:
+            try:
+                connection.sendall(b"G")
+            except OSError:
+                return True
+            time.sleep(0.1)
+    return False
+
+
 def _ends(connection: socket.socket) -> bool:
     try:
         return connection.recv(1) == b""
