@@ -33,7 +33,8 @@ from averaging.cli.register import register_command
 from averaging.cli.state import state_command
 from averaging.cli.top import top_command
 from averaging.cli.watch import watch_command
-from averaging.common import as_flag, spelling
+from averaging.common import as_flag, chosen_proxy, spelling
+from averaging.errors import ConfigError
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 100}
 
@@ -66,6 +67,10 @@ class Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Reads the arguments, which may import torch, and runs the command."""
         with starting(), spelling(as_flag):
+            try:
+                chosen_proxy()  # every command that calls others reads it
+            except ConfigError as error:
+                raise click.UsageError(str(error), ctx) from None
             return super().invoke(ctx)
 
 

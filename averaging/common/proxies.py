@@ -31,7 +31,8 @@ def check_proxy(url: str) -> str:
     except ValueError:
         valid = False
     if not valid or not url.isprintable() or len(url) > 1024:
-        shown = url.rpartition("@")[2][:100]
+        scheme, separator, _ = url.rpartition("@")[0].partition("://")
+        shown = f"{scheme}{separator}{url.rpartition('@')[2]}"[:100] if separator else url.rpartition("@")[2][:100]
         raise ConfigError(
             f"{shown!r} is not an HTTP proxy; give http://HOST:PORT or http://USER:PASSWORD@HOST:PORT of one that "
             "allows CONNECT"
