@@ -73,9 +73,12 @@ class LagRecord:
         was_logged, self._asked, self._logged = self._logged, None, False
         return own if was_logged else None
 
-    def excuse(self, seconds: float) -> None:
-        """The interpreter stood still meanwhile, which is logged itself."""
+    def excuse(self, seconds: float, now: float) -> None:
+        """The interpreter stood still meanwhile, which is logged itself. Nothing ran in the loop either."""
         self._excused += seconds
+        if self._asked is None:
+            self._recent.append((now, seconds))
+            self.stalled += seconds
 
     def begins_to_stall(self, now: float) -> bool:
         """Whether the loop does not answer for so long that it is to be logged now."""
@@ -132,7 +135,8 @@ class WatchedLoop:
     def look(self, now: float, excused: float) -> None:
         """Called by the watchdog: asks the loop, or logs that it does not answer."""
         with self._lock:
-            self._record.excuse(excused)
+            if excused:
+                self._record.excuse(excused, now)
             begins = self._record.begins_to_stall(now)
             asks = not self._record.is_asked
             if asks:

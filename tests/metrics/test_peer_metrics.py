@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import threading
+import time
 from contextlib import AsyncExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from averaging import BlockingPeer, DecentralizedAverager, DiLoCo, averager
+from averaging import BlockingPeer, DecentralizedAverager, DiLoCo, PeerConfig, averager
 from averaging.errors import ListenError
+from averaging.metrics import watchdog
 from averaging.strategies import RunStart
+from averaging.training import of_rank
 from tests.support.certificates import write
 from tests.support.peers import average, enter, swarm
 from tests.support.ports import free_port
@@ -104,6 +109,24 @@ async def test_the_expiry_of_the_certificate(tmp_path: Path) -> None:
         assert page["averaging_certificate_expiry_timestamp_seconds"][()] == peer._credentials.tls.expires
 
 
+def test_a_peer_names_the_gil_that_is_held_in_its_log_and_metrics(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """2 s in place of a minute."""
+    monkeypatch.setattr(watchdog, "LOGGED_STALL", 1.0)
+    with BlockingPeer(ones(), run_id="blocking", metrics_listen=ANY_PORT) as peer:
+        before = scrape(peer.metrics_endpoint)["averaging_interpreter_stall_seconds_total"][()]
+        ctypes.PyDLL(None).sleep(2)
+        end = time.monotonic() + 60
+        while (page := scrape(peer.metrics_endpoint))["averaging_interpreter_stall_seconds_total"][()] < before + 1:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        assert page["averaging_loop_lag_seconds"][()] > 1
+    message = next(text for text in caplog.messages if "stood still" in text)
+    assert "a thread kept the GIL" in message
+    assert "test_peer_metrics.py" in message
+
+
 def test_a_blocking_peer() -> None:
     with BlockingPeer(ones(), run_id="blocking", metrics_listen=ANY_PORT) as peer:
         assert http_get(peer.metrics_endpoint, "/readyz") == (200, "ready\n")
@@ -158,3 +181,13 @@ def test_the_command_tells_its_port(tmp_path: Path) -> None:
     with JsonProcess(*command, "--metrics-listen", ANY_PORT) as process:
         ready = process.expect("ready")
         assert http_get(ready["metrics"], "/readyz") == (200, "ready\n")
+
+
+@pytest.mark.parametrize(
+    ("leads", "owns", "expected"),
+    [(True, True, "127.0.0.1:9464"), (False, True, "127.0.0.1:9466"), (False, False, None)],
+)
+def test_each_rank_of_a_site_that_owns_a_shard_has_its_port(leads: bool, owns: bool, expected: str | None) -> None:
+    rank: Any = SimpleNamespace(leads=leads, owns=owns, shard=2)
+    config = PeerConfig(run_id="site", metrics_listen="127.0.0.1:9464")
+    assert of_rank(config, rank, "127.0.0.1:4222").metrics_listen == expected

@@ -49,9 +49,16 @@ def test_a_stall_is_logged_once_and_its_end() -> None:
 def test_a_loop_is_not_blamed_for_the_interpreter() -> None:
     record = LagRecord()
     record.ask(0.0)
-    record.excuse(60.0)
+    record.excuse(60.0, 60.0)
     assert not record.begins_to_stall(60.0)
     assert record.longest(60.0) == 60.0  # it was late all the same
+
+
+def test_a_loop_that_was_not_asked_was_late_too() -> None:
+    record = LagRecord()
+    record.excuse(60.0, 100.0)
+    assert record.longest(100.0) == 60.0
+    assert record.stalled == 60.0
 
 
 def test_an_answer_without_a_question_is_ignored() -> None:
