@@ -32,6 +32,10 @@ LONG_ROUND_TRIP = 1.0
 """Seconds from which on a round trip disturbs a run: connections are lost after 10 s without an acknowledgement."""
 
 SEALING_SECONDS = 0.3
+"""Time for which a core seals parts."""
+
+LANE_SECONDS = 20.0
+"""Time limit for a direct connection, which is asked for by a call and then opened."""
 
 BANDWIDTH_FACTOR = 1.5
 """A stated bandwidth above the measured one by this factor is reported."""
@@ -311,7 +315,11 @@ async def _check_lane(check: DeepCheck) -> Finding:
     )
     await transport.bind()
     try:
-        lane = await transport.try_lane(check.endpoint)
+        async with asyncio.timeout(LANE_SECONDS):
+            lane = await transport.try_lane(check.endpoint)
+    except TimeoutError:
+        silent = PeerUnreachableError(check.peer, f"no answer within {LANE_SECONDS:g} s")
+        return _not_measured(name, silent, check.peer)
     except AveragingError as error:
         return _not_measured(name, error, check.peer)
     finally:

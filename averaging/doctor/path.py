@@ -32,6 +32,9 @@ SILENCE_SECONDS, STEP_SECONDS = 4.0, 0.1
 """A packet is lost if nothing comes of it, and of its repetitions, for this time and ten round trips. It is counted in
 steps, so that the pauses of a busy machine do not count."""
 
+TRIAL_SECONDS = 30.0
+"""The longest trial, so that a peer cannot prolong it by sending a byte now and then."""
+
 ANSWER_SECONDS = 5.0
 """Time for the answer on a connection that was idle."""
 
@@ -347,12 +350,14 @@ async def try_packet(path: PathTo, packet: int | None) -> Trial:
 async def _wait(call: asyncio.Task[int], tunnel: Tunnel) -> TcpInfo | None:
     """Waits until a call has ended, or nothing has come of it for too long; returns what the kernel told last."""
     seen: TcpInfo | None = None
-    before, silence = -1, 0.0
+    before, silence, waited = -1, 0.0, 0.0
     while not call.done() and silence < SILENCE_SECONDS + 10 * (seen.round_trip if seen else 0.0):
+        if waited >= TRIAL_SECONDS:
+            break
         await asyncio.wait({call}, timeout=STEP_SECONDS)
         seen = tunnel.info() or seen
         silence = silence + STEP_SECONDS if tunnel.received == before else 0.0
-        before = tunnel.received
+        before, waited = tunnel.received, waited + STEP_SECONDS
     return seen
 
 

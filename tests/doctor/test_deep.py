@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+import asyncio
+from contextlib import suppress
 
+import pytest
+import torch
+
+from averaging import Peer
 from averaging.config import PeerConfig
+from averaging.doctor import Examination, Finding, examine
+from averaging.doctor import path as paths
 from averaging.doctor.deep import (
     interface_of,
     judge_bandwidth,
@@ -20,14 +27,20 @@ from averaging.doctor.path import (
     Direction,
     Idle,
     Packets,
+    PathTo,
     Trial,
     headers_of,
     idle_steps,
     next_sizes,
+    try_packet,
 )
 from averaging.doctor.transfer import MeasuredTransfer
+from averaging.security import Credentials
 
 MBIT = 125_000.0
+
+SETTINGS = b"\0\0\0\4\0\0\0\0\0"
+"""An empty frame SETTINGS of HTTP/2."""
 
 
 def search(largest: int, usual: int) -> tuple[int, int]:
@@ -130,3 +143,47 @@ def test_sealing_is_compared_with_the_path() -> None:
     assert judge_sealing(1000 * MBIT, 100 * MBIT, "b:1", tls=True).text.endswith("10 times what the path carries")
     assert judge_sealing(100 * MBIT, 1000 * MBIT, "b:1", tls=True).severity is Severity.WARNING
     assert "nothing is sealed" in judge_sealing(100 * MBIT, 1000 * MBIT, "b:1", tls=False).text
+
+
+@pytest.mark.asyncio
+async def test_a_peer_cannot_prolong_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It accepts connections, sends a byte now and then, and answers nothing."""
+    monkeypatch.setattr(paths, "TRIAL_SECONDS", 1.0)
+
+    async def trickle(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError, asyncio.CancelledError):
+            while not writer.is_closing():
+                writer.write(SETTINGS)
+                await writer.drain()
+                await asyncio.sleep(0.01)
+        writer.close()
+
+    server = await asyncio.start_server(trickle, "127.0.0.1", 0)
+    async with server, asyncio.timeout(30):
+        port = server.sockets[0].getsockname()[1]
+        path = PathTo(f"127.0.0.1:{port}", "127.0.0.1", "127.0.0.1", Credentials())
+        trial = await try_packet(path, None)
+    assert trial.stuck is not None
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("direct_listen", ["auto", "off"])
+async def test_all_is_measured_at_a_real_peer_and_told_before(direct_listen: str) -> None:
+    found: list[Finding] = []
+    steps: list[str] = []
+    async with Peer({"w": torch.ones(3)}, run_id="run", direct_listen=direct_listen) as peer, asyncio.timeout(60):
+        config = PeerConfig(run_id="run", join=(peer.endpoint,))
+        await examine(Examination(config=config, deep=True, idle=0.4), found.append, steps.append)
+    checks = {each.check: each for each in found if each.peer in config.join}
+    measured = ("packets", "round-trip", "bandwidth", "sealing", "idle")
+    assert {check: checks[check].severity for check in measured} == dict.fromkeys(measured, Severity.OK)
+    assert all(checks[check].figures for check in measured)
+    assert checks["lane"].text.startswith(
+        "direct" if direct_listen == "auto" else "gRPC, which costs more CPU: it has no"
+    )
+    assert [step.split(": ")[-1].split(",")[0] for step in steps] == [
+        "which packets pass",
+        "round trips",
+        "bandwidth",
+        "connections that are idle for up to 0.4 s",
+    ]
