@@ -280,7 +280,7 @@ def keys_in(data: bytes) -> list[str]:
         if known is not None:
             keys.append(_SEQUENCES[known])
             text = text[len(known) :]
-        elif len(text) == 1 or text[1] == "\x1b":
+        elif text[1:2] not in ("[", "O"):  # Esc itself, perhaps with the next key
             keys.append("escape")
             text = text[1:]
         else:  # an unknown sequence ends with a letter or ~

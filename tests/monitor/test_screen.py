@@ -99,6 +99,7 @@ def test_keys_of_a_terminal() -> None:
     assert keys_in(b"\x1b") == ["escape"]
     assert keys_in(b"\x1b\x1b[B") == ["escape", "down"]
     assert keys_in(b"\x1b[1;5Cx\x7f\r\x03") == ["x", "backspace", "enter", "ctrl+c"]
+    assert keys_in(b"\x1bq") == ["escape", "q"]
     assert keys_in(b"") == []
     assert keys_in(b"\xff") == ["\ufffd"]
 

@@ -57,7 +57,7 @@ class TerminalProcess:
         """All lines of the screen."""
         return "\n".join(self.screen.display)
 
-    def until(self, condition: Callable[[list[str]], bool], timeout: float = DEADLINE) -> list[str]:
+    def until(self, condition: Callable[[list[str]], object], timeout: float = DEADLINE) -> list[str]:
         """Reads until the lines of the screen fulfil `condition`; returns them."""
         end = time.monotonic() + timeout
         while not condition(self.screen.display):
@@ -83,7 +83,9 @@ class TerminalProcess:
         end = time.monotonic() + DEADLINE
         while self._read(end - time.monotonic()):
             pass
-        _, status = os.waitpid(self.pid, 0)
+        ended, status = os.waitpid(self.pid, os.WNOHANG if time.monotonic() >= end else 0)
+        if not ended:
+            raise AssertionError(f"the command goes on:\n{self.text}")
         self.code = os.waitstatus_to_exitcode(status)
         return self.code
 
