@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import AsyncGenerator, Iterable
 from enum import IntEnum
 
@@ -18,6 +20,9 @@ logger = logging.getLogger("averaging.control")
 
 REPEAT_SECONDS = 2.0
 """Seconds between two replies without news, so that the caller sees that the peer lives."""
+
+LOG_SECONDS = 60.0
+"""Least seconds between two log lines about refused callers, who may call without end."""
 
 LEAVE = RpcMethod(
     "/averaging.control.v1.Control/Leave",
@@ -105,6 +110,8 @@ class ControlService:
         self.endpoint = ""
         self.departure = Departure()
         self._run_id, self._access, self._certified = run_id, access, certified
+        self._looking = asyncio.Lock()  # one look at the table of sockets at a time, whoever calls how often
+        self._logged = -math.inf  # time of the last line about a refused caller
 
     def rpc_handlers(self) -> Iterable[RpcHandler]:
         """See `RpcService`."""
@@ -113,7 +120,8 @@ class ControlService:
     async def _leave(self, _: wire.LeaveRequest) -> AsyncGenerator[wire.LeaveProgress, None]:
         host = printable(rpc_caller().connection, 100)
         reason = await self._permission()
-        logger.warning("%s leaves: asked by %s, %s", self.endpoint, host, reason)
+        if not self.departure.asked.is_set():
+            logger.warning("%s leaves: asked by %s, %s", self.endpoint, host, reason)
         self.departure.ask()
         async for step in self.departure.steps():
             yield wire.LeaveProgress(step=step.value, endpoint=self.endpoint, run_id=self._run_id)
@@ -126,17 +134,24 @@ class ControlService:
         """
         if self._access is LeaveAccess.MEMBERS:
             return "as every member may"
-        if await is_own_user(rpc_caller().connection):
-            return "by this user on this machine"
+        async with self._looking:
+            if await is_own_user(rpc_caller().connection):
+                return "by this user on this machine"
         if self._certified and self._has_certificate():
             return "with a certificate for this host"
-        logger.warning("%s asked this peer to leave, which is not for it", printable(rpc_caller().connection, 100))
+        self._note_refused(printable(rpc_caller().connection, 100))
         other = " or with a certificate for its host" if self._certified else ""
         raise ProtocolViolationError(
             f"only its own user may end this peer, on its machine{other}; call from there, or send it SIGTERM (started "
             "with leave_access='members', a peer leaves for every holder of the run's token or certificate)",
             kind=ViolationKind.FOREIGN_ENDPOINT,
         )
+
+    def _note_refused(self, caller: str) -> None:
+        now = time.monotonic()
+        if now - self._logged >= LOG_SECONDS:
+            self._logged = now
+            logger.warning("%s asked this peer to leave, which is not for it", caller)
 
     def _has_certificate(self) -> bool:
         """Whether the caller's certificate is valid for this peer's endpoint, so that it could take its place."""

@@ -76,6 +76,7 @@ def test_a_script_that_handles_sigterm_goes_on_and_ends_as_it_wants(strategy: st
         assert slowest_after(survivors, 3) < BOUND
 
 
+@pytest.mark.timeout(300)  # it starts four processes
 @pytest.mark.parametrize("strategy", rest_is_long(("local", "gradients", "diloco")))
 def test_a_peer_that_is_asked_to_leave_costs_the_others_nothing(strategy: str) -> None:
     """Its last round is whole, the next receipts say that it has left, and its process ends as by SIGTERM."""

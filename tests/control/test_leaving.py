@@ -158,6 +158,18 @@ async def test_a_stranger_and_another_member_cannot_end_a_peer(
 
 
 @pytest.mark.asyncio
+async def test_a_caller_that_asks_again_and_again_fills_no_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stranger(monkeypatch)
+    async with asyncio.timeout(DEADLINE), Leaver().running() as peer:
+        for _ in range(5):
+            with pytest.raises(CallRefusedError):
+                await ask(peer.endpoint)
+    assert caplog.text.count("which is not for it") == 1
+
+
+@pytest.mark.asyncio
 async def test_without_the_token_not_even_its_user_may(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(certificates.TOKEN)
     async with asyncio.timeout(DEADLINE), Leaver(token_file=tmp_path / "token").running() as peer:
