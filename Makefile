@@ -43,7 +43,7 @@ test-slurm: $(VENV)/installed ## the batch scripts on a real Slurm, as root (apt
 	$(BIN)/python -m pytest -m slurm tests/slurm $(PYTEST_ARGS)
 
 # Most of the time is spent waiting for what does not arrive.
-test-network: $(VENV)/installed ## the tests of bad paths in network namespaces, as root (apt-get install iproute2 nftables), about 2 minutes
+test-network: $(VENV)/installed ## the tests of bad paths in network namespaces, as root (apt-get install iproute2 nftables), about 5 minutes
 	$(BIN)/python -m pytest -m network --numprocesses 4 --dist worksteal tests/network $(PYTEST_ARGS)
 
 test-deploy: $(VENV)/deploy ## the tests of deploy/ (apt-get install kubernetes-client systemd), about 1 minute
