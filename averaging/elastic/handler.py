@@ -14,11 +14,10 @@ from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch.distributed
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
@@ -44,6 +43,9 @@ from averaging.elastic.replicated_value import ReplicatedValue
 from averaging.elastic.session import RegisterSession
 from averaging.errors import AveragingError, ConfigError
 from averaging.rpc import EventLoopThread, read_credentials
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
 # What torchrun's agent does beside the rendezvous: it counts restarts, and shows a refusal as a traceback. torch has no
 # interface for either, so a private attribute is read and `sys.excepthook` is replaced. If another torch has neither,
@@ -90,6 +92,9 @@ class RestartBudget:
 
 def _calling_agent() -> SimpleElasticAgent | None:
     """The agent that has called this thread's function, directly or not."""
+    # torch may load this module as a plugin while it imports that one.
+    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+
     frame = sys._getframe()
     while frame := frame.f_back:  # type: ignore[assignment] # None ends the loop
         caller = frame.f_locals.get("self")
