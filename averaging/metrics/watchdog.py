@@ -223,12 +223,17 @@ class Watchdog:
 def _threads() -> str:
     """Where the threads are. The one that kept the GIL has just gone on, so it is near the line that is named.
 
-    Threads that wait in Python's own library come last, since those release the GIL.
+    Threads that wait in Python's own library come last, since those release the GIL, and of them the main thread first,
+    which trains mostly.
     """
     frames, own = sys._current_frames(), threading.get_ident()
-    threads = [(frames.get(thread.ident or 0), thread.name) for thread in threading.enumerate() if thread.ident != own]
-    threads.sort(key=lambda each: each[0] is None or _is_library(each[0]))
-    places = [f"thread {name} is at {place_of(frame)}" for frame, name in threads]
+
+    def rank(thread: threading.Thread) -> tuple[bool, bool]:
+        frame = frames.get(thread.ident or 0)
+        return frame is None or _is_library(frame), thread is not threading.main_thread()
+
+    threads = sorted((thread for thread in threading.enumerate() if thread.ident != own), key=rank)
+    places = [f"thread {each.name} is at {place_of(frames.get(each.ident or 0))}" for each in threads]
     more = [f"{len(places) - MAX_THREADS} more threads"] if len(places) > MAX_THREADS else []
     return "; ".join(places[:MAX_THREADS] + more)
 
