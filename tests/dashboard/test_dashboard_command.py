@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 
 import httpx
 import pytest
+from click.testing import CliRunner
 
 from averaging.cli import main
 from tests.support.processes import averaging_process
@@ -34,11 +34,7 @@ def test_it_serves_a_run_that_does_not_answer_until_it_is_ended() -> None:
         (["--join", "127.0.0.1:1", "--password-file", "/missing"], "--password-file /missing cannot be read"),
     ],
 )
-def test_wrong_usage_is_told_with_the_remedy(
-    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["dashboard", *arguments])
-    assert end.value.code == 2
-    assert complaint in capsys.readouterr().err
-    asyncio.set_event_loop(None)
+def test_wrong_usage_is_told_with_the_remedy(arguments: list[str], complaint: str) -> None:
+    done = CliRunner().invoke(main, ["dashboard", *arguments])
+    assert done.exit_code == 2
+    assert complaint in done.stderr
