@@ -161,6 +161,10 @@ class WatchedLoop:
             logger.warning("the event loop of %s answers again, after %.1f s", self.name, stood)
 
 
+JOIN_SECONDS = 0.5
+"""Longest wait for the end of the thread, which goes on if another loop was added meanwhile."""
+
+
 class Watchdog:
     """The thread that watches the loops of this process; it runs while there are any.
 
@@ -184,10 +188,13 @@ class Watchdog:
                 self._thread.start()
 
     def remove(self, loop: WatchedLoop) -> None:
-        """Ends watching a loop."""
+        """Ends watching a loop, and with the last one the thread."""
         with self._lock:
             self._loops.pop(loop, None)
+            ending = None if self._loops else self._thread
         self._changed.set()
+        if ending is not None:
+            ending.join(JOIN_SECONDS)  # it never waits for the loop that calls this
 
     def _run(self) -> None:
         slept, busy = time.monotonic(), time.process_time()
