@@ -28,6 +28,8 @@ def raising(error: Exception, name: str) -> Callable[[], None]:
         (OSError(errno.EBADF, "Bad file descriptor"), f"grpc._cython.cygrpc.{POLLER}", False),
         (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), f"grpc._cython.cygrpc.{POLLER}", False),
         (OSError(errno.EBADF, "Bad file descriptor"), "read_something", True),
+        (RuntimeError("Event loop is closed"), f"grpc._cython.cygrpc.{POLLER}", False),
+        (RuntimeError("Event loop is closed"), "read_something", True),
         (ValueError("a bug"), f"grpc._cython.cygrpc.{POLLER}", True),
     ],
 )

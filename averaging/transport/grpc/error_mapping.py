@@ -24,6 +24,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from traceback import walk_tb
 from typing import Any, Never, TypeVar
 
 import grpc
@@ -275,18 +276,19 @@ class _LateWakeUps(logging.Filter):
     """Drops an error of asyncio's log: an event loop was woken for gRPC, and there was nothing to read any more.
 
     All event loops of a process share one pair of sockets, over which gRPC wakes them. Another loop may have read the
-    event before, or may have closed the sockets with the last object of grpc.aio (grpcio 1.85).
+    event before, or may have closed the sockets with the last object of grpc.aio (grpcio 1.85). Or the event is for a
+    loop that was closed meanwhile, to which this one cannot hand it on.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Returns whether the record stays in the log."""
         error = record.exc_info[1] if record.exc_info else None
-        if not isinstance(error, OSError):
+        if error is None:
             return True
-        trace = error.__traceback__
-        while trace is not None and trace.tb_next is not None:
-            trace = trace.tb_next
-        return trace is None or not trace.tb_frame.f_code.co_name.endswith(POLLER)
+        frames = [frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__)]
+        if isinstance(error, RuntimeError) and str(error) == "Event loop is closed":
+            return not any(name.endswith(POLLER) for name in frames)
+        return not (isinstance(error, OSError) and frames and frames[-1].endswith(POLLER))
 
 
 _FILTERS = {"grpc._cython.cygrpc": _LostEnds(), "asyncio": _LateWakeUps()}
