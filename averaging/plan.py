@@ -99,10 +99,10 @@ class PeerLink:
         Raises:
             ConfigError: it is no link.
         """
-        if (found := _LINK.fullmatch(text.replace(" ", ""))) is None or not float(found["rate"]):
+        if (match := _LINK.fullmatch(text.replace(" ", ""))) is None or not float(match["rate"]):
             raise ConfigError(f"{text!r} is no link; write its rate and round trip as 300Mbit/40ms or 1Gbit/5ms")
-        rate = float(found["rate"]) * {"k": 1e3, "M": 1e6, "G": 1e9}[found["unit"]]
-        return cls(rate, float(found["trip"]) / 1000) if found["trip"] else cls(rate)
+        rate = float(match["rate"]) * {"k": 1e3, "M": 1e6, "G": 1e9}[match["unit"]]
+        return cls(rate, float(match["trip"]) / 1000) if match["trip"] else cls(rate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,24 +278,24 @@ def memory_of_peer(run: RunPlan) -> dict[str, int]:
     weights = run.parameters * run.dtype.itemsize
     averaged = run.parameters * run.averaged_dtype.itemsize
     statistics = weights * run.statistics
-    held = {"parameters": weights, "gradients": weights, "statistics of the optimizer": statistics}
+    memory = {"parameters": weights, "gradients": weights, "statistics of the optimizer": statistics}
     shared = weights + statistics
     match run.strategy:
         case StrategyKind.DILOCO:
-            held |= {"model after the last global step": averaged, "outer momentum": averaged}
-            held |= {"change since then": averaged}
+            memory |= {"model after the last global step": averaged, "outer momentum": averaged}
+            memory |= {"change since then": averaged}
             shared += 2 * averaged
         case StrategyKind.GRADIENT_AVERAGING:
-            held["mean gradients"] = averaged
+            memory["mean gradients"] = averaged
         case StrategyKind.LOCAL_SGD if run.delay:
-            held["copy that is averaged during training"] = int(run.tensor_bytes)
+            memory["copy that is averaged during training"] = int(run.tensor_bytes)
     if run.error_feedback:
-        held["loss of the code"] = run.parameters * torch.float32.itemsize
-    held["results of a round"] = int(run.tensor_bytes)
-    held["parts under way"] = min(PARTS_UNDER_WAY, 2 * int(run.tensor_bytes))
+        memory["loss of the code"] = run.parameters * torch.float32.itemsize
+    memory["results of a round"] = int(run.tensor_bytes)
+    memory["parts under way"] = min(PARTS_UNDER_WAY, 2 * int(run.tensor_bytes))
     if run.share_state:
-        held["copy for newcomers, while one downloads"] = shared
-    return held
+        memory["copy for newcomers, while one downloads"] = shared
+    return memory
 
 
 # Comparison with what was measured.

@@ -203,7 +203,7 @@ async def _measure_rates(check: DeepCheck, path: PathTo) -> AsyncGenerator[Findi
         except AveragingError as error:
             yield _not_measured("bandwidth", error, check.peer)
     sealed = await asyncio.to_thread(sealing_rate, check.config.part_size_bytes, SEALING_SECONDS, time.perf_counter)
-    fastest = max((one.rate for one in (there, back) if one is not None), default=0.0)
+    fastest = max((transfer.rate for transfer in (there, back) if transfer is not None), default=0.0)
     finding = judge_sealing(sealed, fastest, check.peer, tls=path.credentials.tls is not None)
     yield replace(finding, figures={"sealed_bytes_per_second": sealed})
 
