@@ -42,7 +42,7 @@ from averaging.common import (
     whole,
 )
 from averaging.errors import ConfigError
-from averaging.protocol import COMPRESSIONS, CompressionType, Mode, ReplyForm, parse_aggregation
+from averaging.protocol import TENSOR_COMPRESSION, CompressionType, Mode, ReplyForm, parse_aggregation
 
 DEFAULT_PART_SIZE_BYTES = 1 << 20
 """Smaller parts cost more per byte; larger ones gain nothing (docs/design/performance.md)."""
@@ -283,7 +283,7 @@ class PeerConfig:
     )
     compression: CompressionType = _basic(
         CompressionType.NONE,
-        choice(COMPRESSIONS),
+        TENSOR_COMPRESSION,
         "How tensors are encoded on the wire; the same at all peers. The strategies have an option of the same "
         "name, which wins.",
         shared=True,

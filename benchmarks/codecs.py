@@ -129,7 +129,7 @@ def show(results: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [code.name.lower() for code in CompressionType]
+    names = [code.name.lower() for code in CompressionType if not code.is_sparse]
     parser.add_argument("--codes", nargs="+", choices=names, default=names, help="which ones (all)")
     parser.add_argument("--mib", type=int, default=32, help="MiB of float32 to encode in one pass (32)")
     parser.add_argument("--passes", type=int, default=5, help="passes, of which the best counts (5)")

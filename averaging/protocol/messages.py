@@ -7,11 +7,12 @@ Pure.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from enum import IntEnum
+from dataclasses import dataclass, field, replace
+from enum import IntEnum, StrEnum
 from typing import TypeAlias, cast
 
-from averaging.common import choice
+from averaging.common import choice, is_number, one_of
+from averaging.errors import ConfigError
 
 
 class MessageCode(IntEnum):
@@ -47,26 +48,99 @@ class CompressionType(IntEnum):
     UNIFORM_8BIT = 4
     BFLOAT16 = 16
     BLOCKWISE_INT8 = 17
+    TOP_K = 18
+    """The largest elements of each block; a contribution. See `averaging.tensors.SparseTensor`."""
+    TOP_K_UNION = 19
+    """The average of contributions in TOP_K; a reply."""
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether it sends only some of the elements. The others encode each tensor as a whole."""
+        return self >= CompressionType.TOP_K
 
 
-COMPRESSIONS = {code.name.lower(): code for code in CompressionType} | {
+COMPRESSIONS = {code.name.lower(): code for code in CompressionType if not code.is_sparse} | {
     "fp16": CompressionType.FLOAT16,
     "bf16": CompressionType.BFLOAT16,
     "int8": CompressionType.BLOCKWISE_INT8,
 }
-"""Compressions by the names that options accept."""
+"""Compressions of any tensor, by the names that options accept."""
+
+CHANGE_COMPRESSIONS = COMPRESSIONS | {"top_k": CompressionType.TOP_K}
+"""Compressions of changes, by the names that options accept."""
 
 Buffer: TypeAlias = "bytes | memoryview"
 """Read-only bytes."""
 
 
 def parse_compression(value: CompressionType | str) -> CompressionType:
-    """Returns the compression that `value` is or names, see `COMPRESSIONS`; case does not matter.
+    """Returns the compression that `value` is or names, see `CHANGE_COMPRESSIONS`; case does not matter.
 
     Raises:
         ConfigError: there is no such compression; the message lists the names.
     """
-    return cast(CompressionType, choice(COMPRESSIONS).check("compression", value))
+    return cast(CompressionType, choice(CHANGE_COMPRESSIONS).check("compression", value))
+
+
+def _of_any_tensor(value: CompressionType | str) -> CompressionType:
+    code = cast(CompressionType, choice(CHANGE_COMPRESSIONS).convert(value))
+    if code.is_sparse:
+        raise ConfigError(
+            "top_k sends the largest changes only; give it to a strategy that averages changes, as in "
+            'DiLoCo(compression="top_k")'
+        )
+    return code
+
+
+TENSOR_COMPRESSION = replace(choice(COMPRESSIONS), accepts=choice(CHANGE_COMPRESSIONS).accepts, convert=_of_any_tensor)
+"""The option for the compression of any tensor. It refuses those of changes with a reason."""
+
+
+class MeanOver(StrEnum):
+    """Over which members the mean of an element is taken if only some of them sent it."""
+
+    SENDERS = "senders"
+    """Over those that sent it."""
+    ALL = "all"
+    """Over all members of the round; the others count as 0."""
+
+
+KEPT_BITS = (2, 4, 8)
+"""Bits of a value that TOP_K keeps."""
+
+
+@dataclass(frozen=True)
+class TopK:
+    """What the members of a round must have alike to average in TOP_K.
+
+    Attributes:
+        density: share of the elements of each block that is sent, above 0 and at most 1.
+        bits: bits of a kept value: 2, 4 or 8.
+        mean_over: a `MeanOver`, or its name.
+
+    Raises:
+        ConfigError: an attribute is invalid; the message names the option.
+    """
+
+    density: float = 1 / 64
+    bits: int = 2
+    mean_over: MeanOver = MeanOver.SENDERS
+
+    def __post_init__(self) -> None:
+        if not (is_number(self.density) and 0 < self.density <= 1):
+            raise ConfigError(
+                f"density, the share of the elements that is sent, must be above 0 and at most 1, not {self.density!r}",
+                "density",
+            )
+        if self.bits not in KEPT_BITS:
+            raise ConfigError(f"bits, of each value that is sent, must be 2, 4 or 8, not {self.bits!r}", "bits")
+        object.__setattr__(self, "density", float(self.density))
+        object.__setattr__(self, "bits", int(self.bits))
+        object.__setattr__(self, "mean_over", one_of(MeanOver, self.mean_over, "mean_over"))
+
+    def kept(self, size: int) -> int:
+        """The number of elements that are sent of a block of `size`, at least 1."""
+        return max(1, round(size * self.density))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 Read in this order: `manifest` (dtypes, descriptions and their checks, bytes in pieces), `schema` (what all members of a
 round must have alike), `shared_tensors` (tensors that the training thread and the event loop both use), `compression`
-(encode and decode by code number).
+(encode and decode by code number), `sparse` (only the largest elements of each block).
 """
 
 from averaging.tensors.compression import Codec, Raw, bytes_per_element, decode, decode_as, decoder, encode
@@ -34,16 +34,38 @@ from averaging.tensors.shared_tensors import (
     offload,
     sharing_memory,
 )
+from averaging.tensors.sparse import (
+    BLOCK_ELEMENTS,
+    BlockLayout,
+    BlockRun,
+    Contribution,
+    EncodedUnion,
+    SparsePart,
+    SparseTensor,
+    combine,
+    decode_top_k,
+    decode_union,
+    encode_union,
+    top_k_nbytes,
+    union_limit,
+)
 
 __all__ = [
     "AVERAGED_DTYPES",
+    "BLOCK_ELEMENTS",
     "DTYPES",
     "STATE_DTYPES",
     "WEIGHT_DTYPES",
+    "BlockLayout",
+    "BlockRun",
     "Codec",
+    "Contribution",
+    "EncodedUnion",
     "Raw",
     "Schema",
     "SharedTensors",
+    "SparsePart",
+    "SparseTensor",
     "TensorBuffer",
     "TensorInfo",
     "TensorSpec",
@@ -53,14 +75,18 @@ __all__ = [
     "check_size",
     "check_tensors",
     "chunks_of",
+    "combine",
     "copy_to_cpu",
     "decode",
     "decode_as",
+    "decode_top_k",
+    "decode_union",
     "decoder",
     "describe",
     "digest_of_tensors",
     "dtype_name",
     "encode",
+    "encode_union",
     "finite_as",
     "first_difference",
     "in_thread",
@@ -69,5 +95,7 @@ __all__ = [
     "offload",
     "pieces_of",
     "sharing_memory",
+    "top_k_nbytes",
+    "union_limit",
     "view_memory",
 ]

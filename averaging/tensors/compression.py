@@ -451,4 +451,6 @@ def _codec(compression: CompressionType, dtype: torch.dtype) -> Codec:
     name = dtype_name(dtype)
     if name not in _RAW:
         raise TensorError(f"{dtype} cannot be averaged; {', '.join(_RAW)} can")
+    if compression.is_sparse:
+        raise TensorError(f"{compression.name} does not encode every element; see averaging.tensors.SparseTensor")
     return _RAW[name] if compression == CompressionType.NONE else _LOSSY[compression]

@@ -211,7 +211,7 @@ def test_choices_are_those_of_the_library() -> None:
         "inspection": [who.value for who in Inspection],
         "leave_access": [who.value for who in LeaveAccess],
     }
-    assert set(COMPRESSIONS.values()) == set(CompressionType)
+    assert set(COMPRESSIONS.values()) == {code for code in CompressionType if not code.is_sparse}
 
 
 @pytest.mark.parametrize("command", [[], ["peer"], ["state"], ["ca"], ["ca", "init"], ["ca", "issue"]], ids=str)

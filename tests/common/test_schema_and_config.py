@@ -228,6 +228,8 @@ def test_a_name_has_at_most_256_characters() -> None:
 )  # fmt: skip
 def test_members_of_enums_may_be_given_by_name(option: str, kind: type[Enum]) -> None:
     for member in kind:
+        if isinstance(member, CompressionType) and member.is_sparse:
+            continue
         for value in (member, member.name, member.name.lower(), f" {member.name.title()} "):
             assert getattr(PeerConfig(run_id="run", **{option: value}), option) is member  # type: ignore[arg-type]
     for wrong in ("none of these", "", None, 1.5):
@@ -272,7 +274,7 @@ def test_compressions_have_short_names() -> None:
     assert parse_compression("FP16") is CompressionType.FLOAT16
     assert parse_compression("bf16") is CompressionType.BFLOAT16
     assert parse_compression("Int8") is CompressionType.BLOCKWISE_INT8
-    with pytest.raises(ConfigError, match=r"none, .*uniform_8bit.*fp16, bf16, int8, not 'zip'"):
+    with pytest.raises(ConfigError, match=r"none, .*uniform_8bit.*fp16, bf16, int8, top_k, not 'zip'"):
         parse_compression("zip")
 
 

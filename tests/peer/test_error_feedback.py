@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from averaging.allreduce.partition import Part
 from averaging.peer.topics import ErrorFeedback
-from averaging.protocol.messages import CompressionType
+from averaging.protocol.messages import COMPRESSIONS, CompressionType
 from averaging.tensors.compression import decode, encode
 from averaging.tensors.schema import describe
 
-LOSSY = [code for code in CompressionType if code is not CompressionType.NONE]
+LOSSY = sorted({*COMPRESSIONS.values()} - {CompressionType.NONE})
 
 
 @given(

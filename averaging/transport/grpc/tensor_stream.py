@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from averaging.errors import ConfigError, ProtocolViolationError
-from averaging.protocol import CompressionType, WireTensor, parse_compression
+from averaging.protocol import TENSOR_COMPRESSION, CompressionType, WireTensor
 from averaging.tensors import (
     AVERAGED_DTYPES,
     STATE_DTYPES,
@@ -46,7 +46,7 @@ def tensor_messages(
     Raises:
         ConfigError: The dtype cannot be sent, or there is no such compression.
     """
-    name, code = dtype_name(tensor.dtype), parse_compression(compression)
+    name, code = dtype_name(tensor.dtype), TENSOR_COMPRESSION.check("compression", compression)
     if name not in STATE_DTYPES:
         raise ConfigError(f"{tensor.dtype} cannot be sent; {', '.join(STATE_DTYPES)} can")
     tensor = tensor.detach().cpu()

@@ -1,0 +1,676 @@
+"""TOP_K and TOP_K_UNION: the largest elements of each block, and the average of such contributions.
+
+Read in this order: `BlockLayout` (how a tensor is cut into blocks), `SparseTensor` (a contribution, and its parts on
+the wire), `decode_top_k`, `combine` (the average of a part), `encode_union`, `decode_union`. docs/reference/protocol.md
+has the layouts of the bytes. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from math import ceil, prod
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from averaging.errors import ProtocolViolationError, TensorError
+from averaging.protocol import Buffer, CompressionType, MeanOver, TopK, WireTensor
+from averaging.tensors.compression import RANGE_IN_SIGMAS
+from averaging.tensors.manifest import check_size, view_bytes, view_memory
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+TILE = 64
+"""Rows and columns of a full block of a matrix."""
+
+BLOCK_ELEMENTS = TILE * TILE
+"""Elements of a full block, so that an index takes 12 bits."""
+
+TOP_K_DTYPE = "top_k_float32"
+"""The value of the tensor's `dtype` field on the wire."""
+
+
+# How a tensor is cut into blocks.
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRun:
+    """Blocks of one size, one after the other.
+
+    Attributes:
+        start: first element, in tile order.
+        count: number of blocks, at least 1.
+        size: elements of each block.
+    """
+
+    start: int
+    count: int
+    size: int
+
+    @property
+    def stop(self) -> int:
+        """One past the last element, in tile order."""
+        return self.start + self.count * self.size
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """The blocks of a tensor, and the order of its elements in which each block is contiguous (tile order).
+
+    A matrix consists of tiles of 64 × 64, with narrower ones at the right edge and lower ones at the bottom edge. In
+    tile order come first all full tiles, row by row, then the right edge, the bottom edge, and the corner. A tensor of
+    more dimensions is a matrix with the rows of its first one. One of fewer dimensions consists of blocks of 4,096
+    elements and a smaller rest.
+
+    Attributes:
+        shape: the shape of the tensor.
+    """
+
+    shape: tuple[int, ...]
+
+    @cached_property
+    def numel(self) -> int:
+        """Number of elements; 1 for a 0-dim tensor."""
+        return prod(self.shape)
+
+    @cached_property
+    def runs(self) -> tuple[BlockRun, ...]:
+        """Runs of equal blocks, in tile order; none for a tensor without elements."""
+        if len(self.shape) < 2:
+            counts = [(self.numel // BLOCK_ELEMENTS, BLOCK_ELEMENTS), (1, self.numel % BLOCK_ELEMENTS)]
+        else:
+            tiles = product(*map(_tiles, self._matrix))
+            counts = [(down * across, height * width) for (down, height), (across, width) in tiles]
+        runs: list[BlockRun] = []
+        for count, size in counts:
+            if count * size:
+                runs.append(BlockRun(runs[-1].stop if runs else 0, count, size))
+        return tuple(runs)
+
+    @property
+    def _matrix(self) -> tuple[int, int]:
+        return self.shape[0], prod(self.shape[1:])
+
+    def to_blocks(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elements in tile order: a new tensor, 1-D, float32, on the CPU."""
+        flat = torch.empty(self.numel, dtype=torch.float32, device="cpu")
+        for there, here in self._regions(flat, tensor.detach()):
+            there.copy_(here)
+        return flat
+
+    def from_blocks(self, flat: torch.Tensor) -> torch.Tensor:
+        """The tensor of shape `shape` whose elements in tile order are `flat`: new, float32, on the CPU."""
+        tensor = torch.empty(self.shape, dtype=torch.float32, device="cpu")
+        for here, there in self._regions(flat, tensor):
+            there.copy_(here)
+        return tensor
+
+    def _regions(self, flat: torch.Tensor, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Views of the same elements in tile order and in the tensor, of equal shapes."""
+        if len(self.shape) < 2:
+            yield flat, tensor.reshape(-1)
+            return
+        matrix = tensor.reshape(self._matrix)
+        start, top = 0, 0
+        for down, height in _tiles(self._matrix[0]):
+            left = 0
+            for across, width in _tiles(self._matrix[1]):
+                shape = (down, across, height, width)
+                region = matrix[top : top + down * height, left : left + across * width]
+                if stop := prod(shape):
+                    tiles = region.view(down, height, across, width).transpose(1, 2)
+                    yield flat[start : start + stop].view(shape), tiles
+                start, left = start + stop, left + across * width
+            top += down * height
+
+    def cuts(self, elements_per_part: int) -> Iterator[tuple[int, int]]:
+        """Cuts the tensor into parts, each of whole blocks of one size.
+
+        Args:
+            elements_per_part: most elements of a part; a single block may have more.
+
+        Yields:
+            The first element of each part and one past its last, in tile order.
+        """
+        for run in self.runs:
+            step = max(1, elements_per_part // run.size) * run.size
+            for start in range(run.start, run.stop, step):
+                yield start, min(start + step, run.stop)
+
+
+def _tiles(extent: int) -> list[tuple[int, int]]:
+    """Number and size of the tiles along a dimension: the full ones, then the rest."""
+    return [(extent // TILE, TILE), (1, extent % TILE)]
+
+
+# A contribution.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SparsePart:
+    """Some elements of a part; the others are 0.
+
+    Attributes:
+        numel: number of elements of the part.
+        indices: 1-D, int64, ascending, each once, at least 0 and below `numel`.
+        values: 1-D, float32, of the same length, finite.
+    """
+
+    numel: int
+    indices: torch.Tensor
+    values: torch.Tensor
+
+    def dense(self) -> torch.Tensor:
+        """All elements: a new tensor, 1-D, float32."""
+        return torch.zeros(self.numel, dtype=torch.float32, device="cpu").index_copy_(0, self.indices, self.values)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SparseTensor:
+    """The largest elements of each block of a tensor, quantised together.
+
+    Attributes:
+        layout: the blocks of the tensor.
+        top_k: how many elements are kept, and with how many bits.
+    """
+
+    layout: BlockLayout
+    top_k: TopK
+    _indices: torch.Tensor = field(repr=False)  # int16, within the block; ascending in each block
+    _codes: torch.Tensor = field(repr=False)  # uint8
+    _table: torch.Tensor = field(repr=False)  # float32, the value of each code
+
+    @classmethod
+    def of(cls, flat: torch.Tensor, layout: BlockLayout, top_k: TopK) -> SparseTensor:
+        """Chooses the elements of a tensor and quantises them.
+
+        Args:
+            flat: the elements in tile order, 1-D, float32, on the CPU; not changed.
+            layout: the blocks of the tensor.
+            top_k: how many elements are kept, and with how many bits.
+
+        Raises:
+            TensorError: an element is NaN or infinite.
+        """
+        chosen, kept = [], []
+        for run in layout.runs:
+            blocks = flat[run.start : run.stop].view(run.count, run.size)
+            indices = _largest(blocks, top_k.kept(run.size))
+            chosen.append(indices.to(torch.int16).view(-1))
+            kept.append(blocks.gather(1, indices).view(-1))
+        values = torch.cat(kept) if kept else torch.empty(0, dtype=torch.float32, device="cpu")
+        if not torch.isfinite(values).all():  # the largest magnitudes of a block include NaN and infinity
+            raise TensorError("NaN or infinity cannot be sent in top_k")
+        table, codes = quantise(values, top_k.bits)
+        indices = torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.int16, device="cpu")
+        return cls(layout, top_k, indices, codes, table)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the tensor, of which some are sent."""
+        return self.layout.numel
+
+    def wire(self, start: int, stop: int) -> WireTensor:
+        """The elements from `start` to `stop`, one of the layout's `cuts`, as they are sent."""
+        kept = self._kept(start, stop)
+        codes, indices = self._codes[kept], _pack_indices(self._indices[kept].numpy())
+        if len(codes) < len(self._table):
+            pieces = [_view(self._decoded(codes)), indices]
+        else:
+            pieces = [_view(self._table), indices, _pack_codes(codes.numpy(), self.top_k.bits)]
+        return WireTensor(np.concatenate(pieces).data, (stop - start,), TOP_K_DTYPE, CompressionType.TOP_K)
+
+    def values(self, start: int, stop: int) -> SparsePart:
+        """What the receiver of `wire(start, stop)` decodes, bit for bit; of any whole blocks."""
+        kept = self._kept(start, stop)
+        origins = [
+            torch.arange(max(run.start, start), min(run.stop, stop), run.size, device="cpu")
+            .sub_(start)
+            .repeat_interleave(self.top_k.kept(run.size))
+            for run in self.layout.runs
+            if run.start < stop and start < run.stop
+        ]
+        origin = torch.cat(origins) if origins else torch.empty(0, dtype=torch.int64, device="cpu")
+        return SparsePart(stop - start, origin.add_(self._indices[kept]), self._decoded(self._codes[kept]))
+
+    def dense(self) -> torch.Tensor:
+        """What receivers of all parts decode: all elements in tile order, a new float32 tensor."""
+        return self.values(0, self.numel).dense()
+
+    def _decoded(self, codes: torch.Tensor) -> torch.Tensor:
+        return self._table.index_select(0, codes.to(torch.int32))
+
+    def _kept(self, start: int, stop: int) -> slice:
+        return slice(self._kept_before(start), self._kept_before(stop))
+
+    def _kept_before(self, position: int) -> int:
+        """Number of kept elements before an element that is the first of a block, or the end."""
+        count = 0
+        for run in self.layout.runs:
+            if position < run.stop:
+                blocks, inside = divmod(position - run.start, run.size)
+                if inside or blocks < 0:
+                    break
+                return count + blocks * self.top_k.kept(run.size)
+            count += run.count * self.top_k.kept(run.size)
+        else:
+            if position == self.numel:
+                return count
+        raise ValueError(f"element {position} does not begin a block of {self.layout}")
+
+
+def _largest(blocks: torch.Tensor, k: int) -> torch.Tensor:
+    """The indices of the k largest magnitudes of each block, ascending: shape (blocks, k), int64."""
+    return blocks.abs().topk(k, dim=1, sorted=False).indices.sort(dim=1).values
+
+
+def quantise(values: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Assigns values to 2^bits bins, each represented by the mean of its values.
+
+    The bins are 6·std / 2^bits wide, the one with the number 2^bits / 2 is centred at the mean of all values, and the
+    first and the last bin are open. If there are at most 2^bits values, each has a bin of its own, so that nothing is
+    lost.
+
+    Args:
+        values: 1-D, float32, finite.
+        bits: at most 8.
+
+    Returns:
+        The means, float32, 0 for an empty bin, and the bin of each value, uint8.
+    """
+    count, bins = len(values), 1 << bits
+    if count <= bins:
+        table = torch.zeros(bins, dtype=torch.float32, device="cpu")
+        table[:count] = values
+        return table, torch.arange(count, dtype=torch.uint8, device="cpu")
+    exact = values.to(torch.float64)  # squares of large float32 numbers overflow float32
+    centred = exact - exact.mean()
+    width = torch.linalg.vector_norm(centred) * (RANGE_IN_SIGMAS / bins / (count - 1) ** 0.5)
+    numbers = centred.div_(width).round_().add_(bins // 2).clamp_(0, bins - 1)
+    codes = numbers.nan_to_num_(nan=bins // 2).to(torch.uint8)  # if all are equal, they became 0 / 0
+    counts = torch.bincount(codes, minlength=bins).clamp_min_(1)
+    sums = torch.bincount(codes, weights=exact, minlength=bins)
+    return (sums / counts).to(torch.float32), codes
+
+
+def top_k_nbytes(numel: int, block_size: int, top_k: TopK) -> int:
+    """Bytes of a contribution to a part of whole blocks."""
+    count = _kept_of(numel, block_size, top_k)
+    if count < 1 << top_k.bits:
+        return 4 * count + _index_bytes(count)
+    return (4 << top_k.bits) + _index_bytes(count) + _code_bytes(count, top_k.bits)
+
+
+def decode_top_k(wire: WireTensor, block_size: int, top_k: TopK) -> SparsePart:
+    """Decodes a part that `SparseTensor.wire` encoded.
+
+    Args:
+        wire: the part; its size must have been compared with that of the part.
+        block_size: elements of each of its blocks.
+        top_k: what the members of the round have alike.
+
+    Raises:
+        ProtocolViolationError: the part has another compression, dtype or size, the wrong length, indices that are out
+            of range or not ascending, or a value that is not finite.
+    """
+    numel = _checked_numel(wire, CompressionType.TOP_K, block_size)
+    _check_length(wire, top_k_nbytes(numel, block_size, top_k))
+    return _unpack_top_k(_view_buffer(wire.buffer), numel, block_size, top_k)
+
+
+def _unpack_top_k(raw: Bytes, numel: int, block_size: int, top_k: TopK) -> SparsePart:
+    count = _kept_of(numel, block_size, top_k)
+    few = count < 1 << top_k.bits
+    table, rest = _cut(raw, 4 * count if few else 4 << top_k.bits)
+    packed, codes = _cut(rest, _index_bytes(count))
+    starts = np.repeat(np.arange(0, numel, block_size, dtype=np.int64), top_k.kept(block_size))
+    indices = _unpack_indices(packed, starts, block_size)
+    values = _finite(table.view(np.float32))
+    if not few:
+        values = values[_unpack_codes(codes, count, top_k.bits)]
+    return SparsePart(numel, torch.from_numpy(indices), torch.from_numpy(values.copy()))
+
+
+# The average of contributions, and its form on the wire.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Contribution:
+    """The part of one member.
+
+    Attributes:
+        part: its elements.
+        buffer: the same as they came, or as `SparseTensor.wire` encodes them.
+        weight: the member's weight in the mean, above 0 and finite; rounded to float32.
+        scale: factor of its values, such as that which limits their norm; at least 0 and finite; rounded to float32.
+    """
+
+    part: SparsePart
+    buffer: Buffer
+    weight: float = 1.0
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("weight", "scale"):
+            object.__setattr__(self, name, float(np.float32(getattr(self, name))))
+
+
+def combine(contributions: Sequence[Contribution], mean_over: MeanOver) -> SparsePart:
+    """The weighted mean of at least one contribution to a part, in their order.
+
+    Every element that a member sent is in the result, also if the mean is 0. All peers compute the same bits.
+    """
+    numel = contributions[0].part.numel
+    sums = torch.zeros(numel, dtype=torch.float64, device="cpu")
+    weights = torch.zeros(numel, dtype=torch.float64, device="cpu")
+    for one in contributions:
+        values = one.part.values.to(torch.float64).mul_(one.scale).mul_(one.weight)
+        sums.index_add_(0, one.part.indices, values)
+        weights.index_add_(0, one.part.indices, torch.full_like(values, one.weight))
+    indices = torch.from_numpy(np.flatnonzero(weights.numpy()))
+    total = weights[indices] if mean_over is MeanOver.SENDERS else sum(one.weight for one in contributions)
+    return SparsePart(numel, indices, (sums[indices] / total).to(torch.float32))
+
+
+_AS_THEY_CAME, _INDICES_8BIT, _INDICES_BFLOAT16, _BITMAP_8BIT, _BITMAP_BFLOAT16 = range(5)
+"""The forms of a reply; its first byte."""
+
+_TABLE_BYTES = 4 << 8
+_MAX_FLOAT32 = torch.finfo(torch.float32).max
+_MAX_BFLOAT16 = torch.finfo(torch.bfloat16).max
+_HEAD = np.dtype([("form", "u1"), ("count", "<u2")])  # of the contributions as they came
+_FACTORS = np.dtype([("weight", "<f4"), ("scale", "<f4")])
+
+
+class EncodedUnion(NamedTuple):
+    """The encoded average of a part.
+
+    Attributes:
+        wire: the same bytes for all members.
+        part: what they decode.
+        loss: what was lost of the value of each element of `part`, 1-D, float32; None if nothing was.
+    """
+
+    wire: WireTensor
+    part: SparsePart
+    loss: torch.Tensor | None
+
+
+def union_limit(numel: int, block_size: int, top_k: TopK, members: int) -> int:
+    """The most bytes that `encode_union` returns for a part with contributions of at most `members`."""
+    most = min(numel, members * _kept_of(numel, block_size, top_k))
+    sizes = _union_sizes(numel, block_size, most)
+    return min(min(sizes.values()), _raw_size(numel, block_size, top_k, members))
+
+
+def encode_union(
+    contributions: Sequence[Contribution], block_size: int, top_k: TopK, residual: torch.Tensor | None = None
+) -> EncodedUnion:
+    """Encodes the mean of contributions to a part as they came, or as one union with coarser values.
+
+    Takes the form with the fewest bytes.
+
+    Args:
+        contributions: at least one, in the group's order.
+        block_size: elements of each block of the part.
+        top_k: what the members of the round have alike.
+        residual: what earlier replies have lost, of each element of the part, 1-D, float32; not changed. It is added
+            to the elements of a union, and ignored if the contributions are sent as they came.
+    """
+    mean = combine(contributions, top_k.mean_over)
+    sizes = _union_sizes(mean.numel, block_size, len(mean.indices))
+    form = min(sizes, key=lambda form: sizes[form])
+    if _raw_size(mean.numel, block_size, top_k, len(contributions)) <= sizes[form]:
+        return EncodedUnion(_reply_of(mean.numel, _pack_contributions(contributions)), mean, None)
+    exact = mean.values
+    if residual is not None:
+        exact = (exact + residual.index_select(0, mean.indices)).clamp_(-_MAX_FLOAT32, _MAX_FLOAT32)
+    if form in (_INDICES_8BIT, _BITMAP_8BIT):
+        table, codes = quantise(exact, 8)
+        decoded, packed = table.index_select(0, codes.to(torch.int32)), [_view(table), codes.numpy()]
+    else:
+        short = exact.clamp(-_MAX_BFLOAT16, _MAX_BFLOAT16).to(torch.bfloat16)
+        decoded, packed = short.to(torch.float32), [_view(short)]
+    places = _bitmap_of if form in (_BITMAP_8BIT, _BITMAP_BFLOAT16) else _counts_and_indices
+    pieces = [np.array([form], dtype=np.uint8), places(mean, block_size), *packed]
+    return EncodedUnion(
+        _reply_of(mean.numel, np.concatenate(pieces)), SparsePart(mean.numel, mean.indices, decoded), exact - decoded
+    )
+
+
+def decode_union(wire: WireTensor, block_size: int, top_k: TopK, members: int) -> SparsePart:
+    """Decodes a reply of `encode_union`.
+
+    Args:
+        wire: the reply; its size must have been compared with that of the part.
+        block_size: elements of each block of the part.
+        top_k: what the members of the round have alike.
+        members: the most contributions that it may hold.
+
+    Raises:
+        ProtocolViolationError: the reply has another compression, dtype or size, an unknown form, the wrong length,
+            more contributions than members, indices that are out of range or not ascending, or a number that is not
+            finite.
+    """
+    numel = _checked_numel(wire, CompressionType.TOP_K_UNION, block_size)
+    raw = _view_buffer(wire.buffer)
+    form = int(raw[0]) if len(raw) else -1
+    if form == _AS_THEY_CAME:
+        return _unpack_contributions(wire, raw, numel, block_size, top_k, members)
+    most = min(numel, members * _kept_of(numel, block_size, top_k))
+    if form in (_INDICES_8BIT, _INDICES_BFLOAT16):
+        indices, rest = _read_indices(raw[1:], numel, block_size, most)
+    elif form in (_BITMAP_8BIT, _BITMAP_BFLOAT16):
+        indices, rest = _read_bitmap(raw[1:], numel, most)
+    else:
+        raise ProtocolViolationError(f"a reply in top_k has the unknown form {form}")
+    if form in (_INDICES_8BIT, _BITMAP_8BIT):
+        _check_length(wire, len(raw) - len(rest) + _TABLE_BYTES + len(indices))
+        table, codes = _cut(rest, _TABLE_BYTES)
+        values = torch.from_numpy(_finite(table.view(np.float32))[codes])
+    else:
+        _check_length(wire, len(raw) - len(rest) + 2 * len(indices))
+        values = view_bytes(rest.copy().data, torch.bfloat16).to(torch.float32)
+        _finite(values.numpy())
+    return SparsePart(numel, torch.from_numpy(indices), values)
+
+
+def _union_sizes(numel: int, block_size: int, count: int) -> dict[int, int]:
+    """Bytes of each form of a union of `count` elements."""
+    places = {False: 2 * (numel // block_size) + _index_bytes(count), True: ceil(numel / 8)}
+    return {
+        _INDICES_8BIT: 1 + places[False] + _TABLE_BYTES + count,
+        _INDICES_BFLOAT16: 1 + places[False] + 2 * count,
+        _BITMAP_8BIT: 1 + places[True] + _TABLE_BYTES + count,
+        _BITMAP_BFLOAT16: 1 + places[True] + 2 * count,
+    }
+
+
+def _raw_size(numel: int, block_size: int, top_k: TopK, count: int) -> int:
+    """Bytes of `count` contributions as they came."""
+    return _HEAD.itemsize + count * (_FACTORS.itemsize + top_k_nbytes(numel, block_size, top_k))
+
+
+def _reply_of(numel: int, packed: Bytes) -> WireTensor:
+    return WireTensor(packed.data, (numel,), TOP_K_DTYPE, CompressionType.TOP_K_UNION)
+
+
+def _pack_contributions(contributions: Sequence[Contribution]) -> Bytes:
+    head = np.array([(_AS_THEY_CAME, len(contributions))], dtype=_HEAD)
+    factors = np.array([(one.weight, one.scale) for one in contributions], dtype=_FACTORS)
+    buffers = [_view_buffer(one.buffer) for one in contributions]
+    return np.concatenate([head.view(np.uint8), factors.view(np.uint8), *buffers])
+
+
+def _unpack_contributions(
+    wire: WireTensor, raw: Bytes, numel: int, block_size: int, top_k: TopK, members: int
+) -> SparsePart:
+    if len(raw) < _HEAD.itemsize:
+        raise ProtocolViolationError("a reply in top_k ends before the number of its contributions")
+    head, rest = _cut(raw, _HEAD.itemsize)
+    count = int(head.view(_HEAD)["count"][0])
+    if not 1 <= count <= members:
+        raise ProtocolViolationError(f"a reply in top_k has {count} contributions; there are {members} members")
+    _check_length(wire, _raw_size(numel, block_size, top_k, count))
+    factors, rest = _cut(rest, count * _FACTORS.itemsize)
+    weights, scales = (np.ascontiguousarray(factors.view(_FACTORS)[name]) for name in ("weight", "scale"))
+    if not (_finite(weights) > 0).all() or not (_finite(scales) >= 0).all():
+        raise ProtocolViolationError("a reply in top_k has a weight or a scale that is negative")
+    buffers = rest.reshape(count, -1)
+    return combine(
+        [
+            Contribution(_unpack_top_k(buffer, numel, block_size, top_k), buffer.data, weight, scale)
+            for buffer, weight, scale in zip(buffers, weights.tolist(), scales.tolist(), strict=True)
+        ],
+        top_k.mean_over,
+    )
+
+
+def _counts_and_indices(part: SparsePart, block_size: int) -> Bytes:
+    """The number of elements of each block, two bytes each, and their indices within it."""
+    indices = part.indices.numpy()
+    counts = np.bincount(indices // block_size, minlength=part.numel // block_size).astype("<u2")
+    return np.concatenate([counts.view(np.uint8), _pack_indices((indices % block_size).astype(np.int16))])
+
+
+def _read_indices(raw: Bytes, numel: int, block_size: int, most: int) -> tuple[npt.NDArray[np.int64], Bytes]:
+    """The indices that `_counts_and_indices` packed, and what follows them."""
+    blocks = numel // block_size
+    if len(raw) < 2 * blocks:
+        raise ProtocolViolationError("a reply in top_k ends before the numbers of its elements")
+    head, rest = _cut(raw, 2 * blocks)
+    counts = head.view("<u2").astype(np.int64)
+    total = int(counts.sum())
+    if total > most or len(rest) < _index_bytes(total):
+        raise ProtocolViolationError(f"a reply in top_k has {total} elements in {len(rest)} bytes; at most {most} fit")
+    packed, rest = _cut(rest, _index_bytes(total))
+    starts = np.repeat(np.arange(0, numel, block_size, dtype=np.int64), counts)
+    return _unpack_indices(packed, starts, block_size), rest
+
+
+def _bitmap_of(part: SparsePart, block_size: int) -> Bytes:
+    """One bit for each element of the part."""
+    present = np.zeros(part.numel, dtype=np.bool_)
+    present[part.indices.numpy()] = True
+    return np.packbits(present, bitorder="little")
+
+
+def _read_bitmap(raw: Bytes, numel: int, most: int) -> tuple[npt.NDArray[np.int64], Bytes]:
+    """The indices that `_bitmap_of` packed, and what follows them."""
+    if len(raw) < ceil(numel / 8):
+        raise ProtocolViolationError("a reply in top_k ends before the end of its bitmap")
+    packed, rest = _cut(raw, ceil(numel / 8))
+    present = np.unpackbits(packed, bitorder="little")
+    indices = np.flatnonzero(present)
+    if len(indices) > most or (len(indices) and indices[-1] >= numel):
+        raise ProtocolViolationError(f"a reply in top_k has {len(indices)} elements; at most {most} of {numel} fit")
+    return indices, rest
+
+
+# Bytes. All numbers are little-endian; big-endian machines are not supported.
+
+
+def _kept_of(numel: int, block_size: int, top_k: TopK) -> int:
+    """Number of elements that are sent of whole blocks."""
+    return numel // block_size * top_k.kept(block_size)
+
+
+def _index_bytes(count: int) -> int:
+    return ceil(count * 3 / 2)
+
+
+def _code_bytes(count: int, bits: int) -> int:
+    return ceil(count * bits / 8)
+
+
+def _checked_numel(wire: WireTensor, compression: CompressionType, block_size: int) -> int:
+    """The number of elements of a part, after a check of everything but its buffer."""
+    check_size(wire.size)
+    if (wire.compression, wire.dtype, len(wire.size)) != (compression, TOP_K_DTYPE, 1) or wire.size[0] % block_size:
+        raise ProtocolViolationError(
+            f"a part in {compression.name} has compression {wire.compression}, dtype {wire.dtype!r:.40} and size "
+            f"{tuple(wire.size)} for blocks of {block_size}"
+        )
+    return wire.size[0]
+
+
+def _check_length(wire: WireTensor, nbytes: int) -> None:
+    if len(wire.buffer) != nbytes:
+        raise ProtocolViolationError(
+            f"a part of size {tuple(wire.size)} in top_k takes {nbytes} bytes, but {len(wire.buffer)} were received"
+        )
+
+
+def _finite(numbers: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    if not np.isfinite(numbers).all():
+        raise ProtocolViolationError("a part in top_k has NaN or infinity")
+    return numbers
+
+
+def _view(tensor: torch.Tensor) -> Bytes:
+    return np.frombuffer(view_memory(tensor), dtype=np.uint8)
+
+
+def _view_buffer(buffer: Buffer) -> Bytes:
+    return np.frombuffer(buffer, dtype=np.uint8)
+
+
+def _cut(raw: Bytes, nbytes: int) -> tuple[Bytes, Bytes]:
+    """The first bytes, which are copied so that they can be viewed as larger numbers, and the rest."""
+    return raw[:nbytes].copy(), raw[nbytes:]
+
+
+def _pack_indices(indices: npt.NDArray[np.int16]) -> Bytes:
+    """Two indices below 4,096 in three bytes, the first in the lower 12 bits; an odd last one takes two."""
+    pairs = np.zeros((len(indices) + 1) // 2 * 2, dtype=np.uint32)
+    pairs[: len(indices)] = indices
+    packed = (pairs[0::2] | pairs[1::2] << 12).view(np.uint8).reshape(-1, 4)[:, :3].reshape(-1)
+    return packed[: _index_bytes(len(indices))]
+
+
+def _unpack_indices(packed: Bytes, starts: npt.NDArray[np.int64], block_size: int) -> npt.NDArray[np.int64]:
+    """The indices within the part.
+
+    Args:
+        packed: what `_pack_indices` returned.
+        starts: the start of the block of each index, ascending.
+        block_size: elements of each block.
+
+    Raises:
+        ProtocolViolationError: an index is out of range, or an element of a block comes twice or after a later one.
+    """
+    pairs = np.zeros(((len(starts) + 1) // 2, 4), dtype=np.uint8)
+    whole = packed if len(packed) % 3 == 0 else np.append(packed, np.uint8(0))
+    pairs[:, :3] = whole.reshape(-1, 3)
+    both = pairs.view("<u4").reshape(-1)
+    inside = np.stack([both & 0xFFF, both >> 12], axis=1).reshape(-1)
+    if len(starts) % 2 and inside[-1]:
+        raise ProtocolViolationError("a part in top_k has more bits than indices")
+    inside = inside[: len(starts)]
+    indices = starts + inside
+    if len(starts) and (int(inside.max()) >= block_size or not (np.diff(indices) > 0).all()):
+        raise ProtocolViolationError("a part in top_k has indices that are out of range, come twice or are not sorted")
+    return indices
+
+
+def _pack_codes(codes: Bytes, bits: int) -> Bytes:
+    """Numbers of `bits` bits, the first in the lowest bits of a byte; `bits` divides 8."""
+    per_byte = 8 // bits
+    padded = np.zeros(_code_bytes(len(codes), bits) * per_byte, dtype=np.uint8)
+    padded[: len(codes)] = codes
+    packed = padded[0::per_byte].copy()
+    for place in range(1, per_byte):
+        packed |= padded[place::per_byte] << (bits * place)
+    return packed
+
+
+def _unpack_codes(packed: Bytes, count: int, bits: int) -> Bytes:
+    """The numbers that `_pack_codes` packed."""
+    mask = np.uint8((1 << bits) - 1)
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    return ((packed[:, None] >> shifts) & mask).reshape(-1)[:count]

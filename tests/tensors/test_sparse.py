@@ -1,0 +1,229 @@
+"""Sparse contributions: blocks, the choice, the bytes, and what is decoded, against a reference."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from averaging.errors import ConfigError, TensorError
+from averaging.protocol import CompressionType, MeanOver, TopK, parse_compression
+from averaging.tensors import BlockLayout, SparseTensor, decode_top_k, encode, top_k_nbytes
+from averaging.tensors.sparse import quantise
+from tests.support.selection import examples
+from tests.tensors import dumb_top_k as dumb
+
+SHAPES = [
+    (), (0,), (1,), (100,), (4096,), (4097,), (9000,), (0, 5), (5, 0), (1, 1), (64, 64), (128, 192), (3, 200), (200, 3),
+    (65, 64), (64, 65), (130, 150), (70, 5, 7), (2, 3, 4, 5), (3, 0, 2),
+]  # fmt: skip
+
+
+def numbers(shape: tuple[int, ...], seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+    """Normally distributed numbers, no two of the same magnitude."""
+    count = math.prod(shape)
+    order = np.random.default_rng(seed).permutation(count)
+    quantiles: torch.Tensor = torch.special.ndtri((torch.from_numpy(order) + 0.75) / (count + 1))
+    return (quantiles.to(torch.float32) * scale).reshape(shape)
+
+
+def sparse(values: torch.Tensor, top_k: TopK) -> SparseTensor:
+    layout = BlockLayout(tuple(values.shape))
+    return SparseTensor.of(layout.to_blocks(values), layout, top_k)
+
+
+def block_size_of(layout: BlockLayout, start: int) -> int:
+    return next(run.size for run in layout.runs if run.start <= start < run.stop)
+
+
+# --- blocks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_blocks_are_those_of_the_reference(shape: tuple[int, ...]) -> None:
+    values = numbers(shape)
+    layout = BlockLayout(shape)
+    expected = dumb.blocks_of(values.numpy())
+    sizes = [run.size for run in layout.runs for _ in range(run.count)]
+    assert sizes == [len(block) for block in expected if block]
+    flat = layout.to_blocks(values)
+    assert flat.tolist() == [values[place].item() for block in expected for place in block]
+    assert torch.equal(layout.from_blocks(flat), values)
+    assert layout.numel == values.numel() == flat.numel()
+
+
+@pytest.mark.parametrize("shape", [(130, 150), (200, 3)], ids=str)
+def test_any_strides_and_dtypes_are_read(shape: tuple[int, int]) -> None:
+    layout, values = BlockLayout(shape), numbers(shape[::-1]).to(torch.bfloat16).t()
+    assert torch.equal(layout.to_blocks(values), layout.to_blocks(values.float().contiguous()))
+    flat = layout.to_blocks(values.requires_grad_())
+    assert not flat.requires_grad
+    before = flat.clone()
+    layout.from_blocks(flat).zero_()
+    assert torch.equal(flat, before)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("most", [1, 5000, 10_000, 1 << 30])
+def test_parts_hold_whole_blocks_of_one_size(shape: tuple[int, ...], most: int) -> None:
+    layout = BlockLayout(shape)
+    end = 0
+    for start, stop in layout.cuts(most):
+        assert start == end < stop
+        end = stop
+        run = next(run for run in layout.runs if run.start <= start < run.stop)
+        assert stop <= run.stop
+        assert (start - run.start) % run.size == (stop - start) % run.size == 0
+        assert stop - start <= max(most, run.size)
+    assert end == layout.numel
+
+
+# --- contributions --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("density", "bits"), [(1 / 64, 2), (1 / 7, 4), (1.0, 8), (1e-9, 4), (0.9, 2), (1 / 64, 8)])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_bytes_are_those_of_the_reference(shape: tuple[int, ...], density: float, bits: int) -> None:
+    values, top_k = numbers(shape, seed=3), TopK(density, bits)
+    contribution = sparse(values, top_k)
+    blocks = [
+        np.array([values[place].item() for place in block], np.float32)
+        for block in dumb.blocks_of(values.numpy())
+        if block
+    ]
+    places = [dumb.chosen(block, max(1, round(len(block) * density))) for block in blocks]
+    kept = np.concatenate([block[place] for block, place in zip(blocks, places, strict=True)] or [np.zeros(0, "f4")])
+    table, codes = dumb.quantised(kept.astype(np.float32), bits)
+    block = code = 0
+    for start, stop in contribution.layout.cuts(9000):
+        size = block_size_of(contribution.layout, start)
+        indices = [index for place in places[block : block + (stop - start) // size] for index in place]
+        block, codes_of_part = block + (stop - start) // size, codes[code : code + len(indices)]
+        code += len(indices)
+        wire = contribution.wire(start, stop)
+        assert bytes(wire.buffer) == dumb.part_bytes(indices, table, codes_of_part, bits)
+        assert len(wire.buffer) == top_k_nbytes(stop - start, size, top_k)
+        assert (wire.size, wire.dtype, wire.compression) == ((stop - start,), "top_k_float32", CompressionType.TOP_K)
+
+
+EXTREMES: dict[str, Any] = {
+    "equal": lambda count: torch.full((count,), -2.5),
+    "zeros": torch.zeros,
+    "negative zeros": lambda count: -torch.zeros(count),
+    "denormal": lambda count: numbers((count,), scale=1e-41),
+    "huge": lambda count: torch.where(numbers((count,)) > 0, 3.4e38, -3.4e38),
+    "one outlier": lambda count: torch.cat([torch.tensor([3.4e38]), numbers((count - 1,), scale=1e-30)]),
+    "normal": lambda count: numbers((count,)),
+}
+
+
+@pytest.mark.parametrize("top_k", [TopK(1 / 64, 2), TopK(1.0, 4), TopK(0.3, 8)], ids=str)
+@pytest.mark.parametrize("name", EXTREMES)
+@pytest.mark.parametrize("shape", [(5,), (9000,), (100, 130)], ids=str)
+def test_what_is_decoded_is_known_bit_for_bit(shape: tuple[int, ...], name: str, top_k: TopK) -> None:
+    values = EXTREMES[name](math.prod(shape)).reshape(shape)
+    contribution = sparse(values, top_k)
+    flat = contribution.layout.to_blocks(values)
+    whole = torch.zeros_like(flat)
+    for start, stop in contribution.layout.cuts(6000):
+        size = block_size_of(contribution.layout, start)
+        known, found = contribution.values(start, stop), decode_top_k(contribution.wire(start, stop), size, top_k)
+        assert torch.equal(known.indices, found.indices)
+        assert known.indices.dtype is found.indices.dtype is torch.int64
+        assert torch.equal(known.values.view(torch.int32), found.values.view(torch.int32))
+        assert found.numel == stop - start
+        assert torch.isfinite(found.values).all()
+        whole[start:stop] = found.dense()
+        for first in range(0, stop - start, size):  # the sent elements are the largest
+            block = flat[start + first : start + first + size].abs()
+            sent = found.indices[(found.indices >= first) & (found.indices < first + size)] - first
+            assert len(sent) == top_k.kept(size)
+            assert torch.equal(block[sent].sort().values, block.sort().values[-len(sent) :])
+    assert torch.equal(contribution.dense(), whole)
+    if name in ("equal", "zeros"):
+        assert torch.equal(whole[whole != 0], flat[whole != 0])
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("shape", [(3,), (5000,), (130, 70)], ids=str)
+def test_non_finite_numbers_are_refused(shape: tuple[int, ...], wrong: float) -> None:
+    values = numbers(shape, scale=1e30)
+    for place in (0, values.numel() // 2, values.numel() - 1):
+        broken = values.clone()
+        broken.view(-1)[place] = wrong
+        with pytest.raises(TensorError, match="NaN or infinity cannot be sent in top_k"):
+            sparse(broken, TopK())
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(count=st.integers(0, 3000), seed=st.integers(0, 1000), bits=st.sampled_from([2, 4, 8]))
+def test_quantised_values_are_means_of_their_bins(count: int, seed: int, bits: int) -> None:
+    values = torch.from_numpy(np.random.default_rng(seed).standard_t(3, count).astype(np.float32))
+    table, codes = quantise(values, bits)
+    expected, numbers_of = dumb.quantised(values.numpy(), bits)
+    assert codes.tolist() == numbers_of
+    assert torch.equal(table, torch.from_numpy(expected))
+    for bin in set(codes.tolist()):
+        held = values[codes == bin]
+        assert held.min() <= table[bin] <= held.max()
+
+
+def test_few_values_lose_nothing() -> None:
+    values = numbers((300,), seed=8)
+    for bits, kept in ((2, 4), (4, 16), (8, 256)):
+        contribution = sparse(values, TopK(kept / 300, bits))
+        part = decode_top_k(contribution.wire(0, 300), 300, contribution.top_k)
+        assert torch.equal(part.values, values[part.indices])
+        assert len(part.indices) == kept
+
+
+def test_only_whole_blocks_can_be_cut_out() -> None:
+    contribution = sparse(numbers((130, 130)), TopK())
+    for start, stop in ((1, 4096), (0, 100), (0, 130 * 130 + 1), (-4096, 4096)):
+        with pytest.raises(ValueError, match="does not begin a block"):
+            contribution.wire(start, stop)
+
+
+def test_a_contribution_takes_14_bits_for_each_kept_value() -> None:
+    contribution = sparse(numbers((1024, 1024)), TopK())
+    sent = sum(len(contribution.wire(*cut).buffer) for cut in contribution.layout.cuts(1 << 19))
+    assert 8 * sent / 1024**2 == pytest.approx(0.21875, rel=0.002)
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"density": 0}, "density, .* must be above 0 and at most 1, not 0"),
+        ({"density": 1.01}, "density, .* not 1.01"),
+        ({"density": math.nan}, "density, .* not nan"),
+        ({"density": "1/64"}, "density, .* not '1/64'"),
+        ({"density": True}, "density, .* not True"),
+        ({"bits": 3}, "bits, .* must be 2, 4 or 8, not 3"),
+        ({"bits": None}, "bits, .* not None"),
+        ({"mean_over": "some"}, "mean_over must be one of senders, all, not 'some'"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        TopK(**options)
+
+
+def test_options_by_name() -> None:
+    assert TopK(1, 4, "all").mean_over is MeanOver.ALL  # type: ignore[arg-type]
+    assert parse_compression("TOP_K") is CompressionType.TOP_K
+    assert [TopK(1 / 64).kept(size) for size in (1, 64, 96, 1000, 4096)] == [1, 1, 2, 16, 64]
+    with pytest.raises(ConfigError, match="one of none, .*, top_k, not 'top_k_union'"):
+        parse_compression("top_k_union")
+
+
+def test_it_does_not_encode_tensors_as_a_whole() -> None:
+    with pytest.raises(TensorError, match="TOP_K does not encode every element"):
+        encode(torch.zeros(3), CompressionType.TOP_K)
