@@ -5,7 +5,15 @@ Read in this order: `peer`, `topics` (what is averaged under which name), `round
 
 from averaging.peer.lifecycle import DiscoveryFactory
 from averaging.peer.peer import FetchedState, Peer
-from averaging.peer.topics import Adopt, ExpectedAtFirst, ExpectedPeers, RoundOptions, Topic, TopicOptions
+from averaging.peer.topics import (
+    Adopt,
+    ExpectedAtFirst,
+    ExpectedPeers,
+    RoundOptions,
+    SparseFeedback,
+    Topic,
+    TopicOptions,
+)
 
 __all__ = [
     "Adopt",
@@ -15,6 +23,7 @@ __all__ = [
     "FetchedState",
     "Peer",
     "RoundOptions",
+    "SparseFeedback",
     "Topic",
     "TopicOptions",
 ]

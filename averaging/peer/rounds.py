@@ -6,11 +6,11 @@ import asyncio
 import logging
 import random
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -22,12 +22,20 @@ from averaging.errors import AveragingError, RoundError
 from averaging.matchmaking import Arrivals, Exclusions, LoggedDifferences, Matchmaking, NoGroupError, ResponseHistory
 from averaging.peer.run_progress import RunProgress, find_gone
 from averaging.peer.service import ExpectedInSearch, PeerService
-from averaging.peer.topics import Adopt, ExpectedPeers, RoundOptions, StopSearch, Topic
+from averaging.peer.topics import (
+    Adopt,
+    ErrorFeedback,
+    ExpectedPeers,
+    RoundOptions,
+    SparseFeedback,
+    StopSearch,
+    Topic,
+)
 from averaging.protocol import Fingerprint, Group, Mode, detach
 from averaging.receipts import Account, Drift, DropCode, LateArrival, Outcome, Receipt, Role
 from averaging.security import is_bound
 from averaging.state import Snapshots
-from averaging.tensors import Schema, offload
+from averaging.tensors import Schema, SparseTensor, offload
 from averaging.timing import expire
 from averaging.transport import Transport
 
@@ -46,6 +54,9 @@ DECISION_SECONDS = 5.0
 
 WITHDRAWN_SECONDS = 20.0
 """A member whose records are all gone so soon after a group has withdrawn them: those of a dead peer last longer."""
+
+SPARSE_SLOWNESS = 16
+"""How much longer choosing the largest elements takes than copying as many bytes; see `takes_long`."""
 
 MAX_LASTING = 256
 """Topics whose group bits are remembered, since an application may create topics without end."""
@@ -193,7 +204,9 @@ class Rounds:
                 if reason := self._too_small(group):
                     await allreduce.leave()
                     raise RoundError(reason)
-                round_.result = await allreduce.run(partial(self._prepare, round_), self._config.round_timeout)
+                round_.result = await allreduce.run(
+                    cast(Any, partial(self._prepare, round_)), self._config.round_timeout
+                )
                 await self._adopt(round_, group, round_.result)
         return round_.receipt
 
@@ -236,7 +249,9 @@ class Rounds:
             self._idle.set()
 
     async def _check_finite(self, round_: _Round) -> None:
-        if self._config.non_finite is not NonFinite.REFUSE or self._config.mode is Mode.AUXILIARY:
+        # Infinity and NaN have no place in a table of `top_k`, and would stay in the residuals for ever.
+        refuses = self._config.non_finite is NonFinite.REFUSE or isinstance(round_.topic.feedback, SparseFeedback)
+        if not refuses or self._config.mode is Mode.AUXILIARY:
             return
         round_.enter("checking")
         tensors = round_.topic.tensors
@@ -405,17 +420,20 @@ class Rounds:
         """Whether the transport proves that a stream in the name of `endpoint` comes from there."""
         return self._config.tls_cert is not None and (not endpoint.startswith(CLIENT_PREFIX) or is_bound(endpoint))
 
-    async def _prepare(self, round_: _Round) -> list[torch.Tensor]:
+    async def _prepare(self, round_: _Round) -> Sequence[torch.Tensor | SparseTensor]:
         """What is sent: the tensors themselves if they are on the CPU and no error feedback is added, else copies."""
         shared, feedback = round_.topic.tensors, round_.topic.feedback
 
-        def contributed() -> list[torch.Tensor]:
+        def contributed() -> Sequence[torch.Tensor | SparseTensor]:
             tensors = shared.flat()
+            if isinstance(feedback, SparseFeedback):
+                return feedback.inputs(tensors)
             if feedback is not None:
                 tensors = round_.inputs = feedback.inputs(tensors)
             return tensors
 
-        tensors = await offload(contributed, shared.nbytes)
+        slowness = SPARSE_SLOWNESS if isinstance(feedback, SparseFeedback) else 1
+        tensors = await offload(contributed, shared.nbytes * slowness)
         round_.enter("allreduce")
         return tensors
 
@@ -443,7 +461,7 @@ class Rounds:
 
     def _write(self, round_: _Round, result: RoundResult) -> None:
         topic = round_.topic
-        if topic.feedback is not None and round_.inputs is not None:
+        if isinstance(topic.feedback, ErrorFeedback) and round_.inputs is not None:
             plain = [part for part, _ in result.parts if part not in result.encoded]
             topic.feedback.sent(round_.inputs, result.encoded, plain)
         topic.write(result)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import groupby
 from typing import Any, TypedDict
 
 import torch
@@ -12,9 +14,20 @@ import torch
 from averaging.allreduce import Part, RoundResult, changes
 from averaging.common import one_of
 from averaging.config import PeerConfig
-from averaging.protocol import CompressionType, Group, ReplyForm, parse_aggregation, parse_compression
+from averaging.errors import ConfigError
+from averaging.protocol import CompressionType, Group, ReplyForm, TopK, parse_aggregation, parse_compression
 from averaging.receipts import DriftCheck
-from averaging.tensors import Schema, SharedTensors, Write, decode, describe, encode
+from averaging.tensors import (
+    BlockLayout,
+    Schema,
+    SharedTensors,
+    SparsePart,
+    SparseTensor,
+    Write,
+    decode,
+    describe,
+    encode,
+)
 
 # Error feedback: the error of a lossy codec in one round is added to what is sent in the next one.
 #
@@ -68,6 +81,149 @@ class ErrorFeedback:
         torch.sub(exact, sent.to(exact.dtype), out=self.residuals[part.tensor][part.start : part.stop])
 
 
+# With `top_k` most of a change is not sent, so its error feedback is no correction but where most of the change waits.
+
+
+AT_ONCE = 1 << 20
+"""Elements of a contribution that are decoded at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class SparseInputs:
+    """What a peer sends in one round with `top_k`.
+
+    Attributes:
+        base: the residuals before the round.
+        exact: `decay * residual + change` by number of the tensor; flat, in tile order.
+        sparse: what is sent of it.
+        change: norm of the change.
+    """
+
+    base: Mapping[int, torch.Tensor]
+    exact: Mapping[int, torch.Tensor]
+    sparse: Mapping[int, SparseTensor]
+    change: float
+
+
+class SparseFeedback:
+    """The residuals of one peer with `top_k`: what it has not sent yet of the changes in its tensors.
+
+    When the result of a round is applied, `residual = decay * residual + change - sent`, where `sent` is what the other
+    members decode. So all that was sent plus the residual equals the sum of all changes, each times `decay` to the
+    number of rounds since. A round that fails, or whose result is not applied, changes nothing.
+
+    Residuals are this peer's own: no newcomer downloads them. They take 4 bytes per element from the first round on,
+    and twice as much from the start of a round until its result is applied.
+
+    The peer's thread calls `inputs`, the training thread everything else, also during a round: whoever replaces the
+    residuals meanwhile makes the contribution of that round void.
+
+    Args:
+        schema: schema of the tensors; those that it does not compress with `top_k` have no residual.
+        top_k: see `TopK`.
+        decay: factor of the residuals in each round.
+
+    Attributes:
+        layouts: order of the elements of each tensor that has a residual, by the number of the tensor.
+        residuals: flat float32 tensors in that order; none before the first round, when all are 0.
+    """
+
+    def __init__(self, schema: Schema, top_k: TopK, decay: float) -> None:
+        self.top_k, self.decay = top_k, decay
+        self._names = [spec.name for spec in schema.tensors]
+        self.layouts = {
+            number: BlockLayout(spec.shape)
+            for number, spec in enumerate(schema.tensors)
+            if spec.compression is CompressionType.TOP_K
+        }
+        self.residuals: Mapping[int, torch.Tensor] = {}
+        self._last: SparseInputs | None = None  # of the last round, until it is applied or void
+        self._change = 0.0
+
+    def inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | SparseTensor]:
+        """The tensors to send: the largest elements of `decay * residual + change`, and the dense tensors themselves.
+
+        Args:
+            tensors: the changes and the dense tensors, 1-D, on the CPU; they are read, not kept.
+        """
+        base, self._last = self.residuals, None
+        exact: dict[int, torch.Tensor] = {}
+        sparse: dict[int, SparseTensor] = {}
+        squares = 0.0
+        for number, layout in self.layouts.items():
+            exact[number] = change = layout.to_blocks(tensors[number].view(layout.shape))
+            squares += float(torch.linalg.vector_norm(change)) ** 2
+            if (residual := base.get(number)) is not None:
+                change.add_(residual, alpha=self.decay)
+            sparse[number] = SparseTensor.of(change, layout, self.top_k)
+        self._last = SparseInputs(base, exact, sparse, math.sqrt(squares))
+        return [sparse.get(number, tensor) for number, tensor in enumerate(tensors)]
+
+    def applied(self) -> None:
+        """Takes what the last contribution has sent out of the residuals: its round's result is applied.
+
+        It is also called if other peers may have applied that result: then it is better lost than applied twice.
+        """
+        last, self._last = self._last, None
+        if last is None or last.base is not self.residuals:
+            return
+        for number, exact in last.exact.items():
+            for start, stop in self.layouts[number].cuts(AT_ONCE):
+                part = last.sparse[number].values(start, stop)
+                exact[start:stop].index_add_(0, part.indices, part.values, alpha=-1)
+        self.residuals, self._change = last.exact, last.change
+
+    def open_change(self) -> dict[str, torch.Tensor]:
+        """The change, by name, of a round whose result was not applied although others may have; empty without one."""
+        if self._last is None or self._last.base is not self.residuals:
+            return {}
+        changes = {}
+        for number, exact in self._last.exact.items():
+            residual = self.residuals.get(number)
+            change = exact if residual is None else torch.sub(exact, residual, alpha=self.decay)
+            changes[self._names[number]] = self.layouts[number].from_blocks(change)
+        return changes
+
+    def applied_alone(self) -> None:
+        """Called when this peer has applied its change as it is, without a round: the residuals decay as in one."""
+        self._last = None
+        for residual in self.residuals.values():
+            residual.mul_(self.decay)
+
+    def reset(self) -> None:
+        """Forgets the residuals, which belong to other parameters than those of this peer."""
+        self.residuals, self._last = {}, None
+
+    def unsent(self) -> tuple[float, float]:
+        """The norm of the residuals, and that of the change in the last round that was applied."""
+        squares = sum(float(torch.linalg.vector_norm(residual)) ** 2 for residual in self.residuals.values())
+        return math.sqrt(squares), self._change
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The residuals by name, in the shapes of their tensors."""
+        return {
+            self._names[number]: self.layouts[number].from_blocks(residual)
+            for number, residual in self.residuals.items()
+        }
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Loads what `state` returned, whatever `top_k` and `decay` were then; others begin at 0."""
+        self.residuals = {
+            number: layout.to_blocks(tensors[self._names[number]])
+            for number, layout in self.layouts.items()
+            if self._names[number] in tensors
+        }
+        self._last = None
+
+    def dense(self, number: int, parts: Iterable[tuple[Part, torch.Tensor | SparsePart]]) -> torch.Tensor:
+        """A result of the tensor of that number, 1-D, from all of its parts."""
+        layout = self.layouts[number]
+        flat = torch.zeros(math.prod(layout.shape))
+        for part, values in parts:
+            flat[part.start : part.stop] = values.dense() if isinstance(values, SparsePart) else values
+        return layout.from_blocks(flat).reshape(-1)
+
+
 class Adopt(Enum):
     """How the result of a round is written to the tensors of a topic."""
 
@@ -86,14 +242,20 @@ class TopicOptions(TypedDict, total=False):
     Attributes:
         adopt: how the result is written; `Adopt.AVERAGE` if not given.
         commits: whether a result is a new version of the downloadable state; False if not given.
-        compression: codec on the wire; the peer's if None.
-        error_feedback: whether the error of a lossy codec is added to what is sent in the next round.
+        compression: codec on the wire; the peer's if None. With `TOP_K` the tensors must be changes, `adopt` must be
+            `WHOLE`, and whoever applies a result calls `topic.feedback.applied()`, see `SparseFeedback`.
+        top_k: options of `TOP_K`; the default ones if None.
+        decay: factor of the residuals in each round with `TOP_K`; 0.95 if not given.
+        error_feedback: whether the error of a lossy codec is added to what is sent in the next round; `TOP_K` has its
+            own.
         in_place: whether averages are written as they arrive, see `PeerConfig`; the peer's setting if None.
     """
 
     adopt: Adopt | str
     commits: bool
     compression: CompressionType | str | None
+    top_k: TopK | None
+    decay: float
     error_feedback: bool
     in_place: bool | None
 
@@ -107,7 +269,8 @@ class Topic:
         schema: schema of the tensors, with the topic's name; empty for the peer's own tensors.
         adopt: how the result is written.
         commits: whether the result is a new version of the downloadable state.
-        feedback: errors of a lossy codec so far; None without error feedback, and with deltas.
+        feedback: errors of a lossy codec so far, or with `TOP_K` what was not sent; None without error feedback, and
+            with deltas.
         in_place: whether averages may be written as they arrive, see `PeerConfig`.
     """
 
@@ -115,7 +278,7 @@ class Topic:
     schema: Schema
     adopt: Adopt
     commits: bool
-    feedback: ErrorFeedback | None
+    feedback: ErrorFeedback | SparseFeedback | None
     in_place: bool
 
     def sending_exactly(self, names: Collection[str]) -> Topic:
@@ -125,7 +288,12 @@ class Topic:
             for spec in self.schema.tensors
         )
         schema = replace(self.schema, tensors=tuple(specs))
-        return replace(self, schema=schema, feedback=None if self.feedback is None else ErrorFeedback(schema))
+        match self.feedback:
+            case SparseFeedback(top_k=top_k, decay=decay):
+                return replace(self, schema=schema, feedback=SparseFeedback(schema, top_k, decay))
+            case ErrorFeedback():
+                return replace(self, schema=schema, feedback=ErrorFeedback(schema))
+        return replace(self, schema=schema)
 
     def at(self, phase: str) -> Schema:
         """The schema of one phase; only peers in the same phase form a group."""
@@ -133,7 +301,15 @@ class Topic:
 
     def write(self, result: RoundResult) -> None:
         """Writes a result. The caller holds the lock."""
-        self.tensors.write(changes(result), self._how)
+        if not isinstance(self.feedback, SparseFeedback):
+            self.tensors.write(changes(result), self._how)
+            return
+        # One tensor after the other, since each needs a dense copy in another order of its elements.
+        for number, parts in groupby(sorted(result.parts, key=lambda part: part[0]), lambda part: part[0].tensor):
+            if number in self.feedback.layouts:
+                self.tensors.write([(number, 0, self.feedback.dense(number, parts))], self._how)
+            else:
+                self.tensors.write([(number, part.start, values) for part, values in parts], self._how)
 
     def write_now(self, part: Part, values: torch.Tensor, allowed: Callable[[], bool]) -> bool:
         """Writes one part of an incomplete result, if that needs no waiting. Returns whether it did.
@@ -165,6 +341,8 @@ def make_topic(
     adopt: Adopt | str = Adopt.AVERAGE,
     commits: bool = False,
     compression: CompressionType | str | None = None,
+    top_k: TopK | None = None,
+    decay: float = 0.95,
     error_feedback: bool = False,
     in_place: bool | None = None,
 ) -> Topic:
@@ -175,26 +353,30 @@ def make_topic(
         TensorError: a tensor cannot be averaged.
     """
     adopt = one_of(Adopt, adopt, "adopt")
+    code = config.compression if compression is None else parse_compression(compression)
+    if code is CompressionType.TOP_K:
+        top_k = top_k or TopK()
+        if adopt is not Adopt.WHOLE:
+            raise ConfigError("compression='top_k' needs adopt='whole': what is sent is taken out of the residuals")
     # With deltas the results of the members differ slightly.
     reply = ReplyForm.AVERAGE if adopt is Adopt.WHOLE else config.reply_form
     schema = describe(
         tensors.names,
         tensors.tensors,
-        compression=config.compression if compression is None else parse_compression(compression),
+        compression=code,
         part_size_bytes=config.part_size_bytes,
         reply=reply,
         topic=name,
         aggregation=parse_aggregation(config.aggregation),
     )
-    return Topic(
-        tensors,
-        schema,
-        adopt,
-        commits,
+    feedback: ErrorFeedback | SparseFeedback | None = None
+    if code is CompressionType.TOP_K and top_k is not None:
+        feedback = SparseFeedback(schema, top_k, decay)
+    elif error_feedback and reply is ReplyForm.AVERAGE:
         # With deltas the error stays in the tensors themselves, since a delta is relative to what was sent.
-        ErrorFeedback(schema) if error_feedback and reply is ReplyForm.AVERAGE else None,
-        config.in_place if in_place is None else in_place,
-    )
+        feedback = ErrorFeedback(schema)
+    in_place = config.in_place if in_place is None else in_place
+    return Topic(tensors, schema, adopt, commits, feedback, in_place)
 
 
 # The options of a round.

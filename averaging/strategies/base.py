@@ -50,6 +50,7 @@ class Strategy(ABC):
         max_norm: gradients are clipped to this norm before they are used; None does not clip.
 
     Attributes:
+        averages_changes: whether the averaged tensors are changes, which `compression="top_k"` requires; of the class.
         attached: whether an averager uses this object; no other averager accepts it then. The averager sets it.
         history: origin of the run and, if the strategy makes global steps, these steps. The averager sets it at the
             start and whenever a state is taken over or loaded.
@@ -57,9 +58,10 @@ class Strategy(ABC):
         digest: digest of the weights, once the training has ended.
 
     Raises:
-        ConfigError: `max_norm` is not a finite number above 0.
+        ConfigError: `max_norm` is not a finite number above 0, or the strategy cannot use the `compression`.
     """
 
+    averages_changes = False
     attached = False
     history = History()
     stage = Stage.TRAINING
@@ -76,6 +78,12 @@ class Strategy(ABC):
         if max_norm is not None and not (is_finite(max_norm) and max_norm > 0):
             raise ConfigError(f"max_norm must be finite and above 0, not {max_norm!r}")
         self.compression = None if compression is None else parse_compression(compression)
+        if self.compression is CompressionType.TOP_K and not self.averages_changes:
+            raise ConfigError(
+                f"compression='top_k' sends the largest elements of a change, but {type(self).__name__} averages other "
+                "tensors; use DiLoCo(sync_every, compression='top_k') or LocalSGD.of_changes(sync_every, "
+                "compression='top_k'), or another compression"
+            )
         self.error_feedback = error_feedback
         self.max_norm = max_norm
 
@@ -226,6 +234,21 @@ class Strategy(ABC):
 
         Raises:
             StateError: it is malformed; nothing was changed.
+        """
+        return
+
+    def own_state(self) -> Mapping[str, torch.Tensor]:
+        """Tensors (not copied) that this peer's checkpoints need as well, but no newcomer gets; by name.
+
+        They are divided between ranks like the parameters of these names.
+        """
+        return {}
+
+    def load_own(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Loads what `own_state` returned; called after `load` with each checkpoint, also if that has none.
+
+        Raises:
+            StateError: a tensor does not fit.
         """
         return
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -9,10 +12,10 @@ from typing import Any
 
 import torch
 
-from averaging.common import is_finite
-from averaging.errors import AveragingError, ConfigError, StateError
-from averaging.peer import Adopt, RoundOptions, Topic
-from averaging.protocol import CompressionType
+from averaging.common import is_finite, one_of
+from averaging.errors import AveragingError, ConfigError, StateError, TensorError
+from averaging.peer import Adopt, RoundOptions, SparseFeedback, Topic
+from averaging.protocol import CompressionType, MeanOver, TopK
 from averaging.receipts import Receipt
 from averaging.state import ExtraState
 from averaging.strategies.base import AveragingSchedule, check_whole_number
@@ -40,6 +43,15 @@ OuterFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 NESTEROV: OuterFactory = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 """The outer optimizer of the DiLoCo paper."""
 
+PLAIN: OuterFactory = partial(torch.optim.SGD, lr=1.0)
+"""The outer optimizer with `top_k`, whose residual takes the part of momentum, and of local SGD."""
+
+logger = logging.getLogger("averaging.training")
+
+
+TOP_K_DEFAULTS: Mapping[str, Any] = {"density": 1 / 64, "bits": 2, "decay": 0.95, "mean_over": MeanOver.SENDERS}
+"""The options of `top_k`."""
+
 
 class Fragment:
     """A piece of the model with its outer state.
@@ -65,8 +77,14 @@ class Fragment:
         self.number = number
         self.parameters, self.anchors, self.changes, self.buffers = parameters, anchors, changes, buffers
         self.topic, self.outer, self.progress = topic, outer, GroupProgress(outer)
+        self._measured: dict[str, torch.Tensor] = {}
         tied = sharing_memory(list(parameters.values()))
         self._tied = [name for place, name in enumerate(parameters) if place in tied]
+
+    @property
+    def feedback(self) -> SparseFeedback | None:
+        """What was not sent yet, with `top_k`."""
+        return self.topic.feedback if isinstance(self.topic.feedback, SparseFeedback) else None
 
     @torch.no_grad()
     def anchor(self) -> None:
@@ -75,15 +93,27 @@ class Fragment:
             self.anchors[name].copy_(parameter)
 
     @torch.no_grad()
-    def measure(self) -> None:
-        """Computes the pseudo-gradient and copies the buffers."""
+    def measure(self, *, keep: bool = False) -> None:
+        """Computes the pseudo-gradient and copies the buffers.
+
+        Args:
+            keep: whether `step` needs the present parameters: if training goes on and they are mixed with the result.
+        """
+        self._measured = {name: parameter.clone() for name, parameter in self.parameters.items()} if keep else {}
         for name, parameter in self.parameters.items():
-            torch.sub(self.anchors[name], parameter.to("cpu", self.anchors[name].dtype), out=self.changes[name])
+            anchor = self.anchors[name]
+            # What rounding has changed is measured again and again if it is not sent, so it must not be in a residual.
+            start = anchor if self.feedback is None else anchor.to(parameter.dtype).to(anchor.dtype)
+            torch.sub(start, parameter.to("cpu", anchor.dtype), out=self.changes[name])
         for buffer, copied in self.buffers:
             copied.copy_(buffer)
 
     def step(self, alpha: float) -> None:
-        """Makes the outer step and writes its result and the averaged buffers to the model."""
+        """Makes the outer step and writes its result and the averaged buffers to the model.
+
+        Args:
+            alpha: see `DiLoCo`; of the local steps since `measure` if that has kept the parameters.
+        """
         for name, anchor in self.anchors.items():
             anchor.grad = self.changes[name]
         with self.progress.observed():
@@ -94,11 +124,16 @@ class Fragment:
             for name, parameter in self.parameters.items():
                 self.anchors[name].grad = None
                 result = self.anchors[name].to(parameter.device, parameter.dtype)
-                if alpha:
+                if name in self._measured:
+                    # Not lerp_: the local parameters also hold what was not sent, which is sent later.
+                    since = was.get(name, parameter) - self._measured[name]
+                    parameter.copy_(result + alpha * since)
+                elif alpha:
                     # lerp_ of equal values is exact, so parameters that nobody trains keep a pseudo-gradient of 0.
                     parameter.copy_(was.get(name, parameter).lerp_(result, 1 - alpha))
                 else:
                     parameter.copy_(result)  # also replaces infinity and NaN, which lerp_ would keep
+            self._measured = {}
             for buffer, average in self.buffers:
                 buffer.copy_(average)
 
@@ -110,6 +145,19 @@ class Fragment:
             for name, parameter in self.parameters.items()
         }
 
+    def steps_to_keep(self, *, discarded: bool) -> dict[str, torch.Tensor]:
+        """The local steps that no result includes, by name; with `top_k` also those of an open change are excluded.
+
+        Args:
+            discarded: whether another peer's result may include the local steps up to the last round.
+        """
+        if not discarded:
+            return self.local_steps()
+        if self.feedback is None:
+            return {}
+        change = self.feedback.open_change()  # what was not sent of it stays in the residual
+        return {name: steps + change[name] if name in change else steps for name, steps in self.local_steps().items()}
+
     @torch.no_grad()
     def export(self) -> None:
         """Sets the parameters to the anchors, which drops the local steps since the last global step."""
@@ -118,9 +166,9 @@ class Fragment:
 
     @torch.no_grad()
     def rebase(self, steps: Mapping[str, torch.Tensor]) -> None:
-        """Sets the parameters to the anchors plus `steps`."""
-        for name, parameter in self.parameters.items():
-            parameter.copy_(self.anchors[name] + steps[name])
+        """Sets the parameters to the anchors plus `steps`; leaves those without an entry as they are."""
+        for name, change in steps.items():
+            self.parameters[name].copy_(self.anchors[name] + change)
 
 
 def cut(sizes: Mapping[str, int], pieces: int) -> list[list[str]]:
@@ -164,29 +212,48 @@ class DiLoCo(LockstepStrategy):
 
     The outer state (the model after the last global step, and the outer optimizer's state) is kept on the CPU.
 
+    With `compression="top_k"` a peer sends only the largest elements of each block of 64 × 64, about a thousandth of
+    the bytes of float32 (SparseLoCo, arXiv:2508.15706). What it has not sent yet, its *residual*, is added to its next
+    change: `residual = decay * residual + change - sent`. See docs/how-to/slow-link.md.
+
     Args:
         sync_every: local steps between two rounds of the same fragment.
-        outer: function that makes the outer optimizer from a list of parameters.
+        outer: function that makes the outer optimizer from a list of parameters. By default it is that of the paper,
+            SGD with `lr=0.7` and Nesterov momentum of 0.9; with `top_k` it is SGD with `lr=1` without momentum, whose
+            part the residual takes.
         fragments: number of pieces, of about equal size, without splitting a tensor. `sync_every` must be a multiple.
         delay: local steps between the start of a fragment's round and its result; 0 waits for the round.
-        alpha: weight of the local model when a result arrives: `alpha * local + (1 - alpha) * global`.
-        compression: see `Strategy`.
-        error_feedback: see `Strategy`.
+        alpha: weight of the local model when a result arrives: `alpha * local + (1 - alpha) * global`. With `top_k` it
+            is the weight of the local steps made meanwhile: `global + alpha * (local - local at the round's start)`,
+            since what was not sent stays in the residual.
+        compression: see `Strategy`; `"top_k"` sends the largest elements only.
+        density: with `top_k`, the share of the elements of each block that is sent; the same at all peers.
+        bits: with `top_k`, bits of each value that is sent, 2, 4 or 8; the same at all peers.
+        decay: with `top_k`, factor of the residual in each round, from 0 to 1; this peer's own. 1 forgets nothing.
+        mean_over: with `top_k`, whether an element is averaged over the `"senders"` that sent it, or over `"all"`
+            members of the round, of which the others count as 0; the same at all peers.
+        error_feedback: see `Strategy`; `top_k` has its own.
         max_norm: limit for the gradients of each local step and for the pseudo-gradient, see `Strategy`.
 
     Raises:
         ConfigError: an argument is invalid.
     """
 
+    averages_changes = True
+
     def __init__(
         self,
         sync_every: int,
         *,
-        outer: OuterFactory = NESTEROV,
+        outer: OuterFactory | None = None,
         fragments: int = 1,
         delay: int = 0,
         alpha: float = 0.0,
         compression: CompressionType | str | None = None,
+        density: float = 1 / 64,
+        bits: int = 2,
+        decay: float = 0.95,
+        mean_over: MeanOver | str = MeanOver.SENDERS,
         error_feedback: bool = False,
         max_norm: float | None = None,
     ) -> None:
@@ -203,6 +270,9 @@ class DiLoCo(LockstepStrategy):
             )
         if not (is_finite(alpha) and 0 <= alpha <= 1):
             raise ConfigError(f"alpha must be from 0 to 1, not {alpha!r}")
+        self.top_k = self._top_k({"density": density, "bits": bits, "decay": decay, "mean_over": mean_over})
+        self.decay = decay
+        outer = outer or (PLAIN if self.top_k else NESTEROV)
         if not callable(outer):
             raise ConfigError(
                 "outer must make an optimizer of a list of parameters, such as "
@@ -219,7 +289,33 @@ class DiLoCo(LockstepStrategy):
     def __repr__(self) -> str:
         defaults = {"fragments": (self.fragments, 1), "delay": (self.delay, 0), "alpha": (self.alpha, 0.0)}
         options = "".join(f", {name}={value}" for name, (value, default) in defaults.items() if value != default)
-        return f"DiLoCo(sync_every={self.sync_every}{options}{self._options()})"
+        sparse = "" if self.top_k is None else f", density={self.top_k.density:g}, bits={self.top_k.bits}"
+        if self.top_k is not None:
+            sparse += f", decay={self.decay:g}, mean_over={self.top_k.mean_over.value}"
+        return f"DiLoCo(sync_every={self.sync_every}{options}{self._options()}{sparse})"
+
+    def _top_k(self, options: Mapping[str, Any]) -> TopK | None:
+        """The options of `top_k`, checked; None with another compression.
+
+        Raises:
+            ConfigError: one of them is invalid, or was given with another compression.
+        """
+        changed = [name for name, value in options.items() if value != TOP_K_DEFAULTS[name]]
+        if self.compression is not CompressionType.TOP_K:
+            if changed:
+                raise ConfigError(
+                    f"{changed[0]} is an option of compression='top_k'; set that, or leave {changed[0]} out"
+                )
+            return None
+        decay = options["decay"]
+        if not (is_finite(decay) and 0 <= decay <= 1):
+            raise ConfigError(f"decay, the factor of the residual in each round, must be from 0 to 1, not {decay!r}")
+        if self.error_feedback:
+            raise ConfigError(
+                "error_feedback does not go with compression='top_k', which has its own: what was not sent is kept in "
+                "the residual; leave error_feedback out, and set decay instead"
+            )
+        return TopK(options["density"], options["bits"], one_of(MeanOver, options["mean_over"], "mean_over"))
 
     @property
     def samples(self) -> float:
@@ -246,6 +342,8 @@ class DiLoCo(LockstepStrategy):
                 changes | averages,
                 adopt=Adopt.WHOLE,
                 compression=self.compression,
+                top_k=self.top_k,
+                decay=self.decay,
                 error_feedback=self.error_feedback,
             )
             outer = self._make_outer(list(anchors.values()))
@@ -253,6 +351,14 @@ class DiLoCo(LockstepStrategy):
             copied = [(buffer, averages[name]) for name, buffer in buffers.items()]
             self._fragments.append(Fragment(number, parameters, anchors, changes, topic, outer, copied))
         training.hyperparameters.optimizers["outer "] = self._fragments[0].outer
+        self._owns, self._leads = training.site.owns, training.site.leads
+        if self.top_k is not None:
+            _check_tied({fragment.number: fragment.parameters for fragment in self._fragments})
+        if self.top_k is not None and self._leads and _has_momentum(self._fragments[0].outer):
+            logger.warning(
+                "the outer optimizer has momentum, whose part the residual of top_k takes already: a change that is "
+                "sent late would be amplified again. Leave outer out, or use SGD without momentum"
+            )
 
     def joined(self, training: StrategyContext) -> None:
         """Starts from the present parameters if no outer state was taken over."""
@@ -307,12 +413,23 @@ class DiLoCo(LockstepStrategy):
         with training.replacing(), training.changing_parameters():
             for fragment in self._fragments:
                 fragment.export()
+        if self._feedbacks and self._leads:
+            self._tell_unsent()
         if not training.modes.exist:
             return receipt
         # Equal training weights, but the evaluation weights depend on this peer's own iterates as well.
         training.modes.eval()
         topic = training.topic("", training.tensors | training.iterates(), adopt=Adopt.WHOLE, commits=True)
         return self._average_at_the_end(training, topic, end - training.monotonic())
+
+    def _tell_unsent(self) -> None:
+        norms = [feedback.unsent() for feedback in self._feedbacks]
+        residual, change = (math.hypot(*of_fragments) for of_fragments in zip(*norms, strict=True))
+        logger.info(
+            "top_k: this peer ends with changes that it never sent; they are dropped. Their norm is %.3g, that of its "
+            "last change %.3g%s",
+            *(residual, change, f" ({residual / change:.1f} times as much)" if change else ""),
+        )
 
     def _at_the_end(self, training: StrategyContext, partners: Collection[str]) -> tuple[tuple[str, ...], bool]:
         """The peers to make the last outer step with, and whether there are none although partners are left."""
@@ -335,7 +452,7 @@ class DiLoCo(LockstepStrategy):
         search_timeout: float | None = None,
     ) -> None:
         """Begins the round of a fragment; a peer that can average with nobody makes its outer step at once."""
-        fragment.measure()
+        fragment.measure(keep=self.top_k is not None and self.alpha > 0 and bool(together))
         if self.max_norm is not None:
             training.clip(fragment.changes.values(), self.max_norm)
         self._schedule.restart()
@@ -374,20 +491,37 @@ class DiLoCo(LockstepStrategy):
     def _step(self, training: StrategyContext, fragment: Fragment, receipt: Receipt | None) -> None:
         with training.replacing(), training.changing_parameters():
             fragment.step(self.alpha)
+            if fragment.feedback is not None and receipt is not None:
+                fragment.feedback.applied()
+            elif fragment.feedback is not None:
+                fragment.feedback.applied_alone()
             self._advance(training, receipt, training.weight)
         self._discarded = False
         self.announce(training)
 
     def _take_over(self, training: StrategyContext, fetch: BackgroundDownload) -> None:
-        """Adds the local steps that no result includes to the state, if it follows this peer's own."""
-        before = self.history
-        own = [] if self._discarded else [fragment.local_steps() for fragment in self._fragments]
+        """Adds the local steps that no result includes to the state, if it follows this peer's own.
+
+        So it is with the residual: it stays, less what the last round has sent if the state may include that.
+        """
+        before, discarded = self.history, self._discarded
+        own = [fragment.steps_to_keep(discarded=discarded) for fragment in self._fragments]
         super()._take_over(training, fetch)
-        if self.history.includes(before):  # or they belong to other parameters, perhaps false ones
+        follows = self.history.includes(before)  # or they belong to other parameters, perhaps false ones
+        if follows:
             with training.locked(), training.changing_parameters():
-                for fragment, steps in zip(self._fragments, own, strict=False):
+                for fragment, steps in zip(self._fragments, own, strict=True):
                     fragment.rebase(steps)
+        for feedback in self._feedbacks:
+            if not follows:
+                feedback.reset()
+            elif discarded:
+                feedback.applied()
         self._discarded = False
+
+    @property
+    def _feedbacks(self) -> list[SparseFeedback]:
+        return [fragment.feedback for fragment in self._fragments if fragment.feedback is not None]
 
     @property
     def _anchors(self) -> dict[str, torch.Tensor]:
@@ -441,6 +575,52 @@ class DiLoCo(LockstepStrategy):
                     fragment.anchors[name].copy_(anchor)
         self._schedule.steps, self._loaded = since, True
         self._discarded = False
+
+    def own_state(self) -> Mapping[str, torch.Tensor]:
+        """The residuals of `top_k`: what this peer has not sent yet."""
+        if not self._owns:
+            return {}
+        return {name: tensor for feedback in self._feedbacks for name, tensor in feedback.state().items()}
+
+    def load_own(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Loads residuals, which belong to the anchors of the same checkpoint."""
+        anchors = self._anchors
+        named = under_own_names(tensors, "", list(anchors))
+        fitting = {
+            name: take_tensor(named, name, torch.empty_like(anchor, dtype=torch.float32, device="meta"))
+            for name, anchor in anchors.items()
+            if name in named
+        }
+        if tensors and self._leads and self.top_k is None:
+            logger.warning(
+                "the checkpoint holds changes that were not sent yet (the residual of top_k); without "
+                "compression='top_k' they are dropped"
+            )
+        for feedback in self._feedbacks if self._owns else ():
+            feedback.load(fitting)
+
+
+def _check_tied(fragments: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
+    """Checks that parameters which share memory are cut into the same blocks, so that what is sent of them is the same.
+
+    Raises:
+        TensorError: two of them differ in their shapes, or in the fragment.
+    """
+    names = [(number, name) for number, parameters in fragments.items() for name in parameters]
+    tensors = [fragments[number][name] for number, name in names]
+    tied = {names[place]: tensors[place] for place in sharing_memory(tensors)}
+    kinds = {key: (key[0], tensor.data_ptr(), tensor.shape, tensor.stride()) for key, tensor in tied.items()}
+    count = Counter(kinds.values())
+    for (_, name), kind in kinds.items():
+        if count[kind] < 2:
+            raise TensorError(
+                f"parameter {name!r} shares its memory with another one of another shape or fragment, of which top_k "
+                "would send other elements; use another compression, or give the optimizer one of them"
+            )
+
+
+def _has_momentum(outer: torch.optim.Optimizer) -> bool:
+    return any(group.get("momentum") for group in outer.param_groups)
 
 
 def _check_outer(outer: Any, given: Iterable[torch.nn.Parameter]) -> None:

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
+from averaging.errors import ConfigError
 from averaging.peer import Adopt, RoundOptions, Topic, TopicOptions
 from averaging.protocol import CompressionType
 from averaging.receipts import DriftCheck, Receipt
 from averaging.state import ExtraState
 from averaging.strategies.base import AveragingSchedule, Strategy
+from averaging.strategies.diloco import PLAIN, DiLoCo
 from averaging.tensors import sharing_memory
 from averaging.training import Others, PendingRound, StrategyContext, count_in, still_training
 
@@ -76,6 +78,14 @@ def _add_to_moment(moment: torch.Tensor, change: torch.Tensor, sent: torch.Tenso
     moment.add_(change * left).clamp_(min=0)
 
 
+WITHOUT_CHANGES = {
+    "outer": "use DiLoCo(sync_every, outer=...) to choose an outer optimizer",
+    "overlap": "set delay to the number of local steps for which training goes on during a round",
+    "statistics": "the statistics of the optimizer stay those of each peer, so leave it out",
+}
+"""What `LocalSGD.of_changes` refuses, and what to do instead."""
+
+
 class LocalSGD(Strategy):
     """Each peer trains alone; after `sync_every` steps the parameters are averaged (Stich, 2018, arXiv:1805.09767).
 
@@ -120,6 +130,26 @@ class LocalSGD(Strategy):
         self._announcements: Mapping[str, bytes] = {}  # those read last
         self._averaged_in = ""  # group that has averaged the parameters, until the next step changes them
         self._alike: DriftCheck | None = None  # of the parameters after the last complete round
+
+    @staticmethod
+    def of_changes(sync_every: int, **options: Any) -> DiLoCo:
+        """Local SGD in which the change since the last round is averaged and applied, instead of the parameters.
+
+        That is `DiLoCo` with the outer optimizer SGD, `lr=1`, without momentum. Changes only make peers equal that were
+        equal before, so the peers make global steps together, as in `DiLoCo`, and one that has missed a step takes over
+        the state of another. Buffers are averaged as values; the optimizer's statistics are not.
+
+        Args:
+            sync_every: see `DiLoCo`.
+            options: those of `DiLoCo` besides `outer`, such as `compression="top_k"`.
+
+        Raises:
+            ConfigError: an argument is invalid.
+        """
+        for option, remedy in WITHOUT_CHANGES.items():
+            if option in options:
+                raise ConfigError(f"{option} does not go with LocalSGD.of_changes; {remedy}")
+        return DiLoCo(sync_every, outer=PLAIN, **options)
 
     @property
     def sync_every(self) -> int:

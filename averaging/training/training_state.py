@@ -163,6 +163,14 @@ class StrategyState(Protocol):
         """
         ...
 
+    def own_state(self) -> Mapping[str, torch.Tensor]:
+        """Tensors (not copied) that this peer's checkpoints need as well, but no newcomer gets; by name."""
+        ...
+
+    def load_own(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Loads what `own_state` returned; called after `load` with each checkpoint, also if that has none."""
+        ...
+
 
 class TrainingState:
     """The state of optimizer, strategy and scheduler, the buffers that are not averaged, and the step counter.
@@ -286,8 +294,12 @@ class TrainingState:
             "local_step": self._training.local_step,
             "progress": sorted(self._training.progress.keys),
             "strategy": {
-                "tensors": {name: self._divided(name, tensor) for name, tensor in strategy.tensors.items()},
+                "tensors": {
+                    name: self._divided(tensor, self._strategy.parameter_of(name))
+                    for name, tensor in strategy.tensors.items()
+                },
                 "user": self._pack_strategy(strategy.user),
+                "own": {name: self._divided(tensor, name) for name, tensor in self._strategy.own_state().items()},
             },
         }
 
@@ -326,14 +338,15 @@ class TrainingState:
                     if isinstance(strategy, dict):
                         tensors = {name: local(tensor) for name, tensor in strategy.get("tensors", {}).items()}
                         self._load_strategy(tensors, strategy.get("user", {}), made=True)
+                        own = strategy.get("own", {})  # which older checkpoints lack
+                        self._strategy.load_own({name: local(tensor) for name, tensor in own.items()})
             except StateError as error:
                 raise ConfigError(f"the state dict does not fit {self._strategy!r}: {error}") from error
             self._training.local_step = saved["local_step"]
             self._training.progress.keys.update(saved.get("progress", ()))
 
-    def _divided(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _divided(self, tensor: torch.Tensor, parameter: str | None) -> torch.Tensor:
         """A copy of a strategy's tensor, as torch.distributed.checkpoint saves it: divided like its parameter."""
-        parameter = self._strategy.parameter_of(name)
         copied = tensor.detach().clone()
         return copied if parameter is None else as_divided(copied, self._training.trained[parameter])
 

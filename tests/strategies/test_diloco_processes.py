@@ -401,12 +401,77 @@ def test_a_newcomer_with_another_strategy_is_refused(start: Start) -> None:
         ({"sync_every": 10, "max_norm": "1"}, "max_norm must be finite and above 0, not '1'"),
         ({"sync_every": 10, "alpha": "0.5"}, "alpha must be from 0 to 1, not '0.5'"),
         ({"sync_every": 10, "outer": "sgd"}, "outer must make an optimizer .* not 'sgd'"),
-        ({"sync_every": 10, "outer": None}, "outer must make an optimizer"),
+        ({"sync_every": 10, "outer": 1}, "outer must make an optimizer"),
+        ({"sync_every": 10, "compression": "top_k", "density": 0}, "density.* must be above 0 and at most 1, not 0"),
+        (
+            {"sync_every": 10, "compression": "top_k", "density": 1.5},
+            "density.* must be above 0 and at most 1, not 1.5",
+        ),
+        ({"sync_every": 10, "compression": "top_k", "density": "1/64"}, "density.* not '1/64'"),
+        ({"sync_every": 10, "compression": "top_k", "bits": 3}, "bits.* must be 2, 4 or 8, not 3"),
+        ({"sync_every": 10, "compression": "top_k", "decay": 1.1}, "decay.* must be from 0 to 1, not 1.1"),
+        ({"sync_every": 10, "compression": "top_k", "decay": -0.1}, "decay.* must be from 0 to 1, not -0.1"),
+        ({"sync_every": 10, "compression": "top_k", "mean_over": "some"}, "mean_over .* senders, all"),
+        ({"sync_every": 10, "compression": "top_k", "error_feedback": True}, "leave error_feedback out"),
+        ({"sync_every": 10, "density": 0.1}, "density is an option of compression='top_k'; set that"),
+        ({"sync_every": 10, "compression": "int8", "bits": 4}, "bits is an option of compression='top_k'"),
+        ({"sync_every": 10, "decay": 1.0}, "decay is an option of compression='top_k'"),
+        ({"sync_every": 10, "mean_over": "all"}, "mean_over is an option of compression='top_k'"),
     ],
 )
 def test_invalid_arguments_are_refused_at_once(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DiLoCo(**arguments)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(LocalSGD, 10),
+        partial(LocalSGD, 10, overlap=True),
+        partial(LocalSGD, 10, statistics=True),
+        partial(GradientAveraging, 10),
+    ],
+)
+def test_only_changes_can_be_sent_with_top_k(make: Callable[..., Strategy]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"compression='top_k' .* LocalSGD.of_changes\(sync_every, compression='top_k'"
+    ):
+        make(compression="top_k")
+
+
+def test_local_sgd_of_changes_is_diloco_with_the_plainest_outer_optimizer(start: Start) -> None:
+    strategy = LocalSGD.of_changes(10, fragments=2, delay=1, compression="top_k", density=1 / 32)
+    assert repr(strategy) == (
+        "DiLoCo(sync_every=10, fragments=2, delay=1, compression=TOP_K, density=0.03125, bits=2, decay=0.95, "
+        "mean_over=senders)"
+    )
+    start().add(strategy, SGD)
+    (group,) = strategy._fragments[0].outer.param_groups
+    assert (group["lr"], group["momentum"]) == (1.0, 0.0)
+    for option in ("outer", "overlap", "statistics"):
+        with pytest.raises(ConfigError, match=f"{option} does not go with LocalSGD.of_changes; "):
+            LocalSGD.of_changes(10, **{option: True})
+
+
+@pytest.mark.parametrize(
+    ("options", "lr", "warns"),
+    [
+        ({}, 0.7, False),
+        ({"compression": "top_k"}, 1.0, False),
+        ({"compression": "top_k", "outer": partial(torch.optim.SGD, lr=0.4)}, 0.4, False),
+        ({"compression": "top_k", "outer": partial(torch.optim.SGD, lr=0.4, momentum=0.9)}, 0.4, True),
+        ({"compression": "top_k", "outer": partial(torch.optim.Adam, lr=0.1)}, 0.1, False),
+    ],
+)
+def test_the_residual_takes_the_part_of_outer_momentum(
+    start: Start, options: dict[str, Any], lr: float, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy = DiLoCo(10, **options)
+    start().add(strategy, SGD)
+    (group,) = strategy._fragments[0].outer.param_groups
+    assert group["lr"] == lr
+    assert ("the outer optimizer has momentum" in caplog.text) is warns
 
 
 def test_an_outer_optimizer_of_other_parameters_is_refused(start: Start) -> None:

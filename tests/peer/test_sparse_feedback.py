@@ -1,0 +1,220 @@
+"""What a peer has not sent yet with `top_k`: sent plus residual is the sum of all changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from averaging.allreduce import Part
+from averaging.config import PeerConfig
+from averaging.errors import ConfigError, TensorError
+from averaging.peer import Adopt, SparseFeedback, Topic
+from averaging.peer.topics import make_topic
+from averaging.protocol import CompressionType, TopK
+from averaging.tensors import SharedTensors, SparseTensor
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "matrix": (70, 130),
+    "narrow": (200, 3),
+    "bias": (4100,),
+    "scale": (),
+    "kernel": (3, 5, 7, 2),
+    "nothing": (0, 7),
+}
+
+Tensors = dict[str, torch.Tensor]
+
+
+def topic_of(**options: Any) -> Topic:
+    tensors = {name: torch.zeros(shape) for name, shape in SHAPES.items()} | {"buffer": torch.zeros(9)}
+    defaults: dict[str, Any] = {"adopt": Adopt.WHOLE, "compression": "top_k"}
+    topic = make_topic(PeerConfig(run_id="run"), SharedTensors(tensors), "changes", **(defaults | options))
+    return topic.sending_exactly(["buffer"])
+
+
+def feedback_of(topic: Topic) -> SparseFeedback:
+    assert isinstance(topic.feedback, SparseFeedback)
+    return topic.feedback
+
+
+def changes_of(seed: int, dtype: torch.dtype = torch.float32) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    changes = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+    changes["narrow"].zero_()  # nobody trains it
+    return changes
+
+
+class Ledger:
+    """A peer with its residual, and a list of the change of each round and of what that round has sent of it."""
+
+    def __init__(self, decay: float, top_k: TopK) -> None:
+        self.options: dict[str, Any] = {"decay": decay, "top_k": top_k}
+        self.feedback = feedback_of(topic_of(**self.options))
+        self.rounds: list[tuple[Tensors, Tensors]] = []
+        self.pending: Tensors = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+
+    def begin(self, change: Tensors) -> Tensors:
+        """Begins a round with a further change; returns what the receivers decode."""
+        self.pending = {name: self.pending[name] + change[name] for name in SHAPES}
+        sent = self.feedback.inputs([*(change.reshape(-1) for change in self.pending.values()), torch.ones(9)])
+        assert torch.equal(sent[-1], torch.ones(9))  # type: ignore[arg-type]  # it is dense
+        decoded = {}
+        for (name, _), layout, tensor in zip(SHAPES.items(), self.feedback.layouts.values(), sent, strict=False):
+            assert isinstance(tensor, SparseTensor)
+            decoded[name] = layout.from_blocks(tensor.dense()).double()
+        return decoded
+
+    def end(self, sent: Tensors) -> None:
+        self.rounds.append(({name: change.double() for name, change in self.pending.items()}, sent))
+        self.pending = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+
+    def happens(self, event: str, change: Tensors) -> None:
+        """What can happen to a peer; see the names in the test."""
+        match event:
+            case "alone":
+                self.pending = {name: self.pending[name] + change[name] for name in SHAPES}
+                self.feedback.applied_alone()
+                self.end({name: change.double() for name, change in self.pending.items()})
+            case "restart":
+                saved, self.feedback = self.feedback.state(), feedback_of(topic_of(**self.options))
+                self.feedback.load(saved)
+            case "failed":
+                self.begin(change)
+            case _:
+                sent = self.begin(change)
+                self.feedback.applied()
+                self.end(sent)
+
+    def check(self) -> None:
+        """After T rounds, residual = sum over t of decay^(T - t) · (change of round t - what it sent)."""
+        state = self.feedback.state()
+        for name, shape in SHAPES.items():
+            residual = state.get(name, torch.zeros(shape)).double()
+            expected, size = torch.zeros(shape, dtype=torch.float64), 1.0
+            for age, (change, sent) in enumerate(reversed(self.rounds)):
+                expected += self.feedback.decay**age * (change[name] - sent[name])
+                size += float(change[name].abs().sum()) if change[name].numel() else 0.0
+            torch.testing.assert_close(residual, expected, rtol=0, atol=1e-7 * size)
+            if self.feedback.decay == 1:
+                every_sent = sum((sent[name] for _, sent in self.rounds), residual)
+                every_change = sum((change[name] for change, _ in self.rounds), torch.zeros(shape))
+                torch.testing.assert_close(every_sent, every_change, rtol=0, atol=1e-7 * size, check_dtype=False)
+
+
+EVENTS = ["round", "round", "failed", "alone", "restart", "perhaps applied by others"]
+
+
+@given(
+    events=st.lists(st.sampled_from(EVENTS), max_size=12),
+    decay=st.sampled_from([0.0, 0.5, 0.95, 1.0]),
+    top_k=st.builds(TopK, st.sampled_from([1e-9, 1 / 64, 0.1, 1.0]), st.sampled_from([2, 4, 8])),
+    seed=st.integers(0, 1000),
+)
+def test_sent_plus_residual_is_the_sum_of_the_changes(events: list[str], decay: float, top_k: TopK, seed: int) -> None:
+    ledger = Ledger(decay, top_k)
+    for number, event in enumerate(events):
+        ledger.happens(event, changes_of(seed + number))
+        ledger.check()
+
+
+def test_a_small_change_is_sent_once_it_has_grown_in_the_residual() -> None:
+    ledger = Ledger(1.0, TopK(1e-9, 8))  # one element of each block
+    change = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    change["bias"][7], change["bias"][8] = 3.0, 2.0
+    ledger.happens("round", change)
+    sent = ledger.begin(change)
+    assert sent["bias"][7:9].tolist() == [0.0, 4.0]
+
+
+def test_what_a_round_reads_is_not_changed_by_it() -> None:
+    feedback = feedback_of(topic_of())
+    changes = [torch.randn(9100), *(torch.randn(600), torch.randn(4100), torch.randn(1), torch.randn(210))]
+    changes += [torch.empty(0), torch.ones(9)]
+    before = [change.clone() for change in changes]
+    for _ in range(2):
+        feedback.inputs(changes)
+        feedback.applied()
+    assert all(map(torch.equal, changes, before))
+
+
+def test_a_residual_that_was_replaced_during_a_round_stays() -> None:
+    ledger = Ledger(1.0, TopK())
+    ledger.happens("round", changes_of(1))
+    saved = {name: tensor.clone() for name, tensor in ledger.feedback.state().items()}
+    ledger.happens("round", changes_of(2))
+    ledger.begin(changes_of(3))
+    ledger.feedback.load(saved)  # a checkpoint
+    ledger.feedback.applied()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in ledger.feedback.state().items())
+    ledger.begin(changes_of(4))
+    ledger.feedback.reset()
+    ledger.feedback.applied()
+    assert not ledger.feedback.state()
+
+
+def test_a_state_is_loaded_by_name_whatever_the_density_was() -> None:
+    ledger = Ledger(1.0, TopK(1 / 64, 2))
+    ledger.happens("round", changes_of(1))
+    saved = ledger.feedback.state()
+    other = feedback_of(topic_of(top_k=TopK(1 / 8, 8), decay=0.5))
+    other.load({name: saved[name] for name in ("bias", "matrix")})
+    assert other.state().keys() == {"bias", "matrix"}
+    assert all(torch.equal(saved[name], tensor) for name, tensor in other.state().items())
+
+
+def test_the_norms_of_what_is_left_and_of_the_last_change_are_known() -> None:
+    ledger = Ledger(1.0, TopK(1e-9, 8))
+    assert max(ledger.feedback.unsent()) == 0.0
+    change = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    change["bias"][0], change["bias"][1] = 4.0, 3.0
+    ledger.happens("round", change)
+    assert list(ledger.feedback.unsent()) == pytest.approx([3.0, 5.0])
+
+
+def test_double_precision_is_sent_and_kept_in_single_precision() -> None:
+    topic = make_topic(
+        PeerConfig(run_id="run"),
+        SharedTensors({"w": torch.zeros(100, dtype=torch.float64)}),
+        adopt="whole",
+        compression="top_k",
+        decay=1.0,
+    )
+    feedback, change = feedback_of(topic), torch.randn(100, dtype=torch.float64)
+    (sent,) = feedback.inputs([change])
+    feedback.applied()
+    assert isinstance(sent, SparseTensor)
+    torch.testing.assert_close(sent.dense() + feedback.state()["w"], change.float(), rtol=0, atol=1e-6)
+
+
+def test_infinity_and_nan_leave_the_residual_as_it_was() -> None:
+    ledger = Ledger(1.0, TopK())
+    ledger.happens("round", changes_of(1))
+    before = {name: tensor.clone() for name, tensor in ledger.feedback.state().items()}
+    bad = changes_of(2)
+    bad["bias"][5] = torch.nan
+    with pytest.raises(TensorError, match="NaN or infinity"):
+        ledger.begin(bad)
+    ledger.feedback.applied()  # there is nothing to apply
+    assert all(torch.equal(before[name], tensor) for name, tensor in ledger.feedback.state().items())
+
+
+def test_a_result_in_parts_is_written_in_the_order_of_the_tensor() -> None:
+    topic = topic_of()
+    layout = feedback_of(topic).layouts[0]
+    matrix = torch.randn(SHAPES["matrix"])
+    flat = layout.to_blocks(matrix)
+    parts = [(Part(0, start, stop), flat[start:stop]) for start, stop in layout.cuts(1)]
+    assert len(parts) > 3
+    assert torch.equal(feedback_of(topic).dense(0, parts), matrix.reshape(-1))
+
+
+def test_only_changes_can_be_sent_sparsely() -> None:
+    for adopt in (Adopt.AVERAGE, Adopt.CHANGE):
+        with pytest.raises(ConfigError, match="adopt='whole'"):
+            topic_of(adopt=adopt)
+    topic = topic_of()
+    assert [spec.compression for spec in topic.schema.tensors][-2:] == [CompressionType.TOP_K, CompressionType.NONE]
