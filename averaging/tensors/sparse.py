@@ -347,7 +347,7 @@ class Contribution:
         part: its elements.
         buffer: the same as they came, or as `SparseTensor.wire` encodes them.
         weight: the member's weight in the mean, above 0 and finite; rounded to float32.
-        scale: factor of its values, such as that which limits their norm; at least 0 and finite; rounded to float32.
+        scale: factor of its values, which limits their norm; from 0 to 1; rounded to float32.
     """
 
     part: SparsePart
@@ -519,8 +519,8 @@ def _unpack_contributions(
     _check_length(wire, _raw_size(numel, block_size, top_k, count))
     factors, rest = _cut(rest, count * _FACTORS.itemsize)
     weights, scales = (np.ascontiguousarray(factors.view(_FACTORS)[name]) for name in ("weight", "scale"))
-    if not (_finite(weights) > 0).all() or not (_finite(scales) >= 0).all():
-        raise ProtocolViolationError("a reply in top_k has a weight or a scale that is negative")
+    if not (_finite(weights) > 0).all() or not ((scales >= 0) & (scales <= 1)).all():
+        raise ProtocolViolationError("a reply in top_k has a weight that is not above 0 or a scale outside 0 to 1")
     buffers = rest.reshape(count, -1)
     return combine(
         [
