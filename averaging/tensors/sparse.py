@@ -197,18 +197,16 @@ class SparseTensor:
         Raises:
             TensorError: an element is NaN or infinite.
         """
-        chosen, kept = [], []
-        for run in layout.runs:
-            blocks = flat[run.start : run.stop].view(run.count, run.size)
-            indices = _largest(blocks, top_k.kept(run.size))
-            chosen.append(indices.to(torch.int16).view(-1))
-            kept.append(blocks.gather(1, indices).view(-1))
-        values = torch.cat(kept) if kept else torch.empty(0, dtype=torch.float32, device="cpu")
+        chosen, kept = [_NO_INDICES], [_NO_VALUES]
+        for blocks, count in _pieces(flat, layout, top_k):
+            indices = _largest(blocks, count)
+            chosen.append(indices.view(-1))
+            kept.append(blocks.gather(1, indices.to(torch.int64)).view(-1))
+        values = torch.cat(kept)
         if not torch.isfinite(values).all():  # the largest magnitudes of a block include NaN and infinity
             raise TensorError("NaN or infinity cannot be sent in top_k")
         table, codes = quantise(values, top_k.bits)
-        indices = torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.int16, device="cpu")
-        return cls(layout, top_k, indices, codes, table)
+        return cls(layout, top_k, torch.cat(chosen), codes, table)
 
     @property
     def numel(self) -> int:
@@ -264,9 +262,44 @@ class SparseTensor:
         raise ValueError(f"element {position} does not begin a block of {self.layout}")
 
 
+_AT_ONCE = 1 << 16  # elements; few enough for the processor's cache
+_NO_INDICES = torch.empty(0, dtype=torch.int16, device="cpu")
+_NO_VALUES = torch.empty(0, dtype=torch.float32, device="cpu")
+
+
+def _pieces(flat: torch.Tensor, layout: BlockLayout, top_k: TopK) -> Iterator[tuple[torch.Tensor, int]]:
+    """The blocks of a tensor, some at a time, shape (blocks, size); and how many elements of each are sent."""
+    for run in layout.runs:
+        blocks = flat[run.start : run.stop].view(run.count, run.size)
+        for piece in torch.split(blocks, max(1, _AT_ONCE // run.size)):
+            yield piece, top_k.kept(run.size)
+
+
 def _largest(blocks: torch.Tensor, k: int) -> torch.Tensor:
-    """The indices of the k largest magnitudes of each block, ascending: shape (blocks, k), int64."""
-    return blocks.abs().topk(k, dim=1, sorted=False).indices.sort(dim=1).values
+    """The indices of the k largest magnitudes of each block, ascending: shape (blocks, k), int16.
+
+    Each block is divided into groups of a few elements. The k largest elements lie in the k groups with the largest
+    maxima: any other group is outdone by k elements. So the choice has two steps, each among a fraction of the
+    elements, which takes less time than `torch.topk` of all.
+    """
+    magnitudes = blocks.abs()
+    rows = _rows_of_groups(blocks.shape[1], k)
+    if rows == 1:
+        chosen = magnitudes.topk(k, dim=1, sorted=False).indices
+    else:
+        # Group g consists of the elements g, g + groups, g + 2 * groups, ..., so that the maxima are those of columns.
+        groups = blocks.shape[1] // rows
+        best = magnitudes.view(-1, rows, groups).amax(dim=1).topk(k, dim=1, sorted=False).indices
+        steps = torch.arange(0, blocks.shape[1], groups, device="cpu").view(1, rows, 1)
+        candidates = (best.unsqueeze(1) + steps).view(len(blocks), rows * k)
+        among = magnitudes.gather(1, candidates).topk(k, dim=1, sorted=False).indices
+        chosen = candidates.gather(1, among)
+    return torch.from_numpy(np.sort(chosen.to(torch.int16).numpy(), axis=1))  # faster than torch.sort
+
+
+def _rows_of_groups(size: int, k: int) -> int:
+    """Elements of each group of a block; 1 if groups do not pay, since many elements are chosen."""
+    return next((rows for rows, share in ((8, 32), (4, 16)) if size % rows == 0 and k * share <= size), 1)
 
 
 def quantise(values: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -366,15 +399,21 @@ def combine(contributions: Sequence[Contribution], mean_over: MeanOver) -> Spars
     Every element that a member sent is in the result, also if the mean is 0. All peers compute the same bits.
     """
     numel = contributions[0].part.numel
-    sums = torch.zeros(numel, dtype=torch.float64, device="cpu")
-    weights = torch.zeros(numel, dtype=torch.float64, device="cpu")
+    present = np.zeros(numel, dtype=np.bool_)
     for one in contributions:
+        present[one.part.indices.numpy()] = True
+    indices = np.flatnonzero(present)
+    # Sums only of the elements that somebody sent: they fit into the processor's cache, all elements do not.
+    slots = np.empty(numel, dtype=np.int32)
+    slots[indices] = np.arange(len(indices), dtype=np.int32)
+    sums, weights = torch.zeros(2, len(indices), dtype=torch.float64, device="cpu")
+    for one in contributions:
+        places = torch.from_numpy(slots[one.part.indices.numpy()])
         values = one.part.values.to(torch.float64).mul_(one.scale).mul_(one.weight)
-        sums.index_add_(0, one.part.indices, values)
-        weights.index_add_(0, one.part.indices, torch.full_like(values, one.weight))
-    indices = torch.from_numpy(np.flatnonzero(weights.numpy()))
-    total = weights[indices] if mean_over is MeanOver.SENDERS else sum(one.weight for one in contributions)
-    return SparsePart(numel, indices, (sums[indices] / total).to(torch.float32))
+        sums.index_add_(0, places, values)
+        weights.index_add_(0, places, torch.full_like(values, one.weight))
+    total = weights if mean_over is MeanOver.SENDERS else sum(one.weight for one in contributions)
+    return SparsePart(numel, torch.from_numpy(indices), sums.div_(total).to(torch.float32))
 
 
 _AS_THEY_CAME, _INDICES_8BIT, _INDICES_BFLOAT16, _BITMAP_8BIT, _BITMAP_BFLOAT16 = range(5)
@@ -565,7 +604,7 @@ def _read_bitmap(raw: Bytes, numel: int, most: int) -> tuple[npt.NDArray[np.int6
     if len(raw) < ceil(numel / 8):
         raise ProtocolViolationError("a reply in top_k ends before the end of its bitmap")
     packed, rest = _cut(raw, ceil(numel / 8))
-    present = np.unpackbits(packed, bitorder="little")
+    present = np.unpackbits(packed, bitorder="little").view(np.bool_)  # numpy is faster with bool than with uint8
     indices = np.flatnonzero(present)
     if len(indices) > most or (len(indices) and indices[-1] >= numel):
         raise ProtocolViolationError(f"a reply in top_k has {len(indices)} elements; at most {most} of {numel} fit")
