@@ -25,6 +25,7 @@ EVENT_TEXTS = {
     "trainer": "another trainer has registered, as number {registration}; an earlier one that still runs gets an error",
     "silent": "environment {env_id} posts nothing, and gives up its part of each batch until it does: {name}",
     "returned": "environment {env_id} is back, and has its part of each batch again: {name}",
+    "stale": "{groups} groups of {name} are {reason}: the trainer is at version {newest_version}",
     "batch": "step {step}: delivered {sequences} sequences in {groups} groups",
     "reset": "GET /reset_data has dropped everything",
 }
@@ -99,6 +100,20 @@ def event_text(event: Mapping[str, Any]) -> str:
     metavar="SECONDS",
     help="Time without posts after which an environment that all wait for gives up its part of each batch.",
 )
+@click.option(
+    "--max-staleness",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Versions of the weights that a group may be behind the trainer's newest; 0 means only the newest. "
+    "Without it, any.",
+)
+@click.option(
+    "--stale",
+    type=click.Choice(["drop", "keep"]),
+    default="drop",
+    show_default=True,
+    help="Drop groups that are older, or set them aside in the store, from where they return if they fit again.",
+)
 @output_options
 def feed_command(listen: str, store: str, *, as_json: bool, verbose: int, **given: Any) -> None:
     r"""Serves batches of scored rollouts: environments post groups, a trainer fetches batches.
@@ -114,6 +129,10 @@ def feed_command(listen: str, store: str, *, as_json: bool, verbose: int, **give
     For other machines, with TLS and a token; `averaging ca` creates the certificates:
       averaging feed --listen 0.0.0.0:8000 --token-file token \
         --tls-ca ca/ca.pem --tls-cert ca/feed.pem --tls-key ca/feed.key
+
+    
+    For a trainer that reports its version of the weights, such as BatchFeed(..., weights=publisher):
+      averaging feed --max-staleness 2
 
     With a token, clients need no certificate. Without one, they must show a certificate of --tls-ca.
 
@@ -132,6 +151,7 @@ def feed_command(listen: str, store: str, *, as_json: bool, verbose: int, **give
       environment  env_id, name
       silent       env_id, name
       returned     env_id, name
+      stale        env_id, name, groups, reason (old, foreign), newest_version
       batch        step, groups, sequences
       reset
       done

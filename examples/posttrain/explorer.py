@@ -45,7 +45,7 @@ def main() -> None:
     config = RegisterEnv(max_token_length=LENGTH + 1, desired_name=name, weight=1.0, group_size=GROUP_SIZE)
     with (
         WeightFollower(policy, join=[local(addresses.publisher)], run_id=RUN_ID, join_timeout=300.0) as weights,
-        FeedEnvironment(f"http://{local(addresses.feed)}", config) as feed,
+        FeedEnvironment(f"http://{local(addresses.feed)}", config, weights=weights) as feed,
     ):
         weights.update(timeout=300.0)
         count = 0

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 
@@ -154,7 +155,7 @@ def test_which_batches_count_as_saved(step: int, interval: int, call: int | None
 
 
 @pytest.mark.parametrize("wrong", [{"poll": 0.0}, {"rank_timeout": -1.0}])
-def test_invalid_times_raise(wrong: dict[str, float]) -> None:
+def test_invalid_times_raise(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="must be above 0 s"):
         BatchFeed("http://127.0.0.1:9", registration(), None, **wrong)
 

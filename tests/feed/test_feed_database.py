@@ -732,7 +732,8 @@ def test_a_batch_that_can_never_be_formed(
 def test_a_store_of_version_1_is_used(tmp_path: Path) -> None:
     database = running(tmp_path / "store")
     register_env(database, environment(2, 0.5))
-    database._db.execute("ALTER TABLE envs DROP COLUMN owner")
+    for column in ("envs DROP COLUMN owner", "groups DROP COLUMN version", "groups DROP COLUMN aside"):
+        database._db.execute(f"ALTER TABLE {column}")
     database._db.execute("PRAGMA user_version = 1")
     database.close()
     database = open_database(tmp_path / "store")

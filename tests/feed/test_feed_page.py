@@ -10,12 +10,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import Mock
 
 import httpx
 import pytest
 
-from averaging.rl.feed import FeedServer
+from averaging.rl.feed import FeedEnvironment, FeedServer, Posted
 from averaging.rl.feed.routes import COUNTERS, GAUGES, ROUTES
+from averaging.weights import WeightFollower
 from tests.docs.test_grpcurl_page import agrees
 from tests.support.pages import Block, blocks_of
 from tests.support.processes import DEADLINE
@@ -90,6 +92,14 @@ def test_a_server_in_a_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+\n", capsys.readouterr().out)
 
 
+@pytest.mark.parametrize("stale", [0, 1])
+def test_an_environment_waits_for_newer_weights(stale: int) -> None:
+    environment, weights = Mock(FeedEnvironment), Mock(WeightFollower)
+    environment.post.return_value = Posted("received", 7, 0, stale)
+    exec(PYTHON[3], {"environment": environment, "weights": weights, "group": None})
+    assert weights.update.call_count == stale
+
+
 @pytest.mark.long
 def test_tls_and_a_token(tmp_path: Path, stack: ExitStack) -> None:
     start = BLOCKS.index(SERVERS[1])
@@ -112,7 +122,7 @@ def test_tls_and_a_token(tmp_path: Path, stack: ExitStack) -> None:
 def test_every_command_is_run_here() -> None:
     assert [block.language for block in BLOCKS if block.language not in ("sh", "text", "python", "")] == []
     assert len(SERVERS) == 2
-    assert len(PYTHON) == 3
+    assert len(PYTHON) == 4
     assert PAGE.count("```sh\n") == 2 + 2 + 3
 
 

@@ -345,7 +345,7 @@ def test_after_a_reset_the_run_continues_at_the_trainers_step(feed: Feed) -> Non
             env.post(a_group(name))
         assert [next(batches).step for _ in range(2)] == [1, 2]
         httpx.get(f"{feed.url}/reset_data")
-        poster = threading.Thread(target=lambda: (env.post(a_group(7)), env.post(a_group(8))))  # type: ignore[func-returns-value]
+        poster = threading.Thread(target=lambda: (env.post(a_group(7)), env.post(a_group(8))))
         poster.start()
         batch = next(batches)
         poster.join()

@@ -3,16 +3,26 @@
 The server and both clients use the HTTP API of atroposlib, so each also works with that library's counterpart.
 Needs `pip install 'averaging[rl]'`.
 
-Read in this order: `messages` (what travels), `batch_formation` and `run_state` (which groups form a batch; pure),
-`database` (the run on disk), `routes` (what the server answers; a new route is a method there), `server` (what all
-requests must pass), `connection` and `clients` (the trainer's and the environment's side).
+Read in this order: `messages` (what travels), `versions` (which groups are too old), `batch_formation` and `run_state`
+(which groups form a batch; pure), `database` (the run on disk), `routes` (what the server answers; a new route is a
+method there), `server` (what all requests must pass), `connection` and `clients` (the trainer's and the environment's
+side).
 """
 
 from averaging.rl.feed.clients import Batch, BatchFeed, FeedEnvironment
 from averaging.rl.feed.connection import Connection
-from averaging.rl.feed.messages import EnvStatus, Registered, RegisterEnv, Registration, ScoredData
+from averaging.rl.feed.messages import (
+    EnvStatus,
+    Posted,
+    PostedStaleness,
+    Registered,
+    RegisterEnv,
+    Registration,
+    ScoredData,
+)
 from averaging.rl.feed.routes import ServerLimits
 from averaging.rl.feed.server import FeedServer
+from averaging.rl.feed.versions import StaleMode
 
 __all__ = [
     "Batch",
@@ -21,9 +31,12 @@ __all__ = [
     "EnvStatus",
     "FeedEnvironment",
     "FeedServer",
+    "Posted",
+    "PostedStaleness",
     "RegisterEnv",
     "Registered",
     "Registration",
     "ScoredData",
     "ServerLimits",
+    "StaleMode",
 ]

@@ -6,19 +6,31 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import msgspec
 import torch.distributed as dist
 
+from averaging.common import is_count
 from averaging.errors import ConfigError, FeedError, SiteError, printable
 from averaging.rl.feed.connection import Connection, RetrySchedule, decode_reply
-from averaging.rl.feed.messages import BatchReply, EnvStatus, Registered, RegisterEnv, Registration, ScoredData
+from averaging.rl.feed.messages import (
+    MAX_STEP,
+    BatchReply,
+    EnvStatus,
+    Posted,
+    PostedStaleness,
+    Registered,
+    RegisterEnv,
+    Registration,
+    ScoredData,
+)
+from averaging.rl.feed.versions import oldest_version
 from averaging.training import ControlGroup, ranks_of
 
 if TYPE_CHECKING:
@@ -57,16 +69,44 @@ class Batch:
 
     Attributes:
         step: the first one is `starting_step + 1`.
-        groups: the posted groups with all fields of `ScoredData`; fields that were not posted are None.
+        groups: the posted groups with all fields of `ScoredData`; fields that were not posted are None, but `version`
+            and `staleness` are missing then.
+        newest_version: the trainer's newest version of the weights when the batch was fetched; None if it is unknown.
     """
 
     step: int
     groups: list[dict[str, Any]]
+    newest_version: int | None = None
 
     @property
     def sequences(self) -> int:
         """The number of sequences in all groups."""
         return sum(len(group["tokens"]) for group in self.groups)
+
+    @property
+    def versions(self) -> list[list[int]]:
+        """For each group the versions of the weights that made it; empty if it was posted without."""
+        posted = [group.get("version") for group in self.groups]
+        return [[] if each is None else list(each) if isinstance(each, list) else [each] for each in posted]
+
+    @property
+    def ages(self) -> list[int | None]:
+        """For each group how many versions its oldest weights are behind `newest_version`; None if unknown.
+
+        It is 0 for groups of newer weights, which a trainer meets after it has resumed from a checkpoint.
+        """
+        oldest = [oldest_version(group.get("version")) for group in self.groups]
+        newest = self.newest_version
+        return [None if each is None or newest is None else max(0, newest - each) for each in oldest]
+
+
+class VersionedWeights(Protocol):
+    """Weights that have versions, such as a `WeightFollower` or a `WeightPublisher`."""
+
+    @property
+    def version(self) -> int | None:
+        """The version; None before the first."""
+        ...
 
 
 class BatchFeed:
@@ -88,6 +128,8 @@ class BatchFeed:
         rank_timeout: seconds for which a rank waits for another rank, which may still be training.
         retry_timeout: seconds without a usable answer of the server after which the iteration raises. The wait for data
             has no limit.
+        weights: the `WeightPublisher` of this training. Its version is reported with each request for a batch, so that
+            the server can tell how old groups are. Only that of rank 0 counts. See also `published`.
         options: `token_file`, `tls_ca`, `tls_cert`, `tls_key`, `timeout` and `max_bytes`, see `Connection`.
 
     Attributes:
@@ -109,6 +151,7 @@ class BatchFeed:
         poll: float = 0.5,
         rank_timeout: float = 1800.0,
         retry_timeout: float = 300.0,
+        weights: VersionedWeights | None = None,
         **options: Any,
     ) -> None:
         if not poll > 0 or not rank_timeout > 0:
@@ -120,6 +163,8 @@ class BatchFeed:
         self._retries = RetrySchedule(retry_timeout, random.Random())
         self._joined = self._registered = self._closed = False
         self._saved: int | None = None
+        self._weights = weights
+        self._published: int | None = None
         self._number: int | None = None  # of the registration; None at atroposlib's server
         self._warning = ""
         self.step = registration.starting_step
@@ -144,6 +189,18 @@ class BatchFeed:
     def saved(self, step: int) -> None:
         """Lets the server forget the batches up to `step`, whose checkpoint is saved. Only calls at rank 0 count."""
         self._saved = max(step, self._saved or 0)
+
+    def published(self, version: int) -> None:
+        """Sets the newest version of the weights, instead of `weights`. Only calls at rank 0 count.
+
+        A trainer that resumes calls it with the version of its checkpoint before the first batch.
+
+        Raises:
+            ConfigError: it is not a number from 0 to 2^53.
+        """
+        if not is_count(version) or version > MAX_STEP:
+            raise ConfigError(f"the version must be a number from 0 to {MAX_STEP}, not {version!r}")
+        self._published = max(self._published or 0, version)
 
     def close(self) -> None:
         """Ends the iteration at this rank. Ranks that wait for it raise. More calls have no effect."""
@@ -176,7 +233,8 @@ class BatchFeed:
             if outcome is BatchOutcome.FAILED:
                 raise error or FeedError(f"rank 0 has failed: {content.decode()}")
             if outcome is BatchOutcome.BATCH:
-                return Batch(self.step + 1, decode_reply(content, BatchReply).batch or [])
+                reply = decode_reply(content, BatchReply)
+                return Batch(self.step + 1, reply.batch or [], reply.newest_version)
 
     def _join(self) -> None:
         """Connects the ranks, and checks that all of them register the same run."""
@@ -247,6 +305,8 @@ class BatchFeed:
         params = {"step": step, "saved": self._saved_step()}
         if self._number is not None:
             params["registration"] = self._number
+        if (newest := self._newest_version()) is not None:
+            params["version"] = newest
         content = self._connection.send("GET", "/batch", params=params)
         reply = decode_reply(content, BatchReply)
         if reply.warning and reply.warning != self._warning:
@@ -258,6 +318,10 @@ class BatchFeed:
         if reply.batch and reply.step not in (None, step):
             raise FeedError(f"{self._connection.url} answers with step {reply.step} instead of {step}")
         return content if reply.batch else b""
+
+    def _newest_version(self) -> int | None:
+        known = (self._published, None if self._weights is None else self._weights.version)
+        return max((version for version in known if version is not None), default=None)
 
     def _saved_step(self) -> int:
         if self._saved is not None:
@@ -309,6 +373,8 @@ class FeedEnvironment:
         start_timeout: seconds to wait until a trainer has started; None waits without limit.
         key: secret that identifies this environment. A process that is restarted with the same `config` and key takes
             its old place at once. None makes a new key; then it takes the place once the server finds it silent.
+        weights: the `WeightFollower` of this environment. Each posted group without a version gets its version, and its
+            staleness. If the weights may change during a rollout, give `post` the versions instead.
         options: `token_file`, `tls_ca`, `tls_cert`, `tls_key`, `timeout`, `retry_timeout`, `max_bytes` of `Connection`.
 
     Attributes:
@@ -325,9 +391,11 @@ class FeedEnvironment:
         *,
         start_timeout: float | None = None,
         key: str | None = None,
+        weights: VersionedWeights | None = None,
         **options: Any,
     ) -> None:
         self._connection = Connection(url, **options)
+        self._weights = weights
         self._config, self._start_timeout = config, start_timeout
         self._headers = {"Environment-Key": key or uuid.uuid4().hex}
         self.registered: Registered | None = None
@@ -355,7 +423,7 @@ class FeedEnvironment:
                 )
             time.sleep(REGISTER_INTERVAL)
 
-    def post(self, *groups: ScoredData, key: str | None = None) -> None:
+    def post(self, *groups: ScoredData, key: str | None = None, version: int | Sequence[int] | None = None) -> Posted:
         """Posts all of the groups or none, and registers first if needed. The server has stored them on return.
 
         A post is repeated until the server has acknowledged it, and while the queue is full. A server of this library
@@ -365,6 +433,11 @@ class FeedEnvironment:
             groups: their `env_id` is filled in.
             key: identifies these groups for 24 hours. If this process may be restarted and repeat a post, give the same
                 key each time.
+            version: the version of the weights that made the groups, or all of them if they changed meanwhile; for
+                groups that have none of their own.
+
+        Returns:
+            The server's answer, with the trainer's newest version and how many of the groups are too old.
 
         Raises:
             FeedError: the server refuses them and took none, or did not acknowledge them for `retry_timeout`; then post
@@ -372,12 +445,13 @@ class FeedEnvironment:
         """
         key = key or uuid.uuid4().hex
         registered = self.registered or self.register()
+        groups = tuple(self._dated(group, version) for group in groups)
         try:
-            self._post(groups, registered, key)
+            return self._post(groups, registered, key)
         except FeedError as error:
             if error.status != 404:
                 raise
-            self._post(groups, self.register(), key)  # the server was reset, and has forgotten this environment
+            return self._post(groups, self.register(), key)  # the server was reset, and has forgotten this environment
 
     def status(self) -> EnvStatus:
         """Returns the step of the run and the sizes of the queue.
@@ -407,7 +481,20 @@ class FeedEnvironment:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _post(self, groups: tuple[ScoredData, ...], registered: Registered, key: str) -> None:
+    def _dated(self, group: ScoredData, version: int | Sequence[int] | None) -> ScoredData:
+        """Fills in the version of a group, and with a follower its staleness."""
+        if group.version is not msgspec.UNSET:
+            return group
+        if version is not None:
+            numbers = version if isinstance(version, int) else sorted(set(version))
+            return msgspec.structs.replace(group, version=numbers)
+        if self._weights is None or self._weights.version is None:
+            return group
+        behind = getattr(self._weights, "staleness", None)
+        staleness = None if behind is None else PostedStaleness(behind.versions, behind.seconds)
+        return msgspec.structs.replace(group, version=self._weights.version, staleness=staleness)
+
+    def _post(self, groups: tuple[ScoredData, ...], registered: Registered, key: str) -> Posted:
         filled = [msgspec.structs.replace(group, env_id=registered.env_id) for group in groups]
         path, body = ("/scored_data", filled[0]) if len(filled) == 1 else ("/scored_data_list", filled)
-        self._connection.request("POST", path, _EnvironmentStatus, body=body, headers={"Idempotency-Key": key})
+        return self._connection.request("POST", path, Posted, body=body, headers={"Idempotency-Key": key})

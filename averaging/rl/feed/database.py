@@ -18,11 +18,12 @@ import msgspec
 
 from averaging.errors import ConfigError, FeedError
 from averaging.rl.feed.messages import Post, RegisterEnv, Registration
-from averaging.rl.feed.run_state import Env, RunState, SampleGroup
+from averaging.rl.feed.run_state import Env, Move, RunState, SampleGroup
+from averaging.rl.feed.versions import TrainerVersion
 
 logger = logging.getLogger(__name__)
 
-APPLICATION_ID, VERSION = 0x61766664, 2
+APPLICATION_ID, VERSION = 0x61766664, 3
 """They mark a file as the store of a feed."""
 
 KEY_SECONDS = 86400.0
@@ -40,7 +41,8 @@ CREATE TABLE envs (
   id INTEGER PRIMARY KEY, config BLOB NOT NULL, name TEXT NOT NULL, connected INTEGER NOT NULL, owner BLOB
 );
 CREATE TABLE groups (
-  number INTEGER PRIMARY KEY, env INTEGER, size INTEGER NOT NULL, place INTEGER, step INTEGER, content BLOB NOT NULL
+  number INTEGER PRIMARY KEY, env INTEGER, size INTEGER NOT NULL, place INTEGER, step INTEGER, content BLOB NOT NULL,
+  version INTEGER, aside INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX by_step ON groups (step, place) WHERE step IS NOT NULL;
 CREATE TABLE posts (
@@ -49,6 +51,24 @@ CREATE TABLE posts (
 CREATE INDEX by_time ON posts (time);
 """
 # place: the order in the queue; NULL while a group waits in the buffer of its environment. step: that of its batch.
+# version: the oldest one of the weights that made it. aside: whether it was set aside, because that is too old.
+
+UPGRADES = {
+    1: ["ALTER TABLE envs ADD COLUMN owner BLOB"],
+    2: [
+        "ALTER TABLE groups ADD COLUMN version INTEGER",
+        "ALTER TABLE groups ADD COLUMN aside INTEGER NOT NULL DEFAULT 0",
+    ],
+}
+"""What makes the store of an earlier version one of the next."""
+
+MOVES = {
+    Move.QUEUED: "UPDATE groups SET aside = 0, place = (SELECT coalesce(max(place), 0) + 1 FROM groups) "
+    "WHERE number = ?",
+    Move.BUFFERED: "UPDATE groups SET aside = 0, place = NULL WHERE number = ?",
+    Move.ASIDE: "UPDATE groups SET aside = 1 WHERE number = ?",
+    Move.DROPPED: "DELETE FROM groups WHERE number = ?",
+}
 
 
 def _env_row(env_id: int, env: Env) -> tuple[object, ...]:
@@ -87,6 +107,7 @@ class Database:
         self._new_state, self._clock, self._stale = new_state, clock, False
         self.latest, self.detached = b"", False
         self._delivered: dict[int, int] = {}  # while detached: the steps of groups by their number
+        self._moved: list[tuple[SampleGroup, Move]] = []  # while detached
         self._path = None if str(path) == ":memory:" else Path(path)
         try:
             log_bytes = self._look_for_log()
@@ -143,12 +164,14 @@ class Database:
         forgotten = [(number,) for number, step in self._delivered.items() if step <= saved]
         kept = [(step, number) for number, step in self._delivered.items() if step > saved]
         self._db.executemany("DELETE FROM groups WHERE number = ?", forgotten)  # first, because it makes room
+        self._write_moves(self._moved)
         self._db.execute("DELETE FROM groups WHERE step <= ?", (saved,))
         self._db.executemany("UPDATE groups SET step = ? WHERE number = ?", kept)
         self._db.executemany(
             "INSERT OR REPLACE INTO envs VALUES (?, ?, ?, ?, ?)", [_env_row(*each) for each in enumerate(state.envs)]
         )
         facts: dict[str, object] = {name: getattr(state, name) for name in ("step", "saved", "started", "trainer")}
+        facts |= {"version": state.version.newest, "version_trainer": state.version.trainer}
         if state.registration is not None:
             facts["registration"] = msgspec.json.encode(state.registration)
         self._db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", list(facts.items()))
@@ -157,6 +180,7 @@ class Database:
         """Ends `detached`. Call it after `write_state` and `commit`."""
         self.detached = False
         self._delivered.clear()
+        self._moved.clear()
 
     def close(self) -> None:
         """Closes the file, and marks it as whole without its write-ahead log."""
@@ -208,12 +232,17 @@ class Database:
                 )
             return msgspec.json.decode(earlier[1], type=list[int]), True
         self._check_disk(sum(map(len, post.contents)))
-        groups = [(*group, len(content)) for group, content in zip(post.groups, post.contents, strict=True)]
+        versions = post.versions or [None] * len(post.groups)
+        groups = [
+            (*group, len(content), version)
+            for group, content, version in zip(post.groups, post.contents, versions, strict=True)
+        ]
         added = self.state.add(groups, now)
         self._db.executemany(
-            "INSERT INTO groups (number, env, size, content) VALUES (?, ?, ?, ?)",
-            [(added.first + i, *groups[i][:2], content) for i, content in enumerate(post.contents)],
+            "INSERT INTO groups (number, env, size, content, version) VALUES (?, ?, ?, ?, ?)",
+            [(added.first + i, *groups[i][:2], content, versions[i]) for i, content in enumerate(post.contents)],
         )
+        self._take_moves()
         self._db.executemany(
             "UPDATE groups SET place = ? WHERE number = ?",
             [(self._next_place + i, group.number) for i, group in enumerate(added.queued)],
@@ -229,7 +258,12 @@ class Database:
         return added.buffered, False
 
     def batch(
-        self, step: int | None, saved: int | None, now: float, trainer: int | None = None
+        self,
+        step: int | None,
+        saved: int | None,
+        now: float,
+        trainer: int | None = None,
+        version: int | None = None,
     ) -> tuple[int, int, list[bytes]] | None:
         """Returns the batch of `step`, the same one each time. Without `step`, returns the next batch, once.
 
@@ -238,6 +272,7 @@ class Database:
             saved: the batches up to this step are not needed any more; None means up to the one before `step`.
             now: seconds since the epoch.
             trainer: number of the trainer's registration; None if the trainer knows of none.
+            version: the trainer's newest version of the weights; None if it reports none.
 
         Returns:
             The batch's step, its number of sequences, and the content of each group; None if there is no batch yet.
@@ -251,6 +286,9 @@ class Database:
         if self.state.registration is not None and not self.state.started:
             self.state.started = True
             self._set(started=1)
+        if version is not None and self.state.registration is not None:
+            self._report(version, trainer)
+        self._take_moves()
         if not delivered:
             formed = self.state.next_batch(now)
             if formed is not None:
@@ -269,6 +307,26 @@ class Database:
         # Without `step` the trainer never asks again; otherwise it needs this batch again if it fails in this step.
         self._forget(delivered_step if step is None else step - 1 if saved is None else min(saved, step - 1))
         return (delivered_step, sequences, contents) if contents else None
+
+    def _report(self, version: int, trainer: int | None) -> None:
+        before = (self.state.version.newest, self.state.version.trainer)
+        self.state.report(version, trainer)
+        newest = self.state.version
+        if (newest.newest, newest.trainer) != before:
+            self._set(version=newest.newest, version_trainer=newest.trainer)
+
+    def _take_moves(self) -> None:
+        """Writes what has become of groups because of their version."""
+        moves, self.state.moves = self.state.moves, []
+        if self.detached:
+            self._moved += moves
+        elif moves:
+            self._write_moves(moves)
+
+    def _write_moves(self, moves: Sequence[tuple[SampleGroup, Move]]) -> None:
+        for group, move in moves:
+            self._db.execute(MOVES[move], (group.number,))
+        self._next_place = self._db.execute("SELECT coalesce(max(place), 0) + 1 FROM groups").fetchone()[0]
 
     def reset(self) -> None:
         """Deletes everything but the number of the latest trainer, so that an earlier one cannot come back."""
@@ -358,8 +416,10 @@ class Database:
                 execute(statement)
             execute(f"PRAGMA application_id = {APPLICATION_ID}")
             execute(f"PRAGMA user_version = {VERSION}")
-        elif marks == (APPLICATION_ID, 1):
-            execute("ALTER TABLE envs ADD COLUMN owner BLOB")
+        elif marks[0] == APPLICATION_ID and marks[1] in UPGRADES:
+            for earlier in range(marks[1], VERSION):
+                for statement in UPGRADES[earlier]:
+                    execute(statement)
             execute(f"PRAGMA user_version = {VERSION}")
         elif marks != (APPLICATION_ID, VERSION):
             raise sqlite3.DatabaseError("it is not the store of a feed, or another version wrote it")
@@ -375,14 +435,18 @@ class Database:
             step=facts.get("step", 0),
             saved=facts.get("saved", 0),
             trainer=facts.get("trainer", 0),
+            version=TrainerVersion(facts.get("version"), facts.get("version_trainer") or 0),
         )
         now = self._clock()
         for _, config, name, connected, owner in execute("SELECT * FROM envs ORDER BY id"):
             decoded = msgspec.json.decode(config, type=RegisterEnv)
             state.envs.append(Env(decoded, name, bool(connected), owner or b"", heard=now, posted=True, waited=now))
-        query = "SELECT place, step, number, env, size, length(content) FROM groups ORDER BY place, number"
-        for place, step, *fields in execute(query):
-            state.restore(SampleGroup(*fields), queued=place is not None, step=step)
+        query = (
+            "SELECT place, step, aside, number, env, size, length(content), version FROM groups ORDER BY place, number"
+        )
+        for place, step, aside, *fields in execute(query):
+            state.restore(SampleGroup(*fields), queued=place is not None, step=step, aside=bool(aside))
+        state.sort_out()  # the limit may be another one now; what moves is written with the next request
         self._next_place = execute("SELECT coalesce(max(place), 0) + 1 FROM groups").fetchone()[0]
         self.state, self._stale = state, False
 

@@ -15,8 +15,12 @@ from typing import Annotated, Any, Self, TypeVar
 import msgspec
 
 from averaging.errors import ConfigError, FeedError
+from averaging.rl.feed.versions import oldest_version
 
 MAX_NAME, MAX_TEXT, MAX_BATCH_SIZE, MAX_STEP, MAX_WEIGHT = 1024, 4096, 1 << 20, 1 << 53, 1e9
+
+MAX_VERSIONS = 64
+"""Versions of the weights that may have made one group."""
 
 MAX_TOKEN = (1 << 31) - 1
 """The largest token id."""
@@ -29,6 +33,20 @@ Message = TypeVar("Message")
 Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN)]
 Mask = Annotated[int, msgspec.Meta(ge=-100, le=MAX_TOKEN)]
+VersionNumber = Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)]
+Versions = Annotated[list[VersionNumber], msgspec.Meta(min_length=1, max_length=MAX_VERSIONS)]
+
+
+class PostedStaleness(msgspec.Struct, frozen=True):
+    """How old an environment says that its weights were when it posted a group.
+
+    Attributes:
+        versions: how many versions behind the newest one that it knew.
+        seconds: for how long.
+    """
+
+    versions: VersionNumber = 0
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_WEIGHT)] = 0.0
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,6 +124,10 @@ class ScoredData(msgspec.Struct, kw_only=True):
         tokens: the token ids of each sequence, from 0 to 2^31 - 1.
         masks: the id of each token, or -100 if it is not trained, for example in the prompt.
         scores: one number for each sequence.
+        version: the version of the weights that made the group, or all versions if they changed meanwhile.
+        staleness: how old those weights were when the group was posted.
+
+    The last two are left out of the JSON if they are not set, as atroposlib does not know them.
 
     Raises:
         ConfigError: lengths do not match, a score is not finite, or a message has no role or content.
@@ -125,8 +147,12 @@ class ScoredData(msgspec.Struct, kw_only=True):
     env_id: Int64 | None = None
     distill_token_ids: list[list[list[TokenId]]] | None = None
     distill_logprobs: list[list[list[float]]] | None = None
+    version: VersionNumber | Versions | msgspec.UnsetType | None = msgspec.UNSET
+    staleness: PostedStaleness | msgspec.UnsetType | None = msgspec.UNSET
 
     def __post_init__(self) -> None:
+        self.version = msgspec.UNSET if self.version is None else self.version
+        self.staleness = msgspec.UNSET if self.staleness is None else self.staleness
         size = len(self.tokens)
         if not size:
             raise ConfigError("tokens is empty; a group has at least one sequence")
@@ -166,7 +192,12 @@ class Registered(msgspec.Struct, frozen=True):
 
 
 class EnvStatus(msgspec.Struct, frozen=True):
-    """The answer to a request for the status. Sizes are in groups of this environment's `group_size`."""
+    """The answer to a request for the status. Sizes are in groups of this environment's `group_size`.
+
+    Attributes:
+        newest_version: the trainer's newest version of the weights; None if the trainer has reported none.
+        stale_groups: groups of this environment that were too old for the trainer, since the server has started.
+    """
 
     current_step: int
     queue_size: int
@@ -174,16 +205,36 @@ class EnvStatus(msgspec.Struct, frozen=True):
     unallocated_fraction: float = 1.0
     self_queue_size: int = 0
     max_group_size: int = 1
+    newest_version: int | None = None
+    stale_groups: int = 0
+
+
+class Posted(msgspec.Struct, frozen=True):
+    """The answer to a post. The last three fields are those of a server that knows the trainer's version.
+
+    Attributes:
+        status: "received", or "buffered" if the groups wait for others of their environment.
+        newest_version: the trainer's newest version of the weights; None if it is unknown.
+        max_staleness: how many versions a group may be behind it; None for any.
+        stale: groups of this post that are too old for the trainer, and are not trained. If there are some, update the
+            weights before the next rollout.
+    """
+
+    status: str
+    newest_version: int | None = None
+    max_staleness: int | None = None
+    stale: int = 0
 
 
 class BatchReply(msgspec.Struct, frozen=True):
-    """The answer to a request for a batch. atroposlib's server leaves out `step` and `warning`."""
+    """The answer to a request for a batch. atroposlib's server sends `batch` alone."""
 
     batch: list[dict[str, Any]] | None
     status: str = ""
     message: str = ""
     step: int | None = None
     warning: str = ""
+    newest_version: int | None = None
 
 
 def check_finite(group: ScoredData) -> None:
@@ -209,12 +260,14 @@ class Post:
         contents: the JSON of each.
         key: identifies repetitions of the request; empty if the client sent none.
         digest: equal in all repetitions of the request.
+        versions: the oldest version of each group; empty if none has one.
     """
 
     groups: Sequence[tuple[int | None, int]]
     contents: Sequence[bytes]
     key: str
     digest: bytes
+    versions: Sequence[int | None] = ()
 
     @classmethod
     def of(cls, groups: Sequence[ScoredData], key: str) -> Self:
@@ -228,9 +281,12 @@ class Post:
         for group in groups:
             check_finite(group)
             contents.append(msgspec.json.encode(group))
-            if key:  # without env_id: an environment that was restarted may have a new one
-                digest.update(msgspec.json.encode(msgspec.structs.replace(group, env_id=None)))
-        return cls([(group.env_id, len(group.tokens)) for group in groups], contents, key, digest.digest())
+            if key:  # an environment that was restarted may have a new env_id, and newer weights
+                unset = msgspec.structs.replace(group, env_id=None, version=msgspec.UNSET, staleness=msgspec.UNSET)
+                digest.update(msgspec.json.encode(unset))
+        versions = [oldest_version(group.version) for group in groups]
+        known = versions if any(version is not None for version in versions) else ()
+        return cls([(group.env_id, len(group.tokens)) for group in groups], contents, key, digest.digest(), known)
 
 
 def object_count(body: bytes | bytearray) -> int:

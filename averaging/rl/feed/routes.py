@@ -8,6 +8,7 @@ import math
 import time
 import uuid
 import zlib
+from collections import Counter as Counts
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -21,6 +22,7 @@ from starlette.responses import PlainTextResponse, Response
 from averaging.errors import ConfigError, FeedError, printable
 from averaging.rl.feed.database import Database, DatabaseThread
 from averaging.rl.feed.messages import (
+    MAX_STEP,
     EnvIdentifier,
     Post,
     RegisterEnv,
@@ -30,6 +32,7 @@ from averaging.rl.feed.messages import (
     object_count,
 )
 from averaging.rl.feed.run_state import KEYED, NoTrainerError, RunState
+from averaging.rl.feed.versions import Fit
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +50,9 @@ NOTICES: Mapping[str, str] = {
     "returned": "environment %d (%s) is back and has its part of each batch again",
 }
 
+REASONS: Mapping[Fit, str] = {Fit.OLD: "old", Fit.FOREIGN: "foreign"}
+"""The names of the reasons for which a group does not fit the trainer's version."""
+
 EMPTY_EXAMPLE: Mapping[str, Sequence[object]] = {
     name: []
     for name in (
@@ -60,6 +66,10 @@ COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
     "received_groups_total": ("Groups accepted.", ()),
     "received_sequences_total": ("Sequences accepted.", ()),
     "repeated_posts_total": ("Posts recognized as repetitions by their Idempotency-Key.", ()),
+    "stale_groups_total": (
+        "Groups that did not fit the trainer's version: old, or foreign (above every version of the trainer).",
+        ["reason"],
+    ),
     "delivered_batches_total": ("Batches delivered, repetitions included.", ()),
     "delivered_sequences_total": ("Sequences delivered, repetitions included.", ()),
 }
@@ -70,6 +80,12 @@ GAUGES: Mapping[str, tuple[str, Callable[[RunState], float]]] = {
     "waiting_bytes": ("Bytes of these groups.", lambda state: state.waiting_bytes),
     "queued_sequences": ("Sequences in the queue.", lambda state: state.sequences.total()),
     "replay_batches": ("Batches kept for a trainer that resumes.", lambda state: len(state.batches)),
+    "newest_version": (
+        "The trainer's newest version of the weights; -1 before it reports one.",
+        lambda state: -1 if state.version.newest is None else state.version.newest,
+    ),
+    "early_groups": ("Groups that wait because they are ahead of the trainer.", lambda state: len(state.early)),
+    "set_aside_groups": ("Groups set aside because they do not fit.", lambda state: len(state.aside)),
     "connected_environments": (
         "Environments that have registered and not disconnected.",
         lambda state: sum(env.connected for env in state.envs),
@@ -184,12 +200,15 @@ class Routes:
             events: list[Event] = [
                 {"event": event, "env_id": env_id, "name": state.envs[env_id].name} for event, env_id in notices
             ]
-            return result, events, state.warning()
+            return result, events + _stale_events(state), state.warning()
 
         result, events, warning = await self._database.run(run, drains=drains)
         for event in events:
             self._emit(event)
-            logger.warning(NOTICES[event["event"]], event["env_id"], printable(event["name"]))
+            if event["event"] == "stale":
+                self._counters["stale_groups_total"].labels(event["reason"]).inc(event["groups"])
+            else:
+                logger.warning(NOTICES[event["event"]], event["env_id"], printable(event["name"]))
         self._warn_once(warning)
         return result
 
@@ -223,9 +242,13 @@ class Routes:
         return await self._read(
             lambda state: {
                 "current_step": state.step,
-                "queue_size": len(state.queue),
+                "queue_size": len(state.queue) + len(state.early),
                 **({"warning": warning} if (warning := state.warning()) else {}),
                 **({"silent_environments": silent} if (silent := state.silent_environments()) else {}),
+                **_version_status(state),
+                **({"stale_groups": state.stale_groups} if state.stale_groups else {}),
+                **({"set_aside_groups": len(state.aside)} if state.aside else {}),
+                **({"stale_environments": stale} if (stale := state.stale_environments()) else {}),
             }
         )
 
@@ -305,50 +328,67 @@ class Routes:
     async def _scored_data(self, request: Request, body: bytearray) -> Response:
         key = _key(request)
         post = await self._decode(body, ScoredData, lambda group: Post.of([group], key))
-        buffered = await self._post(post)
-        return _json({"status": "buffered", "buffer_size": buffered[0]} if buffered else {"status": "received"})
+        buffered, versions = await self._post(post)
+        status = {"status": "buffered", "buffer_size": buffered[0]} if buffered else {"status": "received"}
+        return _json({**status, **versions})
 
     @_route("POST /scored_data_list")
     async def _scored_data_list(self, request: Request, body: bytearray) -> Response:
         key = _key(request)
         post = await self._decode(body, list[ScoredData], lambda groups: Post.of(groups, key))
-        buffered = await self._post(post)
+        buffered, versions = await self._post(post)
         waiting = {"buffered": len(buffered), "last_buffer_size": buffered[-1]} if buffered else {}
-        return _json({"status": "received", "groups_processed": len(post.groups), **waiting})
+        return _json({"status": "received", "groups_processed": len(post.groups), **waiting, **versions})
 
-    async def _post(self, post: Post) -> list[int]:
+    async def _post(self, post: Post) -> tuple[list[int], dict[str, int]]:
+        """Returns the sizes of buffers, and what the environment is told of versions if it has sent some."""
         now = time.time()
-        buffered, repeated = await self._run(lambda database: database.post(post, now), drains=False)
+
+        def add(database: Database) -> tuple[list[int], bool, dict[str, int]]:
+            buffered, repeated = database.post(post, now)
+            stale = sum(database.state.is_stale(version) for version in post.versions)
+            told = {**_version_status(database.state), **({"stale": stale} if stale else {})}
+            return buffered, repeated, told if post.versions else {}
+
+        buffered, repeated, versions = await self._run(add, drains=False)
         if repeated:
             self._counters["repeated_posts_total"].inc()
         else:
             self._counters["received_groups_total"].inc(len(post.groups))
             self._counters["received_sequences_total"].inc(sum(size for _, size in post.groups))
-        return buffered
+        return buffered, versions
 
     @_route("GET /batch")
     async def _batch(self, request: Request, body: bytearray) -> Response:
-        step, saved, trainer = (_number(request, name) for name in ("step", "saved", "registration"))
+        step, saved, trainer, version = (
+            _number(request, name) for name in ("step", "saved", "registration", "version")
+        )
+        if version is not None and version > MAX_STEP:
+            raise FeedError(f"version must be at most {MAX_STEP}, not {version}", 422)
         now = time.time()
 
-        def batch(database: Database) -> tuple[tuple[int, int, list[bytes]] | None, str]:
-            return database.batch(step, saved, now, trainer), database.state.warning()
+        def batch(database: Database) -> tuple[tuple[int, int, list[bytes]] | None, str, int | None]:
+            delivered = database.batch(step, saved, now, trainer, version)
+            return delivered, database.state.warning(), database.state.version.newest
 
         try:
-            delivered, warning = await self._run(batch)
+            delivered, warning, newest = await self._run(batch)
         except NoTrainerError as error:
             return _json({"status": "error", "message": str(error), "batch": []})
         except FeedError as error:
             if error.retry_after is None:
                 self._warn_once(f"a request for a batch is refused: {error}")
             raise
+        if version is not None and newest is not None and version < newest:
+            self._warn_once(f"the trainer reports version {version} after {newest}, which still counts")
         if delivered is None:
             return _json({"batch": None, **({"warning": warning} if warning else {})})
         delivered_step, sequences, contents = delivered
         self._counters["delivered_batches_total"].inc()
         self._counters["delivered_sequences_total"].inc(sequences)
         self._emit({"event": "batch", "step": delivered_step, "groups": len(contents), "sequences": sequences})
-        return await _content(request, b'{"batch":[%b],"step":%d}' % (b",".join(contents), delivered_step))
+        last = b"}" if newest is None else b',"newest_version":%d}' % newest
+        return await _content(request, b'{"batch":[%b],"step":%d%b' % (b",".join(contents), delivered_step, last))
 
     @_route("GET /latest_example")
     async def _latest_example(self, request: Request, body: bytearray) -> Response:
@@ -378,6 +418,30 @@ class Routes:
     @_route("GET /metrics")
     async def _get_metrics(self, request: Request, body: bytearray) -> Response:
         return Response(generate_latest(self._metrics), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _version_status(state: RunState) -> dict[str, int]:
+    """What is told of the trainer's version; nothing before the trainer reports one."""
+    if state.version.newest is None:
+        return {}
+    limit = {} if state.max_staleness is None else {"max_staleness": state.max_staleness}
+    return {"newest_version": state.version.newest, **limit}
+
+
+def _stale_events(state: RunState) -> list[Event]:
+    """Takes out what was dropped or set aside, as events."""
+    stale, state.stale = state.stale, Counts()
+    return [
+        {
+            "event": "stale",
+            "env_id": env_id,
+            "name": "" if env_id is None else state.envs[env_id].name,
+            "groups": groups,
+            "reason": REASONS[reason],
+            "newest_version": state.version.newest,
+        }
+        for (reason, env_id), groups in stale.items()
+    ]
 
 
 def _json(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -9,11 +9,13 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
 
 from averaging.errors import FeedError
 from averaging.rl.feed.batch_formation import can_fill, exact_sum, form_batch, reachable, reservations
 from averaging.rl.feed.messages import RegisterEnv, Registration
+from averaging.rl.feed.versions import Fit, StaleMode, TrainerVersion
 
 MIN_ENV_WEIGHT = 0.01
 """Lower bound of `env_weight`, so that no environment starves."""
@@ -23,6 +25,9 @@ MAX_ENVS, MAX_BUFFERED = 1 << 16, 1024
 
 MAX_TRAINER = 1 << 31
 """Largest number that a server without its earlier store takes over from a trainer that registers again."""
+
+MOST_STALE = 8
+"""Environments whose stale groups the status names."""
 
 KEYED = b"key "
 """Prefix of an owner that is known by a secret key."""
@@ -44,12 +49,25 @@ class SampleGroup:
         env: id of its environment; None if it was posted without one.
         size: number of sequences.
         nbytes: length of the content.
+        version: the oldest version of the weights that made it; None if that is unknown.
+        arrived: `TrainerVersion.reports` when it arrived.
     """
 
     number: int
     env: int | None
     size: int
     nbytes: int
+    version: int | None = None
+    arrived: int = field(default=0, compare=False)
+
+
+class Move(Enum):
+    """What has become of a stored group because of its version, and must be written to the store."""
+
+    QUEUED = auto()
+    BUFFERED = auto()
+    ASIDE = auto()
+    DROPPED = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +77,7 @@ class Added:
     Attributes:
         first: number of the first added group; the others follow.
         queued: the groups that entered the queue, in its order: added groups, and buffered ones that they completed.
+            Those that are ahead of the trainer wait in `RunState.early`.
         buffered: sequences in the buffer after each added group whose size is not its environment's.
     """
 
@@ -77,6 +96,7 @@ class Env:
         posted: whether it has posted since its registration.
         waited: time since which the run waits for its groups: that of its last post, or of a batch with its groups.
         silent: whether it has given up its reservation, because the run waited for longer than `RunState.env_timeout`.
+        stale: its groups that did not fit the trainer's version, since the server has started.
     """
 
     config: RegisterEnv
@@ -87,6 +107,7 @@ class Env:
     posted: bool = field(default=False, compare=False)
     waited: float = field(default=0.0, compare=False)
     silent: bool = field(default=False, compare=False)
+    stale: int = field(default=0, compare=False)
 
 
 @dataclass(kw_only=True)
@@ -98,14 +119,23 @@ class RunState:
         max_replay_bytes: limit of the batches in `batches`.
         env_timeout: seconds after which an environment without a post gives up its reservation, or without any request
             its place.
+        max_staleness: how many versions a group may be behind the trainer's newest one; None for any.
+        stale_mode: whether groups that are older are dropped or set aside.
         trainer: number of the latest registration of a trainer; earlier trainers are refused.
         started: whether a trainer has asked for a batch. Environments can register from then on.
         step: step of the newest batch.
         saved: the batches up to this step are forgotten.
         queue: groups for the next batches, oldest first.
+        version: the trainer's newest version.
+        early: groups that belong into the queue, but are ahead of the trainer's last report.
+        aside: groups that do not fit the trainer's version, oldest first, by their number.
+        aside_bytes: their total.
+        moves: what must be written to the store, until the database takes it out.
+        stale: groups that turned out not to fit, by reason and environment, until the server takes them out.
+        stale_groups: how many they were since the server has started.
         buffers: groups by environment that are smaller than its group size, and wait until some add up to it.
         batches: delivered batches by step that a trainer can ask for again.
-        waiting_bytes, waiting_groups: totals of the queue and the buffers.
+        waiting_bytes, waiting_groups: totals of `queue`, `early` and `buffers`.
         notices: events of environments, as a name and an `env_id`, until the server takes them out.
         sequences, sizes: sequences in the queue by environment, and groups in the queue by size.
     """
@@ -114,6 +144,8 @@ class RunState:
     max_groups: int = 50_000
     max_replay_bytes: int = 4 << 30
     env_timeout: float = 300.0
+    max_staleness: int | None = None
+    stale_mode: StaleMode = StaleMode.DROP
     trainer: int = 0
     registration: Registration | None = None
     started: bool = False
@@ -121,6 +153,13 @@ class RunState:
     saved: int = 0
     envs: list[Env] = field(default_factory=list)
     queue: list[SampleGroup] = field(default_factory=list)
+    version: TrainerVersion = field(default_factory=TrainerVersion)
+    early: list[SampleGroup] = field(default_factory=list)
+    aside: dict[int, SampleGroup] = field(default_factory=dict)
+    aside_bytes: int = 0
+    moves: list[tuple[SampleGroup, Move]] = field(default_factory=list)
+    stale: Counter[tuple[Fit, int | None]] = field(default_factory=Counter)
+    stale_groups: int = 0
     buffers: dict[int, list[SampleGroup]] = field(default_factory=dict)
     batches: dict[int, list[SampleGroup]] = field(default_factory=dict)
     waiting_bytes: int = 0
@@ -132,11 +171,18 @@ class RunState:
     _candidate: list[int] | None = None
     _candidate_is_current: bool = False
 
-    def restore(self, group: SampleGroup, *, queued: bool, step: int | None) -> None:
-        """Puts a stored group back into the batch of `step`, the queue, or a buffer. Call it in their order."""
+    def restore(self, group: SampleGroup, *, queued: bool, step: int | None, aside: bool = False) -> None:
+        """Puts a stored group back into the batch of `step`, the queue, a buffer, or aside. Call it in their order.
+
+        After the last one, `sort_out` applies the limit of this server.
+        """
         self.next_number = max(self.next_number, group.number + 1)
         if step is not None:
             self.batches.setdefault(step, []).append(group)
+            return
+        if aside:
+            self.aside[group.number] = group
+            self.aside_bytes += group.nbytes
             return
         self.waiting_bytes += group.nbytes
         self.waiting_groups += 1
@@ -261,26 +307,114 @@ class RunState:
             raise FeedError(f"there is no environment with env_id {env_id}; register it with /register-env", 404)
         return self.envs[env_id]
 
-    def add(self, groups: Sequence[tuple[int | None, int, int]], now: float) -> Added:
-        """Adds all of the groups, given as (environment, sequences, bytes), or none, at the time `now`.
+    def report(self, version: int, trainer: int | None) -> None:
+        """Takes the trainer's newest version, and sorts out the groups that do not fit it.
+
+        Args:
+            version: the version.
+            trainer: number of the trainer's registration; None if the trainer knows of none.
+        """
+        changed = self.version.report(version, self.trainer if trainer is None else trainer)
+        if self.max_staleness is not None and (changed or self.early):
+            self.sort_out()
+
+    def sort_out(self) -> None:
+        """Moves all groups that wait, or were set aside, to where they belong by their version."""
+        kept, self.aside, self.aside_bytes = sorted(self.aside.items()), {}, 0
+        waiting, self.queue, self.early = [*self.queue, *self.early], [], []
+        self.sequences.clear()
+        self.sizes.clear()
+        stale = self._queue(waiting)
+        for env, buffer in self.buffers.items():
+            stale += [group for group in buffer if self._is_stale(group)]
+            self.buffers[env] = [group for group in buffer if not self._is_stale(group)]
+        self.waiting_bytes -= sum(group.nbytes for group in stale)
+        self.waiting_groups -= len(stale)
+        for _, group in kept:
+            if self._fit_of(group) is Fit.FITS:
+                self._take_back(group)
+            else:
+                self._set_aside(group)
+        for group in stale:
+            self._turn_away(group)
+        self._candidate_is_current = False
+
+    def is_stale(self, version: int | None) -> bool:
+        """Returns whether a group of this version would be too old now."""
+        return self.version.fit_of(version, self.version.reports, self.max_staleness) is Fit.OLD
+
+    def _fit_of(self, group: SampleGroup) -> Fit:
+        return self.version.fit_of(group.version, group.arrived, self.max_staleness)
+
+    def _is_stale(self, group: SampleGroup) -> bool:
+        return self._fit_of(group) in (Fit.OLD, Fit.FOREIGN)
+
+    def _turn_away(self, group: SampleGroup) -> None:
+        """Drops a group, or sets it aside; the oldest of those are dropped if there are too many."""
+        self.stale[self._fit_of(group), group.env] += 1
+        self.stale_groups += 1
+        if group.env is not None:
+            self.envs[group.env].stale += 1
+        self.moves.append((group, Move.ASIDE))
+        self._set_aside(group)
+
+    def _set_aside(self, group: SampleGroup) -> None:
+        if self.stale_mode is StaleMode.DROP:
+            self.moves.append((group, Move.DROPPED))
+            return
+        self.aside[group.number] = group
+        self.aside_bytes += group.nbytes
+        while len(self.aside) > self.max_groups or self.aside_bytes > self.max_bytes:
+            oldest = self.aside.pop(next(iter(self.aside)))
+            self.aside_bytes -= oldest.nbytes
+            self.moves.append((oldest, Move.DROPPED))
+
+    def _take_back(self, group: SampleGroup) -> None:
+        """Lets a group that was set aside wait again."""
+        self.waiting_bytes += group.nbytes
+        self.waiting_groups += 1
+        if group.env is not None and group.size != self.envs[group.env].config.group_size:
+            self.buffers.setdefault(group.env, []).append(group)
+            self.moves.append((group, Move.BUFFERED))
+            return
+        self.moves.append((group, Move.QUEUED))
+        self._queue([group])
+
+    def _queue(self, groups: Iterable[SampleGroup]) -> list[SampleGroup]:
+        """Adds groups to the queue, or to those that are ahead of the trainer. Returns those that do not fit."""
+        places: dict[Fit, list[SampleGroup]] = {fit: [] for fit in Fit}
+        for group in groups:
+            places[self._fit_of(group)].append(group)
+        self.queue += places[Fit.FITS]
+        self._count(places[Fit.FITS], 1)
+        self.early += places[Fit.WAITS]
+        return places[Fit.OLD] + places[Fit.FOREIGN]
+
+    def add(self, groups: Sequence[tuple[int | None, int, int, int | None]], now: float) -> Added:
+        """Adds all of the groups, given as (environment, sequences, bytes, version), or none, at the time `now`.
+
+        Those that are too old are dropped or set aside.
 
         Raises:
             FeedError: a group can never be part of a batch, or the queue is full.
         """
         smaller: Counter[int | None] = Counter()
-        for env, size, _ in groups:
+        for env, size, _, _ in groups:
             self._check_size(env, size, smaller)
         self._check_room(now)
-        for env in {env for env, _, _ in groups if env is not None}:
+        for env in {env for env, _, _, _ in groups if env is not None}:
             self._heard_post(env, now)
         added = Added(self.next_number, [], [])
-        for env, size, nbytes in groups:
-            self._enqueue(SampleGroup(self.next_number, env, size, nbytes), added)
+        for env, size, nbytes, version in groups:
+            group = SampleGroup(self.next_number, env, size, nbytes, version, self.version.reports)
             self.next_number += 1
+            if self._is_stale(group):
+                self._turn_away(group)
+                continue
+            self._enqueue(group, added)
             self.waiting_bytes += nbytes
-        self.waiting_groups += len(groups)
-        self.queue += added.queued
-        self._count(added.queued, 1)
+            self.waiting_groups += 1
+        self.early += self._queue(added.queued)  # the next report decides on those that do not fit any more
         self._candidate_is_current = False
         return added
 
@@ -371,12 +505,23 @@ class RunState:
             "self_queue_size": queued // env.config.group_size,
             "max_group_size": largest,
             "env_weight": max(MIN_ENV_WEIGHT, weight),
+            **({"newest_version": newest} if (newest := self.version.newest) is not None else {}),
+            **({"stale_groups": env.stale} if env.stale else {}),
         }
 
     def warning(self) -> str:
         """Returns why the present environments and groups never form a batch; empty if they may."""
         if self.registration is None:
             return ""
+        if (
+            self.max_staleness is not None
+            and self.version.newest is None
+            and self.step > self.registration.starting_step
+        ):
+            return (
+                f"the limit of {self.max_staleness} versions has no effect, because the trainer does not report its "
+                "version; give BatchFeed its publisher as `weights`, or send `version` with GET /batch"
+            )
         size = self.registration.batch_size
         sizes = frozenset([*self.sizes, *(env.config.group_size for env in self.envs if env.connected)])
         if not sizes or can_fill(sizes, size):
@@ -388,6 +533,11 @@ class RunState:
     def silent_environments(self) -> list[str]:
         """Returns the names of the environments that have given up their reservation."""
         return [env.name for env in self.envs if env.silent]
+
+    def stale_environments(self) -> dict[str, int]:
+        """Returns how many groups of which environments did not fit, of the `MOST_STALE` environments with most."""
+        stale = sorted((env for env in self.envs if env.stale), key=lambda env: -env.stale)[:MOST_STALE]
+        return {env.name: env.stale for env in stale}
 
     def _count(self, groups: Iterable[SampleGroup], sign: int) -> None:
         for group in groups:

@@ -25,12 +25,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from averaging.common import is_loopback, loopback_here, parse_address, parse_ip
+from averaging.common import is_count, is_loopback, loopback_here, parse_address, parse_ip
 from averaging.errors import ConfigError, FeedError
 from averaging.http_server import HttpServer, listening, network_of
 from averaging.rl.feed.database import Database, DatabaseThread
 from averaging.rl.feed.routes import CHANGING, ROUTES, Event, Handler, Routes, ServerLimits, error_reply
 from averaging.rl.feed.run_state import RunState
+from averaging.rl.feed.versions import StaleMode
 from averaging.security import read_tls, read_tokens
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,9 @@ class FeedServer:
         hosts: DNS names of this server. Without TLS and tokens, requests for other names with a dot are refused: web
             pages can send those.
         fsync: whether an acknowledged post also survives a power failure. It always survives the end of this process.
+        max_staleness: how many versions of the weights a group may be behind the trainer's newest one; 0 means that it
+            must be of the newest, None any. Groups without a version are not limited.
+        stale: "drop" or "keep": whether groups that are older are dropped, or set aside in the store.
         limits: limits of memory, disk, time and connections.
         on_event: receives each event that `averaging feed --json` prints.
 
@@ -77,6 +81,8 @@ class FeedServer:
         insecure: bool = False,
         hosts: Sequence[str] = (),
         fsync: bool = False,
+        max_staleness: int | None = None,
+        stale: StaleMode | str = StaleMode.DROP,
         limits: ServerLimits | None = None,
         on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
@@ -91,12 +97,18 @@ class FeedServer:
                 f"other machines can reach {listen}, and without TLS anybody in between can read and change requests; "
                 "give tls_ca, tls_cert and tls_key (`averaging ca` makes them), or insecure=True in a trusted network"
             )
+        if max_staleness is not None and not is_count(max_staleness):
+            raise ConfigError(f"max_staleness must be a number of versions, 0 or more, or None, not {max_staleness!r}")
+        if stale not in list(StaleMode):
+            raise ConfigError(f"stale must be 'drop' or 'keep', not {stale!r}")
         new_state = partial(
             RunState,
             max_bytes=self._limits.queue_bytes,
             max_groups=self._limits.queue_groups,
             max_replay_bytes=self._limits.replay_bytes,
             env_timeout=self._limits.env_timeout,
+            max_staleness=max_staleness,
+            stale_mode=StaleMode(stale),
         )
         self._open = partial(Database, store, fsync=fsync, new_state=new_state)
         self._on_event = on_event

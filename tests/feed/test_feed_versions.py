@@ -1,0 +1,375 @@
+"""Groups that are too old for the trainer, whatever versions are claimed and reported, and whoever is restarted."""
+
+from __future__ import annotations
+
+import sqlite3
+import tempfile
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from averaging.cli.feed import event_text
+from averaging.errors import ConfigError, FeedError
+from averaging.rl.feed import BatchFeed, FeedEnvironment, FeedServer, ScoredData, StaleMode
+from averaging.rl.feed.database import SCHEMA, Database
+from averaging.rl.feed.messages import MAX_STEP, MAX_VERSIONS, Post
+from averaging.rl.feed.run_state import RunState
+from averaging.rl.feed.versions import Fit, TrainerVersion
+from averaging.weights import WeightFollower, WeightPublisher
+from tests.feed.test_feed_server import GROUP, begin, serving
+from tests.support.feeds import Feed, a_group, environment, names, registration
+from tests.weights.test_weights import Publishing
+
+
+@pytest.mark.parametrize(
+    ("version", "limit", "fit"),
+    [
+        (7, 0, Fit.FITS),
+        (6, 0, Fit.OLD),
+        (6, 1, Fit.FITS),
+        (5, 1, Fit.OLD),
+        (0, 7, Fit.FITS),
+        (0, 6, Fit.OLD),
+        (8, 0, Fit.WAITS),
+        (None, 0, Fit.FITS),
+        (0, None, Fit.FITS),
+    ],
+)
+def test_a_limit_of_0_means_only_the_newest(version: int | None, limit: int | None, fit: Fit) -> None:
+    assert TrainerVersion(7, 1, 3).fit_of(version, 3, limit) is fit
+
+
+def test_a_group_that_is_ahead_of_two_reports_is_of_other_weights() -> None:
+    trainer = TrainerVersion()
+    assert trainer.fit_of(9, 0, 0) is Fit.FITS, "nothing is known yet"
+    trainer.report(5, 1)
+    arrived = trainer.reports
+    assert trainer.fit_of(9, arrived, 0) is Fit.WAITS
+    trainer.report(6, 1)  # may have been sent before the group arrived
+    assert trainer.fit_of(9, arrived, 0) is Fit.WAITS
+    trainer.report(6, 1)
+    assert trainer.fit_of(9, arrived, 0) is Fit.FOREIGN
+
+
+def test_only_another_registration_goes_back() -> None:
+    trainer = TrainerVersion()
+    assert [trainer.report(*each) for each in ((5, 1), (3, 1), (6, 1), (4, 2), (4, 2), (3, 2))] == [
+        *(True, False, True, True, False, False)
+    ]
+    assert (trainer.newest, trainer.trainer) == (4, 2)
+
+
+def a_post(name: int, version: int | list[int] | None, env: int | None = None, size: int = 2, key: str = "") -> Post:
+    data = ScoredData(tokens=[[name]] * size, masks=[[name]] * size, scores=[0.0] * size, env_id=env, version=version)
+    return Post.of([data], key)
+
+
+def running(path: str | Path, limit: int | None, mode: StaleMode = StaleMode.DROP) -> Database:
+    database = Database(path, fsync=False, new_state=partial(RunState, max_staleness=limit, stale_mode=mode))
+    database.register(registration(4))
+    return database
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("post"), st.integers(-3, 3), st.sampled_from([None, 0]), st.integers(1, 4)),
+        st.tuples(st.just("post old API"), st.just(0), st.none(), st.integers(1, 4)),
+        st.tuples(st.just("train"), st.integers(0, 2), st.none(), st.just(0)),
+        st.tuples(st.just("resume"), st.integers(0, 4), st.none(), st.just(0)),
+        st.tuples(st.just("restart"), st.just(0), st.none(), st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+@given(OPERATIONS, st.sampled_from([0, 1, 3]), st.sampled_from(list(StaleMode)))
+@settings(max_examples=25)
+def test_no_batch_has_a_group_beyond_the_limit_and_none_is_lost_uncounted(
+    operations: list[tuple[str, int, int | None, int]], limit: int, mode: StaleMode
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "store"
+        database = running(path, limit, mode)
+        database.batch(1, None, 0.0)
+        database.register_env(environment(4), b"", 0.0)
+        versions: dict[int, int | None] = {}
+        trained: Counter[int] = Counter()
+        stale, newest, trainer, step = 0, 0, database.state.trainer, 0
+        for operation, argument, env, size in operations:
+            if operation.startswith("post"):
+                version = None if operation == "post old API" else max(0, newest + argument)
+                database.post(a_post(len(versions), version, env, size), 0.0)
+                versions[len(versions)] = version
+            elif operation == "train":
+                found = database.batch(step + 1, step, 0.0, trainer, newest)
+                if found is not None:
+                    step += 1
+                    for content in found[2]:
+                        group = msgspec.json.decode(content)
+                        name = group["tokens"][0][0]
+                        assert group.get("version") == versions[name]
+                        assert versions[name] is None or 0 <= newest - (versions[name] or 0) <= limit
+                        trained[name] += 1
+                newest += argument
+            elif operation == "resume":  # from a checkpoint with an older version; the step is that of the next batch
+                database.register(registration(4))
+                trainer, newest = database.state.trainer, max(0, newest - argument)
+            else:
+                stale += database.state.stale_groups
+                before = database.state
+                database.close()
+                database = running(path, limit, mode)
+                trainer = database.state.trainer
+                after = database.state
+                assert after.version.newest == before.version.newest, "the limits hold after a restart"
+                assert sorted(each.number for each in [*after.queue, *after.early]) == sorted(
+                    each.number for each in [*before.queue, *before.early]
+                )
+                assert set(after.aside) == set(before.aside)
+        state = database.state
+        waiting = [*state.queue, *state.early, *(each for buffer in state.buffers.values() for each in buffer)]
+        assert max(trained.values(), default=1) == 1
+        assert (state.waiting_groups, state.waiting_bytes) == (len(waiting), sum(each.nbytes for each in waiting))
+        assert state.aside_bytes == sum(each.nbytes for each in state.aside.values())
+        stale += state.stale_groups
+        lost = len(versions) - trained.total() - len(waiting) - len(state.aside)
+        assert 0 <= lost <= stale
+        if mode is StaleMode.DROP:
+            assert lost == stale
+        else:
+            assert lost == 0
+        database.close()
+
+
+def test_groups_that_were_set_aside_come_back_when_the_trainer_resumes_so_far_back() -> None:
+    database = running(":memory:", 0, StaleMode.KEEP)
+    database.batch(1, None, 0.0, version=3)
+    for name in range(2):
+        database.post(a_post(name, 3), 0.0)
+    assert database.batch(1, None, 0.0, version=4) is None, "too old now"
+    assert (len(database.state.aside), database.state.waiting_groups) == (2, 0)
+    database.register(registration(4))
+    found = database.batch(1, None, 0.0, database.state.trainer, 3)
+    assert found is not None
+    assert [msgspec.json.decode(each)["tokens"][0][0] for each in found[2]] == [0, 1]
+    database.close()
+
+
+def test_what_is_set_aside_is_bounded() -> None:
+    new_state = partial(RunState, max_staleness=0, stale_mode=StaleMode.KEEP, max_groups=3)
+    database = Database(":memory:", fsync=False, new_state=new_state)
+    database.register(registration(4))
+    database.batch(1, None, 0.0, version=9)
+    for name in range(10):
+        database.post(a_post(name, 1), 0.0)
+    assert list(database.state.aside) == [7, 8, 9], "the oldest are dropped first"
+    assert database._db.execute("SELECT count(*) FROM groups").fetchone() == (3,)
+    database.close()
+
+
+def test_a_state_in_memory_only_is_written_with_what_was_dropped_and_set_aside(tmp_path: Path) -> None:
+    database = running(tmp_path / "store", 0, StaleMode.KEEP)
+    for name in range(4):
+        database.post(a_post(name, name), 0.0)
+    database.detached = True  # the disk is full
+    assert database.batch(1, None, 0.0, version=3) is None
+    database.write_state()
+    database.attach()
+    database.close()
+    database = running(tmp_path / "store", 0, StaleMode.KEEP)
+    assert (sorted(database.state.aside), [each.number for each in database.state.queue]) == ([0, 1, 2], [3])
+    assert database.state.version.newest == 3
+    database.close()
+
+
+def test_the_store_of_an_earlier_version_is_upgraded(tmp_path: Path) -> None:
+    old = sqlite3.connect(tmp_path / "store")
+    for statement in SCHEMA.replace(",\n  version INTEGER, aside INTEGER NOT NULL DEFAULT 0", "").split(";"):
+        old.execute(statement)
+    assert "version" not in [row[1] for row in old.execute("PRAGMA table_info(groups)")]
+    old.execute("PRAGMA application_id = 1635149412")
+    old.execute("PRAGMA user_version = 2")
+    old.execute("INSERT INTO groups (number, size, place, content) VALUES (0, 4, 1, '{}')")
+    old.commit()
+    old.close()
+    database = running(tmp_path / "store", 0)
+    found = database.batch(1, None, 0.0, version=3)
+    assert found is not None
+    assert found[1] == 4
+    database.close()
+
+
+FALSE = [
+    (-1, "Expected `int` >= 0"),
+    (2**53 + 1, "Expected `int` <= 9007199254740992"),
+    (2**70, "version"),
+    (1.5, "got `float`"),
+    (True, "got `bool`"),
+    ("newest", "version"),
+    ({"of": 3}, "got `object`"),
+    ([], "length >= 1"),
+    (list(range(MAX_VERSIONS + 1)), "length <= 64"),
+    (list(range(200_000)), "length <= 64"),
+    ([3, -3], "Expected `int` >= 0"),
+    ([[3]], "got `array`"),
+]
+
+
+@pytest.mark.asyncio
+async def test_a_version_that_is_none_is_refused() -> None:
+    async with serving(max_staleness=0) as client:
+        await begin(client)
+        for version, message in FALSE:
+            reply = await client.post("/scored_data", json=GROUP | {"version": version})
+            assert (reply.status_code, message in reply.json()["message"]) == (422, True), reply.text
+        for staleness in ({"versions": -1}, {"seconds": -1.0}, {"seconds": 1e300}, 3):
+            reply = await client.post("/scored_data", json=GROUP | {"version": 3, "staleness": staleness})
+            assert reply.status_code == 422, reply.text
+        for version in ("-1", "x", str(MAX_STEP + 1), "9" * 30):
+            assert (await client.get("/batch", params={"version": version})).status_code == 422
+        assert (await client.get("/status")).json() == {"current_step": 0, "queue_size": 0}
+
+
+@pytest.mark.asyncio
+async def test_who_sends_no_versions_sees_the_old_api() -> None:
+    """Also if the server has a limit: the bytes are those of a server without."""
+    replies = []
+    for options in ({}, {"max_staleness": 0}):
+        async with serving(**options) as client:
+            await begin(client)
+            answers = [
+                await client.post("/scored_data", json=GROUP),
+                await client.post("/scored_data", json=GROUP | {"version": None}),
+                await client.post("/scored_data_list", json=[GROUP, GROUP]),
+                await client.get("/status"),
+                await client.get("/status-env", params={"env_id": 0}),
+                await client.get("/batch"),
+                await client.get("/latest_example"),
+            ]
+        replies.append([reply.content for reply in answers])
+    assert replies[0] == replies[1]
+    assert replies[0][0] == b'{"status":"received"}'
+    assert not any(b"version" in content or b"stale" in content for content in replies[0])
+
+
+@pytest.mark.asyncio
+async def test_what_is_too_old_is_counted_and_told() -> None:
+    events: list[Any] = []
+    async with serving(max_staleness=1, on_event=events.append) as client:
+        await begin(client)
+        await client.get("/batch", params={"version": 5})
+        posts = [
+            await client.post("/scored_data", json=GROUP | {"env_id": 0, "version": version})
+            for version in (5, [4, 5], 3)
+        ]
+        told = {"status": "received", "newest_version": 5, "max_staleness": 1}
+        assert [post.json() for post in posts] == [told, told, told | {"stale": 1}]
+        many = await client.post("/scored_data_list", json=[GROUP | {"version": [5, 1]}, GROUP | {"version": 2}, GROUP])
+        assert many.json() == {"groups_processed": 3, "stale": 2} | told
+        assert (await client.get("/status")).json() == {
+            "current_step": 0,
+            "queue_size": 3,
+            "newest_version": 5,
+            "max_staleness": 1,
+            "stale_groups": 3,
+            "stale_environments": {"env_0": 1},
+        }
+        status = (await client.get("/status-env", params={"env_id": 0})).json()
+        assert (status["newest_version"], status["stale_groups"]) == (5, 1)
+        batch = (await client.get("/batch", params={"version": 5})).json()
+        assert (batch["newest_version"], [group["version"] for group in batch["batch"]]) == (5, [5, [4, 5]])
+        await client.post("/scored_data", json=GROUP | {"env_id": 0, "version": 2**53})
+        assert (await client.get("/status")).json()["newest_version"] == 5, "a claim is not a report"
+        for _ in range(2):
+            await client.get("/batch", params={"version": 5})
+        metrics = (await client.get("/metrics")).text
+    assert 'averaging_feed_stale_groups_total{reason="old"} 3.0' in metrics
+    assert 'averaging_feed_stale_groups_total{reason="foreign"} 1.0' in metrics
+    assert "averaging_feed_newest_version 5.0" in metrics
+    stale = [event for event in events if event["event"] == "stale"]
+    assert [(event["name"], event["groups"], event["reason"]) for event in stale] == [
+        *(("env_0", 1, "old"), ("", 2, "old"), ("env_0", 1, "foreign"))
+    ]
+    assert event_text(stale[0]) == "1 groups of env_0 are old: the trainer is at version 5"
+
+
+@pytest.mark.asyncio
+async def test_a_limit_without_a_version_of_the_trainer_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(max_staleness=1) as client:
+        await begin(client)
+        await client.post("/scored_data_list", json=[GROUP | {"version": 3}] * 2)
+        assert (await client.get("/batch")).json()["step"] == 1
+        assert "the trainer does not report its version" in (await client.get("/status")).json()["warning"]
+    assert "the limit of 1 versions has no effect" in caplog.text
+
+
+@pytest.mark.parametrize("wrong", [{"max_staleness": -1}, {"max_staleness": 1.5}, {"stale": "burn"}])
+def test_a_limit_that_is_none_raises(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="max_staleness must be a number|stale must be 'drop' or 'keep'"):
+        FeedServer(":memory:", **wrong)
+
+
+def begin_run(batches: BatchFeed) -> None:
+    """Registers, and asks for the first batch in vain, so that environments can register."""
+    batches._register()
+    assert batches._request_batch() == b""
+
+
+def test_the_version_of_a_follower_travels_from_its_publisher_to_the_batch(tmp_path: Path) -> None:
+    """Without a line of the user's, and over restarts of the feed and the trainer."""
+    publisher, copy = WeightPublisher(), {"w": torch.zeros(8)}
+    publisher.publish_now({"w": torch.zeros(8)}, version=10)
+    with (
+        Feed(tmp_path / "store", "--max-staleness", "1") as feed,
+        Publishing(publisher) as endpoint,
+        WeightFollower(copy, join=[endpoint]) as follower,
+    ):
+        with BatchFeed(feed.url, registration(), poll=0.05, weights=publisher) as batches:
+            begin_run(batches)
+            with FeedEnvironment(feed.url, environment(), weights=follower) as env:
+                assert follower.update(30)
+                assert env.post(a_group(0)).newest_version == 10
+                publisher.publish_now({"w": torch.ones(8)}, version=11)
+                assert follower.update(30)
+                posted = env.post(a_group(1))
+                assert (posted.newest_version, posted.max_staleness, posted.stale) == (10, 1, 0), "ahead of the report"
+                batch = next(batches)
+                assert (names(batch), batch.versions, batch.ages) == ([0, 1], [[10], [11]], [1, 0])
+                assert [group["staleness"]["versions"] for group in batch.groups] == [0, 0]
+                publisher.publish_now({"w": torch.full((8,), 2.0)}, version=13)
+                assert batches._request_batch() == b""
+                feed.kill()
+                feed.start()
+                assert env.post(a_group(2)).stale == 1, "the limit holds after a restart of the feed"
+                assert env.post(a_group(3), version=[11, 13]).stale == 1, "the oldest version counts"
+                assert env.post(a_group(4), version=12).stale == 0
+                assert env.status().stale_groups == 2
+        with BatchFeed(feed.url, registration(starting_step=1), poll=0.05) as batches:  # resumes
+            with pytest.raises(ConfigError, match="must be a number from 0"):
+                batches.published(-1)
+            batches.published(11)
+            batches._register()
+            assert batches._request_batch() == b"", "the group of version 12 is ahead of the checkpoint"
+            with FeedEnvironment(feed.url, environment(desired_name="new")) as env:
+                assert env.post(a_group(5), version=9).stale == 1, "the version of the checkpoint counts"
+                for name, version in ((6, 10), (7, 11)):
+                    assert env.post(a_group(name), version=version).stale == 0
+            batch = next(batches)
+            assert (names(batch), batch.ages, batch.newest_version) == ([6, 7], [1, 0], 11)
+
+
+def test_versions_of_groups_that_are_no_numbers_are_refused_for_good() -> None:
+    with Feed(Path(":memory:")) as feed, BatchFeed(feed.url, registration()) as batches:
+        begin_run(batches)
+        with FeedEnvironment(feed.url, environment(), retry_timeout=5.0) as env:
+            with pytest.raises(FeedError, match="version") as refused:
+                env.post(a_group(0), version=-1)
+            assert refused.value.status == 422
+            assert env.post(a_group(0), version=[3, 3]).status == "received"
