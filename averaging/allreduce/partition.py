@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from averaging.errors import ConfigError, RoundError
+from averaging.allreduce.part_forms import form_of
+from averaging.errors import RoundError
 from averaging.protocol import Member
-from averaging.tensors import Schema, TensorSpec, bytes_per_element
+from averaging.tensors import Schema
 
 
 class Part(NamedTuple):
@@ -24,7 +25,7 @@ class Part(NamedTuple):
 
     Attributes:
         tensor: index of the tensor in the schema.
-        start: first element in the flattened tensor.
+        start: first element in the flattened tensor; for a sparse tensor in tile order.
         stop: one past the last element.
     """
 
@@ -80,9 +81,9 @@ def busiest_link(shares: Sequence[float], nbytes: int) -> float:
 def partition(schema: Schema, shares: Sequence[float]) -> list[list[Part]]:
     """The shard of each member: its parts, in order.
 
-    Each tensor is cut into parts of `part_size_bytes` on the wire. The concatenated elements of all tensors are divided
-    between the members in proportion to `shares`. A part belongs to the first member with the most of its elements.
-    A member with share 0 gets no part.
+    Each tensor is cut into parts of `part_size_bytes` on the wire, a sparse one into whole blocks. The concatenated
+    elements of all tensors are divided between the members in proportion to `shares`. A part belongs to the first
+    member with the most of its elements. A member with share 0 gets no part.
 
     Raises:
         RoundError: a share is negative or not finite, or all are 0.
@@ -96,13 +97,7 @@ def partition(schema: Schema, shares: Sequence[float]) -> list[list[Part]]:
     result: list[list[Part]] = [[] for _ in shares]
     first = offset = 0
     for number, spec in enumerate(schema.tensors):
-        length = schema.part_size_bytes // _per_element(spec)
-        if length < 1:
-            raise ConfigError(
-                f"an element of {spec} exceeds a part of {schema.part_size_bytes} bytes; make parts larger"
-            )
-        for start in range(0, spec.numel, length):
-            stop = min(start + length, spec.numel)
+        for start, stop in form_of(schema, number).cuts(schema.part_size_bytes):
             begin, end = offset + start, offset + stop
             while first < last and ends[first] <= begin:
                 first += 1
@@ -119,14 +114,15 @@ def partition(schema: Schema, shares: Sequence[float]) -> list[list[Part]]:
 
 
 def packed_sizes(schema: Schema, parts: Sequence[Part]) -> list[int]:
-    """Bytes of each part's values on the wire, without per-block overhead of the compression."""
-    per_element = [_per_element(spec) for spec in schema.tensors]
-    return [part.numel * per_element[part.tensor] for part in parts]
+    """Bytes of a contribution to each part on the wire, without per-block overhead of a dense compression."""
+    forms = {number: form_of(schema, number) for number in {part.tensor for part in parts}}
+    return [forms[part.tensor].nbytes(part.start, part.stop) for part in parts]
 
 
-def packed_size(schema: Schema) -> int:
-    """Bytes of all tensors' values on the wire, without per-block overhead of the compression."""
-    return sum(spec.numel * _per_element(spec) for spec in schema.tensors)
+def packed_size(schema: Schema, members: int) -> int:
+    """Bytes of all tensors on the wire, in the larger direction if `members` contribute, without that overhead."""
+    forms = (form_of(schema, number) for number in range(len(schema.tensors)))
+    return sum(form.packed_size(schema.part_size_bytes, members) for form in forms)
 
 
 def _bandwidths(members: Sequence[Member]) -> list[float]:
@@ -166,8 +162,3 @@ def _ends(shares: Sequence[float], total: int) -> np.ndarray[tuple[int], np.dtyp
     ends = (np.cumsum(proportions) / whole * total).astype(np.int64)
     ends[-1] = total
     return ends
-
-
-def _per_element(spec: TensorSpec) -> int:
-    """Bytes per element on the wire."""
-    return bytes_per_element(spec.compression, spec.torch_dtype)

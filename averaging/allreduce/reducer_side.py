@@ -10,19 +10,21 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
+from averaging.allreduce.part_forms import AnyForm, Averaged, Prepared
 from averaging.allreduce.partition import Part, packed_sizes
 from averaging.allreduce.round_tally import ANSWERS, LyingLeaderError, RoundTally, code_of
 from averaging.allreduce.send_window import SendWindow
-from averaging.allreduce.shard_reducer import reducer_for
+from averaging.allreduce.shard_reducer import ShardReducer
 from averaging.allreduce.wait_monitor import DelayBudget, Overdue, WaitMonitor, blocking
 from averaging.config import NonFinite
 from averaging.errors import ProtocolViolationError, TransportError, ViolationKind
 from averaging.protocol import AveragingData, CompressionType, Member, MessageCode, ReplyForm, WireTensor
 from averaging.receipts import DropCode, Dropped
-from averaging.tensors import Schema, decode, decode_as, dtype_name, encode, finite_as
+from averaging.tensors import Schema
 from averaging.timing import Deadline, Phase
 
 logger = logging.getLogger("averaging.allreduce")
@@ -64,6 +66,7 @@ class ReducerSide:
         me: this member; its own values are in the average if it sends.
         senders: the members whose parts come over the network; none if there are no parts.
         parts: the shard, in order.
+        forms: form of each tensor of the schema.
         tally: records averages, bytes and dropped members.
         monitor: enforces the deadlines; a sender that exceeds one is dropped.
         send_limits: how many parts of a sender are read, by how many are answered, see `send_window.send_limits`.
@@ -77,6 +80,7 @@ class ReducerSide:
         senders: Sequence[Member],
         parts: Sequence[Part],
         schema: Schema,
+        forms: Sequence[AnyForm],
         tally: RoundTally,
         *,
         monitor: WaitMonitor,
@@ -89,14 +93,15 @@ class ReducerSide:
         self._send_limits = send_limits
         self._parts = parts
         self._first_nbytes = sum(packed_sizes(schema, parts[:1]))
-        self._schema = schema
-        self._tensors: Sequence[torch.Tensor] | None = None  # of this member; other members may be ready earlier
+        self._schema, self._forms = schema, forms
+        self._tensors: Sequence[Prepared] | None = None  # of this member; other members may be ready earlier
         self._tally = tally
         self._monitor = monitor
         self._non_finite = non_finite
         self._senders = {member.endpoint: _Sender(SendWindow(send_limits)) for member in senders}
         weights = {member.endpoint: member.weight for member in senders}
-        self._reducer = reducer_for(schema.aggregation, [part.numel for part in parts], weights)
+        sizes = [part.numel for part in parts]
+        self._reducer = ShardReducer(sizes, weights, lambda number: self._form(number).reducer())
         self._over = False
         self._failure: LyingLeaderError | None = None
 
@@ -125,11 +130,11 @@ class ReducerSide:
             if not sender.opened and not sender.suspected and not sender.done.is_set():
                 self._monitor.begin(name, Phase.OPENING, self._overdue(name, Phase.OPENING, "sent nothing"))
 
-    async def run(self, tensors: Sequence[torch.Tensor]) -> None:
+    async def run(self, tensors: Sequence[Prepared]) -> None:
         """Returns when every sender has all its averages or was dropped.
 
         Args:
-            tensors: this member's: flat, on the CPU, one per tensor of the schema; read, never written.
+            tensors: this member's, one per tensor of the schema; read, never written.
 
         Raises:
             LyingLeaderError: the leader announced another group to a sender.
@@ -222,7 +227,7 @@ class ReducerSide:
                     yield self._with_metadata(reply, first)
                     return
                 replies_sent += 1
-                self._tally.sent(name, len(reply.tensor_part.buffer))
+                self._tally.sent_average(name, len(reply.tensor_part.buffer))
                 # The generator resumes when the transport has room for the next message, that is when the sender reads.
                 self._monitor.begin(name, Phase.TAKING, reply_overdue)
                 yield self._with_metadata(reply, first) if replies_sent == 1 else reply
@@ -281,7 +286,7 @@ class ReducerSide:
         name: str,
         sender: _Sender,
         first: AveragingData,
-        first_values: torch.Tensor,
+        first_values: Any,
         messages: AsyncIterator[AveragingData],
     ) -> None:
         """Reads the parts of one sender as fast as the sender takes its replies."""
@@ -328,23 +333,26 @@ class ReducerSide:
         answers = self._tally.has_received_from(name)
         return f"it answered parts of this peer; can it reach {self._me.endpoint}?" if answers else ""
 
-    def _read(self, number: int, message: AveragingData) -> torch.Tensor:
-        """The values of part `number`.
+    def _read(self, number: int, message: AveragingData) -> Any:
+        """The values of part `number`, as `PartForm.decode` returns them.
 
         Raises:
             ProtocolViolationError: the message is not that part, or holds NaN or infinity where they are refused.
         """
         if message.tensor_part is None or message.code not in (MessageCode.PART_FOR_AVERAGING, MessageCode.NO_CODE):
             raise ProtocolViolationError(f"sent {message.code.name} instead of part {number}")
-        expected, dtype = self._parts[number].numel, self._schema.tensors[self._parts[number].tensor].torch_dtype
-        values = decode_as(message.tensor_part, dtype)
-        if self._non_finite is NonFinite.REFUSE and not finite_as(values, dtype):
+        part, form = self._parts[number], self._form(number)
+        if (size := tuple(message.tensor_part.size)) != (part.numel,):
+            raise ProtocolViolationError(f"sent part {number} with shape {list(size)} instead of [{part.numel}]")
+        values = form.decode(message.tensor_part, part.start, part.stop)
+        if self._non_finite is NonFinite.REFUSE and not form.is_finite(values):
             raise ProtocolViolationError(f"sent NaN or infinity in part {number}", kind=ViolationKind.NON_FINITE)
-        if tuple(values.shape) != (expected,):
-            raise ProtocolViolationError(f"sent part {number} with shape {list(values.shape)} instead of [{expected}]")
         return values
 
-    def _take(self, name: str, sender: _Sender, number: int, message: AveragingData, values: torch.Tensor) -> None:
+    def _form(self, number: int) -> AnyForm:
+        return self._forms[self._parts[number].tensor]
+
+    def _take(self, name: str, sender: _Sender, number: int, message: AveragingData, values: Any) -> None:
         wire = message.tensor_part or WireTensor()
         self._reducer.add(name, values)
         sender.count += 1
@@ -373,8 +381,8 @@ class ReducerSide:
         if self._over or self._tensors is None:
             return
         for number in self._reducer.take_complete():
-            part = self._parts[number]
-            local = self._tensors[part.tensor][part.start : part.stop] if self._me.sends else None
+            part, form = self._parts[number], self._form(number)
+            local = form.own(self._tensors[part.tensor], part.start, part.stop) if self._me.sends else None
             average = self._reducer.finish(number, local, self._me.weight)
             waiting = [
                 (sender, sender.delivered.pop(number))
@@ -387,18 +395,16 @@ class ReducerSide:
             elif self._schema.reply is ReplyForm.DELTA:
                 self._answer_with_deltas(number, average, local, waiting)
             else:
-                self._answer_with_average(number, average, local, waiting)
+                self._answer_with_average(number, average, waiting)
 
-    def _answer_with_average(
-        self, number: int, average: torch.Tensor, local: torch.Tensor | None, waiting: _Waiting
-    ) -> None:
+    def _answer_with_average(self, number: int, average: Any, waiting: _Waiting) -> None:
         """Encodes the average once for all members and adopts the decoded values, so that all hold the same bytes."""
-        part = self._parts[number]
+        part, form = self._parts[number], self._form(number)
         spec = self._schema.tensors[part.tensor]
         replies: dict[CompressionType, AveragingData] = {}
         # The schema's compression first; other software may use another one.
         for compression in dict.fromkeys((spec.compression, *(delivered.compression for _, delivered in waiting))):
-            wire, kept = _encoded(average, spec.torch_dtype, compression)
+            wire, kept = form.answer(average, compression, part.start, part.stop)
             if not self._is_usable("the average", number, kept):
                 replies[compression] = _NO_AVERAGE
                 continue
@@ -406,7 +412,7 @@ class ReducerSide:
             if compression is spec.compression:
                 self._tally.averaged = True
                 self._tally.reduced(wire.buffer)
-                if local is not None:
+                if self._me.sends:
                     self._tally.put(part, kept)
         for sender, delivered in waiting:
             sender.replies.put_nowait(replies[delivered.compression])
@@ -414,25 +420,24 @@ class ReducerSide:
     def _answer_with_deltas(
         self, number: int, average: torch.Tensor, local: torch.Tensor | None, waiting: _Waiting
     ) -> None:
-        part = self._parts[number]
-        spec = self._schema.tensors[part.tensor]
+        part, form = self._parts[number], self._form(number)
         if local is not None:
-            own = (average - local).to(spec.torch_dtype)
+            own = (average - local).to(self._schema.tensors[part.tensor].torch_dtype)
             if self._is_usable("this peer's own delta", number, local + own):
                 self._tally.averaged = True
                 self._tally.put(part, own)
         for sender, delivered in waiting:
-            wire, kept = _encoded(average - delivered.values, spec.torch_dtype, delivered.compression)
+            delta = average - delivered.values
+            wire, kept = form.answer(delta, delivered.compression, part.start, part.stop)
             reply = _NO_AVERAGE
             if self._is_usable("a delta", number, delivered.values + kept):
                 self._tally.averaged = True
                 reply = AveragingData(MessageCode.AVERAGED_PART, tensor_part=wire)
             sender.replies.put_nowait(reply)
 
-    def _is_usable(self, what: str, number: int, result: torch.Tensor) -> bool:
+    def _is_usable(self, what: str, number: int, result: Averaged) -> bool:
         """Whether a result may be adopted and sent: the average of finite contributions can overflow its dtype."""
-        dtype = self._schema.tensors[self._parts[number].tensor].torch_dtype
-        if self._non_finite is NonFinite.ALLOW or finite_as(result, dtype):
+        if self._non_finite is NonFinite.ALLOW or self._form(number).is_finite(result):
             return True
         logger.warning(
             "group %s: %s of part %d of %s overflows %s although all contributions are finite; the part keeps its "
@@ -441,16 +446,9 @@ class ReducerSide:
             what,
             number,
             self._me.endpoint,
-            dtype_name(dtype),
+            self._schema.tensors[self._parts[number].tensor].dtype,
         )
         return False
-
-
-def _encoded(values: torch.Tensor, dtype: torch.dtype, compression: CompressionType) -> tuple[WireTensor, torch.Tensor]:
-    """Encodes values, and returns them also as they are decoded. Only uncompressed values are converted to `dtype`."""
-    values = values.to(dtype) if compression is CompressionType.NONE else values
-    wire = encode(values, compression)
-    return wire, values if compression is CompressionType.NONE else decode(wire)
 
 
 def _left(name: str, code: MessageCode) -> Dropped:

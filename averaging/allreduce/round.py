@@ -10,8 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeAlias
 
-import torch
-
+from averaging.allreduce.part_forms import Prepared, ReplyResidual, form_of
 from averaging.allreduce.partition import busiest_link, packed_size, packed_sizes, partition, shares
 from averaging.allreduce.reducer_side import ReducerSide
 from averaging.allreduce.round_tally import AdoptPart, LyingLeaderError, RoundResult, RoundTally
@@ -26,7 +25,7 @@ from averaging.tensors import Schema
 from averaging.timing import SLOW_LINK, Deadline, Deadlines, FairTimeout, size_class
 from averaging.transport import Transport
 
-Prepare: TypeAlias = "Callable[[], Awaitable[Sequence[torch.Tensor]]]"
+Prepare: TypeAlias = "Callable[[], Awaitable[Sequence[Prepared]]]"
 
 RESERVE = 8
 """A round continues without senders that hold it up this many `min_stall_timeout` before its deadline, so that the
@@ -41,6 +40,7 @@ class AllReduce:
 
     Args:
         deadlines: limits for members without progress; updated by the round.
+        residual: of this member's replies in TOP_K; None if what they lose is of no interest.
         adopt: see `RoundTally`. It may overwrite a part of the tensors with its average; that part is not read again.
         proven: see `ReducerSide`.
 
@@ -59,6 +59,7 @@ class AllReduce:
         non_finite: NonFinite = NonFinite.REFUSE,
         adopt: AdoptPart | None = None,
         proven: Callable[[str], bool] = lambda _: False,
+        residual: ReplyResidual | None = None,
     ) -> None:
         if group.total_weight <= 0:
             raise RoundError(f"the weights of all {len(group.members)} members sum to zero; give one a weight above 0")
@@ -66,8 +67,15 @@ class AllReduce:
         me = group.members[group.index(endpoint)]
         reduced = shares(group.members)
         parts_of = dict(zip(group.endpoints, partition(schema, reduced), strict=True))
+        contributors = sum(member.sends for member in group.members)
+        forms = [
+            form_of(schema, number, members=contributors, residual=residual) for number in range(len(schema.tensors))
+        ]
+        if residual is not None:
+            residual.begin()
+        nbytes = packed_size(schema, contributors)
         # Added to `round_timeout`, so that users need not raise it for large tensors.
-        self._transfer_seconds = busiest_link(reduced, packed_size(schema)) / SLOW_LINK
+        self._transfer_seconds = busiest_link(reduced, nbytes) / SLOW_LINK
         own = parts_of[endpoint]
         self._reducers = {name: parts for name, parts in parts_of.items() if me.sends and parts and name != endpoint}
         window = window_bytes(schema.part_size_bytes, sum(map(bool, parts_of.values())) - 1)
@@ -78,12 +86,13 @@ class AllReduce:
         early = adopt if group.bound else None
         self._tally = RoundTally(group, endpoint, parts_of, send_limits=limits, identical=identical, adopt=early)
         senders = [member for member in group.members if own and member.sends and member is not me]
-        self._monitor = WaitMonitor(deadlines, size_class(packed_size(schema), len(group.members)), len(senders))
+        self._monitor = WaitMonitor(deadlines, size_class(nbytes, len(group.members)), len(senders))
         self._reducing = ReducerSide(
             me,
             senders,
             own,
             schema,
+            forms,
             self._tally,
             monitor=self._monitor,
             send_limits=limits,
@@ -94,6 +103,7 @@ class AllReduce:
             endpoint,
             group,
             schema,
+            forms,
             transport,
             self._tally,
             self._reducing,
@@ -110,8 +120,9 @@ class AllReduce:
         """Runs the round until every part is averaged or given up. A cancellation is announced to the others.
 
         Args:
-            prepare: returns this member's contribution: flat CPU tensors, one per tensor of the schema. They are read
-                until the end of the round and never written. Parts of other members are accepted while it runs.
+            prepare: returns this member's contribution: flat CPU tensors, one per tensor of the schema, and a
+                `SparseTensor` for each whose compression is TOP_K. They are read until the end of the round and never
+                written. Parts of other members are accepted while it runs.
             timeout: seconds for the whole round, plus the transfer time of its bytes at 10 Mbit/s. Seconds in which
                 this process was stopped or busy do not count.
 

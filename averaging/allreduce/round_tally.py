@@ -12,6 +12,7 @@ from typing import TypeAlias
 import torch
 import xxhash
 
+from averaging.allreduce.part_forms import Averaged
 from averaging.allreduce.partition import Part
 from averaging.errors import (
     AveragingError,
@@ -194,19 +195,21 @@ class RoundResult:
     """The result of a round.
 
     Attributes:
-        parts: the parts whose reply arrived, with the average or the delta: 1-D, on the CPU, read-only. Parts that were
-            adopted on arrival are not included.
+        parts: the parts whose reply arrived, with the average or the delta. Parts that were adopted on arrival are not
+            included.
         dropped: the dropped members, in the order in which they were dropped.
         proven_drops: members of `dropped` that are proven to have caused it themselves.
         kept_local: number of elements without a reply, which keep their local values.
         encoded: the parts that another member reduced; this member reduced the other ones in `parts`.
         received_any: whether a part or an average of another member arrived and there is at least one average.
+        parts_sent: the part of `bytes_sent` that are contributions; the rest are averages.
+        parts_received: the same of `bytes_received`.
         accounts: one per member, in the group's order.
         straggler: see `Receipt`.
         digest: see `Receipt`.
     """
 
-    parts: list[tuple[Part, torch.Tensor]]
+    parts: list[tuple[Part, Averaged]]
     dropped: tuple[Dropped, ...]
     proven_drops: tuple[Dropped, ...]
     kept_local: int
@@ -214,14 +217,22 @@ class RoundResult:
     received_any: bool
     bytes_sent: int
     bytes_received: int
+    parts_sent: int
+    parts_received: int
     accounts: tuple[Account, ...]
     straggler: Straggler | None
     digest: str
 
 
 def changes(result: RoundResult) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """The result as `SharedTensors.write` takes it: (tensor index, first element, values)."""
+    """The result as `SharedTensors.write` takes it: (tensor index, first element, values).
+
+    Raises:
+        TypeError: a tensor was averaged in TOP_K, so its parts are in another order.
+    """
     for part, values in result.parts:
+        if not isinstance(values, torch.Tensor):
+            raise TypeError(f"{part} is in tile order")
         yield part.tensor, part.start, values
 
 
@@ -265,11 +276,12 @@ class RoundTally:
         self.arrived: set[Part] = set()
         self.averaged = False
         self._adopt = adopt
-        self._kept: dict[Part, torch.Tensor] = {}
+        self._kept: dict[Part, Averaged] = {}
         self.dropped: dict[str, Dropped] = {}
         self._proven_drops: dict[str, Dropped] = {}
         self._sent: Counter[str] = Counter()
         self._received: Counter[str] = Counter()
+        self._parts_sent, self._parts_received = 0, 0  # bytes; the rest are averages
         self._digests = {name: ShardDigest() for name in parts_of}
         self._lanes: dict[str, tuple[str, str]] = {}
         self._parts_in: dict[str, float] = {}
@@ -288,17 +300,23 @@ class RoundTally:
         """Records how this member's parts travel to a reducer; see `Account`."""
         self._lanes[name] = lane, reason
 
-    def sent(self, name: str, nbytes: int) -> None:
-        """Records bytes sent to a member."""
+    def sent_part(self, name: str, nbytes: int) -> None:
+        """Records a part sent to a reducer."""
+        self._sent[name] += nbytes
+        self._parts_sent += nbytes
+
+    def sent_average(self, name: str, nbytes: int) -> None:
+        """Records an average sent to a sender."""
         self._sent[name] += nbytes
 
     def received_part(self, name: str, nbytes: int) -> None:
         """Records a valid part of a sender."""
         self._received[name] += nbytes
+        self._parts_received += nbytes
         self._parts_in[name] = now = _now()
         self._lag.delivered(name, now)
 
-    def received_average(self, name: str, part: Part, values: torch.Tensor, buffer: Buffer) -> None:
+    def received_average(self, name: str, part: Part, values: Averaged, buffer: Buffer) -> None:
         """Records an average of a reducer; `values` are decoded from `buffer`."""
         self._received[name] += len(buffer)
         self._averages_in[name] = _now()
@@ -310,12 +328,13 @@ class RoundTally:
         """Whether a part or an average of that member has arrived."""
         return name in self._received
 
-    def put(self, part: Part, values: torch.Tensor) -> None:
+    def put(self, part: Part, values: Averaged) -> None:
         """Adopts the average or the delta of a part, or keeps it for the end."""
         self.arrived.add(part)
         self.averaged = True
         # Without data from another member the round fails, and the tensors must be unchanged.
-        if self._adopt is None or not self._received or not self._adopt(part, values):
+        adopt = self._adopt if self._received else None
+        if adopt is None or not isinstance(values, torch.Tensor) or not adopt(part, values):
             self._kept[part] = values
 
     def reduced(self, buffer: Buffer) -> None:
@@ -376,6 +395,8 @@ class RoundTally:
             received_any=self.averaged and bool(self._received),
             bytes_sent=self._sent.total(),
             bytes_received=self._received.total(),
+            parts_sent=self._parts_sent,
+            parts_received=self._parts_received,
             accounts=self._accounts(digests),
             straggler=find_straggler(
                 self._lag.seconds,

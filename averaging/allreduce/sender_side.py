@@ -9,8 +9,7 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Self
 
-import torch
-
+from averaging.allreduce.part_forms import AnyForm, Prepared
 from averaging.allreduce.partition import Part, packed_sizes
 from averaging.allreduce.reducer_side import ReducerSide
 from averaging.allreduce.round_tally import ANSWERS, RoundTally, code_of
@@ -20,7 +19,7 @@ from averaging.config import NonFinite
 from averaging.errors import AveragingError, ProtocolViolationError, TransportError, ViolationKind
 from averaging.protocol import AveragingData, Group, MessageCode, ReplyForm
 from averaging.receipts import DropCode, Dropped
-from averaging.tensors import Schema, decode_as, encode, finite_as
+from averaging.tensors import Schema
 from averaging.timing import Deadline, Phase, expire
 from averaging.transport import Transport, is_alive
 
@@ -143,6 +142,7 @@ class SenderSide:
     """One member's streams to the reducers of its group.
 
     Args:
+        forms: form of each tensor of the schema.
         tally: records averages, bytes and dropped members.
         reducing: expects streams of the same members.
         monitor: enforces the deadlines.
@@ -154,6 +154,7 @@ class SenderSide:
         endpoint: str,
         group: Group,
         schema: Schema,
+        forms: Sequence[AnyForm],
         transport: Transport,
         tally: RoundTally,
         reducing: ReducerSide,
@@ -163,7 +164,7 @@ class SenderSide:
         non_finite: NonFinite,
     ) -> None:
         self._endpoint, self._group = endpoint, group
-        self._schema = schema
+        self._schema, self._forms = schema, forms
         self._transport = transport
         self._tally, self._reducing = tally, reducing
         self._monitor = monitor
@@ -190,13 +191,13 @@ class SenderSide:
             self._monitor.record_hold_up(name)
             self._pending[name].give_up(reason)
 
-    async def send_to(self, name: str, parts: Sequence[Part], tensors: Sequence[torch.Tensor]) -> None:
+    async def send_to(self, name: str, parts: Sequence[Part], tensors: Sequence[Prepared]) -> None:
         """Sends a reducer its parts and collects their averages, until all have arrived or it is dropped.
 
         Args:
             name: the reducer.
             parts: its shard, in order.
-            tensors: this member's: flat, on the CPU, one per tensor of the schema; read, never written.
+            tensors: this member's, one per tensor of the schema; read, never written.
         """
         received, sizes = 0, packed_sizes(self._schema, parts)
         window = SendWindow(send_limits(sizes, self._window), MAX_HOLD_SECONDS)
@@ -251,7 +252,7 @@ class SenderSide:
         self,
         name: str,
         parts: Sequence[Part],
-        tensors: Sequence[torch.Tensor],
+        tensors: Sequence[Prepared],
         window: SendWindow,
         progress: Callable[[], None],
     ) -> AsyncGenerator[AveragingData, None]:
@@ -259,28 +260,31 @@ class SenderSide:
         for number, part in enumerate(parts):
             await window.wait(number)
             progress()
-            values = tensors[part.tensor][part.start : part.stop]
-            wire = encode(values, self._schema.tensors[part.tensor].compression)
-            self._tally.sent(name, len(wire.buffer))
+            wire = self._forms[part.tensor].encode(tensors[part.tensor], part.start, part.stop)
+            self._tally.sent_part(name, len(wire.buffer))
             if number == 0:
                 code, group = MessageCode.PART_FOR_AVERAGING, self._group
                 yield AveragingData(code, group.group_id, self._endpoint, wire, self._tally.metadata)
             else:
                 yield AveragingData(tensor_part=wire)
 
-    def _read(self, name: str, part: Part, reply: AveragingData, tensors: Sequence[torch.Tensor]) -> None:
+    def _read(self, name: str, part: Part, reply: AveragingData, tensors: Sequence[Prepared]) -> None:
         if reply.code is MessageCode.CANCELLED:
             raise ProtocolViolationError("left the round or dropped this peer (CANCELLED)")
         if reply.code is not MessageCode.AVERAGED_PART or reply.tensor_part is None:
             raise ProtocolViolationError(f"answered with {reply.code.name}")
-        dtype = self._schema.tensors[part.tensor].torch_dtype
-        values = decode_as(reply.tensor_part, dtype)
-        if tuple(values.shape) != (part.numel,):
-            raise ProtocolViolationError(f"answered with shape {list(values.shape)} instead of [{part.numel}]")
+        form = self._forms[part.tensor]
+        if tuple(reply.tensor_part.size) != (part.numel,):
+            raise ProtocolViolationError(
+                f"answered with shape {list(reply.tensor_part.size)} instead of [{part.numel}]"
+            )
+        values = form.decode_answer(reply.tensor_part, part.start, part.stop)
         if self._non_finite is NonFinite.REFUSE:
-            is_delta = self._schema.reply is ReplyForm.DELTA
-            kept = tensors[part.tensor][part.start : part.stop] + values.to(dtype) if is_delta else values
-            if not finite_as(kept, dtype):
+            kept = values
+            if self._schema.reply is ReplyForm.DELTA:
+                own = form.own(tensors[part.tensor], part.start, part.stop)
+                kept = own + values.to(own.dtype)
+            if not form.is_finite(kept):
                 raise ProtocolViolationError("answered with NaN or infinity", kind=ViolationKind.NON_FINITE)
         self._tally.received_average(name, part, values, reply.tensor_part.buffer)
 

@@ -1,46 +1,76 @@
-"""The weighted average of one member's shard, part by part, from senders that may be dropped. Pure."""
+"""The average of one member's shard, part by part, from senders that may be dropped. Pure."""
 
 from __future__ import annotations
 
 import math
+import statistics
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from averaging.errors import ProtocolViolationError
 from averaging.protocol import Aggregation, AggregationKind
+from averaging.tensors import Contribution
+
+Contributed = TypeVar("Contributed")
+Average = TypeVar("Average")
+
+
+class PartReducer(ABC, Generic[Contributed, Average]):
+    """The contributions to one part, until all have arrived."""
+
+    @abstractmethod
+    def add(self, values: Contributed, weight: float, place: int) -> None:
+        """Adds a contribution.
+
+        Args:
+            values: may be kept until `finish`, so the caller must not write to them. Nor does the reducer.
+            weight: its weight, above 0.
+            place: place of its member in the group's order, this peer last.
+        """
+
+    @abstractmethod
+    def finish(self) -> Average:
+        """The average of at least one contribution. Called once."""
 
 
 class ShardReducer:
-    """Sums the parts of a shard as they arrive.
+    """Combines the contributions to a shard as they arrive.
 
     A part is complete when every sender that is not dropped has delivered it. A dropped sender stays in the parts it
     has delivered and is left out of the others.
 
     Args:
         sizes: number of elements of each part, in order.
-        weights: weight of every sender whose parts come over the network, by name.
+        weights: weight of every sender whose parts come over the network, by name, in the group's order.
+        reducer_of: creates the reducer of a part, given its number; by default that of the weighted mean.
     """
 
-    def __init__(self, sizes: list[int], weights: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        sizes: list[int],
+        weights: Mapping[str, float],
+        reducer_of: Callable[[int], PartReducer[Any, Any]] = lambda _: MeanReducer(),
+    ) -> None:
         self._sizes = sizes
         self._weights = dict(weights)
+        self._places = {name: place for place, name in enumerate(weights)}
         self._next = dict.fromkeys(weights, 0)  # number of the part that each sender delivers next
-        self._sums: dict[int, torch.Tensor] = {}
-        self._borrowed: set[int] = set()  # parts whose sum is still one sender's own tensor
-        # Per part, of its contributors so far: the largest weight, and the sum of all weights relative to it. Weights
-        # are claims of the members, so this must not depend on the weight of a member that has delivered nothing.
-        self._units: dict[int, float] = {}
-        self._relative_weights: dict[int, float] = {}
+        self._reducer_of = reducer_of
+        self._parts: dict[int, PartReducer[Any, Any]] = {}  # those with a contribution
         self._completed = 0
 
-    def add(self, sender: str, values: torch.Tensor) -> None:
+    def add(self, sender: str, values: Any) -> None:
         """Adds the next part of `sender`.
 
         Args:
             sender: a name in `weights` that has not been dropped.
-            values: 1-D, of the part's size; any floating-point dtype. The reducer may keep a reference until the part
-                is finished, so the caller must not write to it. The reducer does not write to it either.
+            values: of the part's size, as its `PartReducer` takes them, such as a 1-D tensor of any floating-point
+                dtype. The reducer may keep a reference until the part is finished, so the caller must not write to it.
+                The reducer does not write to it either.
 
         Raises:
             ProtocolViolationError: the shape is wrong, or the shard has no further part.
@@ -53,7 +83,7 @@ class ShardReducer:
                 f"{sender} sent part {number} with shape {list(values.shape)} instead of [{self._sizes[number]}]"
             )
         self._next[sender] = number + 1
-        self._add(number, values, self._weights[sender])
+        self._add(number, values, self._weights[sender], self._places[sender])
 
     def drop(self, sender: str) -> None:
         """Stops waiting for `sender`."""
@@ -67,48 +97,111 @@ class ShardReducer:
         self._completed = reached
         return complete
 
-    def finish(self, number: int, local: torch.Tensor | None, local_weight: float) -> torch.Tensor | None:
+    def finish(self, number: int, local: Any, local_weight: float) -> Any:
         """Returns the average of a complete part and releases it.
 
         Args:
             number: the part, from `take_complete`.
-            local: this member's own contribution, 1-D; None if it has none.
+            local: this member's own contribution, like those of others; None if it has none.
             local_weight: its weight.
 
         Returns:
-            1-D, float32 or float64; None if no member with a weight above 0 contributed.
+            What the `PartReducer` returns, such as a 1-D tensor of float32 or float64; None if no member with a weight
+            above 0 contributed.
         """
         if local is not None:
-            self._add(number, local, local_weight)
-        weight = self._relative_weights.pop(number, None)
-        self._units.pop(number, None)
-        total = self._sums.pop(number, None)
-        borrowed = number in self._borrowed
-        self._borrowed.discard(number)
-        if total is None or weight is None:
-            return None
-        return torch.div(total, weight, out=None if borrowed else total)
+            self._add(number, local, local_weight, len(self._places))
+        part = self._parts.pop(number, None)
+        return None if part is None else part.finish()
 
-    def _add(self, number: int, values: torch.Tensor, weight: float) -> None:
+    def _add(self, number: int, values: Any, weight: float, place: int) -> None:
         if weight == 0:
             return  # 0 times NaN would be NaN
+        part = self._parts.get(number)
+        if part is None:
+            part = self._parts[number] = self._reducer_of(number)
+        part.add(values, weight, place)
+
+
+class MeanReducer(PartReducer[torch.Tensor, torch.Tensor]):
+    """The weighted mean of a part, of which only the sum is kept."""
+
+    def __init__(self) -> None:
+        self._sum: torch.Tensor | None = None
+        self._is_borrowed = True  # the sum is still one sender's own tensor
+        # Of the contributors so far: the largest weight, and the sum of all weights relative to it. Weights are claims
+        # of the members, so this must not depend on the weight of a member that has delivered nothing.
+        self._unit, self._relative_weight = 0.0, 0.0
+
+    def add(self, values: torch.Tensor, weight: float, place: int) -> None:
+        """See `PartReducer`."""
         if values.dtype not in (torch.float32, torch.float64):
             values = values.to(torch.float32)
-        total = self._sums.get(number)
+        total, unit = self._sum, self._unit
         if total is None:
-            self._sums[number], self._units[number], self._relative_weights[number] = values, weight, 1.0
-            self._borrowed.add(number)  # the next addition allocates the sum, which saves a copy here
+            # The next addition allocates the sum, which saves a copy here.
+            self._sum, self._unit, self._relative_weight = values, weight, 1.0
             return
-        out = None if number in self._borrowed else total
-        self._borrowed.discard(number)
-        unit = self._units[number]
+        out = None if self._is_borrowed else total
+        self._is_borrowed = False
         if weight <= unit:
-            self._sums[number] = torch.add(total, values, alpha=weight / unit, out=out)
-            self._relative_weights[number] += weight / unit
+            self._sum = torch.add(total, values, alpha=weight / unit, out=out)
+            self._relative_weight += weight / unit
         else:
-            self._sums[number] = torch.add(values, total, alpha=unit / weight, out=out)
-            self._relative_weights[number] = 1.0 + self._relative_weights[number] * (unit / weight)
-            self._units[number] = weight
+            self._sum = torch.add(values, total, alpha=unit / weight, out=out)
+            self._relative_weight = 1.0 + self._relative_weight * (unit / weight)
+            self._unit = weight
+
+    def finish(self) -> torch.Tensor:
+        """1-D, float32 or float64."""
+        total = torch.empty(0, device="cpu") if self._sum is None else self._sum
+        return torch.div(total, self._relative_weight, out=None if self._is_borrowed else total)
+
+
+# The mean of sparse contributions. All of a part are kept until it is complete, since a reply may hold them as they
+# came, and since their norms are compared.
+
+
+_MIN_RELATIVE_WEIGHT = 2.0**-100  # of the largest one; smaller weights could be 0 in float32
+
+
+class SparseReducer(PartReducer[Contribution, list[Contribution]]):
+    """Limits the norm of each contribution to the (lower) median of all that are not 0.
+
+    So no member moves the average by more than an ordinary one, whatever values it sends. Norms are taken over the
+    part, which the reducer has received, and not over the tensor, of which it would have to believe the member.
+    Weights are claims as well: they decide how much of the average is whose, but not how long it is.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[Contribution, float]] = {}
+
+    def add(self, values: Contribution, weight: float, place: int) -> None:
+        """See `PartReducer`."""
+        self._kept[place] = values, weight
+
+    def finish(self) -> list[Contribution]:
+        """The contributions with their weights and scales, in the group's order, this peer's last."""
+        kept = [self._kept[place] for place in sorted(self._kept)]
+        largest = max(weight for _, weight in kept)
+        scales = limit_norms([_norm_of(contribution.part.values) for contribution, _ in kept])
+        return [
+            replace(contribution, weight=max(_MIN_RELATIVE_WEIGHT, weight / largest), scale=scale)
+            for (contribution, weight), scale in zip(kept, scales, strict=True)
+        ]
+
+
+def limit_norms(norms: Sequence[float]) -> list[float]:
+    """The factors that reduce norms to the lower median of those above 0."""
+    above_zero = [norm for norm in norms if norm > 0]
+    if not above_zero:
+        return [1.0] * len(norms)
+    median = statistics.median_low(above_zero)
+    return [min(1.0, median / norm) if norm else 1.0 for norm in norms]
+
+
+def _norm_of(values: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64))
 
 
 # Robust averages of a part, on which a minority of false contributions has a bounded effect.
@@ -134,35 +227,21 @@ _CLIP_STEPS = 30
 _CLIP_PRECISION = 1e-5  # of tau
 
 
-def reducer_for(aggregation: Aggregation, sizes: list[int], weights: Mapping[str, float]) -> ShardReducer:
-    """The reducer of a shard for an aggregation rule; see `ShardReducer` for the other arguments."""
-    if aggregation.kind is AggregationKind.MEAN:
-        return ShardReducer(sizes, weights)
-    return RobustReducer(aggregation, sizes, weights)
+class RobustReducer(PartReducer[torch.Tensor, torch.Tensor]):
+    """Keeps the contributions to a part and aggregates them when it is complete."""
 
-
-class RobustReducer(ShardReducer):
-    """Keeps the contributions to each part and aggregates them when the part is complete."""
-
-    def __init__(self, aggregation: Aggregation, sizes: list[int], weights: Mapping[str, float]) -> None:
-        super().__init__(sizes, weights)
+    def __init__(self, aggregation: Aggregation) -> None:
         self._aggregation = aggregation
-        self._kept: dict[int, list[tuple[float, torch.Tensor]]] = {}
+        self._kept: list[tuple[float, torch.Tensor]] = []
 
-    def finish(self, number: int, local: torch.Tensor | None, local_weight: float) -> torch.Tensor | None:
-        """The aggregate of a complete part, see `ShardReducer.finish`; forgets it."""
-        if local is not None:
-            self._add(number, local, local_weight)
-        kept = self._kept.pop(number, [])
-        if not kept:
-            return None
-        return aggregate(self._aggregation, [values for _, values in kept], [weight for weight, _ in kept])
-
-    def _add(self, number: int, values: torch.Tensor, weight: float) -> None:
-        if weight == 0:
-            return  # 0 times NaN would be NaN
+    def add(self, values: torch.Tensor, weight: float, place: int) -> None:
+        """See `PartReducer`."""
         values = values if values.dtype == torch.float64 else values.to(torch.float32)
-        self._kept.setdefault(number, []).append((weight, values))
+        self._kept.append((weight, values))
+
+    def finish(self) -> torch.Tensor:
+        """See `aggregate`."""
+        return aggregate(self._aggregation, [values for _, values in self._kept], [weight for weight, _ in self._kept])
 
 
 def aggregate(aggregation: Aggregation, values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:

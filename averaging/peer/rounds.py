@@ -10,11 +10,11 @@ from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Ite
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from averaging.allreduce import AllReduce, LyingLeaderError, RoundResult
+from averaging.allreduce import AllReduce, LyingLeaderError, Prepared, RoundResult
 from averaging.common import CLIENT_PREFIX, counted, spelled
 from averaging.config import NonFinite, PeerConfig
 from averaging.discovery import Discovery
@@ -35,7 +35,7 @@ from averaging.protocol import Fingerprint, Group, Mode, detach
 from averaging.receipts import Account, Drift, DropCode, LateArrival, Outcome, Receipt, Role
 from averaging.security import is_bound
 from averaging.state import Snapshots
-from averaging.tensors import Schema, SparseTensor, offload
+from averaging.tensors import Schema, offload
 from averaging.timing import expire
 from averaging.transport import Transport
 
@@ -204,9 +204,7 @@ class Rounds:
                 if reason := self._too_small(group):
                     await allreduce.leave()
                     raise RoundError(reason)
-                round_.result = await allreduce.run(
-                    cast(Any, partial(self._prepare, round_)), self._config.round_timeout
-                )
+                round_.result = await allreduce.run(partial(self._prepare, round_), self._config.round_timeout)
                 await self._adopt(round_, group, round_.result)
         return round_.receipt
 
@@ -404,7 +402,7 @@ class Rounds:
             stop()
 
     def _new_round(self, round_: _Round, group: Group) -> AllReduce:
-        topic = round_.topic
+        topic, feedback = round_.topic, round_.topic.feedback
         return AllReduce(
             group,
             self._endpoint,
@@ -414,18 +412,21 @@ class Rounds:
             non_finite=self._config.non_finite,
             proven=self._is_proven,
             adopt=(lambda part, values: topic.write_now(part, values, self._may_write)) if topic.writes_early else None,
+            residual=feedback.replies if isinstance(feedback, SparseFeedback) else None,
         )
 
     def _is_proven(self, endpoint: str) -> bool:
         """Whether the transport proves that a stream in the name of `endpoint` comes from there."""
         return self._config.tls_cert is not None and (not endpoint.startswith(CLIENT_PREFIX) or is_bound(endpoint))
 
-    async def _prepare(self, round_: _Round) -> Sequence[torch.Tensor | SparseTensor]:
+    async def _prepare(self, round_: _Round) -> Sequence[Prepared]:
         """What is sent: the tensors themselves if they are on the CPU and no error feedback is added, else copies."""
         shared, feedback = round_.topic.tensors, round_.topic.feedback
 
-        def contributed() -> Sequence[torch.Tensor | SparseTensor]:
+        def contributed() -> Sequence[Prepared]:
             tensors = shared.flat()
+            if self._config.mode is Mode.AUXILIARY:
+                return tensors  # it sends nothing
             if isinstance(feedback, SparseFeedback):
                 return feedback.inputs(tensors)
             if feedback is not None:
@@ -458,6 +459,8 @@ class Rounds:
         if self._config.mode is not Mode.AUXILIARY:
             write = partial(self._write, round_, result)
             await tensors.while_locked(write, self._config.round_timeout, tensors.nbytes)
+        elif isinstance(feedback := round_.topic.feedback, SparseFeedback):
+            feedback.replies.applied()  # by the others
 
     def _write(self, round_: _Round, result: RoundResult) -> None:
         topic = round_.topic

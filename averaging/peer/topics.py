@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from averaging.allreduce import Part, RoundResult, changes
+from averaging.allreduce import Averaged, Part, ReplyResidual, RoundResult, changes
 from averaging.common import one_of
 from averaging.config import PeerConfig
 from averaging.errors import ConfigError
@@ -126,6 +126,7 @@ class SparseFeedback:
     Attributes:
         layouts: order of the elements of each tensor that has a residual, by the number of the tensor.
         residuals: flat float32 tensors in that order; none before the first round, when all are 0.
+        replies: the residual of this peer as a reducer, which is another one.
     """
 
     def __init__(self, schema: Schema, top_k: TopK, decay: float) -> None:
@@ -137,6 +138,7 @@ class SparseFeedback:
             if spec.compression is CompressionType.TOP_K
         }
         self.residuals: Mapping[int, torch.Tensor] = {}
+        self.replies = ReplyResidual()
         self._last: SparseInputs | None = None  # of the last round, until it is applied or void
         self._change = 0.0
 
@@ -172,6 +174,7 @@ class SparseFeedback:
                 part = last.sparse[number].values(start, stop)
                 exact[start:stop].index_add_(0, part.indices, part.values, alpha=-1)
         self.residuals, self._change = last.exact, last.change
+        self.replies.applied()
 
     def open_change(self) -> dict[str, torch.Tensor]:
         """The change, by name, of a round whose result was not applied although others may have; empty without one."""
@@ -192,7 +195,7 @@ class SparseFeedback:
 
     def reset(self) -> None:
         """Forgets the residuals, which belong to other parameters than those of this peer."""
-        self.residuals, self._last = {}, None
+        self.residuals, self.replies, self._last = {}, ReplyResidual(), None
 
     def unsent(self) -> tuple[float, float]:
         """The norm of the residuals, and that of the change in the last round that was applied."""
@@ -213,12 +216,12 @@ class SparseFeedback:
             for number, layout in self.layouts.items()
             if self._names[number] in tensors
         }
-        self._last = None
+        self.replies, self._last = ReplyResidual(), None
 
-    def dense(self, number: int, parts: Iterable[tuple[Part, torch.Tensor | SparsePart]]) -> torch.Tensor:
+    def dense(self, number: int, parts: Iterable[tuple[Part, Averaged]]) -> torch.Tensor:
         """A result of the tensor of that number, 1-D, from all of its parts."""
         layout = self.layouts[number]
-        flat = torch.zeros(math.prod(layout.shape))
+        flat = torch.zeros(layout.numel, device="cpu")
         for part, values in parts:
             flat[part.start : part.stop] = values.dense() if isinstance(values, SparsePart) else values
         return layout.from_blocks(flat).reshape(-1)
@@ -309,7 +312,7 @@ class Topic:
             if number in self.feedback.layouts:
                 self.tensors.write([(number, 0, self.feedback.dense(number, parts))], self._how)
             else:
-                self.tensors.write([(number, part.start, values) for part, values in parts], self._how)
+                self.tensors.write(changes(replace(result, parts=list(parts))), self._how)
 
     def write_now(self, part: Part, values: torch.Tensor, allowed: Callable[[], bool]) -> bool:
         """Writes one part of an incomplete result, if that needs no waiting. Returns whether it did.
@@ -368,6 +371,7 @@ def make_topic(
         reply=reply,
         topic=name,
         aggregation=parse_aggregation(config.aggregation),
+        sparse=top_k if code is CompressionType.TOP_K else None,
     )
     feedback: ErrorFeedback | SparseFeedback | None = None
     if code is CompressionType.TOP_K and top_k is not None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 
 from averaging.common import digest_of_names, first_other_name
-from averaging.errors import TensorError
-from averaging.protocol import MEAN, Aggregation, CompressionType, ReplyForm
+from averaging.errors import ConfigError, TensorError
+from averaging.protocol import MEAN, Aggregation, CompressionType, ReplyForm, TopK
 from averaging.tensors.manifest import AVERAGED_DTYPES, TensorInfo, dtype_name, nbytes_of, objection_to
 
 
@@ -35,6 +36,7 @@ class Schema:
         topic: keeps apart tensors of equal shapes, for example the gradients of one step or a fragment of the model.
             Empty for the peer's own tensors.
         aggregation: rule by which reducers combine the contributions.
+        sparse: how tensors with the compression TOP_K are sent and averaged; None if no tensor has it.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -42,6 +44,7 @@ class Schema:
     reply: ReplyForm = ReplyForm.AVERAGE
     topic: str = ""
     aggregation: Aggregation = MEAN
+    sparse: TopK | None = None
 
     @property
     def hash(self) -> bytes:
@@ -50,6 +53,8 @@ class Schema:
         topic = f"|{self.topic}" if self.topic else ""
         # The mean is left out, so that the hash equals that of software without other rules.
         rule = "" if self.aggregation == MEAN else f"/{self.aggregation}"
+        if (top_k := self.sparse) is not None:
+            rule += f"/top_k:{top_k.density!r}:{top_k.bits}:{top_k.mean_over.value}"
         return hashlib.sha256(f"1|{tensors}|{self.part_size_bytes}|{self.reply.value}{rule}{topic}".encode()).digest()
 
     @property
@@ -72,18 +77,45 @@ def describe(
     reply: ReplyForm = ReplyForm.AVERAGE,
     topic: str = "",
     aggregation: Aggregation = MEAN,
+    sparse: TopK | None = None,
 ) -> Schema:
     """The schema of `tensors`.
 
     Raises:
         TensorError: a tensor cannot be averaged; the error names it.
+        ConfigError: the compression is TOP_K, and `sparse` is missing or excluded by another option.
     """
+    if compression is CompressionType.TOP_K:
+        _check_sparse(reply, aggregation, sparse)
     specs = []
     for name, tensor in zip(names, tensors, strict=True):
         if objection := objection_to(tensor, AVERAGED_DTYPES, "averaged"):
             raise TensorError(f"tensor {name!r} {objection}")
         specs.append(TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape), compression))
-    return Schema(tuple(specs), part_size_bytes, reply, topic, aggregation)
+    return Schema(tuple(specs), part_size_bytes, reply, topic, aggregation, sparse)
+
+
+def _check_sparse(reply: ReplyForm, aggregation: Aggregation, sparse: TopK | None) -> None:
+    """Checks that contributions in TOP_K can be averaged with these options.
+
+    Raises:
+        ConfigError: they cannot be.
+    """
+    if sparse is None:
+        raise ConfigError("compression='top_k' needs a TopK, which says how many elements of each block are sent")
+    if aggregation != MEAN:
+        raise ConfigError(
+            f"aggregation={str(aggregation)!r} does not work with compression='top_k': of most elements it would see "
+            "the value of one member only, and take the zeros of the others for the truth. Use aggregation='mean': "
+            "with top_k it limits each contribution to the median of their norms",
+            "aggregation",
+        )
+    if reply is not ReplyForm.AVERAGE:
+        raise ConfigError(
+            "reply_form='delta' does not work with compression='top_k': a member has sent only some elements, so a "
+            "difference to what it sent says nothing about the others. Use reply_form='average'",
+            "reply_form",
+        )
 
 
 def first_difference(ours: Schema, theirs: Schema) -> str | None:
@@ -108,7 +140,27 @@ def first_difference(ours: Schema, theirs: Schema) -> str | None:
         return f"reducers answer with the {ours.reply.value} here and with the {theirs.reply.value} there"
     if ours.aggregation != theirs.aggregation:
         return f"contributions are aggregated by {ours.aggregation} here and by {theirs.aggregation} there"
+    if ours.sparse != theirs.sparse:
+        return _sparse_difference(ours.sparse, theirs.sparse)
     if other := first_other_name([spec.name for spec in ours.tensors], [spec.name for spec in theirs.tensors]):
         here, there = other
         return f"tensor {here!r} is {there!r} there; parameters and buffers need the same names in the same order"
     return None
+
+
+def _sparse_difference(ours: TopK | None, theirs: TopK | None) -> str:
+    if ours is None or theirs is None:
+        return "top_k is used only " + ("there" if ours is None else "here")
+    for option in ("density", "bits", "mean_over"):
+        here, there = getattr(ours, option), getattr(theirs, option)
+        if here != there:
+            return f"{option} of top_k is {_fraction(here)} here and {_fraction(there)} there"
+    return "top_k differs"
+
+
+def _fraction(value: object) -> str:
+    """A density as it is usually given, such as 1/64; another value as it is."""
+    if not isinstance(value, float):
+        return str(value)
+    fraction = Fraction(value).limit_denominator(1 << 16)
+    return str(fraction) if fraction.numerator == 1 and float(fraction) == value else f"{value:g}"

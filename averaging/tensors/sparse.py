@@ -392,6 +392,11 @@ class Contribution:
         for name in ("weight", "scale"):
             object.__setattr__(self, name, float(np.float32(getattr(self, name))))
 
+    @property
+    def shape(self) -> tuple[int]:
+        """The shape of the part."""
+        return (self.part.numel,)
+
 
 def combine(contributions: Sequence[Contribution], mean_over: MeanOver) -> SparsePart:
     """The weighted mean of at least one contribution to a part, in their order.

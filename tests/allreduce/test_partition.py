@@ -196,7 +196,7 @@ def test_sizes_on_the_wire(code: CompressionType, each: int) -> None:
     both = schema((6, 2), (3,), part_size=5 * each, code=code)
     (parts,) = partition(both, [1.0])
     assert packed_sizes(both, parts) == [5 * each, 5 * each, 2 * each, 3 * each]
-    assert packed_size(both) == 15 * each
+    assert packed_size(both, 2) == 15 * each
 
 
 def test_first_wins_a_tie() -> None:

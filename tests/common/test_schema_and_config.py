@@ -18,7 +18,7 @@ from averaging.config import Inspection, NonFinite, PeerConfig, PeerOptions, opt
 from averaging.errors import ConfigError, TensorError
 from averaging.peer.topics import Adopt, make_topic
 from averaging.protocol.group import Aggregation, AggregationKind, Mode, ReplyForm, parse_aggregation
-from averaging.protocol.messages import CompressionType, parse_compression
+from averaging.protocol.messages import CompressionType, MeanOver, TopK, parse_compression
 from averaging.tensors import AVERAGED_DTYPES
 from averaging.tensors.schema import Schema, TensorSpec, describe, first_difference
 from averaging.tensors.shared_tensors import SharedTensors
@@ -35,6 +35,7 @@ schemas = st.builds(
     tensors=st.lists(specs, min_size=1, max_size=3).map(tuple),
     part_size_bytes=st.sampled_from([1024, 2048]),
     reply=st.sampled_from(list(ReplyForm)),
+    sparse=st.sampled_from([None, TopK(), TopK(1 / 32), TopK(bits=8), TopK(mean_over=MeanOver.ALL)]),
     aggregation=st.sampled_from(
         [Aggregation(), Aggregation(AggregationKind.TRIMMED, 1), Aggregation(AggregationKind.TRIMMED, 2)]
     ),
@@ -49,6 +50,7 @@ def test_hashes_are_equal_exactly_when_nothing_differs(ours: Schema, theirs: Sch
         and ours.part_size_bytes == theirs.part_size_bytes
         and ours.reply == theirs.reply
         and ours.aggregation == theirs.aggregation
+        and ours.sparse == theirs.sparse
     )
     assert (ours.hash == theirs.hash) is agree
     named_alike = [t.name for t in ours.tensors] == [t.name for t in theirs.tensors]
@@ -68,6 +70,46 @@ def test_the_first_difference_is_named() -> None:
     assert "parts are 1024" in str(first_difference(ours, replace(ours, part_size_bytes=2048)))
     gradients = first_difference(ours, replace(ours, topic="gradients"))
     assert gradients == "the peer's own tensors are averaged here and gradients there"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "difference"),
+    [
+        (TopK(1 / 32), "density of top_k is 1/64 here and 1/32 there"),
+        (TopK(0.02), "density of top_k is 1/64 here and 1/50 there"),
+        (TopK(0.7), "density of top_k is 1/64 here and 0.7 there"),
+        (TopK(bits=8), "bits of top_k is 2 here and 8 there"),
+        (TopK(mean_over=MeanOver.ALL), "mean_over of top_k is senders here and all there"),
+        (None, "top_k is used only here"),
+    ],
+)
+def test_a_difference_of_top_k_is_named(theirs: TopK | None, difference: str) -> None:
+    ours = describe(["a"], [torch.zeros(2, 3)], part_size_bytes=1024, compression=CompressionType.TOP_K, sparse=TopK())
+    assert first_difference(ours, replace(ours, sparse=theirs)) == difference
+    assert ours.hash != replace(ours, sparse=theirs).hash
+
+
+@pytest.mark.parametrize("rule", ["median", "trimmed:1", "clip:2"])
+def test_a_robust_rule_does_not_go_with_top_k(rule: str) -> None:
+    with pytest.raises(ConfigError, match=rf"aggregation='{rule}' does not work .* Use aggregation='mean'") as error:
+        describe(
+            ["a"],
+            [torch.zeros(2, 3)],
+            part_size_bytes=1024,
+            compression=CompressionType.TOP_K,
+            aggregation=parse_aggregation(rule),
+            sparse=TopK(),
+        )
+    assert error.value.option == "aggregation"
+
+
+def test_deltas_do_not_go_with_top_k_nor_does_top_k_without_its_options() -> None:
+    tensors, code = [torch.zeros(2, 3)], CompressionType.TOP_K
+    with pytest.raises(ConfigError, match="Use reply_form='average'") as error:
+        describe(["a"], tensors, part_size_bytes=1024, compression=code, reply=ReplyForm.DELTA, sparse=TopK())
+    assert error.value.option == "reply_form"
+    with pytest.raises(ConfigError, match="needs a TopK"):
+        describe(["a"], tensors, part_size_bytes=1024, compression=code)
 
 
 def test_the_mean_is_not_part_of_the_hash_and_every_other_rule_is() -> None:

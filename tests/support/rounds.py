@@ -6,10 +6,11 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from typing import Any
 
 import torch
 
-from averaging.allreduce import AllReduce, RoundResult, changes
+from averaging.allreduce import AllReduce, Prepared, ReplyResidual, RoundResult, changes
 from averaging.protocol.group import Group, Member, ReplyForm
 from averaging.protocol.messages import (
     AveragingData,
@@ -105,6 +106,7 @@ class Simulation:
         latency: tuple[float, float] = (0.001, 0.02),
         deadlines: dict[str, Deadlines] | None = None,
         proven: bool = False,
+        **describing: Any,
     ) -> None:
         self.rng = random.Random(seed)
         self.network = MemoryNetwork(self.rng, latency=latency, loss=loss)
@@ -116,12 +118,8 @@ class Simulation:
         }
         self.tensors = {name: [tensor.clone() for tensor in tensors] for name, tensors in self.before.items()}
         names = [str(number) for number in range(len(shapes))]
-        self.schema = describe(
-            names,
-            next(iter(self.tensors.values())),
-            compression=compression,
-            part_size_bytes=part_size_bytes,
-            reply=reply,
+        self.schema = self.describe(
+            names, compression=compression, part_size_bytes=part_size_bytes, reply=reply, **describing
         )
         self.preparing: dict[str, Callable[[], Awaitable[object]]] = {}  # what a member does before it sends
         self.transports: dict[str, MemoryTransport] = {}
@@ -139,15 +137,33 @@ class Simulation:
                 transport,
                 deadlines=self.deadlines[member.endpoint],
                 proven=lambda _: proven,
+                residual=self.residual_of(member.endpoint),
             )
+
+    def describe(self, names: Sequence[str], **options: Any) -> Schema:
+        """The schema of all members."""
+        return describe(names, next(iter(self.tensors.values())), **options)
+
+    def residual_of(self, name: str) -> ReplyResidual | None:
+        """What a member's replies have lost in earlier rounds."""
+        return None
+
+    def contributed(self, name: str) -> Sequence[Prepared]:
+        """What a member contributes."""
+        return SharedTensors(self.tensors[name]).flat()
+
+    def adopt(self, name: str, result: RoundResult) -> None:
+        """Writes a member's result to its tensors."""
+        how = Write.ADD if self.schema.reply is ReplyForm.DELTA else Write.REPLACE
+        SharedTensors(self.tensors[name]).write(changes(result), how)
 
     async def one(self, name: str) -> RoundResult:
         """A member's round."""
 
-        async def prepare() -> list[torch.Tensor]:
+        async def prepare() -> Sequence[Prepared]:
             if name in self.preparing:
                 await self.preparing[name]()
-            return SharedTensors(self.tensors[name]).flat()
+            return self.contributed(name)
 
         return await self.rounds[name].run(prepare, ROUND_SECONDS)
 
@@ -167,8 +183,7 @@ class Simulation:
         for name, end in zip(tasks, ended, strict=True):
             if isinstance(end, RoundResult):
                 self.results[name] = end
-                how = Write.ADD if self.schema.reply is ReplyForm.DELTA else Write.REPLACE
-                SharedTensors(self.tensors[name]).write(changes(end), how)
+                self.adopt(name, end)
             else:
                 self.failures[name] = end
         assert self.network.errors == []

@@ -19,6 +19,7 @@ from averaging.protocol import (
     Record,
     Refusal,
     Rumour,
+    TopK,
     parse_aggregation,
 )
 from averaging.receipts import (
@@ -246,6 +247,17 @@ def _aggregation(text: str) -> Aggregation:
         raise ProtocolViolationError(f"a schema with the unknown aggregation {text!r}") from None
 
 
+class _TopKCopier(MessageCopier[TopK]):
+    """The options check themselves."""
+
+    def read(self, message: Any) -> TopK:
+        """See `MessageCopier`."""
+        try:
+            return super().read(message)
+        except ConfigError as error:
+            raise ProtocolViolationError(f"a schema with an invalid option of top_k: {error}") from None
+
+
 _SPEC = _SpecCopier(
     TensorSpec,
     status_pb2.TensorSpec,
@@ -261,6 +273,7 @@ GET_SCHEMA = RpcMethod(
         status_pb2.Schema,
         tensors=Rule(limits.MAX_TENSORS, "tensors", copier=_SPEC),
         aggregation=Rule(read=_aggregation, write=lambda rule: "" if rule == MEAN else str(rule)),
+        sparse=Rule(copier=_TopKCopier(TopK, status_pb2.TopK)),
     ),
 )
 
