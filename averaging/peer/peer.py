@@ -27,7 +27,7 @@ from averaging.protocol import Mode, attach, pack_gather, progress_key
 from averaging.receipts import DriftCheck, DropCode, PeerStatus, ReadByService, Receipt, TrainingProgress
 from averaging.security import read_credentials
 from averaging.seeds import FoundSeeds, Seeds
-from averaging.state import ExtraState, Snapshots, State, download
+from averaging.state import ExtraState, Snapshots, State, download, largest_state
 from averaging.tensors import SharedTensors
 from averaging.timing import expire
 from averaging.transport import RpcService, Transport
@@ -135,6 +135,8 @@ class Peer(InProcess):
     Attributes:
         catching_up: why this peer is not ready although it has joined its run, for /readyz; empty if it is. Whoever
             makes it take over the state of the run sets it.
+        further_state_bytes: bytes that a state may have beyond the default limit, see `largest_state`; set by an
+            application that adds more to the state than it averages.
 
     Raises:
         ConfigError: an option is invalid.
@@ -189,6 +191,7 @@ class Peer(InProcess):
         self._running: Running | None = None
         self._one_average = SingleAverage()
         self.catching_up = ""
+        self.further_state_bytes = 0
 
     def __repr__(self) -> str:
         running = self._running
@@ -505,6 +508,7 @@ class Peer(InProcess):
             declared={name: version for version, name in self.donors},
             verify_donors=self.config.verify_donors,
             members={name: member_of(name, "") for name in names} | self._entered.donors.members(),
+            max_bytes=largest_state(self.schema) + self.further_state_bytes,
             check=check,
             finite=self.config.non_finite is NonFinite.REFUSE,
         )

@@ -422,8 +422,11 @@ class Rounds:
     async def _prepare(self, round_: _Round) -> Sequence[Prepared]:
         """What is sent: the tensors themselves if they are on the CPU and no error feedback is added, else copies."""
         shared, feedback = round_.topic.tensors, round_.topic.feedback
+        prepare = round_.options.get("prepare")
 
         def contributed() -> Sequence[Prepared]:
+            if prepare is not None and round_.group is not None:
+                prepare(_gathered(round_.group))
             tensors = shared.flat()
             if self._config.mode is Mode.AUXILIARY:
                 return tensors  # it sends nothing
@@ -495,7 +498,7 @@ class Rounds:
             group_id=group.public_id if group else b"",
             members=group.endpoints if group else (),
             dropped=result.dropped if result else (),
-            gathered={member.endpoint: detach(member.user)[0] for member in group.members} if group else {},
+            gathered=_gathered(group) if group else {},
             seconds=now - round_.started,
             allreduce_seconds=now - round_.group_found if group else 0.0,
             bytes_sent=result.bytes_sent if result else 0,
@@ -532,6 +535,11 @@ class Rounds:
             for name, fingerprint in sent.items()
             if fingerprint is not None and name != self._endpoint
         }
+
+
+def _gathered(group: Group) -> dict[str, Any]:
+    """What each member has sent with `gather`, in the group's order."""
+    return {member.endpoint: detach(member.user)[0] for member in group.members}
 
 
 def _nobody(_: Mapping[str, bytes]) -> Collection[str]:

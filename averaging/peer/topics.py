@@ -398,6 +398,9 @@ ExpectedPeers = Callable[[Mapping[str, bytes]], Collection[str]]
 SearchTimeout = Callable[[Mapping[str, bytes]], float]
 """Seconds to look for a group, given the same as the search begins."""
 
+Prepare = Callable[[Mapping[str, Any]], None]
+"""Writes what is sent to the topic's tensors, given what each member of the group gathers, by endpoint in its order."""
+
 Confirm = Callable[[Group], Awaitable[str]]
 """Says why the result of a round with this group is not adopted; an empty text if it is."""
 
@@ -424,6 +427,9 @@ class RoundOptions(TypedDict, total=False):
             In a strategy it ends by default when all expected peers have left.
         drift: comparison of this peer with the other members, in a strategy from `StrategyContext.fingerprint`; its
             fingerprint is passed to all of them with `gather`.
+        prepare: function that is called in another thread once the group is known, before the tensors are read. It may
+            write to the topic's tensors, for example at a place that depends on the group. If it raises a RoundError,
+            the round fails at this peer.
         confirm: function that is awaited with the group once the result is there. It returns why the result is not
             adopted, and the round has failed then; or nothing. It does not work together with `in_place`, and is not
             for strategies.
@@ -437,6 +443,7 @@ class RoundOptions(TypedDict, total=False):
     search_timeout: float | SearchTimeout
     stop_search: StopSearch
     drift: DriftCheck
+    prepare: Prepare
     confirm: Confirm
 
 

@@ -31,6 +31,11 @@ MAX_GROWTH = 16
 """Default limit on the size of a state: this many times the bytes of the averaged tensors, plus 64 MiB."""
 
 
+def largest_state(schema: Schema | None) -> int:
+    """Default limit on the bytes of a state that begins with the schema's tensors."""
+    return MAX_GROWTH * (schema.nbytes if schema else 0) + (64 << 20)
+
+
 @dataclass(frozen=True, slots=True)
 class StateFingerprint:
     """Identifies a state that several donors can hold: the version, and the averaged tensors with their digests.
@@ -134,8 +139,7 @@ class StateAssembler:
     ) -> None:
         self._schema, self._check, self._finite = schema, check, finite
         self._before, self._expected, self._min_version = earlier or ReceivedState(), expected, min_version
-        own_bytes = schema.nbytes if schema else 0
-        self._max_bytes = MAX_GROWTH * own_bytes + (64 << 20) if max_bytes is None else max_bytes
+        self._max_bytes = largest_state(schema) if max_bytes is None else max_bytes
         self.version = 0
         self.nbytes = 0  # computed once, because progress displays read it after every message
         self.received = 0

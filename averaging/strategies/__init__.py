@@ -4,17 +4,20 @@ Read in this order: `base` (what a strategy implements), `local_sgd` (the simple
 They share `catch_up` and `lockstep`. `run` is the start and the end of training.
 """
 
-from averaging.strategies.base import DriftReaction, Strategy, check_unused
+from averaging.strategies.base import AveragingSchedule, DriftReaction, Strategy, check_unused
 from averaging.strategies.diloco import DiLoCo
 from averaging.strategies.gradient_averaging import GradientAveraging
 from averaging.strategies.local_sgd import LocalSGD
+from averaging.strategies.lockstep import LockstepStrategy
 from averaging.strategies.run import RunEnd, RunStart, wait_for_peers
 
 __all__ = [
+    "AveragingSchedule",
     "DiLoCo",
     "DriftReaction",
     "GradientAveraging",
     "LocalSGD",
+    "LockstepStrategy",
     "RunEnd",
     "RunStart",
     "Strategy",

@@ -229,6 +229,14 @@ class Strategy(ABC):
         """The parameter like which a tensor of `state` is divided between ranks; None if it is not divided."""
         return None
 
+    def check(self, user: Mapping[str, Any]) -> None:
+        """Checks the numbers of another peer's `state`, before its tensors are downloaded.
+
+        Raises:
+            StateError: this peer cannot load that state.
+        """
+        return
+
     def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
         """Loads what `state` returned, here or at another peer.
 

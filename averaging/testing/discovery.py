@@ -75,7 +75,7 @@ class MemoryRegistry:
         asyncio.get_running_loop().call_later(self.delay, arrive)
 
     def _notify(self, key: str) -> None:
-        for view in self._views:
+        for view in tuple(self._views):  # a peer in another thread may come or go
             view.notify(key)
 
 

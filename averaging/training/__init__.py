@@ -21,7 +21,7 @@ from averaging.training.history import (
     still_training,
 )
 from averaging.training.layout import full_precision, is_divided, local
-from averaging.training.named_tensors import WITHOUT_MODEL, TrainedModel, named_buffers, named_parameters
+from averaging.training.named_tensors import WITHOUT_MODEL, TrainedModel, digest_of, named_buffers, named_parameters
 from averaging.training.open_averagers import (
     check_only_one,
     close_all,
@@ -96,6 +96,7 @@ __all__ = [
     "compare_progress",
     "count_in",
     "described",
+    "digest_of",
     "done_training",
     "ending_process",
     "find_together",

@@ -139,6 +139,8 @@ class ModelParts:
 
     Attributes:
         digests: digest of each part; from the start that of what is not trained, at the end all.
+        of_strategy: the further tensors that the model computes with, which the strategy writes and which may be among
+            those that are not trained; None if there are none.
     """
 
     def __init__(
@@ -150,6 +152,7 @@ class ModelParts:
     ) -> None:
         self._site, self._model, self._trained, self._buffers = site, model, trained, buffers
         self.digests: dict[str, str] = {}
+        self.of_strategy: Callable[[], Mapping[str, torch.Tensor]] | None = None
         self._other_bases: set[str] = set()
 
     def joint(self, digest: Callable[[], str]) -> str:
@@ -170,7 +173,7 @@ class ModelParts:
             return
         before = self.digests.get(FROZEN)
         self.digests[FROZEN] = self.joint(lambda: digest_of(frozen))
-        if before not in (None, self.digests[FROZEN]) and self._site.leads:
+        if before not in (None, self.digests[FROZEN]) and self.of_strategy is None and self._site.leads:
             logger.warning(
                 "parameters that the optimizer does not train have changed since the start (of %s); they are not "
                 "averaged, so give them to the optimizer, or leave them as they are",
@@ -185,11 +188,16 @@ class ModelParts:
         # By number, since a peer that was made without the model has no names for them.
         numbered = {str(number): local(parameter) for number, parameter in enumerate(self._trained.values())}
         self.digests["parameters"] = self.joint(lambda: digest_of(numbered))
+        if self.of_strategy is not None:
+            further = dict(self.of_strategy())
+            self.digests["tensors of the strategy"] = self.joint(lambda: digest_of(further))
         if plain:
             self.digests["buffers"] = self.joint(lambda: digest_of(plain))
 
     def warn_of_other_bases(self, announcements: Mapping[str, bytes]) -> None:
         """Warns of peers whose parameters that are not trained are others, once of each."""
+        if self.of_strategy is not None:
+            return  # it compares them itself, and may change them
         own = self.digests[FROZEN]
         progress = read_progress(announcements)
         others = {name for name, peer in progress.items() if peer.parts.get(FROZEN, own) != own} - self._other_bases

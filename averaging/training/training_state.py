@@ -155,6 +155,10 @@ class StrategyState(Protocol):
         """The parameter like which a tensor of `state` is divided between ranks; None if it is not divided."""
         ...
 
+    def check(self, user: Mapping[str, Any]) -> None:
+        """Raises StateError if a state with these numbers cannot be loaded, before its tensors are downloaded."""
+        ...
+
     def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
         """Loads what `state` returned, here or at another peer.
 
@@ -242,6 +246,7 @@ class TrainingState:
         if not isinstance(strategy, dict):
             raise StateError(f"its strategy is {strategy!r:.100}")
         self._check_kind(strategy)
+        self._strategy.check(strategy)
         steps = max(local_step, History.unpack(strategy["history"]).step if "history" in strategy else 0)
         refuses = self._training.peer.config.non_finite is NonFinite.REFUSE
         if refuses and not all_numbers_finite(user["optimizer"], strategy):

@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import examples.explorers.__main__ as explorers
 import examples.sites.__main__ as sites
-from examples import digits, diloco, three_lines
+from examples import adapters, digits, diloco, three_lines
 
 ROOT = Path(__file__).parents[2]
 
@@ -271,7 +271,7 @@ def test_a_folder_for_tensorboard_that_cannot_be_made_is_reported(
 
 
 def test_the_commands_of_the_page_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
-    modules = (digits, diloco, explorers, sites, three_lines)
+    modules = (adapters, digits, diloco, explorers, sites, three_lines)
     mains: dict[str, Main] = {module.__name__.split(".")[1]: module.main for module in modules}
     pages = "".join((ROOT / "docs" / "how-to" / page).read_text() for page in ("examples.md", "gpus.md"))
     commands = re.findall(r"^(?:python|torchrun .*) -m examples\.(\w+)(.*)$", pages, re.MULTILINE)

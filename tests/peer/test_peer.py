@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -322,6 +323,42 @@ async def test_weights_and_compression() -> None:
         for receipt in receipts:
             assert receipt.gathered == {peers[0].endpoint: None, peers[1].endpoint: {"loss": 0.5}}
     assert all(tensor["w"].tolist() == [6.0] * 100 for tensor in tensors)
+
+
+@pytest.mark.asyncio
+async def test_what_is_sent_may_depend_on_the_group() -> None:
+    tensors = [{"w": torch.zeros(3)} for _ in range(3)]
+    async with AsyncExitStack() as stack:
+        peers = await swarm(stack, tensors)
+
+        def prepare(peer: Peer, tensor: torch.Tensor, gathered: Mapping[str, Any]) -> None:
+            assert gathered[peer.endpoint] == {"number": peers.index(peer)}
+            tensor[list(gathered).index(peer.endpoint)] = 3.0
+
+        await asyncio.gather(
+            *(
+                peer.average(gather={"number": number}, prepare=partial(prepare, peer, tensors[number]["w"]))
+                for number, peer in enumerate(peers)
+            )
+        )
+    assert all(tensor["w"].tolist() == [1.0] * 3 for tensor in tensors)
+
+
+@pytest.mark.asyncio
+async def test_a_round_that_cannot_be_prepared_fails_at_this_peer_and_goes_on_without_it() -> None:
+    def refuse(gathered: Mapping[str, Any]) -> None:
+        raise RoundError(f"no room for {len(gathered)} members")
+
+    tensors = [{"w": torch.full((3000,), float(number))} for number in range(3)]
+    async with AsyncExitStack() as stack:
+        peers = await swarm(stack, tensors, group_size=3, part_size_bytes=1024)
+        refusing = peers[0].average(prepare=refuse)
+        receipts = await asyncio.gather(refusing, *(peer.average() for peer in peers[1:]))
+    assert not receipts[0].averaged
+    assert "no room for 3 members" in receipts[0].reason
+    assert tensors[0]["w"].tolist() == [0.0] * 3000
+    # Each third had another reducer, and that of this peer is gone.
+    assert set(tensors[1]["w"].tolist()) == {1.0, 1.5}
 
 
 @pytest.mark.asyncio

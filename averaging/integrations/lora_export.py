@@ -1,0 +1,107 @@
+"""Writes what was trained with `LoRAAveraging`: as an adapter of peft, or merged into the base model."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors.torch import save_file
+
+from averaging.errors import ConfigError
+from averaging.integrations.lora_layers import AdaptedLayer, Correction, RestInBase, RestKeeper, plain_name
+
+logger = logging.getLogger("averaging.training")
+
+ADAPTER_FILE = "adapter_model.safetensors"
+
+
+def save_adapter(model: PeftModel, keepers: Sequence[RestKeeper], folder: str | os.PathLike[str]) -> None:
+    """Writes an adapter that plain peft loads, with the correction among its factors, so that its rank is higher.
+
+    Raises:
+        ConfigError: the rest is in the base.
+    """
+    if any(isinstance(keeper, RestInBase) for keeper in keepers):
+        raise ConfigError(
+            "with rest='base' the adapter belongs to this peer's base, which has changed, and to no other; write the "
+            "merged model with merge(), or train with rest='correction'"
+        )
+    name = keepers[0].layer.adapter
+    config = copy.deepcopy(model.peft_config[name])
+    config.inference_mode = True
+    tensors = dict(get_peft_model_state_dict(model, adapter_name=name))
+    places = {id(module): place for place, module in model.named_modules()}
+    ranks, alphas = {}, {}
+    for keeper in keepers:
+        a, b = _with_correction(keeper)
+        place, plain = places[id(keeper.layer.module)], plain_name(keeper.layer.name)
+        tensors[f"{place}.lora_A.weight"], tensors[f"{place}.lora_B.weight"] = a, b
+        ranks[plain], alphas[plain] = a.shape[0], keeper.layer.scaling * a.shape[0]
+    # alpha / rank is the scaling of each layer, whatever rank it has with the correction.
+    config.rank_pattern, config.alpha_pattern, config.use_rslora = ranks, alphas, False
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, Path(folder) / ADAPTER_FILE)
+    config.save_pretrained(str(folder))
+
+
+def warn_before_saving(model: PeftModel, keepers: Sequence[RestKeeper]) -> None:
+    """Makes `model.save_pretrained` warn, once, if the adapter that it writes lacks a correction."""
+    save = model.save_pretrained
+    warned: list[bool] = []
+
+    def save_pretrained(*args: Any, **options: Any) -> Any:
+        if not warned and any(keeper.tensors() for keeper in keepers):
+            warned.append(True)
+            logger.warning(
+                "save_pretrained writes the adapter without its correction, which is not the model that was trained; "
+                "use save_adapter() or merge() of LoRAAveraging"
+            )
+        return save(*args, **options)
+
+    model.save_pretrained = save_pretrained
+
+
+def _with_correction(keeper: RestKeeper) -> tuple[torch.Tensor, torch.Tensor]:
+    """The factors A and B of a layer, with those of its correction."""
+    layer = keeper.layer
+    left, right = keeper.factors() if isinstance(keeper, Correction) else (None, None)
+    if left is None or right is None or not left.shape[1]:
+        return layer.a, layer.b
+    a = torch.cat([layer.a.float(), right.to(layer.a.device)])
+    return a, torch.cat([layer.b.float(), left.to(layer.b.device) / layer.scaling], 1)
+
+
+@torch.no_grad()
+def merge(model: PeftModel, keepers: Sequence[RestKeeper]) -> Any:
+    """Adds adapter and correction to the base weights, each rounded once, and returns the base model without peft.
+
+    Raises:
+        ConfigError: a base weight is quantised; nothing was changed.
+    """
+    for keeper in keepers:
+        _check_plain(keeper.layer)
+    for keeper in keepers:
+        layer, base = keeper.layer, keeper.layer.base
+        more = layer.product()
+        if isinstance(keeper, Correction):
+            more += keeper.matrix().to(more)
+            keeper.remove()
+        base.copy_(base.to(torch.promote_types(base.dtype, torch.float32)) + more.to(base.device))
+        bias = layer.module.lora_B[layer.adapter].bias
+        if bias is not None:
+            layer.module.get_base_layer().bias += bias * layer.scaling
+    return model.unload()
+
+
+def _check_plain(layer: AdaptedLayer) -> None:
+    if not layer.base.is_floating_point() or type(layer.module.get_base_layer().weight) is not torch.nn.Parameter:
+        raise ConfigError(
+            f"the base of layer {layer.name!r} is quantised ({layer.base.dtype}); load the adapter of save_adapter() "
+            "on the base in bfloat16 or float32, and merge it there"
+        )

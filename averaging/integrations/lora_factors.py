@@ -1,0 +1,197 @@
+"""How the factors of LoRA layers travel, so that every member of a group knows the mean of the products exactly.
+
+An all-reduce gives the mean of what the members send, and the mean of two factors says nothing about that of their
+products. So each member writes its factors to a slot of its own, and zeros elsewhere: the mean holds the factors of
+all members, side by side. With many members or small matrices the products themselves are fewer bytes, and travel
+instead. docs/design/decisions/0043-adapters.md has the reasons and the numbers.
+
+Pure: tensors in, tensors out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from averaging.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """The shape of one adapted matrix.
+
+    Attributes:
+        out: rows of B.
+        into: columns of A.
+        rank: columns of B and rows of A.
+    """
+
+    out: int
+    into: int
+    rank: int
+
+    @property
+    def factors(self) -> int:
+        """Number of elements of A and B."""
+        return self.rank * (self.out + self.into)
+
+    def sends_product(self, slots: int) -> bool:
+        """Whether the product and the mean factors are fewer bytes than a slot with the factors for each member."""
+        return self.out * self.into + self.factors < slots * self.factors
+
+
+class FactorSlots:
+    """A place for the factors of each member of a group, in tensors whose mean over the group shows all of them.
+
+    Each piece has a row for each member, whose last element is 1 if the member has written it. In the mean it is the
+    member's share of all weights, by which its values are divided. A piece is a single part of the round, so a member
+    that was dropped in the middle is either in a piece or not; only members that are in all pieces count.
+
+    Args:
+        size: number of elements that each member sends.
+        slots: number of members for which there is room.
+        part_elements: elements of float32 in a part of the round.
+
+    Attributes:
+        pieces: float32, [slots, elements + 1] each.
+
+    Raises:
+        ConfigError: a part is too small.
+    """
+
+    def __init__(self, size: int, slots: int, part_elements: int) -> None:
+        width = part_elements // slots - 1
+        if width < 1:
+            raise ConfigError(
+                f"part_size_bytes has no room for the factors of {slots} peers (group_size) side by side; use at least "
+                f"{8 * slots} bytes"
+            )
+        self._starts = range(0, size, width)
+        self.pieces = [torch.zeros(slots, min(width, size - start) + 1) for start in self._starts]
+
+    def write(self, values: torch.Tensor, slot: int) -> None:
+        """Writes a member's values, 1-D, to its slot, and zeros to all others."""
+        for start, piece in zip(self._starts, self.pieces, strict=True):
+            piece.zero_()
+            piece[slot, :-1] = values[start : start + piece.shape[1] - 1]
+            piece[slot, -1] = 1.0
+
+    def move(self, slot: int) -> None:
+        """Moves what was written to slot 0 to another one."""
+        for piece in self.pieces:
+            if slot:
+                piece[slot] = piece[0]
+                piece[0] = 0.0
+
+    def read(self) -> list[tuple[float, torch.Tensor]]:
+        """The share of the weights, and the values, of each member that is in all pieces of the mean.
+
+        The shares sum to 1. Values that are not finite count as missing. Only operations that round alike on all
+        machines are used, so all members read the same bytes from the same bytes.
+        """
+        if not self.pieces:
+            return []
+        present = torch.stack([piece[:, -1] for piece in self.pieces]).gt(0).all(0).tolist()
+        read = []
+        for slot in (slot for slot, is_there in enumerate(present) if is_there):
+            values = torch.cat([piece[slot, :-1] / piece[slot, -1] for piece in self.pieces])
+            if bool(torch.isfinite(values).all()):
+                read.append((float(self.pieces[0][slot, -1]), values))
+        total = sum(share for share, _ in read)
+        return [(share / total, values) for share, values in read]
+
+
+def packed(factors: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """The factors A and B of layers, one after the other: 1-D, float32, on the CPU."""
+    flat = [tensor.detach().reshape(-1).to("cpu", torch.float32) for pair in factors for tensor in pair]
+    return torch.cat(flat) if flat else torch.empty(0)
+
+
+def unpacked(values: torch.Tensor, shapes: Sequence[LayerShape]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The opposite of `packed`: views of A [rank, into] and B [out, rank] of each layer."""
+    pieces = torch.split(
+        values, [size for shape in shapes for size in (shape.rank * shape.into, shape.out * shape.rank)]
+    )
+    return [
+        (pieces[2 * number].view(shape.rank, shape.into), pieces[2 * number + 1].view(shape.out, shape.rank))
+        for number, shape in enumerate(shapes)
+    ]
+
+
+def mean_of(shares: Sequence[float], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The weighted mean, rounded alike on all machines; the shares sum to 1."""
+    total = tensors[0] * shares[0]
+    for share, tensor in zip(shares[1:], tensors[1:], strict=True):
+        total = total + tensor * share  # two roundings; add(alpha=) has one or two, depending on the machine
+    return total
+
+
+ROWS = 256
+"""Rows that are added up at a time, so that they stay in the cache."""
+
+
+def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Adds left @ right to `total`, all float32 or float64, with the same bytes on every machine and device.
+
+    A matrix multiplication sums in an order of its own on each machine, and peers would drift apart by its rounding.
+
+    Args:
+        total: [out, into], contiguous or not; is written.
+        left: [out, rank].
+        right: [rank, into].
+    """
+    for start in range(0, total.shape[0], ROWS):
+        rows = total[start : start + ROWS]
+        term = torch.empty_like(rows)
+        for column, row in zip(left[start : start + ROWS].unbind(1), right, strict=True):
+            rows += torch.mul(column.unsqueeze(1), row, out=term)
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What the mean of the products has more than the product of the new factors: dense + left @ right, float32.
+
+    Attributes:
+        left: [out, any].
+        right: [any, into].
+        dense: [out, into]; None if it is 0.
+    """
+
+    left: torch.Tensor
+    right: torch.Tensor
+    dense: torch.Tensor | None = None
+
+
+def rest_of_factors(
+    shares: Sequence[float],
+    factors: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    new: tuple[torch.Tensor, torch.Tensor],
+    scaling: float,
+) -> Rest:
+    """The rest of one layer: scaling · (Σ share·B·A - B_new·A_new), with rank (members + 1) · rank.
+
+    Args:
+        shares: of the members, with the sum 1.
+        factors: A and B of each member, float32.
+        new: A and B in the adapter from now on, as they were rounded to its dtype.
+        scaling: factor of the product in the model.
+    """
+    left = [b * (scaling * share) for share, (_, b) in zip(shares, factors, strict=True)]
+    return Rest(
+        torch.cat([*left, new[1].to("cpu", torch.float32) * -scaling], 1),
+        torch.cat([*(a for a, _ in factors), new[0].to("cpu", torch.float32)], 0),
+    )
+
+
+def rest_of_product(product: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor], scaling: float) -> Rest:
+    """The rest of one layer whose mean product has travelled.
+
+    Args:
+        product: mean of scaling·B·A, [out, into], float32.
+        new: see `rest_of_factors`.
+        scaling: factor of the product in the model.
+    """
+    left, right = new[1].to("cpu", torch.float32) * -scaling, new[0].to("cpu", torch.float32)
+    return Rest(left, right, product.clone())

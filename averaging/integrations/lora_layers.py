@@ -1,0 +1,351 @@
+"""The LoRA layers of a peft model: which can be averaged exactly, and where the rest of the products is kept."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.tuners.tuners_utils import BaseTunerLayer
+
+from averaging.common import listed
+from averaging.errors import ConfigError, StateError
+from averaging.integrations.lora_factors import LayerShape, Rest, add_product
+
+INSTEAD = "average it with LocalSGD or DiLoCo, which average what is trained as it is, or train plain LoRA"
+
+
+class AdaptedLayer:
+    """One linear layer with a LoRA adapter.
+
+    Args:
+        name: name of the layer in the model, without wrappers of peft.
+        module: the layer.
+        adapter: name of the adapter.
+
+    Attributes:
+        trained_rank: the rows of A and columns of B that this peer trains, the first ones; the others are padding.
+    """
+
+    def __init__(self, name: str, module: Any, adapter: str) -> None:
+        self.name, self.module, self.adapter = name, module, adapter
+        self.trained_rank = self.rank
+
+    @property
+    def a(self) -> torch.Tensor:
+        """The parameter A, [rank, into]."""
+        weight: torch.Tensor = self.module.lora_A[self.adapter].weight
+        return weight
+
+    @property
+    def b(self) -> torch.Tensor:
+        """The parameter B, [out, rank]."""
+        weight: torch.Tensor = self.module.lora_B[self.adapter].weight
+        return weight
+
+    @property
+    def rank(self) -> int:
+        """Rows of A, with padding."""
+        return int(self.a.shape[0])
+
+    @property
+    def scaling(self) -> float:
+        """Factor of B·A in the model."""
+        return float(self.module.scaling[self.adapter])
+
+    @property
+    def shape(self) -> LayerShape:
+        """The shape of the adapted matrix."""
+        return LayerShape(self.b.shape[0], self.a.shape[1], self.rank)
+
+    @property
+    def base(self) -> torch.Tensor:
+        """The frozen matrix as [out, into]: a view of the base layer's weight."""
+        weight: torch.Tensor = self.module.get_base_layer().weight.detach()
+        return weight.T if getattr(self.module, "fan_in_fan_out", False) else weight
+
+    @torch.no_grad()
+    def product(self) -> torch.Tensor:
+        """What the adapter adds to the matrix, scaling·B·A: [out, into], float32, on the layer's device."""
+        return (self.b.float() @ self.a.float()) * self.scaling
+
+    @torch.no_grad()
+    def pad(self, rank: int) -> None:
+        """Makes the rank this, with the same function: new rows of A are random as peft's, new columns of B are 0.
+
+        The scaling becomes that of a LoRA layer of this rank, and B is divided by as much.
+        """
+        module, name, before = self.module, self.adapter, self.scaling
+        alpha = float(module.lora_alpha[name])
+        scaling = alpha / math.sqrt(rank) if module.use_rslora.get(name) else alpha / rank
+        more = torch.empty(rank - self.rank, self.a.shape[1])
+        torch.nn.init.kaiming_uniform_(more, a=math.sqrt(5))
+        a = torch.cat([self.a, more.to(self.a.device, self.a.dtype)])
+        b = torch.cat([self.b * (before / scaling), self.b.new_zeros(self.b.shape[0], rank - self.rank)], 1)
+        module.lora_A[name].weight = torch.nn.Parameter(a)
+        module.lora_B[name].weight = torch.nn.Parameter(b)
+        module.lora_A[name].out_features = module.lora_B[name].in_features = rank
+        module.r[name], module.scaling[name] = rank, scaling
+
+
+def adapted_layers(model: PeftModel) -> list[AdaptedLayer]:
+    """The layers of a model's active adapter, in the model's order.
+
+    Raises:
+        ConfigError: the adapter is none whose models can be averaged through its products; the message names why.
+    """
+    if not isinstance(model, PeftModel):
+        raise ConfigError(f"model must be a PeftModel, as get_peft_model returns it, not {type(model).__name__}")
+    active = list(model.active_adapters)
+    if len(active) != 1:
+        raise ConfigError(f"{listed(active)} are active at once; activate the one to average with model.set_adapter")
+    config = model.peft_config[active[0]]
+    if type(config) is not LoraConfig:
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        raise ConfigError(f"adapter {active[0]!r} is {kind}, not LoRA, so its model is no base plus B·A; {INSTEAD}")
+    layers = []
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer) and active[0] in _adapters(module):
+            _check(name, module, active[0])
+            layers.append(AdaptedLayer(plain_name(name), module, active[0]))
+    if not layers:
+        raise ConfigError(f"adapter {active[0]!r} adapts no linear layer")
+    return layers
+
+
+def _adapters(module: Any) -> set[str]:
+    return {name for kind in module.adapter_layer_names for name in getattr(module, kind, {})}
+
+
+def _check(name: str, module: Any, adapter: str) -> None:
+    """Checks that a layer computes base + scaling·B·A."""
+    variant = module.lora_variant.get(adapter) if hasattr(module, "lora_variant") else None
+    if variant is not None:
+        kind = type(variant).__name__.removesuffix("LinearVariant").removesuffix("Variant")
+        raise ConfigError(f"layer {name!r} is {kind}, which is not linear in B·A; {INSTEAD}")
+    factors = [getattr(module, kind, {}) for kind in ("lora_A", "lora_B")]
+    is_linear = all(adapter in of and type(of[adapter]) is torch.nn.Linear for of in factors)
+    kind = type(module).__name__
+    if not isinstance(module, LoraLayer) or not is_linear or kind in ("MultiheadAttention", "ParamWrapper"):
+        raise ConfigError(
+            f"layer {name!r} is a {type(module).__module__.rpartition('.')[2]}.{kind}; only linear layers can be "
+            f"averaged through their products. Leave it out of target_modules, or {INSTEAD}"
+        )
+    if module.merged:
+        raise ConfigError(f"layer {name!r} is merged; call model.unmerge_adapter() before the training")
+    if not (module.lora_A[adapter].weight.requires_grad and module.lora_B[adapter].weight.requires_grad):
+        raise ConfigError(
+            f"a factor of layer {name!r} is frozen; then the mean of the other one is exact, so LocalSGD or DiLoCo do"
+        )
+
+
+def plain_name(name: str) -> str:
+    """The name of a tensor or layer in the base model, without what peft adds."""
+    return name.removeprefix("base_model.model.").replace(".base_layer", "").replace("base_layer.", "")
+
+
+def pad_ranks(model: PeftModel, layers: Iterable[AdaptedLayer], rank: int) -> None:
+    """Pads the adapter of all layers to this rank, and says so in the adapter's configuration.
+
+    Raises:
+        ConfigError: a layer has a higher rank; nothing was changed.
+    """
+    layers = list(layers)
+    if type(rank) is not int or rank < 1:
+        raise ConfigError(f"rank must be a whole number, at least 1, not {rank!r}")
+    for layer in layers:
+        if layer.rank > rank:
+            raise ConfigError(f"layer {layer.name!r} has rank {layer.rank}; rank must be at least that, not {rank}")
+    for layer in layers:
+        if layer.rank < rank:
+            layer.pad(rank)
+    config = model.peft_config[layers[0].adapter]
+    config.r, config.rank_pattern = rank, {}
+
+
+# Where the rest of the products is kept. One object for each layer.
+
+
+class RestKeeper(ABC):
+    """Keeps what the mean of the products has more than the product of the mean factors, for one layer."""
+
+    def __init__(self, layer: AdaptedLayer) -> None:
+        self.layer = layer
+
+    @abstractmethod
+    def add(self, rest: Rest) -> None:
+        """Adds the rest of a round, with the same bytes at all peers."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What newcomers and checkpoints need, by name."""
+
+    @abstractmethod
+    def read(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors of this layer among those of a state.
+
+        Raises:
+            StateError: they do not fit.
+        """
+
+    @abstractmethod
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Takes over what `read` returned."""
+
+    @property
+    @abstractmethod
+    def state_bytes(self) -> int:
+        """The most bytes that `tensors` ever has."""
+
+
+class RestInBase(RestKeeper):
+    """Adds the rest to the frozen matrix itself, which newcomers get.
+
+    Raises:
+        ConfigError: the matrix is quantised, or too coarse for the rest.
+    """
+
+    def __init__(self, layer: AdaptedLayer) -> None:
+        super().__init__(layer)
+        weight = layer.module.get_base_layer().weight
+        if type(layer.module) is not LoraLinear or type(weight) not in (torch.nn.Parameter, torch.Tensor):
+            raise ConfigError(
+                f"the base of layer {layer.name!r} is quantised ({type(layer.module).__name__}, "
+                f"{type(weight).__name__}), so nothing can be added to it; use rest='correction'"
+            )
+        if weight.dtype not in (torch.float32, torch.float64):
+            raise ConfigError(
+                f"the base of layer {layer.name!r} is {weight.dtype}: the rest is smaller than its rounding and would "
+                "be lost; use rest='correction', or load the base in float32"
+            )
+
+    def add(self, rest: Rest) -> None:
+        """Adds the rest to the matrix."""
+        base = self.layer.base
+        total = torch.zeros(base.shape, dtype=base.dtype, device=base.device)
+        if rest.dense is not None:
+            total += rest.dense.to(total)
+        add_product(total, rest.left.to(total), rest.right.to(total))
+        base += total
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The matrix as the base layer has it."""
+        return {f"base/{self.layer.name}": self.layer.module.get_base_layer().weight.detach()}
+
+    def read(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The matrix."""
+        ((name, own),) = self.tensors().items()
+        given = tensors.get(name)
+        if given is None or given.shape != own.shape or given.dtype != own.dtype:
+            there = "missing" if given is None else f"{given.dtype} {list(given.shape)}"
+            raise StateError(f"{name!r} is {there} in the state, but {own.dtype} {list(own.shape)} at this peer")
+        return {name: given}
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Writes the matrix."""
+        ((name, own),) = self.tensors().items()
+        own.copy_(tensors[name])
+
+    @property
+    def state_bytes(self) -> int:
+        """Those of the matrix."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
+
+
+class Correction(RestKeeper):
+    """Keeps the rest beside the frozen matrix, and adds it to the layer's output: dense + left @ right, float32.
+
+    The rank grows with every round. Once the two factors are as large as the matrix, they become one.
+    """
+
+    def __init__(self, layer: AdaptedLayer) -> None:
+        super().__init__(layer)
+        shape, device = layer.shape, layer.b.device
+        self.left = torch.zeros(shape.out, 0, device=device)
+        self.right = torch.zeros(0, shape.into, device=device)
+        self.dense: torch.Tensor | None = None
+        self._hook = layer.module.register_forward_hook(self._correct)
+
+    def _correct(self, module: Any, given: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        """Adds the correction to the output of the layer, while its adapter is used."""
+        if module.disable_adapters or self.layer.adapter not in module.active_adapters:
+            return output
+        more = None
+        values = given[0].to(self.left.dtype)
+        if self.left.shape[1]:
+            more = torch.nn.functional.linear(torch.nn.functional.linear(values, self.right), self.left)
+        if self.dense is not None:
+            dense = torch.nn.functional.linear(values, self.dense)
+            more = dense if more is None else more + dense
+        return output if more is None else (output + more).to(output.dtype)
+
+    def remove(self) -> None:
+        """The layer no longer adds the correction."""
+        self._hook.remove()
+
+    def add(self, rest: Rest) -> None:
+        """Appends the factors, or adds their product to the dense correction."""
+        left, right = rest.left.to(self.left), rest.right.to(self.right)
+        shape = self.layer.shape
+        rank = self.left.shape[1] + left.shape[1]
+        if self.dense is None and rest.dense is None and rank * (shape.out + shape.into) < shape.out * shape.into:
+            self.left, self.right = torch.cat([self.left, left], 1), torch.cat([self.right, right])
+            return
+        dense = self.left.new_zeros(shape.out, shape.into) if self.dense is None else self.dense.clone()
+        if rest.dense is not None:
+            dense += rest.dense.to(dense)
+        for left_, right_ in ((self.left, self.right), (left, right)):
+            add_product(dense, left_, right_)
+        self.dense, self.left, self.right = dense, self.left[:, :0], self.right[:0]
+
+    def matrix(self) -> torch.Tensor:
+        """The correction as a matrix, [out, into]."""
+        whole = self.left @ self.right
+        return whole if self.dense is None else whole + self.dense
+
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The correction as factors [out, any] and [any, into], without a loss."""
+        if self.dense is None:
+            return self.left, self.right
+        unit = torch.eye(min(self.dense.shape), device=self.dense.device)
+        whole = self.matrix()
+        return (whole, unit) if whole.shape[1] <= whole.shape[0] else (unit, whole)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What of the three is not empty."""
+        name = self.layer.name
+        parts = {f"dense/{name}": self.dense} if self.dense is not None else {}
+        if self.left.shape[1]:
+            parts |= {f"left/{name}": self.left, f"right/{name}": self.right}
+        return parts
+
+    def read(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What of the three is in a state."""
+        name, shape = self.layer.name, self.layer.shape
+        given = {kind: tensors[f"{kind}/{name}"] for kind in ("left", "right", "dense") if f"{kind}/{name}" in tensors}
+        rank = given["left"].shape[-1] if "left" in given else 0
+        wanted = {"left": (shape.out, rank), "right": (rank, shape.into), "dense": (shape.out, shape.into)}
+        limit = shape.out * shape.into // (shape.out + shape.into)
+        if ("left" in given) != ("right" in given) or rank > limit:
+            raise StateError(f"its correction of layer {name!r} has the rank {rank}, and at most {limit} is possible")
+        for kind, tensor in given.items():
+            if tuple(tensor.shape) != wanted[kind] or tensor.dtype != torch.float32:
+                there = f"{tensor.dtype} {list(tensor.shape)}"
+                raise StateError(f"its correction of layer {name!r} is {there}, not float32 {list(wanted[kind])}")
+        return given
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Replaces the correction."""
+        empty = {"left": self.left[:, :0], "right": self.right[:0]}
+        taken = empty | {kind: tensor.to(self.left, copy=True) for kind, tensor in tensors.items()}
+        self.left, self.right, self.dense = taken["left"], taken["right"], taken.get("dense")
+
+    @property
+    def state_bytes(self) -> int:
+        """Those of a matrix in float32."""
+        return 4 * self.layer.shape.out * self.layer.shape.into

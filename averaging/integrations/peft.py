@@ -1,0 +1,416 @@
+"""Trains a LoRA adapter of peft with other peers, so that the model of each round is the mean of their models.
+
+```python
+model = get_peft_model(base, LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
+strategy = LoRAAveraging(model, sync_every=50)
+optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+with DecentralizedAverager(optimizer, model=model, strategy=strategy, run_id="tune", join=["a.example:4222"]) as opt:
+    for batch in data:
+        opt.zero_grad()
+        model(**batch).loss.backward()
+        opt.step()
+    opt.finish()
+strategy.save_adapter("adapter")
+```
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from peft import PeftModel
+
+from averaging.common import one_of
+from averaging.errors import ConfigError, RoundError
+from averaging.integrations.lora_base import check_base, describe_base
+from averaging.integrations.lora_export import merge, save_adapter, warn_before_saving
+from averaging.integrations.lora_factors import (
+    FactorSlots,
+    mean_of,
+    packed,
+    rest_of_factors,
+    rest_of_product,
+    unpacked,
+)
+from averaging.integrations.lora_layers import (
+    AdaptedLayer,
+    Correction,
+    RestInBase,
+    RestKeeper,
+    adapted_layers,
+    pad_ranks,
+)
+from averaging.peer import Adopt, RoundOptions, Topic
+from averaging.protocol import AggregationKind, CompressionType, parse_aggregation
+from averaging.receipts import Receipt
+from averaging.state import ExtraState
+from averaging.strategies import AveragingSchedule, LockstepStrategy
+from averaging.training import BackgroundDownload, StrategyContext, count_in, full_precision, take_tensor
+
+logger = logging.getLogger("averaging.training")
+
+
+class RestPlace(Enum):
+    """Where a peer keeps what the mean of the products has more than the product of the mean factors."""
+
+    CORRECTION = "correction"
+    """Beside the frozen base."""
+    BASE = "base"
+    """In the base."""
+
+
+class AdapterRound:
+    """What the peers average in one round, and how its result is applied.
+
+    Args:
+        layers: the adapted layers.
+        keepers: where the rest of each is kept.
+        training: has the other trained parameters and the buffers.
+        slots: members of a group for which there is room.
+    """
+
+    def __init__(
+        self, layers: Sequence[AdaptedLayer], keepers: Sequence[RestKeeper], training: StrategyContext, slots: int
+    ) -> None:
+        whole = [layer.shape.sends_product(slots) for layer in layers]
+        kept = list(zip(layers, keepers, whole, strict=True))
+        self._by_factors = [(layer, keeper) for layer, keeper, sends_product in kept if not sends_product]
+        self._by_product = [(layer, keeper) for layer, keeper, sends_product in kept if sends_product]
+        self._shapes = [layer.shape for layer, _ in self._by_factors]
+        part_elements = training.peer.config.part_size_bytes // 4
+        self._slots = FactorSlots(sum(shape.factors for shape in self._shapes), slots, part_elements)
+        self._products = {layer.name: torch.zeros(layer.shape.out, layer.shape.into) for layer, _ in self._by_product}
+        exchanged = {id(factor) for layer, _ in self._by_factors for factor in (layer.a, layer.b)}
+        plain = {name: tensor for name, tensor in training.trained.items() if id(tensor) not in exchanged}
+        self._plain = {name: (tensor, _copy_of(tensor)) for name, tensor in (plain | training.buffers).items()}
+        self._names = {id(tensor): name for name, tensor in plain.items()}
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What is averaged, by name: the slots, products, and copies of all that is averaged as it is."""
+        slots = {f"factors/{number}": piece for number, piece in enumerate(self._slots.pieces)}
+        products = {f"product/{name}": product for name, product in self._products.items()}
+        return slots | products | {name: copied for name, (_, copied) in self._plain.items()}
+
+    @torch.no_grad()
+    def measure(self) -> None:
+        """Writes the present factors and products; those of the slots to slot 0, since the group is not known yet."""
+        self._slots.write(packed([(layer.a, layer.b) for layer, _ in self._by_factors]), 0)
+        for layer, _ in self._by_product:
+            self._products[layer.name].copy_(layer.product())
+        for tensor, copied in self._plain.values():
+            copied.copy_(tensor)
+
+    def take_slot(self, slot: int) -> None:
+        """Moves the factors to the slot of this member of the group."""
+        self._slots.move(slot)
+
+    @torch.no_grad()
+    def apply(self) -> bool:
+        """Writes the result to the model: the mean factors, and the rest of the products. The caller holds the lock.
+
+        Returns:
+            Whether there was one: not if each member was dropped by some reducer. Then nothing was written.
+        """
+        read = self._slots.read()
+        if self._by_factors and not read:
+            return False
+        shares = [share for share, _ in read]
+        of_members = [unpacked(values, self._shapes) for _, values in read]
+        for number, (layer, keeper) in enumerate(self._by_factors):
+            factors = [of_member[number] for of_member in of_members]
+            layer.a.copy_(mean_of(shares, [a for a, _ in factors]))
+            layer.b.copy_(mean_of(shares, [b for _, b in factors]))
+            keeper.add(rest_of_factors(shares, factors, (layer.a, layer.b), layer.scaling))
+        for tensor, copied in self._plain.values():
+            tensor.copy_(copied)
+        for layer, keeper in self._by_product:
+            keeper.add(rest_of_product(self._products[layer.name], (layer.a, layer.b), layer.scaling))
+        return True
+
+
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", full_precision(tensor), copy=True)
+
+
+class LoRAAveraging(LockstepStrategy):
+    """Averages the models of a LoRA adapter exactly: not the factors A and B apart, but their products.
+
+    After `sync_every` local steps the adapter of every peer holds mean(B)·mean(A), and what mean(B·A) has more is kept
+    beside it, so that each peer's model is the mean of the models of all members (FedEx-LoRA, arXiv:2410.09432). Biases
+    and `modules_to_save` are averaged as they are. The frozen base does not travel: its digests are compared at the
+    start. The optimizer's state, such as Adam's moments of A and B, stays each peer's own; a newcomer gets its donor's.
+
+    Make it right after `get_peft_model`, before the optimizer and before a checkpoint is loaded.
+
+    A peer that is alone trains on. If a round fails, nothing changes, and the next step tries again. A peer that has
+    missed a round takes over the state of another peer and adds its own local steps since its last round.
+
+    Args:
+        model: the peft model, with one active LoRA adapter of linear layers. DoRA and other kinds that are not linear
+            in B·A are refused.
+        sync_every: local steps between two rounds.
+        rest: where the rest of the products is kept, the same at all peers. "correction" keeps it beside the base,
+            float32, and adds it to the output of each layer. "base" adds it to this peer's base weights, which must be
+            float32 for that, and which newcomers download then.
+        rank: the rank to which adapters are padded, if peers have different ones: the highest of all. A peer trains its
+            own rows of A and columns of B only, and holds the others as the rounds make them. None does not pad.
+        max_norm: limit for the gradients of each local step, see `Strategy`.
+
+    Raises:
+        ConfigError: an argument is invalid, or the adapter cannot be averaged exactly; the message names the layer.
+    """
+
+    def __init__(
+        self,
+        model: PeftModel,
+        sync_every: int,
+        *,
+        rest: RestPlace | str = RestPlace.CORRECTION,
+        rank: int | None = None,
+        max_norm: float | None = None,
+    ) -> None:
+        super().__init__(max_norm=max_norm)
+        self._schedule = AveragingSchedule(sync_every)
+        self.rest = one_of(RestPlace, rest, "rest")
+        self._model, self._layers = model, adapted_layers(model)
+        kind = RestInBase if self.rest is RestPlace.BASE else Correction
+        self._padded = False
+        if rank is not None:
+            pad_ranks(model, self._layers, rank)
+            self._padded = any(layer.trained_rank < rank for layer in self._layers)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._description = describe_base(model, trained, self._layers, self.rest.value)
+        self._keepers: list[RestKeeper] = [kind(layer) for layer in self._layers]
+        if self.rest is RestPlace.CORRECTION:
+            warn_before_saving(model, self._keepers)
+        self._round: AdapterRound  # both are made by `start`
+        self._topic: Topic
+        self._anchors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._loaded = False  # whether the anchors come from a state; local steps may follow them
+        self._discarded = False  # whether another peer's result may include the local steps since the last global step
+
+    def __repr__(self) -> str:
+        return f"LoRAAveraging(sync_every={self.sync_every}, rest={self.rest.value!r}{self._options()})"
+
+    @property
+    def sync_every(self) -> int:
+        """Local steps between two rounds."""
+        return self._schedule.sync_every
+
+    @property
+    def samples(self) -> float:
+        """Local steps since the last round."""
+        return self._schedule.steps
+
+    def save_adapter(self, folder: str | os.PathLike[str]) -> None:
+        """Writes the adapter with its correction as a folder that `PeftModel.from_pretrained` loads on the same base.
+
+        The correction is part of its factors, so that its ranks are higher. Call it between two steps, or at the end.
+
+        Raises:
+            ConfigError: the rest is in the base, so that the adapter fits no other base; use `merge`.
+        """
+        save_adapter(self._model, self._keepers, folder)
+
+    def merge(self) -> Any:
+        """Adds adapter and correction to the base, and returns the base model without peft, to call `save_pretrained`.
+
+        Call it after the averager was closed, since the model has no adapter to train then.
+
+        Raises:
+            ConfigError: a base weight is quantised; nothing was changed.
+        """
+        return merge(self._model, self._keepers)
+
+    def start(self, training: StrategyContext) -> None:
+        """Checks what the optimizer trains, and creates the topic.
+
+        Raises:
+            ConfigError: the averager has another model, is a site, or has an option that is not exact.
+        """
+        self._check(training)
+        config = training.peer.config
+        self._round = AdapterRound(self._layers, self._keepers, training, config.group_size)
+        self._topic = training.topic(
+            f"adapters of {config.group_size}", self._round.tensors, adopt=Adopt.WHOLE, compression=CompressionType.NONE
+        )
+        self._anchors = {name: (tensor, _copy_of(tensor)) for name, tensor in training.parameters.items()}
+        training.parts.of_strategy = self._kept
+        training.peer.further_state_bytes = sum(keeper.state_bytes for keeper in self._keepers)
+
+    def _check(self, training: StrategyContext) -> None:
+        if training.model is None or all(module is not self._model for module in training.model.model.modules()):
+            raise ConfigError("give the averager model=model with the peft model of LoRAAveraging")
+        if training.site.size > 1:
+            raise ConfigError("LoRAAveraging works with one process for each peer; leave out process_group")
+        config = training.peer.config
+        if parse_aggregation(config.aggregation).kind is not AggregationKind.MEAN:
+            raise ConfigError(
+                f"aggregation={config.aggregation!r} of factors is not that of the models; LoRAAveraging works with "
+                "aggregation='mean' only"
+            )
+        ids = {id(tensor) for tensor in training.trained.values()}
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in ids:
+                raise ConfigError(
+                    f"{name!r} requires a gradient, but the optimizer does not train it; make the optimizer after "
+                    "LoRAAveraging, from [p for p in model.parameters() if p.requires_grad]"
+                )
+        exchanged = {id(factor) for layer in self._layers for factor in (layer.a, layer.b)}
+        for name, trained in training.trained.items():
+            if ".lora_" in name and id(trained) not in exchanged and not name.endswith(".bias"):
+                raise ConfigError(f"the optimizer trains {name!r}, which is not of the active adapter; freeze it")
+        if not exchanged <= ids:
+            raise ConfigError("the model has other adapter parameters than when LoRAAveraging was made; make it anew")
+
+    def joined(self, training: StrategyContext) -> None:
+        """Starts from the present parameters if no state was taken over."""
+        if self.history.step == 0 and not self._loaded:
+            self._anchor()
+        super().joined(training)
+
+    def step(
+        self, training: StrategyContext, closure: Callable[[], float] | None = None, batch_size: int | None = None
+    ) -> float | None:
+        """One local step, and a round if one is due."""
+        if training.local_step == self.history.step == 0:
+            with training.locked():
+                self._anchor()
+        loss = training.inner_step(closure, self.max_norm)
+        if self._padded:
+            with training.locked(), training.changing_parameters():
+                self._restore_padding()
+        self._schedule.count(training.now())
+        others = self.present_others(training, wait=False)
+        is_behind = bool(others.ahead) or self._downloads.busy
+        if is_behind and self.catch_up(training, others):
+            return loss
+        if self._is_due(training):
+            self._average(training, others.together)
+        return loss
+
+    def _is_due(self, training: StrategyContext) -> bool:
+        declared_until = training.announcements.declared_until(self._topic, self.history.phase)
+        return self._schedule.is_due(training.now(), declared_until)
+
+    @torch.no_grad()
+    def _anchor(self) -> None:
+        for tensor, anchor in self._anchors.values():
+            anchor.copy_(tensor)
+
+    @torch.no_grad()
+    def _restore_padding(self) -> None:
+        """Undoes what the optimizer did to rows and columns that this peer does not train, such as weight decay."""
+        of = {id(tensor): anchor for tensor, anchor in self._anchors.values()}
+        for layer in self._layers:
+            rank = layer.trained_rank
+            for factor, other in ((layer.a, of[id(layer.a)]), (layer.b.T, of[id(layer.b)].T)):
+                factor[rank:] = other[rank:]
+
+    def _average(
+        self, training: StrategyContext, together: tuple[str, ...], search_timeout: float | None = None
+    ) -> Receipt | None:
+        """A round with these peers; without any, this peer makes the step alone."""
+        self._schedule.restart()
+        if not together:
+            with training.replacing():
+                self._advance(training, None, training.weight)
+                self._anchor()
+            self.announce(training)
+            return None
+        self._round.measure()
+        kept = {name: anchor for name, (_, anchor) in self._anchors.items()} | self._kept()
+        options: RoundOptions = {
+            "phase": self.history.phase,
+            "gather": {"samples": training.weight},
+            "expected_peers": self._expected_peers(training, together),
+            "drift": training.fingerprint(kept, self.history.phase, self.history.step),
+            "prepare": lambda gathered: self._take_slot(training, gathered),
+        }
+        if search_timeout is not None:
+            options["search_timeout"] = search_timeout
+        self._discarded = True  # until it is known what became of the steps
+        receipt = training.average(self._topic, **options)
+        if not receipt.averaged:
+            self._discarded = bool(receipt.group_id)
+        else:
+            self._apply(training, receipt)
+        return receipt
+
+    def _take_slot(self, training: StrategyContext, gathered: Mapping[str, Any]) -> None:
+        """Called in another thread as the round begins."""
+        slot, slots = list(gathered).index(training.peer.endpoint), training.peer.config.group_size
+        if slot >= slots:
+            raise RoundError(f"the group has {len(gathered)} members, more than group_size={slots} of this peer")
+        self._round.take_slot(slot)
+
+    def _apply(self, training: StrategyContext, receipt: Receipt) -> None:
+        with training.replacing(), training.changing_parameters():
+            if not self._round.apply():
+                logger.warning("round %d: no member's factors arrived at all members; it is made again", receipt.round)
+                return
+            self._anchor()
+            self._advance(training, receipt, training.weight)
+        self._discarded = False
+        self.announce(training)
+
+    def conclude(self, training: StrategyContext, partners: Collection[str], timeout: float) -> Receipt | None:
+        """Averages a last time; if that fails, drops the local steps since the last round."""
+        end = training.monotonic() + timeout
+        receipt: Receipt | None = None
+        if self.samples + self.present_others(training).samples > 0:
+            announcements = training.announcements.of_others()
+            together = self.others(training, announcements).together
+            # A step of this peer alone would make its weights differ from those of partners that are left.
+            if together or announcements.keys().isdisjoint(partners):
+                receipt = self._average(training, together, max(0.0, end - training.monotonic()))
+        with training.replacing(), training.changing_parameters(), torch.no_grad():
+            for tensor, anchor in self._anchors.values():
+                tensor.copy_(anchor)
+        return receipt
+
+    def _take_over(self, training: StrategyContext, fetch: BackgroundDownload) -> None:
+        """Adds the local steps that no result includes to the state, if it follows this peer's own."""
+        before = self.history
+        own = {} if self._discarded else {name: _copy_of(tensor) - was for name, (tensor, was) in self._anchors.items()}
+        super()._take_over(training, fetch)
+        if self.history.includes(before):
+            with training.locked(), training.changing_parameters(), torch.no_grad():
+                for name, change in own.items():
+                    tensor, anchor = self._anchors[name]
+                    tensor.copy_(anchor + change)
+        self._discarded = False
+
+    # The state
+
+    def _kept(self) -> dict[str, torch.Tensor]:
+        return {name: tensor for keeper in self._keepers for name, tensor in keeper.tensors().items()}
+
+    def state(self) -> ExtraState:
+        """The adapter after the last round, the rest of the products, and what the peers must have alike."""
+        anchors = {f"anchor/{name}": anchor for name, (_, anchor) in self._anchors.items()}
+        return ExtraState(anchors | self._kept(), {"since": self._schedule.steps, "adapter": self._description})
+
+    def check(self, user: Mapping[str, Any]) -> None:
+        """Compares the frozen base and the adapter with those of the other peer."""
+        check_base(self._description, user.get("adapter"))
+
+    def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
+        """Loads the adapter after the last round and the rest of the products."""
+        super().load(tensors, user)
+        self.check(user)
+        since = count_in(user, "since")
+        anchors = {name: take_tensor(tensors, f"anchor/{name}", own) for name, (_, own) in self._anchors.items()}
+        kept = [keeper.read(tensors) for keeper in self._keepers]
+        with torch.no_grad():
+            for name, anchor in anchors.items():
+                self._anchors[name][1].copy_(anchor)
+            for keeper, of_layer in zip(self._keepers, kept, strict=True):
+                keeper.load(of_layer)
+        self._schedule.steps, self._loaded, self._discarded = since, True, False
