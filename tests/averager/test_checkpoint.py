@@ -36,6 +36,8 @@ def test_training_goes_on_as_if_it_had_never_ended(tmp_path: Path) -> None:
     assert first["local"] == again["local"] == SAVED + FURTHER
     assert first["global"] == again["global"]
     assert first["values"] == again["values"]
+    assert first["unsent"]
+    assert first["unsent"] == again["unsent"]
 
 
 @pytest.mark.long

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.conservation import TrainingLedger
+from tests.support.site_worker import model_of, strategy_of
 from tests.support.sites import PATIENCE, Site, alike, single_processes
+from tests.support.training import Run, backward, batch_of
 
 STEPS = 20
 """Ten rounds of two steps each."""
@@ -47,6 +51,36 @@ def check_equals_single_processes(stack: ExitStack, strategy: str, inside: str, 
 @pytest.mark.parametrize("inside", ["ddp", "fsdp"])
 def test_two_sites_equal_two_processes_after_a_few_steps(stack: ExitStack, inside: str) -> None:
     check_equals_single_processes(stack, "diloco", inside, ranks=2, steps=6)
+
+
+def test_shards_that_send_their_largest_elements_lose_nothing(stack: ExitStack) -> None:
+    """Each rank has the residual of its shard, whose blocks are those of the shard."""
+    check_nothing_is_lost(two_sites(stack, 2, strategy="top_k", inside="fsdp", steps=7))
+
+
+@pytest.mark.long
+def test_a_site_and_a_single_process_send_their_largest_elements_to_each_other(stack: ExitStack) -> None:
+    site = Site(stack, 2, number=0, strategy="top_k", inside="ddp", steps=7)
+    single = stack.enter_context(closing(Run()))
+    strategy = strategy_of("top_k", 2, 2)
+    opt = single.add(strategy, partial(torch.optim.AdamW, lr=0.01), model_of(1), run_id="run", join=[site.endpoint])
+    assert opt.wait_for_peers(2, PATIENCE)
+    ledger = TrainingLedger(opt)
+    for seed in range(7):
+        backward(single.models[0], batch_of(seed, 4, torch.float64))
+        opt.step()
+    assert opt.finish(PATIENCE).alike
+    check_nothing_is_lost(site.expect("done"))
+    assert ledger.error() < 2e-6
+    assert opt.last_receipt is not None
+    assert len(opt.last_receipt.members) == 2
+
+
+def check_nothing_is_lost(told: list[dict[str, Any]]) -> None:
+    assert all(one["alike"] for one in told)
+    assert all(one["weights"] == told[0]["weights"] for one in told)
+    assert all(text.startswith("averaged") for one in told for text in one["rounds"])
+    assert max(one["lost"] for one in told) < 2e-6
 
 
 @pytest.mark.long

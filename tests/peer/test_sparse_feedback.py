@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from averaging.allreduce import Part
@@ -108,6 +108,7 @@ class Ledger:
 EVENTS = ["round", "round", "failed", "alone", "restart", "perhaps applied by others"]
 
 
+@settings(max_examples=40)
 @given(
     events=st.lists(st.sampled_from(EVENTS), max_size=12),
     decay=st.sampled_from([0.0, 0.5, 0.95, 1.0]),

@@ -1,13 +1,14 @@
 """A rank that trains with FSDP2, saves with torch.distributed.checkpoint and goes on; or loads and goes on from there.
 
-Run by torchrun as `-m tests.support.checkpoint_rank DIRECTORY save|load`. Rank 0 prints one line of JSON: the steps
-and the parameters in the end.
+Run by torchrun as `-m tests.support.checkpoint_rank DIRECTORY save|load`. Rank 0 prints one line of JSON: the steps,
+the parameters in the end, and what was not sent of its shard.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,8 @@ def main(directory: str, action: str) -> None:
             fully_shard(layer)
     fully_shard(model)
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
-    strategy = DiLoCo(sync_every=2)
+    outer = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+    strategy = DiLoCo(sync_every=2, outer=outer, compression="top_k", decay=0.9)
     with DecentralizedAverager(
         inner, model=model, run_id="run", strategy=strategy, process_group=dist.group.WORLD
     ) as opt:
@@ -46,6 +48,7 @@ def main(directory: str, action: str) -> None:
 
         state = {"training": DistributedCheckpoint(model, opt)}
         if action == "save":
+            strategy.load_own({name: torch.randn(tensor.shape) for name, tensor in strategy._anchors.items()})
             for _ in range(SAVED):
                 step()
             save(state, checkpoint_id=directory)
@@ -57,7 +60,9 @@ def main(directory: str, action: str) -> None:
         whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in model.parameters()]
         if dist.get_rank() == 0:
             values = [one.double().flatten().tolist() for one in whole]
-            print(json.dumps({"begun": begun, "local": opt.local_step, "global": opt.global_step, "values": values}))
+            unsent = {name: tensor.tolist() for name, tensor in strategy.own_state().items()}
+            steps = {"begun": begun, "local": opt.local_step, "global": opt.global_step}
+            print(json.dumps({**steps, "values": values, "unsent": unsent}))
     dist.barrier()
     dist.destroy_process_group()
 

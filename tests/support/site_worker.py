@@ -30,6 +30,7 @@ from averaging.common.event_loop_thread import EventLoopThread
 from averaging.training.standing import Others
 from averaging.training.takeover import PendingRound
 from averaging.training.training_state import TrainingState
+from tests.support.conservation import TrainingLedger
 from tests.support.training import batch_of
 from tests.support.worker import FatalTransport
 
@@ -68,6 +69,7 @@ def strategy_of(name: str, ranks: int, sites: int) -> Strategy:
         "diloco": lambda: DiLoCo(2),
         "streaming": lambda: DiLoCo(4, fragments=2, delay=1, alpha=0.5),
         "clipped": lambda: DiLoCo(2, max_norm=0.05),
+        "top_k": lambda: DiLoCo(2, compression="top_k", density=1 / 8, decay=1.0),
         "local": lambda: LocalSGD(2),
         "statistics": lambda: LocalSGD(2, statistics=True),
         "overlap": lambda: LocalSGD(2, overlap=True),
@@ -162,6 +164,7 @@ def main(options: dict[str, Any]) -> None:
         **grouped,
         **options.get("options", {}),
     )
+    ledger = TrainingLedger(opt) if options["strategy"] == "top_k" and opt._site.owns else None
     report("ready", rank=rank, endpoint=opt.endpoint, local_step=opt.local_step, global_step=opt.global_step)
     if sites > 1:
         assert opt.wait_for_peers(sites, 100.0)
@@ -188,7 +191,14 @@ def main(options: dict[str, Any]) -> None:
     status = str(opt.status.peers), opt.status.local_step, opt.status.peer.rounds, opt.model_version
     weights = [whole(parameter).flatten().tolist() for parameter in model.parameters()]
     report(
-        "done", rank=rank, weights=weights, rounds=seen, status=status, alike=finish and finish.alike, text=str(finish)
+        "done",
+        rank=rank,
+        weights=weights,
+        rounds=seen,
+        status=status,
+        alike=finish and finish.alike,
+        text=str(finish),
+        lost=ledger.error() if ledger else 0.0,
     )
     opt.close()
     if inside:

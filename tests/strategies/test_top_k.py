@@ -1,0 +1,410 @@
+"""DiLoCo with `top_k`: nothing that was trained is lost, whatever happens to a peer, and all peers hold the same."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from averaging import DiLoCo, LocalSGD, Outcome, Receipt
+from averaging.errors import ConfigError, TensorError
+from averaging.training import BackgroundDownload, History, Origin
+from tests.support.conservation import TrainingLedger
+from tests.support.training import PATIENCE, SGD, Run, Start, batch_of, equal, model_of, step, steps
+
+EXACT = 2e-6
+"""Share of the sum of all steps that rounding to float32 may take."""
+
+top_k = partial(DiLoCo, compression="top_k", density=1 / 8, decay=1.0)
+
+
+def of_peers(
+    start: Start, count: int, strategy: Callable[[], DiLoCo], **options: Any
+) -> tuple[Run, list[TrainingLedger]]:
+    run = start()
+    for _ in range(count):
+        run.add(strategy(), SGD, **options)
+    run.meet()
+    return run, [TrainingLedger(averager) for averager in run.averagers]
+
+
+def anchors(run: Run, number: int) -> list[torch.Tensor]:
+    return [anchor.detach().clone() for anchor in strategy_of(run, number)._anchors.values()]
+
+
+def strategy_of(run: Run, number: int) -> DiLoCo:
+    strategy = run.averagers[number].strategy
+    assert isinstance(strategy, DiLoCo)
+    return strategy
+
+
+def residual(run: Run, number: int) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in strategy_of(run, number).own_state().values()]
+
+
+def train(run: Run, count: int, first: int = 0) -> None:
+    """Each peer makes so many steps with batches of its own."""
+    run.each(lambda number: steps(run, number, range(1000 * number + first, 1000 * number + first + count)))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        partial(top_k, 3),
+        partial(top_k, 3, mean_over="all", bits=8),
+        partial(LocalSGD.of_changes, 3, compression="top_k", density=1 / 8, decay=1.0),
+        partial(top_k, 4, fragments=2),
+        partial(top_k, 4, delay=2, alpha=1.0),
+        partial(top_k, 6, fragments=2, delay=1, alpha=1.0),
+    ],
+)
+def test_every_step_is_sent_or_in_the_residual(start: Start, strategy: Callable[[], DiLoCo]) -> None:
+    run, ledgers = of_peers(start, 3, strategy)
+    train(run, 24)
+    assert max(ledger.error() for ledger in ledgers) < EXACT
+    assert all(any(tensor.any() for tensor in residual(run, number)) for number in range(3))
+    assert len({averager.global_step for averager in run.averagers}) == 1
+    assert equal(anchors(run, 0), anchors(run, 1))
+    assert equal(anchors(run, 0), anchors(run, 2))
+
+
+def with_residual(run: Run, number: int) -> TrainingLedger:
+    """Gives a peer a residual, as if it had made rounds before."""
+    generator = torch.Generator().manual_seed(number)
+    strategy = strategy_of(run, number)
+    strategy.load_own({name: torch.randn(t.shape, generator=generator) * 0.01 for name, t in strategy._anchors.items()})
+    return TrainingLedger(run.averagers[number])
+
+
+@pytest.mark.parametrize("strategy", [partial(top_k, 4), partial(top_k, 4, delay=1, alpha=1.0)])
+def test_a_peer_that_misses_a_step_keeps_its_residual_and_its_local_steps(
+    start: Start, strategy: Callable[[], DiLoCo]
+) -> None:
+    run = start()
+    for _ in range(3):
+        run.add(strategy(), SGD, group_size=2)  # a group of the two other peers is full
+    run.meet()
+    ledgers = [with_residual(run, number) for number in range(3)]
+    before = residual(run, 2)
+    steps(run, 2, range(500, 502))
+    run.each(lambda number: steps(run, number, range(100 * number, 100 * number + 5)) if number < 2 else None)
+    assert [averager.global_step for averager in run.averagers] == [1, 1, 0]
+    run.wait_for_progress(2, 1, of=2)
+    step(run, 2, 502)
+    assert run.averagers[2].global_step == 1
+    assert equal(anchors(run, 0), anchors(run, 2))
+    assert equal(residual(run, 2), before)
+    assert max(ledger.error() for ledger in ledgers) < EXACT
+
+
+def test_a_peer_that_takes_over_other_parameters_has_no_residual(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own changes belong to parameters that nobody has."""
+    run = start()
+    opt = run.add(top_k(2), SGD)
+    with_residual(run, 0)
+
+    def take_over(_: object) -> None:
+        opt.strategy.history = History(step=3, origin=Origin(id="other"))
+
+    monkeypatch.setattr(opt._training, "take_over", take_over)
+    opt.strategy._take_over(opt._training, BackgroundDownload([], 0.0))
+    assert residual(run, 0) == []
+
+
+def test_a_peer_that_returns_with_its_checkpoint_catches_up_and_keeps_its_residual(start: Start) -> None:
+    run, ledgers = of_peers(start, 2, partial(top_k, 2))
+    train(run, 5)
+    saved, weights = copy.deepcopy(run.averagers[1].state_dict()), copy.deepcopy(run.models[1].state_dict())
+    before = residual(run, 1)
+    run.averagers[1].close()
+    seed = 50
+    while run.averagers[0].global_step != 4:  # alone, once it knows that
+        seed += 1
+        step(run, 0, seed)
+    run.add(top_k(2), SGD, model_of(3))
+    run.models[2].load_state_dict(weights)
+    run.averagers[2].load_state_dict(saved)
+    ledger = TrainingLedger(run.averagers[2], ledgers[1])
+    assert run.averagers[2].global_step == 2
+    step(run, 2, 60)
+    assert run.averagers[2].global_step == 4
+    assert equal(anchors(run, 0), anchors(run, 2))
+    assert equal(residual(run, 2), before)
+    assert ledger.error() < EXACT
+
+
+@pytest.mark.parametrize("strategy", [partial(top_k, 2), partial(top_k, 3, delay=1, alpha=1.0)])
+def test_what_others_have_applied_without_this_peer_is_not_sent_twice(
+    start: Start, strategy: Callable[[], DiLoCo]
+) -> None:
+    """Its own part of that round is in the others' state, and only the rest of it stays in the residual."""
+
+    def raise_once(receipt: Receipt) -> None:
+        receipts.append(receipt)
+        if len(receipts) == 2:
+            raise ValueError(receipt.outcome)
+
+    receipts: list[Receipt] = []
+    run = start()
+    for on_round in (None, raise_once):
+        run.add(strategy(), SGD, on_round=on_round)
+    run.meet()
+    ledgers = [TrainingLedger(averager) for averager in run.averagers]
+    failed: list[int] = []
+
+    def make_rounds(number: int) -> None:
+        while len(receipts) < 2 and not failed:
+            try:
+                step(run, number, 1000 * number + run.averagers[number].local_step)
+            except ValueError:
+                failed.append(number)
+            if number == 0 and run.averagers[0].global_step == 2:
+                return
+
+    run.each(make_rounds)
+    assert failed == [1]
+    assert [averager.global_step for averager in run.averagers] == [2, 1]
+    before = residual(run, 1)
+    run.wait_for_progress(1, 2)
+    step(run, 1, 7)  # it takes over the state
+    assert run.averagers[1].global_step == 2
+    assert equal(anchors(run, 0), anchors(run, 1))
+    assert not equal(residual(run, 1), before)
+    assert max(ledger.error() for ledger in ledgers) < EXACT
+
+
+def test_a_failed_round_changes_nothing(start: Start) -> None:
+    receipts: list[Receipt] = []
+    run = start()
+    for _ in range(2):
+        run.add(top_k(2), SGD, group_wait=0.3, on_round=receipts.append)
+    run.meet()
+    ledger = with_residual(run, 0)
+    before = residual(run, 0)
+    steps(run, 0, range(2))
+    assert [receipt.outcome for receipt in receipts] == [Outcome.NO_GROUP]
+    assert equal(residual(run, 0), before)
+    assert ledger.error() < EXACT
+
+
+def test_the_residual_of_a_peer_that_is_alone_decays_and_its_steps_are_whole(start: Start) -> None:
+    run = start()
+    run.add(top_k(2, decay=0.5), SGD)
+    with_residual(run, 0)
+    plain, before = start(), residual(run, 0)
+    plain.add(LocalSGD.of_changes(2), SGD)
+    for one in (run, plain):
+        steps(one, 0, range(6))
+        assert one.averagers[0].global_step == 3
+    assert equal(run.parameters()[0], plain.parameters()[0])
+    assert equal(residual(run, 0), [tensor / 8 for tensor in before])
+
+
+def test_a_newcomer_begins_without_a_residual_and_gets_nobodys(start: Start) -> None:
+    run, ledgers = of_peers(start, 2, partial(top_k, 2))
+    train(run, 4)
+    shared = run.averagers[0]._training_state.shared()
+    assert {name.split("/")[1] for name in shared.tensors if name.startswith("strategy/")} == {"anchor"}
+    run.add(top_k(2), SGD, model_of(7))
+    assert run.averagers[2].global_step == 2
+    assert residual(run, 2) == []
+    run.meet()
+    ledgers.append(TrainingLedger(run.averagers[2]))
+    train(run, 4, first=4)
+    assert {averager.global_step for averager in run.averagers} == {4}
+    assert residual(run, 2)
+    assert max(ledger.error() for ledger in ledgers) < EXACT
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+@pytest.mark.parametrize("same_density", [True, False])
+def test_a_restart_from_a_checkpoint_goes_on_with_the_residual(
+    start: Start, delay: int, same_density: bool, tmp_path: Any
+) -> None:
+    """With a delay it is saved while a round is in progress, whose result never comes."""
+    strategy = partial(top_k, 4, delay=delay, alpha=1.0)
+    run, ledgers = of_peers(start, 2, strategy)
+    train(run, 9)
+    opt = run.averagers[0]
+    if delay:  # the others may have the result already
+        pending = strategy_of(run, 0)._pending
+        assert pending is not None
+        assert opt._thread.wait(pending.receipt).averaged  # type: ignore[arg-type]
+    torch.save({"model": run.models[0].state_dict(), "opt": opt.state_dict()}, tmp_path / "checkpoint.pt")
+    before = residual(run, 0)
+    assert any(tensor.any() for tensor in before)
+
+    again = start()
+    restarted = again.add(strategy(density=1 / 8 if same_density else 1 / 2), SGD, model_of(4))
+    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    again.models[0].load_state_dict(saved["model"])
+    restarted.load_state_dict(saved["opt"])
+    assert equal(residual(again, 0), before)
+    ledger = TrainingLedger(restarted, ledgers[0])
+    assert ledger.error() < EXACT
+    again.add(strategy(density=1 / 8 if same_density else 1 / 2), SGD, model_of(5))
+    again.meet()
+    train(again, 12, first=50)
+    assert ledger.error() < EXACT
+
+
+def test_a_checkpoint_without_residual_begins_with_none(start: Start) -> None:
+    """Such as one of an older version, or of another compression."""
+    run = start()
+    opt = run.add(top_k(2), SGD)
+    saved = opt.state_dict()
+    assert saved["averaging"]["strategy"].pop("own") == {}
+    with_residual(run, 0)
+    opt.load_state_dict(saved)
+    assert residual(run, 0) == []
+
+
+def test_a_residual_that_cannot_be_used_is_named(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    run = start()
+    opt = run.add(top_k(2), SGD)
+    with_residual(run, 0)
+    saved = opt.state_dict()
+    other = start().add(DiLoCo(2, outer=partial(torch.optim.SGD, lr=1.0)), SGD)
+    other.load_state_dict(saved)
+    assert "without compression='top_k' they are dropped" in caplog.text
+    name = next(iter(saved["averaging"]["strategy"]["own"]))
+    saved["averaging"]["strategy"]["own"][name] = torch.zeros(2, 2)
+    with pytest.raises(ConfigError, match=f"'{name}' is torch.float32 \\[2, 2\\] in the state"):
+        opt.load_state_dict(saved)
+
+
+def test_the_end_says_what_was_never_sent(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "averaging.training")
+    run, ledgers = of_peers(start, 2, partial(top_k, 4))
+    train(run, 9)
+    finished = run.each(lambda number: run.averagers[number].finish(PATIENCE))
+    assert all(finish.alike for finish in finished)
+    assert {averager.global_step for averager in run.averagers} == {3}  # the step after the last round is in it
+    assert max(ledger.error() for ledger in ledgers) < EXACT
+    texts = [record.getMessage() for record in caplog.records if "never sent" in record.getMessage()]
+    assert len(texts) == 2
+    assert "times as much" in texts[0]
+
+
+def test_averaging_now_and_taking_over_the_right_parameters_keep_the_residual(start: Start) -> None:
+    run = start()
+    for _ in range(2):
+        run.add(top_k(4), SGD, group_size=2)
+    run.meet()
+    ledgers = [with_residual(run, number) for number in range(2)]
+    before = [residual(run, number) for number in range(2)]
+    assert all(receipt.averaged for receipt in run.each(lambda number: run.averagers[number].average_now()))
+    assert [equal(residual(run, number), before[number]) for number in range(2)] == [True, True]
+    assert max(ledger.error() for ledger in ledgers) < EXACT
+    steps(run, 1, range(2))
+    run.averagers[1].strategy.adopt(run.averagers[1]._training, [run.averagers[0].endpoint])
+    assert equal(residual(run, 1), before[1])
+    assert ledgers[1].error() < EXACT
+
+
+def test_rounding_to_bfloat16_is_no_change(start: Start) -> None:
+    """What the parameters cannot hold of the anchors would otherwise be measured, and kept, in each round again."""
+    run = start()
+    for _ in range(2):
+        run.add(top_k(2, outer=partial(torch.optim.SGD, lr=0.7)), SGD, model_of(0, torch.bfloat16))
+    run.meet()
+    ledgers = [TrainingLedger(averager) for averager in run.averagers]
+
+    def idle(number: int, count: int) -> None:
+        for _ in range(count):
+            for parameter in run.models[number].parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            run.averagers[number].step()
+
+    def pushed(number: int) -> None:
+        for seed in range(6):
+            inputs, targets = batch_of(100 * number + seed, 4, torch.bfloat16)
+            run.models[number].zero_grad()
+            (run.models[number](inputs) - targets).pow(2).mean().backward()
+            run.averagers[number].step()
+
+    run.each(pushed)
+    assert not equal(anchors(run, 0), [anchor.to(torch.bfloat16).float() for anchor in anchors(run, 0)])
+    assert max(ledger.error() for ledger in ledgers) < EXACT
+    run.each(lambda number: idle(number, 20))
+    assert max(ledger.error() for ledger in ledgers) < EXACT
+
+
+def test_what_nobody_trains_is_never_sent(start: Start) -> None:
+    run = start()
+    for _ in range(2):
+        model: torch.nn.Module = model_of(0)
+        model.register_parameter("idle", torch.nn.Parameter(torch.linspace(-1, 1, 101)))
+        run.add(top_k(2, delay=1, alpha=1.0), SGD, model)
+    run.meet()
+    ledgers = [TrainingLedger(averager) for averager in run.averagers]
+    train(run, 12)
+    assert max(ledger.error() for ledger in ledgers) < EXACT
+    for number, model in enumerate(run.models):
+        assert torch.equal(model.get_parameter("idle"), torch.linspace(-1, 1, 101))
+        assert not strategy_of(run, number).own_state()["idle"].any()
+
+
+class Tied(torch.nn.Module):
+    """Two parameters in the same memory, of which an optimizer has both."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one = torch.nn.Parameter(torch.randn(6, 4))
+        self.other = torch.nn.Parameter(self.one.data.view(shape))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs @ self.one[:5, :3] + self.other.reshape(6, 4)[0, :3]
+
+
+def test_parameters_that_share_their_memory_are_sent_alike(start: Start) -> None:
+    run = start()
+    for _ in range(2):
+        run.add(top_k(2), SGD, Tied((6, 4)))
+    run.meet()
+    train(run, 12)
+    for number in range(2):
+        one, other = residual(run, number)
+        assert one.any()
+        assert torch.equal(one, other)
+    assert equal(anchors(run, 0), anchors(run, 1))
+    with pytest.raises(TensorError, match=r"'one' shares its memory with another one of another shape or fragment"):
+        start().add(top_k(2), SGD, Tied((24,)))
+    with pytest.raises(TensorError, match=r"of another shape or fragment, of which top_k would send other elements"):
+        start().add(top_k(2, fragments=2), SGD, Tied((6, 4)))
+
+
+def test_a_limit_of_the_norm_holds_for_the_change_and_not_for_the_residual(start: Start) -> None:
+    run, _ = of_peers(start, 2, partial(top_k, 2, max_norm=0.01))
+    sums: list[dict[str, torch.Tensor]] = [{}, {}]
+    for number, averager in enumerate(run.averagers):
+        begin = averager._training.begin
+
+        def counted(topic: Any, *, begin: Any = begin, number: int = number, **options: Any) -> Any:
+            for name, tensor in zip(topic.tensors.names, topic.tensors.tensors, strict=True):
+                sums[number][name] = sums[number].get(name, torch.zeros_like(tensor)) + tensor
+            return begin(topic, **options)
+
+        averager._training.begin = counted  # type: ignore[method-assign, assignment]
+    ledgers = [TrainingLedger(averager) for averager in run.averagers]
+    train(run, 12)
+    for number, ledger in enumerate(ledgers):
+        for (name, total), kept in zip(sums[number].items(), residual(run, number), strict=True):
+            torch.testing.assert_close(ledger.sent[name].float() + kept, total, rtol=0, atol=1e-7)
+
+
+def test_peers_with_other_densities_or_bits_say_so(start: Start) -> None:
+    for options in ({"density": 1 / 4}, {"bits": 8}, {"mean_over": "all"}):
+        run = start()
+        receipts: list[Receipt] = []
+        run.add(top_k(2), SGD, group_wait=0.3, on_round=receipts.append)
+        run.add(top_k(2, **options), SGD, group_wait=0.3)
+        run.meet()
+        train(run, 2)
+        assert [receipt.averaged for receipt in receipts] == [False]
