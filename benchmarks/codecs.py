@@ -9,7 +9,14 @@ the next one begins: B < (1 - c/4) / (1/encode + 1/decode) with c bytes per elem
 processor works on one part while another is sent, as in this library's rounds if cores are free:
 B < min(encode, decode).
 
-    python -m benchmarks.codecs            # a minute; the results go to codecs.json
+TOP_K has a table of its own: GB of float32 per second of processor time of one thread, on a matrix of normally
+distributed numbers. "Encode" is everything that a sender does: tile order, choice, quantisation, bytes; "decode" what a
+reducer does with a contribution. A reply of M members is reduced and encoded by one of them, and decoded by all. Beside
+it is the choice alone as other functions make it. "A round" adds up what one member of M does for a billion parameters:
+it encodes its contribution, decodes its shard of all contributions, reduces its shard, decodes all replies, and writes
+them back.
+
+    python -m benchmarks.codecs            # two minutes; the results go to codecs.json
 """
 
 from __future__ import annotations
@@ -20,18 +27,39 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from averaging.config import DEFAULT_PART_SIZE_BYTES
-from averaging.protocol.messages import CompressionType
+from averaging.protocol.messages import COMPRESSIONS, CompressionType, TopK
 from averaging.tensors.compression import bytes_per_element, decode, encode
+from averaging.tensors.sparse import (
+    BLOCK_ELEMENTS,
+    BlockLayout,
+    Contribution,
+    EncodedUnion,
+    SparsePart,
+    SparseTensor,
+    decode_top_k,
+    decode_union,
+    encode_union,
+)
 from benchmarks.allreduce.report import machine
 from benchmarks.output import make_folder, write
 from benchmarks.workers import ROOT, say
 
 FLOAT_BYTES = 4
+
+SPARSE = (TopK(1 / 128, 2), TopK(1 / 64, 2), TopK(1 / 64, 8), TopK(1 / 32, 2), TopK(1 / 16, 4))
+"""What is measured of TOP_K; the second is the default of DiLoCo."""
+
+GROUPS = (2, 8, 32)
+"""Members whose contributions are in a reply."""
+
+GB_OF_A_BILLION = 4.0
+"""A billion parameters in float32."""
 
 
 def samples(count: int) -> dict[str, torch.Tensor]:
@@ -64,6 +92,96 @@ def best_seconds(work: Callable[[], object], passes: int) -> float:
         work()
         found.append(time.perf_counter() - begun)
     return min(found[1:])
+
+
+def best_processor_seconds(work: Callable[[], object], passes: int) -> float:
+    """As `best_seconds`, but the processor time of this thread, so that other programs hardly count."""
+    found = []
+    for _ in range(passes + 1):
+        begun = time.thread_time()
+        work()
+        found.append(time.thread_time() - begun)
+    return min(found[1:])
+
+
+def choices(values: torch.Tensor, k: int, passes: int) -> dict[str, float]:
+    """GB/s at which other functions choose k of each block of 4,096."""
+    blocks = values.abs().view(-1, BLOCK_ELEMENTS)
+    array = blocks.numpy()
+    ways: dict[str, Callable[[], object]] = {
+        "torch.topk": lambda: [block.topk(k, sorted=False) for block in blocks],
+        "torch.kthvalue": lambda: [block.kthvalue(BLOCK_ELEMENTS - k + 1) for block in blocks],
+        "numpy.argpartition": lambda: [np.argpartition(block, BLOCK_ELEMENTS - k) for block in array],
+    }
+    amount = values.numel() * FLOAT_BYTES / 1e9
+    return {name: amount / best_processor_seconds(work, passes) for name, work in ways.items()}
+
+
+def replies(top_k: TopK, members: int, blocks: int) -> tuple[list[Contribution], EncodedUnion]:
+    """Independent contributions of one part, and their reply."""
+    generator = torch.Generator().manual_seed(members)
+    layout = BlockLayout((blocks * BLOCK_ELEMENTS,))
+    found = []
+    for _ in range(members):
+        wire = SparseTensor.of(torch.randn(layout.numel, generator=generator), layout, top_k).wire(0, layout.numel)
+        found.append(Contribution(decode_top_k(wire, BLOCK_ELEMENTS, top_k), wire.buffer))
+    return found, encode_union(found, BLOCK_ELEMENTS, top_k)
+
+
+def sparse_speeds(top_k: TopK, mib: int, passes: int, groups: Sequence[int] = GROUPS) -> dict[str, Any]:
+    """Returns GB of float32 per second of all that is done with TOP_K, and bits a weight."""
+    rows = mib << 7  # of 2,048 columns
+    values = torch.randn(rows, 2048, generator=torch.Generator().manual_seed(0))
+    layout, amount = BlockLayout(tuple(values.shape)), values.numel() * FLOAT_BYTES / 1e9
+    cuts = list(layout.cuts(DEFAULT_PART_SIZE_BYTES))
+
+    def rate(work: Callable[[], object], of: float = amount) -> float:
+        return of / best_processor_seconds(work, passes)
+
+    def encoded() -> list[Any]:
+        sent = SparseTensor.of(layout.to_blocks(values), layout, top_k)
+        return [sent.wire(*cut) for cut in cuts]
+
+    def decoded() -> list[SparsePart]:
+        return [decode_top_k(wire, BLOCK_ELEMENTS, top_k) for wire in wires]
+
+    wires, flat = encoded(), layout.to_blocks(values)
+    found: dict[str, Any] = {
+        "density": top_k.density,
+        "bits": top_k.bits,
+        "bits_a_weight": 8 * sum(len(wire.buffer) for wire in wires) / values.numel(),
+        "encode_gb_per_s": rate(encoded),
+        "decode_gb_per_s": rate(decoded),
+        "write_back_gb_per_s": rate(lambda: layout.from_blocks(flat)),
+        "replies": {},
+    }
+    blocks = DEFAULT_PART_SIZE_BYTES // BLOCK_ELEMENTS
+    part = blocks * BLOCK_ELEMENTS * FLOAT_BYTES / 1e9
+    for members in groups:
+        sent, reply = replies(top_k, members, blocks)
+        speed = {
+            "bits_a_weight": 8 * len(reply.wire.buffer) / reply.part.numel,
+            "reduce_gb_per_s": rate(lambda: encode_union(sent, BLOCK_ELEMENTS, top_k), part),  # noqa: B023
+            "decode_gb_per_s": rate(lambda: decode_union(reply.wire, BLOCK_ELEMENTS, top_k, members), part),  # noqa: B023
+        }
+        found["replies"][str(members)] = speed | {"seconds_of_a_billion": seconds_of_a_billion(found, speed, members)}
+    return found
+
+
+def seconds_of_a_billion(top_k: dict[str, float], reply: dict[str, float], members: int) -> float:
+    """Processor seconds of one member in a round of a billion parameters."""
+    whole = [top_k["encode_gb_per_s"], top_k["decode_gb_per_s"], reply["decode_gb_per_s"], top_k["write_back_gb_per_s"]]
+    return GB_OF_A_BILLION * (sum(1 / speed for speed in whole) + 1 / (members * reply["reduce_gb_per_s"]))
+
+
+def measure_sparse(mib: int, passes: int) -> dict[str, Any]:
+    """Returns all figures of TOP_K."""
+    torch.set_num_threads(1)
+    values = samples(mib << 18)["gaussian"]
+    return {
+        "choices_gb_per_s": choices(values, BLOCK_ELEMENTS // 64, passes),
+        "rows": [sparse_speeds(top_k, mib, passes) for top_k in SPARSE],
+    }
 
 
 def speeds(values: torch.Tensor, code: CompressionType, passes: int) -> tuple[float, float]:
@@ -124,12 +242,35 @@ def show(results: dict[str, Any]) -> None:
                 *(lost if not number else []),
             )
     console = Console()
-    (console if console.is_terminal else Console(width=170)).print(table)
+    console = console if console.is_terminal else Console(width=170)
+    if results["codes"]:
+        console.print(table)
+    if results["sparse"]:
+        console.print(sparse_table(results["sparse"]))
+
+
+def sparse_table(found: dict[str, Any]) -> Table:
+    """The table of TOP_K."""
+    others = ", ".join(f"{name} {speed:.2f}" for name, speed in found["choices_gb_per_s"].items())
+    table = Table(
+        title="TOP_K: GB/s of float32 on one core, and bits a weight",
+        caption=f"The choice of 64 in 4,096 alone, GB/s: {others}",
+    )
+    columns = "density,bits,bits up,encode,decode,members,bits down,reduce,decode,s for 1e9"
+    for name in columns.split(","):
+        table.add_column(name, justify="right")
+    for row in found["rows"]:
+        cells = [f"1/{round(1 / row['density'])}", str(row["bits"]), f"{row['bits_a_weight']:.3f}"]
+        cells += [f"{row[name]:.2f}" for name in ("encode_gb_per_s", "decode_gb_per_s")]
+        for number, (members, reply) in enumerate(row["replies"].items()):
+            told = [f"{reply[name]:.2f}" for name in ("reduce_gb_per_s", "decode_gb_per_s", "seconds_of_a_billion")]
+            table.add_row(*(cells if not number else [""] * 5), members, f"{reply['bits_a_weight']:.3f}", *told)
+    return table
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [code.name.lower() for code in CompressionType if not code.is_sparse]
+    names = [*dict.fromkeys(code.name.lower() for code in COMPRESSIONS.values()), "top_k"]
     parser.add_argument("--codes", nargs="+", choices=names, default=names, help="which ones (all)")
     parser.add_argument("--mib", type=int, default=32, help="MiB of float32 to encode in one pass (32)")
     parser.add_argument("--passes", type=int, default=5, help="passes, of which the best counts (5)")
@@ -140,11 +281,20 @@ def main() -> None:
     if options.mib < 4 or options.passes < 1:
         parser.error("there must be at least 4 MiB and 1 pass")
     make_folder(parser, options.output)
-    threads = list(dict.fromkeys((1, torch.get_num_threads())))
-    results: dict[str, Any] = machine(ROOT) | {"torch": torch.__version__, "mib": options.mib, "codes": []}
+    usual = torch.get_num_threads()
+    threads = list(dict.fromkeys((1, usual)))
+    results: dict[str, Any] = machine(ROOT) | {
+        "torch": torch.__version__,
+        "mib": options.mib,
+        "codes": [],
+        "sparse": None,
+    }
     for name in options.codes:
         say(name)
-        results["codes"].append(measure(CompressionType[name.upper()], threads, options.mib, options.passes))
+        if name == "top_k":
+            results["sparse"] = measure_sparse(options.mib, options.passes)
+        else:
+            results["codes"].append(measure(CompressionType[name.upper()], threads, options.mib, options.passes))
     write(options.output / "codecs.json", results)
     show(results)
 

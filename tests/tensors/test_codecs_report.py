@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from benchmarks.codecs import errors, link_speeds, samples
+from averaging.protocol import TopK
+from benchmarks.codecs import errors, link_speeds, replies, samples, seconds_of_a_billion, sparse_speeds, sparse_table
 
 
 def test_a_code_pays_up_to_where_it_takes_as_long_as_it_saves() -> None:
@@ -32,3 +33,25 @@ def test_one_sample_has_the_heavier_tail() -> None:
     kurtosis = {name: float(((x - x.mean()) / x.std()).pow(4).mean()) for name, x in found.items()}
     assert 2.8 < kurtosis["gaussian"] < 3.2
     assert kurtosis["heavy-tailed"] > 10
+
+
+def test_a_round_of_a_billion_parameters_takes_all_steps_of_a_member() -> None:
+    top_k = {"encode_gb_per_s": 0.5, "decode_gb_per_s": 20.0, "write_back_gb_per_s": 8.0}
+    reply = {"reduce_gb_per_s": 0.25, "decode_gb_per_s": 2.0}
+    assert seconds_of_a_billion(top_k, reply, 8) == pytest.approx(4 / 0.5 + 4 / 20 + 4 / 8 + 4 / 2 + 4 / 8 / 0.25)
+
+
+def test_the_speeds_of_top_k_are_measured_and_shown() -> None:
+    found = sparse_speeds(TopK(1 / 64, 2), mib=1, passes=1, groups=[2])
+    assert found["bits_a_weight"] == pytest.approx(0.21875, rel=0.01)
+    assert found["replies"]["2"]["bits_a_weight"] == pytest.approx(2 * 0.21875, rel=0.01)  # as they came
+    assert all(reply["seconds_of_a_billion"] > 0 for reply in found["replies"].values())
+    table = sparse_table({"choices_gb_per_s": {"torch.topk": 0.4}, "rows": [found]})
+    assert [len(list(column.cells)) for column in table.columns] == [1] * 10
+    assert table.caption == "The choice of 64 in 4,096 alone, GB/s: torch.topk 0.40"
+
+
+def test_a_reply_holds_the_contributions_of_all_members() -> None:
+    sent, reply = replies(TopK(1 / 64, 2), members=3, blocks=2)
+    assert len(sent) == 3
+    assert set(reply.part.indices.tolist()) == {index for one in sent for index in one.part.indices.tolist()}
