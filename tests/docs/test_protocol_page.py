@@ -33,11 +33,12 @@ from averaging.protocol.group import (
     next_group_bits,
     parse_aggregation,
 )
-from averaging.protocol.messages import CompressionType, Record
+from averaging.protocol.messages import CompressionType, Record, TopK
 from averaging.state import donors
 from averaging.state.manifest import State, pack, read_manifest, resume_at, seal
 from averaging.tensors.compression import decode, encode
 from averaging.tensors.schema import Schema, TensorSpec
+from averaging.tensors.sparse import BlockLayout, Contribution, SparseTensor, decode_top_k, encode_union
 from averaging.transport.grpc.channel_options import read_resume
 
 PAGE = (Path(averaging.__file__).parents[1] / "docs" / "reference" / "protocol.md").read_text()
@@ -264,3 +265,19 @@ def test_the_arithmetic_of_decoders_on_the_page() -> None:
     packed = encode(values, CompressionType.MEANSTD_16BIT)
     mean, std = np.frombuffer(packed.buffer, "<f4", offset=10000)
     assert decode(packed).tolist() == (np.frombuffer(packed.buffer, "<f2", 5000).astype("<f4") * std + mean).tolist()
+
+
+def test_the_sparse_contributions_of_the_page() -> None:
+    first, second = (
+        torch.tensor([float(number) for number in text.replace("\u2212", "-").split(", ")])
+        for text in re.findall(r"\[([0-9\u2212, ]+)\](?:, d = 1/2|, over the senders)", PAGE)
+    )
+
+    def contribution(values: torch.Tensor, top_k: TopK) -> Contribution:
+        wire = SparseTensor.of(values, BlockLayout((16,)), top_k).wire(0, 16)
+        return Contribution(decode_top_k(wire, 16, top_k), wire.buffer)
+
+    alone, few = contribution(first, TopK(1 / 2, 2)), TopK(1 / 8, 2)
+    both = [contribution(first, few), contribution(second, few)]
+    assert bytes(alone.buffer).hex() == EXAMPLE["sparse contribution"]
+    assert bytes(encode_union(both, 16, few).wire.buffer).hex() == EXAMPLE["reply to two"]
