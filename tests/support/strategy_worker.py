@@ -17,8 +17,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, LocalSGD, Receipt
+from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, LocalSGD, Mode, Receipt
 from averaging.training import StrategyContext
+from tests.support.conservation import TrainingLedger
 from tests.support.training import backward, batch_of, model_of
 from tests.support.worker import FatalTransport
 
@@ -64,7 +65,13 @@ def main(options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     model = model_of(options.get("seed", 0))
     death, at = options.get("death"), options.get("at", 2)
-    strategies = {"gradients": MortalGradients(3 * BATCH), "diloco": MortalDiLoCo(3), "local": LocalSGD(3)}
+    top_k = MortalDiLoCo(3, compression="top_k", density=1 / 8, decay=1.0)
+    strategies = {
+        "gradients": MortalGradients(3 * BATCH),
+        "diloco": MortalDiLoCo(3),
+        "local": LocalSGD(3),
+        "top_k": top_k,
+    }
     strategy = strategies[options["strategy"]]
     if isinstance(strategy, _Mortal):
         strategy.dies_at = at if death == "between round and step" else None
@@ -85,8 +92,10 @@ def main(options: dict[str, Any]) -> None:
         group_wait=options.get("group_wait", 3.0),
         stall_timeout=5.0,
         receipts=options.get("receipts"),
+        mode=options.get("mode", Mode.NODE),
     )
-    report("ready", endpoint=opt.endpoint, global_step=opt.global_step)
+    ledger = TrainingLedger(opt) if strategy is top_k else None
+    report("ready", endpoint=opt.endpoint, global_step=opt.global_step, loss=loss_of(model))
     if options.get("together"):
         train_together(opt, model, options)
         return
@@ -105,9 +114,16 @@ def main(options: dict[str, Any]) -> None:
             shown = [tensor for name, tensor in anchors.items() if name.startswith("anchor/")]
             members = len(opt.last_receipt.members) if opt.last_receipt else 1
             report("step", step=reported, digest=digest(shown or list(model.parameters())), members=members)
-    report("done", step=opt.global_step)
+    report("done", step=opt.global_step, loss=loss_of(model), lost=ledger.error() if ledger else 0.0)
     sys.stdin.readline()
     opt.close()
+
+
+def loss_of(model: torch.nn.Module) -> float:
+    """The loss on batches on which nobody trains."""
+    with torch.no_grad():
+        batches = [batch_of(-1 - seed, 64) for seed in range(8)]
+        return sum(float((model(inputs) - targets).pow(2).mean()) for inputs, targets in batches) / len(batches)
 
 
 def train_together(opt: DecentralizedAverager, model: torch.nn.Module, options: dict[str, Any]) -> None:
