@@ -202,8 +202,8 @@ class RoundResult:
         kept_local: number of elements without a reply, which keep their local values.
         encoded: the parts that another member reduced; this member reduced the other ones in `parts`.
         received_any: whether a part or an average of another member arrived and there is at least one average.
-        parts_sent: the part of `bytes_sent` that are contributions; the rest are averages.
-        parts_received: the same of `bytes_received`.
+        part_bytes_sent: those of `bytes_sent` that are parts, this peer's contribution; the rest are averages.
+        part_bytes_received: the same of `bytes_received`.
         accounts: one per member, in the group's order.
         straggler: see `Receipt`.
         digest: see `Receipt`.
@@ -217,8 +217,8 @@ class RoundResult:
     received_any: bool
     bytes_sent: int
     bytes_received: int
-    parts_sent: int
-    parts_received: int
+    part_bytes_sent: int
+    part_bytes_received: int
     accounts: tuple[Account, ...]
     straggler: Straggler | None
     digest: str
@@ -281,7 +281,7 @@ class RoundTally:
         self._proven_drops: dict[str, Dropped] = {}
         self._sent: Counter[str] = Counter()
         self._received: Counter[str] = Counter()
-        self._parts_sent, self._parts_received = 0, 0  # bytes; the rest are averages
+        self._part_bytes_sent, self._part_bytes_received = 0, 0  # bytes; the rest are averages
         self._digests = {name: ShardDigest() for name in parts_of}
         self._lanes: dict[str, tuple[str, str]] = {}
         self._parts_in: dict[str, float] = {}
@@ -303,7 +303,7 @@ class RoundTally:
     def sent_part(self, name: str, nbytes: int) -> None:
         """Records a part sent to a reducer."""
         self._sent[name] += nbytes
-        self._parts_sent += nbytes
+        self._part_bytes_sent += nbytes
 
     def sent_average(self, name: str, nbytes: int) -> None:
         """Records an average sent to a sender."""
@@ -312,7 +312,7 @@ class RoundTally:
     def received_part(self, name: str, nbytes: int) -> None:
         """Records a valid part of a sender."""
         self._received[name] += nbytes
-        self._parts_received += nbytes
+        self._part_bytes_received += nbytes
         self._parts_in[name] = now = _now()
         self._lag.delivered(name, now)
 
@@ -395,8 +395,8 @@ class RoundTally:
             received_any=self.averaged and bool(self._received),
             bytes_sent=self._sent.total(),
             bytes_received=self._received.total(),
-            parts_sent=self._parts_sent,
-            parts_received=self._parts_received,
+            part_bytes_sent=self._part_bytes_sent,
+            part_bytes_received=self._part_bytes_received,
             accounts=self._accounts(digests),
             straggler=find_straggler(
                 self._lag.seconds,

@@ -92,6 +92,8 @@ def averaged(name: str, number: int, endpoint: str, receipt: Receipt) -> Item:
         "allreduce_seconds": round(receipt.allreduce_seconds, 6),
         "bytes_sent": receipt.bytes_sent,
         "bytes_received": receipt.bytes_received,
+        "part_bytes_sent": receipt.part_bytes_sent,
+        "part_bytes_received": receipt.part_bytes_received,
         "kept_local": receipt.kept_local,
         "state_version": receipt.state_version,
     }

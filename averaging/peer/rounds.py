@@ -503,6 +503,8 @@ class Rounds:
             allreduce_seconds=now - round_.group_found if group else 0.0,
             bytes_sent=result.bytes_sent if result else 0,
             bytes_received=result.bytes_received if result else 0,
+            part_bytes_sent=result.part_bytes_sent if result else 0,
+            part_bytes_received=result.part_bytes_received if result else 0,
             kept_local=result.kept_local if result else 0,
             state_version=self._snapshots.version,
             run_id=self._config.run_id,

@@ -182,6 +182,9 @@ class Receipt:
         allreduce_seconds: duration from BEGIN_ALLREDUCE to the end; 0 without a group.
         bytes_sent: parts and averages sent, as packed for the wire.
         bytes_received: parts and averages received, as packed for the wire.
+        part_bytes_sent: those of `bytes_sent` that are parts, this peer's contribution to the shards of others; the
+            rest are averages of its own shard. 0 in receipts of older releases.
+        part_bytes_received: those of `bytes_received` that are parts, the others' contributions to its own shard.
         kept_local: number of elements that kept their local values because their reducer was dropped.
         state_version: version of this peer's state after the round.
         run_id: id of the run.
@@ -231,6 +234,8 @@ class Receipt:
     last_to_arrive: LateArrival | None = None
     drift: tuple[Drift, ...] = ()
     left: tuple[str, ...] = ()
+    part_bytes_sent: int = 0
+    part_bytes_received: int = 0
 
     @property
     def averaged(self) -> bool:

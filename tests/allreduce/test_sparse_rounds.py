@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 
+from averaging.allreduce import ReplyResidual, RoundResult
 from averaging.protocol import MeanOver, Member, Mode, TopK
 from averaging.testing import virtual_time
-from tests.support.rounds import nodes
+from tests.support.rounds import STALL_TIMEOUT, nodes
 from tests.support.sparse_rounds import SparseSimulation
 
 
-def check(simulation: SparseSimulation) -> None:
-    """All members hold the average of all, and the same bytes."""
+def check_same_bytes(simulation: SparseSimulation) -> list[torch.Tensor]:
+    """All members hold the same bytes, which are returned."""
     held = {member.endpoint for member in simulation.group.members if member.sends}
     digests = {simulation.results[name].digest for name in held}
     assert len(digests) == 1
@@ -24,6 +27,12 @@ def check(simulation: SparseSimulation) -> None:
     first, *others = (simulation.averages[name] for name in held)
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+    return first
+
+
+def check(simulation: SparseSimulation) -> None:
+    """All members hold the average of all, and the same bytes."""
+    first = check_same_bytes(simulation)
     for part in simulation.parts:
         expected = simulation.expected(part)
         found = first[part.tensor][part.start : part.stop]
@@ -55,3 +64,142 @@ def test_clients_auxiliaries_and_weights(clients: int, auxiliaries: int) -> None
     virtual_time.run(simulation.run())
     assert all(result.dropped == () for result in simulation.results.values())
     check(simulation)
+
+
+NUMEL = 10 * 4096
+
+
+def test_all_that_was_decoded_and_what_reducers_have_lost_is_the_sum_of_the_averages() -> None:
+    """Also if the shards move from one reducer to another, and if one round in between is not applied."""
+    top_k, residuals = TopK(1 / 16, 4), {f"peer:{port}": ReplyResidual() for port in range(1, 10)}
+    decoded, averages = np.zeros(NUMEL), np.zeros(NUMEL)
+    for number in range(5):
+        members = nodes(8 + number % 2)
+        simulation = SparseSimulation(
+            number, members, [(64, NUMEL // 64)], top_k=top_k, part_size_bytes=1024, residuals=residuals
+        )
+        simulation.is_applied = number != 2
+        virtual_time.run(simulation.run())
+        if simulation.is_applied:
+            check_same_bytes(simulation)
+            decoded += simulation.averages["peer:1"][0].double().numpy()
+            for part in simulation.parts:
+                averages[part.start : part.stop] += np.nan_to_num(simulation.expected(part))
+    residues = [residual for residual in residuals.values() if residual.tensors]
+    assert len(residues) >= 8
+    lost = torch.stack([residual.tensors[0] for residual in residues]).double().sum(dim=0).numpy()
+    np.testing.assert_allclose(decoded + lost, averages, atol=1e-5)
+    # A reply has 256 levels, and what it loses does not add up from round to round.
+    assert np.abs(decoded - averages).max() > 1e-3
+    assert np.abs(lost).max() < 0.1 * np.abs(averages).max()
+
+
+def test_few_members_get_the_contributions_as_they_came_and_nothing_is_lost() -> None:
+    simulation = SparseSimulation(1, nodes(2), [(64, 128)], top_k=TopK(1 / 64, 2))
+    virtual_time.run(simulation.run())
+    assert not any(residual.tensors for residual in simulation.residuals.values())
+    check(simulation)
+
+
+# Members that break down, at any moment.
+
+
+def check_parts(simulation: SparseSimulation, survivors: Sequence[str], lost: str) -> None:
+    """Each part is the average of all or of the survivors, the same for all survivors that have it."""
+    for part, reducer in simulation.parts.items():
+        found = [simulation.averages[name][part.tensor][part.start : part.stop] for name in survivors]
+        held = [values for values in found if not values.isnan().any()]
+        assert len(held) == len(found) or reducer == lost
+        assert all(torch.equal(values, held[0]) for values in held)
+        if not held or reducer == lost:
+            continue
+        whole = (held[0].double() + simulation.residual(part)).numpy()
+        candidates = [simulation.expected(part), simulation.expected(part, survivors)]
+        assert min(np.abs(whole - np.nan_to_num(one)).max() for one in candidates) < 1e-5
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_a_member_that_dies_costs_its_contribution_and_its_shard(seed: int) -> None:
+    simulation = SparseSimulation(seed, nodes(4), top_k=TopK(1 / 8, 4), part_size_bytes=512)
+    survivors = ["peer:1", "peer:2", "peer:3"]
+
+    async def kill(tasks: dict[str, asyncio.Task[RoundResult]]) -> None:
+        await asyncio.sleep(random.Random(seed).uniform(0, 0.2))
+        if not tasks["peer:4"].done():
+            simulation.network.kill("peer:4")
+            tasks["peer:4"].cancel()
+
+    virtual_time.run(simulation.run(kill))
+    for name in survivors:
+        result = simulation.results[name]
+        assert {dropped.endpoint for dropped in result.dropped} <= {"peer:4"}
+        assert result.dropped or not result.kept_local
+    check_parts(simulation, survivors, "peer:4")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_member_that_goes_silent_is_given_up_in_bounded_time(seed: int) -> None:
+    simulation = SparseSimulation(seed, nodes(4), top_k=TopK(1 / 8, 8), part_size_bytes=512)
+    survivors = ["peer:1", "peer:2", "peer:3"]
+    took = 0.0
+
+    async def freeze(tasks: dict[str, asyncio.Task[RoundResult]]) -> None:
+        nonlocal took
+        await asyncio.sleep(random.Random(seed).uniform(0, 0.1))
+        simulation.network.freeze("peer:4")
+        await asyncio.wait([tasks[name] for name in survivors])
+        took = asyncio.get_running_loop().time()
+        tasks["peer:4"].cancel()
+        simulation.network.thaw("peer:4")
+
+    virtual_time.run(simulation.run(freeze))
+    assert took < 4 * STALL_TIMEOUT
+    check_parts(simulation, survivors, "peer:4")
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_every_round_ends_whatever_messages_are_lost(seed: int) -> None:
+    rng = random.Random(seed)
+    count, loss = rng.randrange(2, 9), rng.choice([0.001, 0.01, 0.1])
+    simulation = SparseSimulation(seed, nodes(count), top_k=TopK(1 / 16, 2), part_size_bytes=512, loss=loss)
+    virtual_time.run(simulation.run())
+    assert simulation.failures == {}
+    for name, result in simulation.results.items():
+        assert all(dropped.endpoint != name and dropped.reason for dropped in result.dropped)
+    accounts = [{account.endpoint: account.digest for account in r.accounts} for r in simulation.results.values()]
+    for reducer in simulation.tensors:
+        assert len({digests[reducer] for digests in accounts} - {""}) <= 1
+
+
+def test_a_dense_tensor_may_go_with_sparse_ones() -> None:
+    simulation = SparseSimulation(1, nodes(3), dense=[1, 2])
+    virtual_time.run(simulation.run())
+    for name in simulation.tensors:
+        for number in (1, 2):
+            mean = simulation.mean()[number].reshape(-1)
+            torch.testing.assert_close(simulation.averages[name][number].double(), mean, rtol=1e-5, atol=1e-6)
+    check_same_bytes(simulation)
+
+
+# Bytes.
+
+
+@pytest.mark.parametrize("density", [1 / 32, 1 / 64, 1 / 128])
+@pytest.mark.parametrize("count", [2, 4])
+def test_contributions_take_14_bits_for_each_element_that_is_sent(count: int, density: float) -> None:
+    shapes = [(128, 512), (512, 128), (256, 256), (512, 512), (1024, 256)]
+    simulation = SparseSimulation(count, nodes(count), shapes, top_k=TopK(density), part_size_bytes=1 << 16)
+    virtual_time.run(simulation.run())
+    blocks = sum(rows * columns for rows, columns in shapes) / 4096
+    one = blocks * 14 * simulation.top_k.kept(4096) / 8  # bytes of all parts of a member
+    sent = [result.part_bytes_sent for result in simulation.results.values()]
+    received = [result.part_bytes_received for result in simulation.results.values()]
+    assert sum(sent) == sum(received) == pytest.approx((count - 1) * one, rel=0.03)
+    for result in simulation.results.values():
+        averages = result.bytes_sent - result.part_bytes_sent, result.bytes_received - result.part_bytes_received
+        assert min(averages) > 0
+        # Each of the others gets its average, which costs at most as much as what all have sent.
+        assert averages[1] <= result.part_bytes_sent * count * 1.03
+    for result in simulation.results.values():
+        assert result.bytes_sent == sum(account.bytes_sent for account in result.accounts)
+        assert result.bytes_received == sum(account.bytes_received for account in result.accounts)

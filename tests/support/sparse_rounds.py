@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from averaging.allreduce import Part, Prepared, ReplyResidual, RoundResult
 from averaging.allreduce.partition import partition, shares
 from averaging.protocol import CompressionType, MeanOver, Member, TopK
-from averaging.tensors import BlockLayout, SparsePart, SparseTensor
+from averaging.tensors import BlockLayout, Schema, SparsePart, SparseTensor
 from tests.support.rounds import Simulation
 
 SHAPES: tuple[tuple[int, ...], ...] = ((66, 70), (100,), (), (0, 3), (64, 64))
@@ -23,6 +24,8 @@ class SparseSimulation(Simulation):
 
     Attributes:
         sent: what each member sends of each tensor.
+        dense: numbers of the tensors of which all elements are sent.
+        is_applied: whether the members apply the result.
         averages: by member, the average of each tensor, flat, in tile order; None in parts without one are NaN.
         residuals: what each member's replies have lost.
     """
@@ -36,9 +39,11 @@ class SparseSimulation(Simulation):
         top_k: TopK | None = None,
         part_size_bytes: int = 4096,
         residuals: Mapping[str, ReplyResidual] | None = None,
+        dense: Sequence[int] = (),
         **options: Any,
     ) -> None:
-        self.top_k = top_k or TopK()
+        self.top_k, self.is_applied = top_k or TopK(), True
+        self.dense = frozenset(dense)
         self.residuals = residuals or {member.endpoint: ReplyResidual() for member in members}
         super().__init__(
             seed,
@@ -51,13 +56,24 @@ class SparseSimulation(Simulation):
         )
         self.layouts = [BlockLayout(spec.shape) for spec in self.schema.tensors]
         self.averages: dict[str, list[torch.Tensor]] = {}
-        self.sent = {
+        self.sent: dict[str, list[Prepared]] = {
             name: [
-                SparseTensor.of(layout.to_blocks(tensor), layout, self.top_k)
-                for layout, tensor in zip(self.layouts, tensors, strict=True)
+                tensor.reshape(-1)
+                if number in self.dense
+                else SparseTensor.of(layout.to_blocks(tensor), layout, self.top_k)
+                for number, (layout, tensor) in enumerate(zip(self.layouts, tensors, strict=True))
             ]
             for name, tensors in self.tensors.items()
         }
+
+    def describe(self, names: Sequence[str], **options: Any) -> Schema:
+        """See `Simulation`."""
+        schema = super().describe(names, **options)
+        specs = [
+            replace(spec, compression=CompressionType.NONE) if number in self.dense else spec
+            for number, spec in enumerate(schema.tensors)
+        ]
+        return replace(schema, tensors=tuple(specs))
 
     def residual_of(self, name: str) -> ReplyResidual | None:
         """See `Simulation`."""
@@ -71,9 +87,11 @@ class SparseSimulation(Simulation):
         """Keeps the averages."""
         self.averages[name] = [torch.full((layout.numel,), torch.nan) for layout in self.layouts]
         for part, values in result.parts:
-            assert isinstance(values, SparsePart)
-            self.averages[name][part.tensor][part.start : part.stop] = values.dense()
-        self.residuals[name].applied()
+            assert isinstance(values, SparsePart) is (part.tensor not in self.dense)
+            whole = values.dense() if isinstance(values, SparsePart) else values
+            self.averages[name][part.tensor][part.start : part.stop] = whole
+        if self.is_applied:
+            self.residuals[name].applied()
 
     @property
     def parts(self) -> dict[Part, str]:
@@ -89,7 +107,11 @@ class SparseSimulation(Simulation):
     def expected(self, part: Part, names: Sequence[str] = ()) -> np.ndarray[Any, Any]:
         """The average of a part in float64, of the named members or of all that send; NaN where nobody sent."""
         members = [m for m in self.group.members if (m.endpoint in names if names else m.sends)]
-        sent = [self.sent[m.endpoint][part.tensor].values(part.start, part.stop) for m in members]
+        sent = []
+        for member in members:
+            tensor = self.sent[member.endpoint][part.tensor]
+            assert isinstance(tensor, SparseTensor)
+            sent.append(tensor.values(part.start, part.stop))
         return dumb_average(sent, [member.weight for member in members], self.top_k.mean_over)
 
 

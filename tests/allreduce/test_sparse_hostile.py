@@ -1,0 +1,158 @@
+"""Members that send invalid parts or replies in TOP_K: they are dropped with a reason, and the others agree."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from averaging.protocol import AveragingData, CompressionType, TopK, WireTensor
+from averaging.receipts import DropCode
+from averaging.tensors import encode
+from averaging.testing import virtual_time
+from tests.support.rounds import nodes
+from tests.support.sparse_rounds import SparseSimulation
+
+HOSTILE = "peer:1"
+
+Forge = Callable[[WireTensor], WireTensor]
+
+TABLE = 16
+"""Bytes of the table of a part."""
+
+
+def buffer(change: Callable[[bytearray], object]) -> Forge:
+    """Changes the bytes."""
+
+    def forge(wire: WireTensor) -> WireTensor:
+        changed = bytearray(wire.buffer)
+        change(changed)
+        return wire.with_buffer(bytes(changed))
+
+    return forge
+
+
+def overwritten(start: int, data: bytes) -> Forge:
+    return buffer(lambda held: held.__setitem__(slice(start, start + len(data)), data))
+
+
+def raw(wire: WireTensor) -> WireTensor:
+    return encode(torch.ones(wire.size[0]), CompressionType.NONE)
+
+
+def as_the_other(wire: WireTensor) -> WireTensor:
+    code = CompressionType.TOP_K if wire.compression == CompressionType.TOP_K_UNION else CompressionType.TOP_K_UNION
+    return replace(wire, compression=code)
+
+
+def resized(size: tuple[int, ...]) -> Forge:
+    return lambda wire: replace(wire, size=size)
+
+
+PARTS: dict[str, tuple[Forge, str]] = {
+    "dense": (raw, "compression 0"),
+    "a reply": (as_the_other, "compression 19"),
+    "another size": (resized((4095,)), r"with shape \[4095\]"),
+    "a huge size": (resized((1 << 40,)), "with shape"),
+    "two dimensions": (resized((64, 64)), "with shape"),
+    "no size": (resized(()), "with shape"),
+    "a byte too few": (buffer(lambda held: held.pop()), "takes .* bytes"),
+    "a byte too many": (buffer(lambda held: held.append(0)), "takes .* bytes"),
+    "no bytes": (buffer(lambda held: held.clear()), "takes .* bytes"),
+    "an index twice": (overwritten(TABLE, bytes(9)), "come twice"),
+    "indices that fall": (overwritten(TABLE, b"\xff\xff\xff"), "not sorted"),
+    "NaN": (overwritten(0, struct.pack("<f", float("nan"))), "NaN or infinity"),
+    "infinity": (overwritten(4, struct.pack("<f", float("-inf"))), "NaN or infinity"),
+}
+
+REPLIES: dict[str, tuple[Forge, str]] = {
+    "dense": (raw, "compression 0"),
+    "a part": (as_the_other, "compression 18"),
+    "another size": (resized((8,)), r"shape \[8\]"),
+    "an unknown form": (overwritten(0, b"\xc8"), "form 200"),
+    "no form": (buffer(lambda held: held.clear()), "form -1"),
+    "more contributions than members": (overwritten(1, struct.pack("<H", 4)), "4 contributions; there are 3 members"),
+    "no contributions": (overwritten(1, struct.pack("<H", 0)), "0 contributions"),
+    "a weight of 0": (overwritten(3, struct.pack("<f", 0.0)), "weight"),
+    "a weight of infinity": (overwritten(3, struct.pack("<f", float("inf"))), "NaN or infinity"),
+    "a scale above 1": (overwritten(7, struct.pack("<f", 2.0)), "scale"),
+    "NaN": (overwritten(3 + 3 * 8, struct.pack("<f", float("nan"))), "NaN or infinity"),
+    "half of it": (buffer(lambda held: held.__delitem__(slice(len(held) // 2, None))), "bytes"),
+    "a bitmap with all": (buffer(lambda held: held.__setitem__(slice(None), b"\x03" + b"\xff" * 700)), "at most"),
+}
+
+
+def forged(message: AveragingData, forge: Forge) -> AveragingData:
+    if message.tensor_part is None:
+        return message
+    return replace(message, tensor_part=forge(message.tensor_part), encoded=[])
+
+
+def simulation() -> SparseSimulation:
+    return SparseSimulation(1, nodes(3), [(64, 192)], top_k=TopK(1 / 64, 2))
+
+
+def check_survivors(simulated: SparseSimulation) -> list[str]:
+    """The others go on, and hold the same."""
+    others = [name for name in simulated.tensors if name != HOSTILE]
+    first, second = (simulated.averages[name] for name in others)
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, second, strict=True))
+    for name in others:
+        assert [lost.endpoint for lost in simulated.results[name].dropped] == [HOSTILE]
+    return others
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_invalid_parts_are_not_averaged(name: str) -> None:
+    forge, reason = PARTS[name]
+    simulated = simulation()
+    transport = simulated.transports[HOSTILE]
+    call = transport.aggregate_part
+
+    async def hostile(messages: Any) -> AsyncGenerator[AveragingData, None]:
+        async for message in messages:
+            yield forged(message, forge)
+
+    transport.aggregate_part = lambda endpoint, messages: call(  # type: ignore[method-assign]
+        endpoint, hostile(messages)
+    )
+    virtual_time.run(simulated.run())
+    others = check_survivors(simulated)
+    for other in others:
+        (lost,) = simulated.results[other].dropped
+        assert lost.code is DropCode.PROTOCOL_VIOLATION
+    pattern = "|".join(lost.reason for other in others for lost in simulated.results[other].dropped)
+    assert re.search(reason, pattern), pattern
+    for part, reducer in simulated.parts.items():
+        if reducer != HOSTILE:
+            found = simulated.averages[others[0]][part.tensor][part.start : part.stop]
+            expected = np.nan_to_num(simulated.expected(part, others))
+            np.testing.assert_allclose(found.double() + simulated.residual(part), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", REPLIES)
+def test_invalid_replies_are_not_adopted(name: str) -> None:
+    forge, reason = REPLIES[name]
+    simulated = simulation()
+    serve = simulated.rounds[HOSTILE].aggregate_part
+
+    async def hostile(first: AveragingData, messages: Any) -> AsyncGenerator[AveragingData, None]:
+        async with aclosing(serve(first, messages)) as replies:
+            async for message in replies:
+                yield forged(message, forge)
+
+    simulated.rounds[HOSTILE].aggregate_part = hostile  # type: ignore[method-assign]
+    virtual_time.run(simulated.run())
+    others = check_survivors(simulated)
+    for other in others:
+        result = simulated.results[other]
+        (lost,) = result.dropped
+        assert re.search(reason, lost.reason), lost.reason
+        assert result.kept_local == sum(part.numel for part, who in simulated.parts.items() if who == HOSTILE) > 0
