@@ -193,6 +193,14 @@ class SparseFeedback:
         for residual in self.residuals.values():
             residual.mul_(self.decay)
 
+    def keep(self, changes: Mapping[str, torch.Tensor]) -> None:
+        """Adds changes, by name, that will be in no round any more."""
+        numbers = {number: self._names[number] for number in self.layouts if self._names[number] in changes}
+        added = {number: self.layouts[number].to_blocks(changes[name]) for number, name in numbers.items()}
+        for number, residual in self.residuals.items():
+            added[number] = added[number].add_(residual) if number in added else residual
+        self.residuals, self._last = added, None
+
     def reset(self) -> None:
         """Forgets the residuals, which belong to other parameters than those of this peer."""
         self.residuals, self.replies, self._last = {}, ReplyResidual(), None

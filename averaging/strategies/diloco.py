@@ -412,6 +412,8 @@ class DiLoCo(LockstepStrategy):
                 receipt = self._end(training, self._pending)
         with training.replacing(), training.changing_parameters():
             for fragment in self._fragments:
+                if fragment.feedback is not None and self._owns:  # not empty if the last round has failed
+                    fragment.feedback.keep({name: -steps for name, steps in fragment.local_steps().items()})
                 fragment.export()
         if self._feedbacks and self._leads:
             self._tell_unsent()

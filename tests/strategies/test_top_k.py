@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 
 from averaging import DiLoCo, LocalSGD, Outcome, Receipt
 from averaging.errors import ConfigError, TensorError
+from averaging.peer import SparseFeedback
+from averaging.peer.rounds import SPARSE_SLOWNESS
 from averaging.training import BackgroundDownload, History, Origin
 from tests.support.conservation import TrainingLedger
 from tests.support.training import PATIENCE, SGD, Run, Start, batch_of, equal, model_of, step, steps
@@ -291,6 +294,44 @@ def test_the_end_says_what_was_never_sent(start: Start, caplog: pytest.LogCaptur
     assert "times as much" in texts[0]
 
 
+def test_the_steps_of_a_last_round_that_fails_are_counted_as_never_sent(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, ledgers = of_peers(start, 2, partial(top_k, 4))
+    train(run, 6)
+
+    def fails(*_: Any, **__: Any) -> None:
+        """As if no group came together."""
+
+    for number in range(2):
+        monkeypatch.setattr(strategy_of(run, number), "_begin", fails)
+    run.each(lambda number: run.averagers[number].finish(PATIENCE))
+    assert equal(run.parameters()[0], anchors(run, 0))
+    assert max(ledger.error() for ledger in ledgers) < EXACT
+
+
+def test_the_elements_are_chosen_in_the_background(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on meanwhile, and large tensors do not keep the peer from answering either."""
+    chose: list[threading.Thread] = []
+    inputs = SparseFeedback.inputs
+
+    def noted(feedback: SparseFeedback, tensors: Any) -> Any:
+        chose.append(threading.current_thread())
+        return inputs(feedback, tensors)
+
+    def trained(number: int) -> threading.Thread:
+        steps(run, number, range(100 * number, 100 * number + 8))
+        return threading.current_thread()
+
+    monkeypatch.setattr(SparseFeedback, "inputs", noted)
+    monkeypatch.setattr("averaging.tensors.shared_tensors.INLINE_BYTES", SPARSE_SLOWNESS * 200)
+    run, _ = of_peers(start, 2, partial(top_k, 4, delay=1, alpha=1.0))
+    training = run.each(trained)
+    assert len(chose) >= 2
+    assert not set(chose) & set(training)
+    assert not [thread for thread in chose if thread.name.startswith("the averager")]
+
+
 def test_averaging_now_and_taking_over_the_right_parameters_keep_the_residual(start: Start) -> None:
     run = start()
     for _ in range(2):
@@ -399,12 +440,22 @@ def test_a_limit_of_the_norm_holds_for_the_change_and_not_for_the_residual(start
             torch.testing.assert_close(ledger.sent[name].float() + kept, total, rtol=0, atol=1e-7)
 
 
-def test_peers_with_other_densities_or_bits_say_so(start: Start) -> None:
-    for options in ({"density": 1 / 4}, {"bits": 8}, {"mean_over": "all"}):
-        run = start()
-        receipts: list[Receipt] = []
-        run.add(top_k(2), SGD, group_wait=0.3, on_round=receipts.append)
-        run.add(top_k(2, **options), SGD, group_wait=0.3)
-        run.meet()
-        train(run, 2)
-        assert [receipt.averaged for receipt in receipts] == [False]
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"density": 1 / 4}, "density of top_k is 1/8 here and 1/4 there"),
+        ({"bits": 8}, "bits of top_k is 2 here and 8 there"),
+        ({"mean_over": "all"}, "mean_over of top_k is senders here and all there"),
+    ],
+)
+def test_peers_with_other_options_say_which(
+    start: Start, options: dict[str, Any], named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = start()
+    receipts: list[Receipt] = []
+    for own in ({}, options):
+        run.add(top_k(2, **own), SGD, group_wait=1.0, on_round=receipts.append)
+    run.meet()
+    train(run, 4)
+    assert not any(receipt.averaged for receipt in receipts)
+    assert f"averages something else: {named}; give both the same tensors and options" in caplog.text
