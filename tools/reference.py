@@ -57,8 +57,8 @@ An error says where a value was set. An unknown name is an error, which suggests
 """
 
 COMMANDS = (
-    *("peer", "doctor", "state", "watch", "top", "dashboard", "explain", "plan", "leave", "follow", "feed", "register"),
-    *("ca init", "ca issue"),
+    *("peer", "doctor", "state", "watch", "top", "dashboard", "explain", "plan", "leave", "follow", "export"),
+    *("feed", "register", "ca init", "ca issue"),
 )
 
 

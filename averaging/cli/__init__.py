@@ -24,6 +24,7 @@ from averaging.cli.dashboard import dashboard_command
 from averaging.cli.doctor import doctor_command
 from averaging.cli.exits import DEFAULTS, NOT_DONE, starting
 from averaging.cli.explain import explain_command
+from averaging.cli.export import export_command
 from averaging.cli.feed import feed_command
 from averaging.cli.follow import follow_command
 from averaging.cli.leave import leave_command
@@ -123,6 +124,10 @@ def main() -> None:
       averaging follow 127.0.0.1:4222 --output now.safetensors
 
     \b
+    Write the model of a run, or of a checkpoint, as from_pretrained of transformers reads it:
+      averaging export 127.0.0.1:4222 --config base --output model
+
+    \b
     Serve the rendezvous of elastic torchrun jobs:
       averaging register --listen 127.0.0.1:29400
 
@@ -146,6 +151,7 @@ main.add_command(explain_command)
 main.add_command(plan_command)
 main.add_command(leave_command)
 main.add_command(follow_command)
+main.add_command(export_command)
 main.add_command(dashboard_command)
 main.add_command(feed_command)
 main.add_command(register_command)

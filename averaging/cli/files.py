@@ -36,14 +36,14 @@ def replaced_atomically(path: Path) -> Iterator[Path]:
     temporary = beside(path)
     try:
         yield temporary
-        _sync(temporary)
+        sync(temporary)
         temporary.replace(path)
-        _sync(path.parent)
+        sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Syncs a file or a directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -15,6 +15,7 @@ import click
 from averaging.cli import events
 from averaging.cli.exits import CHECK_ADDRESS, CommandError, Stop, Stopped, failure_of, run, stopped
 from averaging.cli.files import NotWrittenError, Output, read
+from averaging.cli.model_folder import SHARD_BYTES, BaseFolder, FolderOptions, VersionedFolders, read_folder
 from averaging.cli.options import (
     DURATION,
     JOINED,
@@ -22,16 +23,19 @@ from averaging.cli.options import (
     credentials_of,
     flag,
     insecure_option,
+    model_folder_options,
     output_options,
     security_options,
 )
 from averaging.cli.state import VERSION_KEY
-from averaging.common import size
+from averaging.common import counted, size
 from averaging.config import LeaveAccess
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    import torch
 
     from averaging.cli.output import CommandOutput
     from averaging.control import ControlService, Departure
@@ -41,14 +45,30 @@ if TYPE_CHECKING:
 
 @click.command("follow")
 @click.argument("addresses", type=JOINED, nargs=-1, required=True, metavar="HOST:PORT...")
-@click.option("--output", type=CheckedPath(), required=True, metavar="FILE.safetensors", help="The file to keep.")
+@click.option(
+    "--output",
+    type=CheckedPath(),
+    required=True,
+    metavar="FILE.safetensors|DIR",
+    help="The file to keep; with --layout hf the directory.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace --output if it exists and this command did not write it.")
+@click.option(
+    "--layout",
+    type=click.Choice(["file", "hf"]),
+    default="file",
+    help="hf: a folder for each version, as save_pretrained of transformers writes it, and the link DIR/newest.",
+)
+@model_folder_options
+@click.option(
+    "--keep", type=click.IntRange(min=1), metavar="N", help="With --layout hf: versions to keep.  [default: 2]"
+)
 @click.option(
     "--exec",
     "command",
     metavar="COMMAND",
-    help="Run this shell command after each version. It finds the version in AVERAGING_VERSION and the file in "
-    "AVERAGING_FILE. With --json its output goes to stderr.",
+    help="Run this shell command after each version. It finds the version in AVERAGING_VERSION and the file, or the "
+    "folder of the version, in AVERAGING_FILE. With --json its output goes to stderr.",
 )
 @click.option(
     "--exec-timeout",
@@ -113,6 +133,11 @@ def follow_command(addresses: tuple[str, ...], output: Path, *, as_json: bool, v
       averaging follow a.example:4222 --output now.safetensors --exec 'curl -fsS -X POST localhost:8000/reload'
 
     \b
+    Keep the newest two versions as from_pretrained reads them, at now/newest; config.json and the tokenizer of base
+    are copied:
+      averaging follow a.example:4222 --output now --layout hf --config base
+
+    \b
     Download one version, at least the 500th:
       averaging follow a.example:4222 --output now.safetensors --once --min-version 500 --wait 600
 
@@ -124,7 +149,7 @@ def follow_command(addresses: tuple[str, ...], output: Path, *, as_json: bool, v
     \b
     Events of --json, each with "event":
       ready       publishers, endpoint, with --metrics-listen also metrics (its address)
-      written     version, digest, bytes, received, output
+      written     version, digest, bytes, received, output; with --layout hf also frozen (tensors from --config)
       unwritten   version, output, message
       executed    version, exit_code, seconds; after --exec-timeout exit_code is null, and there is a message
       waiting     version, executing, message: a newer version waits for the command
@@ -132,11 +157,22 @@ def follow_command(addresses: tuple[str, ...], output: Path, *, as_json: bool, v
     """
     if given["wait"] is not None and not given["once"]:
         raise click.UsageError("--wait needs --once.")
+    _check_layout(given)
     from averaging.cli.output import CommandOutput
 
     report = CommandOutput(as_json=as_json)
     with report.logging(verbose), report.failures():
         _run(list(dict.fromkeys(addresses)), output, given, report)
+
+
+def _check_layout(given: dict[str, Any]) -> None:
+    if given["layout"] == "hf":
+        if given["config"] is None:
+            raise click.UsageError("--layout hf needs --config: the folder of the base model, with config.json.")
+        return
+    for option in ("config", "keep", "max_shard_bytes"):
+        if given[option] is not None:
+            raise click.UsageError(f"--{option.replace('_', '-')} needs --layout hf.")
 
 
 def _run(addresses: list[str], path: Path, given: dict[str, Any], report: CommandOutput) -> None:
@@ -159,7 +195,8 @@ def _run(addresses: list[str], path: Path, given: dict[str, Any], report: Comman
             min_version=given["min_version"],
             services=[control],
         )
-        session = FollowSession(options, open_output(path, overwrite=given["overwrite"]), given, report, control)
+        opened = open_folders(path, given) if given["layout"] == "hf" else open_output(path, given["overwrite"])
+        session = FollowSession(options, opened, given, report, control)
 
         async def follow(stop: Stop) -> None:
             leaving = asyncio.create_task(_end_when_asked(control.departure, stop))
@@ -206,16 +243,20 @@ class WrittenWeights:
         version: their version.
         digest: see `DIGEST_KEY`.
         nbytes: bytes of all tensors.
+        path: where they are.
+        frozen: how many tensors come from --config.
     """
 
     version: int
     digest: str
     nbytes: int
+    path: Path
+    frozen: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A file that can be written.
+    """A file, or a directory of versions, that can be written.
 
     Attributes:
         output: where to write.
@@ -223,12 +264,25 @@ class Opened:
         written: what is known of them.
     """
 
-    output: Output
+    output: Output | VersionedFolders
     base: WeightSnapshot | None
     written: WrittenWeights | None
 
 
-def open_output(path: Path, *, overwrite: bool) -> Opened:
+def open_folders(path: Path, given: dict[str, Any]) -> Opened:
+    """Checks that versions can be written there, and reads the newest one back.
+
+    Raises:
+        CommandError: exit code 2: see `VersionedFolders`, `BaseFolder`.
+    """
+    options = FolderOptions(BaseFolder(given["config"]), given["max_shard_bytes"] or SHARD_BYTES, given["keep"] or 2)
+    folders = VersionedFolders(path, options, overwrite=given["overwrite"])
+    newest = folders.newest
+    there = None if newest is None else _identified(newest, *read_folder(newest))
+    return Opened(folders, None, None) if there is None else Opened(folders, *there)
+
+
+def open_output(path: Path, overwrite: bool) -> Opened:
     """Checks that the file can be written, and reads it back if this command has written it.
 
     Raises:
@@ -240,19 +294,31 @@ def open_output(path: Path, *, overwrite: bool) -> Opened:
 
 
 def _read_back(path: Path) -> tuple[WeightSnapshot, WrittenWeights] | None:
+    try:
+        document = read(path)
+    except CommandError:
+        return None
+    base, written = _identified(path, document.tensors, document.metadata or {}) or (None, None)
+    return None if base is None or written is None else (base, written)
+
+
+def _identified(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+) -> tuple[WeightSnapshot | None, WrittenWeights] | None:
+    """The version that these tensors are said to be, and the tensors if they are as they were published.
+
+    A folder may lack copies of tied tensors, and have those of --config: then the next version is received as a whole.
+    """
     from averaging.weights import seal, view_state
 
     try:
-        document = read(path)
-        metadata = document.metadata or {}
         version = int(metadata[VERSION_KEY])
-        base = seal(view_state(document.tensors), version, None)
-    except (CommandError, KeyError, ValueError):
+        base = seal(view_state(tensors), version, None)
+    except (KeyError, ValueError):
         return None
     digest = base.manifest.digest.hex()
-    if metadata.get(LAYOUT_KEY) != digest:
-        return None
-    return base, WrittenWeights(version, metadata.get(DIGEST_KEY, digest), base.manifest.layout.nbytes)
+    written = WrittenWeights(version, metadata.get(DIGEST_KEY, digest), base.manifest.layout.nbytes, path)
+    return (base if metadata.get(LAYOUT_KEY) == digest else None), written
 
 
 class FollowSession:
@@ -368,7 +434,7 @@ class FollowSession:
         self._written = written
         self._emit_written(written)
         if self._command is not None:
-            await self._execute(self._command, version)
+            await self._execute(self._command, written)
 
     def _write(self, received: WeightSnapshot | DividedSnapshot) -> WrittenWeights:
         from averaging.weights import WeightSnapshot
@@ -377,11 +443,17 @@ class FollowSession:
         digest = (received if isinstance(received, WeightSnapshot) else whole).manifest.digest.hex()
         # A safetensors file has no order; the digest of the tensors by name is compared when the file is read back.
         metadata = {VERSION_KEY: str(version), DIGEST_KEY: digest, LAYOUT_KEY: whole.manifest.digest.hex()}
+        nbytes = whole.manifest.layout.nbytes
+        if isinstance(self._output, VersionedFolders):
+            frozen = self._output.write(version, whole.tensors(), metadata)
+            return WrittenWeights(version, digest, nbytes, self._output.folder(version), frozen)
         self._output.write(whole.tensors(), metadata)
-        return WrittenWeights(version, digest, whole.manifest.layout.nbytes)
+        return WrittenWeights(version, digest, nbytes, self._output.path)
 
     def _emit_written(self, written: WrittenWeights) -> None:
-        path = self._output.path
+        path = written.path
+        of_folder = {"frozen": written.frozen} if isinstance(self._output, VersionedFolders) else {}
+        and_frozen = f" and {counted(written.frozen, 'tensor')} of --config" if written.frozen else ""
         received = self._receiver.bytes_received - self._received
         self._received += received
         self._report.emit(
@@ -392,12 +464,14 @@ class FollowSession:
                 "bytes": written.nbytes,
                 "received": received,
                 "output": str(path),
+                **of_folder,
             },
-            f"version {written.version}: {size(written.nbytes)}, received {size(received)}, wrote {path}",
+            f"version {written.version}: {size(written.nbytes)}{and_frozen}, received {size(received)}, wrote {path}",
         )
 
-    async def _execute(self, command: str, version: int) -> None:
-        environment = {"AVERAGING_VERSION": str(version), "AVERAGING_FILE": str(self._output.path)}
+    async def _execute(self, command: str, written: WrittenWeights) -> None:
+        version = written.version
+        environment = {"AVERAGING_VERSION": str(version), "AVERAGING_FILE": str(written.path)}
         began, limit = time.monotonic(), self._exec_timeout
         self._executing = version
         watching = asyncio.create_task(self._name_if_long(version))

@@ -75,6 +75,24 @@ class CheckedPath(click.Path):
         return path
 
 
+def model_folder_options(command: Command) -> Command:
+    """Adds the options of commands that write a model's folder."""
+    config = click.option(
+        "--config",
+        type=CheckedPath(),
+        metavar="DIR",
+        help="Folder of the base model. Its config.json, tokenizer and other files are copied, and its weights, if it "
+        "has some, complete those that the run does not train.",
+    )
+    shard = click.option(
+        "--max-shard-bytes",
+        type=click.IntRange(min=1),
+        metavar="BYTES",
+        help="Divide the weights between files of at most this size, with an index.  [default: 5000000000]",
+    )
+    return config(shard(command))
+
+
 def json_value(value: str) -> Any:
     """A value written as JSON."""
 

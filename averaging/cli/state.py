@@ -112,16 +112,7 @@ def _run(addresses: list[str], path: Path, given: dict[str, Any], report: Comman
     output = Output(path, overwrite=given["overwrite"])
 
     async def fetch(_: Stop) -> State:
-        try:
-            await seeds.look_up()
-        except AveragingError as error:
-            raise failure_of(error) from None
-        finally:
-            await seeds.close()
-        if not seeds.addresses:
-            raise CommandError(f"no peer to ask: {seeds.findings}")
-        _check_hosts(seeds.addresses, given["verify_donors"])
-        state = await _download(seeds, credentials, given, report)
+        state = await fetch_state(seeds, credentials, given, report)
         output.write(state.tensors, _metadata(state))
         return state
 
@@ -131,6 +122,32 @@ def _run(addresses: list[str], path: Path, given: dict[str, Any], report: Comman
         raise stopped(signal.number, "; nothing was written") from None
     nbytes = sum(tensor.nbytes for tensor in state.tensors.values())
     report.emit(*events.downloaded(state.version, len(state.tensors), nbytes, state.user, str(path)))
+
+
+async def fetch_state(seeds: Seeds, credentials: Credentials, given: dict[str, Any], report: CommandOutput) -> State:
+    """Looks the addresses up, and downloads the state of one of them.
+
+    Args:
+        seeds: the addresses.
+        credentials: proofs of this command.
+        given: its options `timeout`, `max_bytes` and `verify_donors`.
+        report: where events and progress go.
+
+    Raises:
+        CommandError: there is no address, or none of the peers delivered a state.
+    """
+    from averaging.errors import AveragingError
+
+    try:
+        await seeds.look_up()
+    except AveragingError as error:
+        raise failure_of(error) from None
+    finally:
+        await seeds.close()
+    if not seeds.addresses:
+        raise CommandError(f"no peer to ask: {seeds.findings}")
+    _check_hosts(seeds.addresses, given["verify_donors"])
+    return await _download(seeds, credentials, given, report)
 
 
 async def _download(seeds: Seeds, credentials: Credentials, given: dict[str, Any], report: CommandOutput) -> State:

@@ -1,0 +1,368 @@
+"""Folders as `save_pretrained` of transformers writes them: shards in safetensors, their index, configuration.
+
+`BaseFolder` decides what belongs in a folder, `write_folder` writes one, and `VersionedFolders` keeps the newest
+versions side by side with a link to the newest one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from averaging.cli.exits import NOT_DONE, WRONG_USAGE, CommandError
+from averaging.cli.files import RESERVED_NAME, NotWrittenError, beside, sync
+from averaging.common import is_placeholder, listed, without_wrappers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    import torch
+
+SHARD_BYTES = 5_000_000_000
+"""Default limit of a file, as that of transformers."""
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
+"""Ends of the names of files that hold weights of the old model, or say where they are: they are not copied."""
+
+
+class BaseFolder:
+    """What a model folder has beside the weights of the run: the files and the frozen weights of another folder.
+
+    Args:
+        folder: a model's folder with `config.json`, as `save_pretrained` writes it, with or without its weights.
+
+    Raises:
+        CommandError: exit code 2: it is no such folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        if not folder.is_dir():
+            raise CommandError(f"--config: there is no directory {folder}", WRONG_USAGE)
+        if not (folder / "config.json").is_file():
+            raise CommandError(
+                f"--config: {folder} has no config.json; give the folder of the base model, as save_pretrained writes "
+                "it or the Hub has it",
+                WRONG_USAGE,
+            )
+        try:
+            files = [path for path in sorted(folder.iterdir()) if path.is_file() and not path.name.startswith(".")]
+            self.copied = [path for path in files if not path.name.endswith(WEIGHT_FILES)]
+            self._places = _places([path for path in files if path.name.endswith(".safetensors")])
+        except OSError as error:
+            raise CommandError(f"--config: {folder} cannot be read: {error}", WRONG_USAGE) from None
+
+    @property
+    def knows_names(self) -> bool:
+        """Whether the folder has weights, which say what tensors the model has."""
+        return bool(self._places)
+
+    def completed(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], int]:
+        """The tensors of the whole model under its own names, and how many of them are those of the folder.
+
+        The prefixes of wrappers are left out. If the folder has weights, they say which tensors the model has: those
+        that are missing, since the run does not train them, are taken from there; copies of tied ones are left out.
+
+        Raises:
+            CommandError: the tensors have no names, or are not those of the model.
+        """
+        named = dict(zip(without_wrappers(tensors), tensors.values(), strict=True))
+        if nameless := next((name for name in named if is_placeholder(name)), None):
+            raise CommandError(
+                f"the tensors have no names of a model, such as {nameless!r}: the averager was made without its model. "
+                "Give it model=model, or publish the model's state_dict()",
+            )
+        if RESERVED_NAME in named:
+            raise CommandError(f"the format allows no tensor called {RESERVED_NAME!r}")
+        if not self._places:
+            return named, 0
+        ours = {name: tensor for name, tensor in named.items() if name in self._places}
+        for name in ours:
+            shape = self._places[name][1]
+            if list(ours[name].shape) != shape:
+                raise CommandError(
+                    f"{name!r} is {list(ours[name].shape)}, and {shape} in {self.folder}; give --config the folder of "
+                    "the model that is trained"
+                )
+        missing = [name for name in self._places if name not in ours]
+        whole = ours | self._read(missing)
+        for name, tensor in named.items():
+            if name not in whole and not _is_tied(tensor, whole):
+                raise CommandError(
+                    f"{listed([name])!r} is no tensor of the model in {self.folder}, whose first one is "
+                    f"{next(iter(self._places))!r}; give --config the folder of the model that is trained"
+                )
+        return whole, len(missing)
+
+    def _read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        from safetensors import SafetensorError, safe_open
+
+        read: dict[str, torch.Tensor] = {}
+        try:
+            for path in dict.fromkeys(self._places[name][0] for name in names):
+                with safe_open(path, framework="pt") as file:
+                    read |= {name: file.get_tensor(name) for name in names if self._places[name][0] == path}
+        except (SafetensorError, OSError) as error:
+            raise CommandError(f"--config: {self.folder} cannot be read: {error}") from None
+        return read
+
+
+def _places(paths: Sequence[Path]) -> dict[str, tuple[Path, list[int]]]:
+    """The file and the shape of each tensor in these files."""
+    from safetensors import SafetensorError, safe_open
+
+    places: dict[str, tuple[Path, list[int]]] = {}
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                places |= {name: (path, file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise CommandError(f"--config: {path} is no safetensors file: {error}", WRONG_USAGE) from None
+    return places
+
+
+def _is_tied(tensor: torch.Tensor, others: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a tensor has the values of another one, as the output layer of a model with tied embeddings does."""
+    import torch
+
+    return any(
+        other.shape == tensor.shape and other.dtype == tensor.dtype and torch.equal(other, tensor)
+        for other in others.values()
+    )
+
+
+def shards(tensors: Mapping[str, torch.Tensor], limit: int) -> dict[str, dict[str, torch.Tensor]]:
+    """Divides tensors, in order, between files of at most `limit` bytes, by the names that transformers gives them.
+
+    A tensor that is larger has a file of its own.
+    """
+    groups: list[dict[str, torch.Tensor]] = []
+    left = 0
+    for name, tensor in tensors.items():
+        if not groups or tensor.nbytes > left:
+            groups.append({})
+            left = limit
+        groups[-1][name] = tensor
+        left -= tensor.nbytes
+    if len(groups) == 1:
+        return {WEIGHTS: groups[0]}
+    return {f"model-{n:05}-of-{len(groups):05}.safetensors": group for n, group in enumerate(groups, 1)}
+
+
+def write_folder(
+    folder: Path, tensors: Mapping[str, torch.Tensor], parts: BaseFolder, metadata: Mapping[str, str], limit: int
+) -> None:
+    """Writes a new folder, and syncs all of it to the disk.
+
+    Raises:
+        OSError: there is no room, or it cannot be written.
+        SafetensorError: likewise.
+    """
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    divided = shards(tensors, limit)
+    for name, group in divided.items():
+        whole = {key: tensor.contiguous() for key, tensor in group.items()}
+        save_file(whole, folder / name, {"format": "pt", **metadata})
+    if len(divided) > 1:
+        index = {
+            "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+            "weight_map": {key: name for name, group in divided.items() for key in group},
+        }
+        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    for path in parts.copied:
+        shutil.copyfile(path, folder / path.name)
+    for path in folder.iterdir():
+        sync(path)
+    sync(folder)
+
+
+@contextmanager
+def written_beside(folder: Path) -> Iterator[Path]:
+    """Yields a temporary path for a folder; whatever is left there is removed on exit.
+
+    Raises:
+        NotWrittenError: it could not be written.
+    """
+    from safetensors import SafetensorError
+
+    temporary = beside(folder)
+    try:
+        yield temporary
+    except (OSError, SafetensorError) as error:
+        raise NotWrittenError(
+            f"{folder} could not be written: {error}; the old version is unchanged. Free disk space, or give another "
+            "--output",
+            NOT_DONE,
+        ) from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+NEWEST = "newest"
+"""The link to the newest version."""
+
+_VERSION = re.compile(r"version-(\d+)")
+_LEFTOVER = re.compile(r"\.(version-\d+|newest)\.[0-9a-f]{8}\.tmp")
+
+
+@dataclass(frozen=True, slots=True)
+class FolderOptions:
+    """How folders are written.
+
+    Attributes:
+        parts: what they have beside the weights of the run.
+        shard_bytes: limit of a file.
+        keep: versions that are kept.
+    """
+
+    parts: BaseFolder
+    shard_bytes: int
+    keep: int
+
+
+class VersionedFolders:
+    """A directory with the newest versions of a model, `version-N` each, and the link `newest` to the last one.
+
+    A folder appears complete under its name, and the link moves in one step, so a reader that follows the link finds
+    the old version or the new one. Whoever reads an older version can go on: it is removed only after
+    `keep` newer ones.
+
+    Args:
+        path: the directory; it is made if it is missing. While this object lives, no other one can have it.
+        options: see `FolderOptions`.
+        overwrite: whether the directory may hold something else.
+
+    Raises:
+        CommandError: exit code 2: something else is there, another process writes there, or nobody can.
+    """
+
+    def __init__(self, path: Path, options: FolderOptions, *, overwrite: bool) -> None:
+        self.path, self._options = path, options
+        try:
+            if path.exists() and not path.is_dir():
+                raise CommandError(f"{path} exists and is no directory; give another --output", WRONG_USAGE)
+            if not path.exists() and not path.parent.is_dir():
+                raise CommandError(f"there is no directory {path.parent}; create it first", WRONG_USAGE)
+            path.mkdir(exist_ok=True)
+            self._lock = os.open(path, os.O_RDONLY)
+            self._take_lock()
+            strange = [entry.name for entry in path.iterdir() if not _is_ours(entry)]
+            if strange and not overwrite:
+                raise CommandError(
+                    f"{path} has {listed(sorted(strange))}, which this command has not written; give --overwrite to "
+                    "write beside it, or another --output. Nothing was done",
+                    WRONG_USAGE,
+                )
+            probe = beside(path / NEWEST)
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            reason = f"{path} cannot be written ({error.strerror}); choose a writable directory"
+            raise CommandError(reason, WRONG_USAGE) from None
+        self._remove_leftovers()
+
+    def _take_lock(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CommandError(
+                f"another process writes to {self.path}; end it, or give another --output", WRONG_USAGE
+            ) from None
+
+    def folder(self, version: int) -> Path:
+        """The folder of a version."""
+        return self.path / f"version-{version}"
+
+    @property
+    def newest(self) -> Path | None:
+        """The folder to which the link points; None if there is none."""
+        link = self.path / NEWEST
+        return link.resolve() if link.is_symlink() and link.is_dir() else None
+
+    def write(self, version: int, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> int:
+        """Writes a version, moves the link, and removes versions that are too old.
+
+        Returns:
+            How many tensors are not of the run, but of the folder of --config.
+
+        Raises:
+            NotWrittenError: it could not be written; the versions that are there, and the link, are unchanged.
+            CommandError: the tensors are not those of the model.
+        """
+        options = self._options
+        whole, frozen = options.parts.completed(tensors)
+        folder = self.folder(version)
+        with written_beside(folder) as temporary:
+            write_folder(temporary, whole, options.parts, metadata, options.shard_bytes)
+            if folder.exists():
+                self._remove(folder)
+            temporary.rename(folder)
+            self._move_link(folder)
+        for old in self._versions()[: -options.keep]:
+            if old != folder:
+                self._remove(old)
+        return frozen
+
+    def _move_link(self, folder: Path) -> None:
+        link = beside(self.path / NEWEST)
+        link.symlink_to(folder.name)
+        try:
+            link.replace(self.path / NEWEST)
+        finally:
+            link.unlink(missing_ok=True)
+        sync(self.path)
+
+    def _versions(self) -> list[Path]:
+        """The folders of versions, the oldest first."""
+        found = [(int(match[1]), path) for path in self.path.iterdir() if (match := _VERSION.fullmatch(path.name))]
+        return [path for _, path in sorted(found)]
+
+    def _remove(self, folder: Path) -> None:
+        """Removes a folder under another name, so that nobody finds half of it under its own."""
+        hidden = beside(folder)
+        with suppress(OSError):
+            folder.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+    def _remove_leftovers(self) -> None:
+        """Removes what a process that was killed has left."""
+        for entry in self.path.iterdir():
+            if _LEFTOVER.fullmatch(entry.name):
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry, ignore_errors=True)
+                else:
+                    entry.unlink(missing_ok=True)
+
+
+def _is_ours(entry: Path) -> bool:
+    if entry.name == NEWEST:
+        return entry.is_symlink()
+    return bool(_VERSION.fullmatch(entry.name) or _LEFTOVER.fullmatch(entry.name))
+
+
+def read_folder(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors of a folder by name, sorted, and the metadata of its files.
+
+    Raises:
+        CommandError: a file cannot be read.
+    """
+    from averaging.cli.files import read
+
+    tensors: dict[str, Any] = {}
+    metadata: dict[str, str] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        document = read(path)
+        tensors |= document.tensors
+        metadata |= document.metadata or {}
+    return dict(sorted(tensors.items())), metadata

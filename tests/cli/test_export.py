@@ -1,0 +1,229 @@
+"""`averaging export`: a model's folder from a checkpoint or a peer's state, and every way in which it cannot be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click.testing
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
+
+from averaging import LocalSGD
+from averaging.cli import main
+from averaging.cli.model_folder import shards
+from tests.cli.test_disk_full import full_disk
+from tests.support.model_folders import base_folder, load_folder
+from tests.support.processes import averaging_command
+from tests.support.training import Run
+
+NAMES = {"first.weight": torch.arange(6.0).view(2, 3), "last.bias": torch.ones(2)}
+
+
+def export(*arguments: object) -> click.testing.Result:
+    return CliRunner().invoke(main, ["export", *map(str, arguments)])
+
+
+def told(result: click.testing.Result) -> str:
+    return " ".join(result.output.split())
+
+
+def wrapped(prefix: str) -> dict[str, torch.Tensor]:
+    return {prefix + name: tensor for name, tensor in NAMES.items()}
+
+
+CHECKPOINTS: dict[str, Any] = {
+    "a state dict": NAMES,
+    "beside the averager": {"model": NAMES, "averager": {"state": {0: {"exp_avg": torch.ones(3)}}}},
+    "of Lightning": {"state_dict": NAMES, "epoch": 3},
+    "of torch.compile": wrapped("_orig_mod."),
+    "of DistributedDataParallel": {"model": wrapped("module.")},
+    "of both": wrapped("module._orig_mod."),
+}
+
+
+@pytest.mark.parametrize("what", CHECKPOINTS)
+def test_a_checkpoint_has_the_names_of_the_model(what: str, tmp_path: Path) -> None:
+    torch.save(CHECKPOINTS[what], tmp_path / "last.pt")
+    base = base_folder(tmp_path / "base", {name: torch.zeros_like(tensor) for name, tensor in NAMES.items()})
+    result = export(tmp_path / "last.pt", "--config", base, "--output", tmp_path / "model")
+    assert result.exit_code == 0, result.output
+    assert f"done: 2 tensors, 32 bytes, wrote {tmp_path / 'model'}" in told(result)
+    written = load_folder(tmp_path / "model")
+    assert written.keys() == NAMES.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in NAMES.items())
+    names = {path.name for path in (tmp_path / "model").iterdir()}
+    assert names == {"config.json", "tokenizer.json", "model.safetensors"}
+    assert {path.name for path in tmp_path.iterdir()} == {"last.pt", "base", "model"}
+
+
+def test_a_state_file_has_its_version_and_frozen_weights_come_from_the_base(tmp_path: Path) -> None:
+    of_averager = {"optimizer/exp_avg/0": torch.ones(1), "strategy/anchor/last.bias": torch.ones(2)}
+    buffer = {"buffer/mean": torch.tensor([7.0])}
+    state = {"last.bias": torch.full((2,), 5.0)} | of_averager | buffer
+    save_file(state, tmp_path / "now.safetensors", {"averaging.version": "41"})
+    base = base_folder(tmp_path / "base", NAMES | {"mean": torch.zeros(1)})
+    output = tmp_path / "model"
+    result = export(tmp_path / "now.safetensors", "--config", base, "--output", output, "--json")
+    done = json.loads(result.stdout)
+    assert done == {
+        "event": "done",
+        **{"version": 41, "tensors": 3, "bytes": 36, "frozen": 1, "output": str(output)},
+    }
+    written = load_folder(output)
+    assert written["last.bias"].tolist() == [5.0, 5.0]
+    assert written["mean"].tolist() == [7.0]
+    assert torch.equal(written["first.weight"], NAMES["first.weight"])
+
+
+def test_the_state_of_a_peer(tmp_path: Path) -> None:
+    run = Run()
+    try:
+        opt = run.add(LocalSGD(2), torch.optim.AdamW)
+        model = run.models[0]
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        base = base_folder(tmp_path / "base")
+        for _ in range(2):
+            opt.step()
+        output = tmp_path / "model"
+        ended = averaging_command("export", opt.endpoint, "--config", str(base), "--output", str(output))
+        assert ended.returncode == 0, ended.stderr
+        assert "--config has no weights, so the names" in ended.stdout
+        written = load_folder(output)
+        expected = model.state_dict()
+        assert written.keys() == expected.keys()
+        assert all(torch.equal(written[name], expected[name]) for name in expected)
+        nameless = run.add(LocalSGD(2), torch.optim.AdamW, gives_model=False, run_id="other", join=[])
+        ended = averaging_command("export", nameless.endpoint, "--config", str(base), "--output", str(tmp_path / "no"))
+        assert ended.returncode == 1
+        assert "such as 'group0.param0': the averager was made without its model" in " ".join(ended.stderr.split())
+        assert not (tmp_path / "no").exists()
+    finally:
+        run.close()
+
+
+def test_shards_and_their_index(tmp_path: Path) -> None:
+    tensors = {f"layer{n}.weight": torch.full((4, 4), float(n)) for n in range(5)}
+    torch.save(tensors, tmp_path / "last.pt")
+    base = base_folder(tmp_path / "base")
+    result = export(tmp_path / "last.pt", "--config", base, "--output", tmp_path / "model", "--max-shard-bytes", 130)
+    assert result.exit_code == 0, result.output
+    files = sorted(path.name for path in (tmp_path / "model").glob("*.safetensors"))
+    assert files == [f"model-{n:05}-of-00003.safetensors" for n in (1, 2, 3)]
+    assert json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())["metadata"] == {
+        "total_size": 320
+    }
+    written = load_folder(tmp_path / "model")
+    assert all(torch.equal(written[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_tensor_that_is_larger_than_a_shard_has_one_of_its_own() -> None:
+    groups = shards({"a": torch.zeros(1), "b": torch.zeros(9), "c": torch.zeros(1), "d": torch.zeros(1)}, 8)
+    assert [list(group) for group in groups.values()] == [["a"], ["b"], ["c", "d"]]
+
+
+def test_a_copy_of_tied_embeddings_is_left_out_and_another_tensor_is_named(tmp_path: Path) -> None:
+    base = base_folder(tmp_path / "base", NAMES)
+    torch.save(NAMES | {"head.weight": NAMES["first.weight"].clone()}, tmp_path / "tied.pt")
+    assert export(tmp_path / "tied.pt", "--config", base, "--output", tmp_path / "model").exit_code == 0
+    assert load_folder(tmp_path / "model").keys() == NAMES.keys()
+    torch.save(NAMES | {"head.weight": torch.zeros(2, 3)}, tmp_path / "other.pt")
+    result = export(tmp_path / "other.pt", "--config", base, "--output", tmp_path / "no")
+    assert result.exit_code == 1
+    assert "'head.weight' is no tensor of the model in" in told(result)
+    torch.save(NAMES | {"last.bias": torch.zeros(3)}, tmp_path / "shape.pt")
+    result = export(tmp_path / "shape.pt", "--config", base, "--output", tmp_path / "no")
+    assert "'last.bias' is [3], and [2] in" in told(result)
+    assert not (tmp_path / "no").exists()
+
+
+def test_an_old_folder_is_replaced_only_if_asked(tmp_path: Path) -> None:
+    torch.save(NAMES, tmp_path / "last.pt")
+    base, output = base_folder(tmp_path / "base"), tmp_path / "model"
+    given = (tmp_path / "last.pt", "--config", base, "--output", output)
+    assert export(*given).exit_code == 0
+    again = export(*given)
+    assert (again.exit_code, "give --overwrite to replace it" in told(again)) == (2, True)
+    torch.save({name: tensor + 1 for name, tensor in NAMES.items()}, tmp_path / "last.pt")
+    assert export(*given, "--overwrite").exit_code == 0
+    assert torch.equal(load_folder(output)["last.bias"], NAMES["last.bias"] + 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "last.pt", "model"]
+
+
+def test_a_full_disk_leaves_the_old_folder(tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(10_000)}, tmp_path / "last.pt")
+    base, output = base_folder(tmp_path / "base"), tmp_path / "model"
+    given = (tmp_path / "last.pt", "--config", base, "--output", output)
+    assert export(*given).exit_code == 0
+    with full_disk(1000):
+        result = export(*given, "--overwrite")
+    assert (result.exit_code, "could not be written" in told(result)) == (1, True)
+    assert load_folder(output)["w"].shape == (10_000,)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "last.pt", "model"]
+
+
+def no_model(folder: Path) -> list[object]:
+    torch.save({"optimizer": {"state": {}}}, folder / "last.pt")
+    return [folder / "last.pt"]
+
+
+def code(folder: Path) -> list[object]:
+    torch.save({"model": print}, folder / "last.pt")  # would run code of others
+    return [folder / "last.pt"]
+
+
+def garbage(folder: Path) -> list[object]:
+    (folder / "last.pt").write_bytes(b"garbage")
+    return [folder / "last.pt"]
+
+
+def good(folder: Path) -> list[object]:
+    torch.save(NAMES, folder / "last.pt")
+    return [folder / "last.pt"]
+
+
+@pytest.mark.parametrize(
+    ("source", "more", "message"),
+    [
+        (no_model, [], "has no model; save its state_dict() under 'model'"),
+        (code, [], "cannot be read as a checkpoint of torch.save"),
+        (garbage, [], "cannot be read as a checkpoint of torch.save"),
+        (lambda folder: [folder], [], "is a directory"),
+        (lambda folder: [folder / "missing.pt"], [], "missing.pt does not exist"),
+        (lambda _: ["nowhere"], [], "nowhere does not exist; give a checkpoint, or HOST:PORT"),
+        (lambda _: ["host:notaport"], [], "notaport"),
+        (good, ["--config", "nothing"], "there is no directory nothing"),
+        (good, ["--config", "."], "has no config.json"),
+        (good, ["--output", "base"], "exists; give --overwrite"),
+        (good, ["--output", "base", "--overwrite"], "is the folder of --config"),
+        (good, ["--output", "deep/er"], "there is no directory"),
+        (good, ["--output", "last.pt"], "exists and is no directory"),
+        (good, ["--output", "other", "--overwrite"], "is no folder of a model"),
+        (good, ["--max-shard-bytes", "0"], "--max-shard-bytes"),
+    ],
+)
+def test_wrong_arguments(
+    source: Callable[[Path], list[object]],
+    more: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    base_folder(tmp_path / "base")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "letter").touch()
+    result = export(*source(tmp_path), "--config", "base", "--output", "model", *more)
+    assert result.exit_code == 2, result.output
+    assert message in told(result)
+    assert not (tmp_path / "model").exists()
+
+
+def test_config_is_needed(tmp_path: Path) -> None:
+    result = export("127.0.0.1:1", "--output", tmp_path / "model")
+    assert (result.exit_code, "--config is missing" in told(result)) == (2, True)
