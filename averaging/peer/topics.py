@@ -369,8 +369,8 @@ def make_topic(
         top_k = top_k or TopK()
         if adopt is not Adopt.WHOLE:
             raise ConfigError("compression='top_k' needs adopt='whole': what is sent is taken out of the residuals")
-    # With deltas the results of the members differ slightly.
-    reply = ReplyForm.AVERAGE if adopt is Adopt.WHOLE else config.reply_form
+    # With deltas the results of the members differ slightly. TOP_K refuses them by name instead.
+    reply = ReplyForm.AVERAGE if adopt is Adopt.WHOLE and code is not CompressionType.TOP_K else config.reply_form
     schema = describe(
         tensors.names,
         tensors.tensors,
