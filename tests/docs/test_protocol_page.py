@@ -94,9 +94,15 @@ def test_the_schema_hashes_of_the_page(reply: ReplyForm, aggregation: Aggregatio
     shapes = {(3,): CompressionType.NONE, (): CompressionType.NONE, (3, 3): CompressionType.BLOCKWISE_INT8}
     tensors = tuple(TensorSpec("", "float32", shape, compression) for shape, compression in shapes.items())
     schema = Schema(tensors, 1 << 20, reply, topic, aggregation)
-    assert len(SCHEMAS) == 2
+    assert len(SCHEMAS) == 3
     assert all(sha256(text.encode()).hexdigest() == digest for text, digest in SCHEMAS)
     assert schema.hash.hex() in {digest for _, digest in SCHEMAS}
+
+
+def test_the_hash_of_the_page_for_a_schema_with_top_k() -> None:
+    tensors = (TensorSpec("", "float32", (64, 128), CompressionType.TOP_K), TensorSpec("", "float32", ()))
+    schema = Schema(tensors, 1 << 20, topic="changes", sparse=TopK(1 / 64, 2))
+    assert schema.hash.hex() == SCHEMAS[-1][1]
 
 
 def test_the_rules_of_the_page_in_a_schema_s_text() -> None:
