@@ -11,14 +11,14 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import torch
 
 from averaging.common import duration, size
 from averaging.errors import ConfigError
-from averaging.protocol import MAX_GROUP_SIZE, CompressionType
+from averaging.protocol import MAX_GROUP_SIZE, CompressionType, TopK
 from averaging.receipts import Receipt
 from averaging.tensors import AVERAGED_DTYPES, bytes_per_element
 
@@ -52,6 +52,22 @@ CODEC_SECONDS: Mapping[CompressionType, tuple[float, float]] = {
     CompressionType.QUANTILE_8BIT: (7.5, 0.5),
 }
 """CPU seconds to encode and to decode a GiB of float32 within a round."""
+
+CHOOSING, CHOOSING_EACH = 0.75, 6.1
+"""CPU seconds to encode a GiB of float32 with top_k before a round: this, and this times the root of the density."""
+
+COMBINING, DECODING_UNION = 5.5, 0.25
+"""CPU seconds to decode replies with top_k for a GiB of float32: times density and members where the contributions are
+sent on as they came, else this."""
+
+REDUCING = 6.0
+"""CPU seconds to reduce with top_k, times the density, for a GiB of float32 of the whole model."""
+
+WRITING_BLOCKS = 0.5
+"""CPU seconds to write a GiB of float32 from blocks to its tensors."""
+
+INDEX_BITS = 12
+"""Bits of the place of a value that top_k sends."""
 
 PARTS_UNDER_WAY = 16 << 20
 """Bytes of parts that a peer holds while a round is in progress."""
@@ -115,7 +131,8 @@ class RunPlan:
         strategy: what is averaged.
         sync_every: local steps between two rounds of the same tensors; with gradient averaging batches of one peer for
             a global step.
-        compression: code on the wire.
+        compression: code on the wire; TOP_K for DiLoCo only.
+        top_k: how much is sent with TOP_K.
         peers: peers of a group.
         link: link of each peer; of unequal ones the slowest, and of unequal directions the slower one.
         step_seconds: seconds of a local step of each peer, or of all of them alike.
@@ -137,6 +154,7 @@ class RunPlan:
     strategy: StrategyKind = StrategyKind.DILOCO
     sync_every: int = 100
     compression: CompressionType = CompressionType.NONE
+    top_k: TopK = field(default_factory=TopK)
     peers: int = 8
     link: PeerLink = PeerLink(100e6)
     step_seconds: tuple[float, ...] = (1.0,)
@@ -158,6 +176,8 @@ class RunPlan:
             raise ConfigError("gradient averaging waits for each round, so that delay must be 0")
         if self.delay > self.steps_of_round or (self.delay == self.steps_of_round and self.is_diloco):
             raise ConfigError(f"a round begins every {self.steps_of_round} steps; delay must be less, not {self.delay}")
+        if self.is_sparse and not self.is_diloco:
+            raise ConfigError("top_k sends changes of many steps, so that it is for diloco", "compression")
         if self.statistics_averaged and self.strategy is not StrategyKind.LOCAL_SGD:
             raise ConfigError("only local_sgd averages the statistics of the optimizer")
         if len(self.step_seconds) not in (1, self.peers):
@@ -167,6 +187,11 @@ class RunPlan:
     def is_diloco(self) -> bool:
         """Whether a round has the change of many steps."""
         return self.strategy is StrategyKind.DILOCO
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether only the largest changes are sent."""
+        return self.compression is CompressionType.TOP_K
 
     @property
     def steps_of_round(self) -> int:
@@ -187,11 +212,38 @@ class RunPlan:
         return self.parameters * copies * self.averaged_dtype.itemsize / self.fragments
 
     @property
-    def wire_bytes(self) -> float:
-        """Bytes of the tensors of one round, once, on the wire."""
+    def contribution_bytes(self) -> float:
+        """Bytes of what one peer contributes to a round, on the wire."""
+        if self.is_sparse:
+            return self._as_they_came / self.peers
         coded = self.parameters * bytes_per_element(self.compression, self.averaged_dtype)
         exact = self.parameters * self.statistics * self.statistics_averaged * self.averaged_dtype.itemsize
         return (coded + exact) / self.fragments
+
+    @property
+    def reply_bytes(self) -> float:
+        """Bytes of the averages of all tensors of a round, on the wire."""
+        return min(self._as_they_came, self._union) if self.is_sparse else self.contribution_bytes
+
+    @property
+    def sends_union(self) -> bool:
+        """Whether the union of sparse contributions is shorter than the contributions as they came."""
+        return self._union < self._as_they_came
+
+    @property
+    def _as_they_came(self) -> float:
+        """Bytes of the sparse contributions of all peers."""
+        bits = self.top_k.density * (INDEX_BITS + self.top_k.bits)
+        return self.peers * self.parameters * bits / 8 / self.fragments
+
+    @property
+    def _union(self) -> float:
+        """Bytes of the elements that any peer sends, in 8 bits: with indices, or one bit for each element.
+
+        The changes of the peers are taken as independent. The more they are alike, the shorter it is.
+        """
+        share = 1 - (1 - self.top_k.density) ** self.peers
+        return self.parameters * min(share * (1 + INDEX_BITS / 8), share + 1 / 8) / self.fragments
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +252,8 @@ class Estimate:
 
     Attributes:
         bytes_sent: bytes that it sends in a round, and that it receives.
+        contributed: those of them for the shards of others; the rest are the averages of its own shard.
+        coding: CPU seconds of the code in a round.
         phases: seconds of a round by phase, as in receipts; `looking` includes the wait for slower peers.
         waited: seconds of a round in which the fastest peer does not train.
         rounds_per_day: rounds in a day.
@@ -207,6 +261,8 @@ class Estimate:
     """
 
     bytes_sent: float
+    contributed: float
+    coding: float
     phases: Mapping[str, float]
     waited: float
     rounds_per_day: float
@@ -234,20 +290,26 @@ class Estimate:
 
 def estimate(run: RunPlan) -> Estimate:
     """What a peer of the run spends if all peers are there and no round fails."""
-    moved = 2 * (run.peers - 1) / run.peers * run.wire_bytes
+    others = (run.peers - 1) / run.peers
+    contributed = others * run.contribution_bytes
+    moved = contributed + others * run.reply_bytes
+    before, within, after = coding_seconds(run)
     slowest, fastest = max(run.step_seconds), min(run.step_seconds)
     # With gradient averaging the fast peers gather more samples instead of waiting.
     behind = 0.0 if run.strategy is StrategyKind.GRADIENT_AVERAGING else run.steps_of_round * (slowest - fastest)
     phases = {
         "checking": CHECKING * run.tensor_bytes / 2**30,
         "looking": JOINING + JOINING_TRIPS * run.link.round_trip + behind,
-        "allreduce": _allreduce_seconds(run, moved),
-        "adopting": ADOPTING * run.tensor_bytes / 2**30,
+        "preparing": before / run.cores,
+        "allreduce": _allreduce_seconds(run, moved, within),
+        "adopting": ADOPTING * run.tensor_bytes / 2**30 + after / run.cores,
     }
     seconds = sum(phases.values())
     waited = max(0.0, seconds - run.delay * fastest) if run.delay else seconds
     return Estimate(
         bytes_sent=moved,
+        contributed=contributed,
+        coding=before + within + after,
         phases=phases,
         waited=waited,
         rounds_per_day=DAY / (run.steps_of_round * fastest + waited),
@@ -255,16 +317,25 @@ def estimate(run: RunPlan) -> Estimate:
     )
 
 
-def _allreduce_seconds(run: RunPlan, moved: float) -> float:
-    """Two round trips, the bytes on the link, and the CPU time beside them, of which a part overlaps.
+def coding_seconds(run: RunPlan) -> tuple[float, float, float]:
+    """CPU seconds of the code before the all-reduce, within it, and after it.
 
-    Each peer encodes the shards of the others and the average of its own, and decodes both again.
+    Without TOP_K each peer encodes the shards of the others and the average of its own, and decodes both again.
     """
-    on_link = moved * 8 / (run.link.rate * TCP_PAYLOAD * LINK_USE)
-    encoding, decoding = CODEC_SECONDS[run.compression]
     values = run.parameters * torch.float32.itemsize / run.fragments / 2**30
-    moving = 2 * moved / 2**30 * MOVING * (SEALING if run.encrypted else 1)
-    busy = moving + values * (encoding + decoding * 2 * (run.peers - 1) / run.peers)
+    if not run.is_sparse:
+        encoding, decoding = CODEC_SECONDS[run.compression]
+        return 0.0, values * (encoding + decoding * 2 * (run.peers - 1) / run.peers), 0.0
+    density = run.top_k.density
+    replies = DECODING_UNION if run.sends_union else COMBINING * density * run.peers
+    choosing = CHOOSING + CHOOSING_EACH * math.sqrt(density)
+    return values * choosing, values * (replies + REDUCING * density), values * WRITING_BLOCKS
+
+
+def _allreduce_seconds(run: RunPlan, moved: float, coding: float) -> float:
+    """Two round trips, the bytes on the link, and the CPU time beside them, of which a part overlaps."""
+    on_link = moved * 8 / (run.link.rate * TCP_PAYLOAD * LINK_USE)
+    busy = 2 * moved / 2**30 * MOVING * (SEALING if run.encrypted else 1) + coding
     return 2 * run.link.round_trip + math.hypot(on_link, busy / run.cores)
 
 
@@ -282,14 +353,20 @@ def memory_of_peer(run: RunPlan) -> dict[str, int]:
     shared = weights + statistics
     match run.strategy:
         case StrategyKind.DILOCO:
-            memory |= {"model after the last global step": averaged, "outer momentum": averaged}
-            memory |= {"change since then": averaged}
-            shared += 2 * averaged
+            # With TOP_K the residual plays the part of outer momentum.
+            momentum = {} if run.is_sparse else {"outer momentum": averaged}
+            memory |= {"model after the last global step": averaged} | momentum | {"change since then": averaged}
+            shared += averaged * (1 + len(momentum))
         case StrategyKind.GRADIENT_AVERAGING:
             memory["mean gradients"] = averaged
         case StrategyKind.LOCAL_SGD if run.delay:
             memory["copy that is averaged during training"] = int(run.tensor_bytes)
-    if run.error_feedback:
+    if run.is_sparse:
+        memory["residual of what was not sent"] = 4 * run.parameters
+        memory["the next residual, until a result is applied"] = 4 * run.parameters // run.fragments
+        if run.sends_union:
+            memory["residual of the replies"] = 4 * run.parameters // run.peers
+    elif run.error_feedback:
         memory["loss of the code"] = run.parameters * torch.float32.itemsize
     memory["results of a round"] = int(run.tensor_bytes)
     memory["parts under way"] = min(PARTS_UNDER_WAY, 2 * int(run.tensor_bytes))

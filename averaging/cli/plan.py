@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from averaging.cli.explain import read_receipts
 from averaging.cli.options import KindType
 from averaging.common import choice, number
 from averaging.errors import ConfigError
-from averaging.protocol import COMPRESSIONS
+from averaging.protocol import CHANGE_COMPRESSIONS, KEPT_BITS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,13 +26,21 @@ if TYPE_CHECKING:
 COUNT = KindType(number(least=1, most=1e15, metavar="N"))
 POSITIVE = KindType(number(above=0))
 
-TABLE_COMPRESSIONS = ("none", "float16", "int8")
-"""The rows of the table for each strategy, beside what was asked for."""
+TABLE_COMPRESSIONS = ("none", "float16", "int8", "top_k")
+"""The rows of the table for each strategy, beside what was asked for. `top_k` is for DiLoCo only."""
 
 
 def _seconds_of_steps(context: click.Context, parameter: click.Parameter, value: str) -> tuple[float, ...]:
     """Reads `1.4`, or `1.4,1.4,5` with the seconds of each peer."""
     return tuple(POSITIVE.convert(part.strip(), parameter, context) for part in value.split(","))
+
+
+def _density(context: click.Context, parameter: click.Parameter, value: str) -> float:
+    """Reads `1/64` or `0.0156`."""
+    try:
+        return float(Fraction(value))
+    except (ValueError, ZeroDivisionError):
+        raise click.BadParameter(f"{value!r} is no number; write it as 1/64 or 0.0156", context, parameter) from None
 
 
 @click.command("plan")
@@ -50,7 +59,16 @@ def _seconds_of_steps(context: click.Context, parameter: click.Parameter, value:
     metavar="H",
     help="Local steps between two rounds; with gradient_averaging batches of a peer for a global step.",
 )
-@click.option("--compression", default="none", type=KindType(choice(COMPRESSIONS)), help="Code on the wire.")
+@click.option("--compression", default="none", type=KindType(choice(CHANGE_COMPRESSIONS)), help="Code on the wire.")
+@click.option(
+    "--density", default="1/64", callback=_density, metavar="SHARE", help="Share of the elements that top_k sends."
+)
+@click.option(
+    "--bits",
+    default="2",
+    type=click.Choice([str(bits) for bits in KEPT_BITS]),
+    help="Bits of each of them.",
+)
 @click.option("--peers", default=8, type=click.IntRange(2, 4096), metavar="N", help="Peers of a group.")
 @click.option(
     "--link",
@@ -104,6 +122,11 @@ def plan_command(price: float | None, receipts: Path | None, as_json: bool, **gi
           --peers 8 --link 300Mbit/40ms --step-seconds 1.4 --price 0.05
 
     \b
+    The same with only the largest changes, in 2 bits each, which needs an eighth of the bytes:
+      averaging plan --parameters 1.2e9 --dtype bf16 --sync-every 100 --compression top_k --density 1/64 \
+          --peers 8 --link 300Mbit/40ms --step-seconds 1.4
+
+    \b
     Three peers of which one is slow, and a run compared with its plan:
       averaging plan --parameters 1e8 --peers 3 --step-seconds 0.5,0.5,2
       averaging plan --parameters 1e8 --peers 3 --step-seconds 0.5 --receipts a.jsonl
@@ -113,9 +136,11 @@ def plan_command(price: float | None, receipts: Path | None, as_json: bool, **gi
     Exit codes: 0 done; 2 wrong usage, or receipts that cannot be read.
     """
     from averaging.plan import PeerLink, RunPlan, StrategyKind, compare, estimate, parse_dtype
+    from averaging.protocol import TopK
 
     given |= {"parameters": int(given["parameters"]), "strategy": StrategyKind(given["strategy"])}
     try:
+        given["top_k"] = TopK(given.pop("density"), int(given.pop("bits")))
         planned = RunPlan(**given | {"dtype": parse_dtype(given["dtype"]), "link": PeerLink.parse(given["link"])})
         differences = compare(planned, read_receipts(receipts).receipts) if receipts else []
     except ConfigError as error:
@@ -143,22 +168,30 @@ def _alternatives(planned: RunPlan) -> list[RunPlan]:
     from dataclasses import replace
 
     from averaging.plan import StrategyKind
+    from averaging.protocol import CompressionType
 
-    codes = dict.fromkeys([*(COMPRESSIONS[name] for name in TABLE_COMPRESSIONS), planned.compression])
+    codes = dict.fromkeys([*(CHANGE_COMPRESSIONS[name] for name in TABLE_COMPRESSIONS), planned.compression])
     rows = []
     for strategy in StrategyKind:
         alike = (
             planned
             if strategy is planned.strategy
-            else replace(planned, strategy=strategy, fragments=1, delay=0, statistics_averaged=False)
+            else replace(
+                planned,
+                strategy=strategy,
+                compression=CompressionType.NONE,
+                fragments=1,
+                delay=0,
+                statistics_averaged=False,
+            )
         )
-        rows += [replace(alike, compression=code) for code in codes]
+        rows += [replace(alike, compression=code) for code in codes if alike.is_diloco or not code.is_sparse]
     return rows
 
 
 def _code(row: RunPlan) -> str:
     """The shortest name of its compression."""
-    return min((name for name, code in COMPRESSIONS.items() if code is row.compression), key=len)
+    return min((name for name, code in CHANGE_COMPRESSIONS.items() if code is row.compression), key=len)
 
 
 def _values(planned: RunPlan, price: float | None) -> dict[str, Any]:
@@ -168,6 +201,8 @@ def _values(planned: RunPlan, price: float | None) -> dict[str, Any]:
     result = estimate(planned)
     values: dict[str, Any] = {
         "bytes_per_round": result.bytes_sent,
+        "contributed_per_round": result.contributed,
+        "coding_seconds": result.coding,
         "bytes_per_day": result.bytes_per_day,
         "rounds_per_day": result.rounds_per_day,
         "phases": dict(result.phases),
@@ -187,9 +222,15 @@ def _show(planned: RunPlan, result: Estimate, price: float | None) -> None:
     cost = (
         "" if price is None else f"\ncost of a peer: {result.cost_per_day(price):.2f} a day at {price:g} for 10^9 bytes"
     )
+    sparse = (
+        f": {size(result.contributed)} of contributions, {size(result.bytes_sent - result.contributed)} of averages; "
+        f"the code takes {duration(result.coding)} of a core"
+        if planned.is_sparse
+        else ""
+    )
     overlapped = f", of which training goes on in {duration(result.seconds - result.waited)}" if planned.delay else ""
     click.echo(
-        f"a round: {size(result.bytes_sent)} sent by each peer, and as much received\n"
+        f"a round: {size(result.bytes_sent)} sent by each peer, and as much received{sparse}\n"
         f"a day: {result.rounds_per_day:.0f} rounds, {size(result.bytes_per_day)} each way{cost}\n"
         f"seconds of a round: {duration(result.seconds)} ({phases}){overlapped}\n"
         f"time without training: {result.share_not_training:.1%} at the fastest peer\n"

@@ -16,7 +16,7 @@ from averaging.cli import main
 from averaging.common import duration
 from averaging.errors import ConfigError
 from averaging.plan import DAY, PeerLink, RunPlan, StrategyKind, compare, estimate, memory_of_peer, parse_dtype
-from averaging.protocol import COMPRESSIONS, CompressionType
+from averaging.protocol import COMPRESSIONS, CompressionType, TopK
 from averaging.receipts import Account, Outcome, Receipt
 from averaging.receipts.receipt_log import dumps
 from tests.support.receipts import receipt
@@ -64,6 +64,58 @@ def test_bytes_are_those_of_the_shards_that_others_reduce_and_of_the_own_shard()
     assert estimate(replace(RUN, fragments=5)).bytes_sent == pytest.approx(2 * 3 / 4 * (4 << 20) / 5)
     statistics_too = replace(RUN, strategy=StrategyKind.LOCAL_SGD, statistics_averaged=True)
     assert estimate(statistics_too).bytes_sent == 2 * 3 / 4 * 3 * (4 << 20)
+
+
+SPARSE = replace(RUN, compression=CompressionType.TOP_K, parameters=1 << 22)
+
+
+def test_bytes_of_top_k_are_contributions_up_and_replies_down() -> None:
+    contribution = (1 << 22) / 64 * 14 / 8
+    result = estimate(SPARSE)
+    assert result.contributed == 3 / 4 * contribution
+    assert result.bytes_sent == 3 / 4 * contribution * (1 + 4)  # replies hold the contributions of all four
+    many = replace(SPARSE, peers=32)
+    union = (1 << 22) * (1 - (63 / 64) ** 32 + 1 / 8)  # a bit for each element, a byte for those that are sent
+    assert estimate(many).bytes_sent == pytest.approx(31 / 32 * (contribution + union))
+    halves = replace(SPARSE, fragments=2)
+    assert estimate(halves).bytes_sent == pytest.approx(result.bytes_sent / 2)
+
+
+def recorded() -> list[Any]:
+    rows = json.loads((BENCHMARKS / "codecs.json").read_text())["sparse"]["rows"]
+    return [
+        pytest.param(row, int(members), id=f"1/{1 / row['density']:g}, {row['bits']} bits, {members}")
+        for row in rows
+        for members in row["replies"]
+    ]
+
+
+@pytest.mark.parametrize(("row", "members"), recorded())
+def test_top_k_takes_the_processor_as_long_as_was_measured(row: dict[str, Any], members: int) -> None:
+    top_k, reply = TopK(row["density"], row["bits"]), row["replies"][str(members)]
+    run = replace(SPARSE, parameters=10**9, peers=members, top_k=top_k)
+    assert estimate(run).coding == pytest.approx(reply["seconds_of_a_billion"], rel=0.2)
+    assert estimate(run).coding < 14.5
+    replies = 8 * run.reply_bytes / run.parameters
+    assert replies == pytest.approx(reply["bits_a_weight"], rel=0.02)
+    assert 8 * run.contribution_bytes / run.parameters == pytest.approx(row["bits_a_weight"], rel=0.03)
+
+
+def test_top_k_is_for_changes() -> None:
+    for strategy in (StrategyKind.LOCAL_SGD, StrategyKind.GRADIENT_AVERAGING):
+        with pytest.raises(ConfigError, match="top_k sends changes of many steps, so that it is for diloco"):
+            replace(SPARSE, strategy=strategy)
+
+
+def test_with_top_k_the_residual_takes_the_place_of_outer_momentum() -> None:
+    dense, sparse = memory_of_peer(RUN), memory_of_peer(replace(RUN, compression=CompressionType.TOP_K))
+    assert set(dense) - set(sparse) == {"outer momentum"}
+    assert set(sparse) - set(dense) == {
+        "residual of what was not sent",
+        "the next residual, until a result is applied",
+    }
+    assert sparse["residual of what was not sent"] == dense["outer momentum"]
+    assert memory_of_peer(replace(SPARSE, peers=32))["residual of the replies"] == (1 << 24) // 32
 
 
 def test_a_day_is_rounds_and_the_steps_between_them() -> None:
@@ -164,7 +216,7 @@ def test_the_command_prints_the_plan_a_table_and_the_comparison(tmp_path: Path) 
     options += ["--step-seconds", "0.5"]
     text = run_command(*options, "--price", "0.05").stdout
     assert f"seconds of a round: {duration(estimate(RUN).seconds)}" in text
-    assert len([line for line in text.splitlines() if line.startswith(tuple(StrategyKind))]) == 9
+    assert len([line for line in text.splitlines() if line.startswith(tuple(StrategyKind))]) == 10
     values = json.loads(run_command(*options, "--price", "0.05", "--json").stdout)
     assert values["bytes_per_round"] == estimate(RUN).bytes_sent
     assert values["cost_per_day"] == pytest.approx(estimate(RUN).cost_per_day(0.05))
@@ -173,3 +225,31 @@ def test_the_command_prints_the_plan_a_table_and_the_comparison(tmp_path: Path) 
     assert "allreduce: " in run_command(*options, "--receipts", str(receipts)).stdout
     assert run_command(*options, "--receipts", str(tmp_path / "none")).exit_code == 2
     assert "300Mbit/40ms" in run_command("--parameters", "9", "--link", "3").stderr
+
+
+def test_the_command_knows_top_k() -> None:
+    options = ["--parameters", "1e9", "--compression", "top_k", "--density", "1/32", "--bits", "4", "--peers", "16"]
+    text = run_command(*options).stdout
+    assert "of contributions, " in text
+    assert "the code takes 10.3 s of a core" in text
+    assert "residual of the replies" in text
+    rows = [line.split()[:2] for line in text.splitlines() if line.startswith(tuple(StrategyKind))]
+    assert [strategy for strategy, code in rows if code == "top_k"] == ["diloco"]
+    values = json.loads(run_command(*options, "--json").stdout)
+    assert values["contributed_per_round"] == 15 / 16 * 1e9 / 32 * 2
+    assert values["coding_seconds"] == pytest.approx(10.3, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--density", "0"], "density, the share of the elements that is sent, must be above 0 and at most 1, not 0.0"),
+        (["--density", "1/0"], "'1/0' is no number; write it as 1/64 or 0.0156"),
+        (["--bits", "3"], "'3' is not one of '2', '4', '8'"),
+        (["--strategy", "local_sgd"], "top_k sends changes of many steps, so that it is for diloco"),
+    ],
+)
+def test_wrong_options_of_top_k_are_named(options: list[str], complaint: str) -> None:
+    result = run_command("--parameters", "1e6", "--compression", "top_k", *options)
+    assert result.exit_code == 2
+    assert complaint in result.output
