@@ -7,6 +7,10 @@ Each peer draws other windows from the Python standard library's sources. Every 
 of these steps, an outer optimizer makes a step with the average, and all continue from the same model: a twentieth of
 the traffic of averaging every gradient. `--fragments 4 --delay 2` sends a quarter of the model at a time while training
 continues; `--compression int8` divides the traffic by four again.
+
+On a slow link, Muon inside and the largest changes only, in 2 bits each, outside (MuLoCo, arXiv:2505.23725):
+
+    python -m examples.diloco --optimizer muon --compression top_k --density 1/32 --wait-for 2
 """
 
 from __future__ import annotations
@@ -15,7 +19,9 @@ import argparse
 import os
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import closing
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
@@ -24,14 +30,20 @@ from torch.optim.lr_scheduler import LinearLR
 
 from averaging import DecentralizedAverager, DiLoCo, Receipt
 from averaging.integrations.loggers import TensorBoardRounds
-from averaging.protocol.group import Mode
-from averaging.protocol.messages import COMPRESSIONS
+from averaging.protocol import CHANGE_COMPRESSIONS, KEPT_BITS, Mode
 from examples.command_line import in_order, parse, parser_of, positive, security_of
 from examples.language_model import LanguageModel, Size, read, windows
+from examples.muon import MuonAndAdamW
 from examples.sources import divide, standard_library
 
 SIZE = Size(layers=2, width=128, heads=4, context=64)
 BATCH = 16
+
+OPTIMIZERS: dict[str, Callable[[LanguageModel], torch.optim.Optimizer]] = {
+    "adamw": lambda model: torch.optim.AdamW(model.named_parameters(), lr=4e-3, betas=(0.9, 0.95)),
+    "muon": lambda model: MuonAndAdamW(model, lr=4e-3),
+}
+"""The inner optimizers, by the name of the option."""
 
 WAIT_SECONDS = 60.0
 """Seconds for which peers wait for each other before the first step, and after the last one."""
@@ -52,11 +64,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--alpha", type=float, default=0.0, help="fraction of the local model that is kept, 0 to 1 (0)")
     parser.add_argument(
         "--compression",
-        choices=COMPRESSIONS,
+        choices=CHANGE_COMPRESSIONS,
         default="none",
         metavar="CODE",
         help="compression, the same at all peers: %(choices)s (none)",
     )
+    parser.add_argument(
+        "--density", type=Fraction, default=Fraction(1, 64), help="share of the changes that top_k sends (1/64)"
+    )
+    parser.add_argument("--bits", type=int, choices=KEPT_BITS, default=2, help="bits of each of them: %(choices)s (2)")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="inner optimizer: %(choices)s (adamw)")
     parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="write losses and rounds here")
     options = parse(parser, arguments)
     with in_order(parser):
@@ -66,14 +83,15 @@ def main(arguments: list[str] | None = None) -> None:
 def train(options: argparse.Namespace) -> None:
     """Trains as one peer of the run."""
     torch.set_num_threads(1)  # several processes share few cores
+    sparse = {"density": float(options.density), "bits": options.bits} if options.compression == "top_k" else {}
     strategy = DiLoCo(
         sync_every=options.sync_every,
-        outer=partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True),
         fragments=options.fragments,
         delay=options.delay,
         alpha=options.alpha,
         compression=options.compression,
         max_norm=1.0,
+        **sparse,
     )
     board = Board(options.tensorboard)
     sources = divide(standard_library(), 1)
@@ -83,7 +101,7 @@ def train(options: argparse.Namespace) -> None:
     random.seed()  # each peer sees another part of the text
     model = LanguageModel(SIZE)
     averager = DecentralizedAverager(
-        torch.optim.AdamW(model.named_parameters(), lr=4e-3, betas=(0.9, 0.95)),
+        OPTIMIZERS[options.optimizer](model),
         model=model,
         run_id=options.run_id,
         join=options.join,

@@ -125,6 +125,24 @@ def test_two_peers_make_the_same_outer_steps_and_tensorboard_shows_the_rounds(tm
 
 
 @pytest.mark.long
+def test_two_peers_with_muon_send_the_largest_changes_only() -> None:
+    arguments = ["--optimizer=muon", "--compression=top_k", "--density=1/32", "--steps=60", "--sync-every=20"]
+    with Example("diloco", "--wait-for=2", *arguments) as founder:
+        endpoint = founder.read_until("--join ").split("--join ")[1]
+        with Example("diloco", "--join", endpoint, *arguments) as newcomer:
+            printed = [newcomer.end(0), founder.end(0)]
+    for lines in printed:
+        assert lines.count("averaged with 1 other ") == 3
+        assert "all 2 peers hold the same weights" in lines
+        # 440,000 parameters at 14 / 32 bits are 24 KB, of which half go to the other peer, and half come back
+        sent = [float(size) for size in re.findall(r"([\d.]+) KiB out", lines)]
+        assert len(sent) == 3
+        assert max(sent) < 50  # float32: 1,700
+    [result] = set(re.findall(r"Done: ([\d.]+) bits per byte", "".join(printed)))
+    assert float(result) < 7.5  # an untrained model needs more than 8
+
+
+@pytest.mark.long
 def test_explorers_follow_a_trainer_and_one_is_killed_and_comes_back(tmp_path: Path) -> None:
     plot = tmp_path / "folder" / "plot.png"
     with Example("explorers", "--steps=6", f"--plot={plot}") as example:
