@@ -129,7 +129,7 @@ def check_goes_on(stack: ExitStack, strategy: str, inside: str, death: str, dies
 @pytest.mark.long
 @pytest.mark.parametrize("dies", [0, 1])
 @pytest.mark.parametrize("death", ["before the round", "in the round", "before adopting", "in the download"])
-@pytest.mark.parametrize("strategy", ["diloco", "local"])
+@pytest.mark.parametrize("strategy", ["diloco", "local", "top_k"])
 def test_a_divided_site_that_dies_comes_back(stack: ExitStack, strategy: str, death: str, dies: int) -> None:
     check_goes_on(stack, strategy, "fsdp", death, dies)
 
