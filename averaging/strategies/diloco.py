@@ -593,6 +593,8 @@ class DiLoCo(LockstepStrategy):
             for name, anchor in anchors.items()
             if name in named
         }
+        if not all(torch.isfinite(tensor).all() for tensor in fitting.values()):
+            raise StateError("what it has not sent yet (the residual of top_k) holds NaN or infinity")
         if tensors and self._leads and self.top_k is None:
             logger.warning(
                 "the checkpoint holds changes that were not sent yet (the residual of top_k); without "

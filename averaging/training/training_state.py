@@ -343,8 +343,7 @@ class TrainingState:
                     if isinstance(strategy, dict):
                         tensors = {name: local(tensor) for name, tensor in strategy.get("tensors", {}).items()}
                         self._load_strategy(tensors, strategy.get("user", {}), made=True)
-                        own = strategy.get("own", {})  # which older checkpoints lack
-                        self._strategy.load_own({name: local(tensor) for name, tensor in own.items()})
+                        self._strategy.load_own(_own_tensors(strategy))
             except StateError as error:
                 raise ConfigError(f"the state dict does not fit {self._strategy!r}: {error}") from error
             self._training.local_step = saved["local_step"]
@@ -390,6 +389,18 @@ class TrainingState:
         kind, ours = strategy.get("kind"), type(self._strategy).__name__
         if kind not in (None, ours):
             raise StateError(f"its strategy is {str(kind)[:100]}, but this peer's is {ours}; use the same strategy")
+
+
+def _own_tensors(strategy: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds for one peer only; nothing if it is an older one.
+
+    Raises:
+        StateError: it is malformed.
+    """
+    own = strategy.get("own", {})
+    if not isinstance(own, Mapping) or not all(isinstance(tensor, torch.Tensor) for tensor in own.values()):
+        raise StateError(f"it holds {own!r:.100} under 'own', not tensors by name")
+    return {name: local(tensor) for name, tensor in own.items()}
 
 
 def take_tensor(tensors: Mapping[str, torch.Tensor], name: str, like: torch.Tensor) -> torch.Tensor:

@@ -275,10 +275,22 @@ def test_a_residual_that_cannot_be_used_is_named(start: Start, caplog: pytest.Lo
     other = start().add(DiLoCo(2, outer=partial(torch.optim.SGD, lr=1.0)), SGD)
     other.load_state_dict(saved)
     assert "without compression='top_k' they are dropped" in caplog.text
-    name = next(iter(saved["averaging"]["strategy"]["own"]))
-    saved["averaging"]["strategy"]["own"][name] = torch.zeros(2, 2)
-    with pytest.raises(ConfigError, match=f"'{name}' is torch.float32 \\[2, 2\\] in the state"):
-        opt.load_state_dict(saved)
+    own = saved["averaging"]["strategy"]["own"]
+    name, before = next(iter(own)), residual(run, 0)
+    for bad, message in (
+        (torch.zeros(2, 2), f"'{name}' is torch.float32 \\[2, 2\\] in the state"),
+        (torch.full_like(own[name], torch.nan), r"\(the residual of top_k\) holds NaN or infinity"),
+        ("text", "under 'own', not tensors by name"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            opt.load_state_dict({**saved, "averaging": replaced(saved["averaging"], own | {name: bad})})
+    with pytest.raises(ConfigError, match="holds 5 under 'own', not tensors by name"):
+        opt.load_state_dict({**saved, "averaging": replaced(saved["averaging"], 5)})
+    assert equal(residual(run, 0), before)
+
+
+def replaced(saved: dict[str, Any], own: Any) -> dict[str, Any]:
+    return {**saved, "strategy": {**saved["strategy"], "own": own}}
 
 
 def test_the_end_says_what_was_never_sent(start: Start, caplog: pytest.LogCaptureFixture) -> None:
