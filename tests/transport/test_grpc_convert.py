@@ -20,11 +20,13 @@ from averaging.protocol.messages import (
     DownloadData,
     ExchangeReply,
     JoinRequest,
+    MeanOver,
     MessageCode,
     MessageFromLeader,
     Record,
     Refusal,
     Rumour,
+    TopK,
     WireTensor,
 )
 from averaging.receipts.drift import Drift, DriftKind
@@ -302,11 +304,24 @@ def test_a_wait_of_which_only_later_releases_know_is_left_out() -> None:
         ),
         (status_pb2.Schema(reply="delta", aggregation="trimmed:0"), "unknown aggregation 'trimmed:0'"),
         (status_pb2.Schema(reply="delta", schema_hash=b"another"), "does not match its own hash"),
+        (status_pb2.Schema(reply="average", sparse=status_pb2.TopK(bits=2, mean_over="all")), "top_k: density"),
+        (
+            status_pb2.Schema(reply="average", sparse=status_pb2.TopK(density=0.5, bits=3, mean_over="all")),
+            "top_k: bits",
+        ),
+        (status_pb2.Schema(reply="average", sparse=status_pb2.TopK(density=0.5, bits=2)), "mean"),
     ],
 )
 def test_an_impossible_schema(schema: status_pb2.Schema, words: str) -> None:
     with pytest.raises(ProtocolViolationError, match=words):
         methods.GET_SCHEMA.read_reply(schema.SerializeToString())
+
+
+def test_a_schema_with_top_k_arrives_as_it_is() -> None:
+    tensors = (TensorSpec("w", "float32", (64, 64), CompressionType.TOP_K), TensorSpec("b", "float32", (2,)))
+    for sparse in (TopK(), TopK(1 / 3, 8, MeanOver.ALL)):
+        schema = Schema(tensors, 1 << 20, topic="changes", sparse=sparse)
+        assert methods.GET_SCHEMA.read_reply(methods.GET_SCHEMA.reply.SerializeToString(schema)) == schema
 
 
 def test_a_tensor_has_as_many_dimensions_as_pytorch_computes_with() -> None:
