@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from averaging.training import StrategyContext
 from averaging.training.takeover import BackgroundDownload
 from tests.support.selection import rest_is_long
 from tests.support.training import Run, backward, batch_of, equal, model_of, parameters_of
+from tests.tensors.dumb_top_k import chosen, quantised
 
 PlainSGD = partial(torch.optim.SGD, lr=0.05)
 Optimizers = Callable[..., torch.optim.Optimizer]
@@ -83,6 +85,72 @@ def test_diloco_is_the_papers_bit_for_bit(start: Callable[[], Run]) -> None:
     expected = diloco_by_hand(2, 5, 4, outer)
     assert equal(run.parameters()[0], expected)
     assert equal(run.parameters()[1], expected)
+
+
+def wide_model() -> torch.nn.Sequential:
+    """A network whose tensors are one block each."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(64, 64, bias=False), torch.nn.Tanh(), torch.nn.Linear(64, 64, bias=False)]
+    return torch.nn.Sequential(*layers)
+
+
+def wide_batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(4, 64, generator=generator), torch.randn(4, 64, generator=generator)
+
+
+def sparse_by_hand(peers: int, rounds: int, sync_every: int, density: float, bits: int, decay: float) -> list[Any]:
+    """SparseLoCo as in arXiv:2508.15706 for tensors of one block, with the mean over those that sent an element."""
+    models = [wide_model() for _ in range(peers)]
+    inner = [PlainSGD(model.parameters()) for model in models]
+    anchors = parameters_of(models[0])
+    residuals = [[torch.zeros_like(anchor) for anchor in anchors] for _ in models]
+    for step in range(rounds * sync_every):
+        for number, model in enumerate(models):
+            backward(model, wide_batch(100 * number + step))
+            inner[number].step()
+        if (step + 1) % sync_every:
+            continue
+        for place, anchor in enumerate(anchors):
+            sent = []
+            for model, residual in zip(models, residuals, strict=True):
+                exact = decay * residual[place] + (anchor - list(model.parameters())[place].detach())
+                flat = exact.flatten()
+                kept = torch.tensor(chosen(flat.numpy(), round(flat.numel() * density)))
+                table, codes = quantised(flat[kept].numpy(), bits)
+                decoded = torch.zeros_like(flat)
+                decoded[kept] = torch.from_numpy(table)[codes]
+                residual[place] = exact - decoded.view_as(exact)
+                sent.append((decoded, torch.zeros_like(flat).index_fill_(0, kept, 1.0)))
+            limit = statistics.median_low([float(decoded.norm()) for decoded, _ in sent])
+            scaled = torch.stack([min(1.0, limit / float(decoded.norm())) * decoded for decoded, _ in sent]).sum(dim=0)
+            count = torch.stack([there for _, there in sent]).sum(dim=0).clamp(min=1)
+            anchors[place] = anchor - (scaled / count).view_as(anchor)
+        with torch.no_grad():
+            for model in models:
+                for parameter, anchor in zip(model.parameters(), anchors, strict=True):
+                    parameter.copy_(anchor)
+    return [anchors, residuals]
+
+
+@pytest.mark.parametrize("peers", [pytest.param(2, marks=pytest.mark.long), 3])
+def test_diloco_with_top_k_is_sparseloco(start: Callable[[], Run], peers: int) -> None:
+    run = start()
+    for _ in range(peers):
+        run.add(DiLoCo(4, compression="top_k", density=1 / 16, bits=2, decay=0.9), PlainSGD, wide_model())
+    run.meet()
+
+    def train(number: int) -> None:
+        for step in range(24):
+            backward(run.models[number], wide_batch(100 * number + step))
+            run.averagers[number].step()
+
+    run.each(train)
+    anchors, residuals = sparse_by_hand(peers, 6, 4, 1 / 16, 2, 0.9)
+    for averager, model, unsent in zip(run.averagers, run.models, residuals, strict=True):
+        kept = averager.strategy.own_state().values()
+        for ours, theirs in zip([*parameters_of(model), *kept], [*anchors, *unsent], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def streaming_by_hand(steps: int, sync_every: int, fragments: list[list[int]], delay: int, alpha: float) -> list[Any]:
