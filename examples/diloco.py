@@ -21,7 +21,6 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import closing
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +30,7 @@ from torch.optim.lr_scheduler import LinearLR
 from averaging import DecentralizedAverager, DiLoCo, Receipt
 from averaging.integrations.loggers import TensorBoardRounds
 from averaging.protocol import CHANGE_COMPRESSIONS, KEPT_BITS, Mode
-from examples.command_line import in_order, parse, parser_of, positive, security_of
+from examples.command_line import in_order, parse, parser_of, positive, security_of, share
 from examples.language_model import LanguageModel, Size, read, windows
 from examples.muon import MuonAndAdamW
 from examples.sources import divide, standard_library
@@ -69,9 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
         metavar="CODE",
         help="compression, the same at all peers: %(choices)s (none)",
     )
-    parser.add_argument(
-        "--density", type=Fraction, default=Fraction(1, 64), help="share of the changes that top_k sends (1/64)"
-    )
+    parser.add_argument("--density", type=share, default=1 / 64, help="share of the changes that top_k sends (1/64)")
     parser.add_argument("--bits", type=int, choices=KEPT_BITS, default=2, help="bits of each of them: %(choices)s (2)")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="inner optimizer: %(choices)s (adamw)")
     parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="write losses and rounds here")
@@ -83,7 +80,6 @@ def main(arguments: list[str] | None = None) -> None:
 def train(options: argparse.Namespace) -> None:
     """Trains as one peer of the run."""
     torch.set_num_threads(1)  # several processes share few cores
-    sparse = {"density": float(options.density), "bits": options.bits} if options.compression == "top_k" else {}
     strategy = DiLoCo(
         sync_every=options.sync_every,
         fragments=options.fragments,
@@ -91,7 +87,8 @@ def train(options: argparse.Namespace) -> None:
         alpha=options.alpha,
         compression=options.compression,
         max_norm=1.0,
-        **sparse,
+        density=options.density,
+        bits=options.bits,
     )
     board = Board(options.tensorboard)
     sources = divide(standard_library(), 1)

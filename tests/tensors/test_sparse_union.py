@@ -53,7 +53,7 @@ def dumb_mean(all_of_them: list[Contribution], mean_over: MeanOver) -> dict[int,
     for one in all_of_them:
         for index, value in zip(one.part.indices.tolist(), one.part.values.tolist(), strict=True):
             held = sums.setdefault(index, [0.0, 0.0])
-            held[0] += one.weight * one.scale * value
+            held[0] += value * one.scale * one.weight
             held[1] += one.weight
     everyone = sum(one.weight for one in all_of_them)
     senders = mean_over is MeanOver.SENDERS
@@ -85,7 +85,8 @@ def test_the_mean_is_weighted_and_scaled(mean_over: MeanOver) -> None:
     expected = dumb_mean(given, mean_over)
     mean = combine(given, mean_over)
     assert mean.indices.tolist() == sorted(expected)
-    assert mean.values.tolist() == pytest.approx([expected[index] for index in sorted(expected)], rel=1e-6)
+    # Every operation is rounded once and in this order, so that all members compute the same bits.
+    assert mean.values.tolist() == [float(np.float32(expected[index])) for index in sorted(expected)]
 
 
 def test_zeros_are_sent_and_counted() -> None:
@@ -125,7 +126,7 @@ def test_the_smallest_form_is_taken() -> None:
     assert form(1, 16, 1 / 64) == AS_THEY_CAME
     assert form(2, 16, 1 / 64) == AS_THEY_CAME
     assert form(32, 8, 1 / 64) == BITMAP_8BIT
-    assert form(8, 64, 1 / 100, alike=1.0) == INDICES_8BIT
+    assert form(8, 32, 1 / 100, alike=1.0) == INDICES_8BIT
     assert form(8, 8, 1 / 1024, alike=1.0) == INDICES_BFLOAT16
     assert form(8, 2, 1 / 10, alike=1.0) == BITMAP_BFLOAT16
 
