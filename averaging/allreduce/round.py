@@ -78,7 +78,11 @@ class AllReduce:
         self._transfer_seconds = busiest_link(reduced, nbytes) / SLOW_LINK
         own = parts_of[endpoint]
         self._reducers = {name: parts for name, parts in parts_of.items() if me.sends and parts and name != endpoint}
-        window = window_bytes(schema.part_size_bytes, sum(map(bool, parts_of.values())) - 1)
+        # A block of a sparse tensor is a part even if it has more bytes than a part should have.
+        largest = max(
+            schema.part_size_bytes, *(max(packed_sizes(schema, parts), default=0) for parts in parts_of.values())
+        )
+        window = window_bytes(largest, sum(map(bool, parts_of.values())) - 1)
         limits = send_limits(packed_sizes(schema, own), window)
         identical = schema.reply is ReplyForm.AVERAGE
         self._schema, self._transport = schema, transport

@@ -125,7 +125,10 @@ def compare_schemas(ours: Schema | None, theirs: Schema, seed: str, where: str =
         text = f"{where}the same {text}, in another order: a file has them by name, a model as its code does"
         return warning("schema", text, "this fits a training script with that model, and not `averaging peer`", seed)
     if difference := difference_by_name(ours, theirs):
-        remedy = "all peers of a run average the same tensors: compare the models, and the versions of their code"
+        remedy = (
+            "all peers of a run average the same in the same way: compare the models, the options of the strategy, "
+        )
+        remedy += "and the versions of their code"
         return failure("schema", f"{where}{difference}", remedy, seed)
     return ok("schema", f"{where}{text}, the same here and there", seed)
 

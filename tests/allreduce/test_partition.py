@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from averaging.allreduce.partition import Part, busiest_link, packed_size, packed_sizes, partition, shares
 from averaging.errors import ConfigError, RoundError
 from averaging.protocol.group import Member, Mode
-from averaging.protocol.messages import CompressionType
+from averaging.protocol.messages import CompressionType, TopK
+from averaging.tensors import BlockLayout, top_k_nbytes
 from averaging.tensors.schema import Schema, TensorSpec
 
 
@@ -297,3 +298,51 @@ def test_many_parts_and_members_take_one_pass() -> None:
     # parts times members would be 10^8 steps, half a minute; this is 10^5
     assert time.process_time() - before < 5
     assert sum(map(len, parts)) == 100_000
+
+
+# --- the largest elements of each block -----------------------------------------------------------
+
+
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 150), max_size=3).map(tuple), min_size=1, max_size=4),
+    part_size=st.sampled_from([1024, 4096, 10_000, 1 << 20]),
+    density=st.sampled_from([1e-4, 1 / 64, 0.3, 1.0]),
+    bits=st.sampled_from([2, 8]),
+    proportions=st.lists(st.integers(0, 3), min_size=1, max_size=6).filter(any),
+    dense=st.booleans(),
+)
+def test_blocks_never_straddle_parts_nor_reducers(
+    shapes: list[tuple[int, ...]], part_size: int, density: float, bits: int, proportions: list[int], dense: bool
+) -> None:
+    top_k = TopK(density, bits)
+    specs = [TensorSpec(f"t{i}", "float32", shape, CompressionType.TOP_K) for i, shape in enumerate(shapes)]
+    specs += [TensorSpec("dense", "float32", (700,))] if dense else []
+    whole = Schema(tuple(specs), part_size, sparse=top_k)
+    shards = partition(whole, [float(share) for share in proportions])
+    assert all(not shard for shard, share in zip(shards, proportions, strict=True) if not share)
+    parts = sorted(part for shard in shards for part in shard)
+    owners = {part: owner for owner, shard in enumerate(shards) for part in shard}
+    in_order = [owners[part] for part in parts]
+    assert in_order == sorted(in_order)
+    for number, spec in enumerate(specs):
+        own = [part for part in parts if part.tensor == number]
+        assert [0, *(part.stop for part in own)] == [*(part.start for part in own), spec.numel]
+        if spec.compression is CompressionType.TOP_K:
+            runs = BlockLayout(spec.shape).runs
+            for part in own:
+                (run,) = [run for run in runs if run.start <= part.start < run.stop]
+                assert part.stop <= run.stop
+                assert (part.start - run.start) % run.size == part.numel % run.size == 0
+                (size,) = packed_sizes(whole, [part])
+                assert size == top_k_nbytes(part.numel, run.size, top_k)
+                # As large as a part may be; one block and a table may be larger.
+                assert size <= max(part_size, run.size * 2.5) + 1024 + 2
+                assert part.numel <= max(part_size, run.size)
+
+
+def test_a_reply_in_which_all_elements_come_back_is_in_the_time_of_a_round() -> None:
+    spec = TensorSpec("w", "float32", (1024, 1024), CompressionType.TOP_K)
+    whole = Schema((spec,), 1 << 20, sparse=TopK(1 / 64))
+    assert packed_size(whole, 1) == pytest.approx(14 / 8 * (1 << 14), rel=0.01)
+    assert packed_size(whole, 2) == pytest.approx(2 * 14 / 8 * (1 << 14), rel=0.01)
+    assert packed_size(whole, 100) <= 1.2 * (1 << 20)

@@ -157,6 +157,23 @@ def test_a_member_that_goes_silent_is_given_up_in_bounded_time(seed: int) -> Non
     check_parts(simulation, survivors, "peer:4")
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_a_member_that_leaves_announces_it(seed: int) -> None:
+    simulation = SparseSimulation(seed, nodes(3), top_k=TopK(1 / 8, 4), part_size_bytes=512, proven=True)
+    took = 0.0
+
+    async def leave(tasks: dict[str, asyncio.Task[RoundResult]]) -> None:
+        nonlocal took
+        await asyncio.sleep(0.01 * (seed + 1))
+        await simulation.cancel(tasks["peer:3"])
+        await asyncio.wait([tasks["peer:1"], tasks["peer:2"]])
+        took = asyncio.get_running_loop().time()
+
+    virtual_time.run(simulation.run(leave))
+    assert took < STALL_TIMEOUT  # no deadline had to pass
+    check_parts(simulation, ["peer:1", "peer:2"], "peer:3")
+
+
 @pytest.mark.parametrize("seed", range(24))
 def test_every_round_ends_whatever_messages_are_lost(seed: int) -> None:
     rng = random.Random(seed)
@@ -179,6 +196,14 @@ def test_a_dense_tensor_may_go_with_sparse_ones() -> None:
             mean = simulation.mean()[number].reshape(-1)
             torch.testing.assert_close(simulation.averages[name][number].double(), mean, rtol=1e-5, atol=1e-6)
     check_same_bytes(simulation)
+
+
+def test_a_block_may_have_more_bytes_than_a_part_and_than_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("averaging.allreduce.send_window.WINDOW_BYTES", 1024)
+    simulation = SparseSimulation(1, nodes(2), [(64, 256)], top_k=TopK(1.0, 8), part_size_bytes=1024)
+    virtual_time.run(simulation.run())
+    assert all(result.dropped == () for result in simulation.results.values())
+    check(simulation)
 
 
 # Bytes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from averaging.doctor.comparison import (
     judge_nat,
 )
 from averaging.doctor.findings import MAX_FINDING, Finding, Severity
+from averaging.protocol import CompressionType, MeanOver, TopK
 from averaging.tensors import Schema, describe
 
 ANY = st.text() | st.just("\x1b[2J" + "x" * 10_000)
@@ -85,6 +87,24 @@ def test_the_first_difference_is_found_by_name() -> None:
     assert difference_by_name(wrapped, schema(a=(2,))) is None
     unnamed = describe(["tensor_0"], [torch.zeros(2)], part_size_bytes=1024)
     assert "float32[3]" in str(difference_by_name(unnamed, schema(a=(3,))))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "difference"),
+    [
+        (TopK(1 / 32), "density of top_k is 1/64 here and 1/32 there"),
+        (TopK(bits=4), "bits of top_k is 2 here and 4 there"),
+        (TopK(mean_over=MeanOver.ALL), "mean_over of top_k is senders here and all there"),
+    ],
+)
+def test_other_options_of_top_k_are_named(theirs: TopK, difference: str) -> None:
+    ours = describe(
+        ["a"], [torch.zeros(2)], part_size_bytes=1024, compression=CompressionType.TOP_K, sparse=TopK(), topic="change"
+    )
+    finding = compare_schemas(ours, replace(ours, sparse=theirs), "a:1")
+    assert (finding.severity, finding.text) == (Severity.FAILURE, difference)
+    assert "options of the strategy" in finding.remedy
+    check(finding)
 
 
 def test_rounds_of_different_things_are_not_compared() -> None:
