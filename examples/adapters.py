@@ -62,7 +62,8 @@ def tune(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)  # several processes share few cores
     targets = ["q_proj", "v_proj", "up_proj", "down_proj"]
     model = get_peft_model(
-        base_of(options.base_seed), LoraConfig(r=options.own_rank, lora_alpha=16, target_modules=targets)
+        base_of(options.base_seed),
+        LoraConfig(r=options.own_rank, lora_alpha=16, target_modules=targets, modules_to_save=["lm_head"]),
     )
     strategy = LoRAAveraging(model, options.sync_every, rest=options.rest, rank=options.rank)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)

@@ -87,16 +87,67 @@ def merge(model: PeftModel, keepers: Sequence[RestKeeper]) -> Any:
     for keeper in keepers:
         _check_plain(keeper.layer)
     for keeper in keepers:
-        layer, base = keeper.layer, keeper.layer.base
-        more = layer.product()
+        layer = keeper.layer
+        layer.base.copy_(_merged_matrix(keeper))
         if isinstance(keeper, Correction):
-            more += keeper.matrix().to(more)
             keeper.remove()
-        base.copy_(base.to(torch.promote_types(base.dtype, torch.float32)) + more.to(base.device))
         bias = layer.module.lora_B[layer.adapter].bias
         if bias is not None:
             layer.module.get_base_layer().bias += bias * layer.scaling
     return model.unload()
+
+
+def _merged_matrix(keeper: RestKeeper) -> torch.Tensor:
+    """What a layer multiplies with, [out, into], in the dtype of its base."""
+    layer, base = keeper.layer, keeper.layer.base
+    more = layer.product()
+    if isinstance(keeper, Correction):
+        more += keeper.matrix().to(more)
+    return (base.to(torch.promote_types(base.dtype, torch.float32)) + more.to(base.device)).to(base.dtype)
+
+
+class MergedView(torch.nn.Module):
+    """Stands for the merged model where only a state dict is read, as `WeightPublisher` does. Nothing is merged.
+
+    Args:
+        model: the peft model.
+        keepers: the rest of each layer.
+
+    Raises:
+        ConfigError: a base weight is quantised.
+    """
+
+    def __init__(self, model: PeftModel, keepers: Sequence[RestKeeper]) -> None:
+        super().__init__()
+        for keeper in keepers:
+            _check_plain(keeper.layer)
+        self._source = (model, tuple(keepers))  # in a tuple, so that it is no module of this one
+
+    @torch.no_grad()
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        """The tensors of the merged model under the names of the base model; those of adapted layers are copies."""
+        model, keepers = self._source
+        name = keepers[0].layer.adapter
+        state: dict[str, torch.Tensor] = {}
+        for key, tensor in model.state_dict().items():
+            key, saved = _without_saved_modules(plain_name(key), name)
+            if ".lora_" not in key and (saved or key not in state):
+                state[key] = tensor.detach()
+        for keeper in keepers:
+            layer = keeper.layer
+            whole, plain = _merged_matrix(keeper), plain_name(layer.name)
+            is_turned = getattr(layer.module, "fan_in_fan_out", False)
+            state[f"{plain}.weight"] = whole.T.contiguous() if is_turned else whole
+            bias = layer.module.lora_B[layer.adapter].bias
+            if bias is not None:
+                state[f"{plain}.bias"] = layer.module.get_base_layer().bias.detach() + bias * layer.scaling
+        return state
+
+
+def _without_saved_modules(key: str, adapter: str) -> tuple[str, bool]:
+    """A name without what peft adds around `modules_to_save`, and whether it is that of the trained copy."""
+    saved = f".modules_to_save.{adapter}."
+    return key.replace(saved, ".").replace(".original_module.", "."), saved in key
 
 
 def _check_plain(layer: AdaptedLayer) -> None:

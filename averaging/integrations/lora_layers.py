@@ -269,14 +269,16 @@ class Correction(RestKeeper):
         self.left = torch.zeros(shape.out, 0, device=device)
         self.right = torch.zeros(0, shape.into, device=device)
         self.dense: torch.Tensor | None = None
-        self._hook = layer.module.register_forward_hook(self._correct)
+        self._hook = layer.module.register_forward_hook(self._correct, with_kwargs=True)
 
-    def _correct(self, module: Any, given: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+    def _correct(
+        self, module: Any, given: tuple[Any, ...], named: Mapping[str, Any], output: torch.Tensor
+    ) -> torch.Tensor:
         """Adds the correction to the output of the layer, while its adapter is used."""
         if module.disable_adapters or self.layer.adapter not in module.active_adapters:
             return output
         more = None
-        values = given[0].to(self.left.dtype)
+        values = (given[0] if given else named["x"]).to(self.left.dtype)
         if self.left.shape[1]:
             more = torch.nn.functional.linear(torch.nn.functional.linear(values, self.right), self.left)
         if self.dense is not None:

@@ -16,6 +16,7 @@ strategy.save_adapter("adapter")
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,10 +26,10 @@ from typing import Any
 import torch
 from peft import PeftModel
 
-from averaging.common import one_of
+from averaging.common import one_of, pack
 from averaging.errors import ConfigError, RoundError
-from averaging.integrations.lora_base import check_base, describe_base
-from averaging.integrations.lora_export import merge, save_adapter, warn_before_saving
+from averaging.integrations.lora_base import REMEDY, check_base, describe_base
+from averaging.integrations.lora_export import MergedView, merge, save_adapter, warn_before_saving
 from averaging.integrations.lora_factors import (
     FactorSlots,
     mean_of,
@@ -186,6 +187,7 @@ class LoRAAveraging(LockstepStrategy):
             self._padded = any(layer.trained_rank < rank for layer in self._layers)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._description = describe_base(model, trained, self._layers, self.rest.value)
+        self._digest = hashlib.sha256(pack(self._description)).hexdigest()[:16]
         self._keepers: list[RestKeeper] = [kind(layer) for layer in self._layers]
         if self.rest is RestPlace.CORRECTION:
             warn_before_saving(model, self._keepers)
@@ -227,6 +229,17 @@ class LoRAAveraging(LockstepStrategy):
             ConfigError: a base weight is quantised; nothing was changed.
         """
         return merge(self._model, self._keepers)
+
+    def merged_view(self) -> torch.nn.Module:
+        """Stands for the merged model in `WeightPublisher(strategy.merged_view())`; training goes on as before.
+
+        Its state dict has the tensors of the base model under their own names, with adapter and correction added. A
+        publisher of the peft model itself would publish neither names of the base nor the correction.
+
+        Raises:
+            ConfigError: a base weight is quantised.
+        """
+        return MergedView(self._model, self._keepers)
 
     def start(self, training: StrategyContext) -> None:
         """Checks what the optimizer trains, and creates the topic.
@@ -328,7 +341,7 @@ class LoRAAveraging(LockstepStrategy):
         kept = {name: anchor for name, (_, anchor) in self._anchors.items()} | self._kept()
         options: RoundOptions = {
             "phase": self.history.phase,
-            "gather": {"samples": training.weight},
+            "gather": {"samples": training.weight, "base": self._digest},
             "expected_peers": self._expected_peers(training, together),
             "drift": training.fingerprint(kept, self.history.phase, self.history.step),
             "prepare": lambda gathered: self._take_slot(training, gathered),
@@ -345,6 +358,9 @@ class LoRAAveraging(LockstepStrategy):
 
     def _take_slot(self, training: StrategyContext, gathered: Mapping[str, Any]) -> None:
         """Called in another thread as the round begins."""
+        for name, sent in gathered.items():
+            if not isinstance(sent, dict) or sent.get("base") != self._digest:  # it never downloaded a state
+                raise RoundError(f"{name} has another base or adapter than this peer; {REMEDY}")
         slot, slots = list(gathered).index(training.peer.endpoint), training.peer.config.group_size
         if slot >= slots:
             raise RoundError(f"the group has {len(gathered)} members, more than group_size={slots} of this peer")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 import subprocess
@@ -16,7 +17,7 @@ import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from averaging import ConfigError, DecentralizedAverager, LocalSGD, StateError
+from averaging import ConfigError, DecentralizedAverager, LocalSGD, StateError, WeightPublisher
 from averaging.integrations.lora_base import check_base
 from averaging.integrations.lora_layers import Correction
 from averaging.integrations.peft import LoRAAveraging
@@ -495,3 +496,44 @@ def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     exec(code.replace('join=["a.example:4222"]', "join=[]"), names)
     plain = PeftModel.from_pretrained(base_of(), tmp_path / "adapter")
     torch.testing.assert_close(logits_of(plain), logits_of(names["model"]))
+
+
+@pytest.mark.parametrize("options", [{"modules_to_save": ["lm_head"]}, {"bias": "lora_only"}])
+def test_a_publisher_hands_on_the_merged_model(peers: Peers, options: dict[str, Any]) -> None:
+    for _ in range(2):
+        peers.tune(adapted(2, base_of(attention_bias=True), **options))
+    peers.meet()
+    peers.round()
+    publisher = WeightPublisher(peers.strategies[0].merged_view())
+    publisher.publish_now(version=1)
+    plain = base_of(attention_bias=True)
+    plain.load_state_dict(peers.strategies[0].merged_view().state_dict())
+    torch.testing.assert_close(logits_of(plain), logits_of(peers.models[0]))
+    peers.round(1)
+    publisher.publish_now(version=2)
+    assert publisher.version == 2
+
+
+def test_the_view_of_transposed_weights_is_transposed() -> None:
+    torch.manual_seed(0)
+    base = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=1, n_head=2))
+    plain = copy.deepcopy(base)
+    strategy = LoRAAveraging(get_peft_model(base, LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)), 3)
+    with torch.no_grad():
+        strategy._layers[0].b.normal_()
+    plain.load_state_dict(strategy.merged_view().state_dict())
+    torch.testing.assert_close(logits_of(plain), logits_of(strategy._model))
+
+
+def test_a_peer_with_another_base_that_never_downloaded_a_state_is_named_in_the_round(peers: Peers) -> None:
+    changed = base_of()
+    with torch.no_grad():
+        changed.model.norm.weight[0] += 1
+    for base in (base_of(), changed):
+        peers.tune(adapted(2, base), share_state=False)
+    ids = [peers.strategies[number].history.origin.id for number in range(2)]
+    assert ids[0] == ids[1]  # without a state that anybody shares there is no origin that differs
+    peers.round()
+    receipts = [opt.last_receipt for opt in peers.averagers]
+    assert all(receipt is not None and not receipt.averaged for receipt in receipts)
+    assert any("has another base or adapter than this peer" in str(receipt) for receipt in receipts)
