@@ -21,7 +21,7 @@ from averaging.common.addresses import (
     parse_ip,
     zone_of,
 )
-from averaging.common.event_loop_thread import EventLoopThread, InProcess, SignalSafeFuture, on_loop
+from averaging.common.event_loop_thread import EventLoopThread, InProcess, SignalSafeFuture, call_in, on_loop
 from averaging.common.interfaces import (
     address_for_others,
     are_same,
@@ -124,6 +124,7 @@ __all__ = [
     "are_same",
     "as_flag",
     "backoff_delay",
+    "call_in",
     "check_keys",
     "check_options",
     "check_proxy",

@@ -97,6 +97,18 @@ class _EventLoop(asyncio.SelectorEventLoop):
         self._executor.shutdown()
 
 
+def call_in(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *arguments: Any) -> None:
+    """Calls `callback` in an event loop: at once in the running one, soon in that of another thread.
+
+    Nothing is called if that loop is closed.
+    """
+    if asyncio._get_running_loop() is loop:
+        callback(*arguments)
+        return
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(callback, *arguments)
+
+
 class EventLoopThread:
     """A daemon thread whose event loop keeps an async context entered until `close`, or until the context fails.
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from types import TracebackType
 from typing import Self
 
+from averaging.common import call_in
 from averaging.discovery import Diagnosis, Entry, Watchers
 from averaging.discovery.gossip import Author, Reason, RecordLimits, RecordTable, UnsignedIdentity
 from averaging.errors import ClosedError, DiscoveryError
@@ -37,7 +39,8 @@ class MemoryRegistry:
         self.limits = limits or RecordLimits()
         self.rng = rng or random.Random()
         self._table = RecordTable(self.limits, lambda record: True)
-        self._views: dict[MemoryDiscovery, None] = {}
+        self._views: dict[MemoryDiscovery, asyncio.AbstractEventLoop] = {}
+        self.lock = threading.RLock()  # peers may live in several threads
 
     def table(self) -> RecordTable:
         """The table, without the records that have expired."""
@@ -46,8 +49,8 @@ class MemoryRegistry:
         return self._table
 
     def attach(self, view: MemoryDiscovery) -> None:
-        """Notifies `view` of changes from now on."""
-        self._views[view] = None
+        """Notifies `view` of changes from now on, in the running event loop."""
+        self._views[view] = asyncio.get_running_loop()
 
     def detach(self, view: MemoryDiscovery) -> None:
         """Stops notifying `view`."""
@@ -59,7 +62,8 @@ class MemoryRegistry:
         Raises:
             DiscoveryError: the table is full.
         """
-        merged = self.table().merge(record, self.clock())
+        with self.lock:
+            merged = self.table().merge(record, self.clock())
         if merged.reason is not None and not merged.is_new:
             raise DiscoveryError(f"cannot store {record.subkey!r} under {record.key!r}: {merged.reason}")
         self._notify(record.key)
@@ -68,15 +72,16 @@ class MemoryRegistry:
         """Does the same after the delay; a record that has expired by then, or does not fit, is dropped."""
 
         def arrive() -> None:
-            self.table().merge(record, self.clock())
+            with self.lock:
+                self.table().merge(record, self.clock())
             done()
             self._notify(record.key)
 
         asyncio.get_running_loop().call_later(self.delay, arrive)
 
     def _notify(self, key: str) -> None:
-        for view in tuple(self._views):  # a peer in another thread may come or go
-            view.notify(key)
+        for view, loop in tuple(self._views.items()):  # a peer in another thread may come or go
+            call_in(loop, view.notify, key)
 
 
 class MemoryDiscovery:
@@ -126,6 +131,10 @@ class MemoryDiscovery:
 
     def get(self, key: str) -> Mapping[str, Entry]:
         """See `Discovery.get`."""
+        with self._registry.lock:
+            return self._read(key)
+
+    def _read(self, key: str) -> dict[str, Entry]:
         table = self._registry.table()
         entries = table.read(key)
         now = self._registry.clock()
@@ -143,16 +152,19 @@ class MemoryDiscovery:
 
     def knows(self, endpoint: str) -> bool:
         """See `Discovery.knows`."""
-        return self._registry.table().has_subkey(endpoint) or endpoint in self._own_subkeys()
+        with self._registry.lock:
+            return self._registry.table().has_subkey(endpoint) or endpoint in self._own_subkeys()
 
     def endpoints(self) -> frozenset[str]:
         """See `Discovery.endpoints`."""
-        return self._registry.table().subkeys() | self._own_subkeys()
+        with self._registry.lock:
+            return self._registry.table().subkeys() | self._own_subkeys()
 
     def diagnose(self) -> Diagnosis:
         """See `Discovery.diagnose`; within one process no peer is silent and all have the same clock."""
         own = {subkey for _, subkey in self._own}
-        return Diagnosis({name: peer for name, peer in self._registry.table().peers().items() if name not in own})
+        with self._registry.lock:
+            return Diagnosis({name: peer for name, peer in self._registry.table().peers().items() if name not in own})
 
     def _next_expiration(self, key: str) -> float | None:
         return min((entry.expiration for entry in self.get(key).values()), default=None)

@@ -2,6 +2,8 @@
 
 It implements the interface of `transport.base`: messages arrive in order, a broken call raises on both sides, and a
 call that its caller closes is closed at the callee. Messages are passed as objects, not encoded.
+
+Each peer is served in its own event loop, so peers may live in several threads. In one event loop all is deterministic.
 """
 
 from __future__ import annotations
@@ -12,11 +14,11 @@ import logging
 import random
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
-from averaging.common import CLIENT_PREFIX
+from averaging.common import CLIENT_PREFIX, call_in
 from averaging.errors import (
     AveragingError,
     CallRefusedError,
@@ -72,7 +74,7 @@ class MemoryNetwork:
         self.errors: list[Exception] = []
         self._serving: dict[str, MemoryTransport] = {}
         self._open: set[_MemoryCall] = set()
-        self._frozen: dict[str, asyncio.Event] = {}
+        self._frozen: dict[str, _Freeze] = {}
         self._parts: list[frozenset[str]] = []
         self._refused: set[tuple[str, str]] = set()  # caller and callee
 
@@ -87,12 +89,12 @@ class MemoryNetwork:
 
     def freeze(self, endpoint: str) -> None:
         """Delays all messages from and to `endpoint` until `thaw`, without errors, as with SIGSTOP."""
-        self._frozen.setdefault(endpoint, asyncio.Event())
+        self._frozen.setdefault(endpoint, _Freeze())
 
     def thaw(self, endpoint: str) -> None:
         """Ends a freeze; delayed messages arrive."""
-        if event := self._frozen.pop(endpoint, None):
-            event.set()
+        if freeze := self._frozen.pop(endpoint, None):
+            freeze.end()
 
     def cut(self, *parts: frozenset[str]) -> None:
         """Partitions the network into these sets of endpoints until `heal`."""
@@ -116,15 +118,36 @@ class MemoryNetwork:
         return all(caller in part and callee in part for part in sides)
 
     def _break_calls(self, concerned: Callable[[_MemoryCall], bool], reason: str) -> None:
-        for call in [call for call in self._open if concerned(call)]:
-            call.break_off(reason)
+        for call in tuple(self._open):  # a peer in another thread may call or end a call
+            if concerned(call):
+                call.break_off(reason)
 
     def _delay(self) -> float:
         return self.rng.uniform(*self.latency)
 
     async def _not_frozen(self, *endpoints: str) -> None:
-        while event := next((self._frozen[name] for name in endpoints if name in self._frozen), None):
+        while freeze := next(filter(None, map(self._frozen.get, endpoints)), None):
+            await freeze.wait()
+
+
+class _Freeze:
+    """Delays messages in any event loops until it ends."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
+        self._over = False
+
+    async def wait(self) -> None:
+        event = asyncio.Event()
+        self._waiting[event] = asyncio.get_running_loop()
+        if not self._over:  # looked at after the event is there, so that its end is not missed
             await event.wait()
+        self._waiting.pop(event, None)
+
+    def end(self) -> None:
+        self._over = True
+        for event, loop in tuple(self._waiting.items()):
+            call_in(loop, event.set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +160,16 @@ class _Item(Generic[T]):
 
 
 class _Pipe(Generic[T]):
-    """One direction of a call."""
+    """One direction of a call, from one event loop to another or the same.
 
-    def __init__(self, call: _MemoryCall) -> None:
-        self._call = call
+    Args:
+        call: the call.
+        writer: event loop of the messages' sender.
+        reader: event loop of their receiver.
+    """
+
+    def __init__(self, call: _MemoryCall, writer: asyncio.AbstractEventLoop, reader: asyncio.AbstractEventLoop) -> None:
+        self._call, self._writer, self._reader = call, writer, reader
         self._queue: asyncio.Queue[_Item[T]] = asyncio.Queue()
         self._window = asyncio.Semaphore(WINDOW)
         self._due = 0.0
@@ -150,14 +179,14 @@ class _Pipe(Generic[T]):
         network = self._call.network
         if network.loss and network.rng.random() < network.loss:
             self._call.break_off("connection lost")
-        self._queue.put_nowait(_Item(self._arrival(), message))
+        self._deliver(message, None)
 
     def end(self, error: Exception | None = None) -> None:
-        self._queue.put_nowait(_Item(self._arrival(), error=error))
+        call_in(self._writer, self._deliver, None, error)  # after what the sender has sent
 
-    def _arrival(self) -> float:
-        self._due = max(self._due, asyncio.get_running_loop().time() + self._call.network._delay())
-        return self._due
+    def _deliver(self, message: T | None, error: Exception | None) -> None:
+        self._due = max(self._due, self._writer.time() + self._call.network._delay())
+        call_in(self._reader, self._queue.put_nowait, _Item(self._due, message, error))
 
     async def __aiter__(self) -> AsyncGenerator[T, None]:
         while True:
@@ -166,7 +195,7 @@ class _Pipe(Generic[T]):
             await self._call.network._not_frozen(self._call.caller, self._call.callee)
             if self._call.broken and item.error is None:
                 continue  # the error follows in the queue
-            self._window.release()
+            call_in(self._writer, self._window.release)
             if item.error is not None:
                 raise item.error
             if item.message is None:
@@ -175,14 +204,36 @@ class _Pipe(Generic[T]):
 
 
 class _MemoryCall:
-    """A call in progress between two endpoints."""
+    """A call in progress between two endpoints, from the running event loop to `serving`."""
 
-    def __init__(self, network: MemoryNetwork, caller: str, callee: str) -> None:
+    def __init__(self, network: MemoryNetwork, caller: str, callee: str, serving: asyncio.AbstractEventLoop) -> None:
         self.network, self.caller, self.callee = network, caller, callee
-        self.up: _Pipe[Any] = _Pipe(self)
-        self.down: _Pipe[Any] = _Pipe(self)
+        calling = asyncio.get_running_loop()
+        self.up: _Pipe[Any] = _Pipe(self, calling, serving)
+        self.down: _Pipe[Any] = _Pipe(self, serving, calling)
         self.broken = False
-        self.server: asyncio.Task[None] | None = None
+        self.over = asyncio.Event()  # set and awaited in `serving`
+        self._serving = serving
+        self._server: asyncio.Task[None] | None = None
+
+    def serve(self, start: Callable[[], asyncio.Task[None]]) -> None:
+        """Starts the task that answers, in its event loop."""
+
+        def begin() -> None:
+            self._server = start()
+
+        call_in(self._serving, begin)
+
+    def stop(self) -> None:
+        """Cancels that task."""
+
+        def cancel() -> None:
+            self.over.set()
+            server, self._server = self._server, None  # which breaks a cycle of the task, its frames and the call
+            if server is not None:
+                server.cancel()
+
+        call_in(self._serving, cancel)
 
     def break_off(self, reason: str) -> None:
         """Raises at both ends, as a lost connection does."""
@@ -191,8 +242,7 @@ class _MemoryCall:
         self.broken = True
         self.up.end(PeerUnreachableError(self.caller, reason))
         self.down.end(PeerUnreachableError(self.callee, reason))
-        if self.server is not None:
-            self.server.cancel()
+        self.stop()
 
 
 class MemoryTransport:
@@ -205,6 +255,7 @@ class MemoryTransport:
         self._averaging: AveragingService | None = None
         self._gossip: GossipService | None = None
         self._context: contextvars.Context | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._answering: set[asyncio.Task[None]] = set()
 
     async def bind(self) -> str:
@@ -216,14 +267,20 @@ class MemoryTransport:
     async def serve(self, averaging: AveragingService, gossip: GossipService | None) -> None:
         """Starts to serve calls, each in its own task, in the context of this call."""
         self._averaging, self._gossip = averaging, gossip
-        self._context = contextvars.copy_context()
+        self._context, self._loop = contextvars.copy_context(), asyncio.get_running_loop()
         if self._listens:
             self._network._serving[self.endpoint] = self
 
     async def close(self, grace: float = 0.0) -> None:
-        """Stops serving and breaks all calls from and to this endpoint; calls in progress get no grace."""
+        """Stops serving, waits for at most `grace` seconds for the calls that it serves, and breaks all others."""
         if self._network._serving.get(self.endpoint) is self:
             del self._network._serving[self.endpoint]
+        if grace:
+            served = [call for call in tuple(self._network._open) if call.callee == self.endpoint]
+            with suppress(TimeoutError):
+                async with asyncio.timeout(grace):
+                    for call in served:
+                        await call.over.wait()
         self._network._break_calls(lambda call: self.endpoint in (call.caller, call.callee), f"{self.endpoint} left")
         for task in (answering := list(self._answering)):
             task.cancel()
@@ -309,14 +366,14 @@ class MemoryTransport:
         if endpoint.startswith(CLIENT_PREFIX):
             raise ProtocolViolationError("is a client, which is never dialled", endpoint)
         network.calls[method] += 1
-        call = _MemoryCall(network, self.endpoint, endpoint)
         await asyncio.sleep(network._delay())
         await network._not_frozen(self.endpoint, endpoint)
         peer = network._serving.get(endpoint)
-        if peer is None or not network._connected(self.endpoint, endpoint):
+        if peer is None or peer._loop is None or not network._connected(self.endpoint, endpoint):
             raise PeerUnreachableError(endpoint, "connection refused", refused=True)
+        call = _MemoryCall(network, self.endpoint, endpoint, peer._loop)
         network._open.add(call)
-        call.server = peer._answer(call, lambda: handler(peer, call.up.__aiter__()))
+        call.serve(lambda: peer._answer(call, lambda: handler(peer, call.up.__aiter__())))
         upload = None if messages is None else asyncio.create_task(self._upload(call, messages))
         try:
             async with aclosing(call.down.__aiter__()) as replies:
@@ -324,8 +381,7 @@ class MemoryTransport:
                     yield cast(T, reply)
         finally:
             network._open.discard(call)
-            call.server.cancel()  # not awaited: the callee may be frozen
-            call.server = None  # breaks a reference cycle of the task, its frames and the call
+            call.stop()  # not awaited: the callee may be frozen
             if upload is not None:
                 upload.cancel()
                 await asyncio.gather(upload, return_exceptions=True)
