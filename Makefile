@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 HIVEMIND := .venv-hivemind
 FEED := .venv-feed
 SYNCHRONIZER := .venv-synchronizer
+VLLM := .venv-vllm
 # The default torch of the index installs gigabytes of CUDA, which the tests and the demo do not use.
 TORCH ?= torch==2.13.0
 
 # Two workers more than cores, because tests with processes are idle much of the time.
 WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 2 )))
 
-.PHONY: test-prometheus help demo posttrain test test-long test-examples test-etcd test-network test-deploy test-dashboard test-slurm test-integrations test-optimizers test-feed test-synchronizer check lint docs reference dist installable bench bench-hivemind proto soak clean
+.PHONY: test-prometheus help demo posttrain test test-long test-examples test-etcd test-network test-deploy test-dashboard test-slurm test-integrations test-optimizers test-vllm test-feed test-synchronizer check lint docs reference dist installable bench bench-hivemind proto soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -62,6 +63,9 @@ test-integrations: $(VENV)/integrations ## the tests in trainers and loggers, wh
 # In two processes, because the models are small.
 test-optimizers: $(VENV)/optimizers ## newcomers of every optimizer of torch, schedulefree, prodigyopt, bitsandbytes and transformers; about 3 minutes
 	$(BIN)/python -m pytest -m optimizers --numprocesses 2 --dist worksteal tests/optimizers $(PYTEST_ARGS)
+
+test-vllm: $(VLLM)/installed ## the backend of vLLM's weight transfer with the real vLLM, without a GPU; installs 1 GB, then about 1 minute
+	$(VLLM)/bin/python -m pytest -m vllm -W ignore tests/vllm $(PYTEST_ARGS)
 
 test-feed: $(VENV)/installed $(FEED)/installed ## test the feed with the server, environments and trainer of atroposlib
 	FEED_PYTHON=$(CURDIR)/$(FEED)/bin/python $(BIN)/python -m pytest -m interop --numprocesses 2 tests/interop \
@@ -145,6 +149,16 @@ $(HIVEMIND)/installed: pyproject.toml
 	$(HIVEMIND)/bin/python -m pip install --quiet --group hivemind --editable .
 	touch $@
 
+# Without what vLLM requires for GPUs: the tests need its Python code only.
+$(VLLM)/installed: pyproject.toml hatch_build.py tests/vllm/requirements.txt
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -c 'import torch' 2>/dev/null || $(VLLM)/bin/python -m pip install --quiet $(TORCH)
+	$(VLLM)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(VLLM)/bin/python -m pip install --quiet --group dev --editable .
+	$(VLLM)/bin/python -m pip install --quiet --no-deps vllm==0.33.0 compressed-tensors==0.17.0 apache-tvm-ffi xgrammar llguidance
+	$(VLLM)/bin/python -m pip install --quiet --requirement tests/vllm/requirements.txt
+	touch $@
+
 $(FEED)/installed: tests/interop/requirements.txt
 	test -x $(FEED)/bin/python || $(PYTHON) -m venv $(FEED)
 	$(FEED)/bin/python -c 'import torch' 2>/dev/null || $(FEED)/bin/python -m pip install --quiet $(TORCH)
@@ -163,4 +177,4 @@ soak: $(VENV)/installed ## run eight peers under faults: MINUTES=2 SEED=1
 	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),2) --seed $(or $(SEED),1)
 
 clean: ## remove all environments and build outputs
-	rm -rf $(VENV) $(HIVEMIND) $(FEED) $(SYNCHRONIZER) build dist runs averaging/wire/*_pb2*
+	rm -rf $(VENV) $(HIVEMIND) $(FEED) $(SYNCHRONIZER) $(VLLM) build dist runs averaging/wire/*_pb2*

@@ -6,8 +6,8 @@ import asyncio
 import os
 import signal
 import time
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from averaging.cli.output import CommandOutput
     from averaging.control import ControlService, Departure
     from averaging.metrics import Samples
-    from averaging.weights import DividedSnapshot, FollowerOptions, WeightSnapshot
+    from averaging.rpc import Credentials
+    from averaging.weights import DividedSnapshot, FollowerOptions, VllmServer, WeightSnapshot
 
 
 @click.command("follow")
@@ -48,9 +49,21 @@ if TYPE_CHECKING:
 @click.option(
     "--output",
     type=CheckedPath(),
-    required=True,
     metavar="FILE.safetensors|DIR",
     help="The file to keep; with --layout hf the directory.",
+)
+@click.option(
+    "--engine",
+    metavar="vllm=URL",
+    help="Have this vLLM server load each version, instead of --output or after it. Its workers get the weights from "
+    "--listen.",
+)
+@click.option(
+    "--engine-pause",
+    type=click.Choice(["wait", "keep", "abort"]),
+    default="wait",
+    help="What happens to requests that the engine serves when it loads a version: it finishes them before, goes on "
+    "with them afterwards, or aborts them.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace --output if it exists and this command did not write it.")
 @click.option(
@@ -114,7 +127,9 @@ if TYPE_CHECKING:
 @security_options
 @insecure_option
 @output_options
-def follow_command(addresses: tuple[str, ...], output: Path, *, as_json: bool, verbose: int, **given: Any) -> None:
+def follow_command(
+    addresses: tuple[str, ...], output: Path | None, *, as_json: bool, verbose: int, **given: Any
+) -> None:
     r"""Keeps --output at the newest version of the weights that the peer at HOST:PORT publishes.
 
     The peer must publish weights: its averager has services=[WeightPublisher(model)]. If ranks of fully_shard publish
@@ -141,6 +156,10 @@ def follow_command(addresses: tuple[str, ...], output: Path, *, as_json: bool, v
     Download one version, at least the 500th:
       averaging follow a.example:4222 --output now.safetensors --once --min-version 500 --wait 600
 
+    \b
+    Have a vLLM server on this machine serve each version:
+      averaging follow a.example:4222 --engine vllm=http://127.0.0.1:8000
+
     A follower that hands on versions can be ended by its owner from elsewhere too, with `averaging leave`.
 
     Exit codes: 0 done, or stopped by Ctrl+C or SIGTERM; 1 no publisher answered, or --once found no version in time or
@@ -151,18 +170,34 @@ def follow_command(addresses: tuple[str, ...], output: Path, *, as_json: bool, v
       ready       publishers, endpoint, with --metrics-listen also metrics (its address)
       written     version, digest, bytes, received, output; with --layout hf also frozen (tensors from --config)
       unwritten   version, output, message
+      loaded      version, engine, seconds
+      unloaded    version, engine, message: the engine did not load it; it is tried again
       executed    version, exit_code, seconds; after --exec-timeout exit_code is null, and there is a message
       waiting     version, executing, message: a newer version waits for the command
       error       message
     """
     if given["wait"] is not None and not given["once"]:
         raise click.UsageError("--wait needs --once.")
+    _check_targets(output, given)
     _check_layout(given)
     from averaging.cli.output import CommandOutput
 
     report = CommandOutput(as_json=as_json)
     with report.logging(verbose), report.failures():
         _run(list(dict.fromkeys(addresses)), output, given, report)
+
+
+ENGINE_KIND = "vllm="
+
+
+def _check_targets(output: Path | None, given: dict[str, Any]) -> None:
+    if output is None and given["engine"] is None:
+        raise click.UsageError("Missing option '--output', or '--engine'.")
+    for option, value in (("--exec", given["command"]), ("--layout hf", given["layout"] == "hf" or None)):
+        if output is None and value is not None:
+            raise click.UsageError(f"{option} needs --output.")
+    if given["engine"] is not None and not given["engine"].startswith(ENGINE_KIND):
+        raise click.UsageError(f"--engine must be {ENGINE_KIND}http://HOST:PORT.")
 
 
 def _check_layout(given: dict[str, Any]) -> None:
@@ -175,7 +210,7 @@ def _check_layout(given: dict[str, Any]) -> None:
             raise click.UsageError(f"--{option.replace('_', '-')} needs --layout hf.")
 
 
-def _run(addresses: list[str], path: Path, given: dict[str, Any], report: CommandOutput) -> None:
+def _run(addresses: list[str], path: Path | None, given: dict[str, Any], report: CommandOutput) -> None:
     from averaging.control import ControlService
     from averaging.errors import AveragingError, PeerUnreachableError
     from averaging.weights import FollowerOptions
@@ -195,8 +230,10 @@ def _run(addresses: list[str], path: Path, given: dict[str, Any], report: Comman
             min_version=given["min_version"],
             services=[control],
         )
-        opened = open_folders(path, given) if given["layout"] == "hf" else open_output(path, given["overwrite"])
-        session = FollowSession(options, opened, given, report, control)
+        engine = _engine(given, credentials, control)
+        if engine is not None:  # it hands on what the engine has loaded, at the same address
+            options = replace(options, listen=None, services=())
+        session = FollowSession(options, _open(path, given), engine, given, report, control)
 
         async def follow(stop: Stop) -> None:
             leaving = asyncio.create_task(_end_when_asked(control.departure, stop))
@@ -214,6 +251,25 @@ def _run(addresses: list[str], path: Path, given: dict[str, Any], report: Comman
         unreached = isinstance(error, PeerUnreachableError) and error.unconnected
         remedy = f"; {CHECK_ADDRESS}" if unreached else ""
         raise CommandError(failure.message + remedy, failure.exit_code) from None
+
+
+def _engine(given: dict[str, Any], credentials: Credentials, control: ControlService) -> VllmServer | None:
+    """The engine of --engine."""
+    from averaging.weights import VllmServer
+
+    if given["engine"] is None:
+        return None
+    names = ("tls_ca", "tls_cert", "tls_key", "token_file")
+    files = {name: str(given[name].resolve()) for name in names if given[name] is not None}
+    return VllmServer(
+        given["engine"].removeprefix(ENGINE_KIND),
+        given["listen"],
+        advertise=given["advertise"],
+        credentials=credentials,
+        init_info={"run_id": given["run_id"] or "", **files},
+        services=[control],
+        pause=given["engine_pause"],
+    )
 
 
 async def _end_when_asked(departure: Departure, stop: Stop) -> None:
@@ -243,14 +299,14 @@ class WrittenWeights:
         version: their version.
         digest: see `DIGEST_KEY`.
         nbytes: bytes of all tensors.
-        path: where they are.
+        path: where they are; None if only an engine has them.
         frozen: how many tensors come from --config.
     """
 
     version: int
     digest: str
     nbytes: int
-    path: Path
+    path: Path | None
     frozen: int = 0
 
 
@@ -259,14 +315,20 @@ class Opened:
     """A file, or a directory of versions, that can be written.
 
     Attributes:
-        output: where to write.
+        output: where to write; None if only an engine loads the versions.
         base: the weights in the file; None if this command has not written it.
         written: what is known of them.
     """
 
-    output: Output | VersionedFolders
+    output: Output | VersionedFolders | None
     base: WeightSnapshot | None
     written: WrittenWeights | None
+
+
+def _open(path: Path | None, given: dict[str, Any]) -> Opened:
+    if path is None:
+        return Opened(None, None, None)
+    return open_folders(path, given) if given["layout"] == "hf" else open_output(path, given["overwrite"])
 
 
 def open_folders(path: Path, given: dict[str, Any]) -> Opened:
@@ -327,6 +389,7 @@ class FollowSession:
     Args:
         options: the follower's options.
         opened: the file to keep.
+        engine: the engine that loads each version; None without --engine.
         given: the options of the command line.
         report: where events go.
         control: lets the owner end the command.
@@ -336,6 +399,7 @@ class FollowSession:
         self,
         options: FollowerOptions,
         opened: Opened,
+        engine: VllmServer | None,
         given: dict[str, Any],
         report: CommandOutput,
         control: ControlService,
@@ -349,6 +413,7 @@ class FollowSession:
         )
         self._receiver = ModelReceiver(options, base=opened.base, on_progress=self._advance)
         self._options, self._output, self._report = options, opened.output, report
+        self._engine = engine
         self._command: str | None = given["command"]
         self._exec_timeout: float = given["exec_timeout"]
         self._control = control
@@ -369,13 +434,14 @@ class FollowSession:
         """
         from averaging.control import LeaveStep
 
-        async with self._metrics, self._receiver as receiver:
+        async with self._metrics, self._receiver as receiver, self._engine or nullcontext() as engine:
             publishers = list(self._options.join)
-            handing_on = f", handing on at {receiver.endpoint}" if receiver.endpoint else ""
-            ready = {"event": "ready", "publishers": publishers, "endpoint": receiver.endpoint or None}
+            endpoint = receiver.endpoint if engine is None else engine.endpoint
+            handing_on = f", handing on at {endpoint}" if endpoint else ""
+            ready = {"event": "ready", "publishers": publishers, "endpoint": endpoint or None}
             item = ready, f"following {', '.join(publishers)}{handing_on}"
             self._report.emit(*events.with_metrics(item, self._metrics.endpoint))
-            self._control.endpoint = receiver.endpoint
+            self._control.endpoint = endpoint
             try:
                 async with self._report.waiting(self._describe):
                     await self._follow()
@@ -395,7 +461,13 @@ class FollowSession:
 
     async def _follow(self) -> None:
         written = self._written
-        if self._once and written is not None and not self._is_behind() and written.version >= self._min_version:
+        if (
+            self._once
+            and self._engine is None
+            and written is not None
+            and not self._is_behind()
+            and written.version >= self._min_version
+        ):
             self._emit_written(written)
             return
         try:
@@ -427,14 +499,47 @@ class FollowSession:
         except NotWrittenError as error:
             if self._once:
                 raise
-            event = {"event": "unwritten", "version": version, "output": str(self._output.path)}
+            path = None if self._output is None else str(self._output.path)
+            event = {"event": "unwritten", "version": version, "output": path}
             text = f"{error.message}; the next version is tried again"
             self._report.emit({**event, "message": error.message}, text)
             return
-        self._written = written
-        self._emit_written(written)
+        if written.path is not None:
+            self._written = written
+            self._emit_written(written)
         if self._command is not None:
             await self._execute(self._command, written)
+        if self._engine is not None and await self._load(self._engine, received):
+            self._written = written
+
+    async def _load(self, engine: VllmServer, received: WeightSnapshot | DividedSnapshot) -> bool:
+        """Has the engine load a version, again and again until a newer one is here; returns whether it has."""
+        from averaging.common import Backoff
+        from averaging.errors import StateError
+        from averaging.tensors import in_thread
+        from averaging.weights import MAX_PAUSE, MIN_PAUSE
+
+        version, whole = received.manifest.version, await in_thread(received.whole)
+        backoff, reasons = Backoff(MIN_PAUSE, MAX_PAUSE), set[str]()
+        event = {"version": version, "engine": engine.url}
+        while True:
+            began = time.monotonic()
+            try:
+                await engine.load(whole)
+            except StateError as error:
+                if self._once:
+                    raise
+                if str(error) not in reasons:  # once for each reason, however long the engine is away
+                    reasons.add(str(error))
+                    text = f"version {version} is not loaded: {error}; trying again"
+                    self._report.emit({"event": "unloaded", **event, "message": str(error)}, text)
+                if await self._receiver.wait_newer(version, backoff.next_delay()):
+                    return False
+                continue
+            seconds = time.monotonic() - began
+            text = f"version {version}: {engine.url} has loaded it in {seconds:.1f} s"
+            self._report.emit({"event": "loaded", **event, "seconds": round(seconds, 3)}, text)
+            return True
 
     def _write(self, received: WeightSnapshot | DividedSnapshot) -> WrittenWeights:
         from averaging.weights import WeightSnapshot
@@ -447,6 +552,8 @@ class FollowSession:
         if isinstance(self._output, VersionedFolders):
             frozen = self._output.write(version, whole.tensors(), metadata)
             return WrittenWeights(version, digest, nbytes, self._output.folder(version), frozen)
+        if self._output is None:
+            return WrittenWeights(version, digest, nbytes, None)
         self._output.write(whole.tensors(), metadata)
         return WrittenWeights(version, digest, nbytes, self._output.path)
 

@@ -7,5 +7,7 @@
 | `averaging.integrations.lightning` | `averaging[lightning]` |
 | `averaging.integrations.loggers` | `averaging[tensorboard]`, `averaging[wandb]` |
 
+`averaging.integrations.vllm` is loaded by vLLM, which is installed by itself.
+
 What all trainers do with an averager is in `trainer_hooks`, what is logged of a round in `loggers`.
 """

@@ -2,7 +2,8 @@
 
 Read in this order: `layout` (the tensors of a version, or parts of them), `snapshot` (one version), `differences` (what
 changed), `store` (the versions that are kept), `publisher` and `tree` (who gets a version from whom), `download`,
-`receiver`, `model_receiver` and `follower` (the other end), `follower_metrics`.
+`receiver`, `model_receiver` and `follower` (the other end), `follower_metrics`, `vllm_server` (an engine that loads
+versions).
 """
 
 from averaging.weights.follower import Staleness, StalenessWatch, WeightFollower
@@ -10,12 +11,16 @@ from averaging.weights.follower_metrics import FOLLOWER_METRICS, follower_sample
 from averaging.weights.model_receiver import ModelReceiver
 from averaging.weights.places import LEAST_RATE, Place, SlotTable
 from averaging.weights.publisher import WeightPublisher
-from averaging.weights.receiver import FollowerOptions
+from averaging.weights.receiver import MAX_PAUSE, MIN_PAUSE, FollowerOptions
 from averaging.weights.snapshot import DividedSnapshot, WeightSnapshot, seal, view_state
+from averaging.weights.vllm_server import VLLM_PAUSES, VllmServer
 
 __all__ = [
     "FOLLOWER_METRICS",
     "LEAST_RATE",
+    "MAX_PAUSE",
+    "MIN_PAUSE",
+    "VLLM_PAUSES",
     "DividedSnapshot",
     "FollowerOptions",
     "ModelReceiver",
@@ -23,6 +28,7 @@ __all__ = [
     "SlotTable",
     "Staleness",
     "StalenessWatch",
+    "VllmServer",
     "WeightFollower",
     "WeightPublisher",
     "WeightSnapshot",

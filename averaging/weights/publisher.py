@@ -236,6 +236,22 @@ class WeightPublisher:
         """Does the same as `publish`, from any thread; it takes about 1.5 s for each GiB."""
         return self._seal(self._copy(state), version)
 
+    def publish_snapshot(self, snapshot: WeightSnapshot) -> None:
+        """Publishes weights that were received and verified; again the newest ones does nothing.
+
+        Raises:
+            ConfigError: the version is below the newest one.
+        """
+        with self._publishing:
+            newest = self._store.newest
+            if newest is None or snapshot.manifest.version > newest.manifest.version:
+                self._store.add(snapshot)
+            elif snapshot.manifest.version < newest.manifest.version:
+                raise ConfigError(
+                    f"version {snapshot.manifest.version} is below {newest.manifest.version}, which is published; "
+                    "versions never go back"
+                )
+
     def averaged(self, averager: DecentralizedAverager) -> None:
         """Called by the averager that serves this publisher, see `StateService`."""
         if self._model is None:

@@ -1,0 +1,148 @@
+"""Has a vLLM server load versions, through its HTTP routes for weight transfer.
+
+The server's workers follow a publisher of this process with the backend of `averaging.integrations.vllm`. The publisher
+has one version at a time, so that all workers of an engine load the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self
+
+from averaging.common import chosen_proxy, is_loopback, parse_address, proxy_for
+from averaging.errors import ConfigError, StateError, printable
+from averaging.rpc import Credentials, RpcServer, RpcService
+from averaging.weights.publisher import WeightPublisher
+from averaging.weights.snapshot import WeightSnapshot
+
+VLLM_PAUSES = ("wait", "keep", "abort")
+"""What happens to requests that the engine serves when an update begins; vLLM's names."""
+
+START_SERVER = (
+    'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "averaging"}\', with averaging '
+    "installed beside it"
+)
+
+MAX_ANSWER = 2000  # characters of an error that are shown
+
+
+class VllmServer:
+    """One server, and the publisher that its workers follow, while it is entered, as an async context manager.
+
+    Args:
+        url: `http://host:port` of the server.
+        listen: address of the publisher; on loopback only for a server on this machine.
+        advertise: address at which the workers reach it, if that differs.
+        credentials: certificates and tokens of the publisher.
+        init_info: what the workers need besides its address, see `averaging.integrations.vllm.AveragingInitInfo`.
+        services: further services at the same address.
+        pause: see `VLLM_PAUSES`.
+        timeout: seconds for one request to the server.
+
+    Attributes:
+        version: the version that the server has loaded last; None before the first.
+
+    Raises:
+        ConfigError: an argument is invalid, or httpx is missing.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        listen: str,
+        *,
+        advertise: str | None = None,
+        credentials: Credentials | None = None,
+        init_info: dict[str, Any] | None = None,
+        services: Sequence[RpcService] = (),
+        pause: str = "wait",
+        timeout: float = 600.0,
+    ) -> None:
+        try:
+            import httpx
+        except ImportError:
+            raise ConfigError("a vLLM server is called with httpx; install averaging[rl]") from None
+        try:
+            parsed = httpx.URL(url)
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"the engine's address {url!r:.200} is no URL: {error}") from None
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise ConfigError(f"the engine's address must be http://HOST:PORT, not {url!r:.200}")
+        if not is_loopback(parsed.host) and is_loopback(parse_address(advertise or listen)[0]):
+            raise ConfigError(
+                f"the engine at {parsed.host} cannot reach {advertise or listen}; give --listen an address of this "
+                "machine that it can reach, and --tls-* or --insecure"
+            )
+        self.url, self.version = url.rstrip("/"), None
+        self._pause, self._timeout, self._init_info = pause, timeout, init_info or {}
+        self._publisher = WeightPublisher(bases=1)
+        self._server = RpcServer(listen, [self._publisher, *services], advertise=advertise, credentials=credentials)
+        self._client = httpx.AsyncClient(
+            base_url=self.url, timeout=timeout, trust_env=False, proxy=proxy_for(parsed.host, chosen_proxy())
+        )
+        self._failures = httpx.HTTPError
+        self._initialized = False
+
+    version: int | None
+
+    @property
+    def endpoint(self) -> str:
+        """The address of the publisher."""
+        return self._server.endpoint
+
+    async def __aenter__(self) -> Self:
+        await self._server.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._client.aclose()
+        await self._server.__aexit__(kind, error, traceback)
+
+    async def load(self, snapshot: WeightSnapshot) -> None:
+        """Has all workers load a version, and the server name it in `/weight_info`.
+
+        Raises:
+            StateError: the server cannot be reached, or a worker cannot load it; the remedy is in the text. The next
+                call begins anew, also with a server that was started again.
+        """
+        version = snapshot.manifest.version
+        self._publisher.publish_snapshot(snapshot)
+        initialized, self._initialized = self._initialized, False
+        if not initialized:
+            await self._post("init_weight_transfer_engine", {"init_info": self._whom_to_follow()})
+        try:
+            await self._post("pause", parameters={"mode": self._pause})
+            await self._post("start_weight_update")
+            try:
+                update = {"version": version, "timeout": self._timeout}
+                await self._post("update_weights", {"update_info": update})
+            except StateError:
+                # Workers that have loaded it wait for the end of the update; the others refuse it.
+                with suppress(StateError):
+                    await self._post("finish_weight_update")
+                raise
+            await self._post("finish_weight_update", {"weight_version": str(version)})
+        finally:
+            await self._post("resume")
+        self.version, self._initialized = version, True
+
+    def _whom_to_follow(self) -> dict[str, Any]:
+        return {"join": [self.endpoint], **self._init_info}
+
+    async def _post(
+        self, route: str, body: dict[str, Any] | None = None, parameters: dict[str, str] | None = None
+    ) -> None:
+        try:
+            answer = await self._client.post(f"/{route}", json=body, params=parameters)
+        except self._failures as error:
+            reason = printable(str(error) or type(error).__name__)
+            raise StateError(f"the engine {self.url} does not answer: {reason}; check that it is up") from None
+        if answer.status_code == 404:
+            raise StateError(f"{self.url} has no route /{route}; {START_SERVER}")
+        if not answer.is_success:
+            text = printable(answer.text[:MAX_ANSWER])
+            raise StateError(f"{self.url} answered /{route} with {answer.status_code}: {text}")
