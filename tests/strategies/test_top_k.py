@@ -84,7 +84,9 @@ def with_residual(run: Run, number: int) -> TrainingLedger:
     return TrainingLedger(run.averagers[number])
 
 
-@pytest.mark.parametrize("strategy", [partial(top_k, 4), partial(top_k, 4, delay=1, alpha=1.0)])
+@pytest.mark.parametrize(
+    "strategy", [partial(top_k, 4), partial(top_k, 4, delay=1, alpha=1.0), partial(top_k, 8, fragments=2)]
+)
 def test_a_peer_that_misses_a_step_keeps_its_residual_and_its_local_steps(
     start: Start, strategy: Callable[[], DiLoCo]
 ) -> None:
@@ -141,7 +143,9 @@ def test_a_peer_that_returns_with_its_checkpoint_catches_up_and_keeps_its_residu
     assert ledger.error() < EXACT
 
 
-@pytest.mark.parametrize("strategy", [partial(top_k, 2), partial(top_k, 3, delay=1, alpha=1.0)])
+@pytest.mark.parametrize(
+    "strategy", [partial(top_k, 2), partial(top_k, 3, delay=1, alpha=1.0), partial(top_k, 4, fragments=2)]
+)
 def test_what_others_have_applied_without_this_peer_is_not_sent_twice(
     start: Start, strategy: Callable[[], DiLoCo]
 ) -> None:
@@ -177,7 +181,8 @@ def test_what_others_have_applied_without_this_peer_is_not_sent_twice(
     step(run, 1, 7)  # it takes over the state
     assert run.averagers[1].global_step == 2
     assert equal(anchors(run, 0), anchors(run, 1))
-    assert not equal(residual(run, 1), before)
+    after = residual(run, 1)
+    assert len(after) > len(before) or not equal(after, before)
     assert max(ledger.error() for ledger in ledgers) < EXACT
 
 
