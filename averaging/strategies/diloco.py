@@ -364,6 +364,11 @@ class DiLoCo(LockstepStrategy):
         """Starts from the present parameters if no outer state was taken over."""
         if self.history.step == 0 and not self._loaded:
             self._anchor()
+        elif self.top_k is not None and not self.attached:
+            # A donor's parameters may hold local steps, which the donor sends itself.
+            with training.locked(), training.changing_parameters():
+                for fragment in self._fragments:
+                    fragment.export()
         super().joined(training)
 
     def step(

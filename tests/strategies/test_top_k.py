@@ -213,18 +213,21 @@ def test_the_residual_of_a_peer_that_is_alone_decays_and_its_steps_are_whole(sta
     assert equal(residual(run, 0), [tensor / 8 for tensor in before])
 
 
-def test_a_newcomer_begins_without_a_residual_and_gets_nobodys(start: Start) -> None:
-    run, ledgers = of_peers(start, 2, partial(top_k, 2))
-    train(run, 4)
+@pytest.mark.parametrize("options", [{}, {"delay": 1, "alpha": 1.0}])
+def test_a_newcomer_begins_without_a_residual_and_gets_nobodys(start: Start, options: dict[str, Any]) -> None:
+    """Nor does it send the local steps that its donor has made during a delay."""
+    run, ledgers = of_peers(start, 2, partial(top_k, 2, **options))
+    train(run, 5)
     shared = run.averagers[0]._training_state.shared()
     assert {name.split("/")[1] for name in shared.tensors if name.startswith("strategy/")} == {"anchor"}
-    run.add(top_k(2), SGD, model_of(7))
+    run.add(top_k(2, **options), SGD, model_of(7))
     assert run.averagers[2].global_step == 2
     assert residual(run, 2) == []
+    assert equal(run.parameters()[2], anchors(run, 0))
     run.meet()
     ledgers.append(TrainingLedger(run.averagers[2]))
-    train(run, 4, first=4)
-    assert {averager.global_step for averager in run.averagers} == {4}
+    train(run, 6, first=5)
+    assert len({averager.global_step for averager in run.averagers}) == 1
     assert residual(run, 2)
     assert max(ledger.error() for ledger in ledgers) < EXACT
 
