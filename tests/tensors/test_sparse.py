@@ -13,10 +13,20 @@ from hypothesis import strategies as st
 
 from averaging.errors import ConfigError, TensorError
 from averaging.protocol import CompressionType, MeanOver, TopK, parse_compression
-from averaging.tensors import BlockLayout, SparseTensor, decode_top_k, encode, top_k_nbytes
+from averaging.tensors import (
+    BlockLayout,
+    Contribution,
+    SparseTensor,
+    decode_top_k,
+    decode_union,
+    encode,
+    encode_union,
+    top_k_nbytes,
+)
 from averaging.tensors.sparse import quantise
 from tests.support.selection import examples
 from tests.tensors import dumb_top_k as dumb
+from tests.tensors.test_compression import torch_by_default
 
 SHAPES = [
     (), (0,), (1,), (100,), (4096,), (4097,), (9000,), (0, 5), (5, 0), (1, 1), (64, 64), (128, 192), (3, 200), (200, 3),
@@ -147,6 +157,56 @@ def test_what_is_decoded_is_known_bit_for_bit(shape: tuple[int, ...], name: str,
     assert torch.equal(contribution.dense(), whole)
     if name in ("equal", "zeros"):
         assert torch.equal(whole[whole != 0], flat[whole != 0])
+
+
+@pytest.mark.parametrize("size", [4096, 64 * 37, 640, 37 * 51])
+def test_the_largest_are_found_exactly_whatever_their_number(size: int) -> None:
+    layout = BlockLayout((size,))
+    random = np.random.default_rng(size)
+    ties = torch.from_numpy(random.integers(-3, 4, size).astype(np.float32))
+    outliers = torch.zeros(size)
+    outliers[: size // 3] = numbers((size // 3,), scale=100.0)  # all in few groups
+    for values in (numbers((size,)), ties, outliers, outliers.flip(0)):
+        for k in {
+            1,
+            2,
+            size // 65,
+            size // 64,
+            size // 32,
+            size // 32 + 1,
+            size // 16,
+            size // 16 + 1,
+            size // 2,
+            size,
+        }:
+            sent = SparseTensor.of(values, layout, TopK(k / size)).values(0, size).indices
+            assert len(set(sent.tolist())) == k
+            assert torch.equal(values[sent].abs().sort().values, values.abs().sort().values[-k:])
+
+
+@pytest.mark.parametrize("usual", [{"dtype": torch.float64}, {"dtype": torch.bfloat16}, {"device": "meta"}], ids=str)
+def test_torch_s_default_dtype_and_device_change_nothing(usual: dict[str, Any]) -> None:
+    def wires() -> list[bytes]:
+        contribution = sparse(values, top_k)
+        parts = [contribution.wire(*cut) for cut in contribution.layout.cuts(9000)]
+        sizes = [block_size_of(contribution.layout, start) for start, _ in contribution.layout.cuts(9000)]
+        found = []
+        for part, size in zip(parts, sizes, strict=True):
+            sent = Contribution(decode_top_k(part, size, top_k), part.buffer)
+            reply = encode_union([sent] * 5, size, top_k, torch.zeros_like(values).view(-1)[: part.size[0]])
+            mean = decode_union(reply.wire, size, top_k, 5)
+            assert torch.equal(mean.dense(), reply.part.dense())
+            found += [bytes(part.buffer), bytes(reply.wire.buffer)]
+        assert torch.equal(
+            contribution.layout.from_blocks(contribution.dense()), contribution.layout.from_blocks(whole)
+        )
+        return found
+
+    values, top_k = numbers((130, 150)), TopK(1 / 40, 4)
+    whole = sparse(values, top_k).dense()
+    expected = wires()
+    with torch_by_default(**usual):
+        assert wires() == expected
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
