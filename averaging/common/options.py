@@ -235,6 +235,21 @@ SWITCH = Kind(
 )
 SECONDS = number("seconds", above=0)
 
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(ms|s|min|m|h)")
+_UNITS = {"ms": 0.001, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0}
+
+
+def parse_duration(text: str) -> float:
+    """The seconds of a text such as `500ms`, `120s`, `2min` or `1.5h`.
+
+    Raises:
+        ConfigError: it is no such text.
+    """
+    match = _DURATION.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"{text!r:.100} is no time; write it with its unit, as 500ms, 120s, 2min or 1.5h")
+    return float(match[1]) * _UNITS[match[2]]
+
 
 # Declarations.
 

@@ -56,6 +56,8 @@ class Diagnosis:
         clock_offsets: peers whose clock differs by more than is allowed. The value is the number of seconds by which
             that clock is ahead; it is negative if it is behind.
         clock_ahead: seconds by which this peer's clock is ahead of the median of the others; None if none has answered.
+        clock_correction: seconds to add to this peer's clock for the median of all clocks, its own included, so that
+            all peers reckon the same time; 0 if no other clock is known.
         isolation: a text why there may be no other peers and what to do, if this follows from this peer's `join`.
     """
 
@@ -64,6 +66,7 @@ class Diagnosis:
     clock_offsets: Mapping[str, float] = field(default_factory=dict)
     isolation: str = ""
     clock_ahead: float | None = None
+    clock_correction: float = 0.0
 
 
 def clock_difference(ahead: float) -> str:

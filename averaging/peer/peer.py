@@ -305,6 +305,11 @@ class Peer(InProcess):
         return self._entered.discovery
 
     @property
+    def clock_correction(self) -> float:
+        """Seconds to add to this peer's clock for the run's clock, as far as discovery knows the others' clocks."""
+        return self._entered.run_discovery.diagnose().clock_correction
+
+    @property
     def donors(self) -> list[tuple[float, str]]:
         """The other peers that offer their state, as (priority, endpoint), in descending order."""
         return self._entered.donors.others()

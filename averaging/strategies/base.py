@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, SupportsIndex
 
@@ -13,13 +13,14 @@ import torch
 
 from averaging.common import Backoff, is_finite
 from averaging.config import OnDrift
-from averaging.errors import ConfigError, RoundError, StateError
+from averaging.errors import ConfigError, RoundError, StateError, printable
 from averaging.matchmaking import LEAST_SEARCH
-from averaging.peer import Topic
+from averaging.peer import ExpectedPeers, Topic
 from averaging.protocol import CompressionType, parse_compression
 from averaging.receipts import Receipt
 from averaging.state import NO_EXTRA_STATE, ExtraState
 from averaging.strategies.catch_up import CatchUp
+from averaging.strategies.schedule import Schedule, spelled_seconds
 from averaging.training import (
     BackgroundDownload,
     History,
@@ -28,9 +29,31 @@ from averaging.training import (
     Progress,
     Stage,
     StrategyContext,
+    coming_at,
+    compare_terms,
     done_training,
     look_for_greater_origin,
+    still_training,
+    without_steps,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A round that is due.
+
+    Attributes:
+        after: seconds until it begins.
+        moment: the moment of the run's clock that it serves; 0 if rounds are due after a number of steps.
+        nobody: whether no other peer comes to that moment, so that nobody need be looked for.
+    """
+
+    after: float = 0.0
+    moment: float = 0.0
+    nobody: bool = False
+
+
+IMMEDIATELY = Due()
 
 
 class Strategy(ABC):
@@ -66,6 +89,9 @@ class Strategy(ABC):
     history = History()
     stage = Stage.TRAINING
     _partners: frozenset[str] = frozenset()  # the members of the last group
+    _schedule: Schedule | None = None  # of its rounds; None if they follow from something else
+    _warned_of_terms: frozenset[str] = frozenset()  # peers with other terms
+    _moment: float | None = None  # at which this peer comes next, as it announces it
     digest = ""
 
     def __init__(
@@ -122,6 +148,35 @@ class Strategy(ABC):
         """Called when the peer has joined its run and taken over the run's state, or has loaded a checkpoint."""
         self.announce(training)
 
+    @property
+    def terms(self) -> Mapping[str, str]:
+        """The options that all peers of a run must have alike, by name, as text without commas."""
+        if self._schedule is None:
+            return {}
+        interval = self._schedule.interval
+        return {"sync_every": spelled_seconds(interval) if interval else "a number of steps"}
+
+    def check_terms(self, training: StrategyContext, announcements: Mapping[str, bytes]) -> None:
+        """Compares the terms of this peer with those of the others; called at the leader of a site.
+
+        A peer that has made no round yet does not train beside at least as many others with other terms. Else it warns
+        of each of them once.
+
+        Raises:
+            ConfigError: it is such a peer; the message names another one and the option.
+        """
+        differing, alike = compare_terms(self.terms, announcements)
+        if not differing:
+            return
+        members = training.peer.progress.members
+        there, here = ({members.get(name, name) for name in names} for names in (differing, alike))
+        if not training.standing.rounds and len(there) >= len(here):
+            raise ConfigError(f"{printable(differing[min(differing)])}; give all peers of the run the same")
+        new = differing.keys() - self._warned_of_terms
+        if new:
+            self._warned_of_terms = frozenset(differing)
+            logger.warning("%s; give all peers of the run the same", printable(differing[min(new)]))
+
     def announced_history(self, training: StrategyContext) -> History:
         """The history with which other peers compare theirs; `step` is this peer's local step."""
         return replace(self.history, step=training.local_step)
@@ -130,11 +185,66 @@ class Strategy(ABC):
         """The progress that this peer announces, see `Progress`."""
         history = self.announced_history(training)
         rate, made, parts = training.rate.per_second, training.standing.announced, training.parts.digests
-        return Progress(history, self.samples, computing, training.donates, self.stage, self.digest, rate, made, parts)
+        ends = self.stage, self.digest, rate, made, parts, self._moment, self.terms
+        return Progress(history, self.samples, computing, training.donates, *ends)
 
     def announce(self, training: StrategyContext, computing: float = 0.0) -> None:
         """Announces the progress of this peer to the other peers."""
         training.announcements.announce(self.progress(training, computing).pack())
+
+    # Moments of the run's clock
+
+    def _due(self, training: StrategyContext, topic: Topic, phase: str = "") -> Due | None:
+        """The round of a topic, if it is due; called at the leader of a site."""
+        schedule = self._schedule
+        if schedule is None:
+            return None
+        seen = training.announcements.of_others(wait=False)
+        self.check_terms(training, seen)
+        until = training.announcements.declared_until(topic, phase)
+        if not schedule.interval:
+            return Due() if schedule.is_due(training.now(), until) else None
+        now = training.run_now()
+        if not schedule.is_due(now, None if until is None else until + now - training.now()):
+            return None
+        others = still_training(seen) - without_steps(seen)
+        nobody = until is None and not others & coming_at(seen, schedule.moment, schedule.interval)
+        if nobody and others:
+            schedule.skip()  # all others have said that they come to a later one
+            return None
+        return Due(max(0.0, schedule.moment - now), schedule.moment, nobody)
+
+    def _at_moment(self, expected: ExpectedPeers, moment: float) -> ExpectedPeers:
+        """Those of the expected peers that come to this moment, if it is one."""
+        interval = 0.0 if self._schedule is None else self._schedule.interval
+        if not moment or not interval:
+            return expected
+
+        def expected_then(seen: Mapping[str, bytes]) -> Collection[str]:
+            coming = coming_at(seen, moment, interval)
+            return [name for name in expected(seen) if name in coming]
+
+        return expected_then
+
+    def _count(self, training: StrategyContext) -> None:
+        """Counts a local step, which has ended now."""
+        if self._schedule is not None:
+            self._schedule.count(training.run_now() if self._schedule.interval else training.now())
+
+    def _go_on(self, training: StrategyContext, *, in_round: bool) -> None:
+        """Called at the end of each step; announces to which moment this peer comes next, if that has changed.
+
+        During a round the others still wait for this peer because of the moment that it serves.
+        """
+        if self._schedule is None:
+            return
+        schedule = self._schedule
+        schedule.resume(training.run_now() if schedule.interval else training.now())
+        if schedule.interval and not in_round:
+            moment = training.site.broadcast_from_leader(lambda: schedule.comes(training.run_now()))
+            if moment != self._moment:
+                self._moment = moment
+                self.announce(training)
 
     @cached_property
     def _downloads(self) -> CatchUp:
@@ -315,70 +425,6 @@ def check_unused(strategy: object) -> None:
         raise ConfigError(f"strategy must be a Strategy object, such as LocalSGD(sync_every=50), not {strategy!r}")
     if strategy.attached:
         raise ConfigError(f"{strategy!r} belongs to another averager, open or closed; make a new one for each averager")
-
-
-# Decides when a peer's next round is due. Pure: the caller passes the time.
-
-
-SMOOTHING = 0.2
-"""Weight of the newest step in the running mean of the seconds per step."""
-
-
-class AveragingSchedule:
-    """Counts the local steps between two rounds of a peer.
-
-    A round is due after `sync_every` steps. It is due earlier if other peers look for a group and would stop looking
-    before this peer has made all its steps. So a slower peer, or one that joined in between, aligns with the others.
-
-    Args:
-        sync_every: steps between two rounds, at least 1.
-
-    Raises:
-        ConfigError: `sync_every` is not an integer of at least 1.
-    """
-
-    def __init__(self, sync_every: int) -> None:
-        self.sync_every = check_whole_number("sync_every", sync_every, 1)
-        self.steps = 0
-        self._seconds = 0.0  # running mean per step
-        self._last: float | None = None
-
-    def count(self, now: float) -> None:
-        """Counts one step, which ended at `now`."""
-        self.steps += 1
-        if self._last is not None:
-            seconds = now - self._last
-            self._seconds = seconds if self._seconds == 0 else self._seconds + SMOOTHING * (seconds - self._seconds)
-        self._last = now
-
-    def is_due(self, now: float, declared_until: float | None) -> bool:
-        """Whether this peer averages now.
-
-        Args:
-            now: seconds since the epoch.
-            declared_until: when the last of the other peers' declarations expires; None if nobody looks for a group.
-        """
-        if self.steps >= self.sync_every:
-            return True
-        if self.steps == 0 or self._seconds <= 0 or declared_until is None:
-            return False
-        return now < declared_until < now + (self.sync_every - self.steps + 1) * self._seconds
-
-    def restart(self) -> None:
-        """Starts counting anew, because a round begins; its duration does not count as a step's."""
-        self.steps = 0
-        self._last = None
-
-
-def check_whole_number(name: str, value: int, minimum: int) -> int:
-    """Returns `value`.
-
-    Raises:
-        ConfigError: it is not an integer of at least `minimum`.
-    """
-    if type(value) is not int or value < minimum:
-        raise ConfigError(f"{name} must be a whole number of steps, at least {minimum}, not {value!r}")
-    return value
 
 
 logger = logging.getLogger("averaging.training")

@@ -18,8 +18,9 @@ from averaging.peer import Adopt, RoundOptions, SparseFeedback, Topic
 from averaging.protocol import CompressionType, MeanOver, TopK
 from averaging.receipts import Receipt
 from averaging.state import ExtraState
-from averaging.strategies.base import AveragingSchedule, check_whole_number
+from averaging.strategies.base import IMMEDIATELY, Due
 from averaging.strategies.lockstep import LockstepStrategy
+from averaging.strategies.schedule import Schedule, check_whole_number, make_schedule
 from averaging.tensors import sharing_memory
 from averaging.training import (
     BackgroundDownload,
@@ -217,11 +218,14 @@ class DiLoCo(LockstepStrategy):
     change: `residual = decay * residual + change - sent`. See docs/how-to/slow-link.md.
 
     Args:
-        sync_every: local steps between two rounds of the same fragment.
+        sync_every: local steps between two rounds of the same fragment; or a time, such as "120s": then all peers
+            average at the multiples of it by the clock of the run, with the steps that each has made. Fragments come at
+            equal distances between.
         outer: function that makes the outer optimizer from a list of parameters. By default it is that of the paper,
             SGD with `lr=0.7` and Nesterov momentum of 0.9; with `top_k` it is SGD with `lr=1` without momentum, whose
             part the residual takes.
-        fragments: number of pieces, of about equal size, without splitting a tensor. `sync_every` must be a multiple.
+        fragments: number of pieces, of about equal size, without splitting a tensor. A number of steps in `sync_every`
+            must be a multiple.
         delay: local steps between the start of a fragment's round and its result; 0 waits for the round.
         alpha: weight of the local model when a result arrives: `alpha * local + (1 - alpha) * global`. With `top_k` it
             is the weight of the local steps made meanwhile: `global + alpha * (local - local at the round's start)`,
@@ -243,7 +247,7 @@ class DiLoCo(LockstepStrategy):
 
     def __init__(
         self,
-        sync_every: int,
+        sync_every: int | str,
         *,
         outer: OuterFactory | None = None,
         fragments: int = 1,
@@ -258,15 +262,13 @@ class DiLoCo(LockstepStrategy):
         max_norm: float | None = None,
     ) -> None:
         super().__init__(compression=compression, error_feedback=error_feedback, max_norm=max_norm)
-        check_whole_number("sync_every", sync_every, 1)
-        if type(fragments) is not int or fragments < 1 or sync_every % fragments:
+        if type(fragments) is not int or fragments < 1:
+            raise ConfigError(f"fragments must be a whole number, at least 1, not {fragments!r}")
+        self._schedule: Schedule = make_schedule(sync_every, fragments)
+        check_whole_number("delay", delay, 0)
+        if isinstance(sync_every, int) and delay >= sync_every // fragments:
             raise ConfigError(
-                f"sync_every must be a multiple of fragments; {sync_every} steps cannot be divided into {fragments!r}"
-            )
-        self._schedule = AveragingSchedule(sync_every // fragments)
-        if check_whole_number("delay", delay, 0) >= self._schedule.sync_every:
-            raise ConfigError(
-                f"a fragment's round begins every {self._schedule.sync_every} steps; delay must be less, not {delay}"
+                f"a fragment's round begins every {sync_every // fragments} steps; delay must be less, not {delay}"
             )
         if not (is_finite(alpha) and 0 <= alpha <= 1):
             raise ConfigError(f"alpha must be from 0 to 1, not {alpha!r}")
@@ -292,7 +294,7 @@ class DiLoCo(LockstepStrategy):
         sparse = "" if self.top_k is None else f", density={self.top_k.density:g}, bits={self.top_k.bits}"
         if self.top_k is not None:
             sparse += f", decay={self.decay:g}, mean_over={self.top_k.mean_over.value}"
-        return f"DiLoCo(sync_every={self.sync_every}{options}{self._options()}{sparse})"
+        return f"DiLoCo(sync_every={self.sync_every!r}{options}{self._options()}{sparse})"
 
     def _top_k(self, options: Mapping[str, Any]) -> TopK | None:
         """The options of `top_k`, checked; None with another compression.
@@ -382,15 +384,16 @@ class DiLoCo(LockstepStrategy):
             with training.locked():
                 self._anchor()
         loss = training.inner_step(closure, self.max_norm)
-        self._schedule.count(training.now())
+        self._count(training)
         if self._pending is not None and self._schedule.steps >= self.delay:
             self._end(training, self._pending)
         if self._pending is None:
-            others, is_behind, is_due = training.site.broadcast_from_leader(lambda: self._look(training))
-            if not (is_behind and self.catch_up(training, others)) and is_due:
-                self._begin(training, self._next_fragment, others.together)
+            others, is_behind, due = training.site.broadcast_from_leader(lambda: self._look(training))
+            if not (is_behind and self.catch_up(training, others)) and due is not None:
+                self._begin(training, self._next_fragment, () if due.nobody else others.together, due)
         if self._pending is not None and not self.delay:
             self._end(training, self._pending)
+        self._go_on(training, in_round=self._pending is not None)
         return loss
 
     def _anchor(self) -> None:
@@ -444,18 +447,18 @@ class DiLoCo(LockstepStrategy):
         together = self.others(training, announcements).together
         return together, not together and not announcements.keys().isdisjoint(partners)
 
-    def _look(self, training: StrategyContext) -> tuple[Others, bool, bool]:
-        """The other peers, whether this one is behind or may be, and whether its next round is due."""
+    def _look(self, training: StrategyContext) -> tuple[Others, bool, Due | None]:
+        """The other peers, whether this one is behind or may be, and its next round, if it is due."""
         others = self.present_others(training, wait=False)
-        declared_until = training.announcements.declared_until(self._next_fragment.topic, self.history.phase)
-        is_due = self._schedule.is_due(training.now(), declared_until)
-        return others, bool(others.ahead) or self._downloads.busy, is_due
+        due = self._due(training, self._next_fragment.topic, self.history.phase)
+        return others, bool(others.ahead) or self._downloads.busy, due
 
     def _begin(
         self,
         training: StrategyContext,
         fragment: Fragment,
         together: tuple[str, ...],
+        due: Due = IMMEDIATELY,
         search_timeout: float | None = None,
     ) -> None:
         """Begins the round of a fragment; a peer that can average with nobody makes its outer step at once."""
@@ -470,12 +473,12 @@ class DiLoCo(LockstepStrategy):
         options: RoundOptions = {
             "phase": self.history.phase,
             "gather": {"samples": training.weight},
-            "expected_peers": self._expected_peers(training, together),
+            "expected_peers": self._at_moment(self._expected_peers(training, together), due.moment),
             "drift": training.fingerprint(self._anchors, self.history.phase, self.history.step),
         }
         if search_timeout is not None:
             options["search_timeout"] = search_timeout
-        self._pending = training.begin(fragment.topic, **options)
+        self._pending = training.begin(fragment.topic, after=due.after, **options)
 
     def _end(self, training: StrategyContext, pending: PendingRound) -> Receipt:
         try:

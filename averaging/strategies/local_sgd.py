@@ -12,8 +12,9 @@ from averaging.peer import Adopt, RoundOptions, Topic, TopicOptions
 from averaging.protocol import CompressionType
 from averaging.receipts import DriftCheck, Receipt
 from averaging.state import ExtraState
-from averaging.strategies.base import AveragingSchedule, Strategy
+from averaging.strategies.base import Due, Strategy
 from averaging.strategies.diloco import PLAIN, DiLoCo
+from averaging.strategies.schedule import Schedule, make_schedule
 from averaging.tensors import sharing_memory
 from averaging.training import Others, PendingRound, StrategyContext, count_in, still_training
 
@@ -90,10 +91,11 @@ class LocalSGD(Strategy):
     """Each peer trains alone; after `sync_every` steps the parameters are averaged (Stich, 2018, arXiv:1805.09767).
 
     The training thread waits for the round, unless `overlap` is set. A peer that is alone goes on at once. If a round
-    fails, the next one is `sync_every` steps later.
+    fails, the next one is `sync_every` later.
 
     Args:
-        sync_every: local steps between two rounds, at least 1.
+        sync_every: local steps between two rounds, at least 1; or a time, such as "60s": then all peers average at the
+            multiples of it by the clock of the run, with the steps that each has made.
         statistics: whether the optimizer's statistics (momentum, second moments) are averaged as well. All peers of a
             group must have the same ones; a parameter that had no gradient yet has none. They are never compressed,
             since the optimizer would divide by the rounding error of a small second moment.
@@ -110,7 +112,7 @@ class LocalSGD(Strategy):
 
     def __init__(
         self,
-        sync_every: int,
+        sync_every: int | str,
         *,
         statistics: bool = False,
         overlap: bool = False,
@@ -119,7 +121,8 @@ class LocalSGD(Strategy):
         max_norm: float | None = None,
     ) -> None:
         super().__init__(compression=compression, error_feedback=error_feedback, max_norm=max_norm)
-        self._schedule = AveragingSchedule(sync_every)
+        self._schedule: Schedule = make_schedule(sync_every)
+        self.sync_every = sync_every
         self.statistics = statistics
         self.overlap = overlap
         self._topic: Topic | None = None
@@ -132,7 +135,7 @@ class LocalSGD(Strategy):
         self._alike: DriftCheck | None = None  # of the parameters after the last complete round
 
     @staticmethod
-    def of_changes(sync_every: int, **options: Any) -> DiLoCo:
+    def of_changes(sync_every: int | str, **options: Any) -> DiLoCo:
         """Local SGD in which the change since the last round is averaged and applied, instead of the parameters.
 
         That is `DiLoCo` with the outer optimizer SGD, `lr=1`, without momentum. Changes only make peers equal that were
@@ -151,14 +154,9 @@ class LocalSGD(Strategy):
                 raise ConfigError(f"{option} does not go with LocalSGD.of_changes; {remedy}")
         return DiLoCo(sync_every, outer=PLAIN, **options)
 
-    @property
-    def sync_every(self) -> int:
-        """Local steps between two rounds."""
-        return self._schedule.sync_every
-
     def __repr__(self) -> str:
         flags = "".join(f", {name}=True" for name in ("statistics", "overlap") if getattr(self, name))
-        return f"LocalSGD(sync_every={self.sync_every}{flags}{self._options()})"
+        return f"LocalSGD(sync_every={self.sync_every!r}{flags}{self._options()})"
 
     def start(self, training: StrategyContext) -> None:
         """Creates the topic, unless the optimizer's state is in it: that exists only after the first gradients."""
@@ -183,38 +181,42 @@ class LocalSGD(Strategy):
             group, self._averaged_in = self._averaged_in, ""
             self._alike = training.fingerprint(training.parameters, group, int(group[:8], 16))
         loss = training.inner_step(closure, self.max_norm)
-        self._schedule.count(training.now())
-        topic = self._due_topic(training)
-        if topic is None:
-            return loss
+        self._count(training)
+        topic, due = self._due_topic(training)
+        if topic is not None and due is not None:
+            self._average(training, topic, due)
+        self._go_on(training, in_round=self._pending is not None)
+        return loss
+
+    def _average(self, training: StrategyContext, topic: Topic, due: Due) -> None:
+        """Averages a topic, or begins to."""
         self._schedule.restart()  # before the round, whose result newcomers get together with the steps since it
-        options: RoundOptions = {"expected_peers": still_training}
+        options: RoundOptions = {"expected_peers": self._at_moment(still_training, due.moment)}
         if self._alike is not None:
             options["drift"] = self._alike
+        if due.moment and due.nobody:
+            options["search_timeout"] = 0.0
         if self._delayed is not None:
             self._delayed.copy()
             self._replaced = False
-            self._pending = training.begin(topic, **options)
+            self._pending = training.begin(topic, after=due.after, **options)
         else:
-            self._end_round(training, training.average(topic, **options))
-        return loss
+            self._end_round(training, training.average(topic, after=due.after, **options))
 
-    def _due_topic(self, training: StrategyContext) -> Topic | None:
+    def _due_topic(self, training: StrategyContext) -> tuple[Topic | None, Due | None]:
         """What is averaged now, if a round is due; applies the result of the round before."""
         topic = self._topic or self._make_topic(training)
-        others, is_due = training.site.broadcast_from_leader(
-            lambda: (self._claims(training), self._is_due(training, topic))
-        )
+        others, due = training.site.broadcast_from_leader(lambda: (self._claims(training), self._due(training, topic)))
         if others is not None and self.catch_up(training, others):
-            return None
+            return None, None
         if self._pending is not None:
             if not training.is_over(self._pending):
-                return None
+                return None, None
             self._apply(training, self._pending)
-            is_due = training.site.broadcast_from_leader(lambda: self._is_due(training, topic))
-        if is_due and self._averages_state(training):
+            due = training.site.broadcast_from_leader(lambda: self._due(training, topic))
+        if due is not None and self._averages_state(training):
             topic = self._current_topic(training, topic)
-        return topic if is_due else None
+        return topic, due
 
     def state(self) -> ExtraState:
         """The local steps since the last round."""
@@ -234,9 +236,6 @@ class LocalSGD(Strategy):
         others = self.others(training, announcements)
         self._downloads.note_refused(self.announced_history(training), others)
         return others if others.ahead or self._downloads.busy else None
-
-    def _is_due(self, training: StrategyContext, topic: Topic) -> bool:
-        return self._schedule.is_due(training.now(), training.announcements.declared_until(topic))
 
     def finish(self, training: StrategyContext) -> None:
         """Waits for the round in progress and adds its change."""

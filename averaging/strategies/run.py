@@ -60,9 +60,11 @@ class RunStart:
 
         Raises:
             StateError: there are peers with a state, but none could deliver it.
+            ConfigError: the peers of the run train with other terms, see `Strategy.terms`.
         """
         training, site, thread = self._training, self._training.site, self._training.thread
         joins = site.broadcast_from_leader(lambda: self._joins)
+        site.broadcast_from_leader(lambda: thread.run(on_loop(self._check_terms)))
         if joins and self._take_over_from(site.broadcast_from_leader(lambda: thread.run(on_loop(self.donors)))):
             return
         site.copy([*self._peer.own_tensors, *training.shared_buffers.values()])
@@ -76,11 +78,15 @@ class RunStart:
             return
         # Peers that began at the same moment see each other now; all but the greatest take over its parameters.
         greater = site.broadcast_from_leader(lambda: thread.run(self._greater_donors()))
+        site.broadcast_from_leader(lambda: thread.run(on_loop(self._check_terms)))
         if not self._take_over_from(greater) and site.leads:
             logger.info(
                 "no peer of run %r has the state of a greater origin, so this peer begins with its own parameters",
                 self._peer.run_id,
             )
+
+    def _check_terms(self) -> None:
+        self._strategy.check_terms(self._training, self._peer.progress.announcements)
 
     @property
     def _joins(self) -> bool:
@@ -158,7 +164,7 @@ def wait_for_peers(strategy: Strategy, training: StrategyContext, count: int, ti
         timeout: seconds.
 
     Raises:
-        ConfigError: an argument is no number.
+        ConfigError: an argument is no number, or the peers of the run train with other terms.
     """
     if type(count) is not int:
         raise ConfigError(f"count must be a whole number of peers, not {count!r}")
@@ -172,6 +178,9 @@ def wait_for_peers(strategy: Strategy, training: StrategyContext, count: int, ti
     def look(announcements: Mapping[str, bytes]) -> Callable[[], tuple[Others, float]]:
         return lambda: (strategy.others(training, announcements), end - training.monotonic())
 
+    def check(announcements: Mapping[str, bytes]) -> Callable[[], None]:
+        return lambda: strategy.check_terms(training, announcements)
+
     while True:
         announcements = training.announcements.wait_for(
             lambda announcements: are_there(announcements) or bool(strategy.others(training, announcements).ahead),
@@ -179,6 +188,7 @@ def wait_for_peers(strategy: Strategy, training: StrategyContext, count: int, ti
         )
         others, left = training.site.broadcast_from_leader(look(announcements))
         if not others.ahead or left <= 0:
+            training.site.broadcast_from_leader(check(announcements))
             return are_there(announcements)
         strategy.catch_up(training, others, left)
 

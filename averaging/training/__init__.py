@@ -15,10 +15,13 @@ from averaging.training.history import (
     Progress,
     Rank,
     Stage,
+    coming_at,
+    compare_terms,
     done_training,
     read_progress,
     same_origin,
     still_training,
+    without_steps,
 )
 from averaging.training.layout import full_precision, is_divided, local
 from averaging.training.named_tensors import WITHOUT_MODEL, TrainedModel, digest_of, named_buffers, named_parameters
@@ -93,7 +96,9 @@ __all__ = [
     "check_alike",
     "check_only_one",
     "close_all",
+    "coming_at",
     "compare_progress",
+    "compare_terms",
     "count_in",
     "described",
     "digest_of",
@@ -123,4 +128,5 @@ __all__ = [
     "still_training",
     "take_tensor",
     "under_own_names",
+    "without_steps",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import nullcontext, suppress
@@ -20,6 +21,9 @@ MAX_CACHED = 64
 
 FRESH_SECONDS = 0.02
 """Age at which a result is queried again. Without a cache each step of a small model would wait for the thread."""
+
+CORRECTION_SECONDS = 2.0
+"""Seconds after which the correction of this peer's clock is read again."""
 
 ASK_AGAIN_SECONDS = 60.0
 """Seconds after which the ranks of a site meet while they wait for the announcements of other peers."""
@@ -84,6 +88,8 @@ class Announcements:
     def __init__(self, site: Site, peer: Peer, thread: EventLoopThread) -> None:
         self._site, self._peer, self._thread = site, peer, thread
         self._queries = CachedQueries()
+        self._correction = 0.0
+        self._corrected_at = -math.inf
 
     def announce(self, progress: bytes, *, soon: bool = True) -> None:
         """Announces this peer's progress, see `RunProgress.announce`; does not wait for the peer's thread."""
@@ -146,6 +152,14 @@ class Announcements:
         return self._site.broadcast_from_leader(
             lambda: self._queries.recent(self._thread, key, lambda: self._peer.declared_until(topic, phase), wait=False)
         )
+
+    def clock_correction(self) -> float:
+        """Seconds to add to this peer's clock for the clock of the run; at the leader of a site."""
+        if (now := time.monotonic()) - self._corrected_at > CORRECTION_SECONDS:
+            self._corrected_at = now
+            peer = self._peer
+            self._correction = self._queries.recent(self._thread, "clock", lambda: peer.clock_correction, wait=False)
+        return self._correction
 
     def refresh(self) -> None:
         """Forgets cached announcements and declarations."""

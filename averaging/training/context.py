@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import time
@@ -44,6 +45,9 @@ from averaging.training.takeover import (
 )
 
 logger = logging.getLogger("averaging.training")
+
+LOOK_SECONDS = 0.1
+"""Seconds between two looks for peers that have come to a moment before this one."""
 
 
 class StrategyContext:
@@ -363,11 +367,20 @@ class StrategyContext:
         exact = tensors.keys() & self.buffers.keys()
         return made.sending_exactly(exact) if exact else made
 
-    def average(self, topic: Topic | None = None, **options: Unpack[RoundOptions]) -> Receipt:
+    def run_now(self) -> float:
+        """The clock of the run, in seconds since the epoch: the median of the peers' clocks, as far as it is known.
+
+        At a rank that does not lead its site it is the rank's own clock.
+        """
+        return self.now() + (self.announcements.clock_correction() if self.site.leads else 0.0)
+
+    def average(self, topic: Topic | None = None, *, after: float = 0.0, **options: Unpack[RoundOptions]) -> Receipt:
         """Averages a topic with a group and waits for the end of the round.
 
         Args:
             topic: a topic made by `topic`; the peer's own tensors if None.
+            after: seconds until the round begins, the same at all ranks of a site; it begins earlier if another peer
+                looks for a group.
             options: see `RoundOptions`.
 
         Returns:
@@ -380,9 +393,9 @@ class StrategyContext:
         """
         with self.copies.following() if self._has_parameters(topic) else nullcontext():
             if self.site.size > 1:
-                return self.receipt_of(self.begin(topic, **options))
+                return self.receipt_of(self.begin(topic, after=after, **options))
             self.check_tensors()
-            receipt = self.thread.run(self._round(topic, options))
+            receipt = self.thread.run(self._round(topic, options, after))
         return self._report(receipt)
 
     def _has_parameters(self, topic: Topic | None) -> bool:
@@ -390,12 +403,12 @@ class StrategyContext:
         places = {parameter.data_ptr() for parameter in self.parameters.values()}
         return topic is None or any(tensor.data_ptr() in places for tensor in topic.tensors.tensors)
 
-    def begin(self, topic: Topic | None = None, **options: Unpack[RoundOptions]) -> PendingRound:
+    def begin(self, topic: Topic | None = None, *, after: float = 0.0, **options: Unpack[RoundOptions]) -> PendingRound:
         """Begins what `average` does without waiting; `receipt_of` waits for the result."""
         pending = PendingRound(self.site, (topic or self._model_topic).tensors.tensors)
         self.check_tensors()
         if self.site.owns:
-            round_ = self._round(topic, options, pending)
+            round_ = self._round(topic, options, after, pending)
             with pending.starting():
                 pending.receipt = self.thread.start(round_ if self.site.shards == 1 else pending.proposing(round_))
         return pending
@@ -411,7 +424,7 @@ class StrategyContext:
         return self._report(end_of(pending, self.thread))
 
     def _round(
-        self, topic: Topic | None, options: RoundOptions, pending: PendingRound | None = None
+        self, topic: Topic | None, options: RoundOptions, after: float, pending: PendingRound | None = None
     ) -> Coroutine[Any, Any, Receipt]:
         """A round in the peer's thread, with the options that the strategy has left to the averager."""
         self._synchronize()
@@ -434,7 +447,18 @@ class StrategyContext:
         if shard is not None and pending is not None:
             chosen["confirm"] = pending.confirm
             chosen["gather"] = wrapped(shard.site, chosen["gather"])
-        return self.peer.average(topic or self._model_topic, **chosen)
+        topic = topic or self._model_topic
+        return self._average_at(after, topic, chosen) if after > 0 else self.peer.average(topic, **chosen)
+
+    async def _average_at(self, after: float, topic: Topic, options: RoundOptions) -> Receipt:
+        """Averages after so many seconds, or as soon as another peer looks for a group; called in the peer's thread."""
+        loop = asyncio.get_running_loop()
+        end, phase = loop.time() + after, options.get("phase", "")
+        while self.peer.declared_until(topic, phase) is None:
+            if (left := end - loop.time()) <= 0:
+                break
+            await asyncio.sleep(min(left, LOOK_SECONDS))
+        return await self.peer.average(topic, **options)
 
     def _may_come(self, expected: ExpectedAtFirst, announcements: Mapping[str, bytes]) -> bool:
         """Whether a group may be found; called in the peer's thread."""

@@ -197,6 +197,10 @@ class Progress:
         rate: local steps or samples per second, see `StepRate`; None if unknown.
         made: what this peer has made of the history. A peer of an older version does not say and counts as one.
         parts: digests of the parts of its model, see `ModelParts`; while it trains only of what does not change.
+        moment: moment of the run's clock at which it expects to average next, in seconds since the epoch; 0 if it has
+            made no step yet, so that nobody waits for it; None if it counts steps.
+        terms: options that all peers of a run must have alike, by name, as text; see `Strategy.terms`. A peer of an
+            older version names none.
     """
 
     history: History
@@ -208,11 +212,14 @@ class Progress:
     rate: float | None = None
     made: Made = Made.ALONE
     parts: Mapping[str, str] = field(default_factory=dict)
+    moment: float | None = None
+    terms: Mapping[str, str] = field(default_factory=dict)
 
     def pack(self) -> bytes:
         """For a record in discovery; `step_rate.INDEX` is the place of the rate in it."""
         ends = [int(self.stage), self.digest, self.rate, self.history.pack_trail(), int(self.made)]
-        ends += [dict(self.parts)] if self.parts else []
+        ends += [dict(self.parts)] if self.parts or self.terms else []
+        ends += [self.moment, ",".join(f"{name}={value}" for name, value in self.terms.items())] if self.terms else []
         return pack([self.history.pack(), self.samples, self.computing, self.donates, *ends])
 
     @classmethod
@@ -228,7 +235,9 @@ class Progress:
             known = History.unpack(history, more[1] if len(more) > 1 else b"")
             made = Made(more[2]) if len(more) > 2 else Made.ALONE
             parts = _read_parts(more[3]) if len(more) > 3 else {}
-            return cls(known, float(samples), float(computing), donates, Stage(stage), digest, rate, made, parts)
+            moment, terms = (_read_moment(more[4]), _read_terms(more[5])) if len(more) > 5 else (None, {})
+            ends = Stage(stage), digest, rate, made, parts, moment, terms
+            return cls(known, float(samples), float(computing), donates, *ends)
         except (StateError, ValueError, TypeError):
             return None
 
@@ -250,6 +259,52 @@ def _read_parts(packed: object) -> dict[str, str]:
         return {}
     sound = all(isinstance(text, str) and len(text) <= MAX_LINEAGE for pair in packed.items() for text in pair)
     return packed if sound else {}
+
+
+MAX_TERMS = 256
+"""Characters of the terms of a peer."""
+
+
+def _read_moment(packed: object) -> float | None:
+    return float(packed) if is_number(packed) and packed >= 0 else None
+
+
+def _read_terms(packed: object) -> dict[str, str]:
+    """The terms; without those that are malformed."""
+    if not isinstance(packed, str) or len(packed) > MAX_TERMS:
+        return {}
+    pairs = (term.partition("=") for term in packed.split(","))
+    return {name: value for name, separator, value in pairs if separator}
+
+
+def coming_at(announcements: Mapping[str, bytes], moment: float, interval: float) -> frozenset[str]:
+    """The peers that expect to average at this moment, which comes once in `interval` seconds."""
+    return frozenset(
+        name
+        for name, progress in read_progress(announcements).items()
+        if progress.moment is not None and abs(progress.moment - moment) <= interval / 2
+    )
+
+
+def without_steps(announcements: Mapping[str, bytes]) -> frozenset[str]:
+    """The peers that have made no step yet, and so expect to average at no moment."""
+    return frozenset(name for name, progress in read_progress(announcements).items() if progress.moment == 0)
+
+
+def compare_terms(own: Mapping[str, str], announcements: Mapping[str, bytes]) -> tuple[dict[str, str], set[str]]:
+    """The peers that have other terms, by endpoint, with the first difference as text; and those that have the same."""
+    differing: dict[str, str] = {}
+    alike = set()
+    for name, progress in read_progress(announcements).items():
+        known = [(term, here, progress.terms[term]) for term, here in own.items() if term in progress.terms]
+        others = [
+            f"{term} is {here} at this peer, but {there} at {name}" for term, here, there in known if there != here
+        ]
+        if others:
+            differing[name] = others[0]
+        elif known:
+            alike.add(name)
+    return differing, alike
 
 
 def read_progress(announcements: Mapping[str, bytes]) -> dict[str, Progress]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from averaging.strategies.base import AveragingSchedule
 from averaging.strategies.diloco import cut
+from averaging.strategies.schedule import AveragingSchedule
 
 
 def steps(schedule: AveragingSchedule, count: int, seconds: float, now: float = 0.0) -> float:

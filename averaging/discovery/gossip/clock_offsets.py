@@ -26,6 +26,9 @@ CONFIRM_SECONDS = 3.0
 """Seconds for which calls must show that a caller's clock is behind. Calls that waited while this peer stood still
 seem to have been sent long ago."""
 
+MAX_CORRECTION = 30.0
+"""Seconds by which this peer's clock is corrected at most. With clocks that differ more no group is found anyway."""
+
 CLIENT = "a client of this run"
 """The name for callers without an endpoint."""
 
@@ -91,12 +94,20 @@ class ClockOffsets:
 
     def own_offset(self, moment: float) -> float | None:
         """Seconds by which this peer's clock is ahead of the median of the others; None if none has answered lately."""
-        ahead = [
+        ahead = self._offsets(moment)
+        return -statistics.median(ahead) if ahead else None
+
+    def correction(self, moment: float) -> float:
+        """Seconds to add to this peer's clock for the median of all clocks that are known, its own included."""
+        return max(-MAX_CORRECTION, min(statistics.median([0.0, *self._offsets(moment)]), MAX_CORRECTION))
+
+    def _offsets(self, moment: float) -> list[float]:
+        """Seconds by which the clocks of the peers that have answered lately are ahead."""
+        return [
             (estimate.lower + estimate.upper) / 2
             for estimate in self._estimates.values()
             if estimate.has_answered and moment - estimate.latest <= STALE_SECONDS
         ]
-        return -statistics.median(ahead) if ahead else None
 
     def _note(self, name: str, reading: _Estimate) -> None:
         known = self._estimates.pop(name, None)

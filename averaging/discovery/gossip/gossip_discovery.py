@@ -165,7 +165,8 @@ class GossipDiscovery:
         silent = self._members.silent(self._clock())
         moment = asyncio.get_running_loop().time()
         offsets, ahead = self._offsets.excessive(moment), self._offsets.own_offset(moment)
-        return Diagnosis(peers, silent, offsets, self._explain_isolation(), ahead)
+        correction = self._offsets.correction(moment)
+        return Diagnosis(peers, silent, offsets, self._explain_isolation(), ahead, correction)
 
     def _explain_isolation(self) -> str:
         """Why this peer may be alone and what to do, if that follows from its `join`; empty otherwise."""
