@@ -177,7 +177,7 @@ class LoRAAveraging(LockstepStrategy):
         max_norm: float | None = None,
     ) -> None:
         super().__init__(max_norm=max_norm)
-        self._schedule = AveragingSchedule(sync_every)
+        self._schedule: AveragingSchedule = AveragingSchedule(sync_every)
         self.rest = one_of(RestPlace, rest, "rest")
         self._model, self._layers = model, adapted_layers(model)
         kind = RestInBase if self.rest is RestPlace.BASE else Correction

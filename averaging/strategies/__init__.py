@@ -1,15 +1,17 @@
 """Strategies: what is averaged, and when.
 
-Read in this order: `base` (what a strategy implements), `local_sgd` (the simplest), `gradient_averaging`, `diloco`.
-They share `catch_up` and `lockstep`. `run` is the start and the end of training.
+Read in this order: `base` (what a strategy implements), `schedule` (when its rounds are due), `local_sgd` (the
+simplest), `gradient_averaging`, `diloco`. They share `catch_up` and `lockstep`. `run` is the start and the end of
+training.
 """
 
-from averaging.strategies.base import AveragingSchedule, DriftReaction, Strategy, check_unused
+from averaging.strategies.base import DriftReaction, Strategy, check_unused
 from averaging.strategies.diloco import DiLoCo
 from averaging.strategies.gradient_averaging import GradientAveraging
 from averaging.strategies.local_sgd import LocalSGD
 from averaging.strategies.lockstep import LockstepStrategy
 from averaging.strategies.run import RunEnd, RunStart, wait_for_peers
+from averaging.strategies.schedule import AveragingSchedule
 
 __all__ = [
     "AveragingSchedule",

@@ -214,6 +214,12 @@ class Strategy(ABC):
             return None
         return Due(max(0.0, schedule.moment - now), schedule.moment, nobody)
 
+    def _tell(self, training: StrategyContext, moment: float) -> None:
+        """Announces the moment at which this peer comes next, if it has announced another one."""
+        if moment != self._moment:
+            self._moment = moment
+            self.announce(training)
+
     def _at_moment(self, expected: ExpectedPeers, moment: float) -> ExpectedPeers:
         """Those of the expected peers that come to this moment, if it is one."""
         interval = 0.0 if self._schedule is None else self._schedule.interval
@@ -241,10 +247,7 @@ class Strategy(ABC):
         schedule = self._schedule
         schedule.resume(training.run_now() if schedule.interval else training.now())
         if schedule.interval and not in_round:
-            moment = training.site.broadcast_from_leader(lambda: schedule.comes(training.run_now()))
-            if moment != self._moment:
-                self._moment = moment
-                self.announce(training)
+            self._tell(training, training.site.broadcast_from_leader(lambda: schedule.comes(training.run_now())))
 
     @cached_property
     def _downloads(self) -> CatchUp:

@@ -469,6 +469,8 @@ class DiLoCo(LockstepStrategy):
         if not together:
             self._step(training, fragment, None)
             return
+        if due.moment:
+            self._tell(training, due.moment)
         self._pending_history = self.history
         options: RoundOptions = {
             "phase": self.history.phase,

@@ -194,8 +194,10 @@ class LocalSGD(Strategy):
         options: RoundOptions = {"expected_peers": self._at_moment(still_training, due.moment)}
         if self._alike is not None:
             options["drift"] = self._alike
-        if due.moment and due.nobody:
-            options["search_timeout"] = 0.0
+        if due.moment:
+            self._tell(training, due.moment)
+            if due.nobody:
+                options["search_timeout"] = 0.0
         if self._delayed is not None:
             self._delayed.copy()
             self._replaced = False

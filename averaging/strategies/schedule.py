@@ -158,7 +158,7 @@ class ClockSchedule(Schedule):
         if self.steps == 0 or self._next is None:
             return False
         early = self.moment - now
-        if early > self.interval:  # the clock was set back
+        if early > 2 * self.interval:  # the clock was set back; a peer that came early has up to 1.5 intervals left
             self._next, early = self._at_or_after(now), self._at_or_after(now) * self.interval - now
         if declared_until is not None and declared_until > now and abs(early) <= self.interval / 2:
             return True

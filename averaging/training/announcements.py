@@ -25,6 +25,9 @@ FRESH_SECONDS = 0.02
 CORRECTION_SECONDS = 2.0
 """Seconds after which the correction of this peer's clock is read again."""
 
+STALE_SECONDS = 1.0
+"""Age at which a result is not returned any more; one query in such a step costs nothing."""
+
 ASK_AGAIN_SECONDS = 60.0
 """Seconds after which the ranks of a site meet while they wait for the announcements of other peers."""
 
@@ -42,7 +45,8 @@ class CachedQueries:
             thread: the peer's thread.
             key: identifies the query; one key must always come with an equivalent query.
             query: function that is called in `thread`.
-            wait: whether to wait for a query in progress; if not, the result before that is returned.
+            wait: whether to wait for a query in progress; if not, the result before that is returned, unless it is
+                older than `STALE_SECONDS`, as with steps that take so long.
 
         Raises:
             ClosedError: the thread was closed, or has failed.
@@ -57,6 +61,7 @@ class CachedQueries:
         elif kept.pending.done():
             kept.latest = kept.pending
             if now - kept.asked_at >= FRESH_SECONDS:
+                wait = wait or now - kept.asked_at > STALE_SECONDS
                 kept.asked_at, kept.pending = now, thread.start(on_loop(query))
         if wait or kept.latest is None:
             kept.latest = kept.pending

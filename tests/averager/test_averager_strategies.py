@@ -14,7 +14,7 @@ from averaging.training.named_tensors import named_buffers, named_parameters
 
 @pytest.mark.parametrize("sync_every", [0, -1, 2.0, True, "5", None])
 def test_local_sgd_wants_a_number_of_steps(sync_every: Any) -> None:
-    with pytest.raises(ConfigError, match="sync_every must be a whole number of steps"):
+    with pytest.raises(ConfigError, match="^sync_every"):
         LocalSGD(sync_every)
 
 

@@ -1,0 +1,82 @@
+"""Rounds by the clock of the run: real averagers on the memory network, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from averaging import DiLoCo, LocalSGD, Strategy
+from averaging.errors import ConfigError
+from tests.support import training_run
+from tests.support.training_run import Run, Site, agree
+
+FIRST = "192.0.2.1:1"
+
+MAKERS: dict[str, Callable[[], Strategy]] = {
+    "local": lambda: LocalSGD("10s"),
+    "overlap": lambda: LocalSGD("10s", overlap=True),
+    "diloco": lambda: DiLoCo("10s"),
+    "fragments": lambda: DiLoCo("10s", delay=3),
+}
+
+
+def sites(*step_seconds: float, **options: Any) -> list[Site]:
+    return [
+        Site(f"192.0.2.{number}:1", [FIRST] if number > 1 else [], 0.1 * number, step_seconds=seconds, **options)
+        for number, seconds in enumerate(step_seconds, 1)
+    ]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Strategy], peers: list[Site], until: float) -> list[Site]:
+    monkeypatch.setitem(training_run.STRATEGIES, "clock", lambda _: make())
+    return Run(0, "clock", peers, until=until, group_wait=5.0).simulate()
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_peers_of_any_speed_average_at_the_same_moments_and_hardly_wait(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    peers = run(monkeypatch, MAKERS[kind], sites(0.1, 0.1, 1.0), until=65.0)
+    assert len(peers) == 3
+    for peer in peers:
+        averaged = [receipt for receipt in peer.receipts if receipt.averaged]
+        assert len(averaged) >= 5
+        assert all(len(receipt.members) == 3 for receipt in averaged[1:])
+        assert all(-0.5 < (receipt.started + 5) % 10 - 5 < 1.3 for receipt in averaged[1:])
+        waited = sum(receipt.phases["looking"] for receipt in averaged[1:])
+        assert waited < 0.05 * 60
+    assert all(peer.finish is not None and peer.finish.alike for peer in peers)
+    assert agree(peers)
+
+
+def test_nobody_waits_for_a_peer_whose_step_is_longer_than_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast, other, slow = run(monkeypatch, MAKERS["local"], sites(0.1, 0.1, 16.0), until=120.0)
+    for peer in (fast, other):
+        averaged = [receipt for receipt in peer.receipts if receipt.averaged]
+        assert len(averaged) >= 10
+        assert sum(receipt.phases["looking"] for receipt in averaged) < 0.12 * 120
+    assert sum(receipt.averaged and len(receipt.members) == 3 for receipt in slow.receipts) >= 2
+
+
+def test_a_newcomer_between_two_moments_that_makes_no_step_for_long_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    peers = sites(0.1, 0.1)
+    peers.append(Site("192.0.2.3:1", [FIRST], 23.0, step_seconds=25.0))
+    first, second, newcomer = run(monkeypatch, MAKERS["local"], peers, until=100.0)
+    early = [receipt for receipt in first.receipts if receipt.averaged and receipt.started < 47]
+    assert len(early) >= 4
+    assert all(receipt.phases["looking"] < 0.5 and len(receipt.members) == 2 for receipt in early[1:])
+    assert agree([first, second, newcomer])
+
+
+@pytest.mark.parametrize(("kind", "other"), [(LocalSGD, "20s"), (DiLoCo, 5)])
+def test_another_interval_and_steps_are_refused_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Any], other: int | str
+) -> None:
+    made = iter([kind("10s"), kind(other)])
+    there = "20s" if other == "20s" else "a number of steps"
+    with pytest.raises(ConfigError, match=f"sync_every is {there} at this peer, but 10s at {FIRST}; give all peers"):
+        run(monkeypatch, lambda: next(made), sites(0.1, 0.1), until=10.0)
