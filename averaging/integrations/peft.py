@@ -370,6 +370,7 @@ class LoRAAveraging(LockstepStrategy):
         with training.replacing(), training.changing_parameters():
             if not self._round.apply():
                 logger.warning("round %d: no member's factors arrived at all members; it is made again", receipt.round)
+                self._discarded = False  # nobody could apply it
                 return
             self._anchor()
             self._advance(training, receipt, training.weight)

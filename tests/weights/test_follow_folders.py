@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -144,3 +145,18 @@ def test_a_directory_has_one_writer(tmp_path: Path) -> None:
     first.write(1, {"w": torch.ones(1)}, {})
     assert load_folder(tmp_path / "now" / "newest")["w"].tolist() == [1.0]
     assert versions(tmp_path / "now") == ["newest", "version-1"]
+
+
+def test_ctrl_c_while_a_version_is_written_leaves_whole_versions_only(tmp_path: Path) -> None:
+    publisher, output = WeightPublisher(), tmp_path / "now"
+    weights = {f"w{number}": torch.randn(1 << 20) for number in range(32)}  # 128 MiB
+    with Publishing(publisher) as endpoint, follow(endpoint, output, base_folder(tmp_path / "base")) as process:
+        process.expect("ready")
+        publisher.publish_now(weights, 1)
+        while not any(path.name.startswith(".version-1") for path in output.iterdir()):
+            time.sleep(0.001)
+        process.signal(signal.SIGINT)
+        assert process.wait() == 0
+    assert versions(output) in ([], ["newest", "version-1"])
+    if versions(output):
+        assert same(load_folder(output / "newest"), weights)
