@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Protocol, Self, Unpack, overload, runtime_checkable
 
 import torch
@@ -26,9 +27,11 @@ from averaging.training import (
     MAX_STEPS,
     NO_GROUP,
     WITHOUT_MODEL,
+    DataRecords,
     LeaderStatus,
     LeaderStatusRelay,
     OptimizerWrapper,
+    Site,
     Stage,
     StrategyContext,
     TrainedModel,
@@ -445,6 +448,16 @@ class DecentralizedAverager(OptimizerWrapper):
     def model_version(self) -> int:
         """Version of the state that newcomers get from this peer. It grows with every round."""
         return self._leader.last.version if self._site.size > 1 else self._peer.version
+
+    @cached_property
+    def data_records(self) -> DataRecords | None:
+        """What the peers announce of the samples that they train, for `averaging.data`; at rank 0 of a site only."""
+        return DataRecords(self._peer, self._thread) if self._site.leads else None
+
+    @property
+    def site(self) -> Site:
+        """The processes that train this copy of the model together."""
+        return self._site
 
     def average_now(self, *, weight: float | None = None, gather: Any = None) -> Receipt:
         """Averages the parameters with a group now, with any strategy, and waits for the end of the round.

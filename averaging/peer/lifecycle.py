@@ -19,7 +19,7 @@ from averaging.peer.peer_metrics import PeerMetrics
 from averaging.peer.rounds import Rounds
 from averaging.peer.run_progress import RunProgress
 from averaging.peer.service import PeerService
-from averaging.protocol import Mode
+from averaging.protocol import Mode, data_key
 from averaging.receipts import ReceiptBook, ReceiptLog
 from averaging.security import Credentials
 from averaging.seeds import Seeds
@@ -64,6 +64,7 @@ class Running:
     rounds: Rounds
     donors: Donors
     progress: RunProgress
+    data: RunProgress
     service: PeerService
 
 
@@ -124,10 +125,11 @@ async def start(
             discovery = shard.discovery_in(run_discovery, endpoint)
         service.discovery = discovery
         progress = RunProgress(config.run_id, endpoint, discovery, clock, seeds.named)
+        data = RunProgress(config.run_id, endpoint, discovery, clock, seeds.named, key=data_key(config.run_id))
         rounds = Rounds(config, endpoint, transport, discovery, progress, service, snapshots, clock=clock, rng=rng)
         service.matchmaking = rounds.matchmaking(schema)
         donors = Donors(config.run_id, endpoint, discovery, lambda: snapshots.version, clock)
-        notices = [progress.notice, donors.declaration] if snapshots.shared else [progress.notice]
+        notices = [progress.notice, data.notice] + ([donors.declaration] if snapshots.shared else [])
         if shard is not None:
             shard_notice = PublishedRecord(
                 *(run_discovery, shard.key, endpoint, shard.record), lifetime=LIFETIME, refresh=REFRESH, clock=clock
@@ -138,13 +140,13 @@ async def start(
         for notice in notices:
             await notice.store()
             stack.callback(tasks.create_task(notice.keep()).cancel)
-        leaving = _leave_when_asked(control.departure, (progress.notice, donors.declaration), rounds, service, on_leave)
+        to_withdraw = (progress.notice, data.notice, donors.declaration)
+        leaving = _leave_when_asked(control.departure, to_withdraw, rounds, service, on_leave)
         stack.callback(tasks.create_task(leaving).cancel)
         loop = asyncio.get_running_loop()
         scraped = metrics.listener.endpoint
-        return Running(
-            *(stack.pop_all(), endpoint, scraped, loop, discovery, run_discovery, rounds, donors, progress, service)
-        )
+        found = discovery, run_discovery, rounds, donors, progress, data, service
+        return Running(stack.pop_all(), endpoint, scraped, loop, *found)
 
 
 async def _leave_when_asked(

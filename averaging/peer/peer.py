@@ -6,8 +6,8 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Self, Unpack
 
@@ -21,7 +21,7 @@ from averaging.discovery.gossip import Waiting
 from averaging.doctor import ProbeService, TransferService
 from averaging.errors import ClosedError, ConfigError, RoundError
 from averaging.peer.lifecycle import DiscoveryFactory, Running, make_transport, start
-from averaging.peer.run_progress import RunProgress
+from averaging.peer.run_progress import RunProgress, find_gone
 from averaging.peer.topics import RoundOptions, Topic, TopicOptions, make_topic
 from averaging.protocol import Mode, attach, pack_gather, progress_key
 from averaging.receipts import DriftCheck, DropCode, PeerStatus, ReadByService, Receipt, TrainingProgress
@@ -328,6 +328,18 @@ class Peer(InProcess):
     def progress(self) -> RunProgress:
         """The progress of this peer and the others."""
         return self._entered.progress
+
+    @property
+    def data(self) -> RunProgress:
+        """Which samples this peer and the others train, see `averaging.data`."""
+        return self._entered.data
+
+    async def mark_gone_data(self, holders: Callable[[], Collection[str]]) -> AsyncGenerator[str, None]:
+        """Ignores the data records of those of these peers whose address refuses connections, and yields them."""
+        async with aclosing(find_gone(self._transport, holders)) as gone:
+            async for name in gone:
+                self.data.mark_gone(name)
+                yield name
 
     def declared_until(self, topic: Topic, phase: str = "") -> float | None:
         """When the last declaration of other training peers for this topic expires; None if there is none.

@@ -27,7 +27,10 @@ PAUSE = 0.02
 
 
 class RunProgress:
-    """What the peers of a run announce under the key `RUN.progress`.
+    """What the peers of a run announce under one key, such as `RUN.progress`.
+
+    Args:
+        key: the key; that of the progress if None.
 
     Attributes:
         notice: this peer's own record; it is kept while the peer is entered.
@@ -42,8 +45,9 @@ class RunProgress:
         discovery: Discovery,
         clock: Callable[[], float],
         given: Collection[str] = (),
+        key: str | None = None,
     ) -> None:
-        self._key, self._endpoint, self._discovery = progress_key(run_id), endpoint, discovery
+        self._key, self._endpoint, self._discovery = key or progress_key(run_id), endpoint, discovery
         self._own: bytes | None = None
         self._given, self._apart = given, dict[str, str]()  # peers that this one cannot average with, and why
         self.members: Mapping[str, str] = {endpoint: member_of(endpoint, "")}
@@ -95,6 +99,12 @@ class RunProgress:
             if reason:
                 logger.warning("this peer averages with no peer at %s, and waits for none there: %s", name, reason)
         return bool(self._apart[name])
+
+    @property
+    def is_published(self) -> bool:
+        """Whether the others get what this peer has announced last. After a restart its earlier record may linger."""
+        entry = self._discovery.get(self._key).get(self._endpoint)
+        return entry is not None and entry.value == self._own
 
     @property
     def announcers(self) -> frozenset[str]:

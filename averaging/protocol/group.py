@@ -312,6 +312,11 @@ def progress_key(run_id: str) -> str:
     return f"{run_id}.progress"
 
 
+def data_key(run_id: str) -> str:
+    """The discovery key under which training peers announce which samples they train."""
+    return f"{run_id}.data"
+
+
 def donors_key(run_id: str) -> str:
     """The discovery key under which peers declare that their state can be downloaded."""
     return f"{run_id}.all_averagers"

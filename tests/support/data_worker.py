@@ -1,0 +1,69 @@
+"""A peer in a process of its own that trains what a `RunSampler` deals to it.
+
+Run as `python -m tests.support.data_worker JSON`. It prints `imported` and waits for a line; then `ready`, `trained`
+with the samples after each step, `done` with the statistics, and `finished`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from averaging import DecentralizedAverager, LocalSGD
+from averaging.data import RunSampler
+from tests.support.training import backward, batch_of, model_of
+
+
+class Numbers(Dataset[int]):
+    """Samples that are their own indices."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def report(event: str, **values: Any) -> None:
+    print(json.dumps({"event": event, **values}), flush=True)
+
+
+def main(options: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    report("imported")
+    sys.stdin.readline()
+    model, numbers, batch = model_of(0), Numbers(options["length"]), options["batch"]
+    with DecentralizedAverager(
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        model=model,
+        run_id="run",
+        strategy=LocalSGD(20),
+        listen=options["listen"],
+        join=options.get("join", []),
+        group_wait=2.0,
+    ) as opt:
+        sampler = RunSampler(numbers, opt, block_size=options["block"])
+        loader = DataLoader(numbers, batch_size=batch, sampler=sampler, num_workers=options.get("workers", 0))
+        report("ready", epoch=sampler.epoch, together=opt.wait_for_peers(options["peers"], 60.0))
+        for epoch in sampler.epochs(options["epochs"]):
+            for samples in loader:
+                time.sleep(options["seconds"])  # computes
+                backward(model, batch_of(int(samples[0]), len(samples)))
+                opt.step(batch_size=len(samples))
+                report("trained", epoch=epoch, samples=samples.tolist())
+        report("done", **asdict(sampler.statistics))
+        finish = opt.finish()
+        report("finished", alike=finish.alike, text=str(finish))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
