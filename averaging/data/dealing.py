@@ -133,7 +133,7 @@ class DataRecord:
         raise ProtocolViolationError("a record of the data of a run is malformed")
 
 
-class ClaimState(IntEnum):
+class BlockState(IntEnum):
     """How far a peer is with a block that it has claimed."""
 
     ANNOUNCED = 0
@@ -141,7 +141,7 @@ class ClaimState(IntEnum):
 
 
 @dataclass(slots=True)
-class Claim:
+class BlockClaim:
     """A block that this peer has claimed.
 
     Attributes:
@@ -154,7 +154,7 @@ class Claim:
 
     since: float
     settles: float
-    state: ClaimState = ClaimState.ANNOUNCED
+    state: BlockState = BlockState.ANNOUNCED
     handed: int = 0
     retaken: bool = False
 
@@ -221,7 +221,7 @@ class Dealer:
     lease_seconds: float = LEASE_SECONDS
     epoch: int = 0
     done: int = 0
-    claims: dict[int, Claim] = field(default_factory=dict)
+    claims: dict[int, BlockClaim] = field(default_factory=dict)
     statistics: DataStatistics = field(default_factory=DataStatistics)
     version: int = 0
     _others: dict[str, _Seen] = field(default_factory=dict)
@@ -237,7 +237,7 @@ class Dealer:
     @property
     def record(self) -> DataRecord:
         """What this peer announces."""
-        claims = {block: claim.state is ClaimState.BEGUN for block, claim in self.claims.items()}
+        claims = {block: claim.state is BlockState.BEGUN for block, claim in self.claims.items()}
         return DataRecord(self.division.digest, self.epoch, self.done, claims, self.statistics.samples_here)
 
     def see(self, records: Mapping[str, DataRecord], now: float) -> None:
@@ -276,18 +276,18 @@ class Dealer:
 
     def claim(self, now: float, ahead: int) -> None:
         """Claims free blocks, until `ahead` of them are claimed and not begun."""
-        waiting = sum(claim.state is ClaimState.ANNOUNCED for claim in self.claims.values())
+        waiting = sum(claim.state is BlockState.ANNOUNCED for claim in self.claims.values())
         for block, is_own in self._best_free(min(ahead, MAX_CLAIMS - len(self.claims)) - waiting, now):
             settled = is_own and self._came_or_went is not None and now - self._came_or_went >= UNSETTLED
             retaken = self._abandoned.get(block) == self.epoch
-            self.claims[block] = Claim(now, 0.0 if settled else SETTLE, retaken=retaken)
+            self.claims[block] = BlockClaim(now, 0.0 if settled else SETTLE, retaken=retaken)
             self.version += 1
 
     def begin(self, now: float) -> int | None:
         """Begins the first claim that may be begun. Returns its block; None if none may."""
         for block, claim in self.claims.items():
-            if claim.state is ClaimState.ANNOUNCED and now - claim.since >= claim.settles:
-                claim.state = ClaimState.BEGUN
+            if claim.state is BlockState.ANNOUNCED and now - claim.since >= claim.settles:
+                claim.state = BlockState.BEGUN
                 self.version += 1
                 if claim.retaken:
                     size = self.division.size(block)
@@ -298,7 +298,7 @@ class Dealer:
     @property
     def has_claims_to_begin(self) -> bool:
         """Whether there are claims that have not begun."""
-        return any(claim.state is ClaimState.ANNOUNCED for claim in self.claims.values())
+        return any(claim.state is BlockState.ANNOUNCED for claim in self.claims.values())
 
     def has_free(self, now: float) -> bool:
         """Whether there is a block that this peer could claim."""
@@ -366,13 +366,13 @@ class Dealer:
     def _must_give_up(self, block: int, now: float) -> bool:
         if self.done >> block & 1:
             return True
-        own = (self.claims[block].state is ClaimState.BEGUN, self._score(self.name, block), self.name)
+        own = (self.claims[block].state is BlockState.BEGUN, self._score(self.name, block), self.name)
         return any(other > own for other in self._claimants(block, now))
 
     def _give_up(self, block: int) -> None:
         claim = self.claims.pop(block)
         self.version += 1
-        if claim.state is ClaimState.BEGUN:
+        if claim.state is BlockState.BEGUN:
             self._count(conflicts=1, most_duplicates=claim.handed)
 
     def _note_trained_twice(self, name: str, record: DataRecord) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -152,11 +153,15 @@ class RunSampler(Sampler[int], InProcess):
         Raises:
             ClosedError: the averager was closed.
         """
+        self.begin_pass()
+        return self._pass()
+
+    def begin_pass(self) -> None:
+        """Waits until there is something to train in this epoch or the next, unless `epochs` has done so."""
         if not self._settled:
             self._end_pass()
             self._wait_for_work(None)
         self._settled = False
-        return self._pass()
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch and its trained blocks, for a checkpoint of this peer; at rank 0 of a site."""
@@ -321,37 +326,58 @@ class RunSampler(Sampler[int], InProcess):
     # The samples
 
     def _pass(self) -> Iterator[int]:
-        site = self._site
-        while (dealt := site.broadcast_from_leader(self._next_block)) is not None:
-            epoch, block = dealt
+        for epoch, block in self.blocks():
             indices = self._indices(epoch, block)
-            # All ranks of a site go the same way, so they do not give up a block in its midst.
-            watched = self._records if site.size == 1 else None
-            for handed, index in enumerate(indices, 1):
-                claim = self._dealer.claims.get(block)
-                if claim is not None:
-                    claim.handed = handed
-                self._handed_out += 1
-                if handed == len(indices):
-                    self._handed.append((self._handed_out, block))
+            for index in indices[:-1]:
+                self.hand_out(block)
                 yield index
-                if watched is not None and watched.have_changed:
-                    self._see()
-                    self._announce_quietly()
-                    if block not in self._dealer.claims and handed < len(indices):
-                        break  # another peer has it by right
+                if not self.has(block):
+                    break
+            else:
+                self.hand_out(block, is_last=True)
+                yield indices[-1]
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """Begins one block after the other, as (epoch, block), until none is free. For what deals out blocks itself."""
+        while (dealt := self._site.broadcast_from_leader(self._next_block)) is not None:
+            yield dealt
+
+    def hand_out(self, block: int, *, is_last: bool = False) -> None:
+        """Notes that the next sample is one of this block, or its last one."""
+        self._handed_out += 1
+        if (claim := self._dealer.claims.get(block)) is not None:
+            claim.handed += 1
+        if is_last:
+            self._handed.append((self._handed_out, block))
+
+    def hand_out_nothing(self, block: int) -> None:
+        """Notes that this block has no samples."""
+        self._handed.append((self._handed_out, block))
+        self._count_trained(0)
+
+    def has(self, block: int) -> bool:
+        """Whether a block that was begun is still this peer's. The ranks of a site always end what they have begun."""
+        if self._site.size > 1 or self._records is None:
+            return True
+        if self._records.have_changed:
+            self._see()
+            self._announce_quietly()
+        return block in self._dealer.claims
 
     def _announce_quietly(self) -> None:
-        try:
+        with suppress(ClosedError):  # the pass ends with the next block
             self._announce()
-        except ClosedError:
-            logger.debug("the averager was closed during a pass")
 
     def _indices(self, epoch: int, block: int) -> list[int]:
         """The samples of a block for this rank; all ranks get equally many, in the last block some of them twice."""
-        start, size, ranks = block * self._division.block_size, self._division.size(block), self._site.size
+        size, ranks = self._division.size(block), self._site.size
         each = -(-size // ranks)
-        places = [start + min(self._site.rank * each + offset, size - 1) for offset in range(each)]
+        return self.places(epoch, block, [min(self._site.rank * each + offset, size - 1) for offset in range(each)])
+
+    def places(self, epoch: int, block: int, offsets: Sequence[int] | None = None) -> list[int]:
+        """The samples of a block at these offsets; all of them if None."""
+        start = block * self._division.block_size
+        places = [start + offset for offset in (range(self._division.size(block)) if offsets is None else offsets)]
         if self._division.seed is None:
             return places
         if self._order is None or self._order[0] != epoch:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from averaging import DecentralizedAverager, LocalSGD
 from averaging.common import pack
-from averaging.data import RunSampler
+from averaging.data import RunSampler, RunShards
 from averaging.data.dealing import MAX_BLOCKS
 from averaging.errors import AveragingError, ConfigError, StateError
 from tests.support.data_worker import Numbers
@@ -52,27 +53,46 @@ def test_an_epoch_of_four_peers_with_one_killed_and_one_joining(workers: int, st
     """Each sample is trained, and at most one block twice, also if loaders have fetched further ones."""
     addresses = [free_address() for _ in range(5)]
     processes = [
-        worker(stack, listen=address, join=addresses[:1] if number else [], peers=4, workers=workers)
-        for number, address in enumerate(addresses)
+        worker(stack, listen=address, join=addresses[:1] if number else [], peers=4, workers=workers, pause_after=pause)
+        for number, (address, pause) in enumerate(zip(addresses, (20, 20, 20, 20, None), strict=True))
     ]
-    processes[0].send("")
-    for process in processes[1:4]:
+    for process in processes[:4]:
         process.send("")
     for process in processes[:4]:
         assert process.expect("ready")["together"]
-    for number in range(BLOCK // BATCH + 3):  # in the midst of its second block
+    for _ in range(BLOCK // BATCH + 3):  # in the midst of its second block
         processes[1].expect("trained")
-        if not number:
-            processes[4].send("")
     processes[1].kill()
-    for process in (processes[0], *processes[2:]):
-        assert process.expect("finished")["alike"]
+    processes[4].send("")  # while the others are in the midst of the epoch
+    processes[4].expect("trained")
+    for process in (processes[0], *processes[2:4]):
+        process.send("")
+    digests = {process.expect("finished")["digest"] for process in (processes[0], *processes[2:])}
+    assert len(digests) == 1
     shares = [trained_by(process) for process in processes]
     assert all(shares), "each peer has trained a part"
     trained = Counter(sample for share in shares for sample in share)
     assert trained.keys() == set(range(LENGTH)), "a sample was not trained"
     assert trained.total() - LENGTH <= BLOCK
     assert max(trained.values()) <= 2
+
+
+@pytest.mark.long
+def test_a_site_of_two_ranks_and_a_peer_share_an_epoch(stack: ExitStack, tmp_path: Path) -> None:
+    """Both ranks of the site make as many steps, also in the last block, which is shorter."""
+    addresses = [free_address() for _ in range(2)]
+    site: dict[str, Any] = {"listen": addresses[0], "peers": 2, "ranks": 2, "store": str(tmp_path / "store")}
+    ranks = [worker(stack, length=501, rank=rank, **site) for rank in range(2)]
+    alone = worker(stack, length=501, listen=addresses[1], join=addresses[:1], peers=2)
+    for process in (*ranks, alone):
+        process.send("")
+    assert len({process.expect("finished")["digest"] for process in (*ranks, alone)}) == 1
+    shares = [trained_by(process) for process in (*ranks, alone)]
+    assert all(shares)
+    assert len(ranks[0].events("trained")) == len(ranks[1].events("trained"))
+    trained = Counter(sample for share in shares for sample in share)
+    assert trained.keys() == set(range(501))
+    assert trained.total() - 501 <= 1, "one rank had no sample of its own at the end"
 
 
 @pytest.fixture
@@ -110,6 +130,46 @@ def test_alone_each_epoch_has_each_sample_once(opt: DecentralizedAverager, worke
     assert epochs[0] != epochs[1], "another order"
     statistics = sampler.statistics
     assert (statistics.epoch, statistics.blocks_here, statistics.most_duplicates) == (2, 26, 0)
+
+
+def tenfold(shard: int) -> Iterator[int]:
+    """Reads a shard; every fourth one is empty."""
+    yield from range(10 * shard, 10 * shard + (10 if shard % 4 else 0))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_shards_are_dealt_out_whole(opt: DecentralizedAverager, workers: int) -> None:
+    shards = RunShards(range(13), tenfold, opt, num_workers=workers)
+    epochs: dict[int, list[int]] = {}
+    for epoch in shards.epochs(2):
+        for samples in DataLoader(shards, batch_size=4):
+            epochs.setdefault(epoch, []).extend(train(opt, samples))
+    every = [sample for shard in range(13) for sample in tenfold(shard)]
+    assert [sorted(seen) for seen in epochs.values()] == [every, every]
+    assert epochs[0] != epochs[1]
+    assert (shards.statistics.blocks_here, shards.statistics.most_duplicates) == (26, 0)
+
+
+def test_shards_that_were_not_trained_are_dealt_again(opt: DecentralizedAverager) -> None:
+    shards = RunShards(range(13), tenfold, opt, num_workers=1)
+    seen: list[int] = []
+    for number, samples in enumerate(DataLoader(shards, batch_size=4)):
+        if number == 7:
+            break
+        seen += train(opt, samples)
+    state = shards.state_dict()
+    resumed = RunShards(range(13), tenfold, opt)
+    resumed.load_state_dict(state)
+    seen += [sample for samples in DataLoader(resumed, batch_size=4) for sample in train(opt, samples)]
+    every = [sample for shard in range(13) for sample in tenfold(shard)]
+    assert set(seen) == set(every)
+    assert len(seen) - len(every) <= 10, "a part of a shard"
+
+
+def test_the_processes_belong_to_the_shards(opt: DecentralizedAverager) -> None:
+    shards = RunShards(range(3), tenfold, opt)
+    with pytest.raises(ConfigError, match="give RunShards num_workers"):
+        next(iter(DataLoader(shards, batch_size=4, num_workers=1, multiprocessing_context="fork")))
 
 
 def test_a_loop_without_epochs_goes_on_with_the_next_one(opt: DecentralizedAverager) -> None:

@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import examples.explorers.__main__ as explorers
 import examples.sites.__main__ as sites
-from examples import adapters, digits, diloco, three_lines
+from examples import adapters, digits, diloco, epoch, three_lines
 
 ROOT = Path(__file__).parents[2]
 
@@ -171,6 +171,16 @@ def test_ctrl_c_ends_the_trainer_and_its_explorers() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.long
+def test_peers_share_an_epoch() -> None:
+    with Example("epoch", "--epochs=1", "--wait-for=2") as founder:
+        endpoint = founder.read_until("--join").split()[-1]
+        with Example("epoch", "--epochs=1", "--wait-for=2", "--join", endpoint) as other:
+            shares = [re.search(r"Trained here: (\d+)", each.read_until("Trained here")) for each in (founder, other)]
+            assert sum(int(share[1]) for share in shares if share) == epoch.SAMPLES
+            assert all("all 2 peers hold the same weights" in each.end(0) for each in (founder, other))
+
+
 def test_three_lines_find_each_other_and_leave_in_order_after_ctrl_c() -> None:
     with Example("three_lines", "--steps=10000000") as founder:
         endpoint = founder.read_until("--join ").split("--join ")[1]
@@ -289,7 +299,7 @@ def test_a_folder_for_tensorboard_that_cannot_be_made_is_reported(
 
 
 def test_the_commands_of_the_page_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
-    modules = (adapters, digits, diloco, explorers, sites, three_lines)
+    modules = (adapters, digits, diloco, epoch, explorers, sites, three_lines)
     mains: dict[str, Main] = {module.__name__.split(".")[1]: module.main for module in modules}
     pages = "".join((ROOT / "docs" / "how-to" / page).read_text() for page in ("examples.md", "gpus.md"))
     commands = re.findall(r"^(?:python|torchrun .*) -m examples\.(\w+)(.*)$", pages, re.MULTILINE)

@@ -1,7 +1,8 @@
 """A peer in a process of its own that trains what a `RunSampler` deals to it.
 
 Run as `python -m tests.support.data_worker JSON`. It prints `imported` and waits for a line; then `ready`, `trained`
-with the samples after each step, `done` with the statistics, and `finished`.
+with the samples after each step, `done` with the statistics, and `finished`. After step `pause_after` it waits for a
+line.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from averaging import DecentralizedAverager, LocalSGD
@@ -41,7 +44,13 @@ def main(options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     report("imported")
     sys.stdin.readline()
-    model, numbers, batch = model_of(0), Numbers(options["length"]), options["batch"]
+    model: torch.nn.Module = model_of(0)
+    group: dict[str, Any] = {}
+    if options.get("ranks", 1) > 1:
+        store, rank = f"file://{options['store']}", options["rank"]
+        dist.init_process_group("gloo", store, rank=rank, world_size=options["ranks"])
+        model, group = DistributedDataParallel(model), {"process_group": dist.group.WORLD}
+    numbers, batch = Numbers(options["length"]), options["batch"]
     with DecentralizedAverager(
         torch.optim.SGD(model.parameters(), lr=0.01),
         model=model,
@@ -50,6 +59,7 @@ def main(options: dict[str, Any]) -> None:
         listen=options["listen"],
         join=options.get("join", []),
         group_wait=2.0,
+        **group,
     ) as opt:
         sampler = RunSampler(numbers, opt, block_size=options["block"])
         loader = DataLoader(numbers, batch_size=batch, sampler=sampler, num_workers=options.get("workers", 0))
@@ -60,9 +70,11 @@ def main(options: dict[str, Any]) -> None:
                 backward(model, batch_of(int(samples[0]), len(samples)))
                 opt.step(batch_size=len(samples))
                 report("trained", epoch=epoch, samples=samples.tolist())
+                if opt.local_step == options.get("pause_after"):
+                    sys.stdin.readline()
         report("done", **asdict(sampler.statistics))
         finish = opt.finish()
-        report("finished", alike=finish.alike, text=str(finish))
+        report("finished", digest=finish.digest, text=str(finish))
 
 
 if __name__ == "__main__":
