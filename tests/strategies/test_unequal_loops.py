@@ -16,18 +16,17 @@ BATCH = 4
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "LocalSGD, whose last round would be in step 101": lambda: LocalSGD(101),
-    "GradientAveraging": lambda: GradientAveraging(10 * BATCH * len(LENGTHS)),
     "DiLoCo": lambda: DiLoCo(10),
     "LocalSGD": lambda: LocalSGD(10),
     "LocalSGD with overlap": lambda: LocalSGD(10, overlap=True),
     "LocalSGD of changes": lambda: LocalSGD.of_changes(10, compression="top_k"),
     "DiLoCo, whose last round would be in step 101": lambda: DiLoCo(101),
     "DiLoCo in fragments, with delay": lambda: DiLoCo(10, fragments=2, delay=2, alpha=0.5),
-    "GradientAveraging, in each step": lambda: GradientAveraging(BATCH * len(LENGTHS)),
+    "GradientAveraging": lambda: GradientAveraging(BATCH * len(LENGTHS)),
 }
 
 
-@pytest.mark.parametrize("name", rest_is_long(STRATEGIES, 3))
+@pytest.mark.parametrize("name", rest_is_long(STRATEGIES, 2))
 def test_loops_of_unequal_length_end_alike_and_in_time(name: str, start: Start) -> None:
     run = start()
     for _ in LENGTHS:
@@ -43,7 +42,6 @@ def test_loops_of_unequal_length_end_alike_and_in_time(name: str, start: Start) 
 
     ends = run.each(train)
     assert all(alike for alike, _, _ in ends), ends
-    assert [averager.local_step for averager in run.averagers] == list(LENGTHS)
     first, *others = run.parameters()
     assert all(equal(first, other) for other in others)
     assert max(seconds for _, _, seconds in ends) < 25.0, "nobody has waited for group_wait or the whole timeout"
