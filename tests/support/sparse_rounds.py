@@ -118,7 +118,7 @@ class SparseSimulation(Simulation):
 def dumb_average(sent: Sequence[SparsePart], weights: Sequence[float], mean_over: MeanOver) -> np.ndarray[Any, Any]:
     """The average of a part as the documents say it, element by element in float64; NaN where nobody sent."""
     given = [(one, weight) for one, weight in zip(sent, weights, strict=True) if weight > 0]
-    norms = [float(np.sqrt(sum(float(value) ** 2 for value in one.values))) for one, _ in given]
+    norms = [float(np.sqrt(sum(value**2 for value in one.values.tolist()))) for one, _ in given]
     median = statistics.median_low([norm for norm in norms if norm] or [0.0])
     sums, counted = np.zeros(sent[0].numel), np.zeros(sent[0].numel)
     for (one, weight), norm in zip(given, norms, strict=True):
