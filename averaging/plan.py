@@ -429,7 +429,11 @@ def compare(run: RunPlan, receipts: Iterable[Receipt]) -> list[Difference]:
     planned = estimate(run)
     sent = Difference("bytes sent", planned.bytes_sent, statistics.median(each.bytes_sent for each in rounds))
     members = statistics.median(len(each.members) for each in rounds)
-    remark = f"the groups had {members:g} members" if members != run.peers else "other tensors, or another compression"
+    remark = "other tensors, or another compression"
+    if members != run.peers:
+        remark = f"the groups had {members:g} members"
+    elif run.is_sparse and sent.measured < sent.planned:
+        remark = "the members changed the same elements, which averages hold only once"
     differences = [_remarked(sent, remark, 0.0)]
     for name in ("checking", "looking", "preparing", "allreduce", "adopting"):
         seconds = statistics.median(each.phases.get(name, 0.0) for each in rounds)

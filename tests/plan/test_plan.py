@@ -227,6 +227,13 @@ def test_the_command_prints_the_plan_a_table_and_the_comparison(tmp_path: Path) 
     assert "300Mbit/40ms" in run_command("--parameters", "9", "--link", "3").stderr
 
 
+def test_averages_of_top_k_that_are_shorter_than_planned_are_explained() -> None:
+    planned = as_planned(SPARSE)
+    shorter, longer = (replace(planned, bytes_sent=int(planned.bytes_sent * share)) for share in (0.7, 1.3))
+    assert "the members changed the same elements" in compare(SPARSE, [shorter])[0].remark
+    assert "other tensors" in compare(SPARSE, [longer])[0].remark
+
+
 def test_the_command_knows_top_k() -> None:
     options = ["--parameters", "1e9", "--compression", "top_k", "--density", "1/32", "--bits", "4", "--peers", "16"]
     text = run_command(*options).stdout
