@@ -324,6 +324,14 @@ class DiLoCo(LockstepStrategy):
         """Local steps since the last round."""
         return self._schedule.steps
 
+    @property
+    def terms(self) -> Mapping[str, str]:
+        """Also the options of `top_k`."""
+        if self.top_k is None:
+            return super().terms
+        chosen = {"density": f"{self.top_k.density:g}", "bits": str(self.top_k.bits)}
+        return {**super().terms, **chosen, "mean_over": self.top_k.mean_over.value}
+
     def start(self, training: StrategyContext) -> None:
         """Divides the model into fragments and creates an outer optimizer for each."""
         self._fragments = []  # `start` may have failed for another averager

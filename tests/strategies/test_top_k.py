@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -463,19 +464,38 @@ def test_a_limit_of_the_norm_holds_for_the_change_and_not_for_the_residual(start
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"density": 1 / 4}, "density of top_k is 1/8 here and 1/4 there"),
-        ({"bits": 8}, "bits of top_k is 2 here and 8 there"),
-        ({"mean_over": "all"}, "mean_over of top_k is senders here and all there"),
+        ({"density": 1 / 4}, "density is 0.25 at this peer, but 0.125 at 127"),
+        ({"bits": 8}, "bits is 8 at this peer, but 2 at 127"),
+        ({"mean_over": "all"}, "mean_over is all at this peer, but senders at 127"),
     ],
 )
-def test_peers_with_other_options_say_which(
-    start: Start, options: dict[str, Any], named: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_peer_with_other_options_is_refused_by_name(start: Start, options: dict[str, Any], named: str) -> None:
+    run = start()
+    run.add(top_k(2), SGD)
+    with pytest.raises(ConfigError, match=f"{named}.*; give all peers of the run the same"):
+        run.add(top_k(2, **options), SGD)
+
+
+def test_peers_with_other_blocks_say_which_option_differs(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    """Where nobody checks the terms, as at the end, the schema is compared."""
     run = start()
     receipts: list[Receipt] = []
-    for own in ({}, options):
-        run.add(top_k(2, **own), SGD, group_wait=1.0, on_round=receipts.append)
+    for own in ({}, {"density": 1 / 4}):
+        run.add(Lenient(2, **own), SGD, group_wait=1.0, on_round=receipts.append)
     run.meet()
     train(run, 4)
     assert not any(receipt.averaged for receipt in receipts)
-    assert f"averages something else: {named}; give both the same tensors and options" in caplog.text
+    assert re.search(
+        "averages something else: density of top_k is (1/8 here and 1/4|1/4 here and 1/8) there; give both", caplog.text
+    )
+
+
+class Lenient(DiLoCo):
+    """Announces nothing of its options."""
+
+    def __init__(self, sync_every: int, **options: Any) -> None:
+        super().__init__(sync_every, **{"compression": "top_k", "density": 1 / 8, **options})
+
+    @property
+    def terms(self) -> dict[str, str]:
+        return {}
