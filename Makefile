@@ -12,7 +12,7 @@ TORCH ?= torch==2.13.0
 # Two workers more than cores, because tests with processes are idle much of the time.
 WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 2 )))
 
-.PHONY: test-prometheus help demo posttrain test test-long test-examples test-etcd test-network test-deploy test-dashboard test-slurm test-integrations test-optimizers test-vllm test-feed test-synchronizer check lint docs reference dist installable bench bench-hivemind proto soak clean
+.PHONY: test-prometheus help demo posttrain test test-long test-examples test-etcd test-network test-deploy test-dashboard test-slurm test-integrations test-optimizers test-vllm test-feed test-synchronizer check lint docs reference dist installable bench bench-hivemind bench-convergence proto soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -35,7 +35,7 @@ test-long: $(VENV)/installed ## the long tests, and the fuzz tests with eight ti
 test-examples: $(VENV)/installed ## the demo, the examples and the quickstarts of the pages from end to end, about 3 minutes
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal \
 		tests/examples/test_demo_processes.py::test_the_demo_keeps_its_promises tests/examples/test_examples.py \
-		tests/feed/test_feed_page.py tests/workers/test_workers_page.py $(PYTEST_ARGS)
+		tests/examples/test_slow_links.py tests/feed/test_feed_page.py tests/workers/test_workers_page.py $(PYTEST_ARGS)
 
 test-etcd: $(VENV)/installed ## the tests with a real etcd server (apt-get install etcd-server), about 2 minutes
 	$(BIN)/python -m pytest -m etcd tests/etcd $(PYTEST_ARGS)
@@ -108,6 +108,9 @@ bench: $(VENV)/installed ## benchmarks: averaging and Gloo, codecs, discovery, t
 bench-hivemind: $(VENV)/installed $(HIVEMIND)/installed ## benchmark averaging and hivemind, which gets an environment of its own
 	$(BIN)/python -m benchmarks.allreduce --peers 2 4 --mib 64 --tensors 4 --codecs none fp16 \
 		--hivemind $(HIVEMIND)/bin/python --output runs/benchmarks
+
+bench-convergence: $(VENV)/installed ## train a part of the convergence benchmark in 10 minutes; again for the next part
+	$(BIN)/python -m benchmarks.convergence --minutes 10 --processes 2 --output runs/benchmarks/convergence
 
 bench-feed: $(VENV)/installed $(FEED)/installed ## benchmark the feed server and that of atroposlib
 	$(BIN)/python -m benchmarks.feed --atropos $(FEED)/bin/python --output runs/benchmarks

@@ -1,206 +1,154 @@
-"""Compares how well a language model learns with each strategy, with the same total number of tokens.
+"""How well a language model learns with each way to average, at how many bytes.
 
-`python -m benchmarks.convergence` trains a small byte-level transformer on the Python standard library's sources: once
-in one process with the joined batch, else in four processes that average over loopback gRPC. It writes the raw results
-and the curves into a folder, and the page beside it. Existing cases are not trained again unless they are named:
-`--cases diloco-50,diloco-100`. Update the recorded results with `--output docs/design/results`.
+`python -m benchmarks.convergence` trains a small byte-level transformer on the Python standard library's sources: with
+the joined batch in one process, and with peers that average rarely and with few bits. Each way is trained in plain
+PyTorch (`plain`) and with the library (`library`), from a start that is trained already and from a random one.
+
+The whole takes hours, so it is made of cells that are run in pieces. A cell is recorded as soon as it is done, and is
+not run again; the most important come first.
+
+examples:
+  python -m benchmarks.convergence --minutes 10          what is missing, until the time is up
+  python -m benchmarks.convergence --list                which cells there are, and which are done
+  python -m benchmarks.convergence --cases joined,int8-h30 --seeds 0
+  python -m benchmarks.convergence --report              the page and its curves, from what is recorded
+  python -m benchmarks.convergence --cases diloco-h30 --lr 2e-3 3e-3 --by plain --seeds 0
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import multiprocessing
-import os
-import platform
-import socket
-import statistics
-import subprocess
+import math
 import sys
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict
-from functools import partial
-from importlib.metadata import version
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from averaging import DiLoCo, GradientAveraging, LocalSGD
-from averaging.protocol.messages import CompressionType
+from benchmarks.convergence.cases import PEERS, SEEDS, STARTS, SYSTEMS, Cell, all_cases, all_cells
 from benchmarks.convergence.report import draw, page
-from benchmarks.convergence.train import Case, PeerProcess, Recipe, Trained, held_out, new_model, train_alone
-from benchmarks.output import make_folder, write
-from benchmarks.workers import WorkerError, without_interrupts
+from benchmarks.convergence.runner import STARTS_FOLDER, Job, Results, Runner
+from benchmarks.convergence.train import Recipe
+from benchmarks.output import make_folder
+from benchmarks.workers import WorkerError
 from examples.children import ending_children
-from examples.language_model import read, windows
-
-CURVE, JUDGED = 256, 2048
-"""Number of held-out windows for the curves, and for the final evaluation."""
-
-LR, LOCAL_LR, DILOCO_LR = 4e-3, 4e-3, 3e-3
-"""Maximum inner learning rates: for steps with the joined batch, for LocalSGD, and for DiLoCo."""
-
-INT8: dict[str, Any] = {"compression": CompressionType.BLOCKWISE_INT8, "error_feedback": True}
-STREAMING: dict[str, Any] = {"sync_every": 100, "fragments": 4, "delay": 3, "alpha": 0.5}
 
 
-def cases(recipe: Recipe) -> dict[str, Case]:
-    """The cases by name, in the page's order."""
-    gradients, local, diloco = GradientAveraging, LocalSGD, DiLoCo
-    joined = recipe.peers * recipe.batch
-    return {
-        "single": Case("one process, joined batch", LR),
-        # A peer's own batch is enough for a step, so each step waits for one batch of every peer.
-        "gradients": Case("GradientAveraging, in step", LR, partial(gradients, recipe.batch)),
-        "gradients-free": Case("GradientAveraging, target of 4 batches", LR, partial(gradients, joined)),
-        "local-10": Case("LocalSGD, H=10", LOCAL_LR, partial(local, 10)),
-        "local-50": Case("LocalSGD, H=50", LOCAL_LR, partial(local, 50)),
-        "diloco-50": Case("DiLoCo, H=50", DILOCO_LR, partial(diloco, 50)),
-        "diloco-100": Case("DiLoCo, H=100", DILOCO_LR, partial(diloco, 100)),
-        "streaming": Case("Streaming DiLoCo, H=100, 4 fragments", DILOCO_LR, partial(diloco, **STREAMING)),
-        "diloco-50-int8": Case("DiLoCo, H=50, int8", DILOCO_LR, partial(diloco, 50, **INT8)),
-        "streaming-int8": Case(
-            "Streaming DiLoCo, H=100, 4 fragments, int8", DILOCO_LR, partial(diloco, **STREAMING, **INT8)
-        ),
-    }
+def chosen_cells(options: argparse.Namespace) -> list[Cell]:
+    """The cells of the command line, the most important first."""
+    return [
+        cell
+        for cell in all_cells()
+        if cell.start in options.starts
+        and cell.peers in options.peers
+        and cell.by in options.by
+        and cell.seed in options.seeds
+        and (options.cases is None or cell.case in options.cases)
+    ]
 
 
-def say(name: str, what: str) -> None:
-    print(f"{name}: {what}", file=sys.stderr, flush=True)
+def show(cells: Sequence[Cell], results: Mapping[str, Any]) -> None:
+    """Prints the cells and their losses."""
+    for cell in cells:
+        result = results["cells"].get(str(cell))
+        print(f"{cell}  " + (f"{result['loss']:.4f}" if result else "-"))
+    done = sum(str(cell) in results["cells"] for cell in cells)
+    print(f"{done} of {len(cells)} cells are done")
 
 
-def in_process(recipe: Recipe, name: str, case: Case, part: int, port: int) -> Trained:
-    """Runs in each process of a case."""
-    progress = partial(say, name) if part == 0 else lambda _: None
-    return (
-        train_alone(recipe, case, progress)
-        if case.strategy is None
-        else PeerProcess(recipe, case, part, port, progress).run()
-    )
+def names(text: str) -> list[str]:
+    """Parses names separated by commas."""
+    found = text.split(",")
+    if unknown := sorted(set(found) - set(all_cases())):
+        raise argparse.ArgumentTypeError(f"no such case: {', '.join(unknown)}; there are {', '.join(all_cases())}")
+    return found
 
 
-def train(recipe: Recipe, name: str, case: Case) -> list[Trained]:
-    """Trains a case in new processes; returns the results of each.
+def listed(allowed: Sequence[Any]) -> Callable[[str], list[Any]]:
+    """Returns a parser of some of these values, separated by commas."""
+    by_text = {str(one): one for one in allowed}
 
-    Raises:
-        WorkerError: a process was killed.
-    """
-    count = 1 if case.strategy is None else recipe.peers
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
+    def parse(text: str) -> list[Any]:
         try:
-            with without_interrupts():
-                running = [pool.submit(in_process, recipe, name, case, part, port) for part in range(count)]
-            return [process.result() for process in running]
-        except BrokenProcessPool:  # the pool has ended the other processes
-            raise WorkerError("a training process was killed, perhaps because memory ran out") from None
-        except BaseException:  # such as Ctrl+C: the pool would wait for the end of the training
-            for process in multiprocessing.active_children():
-                process.kill()
-            raise
+            return [by_text[one] for one in text.split(",")]
+        except KeyError as error:
+            raise argparse.ArgumentTypeError(f"{error.args[0]!r} is none of {', '.join(by_text)}") from None
+
+    return parse
 
 
-def measure(recipe: Recipe, trained: list[Trained], text: torch.Tensor) -> dict[str, Any]:
-    """Returns the figures of a case: loss of the mean of all peers' models, bytes, times."""
-    model = new_model(recipe)
-    random = torch.Generator().manual_seed(0)
-    judged = windows(text, JUDGED, recipe.size.context, random)
-
-    def loss(vectors: list[torch.Tensor], count: int) -> float:
-        torch.nn.utils.vector_to_parameters(torch.stack(vectors).mean(0), model.parameters())
-        return model.evaluate(judged[:count])
-
-    marks = list(trained[0].snapshots)
-    if any(list(peer.snapshots) != marks for peer in trained):
-        raise RuntimeError("the peers saved their models after different samples: they were not synchronous")
-    at = [[peer.snapshots[mark] for peer in trained] for mark in marks]
-    rounds = [peer.rounds for peer in trained]
-    return {
-        "loss": loss(at[-1], JUDGED),
-        "peers_equal": all(torch.equal(at[-1][0], other) for other in at[-1]),
-        "curve": [[mark, loss(vectors, CURVE)] for mark, vectors in zip(marks, at, strict=True)],
-        "samples": marks[-1],
-        "local_steps": [peer.local_steps for peer in trained],
-        "global_steps": trained[0].global_steps,
-        "counts_samples": trained[0].counts_samples,
-        "parameters": len(at[-1][0]),
-        "bytes_sent": [sum(one.bytes_sent for one in peer) for peer in rounds],
-        "rounds": len(rounds[0]),
-        "rounds_with_all": sum(one.complete and one.members == recipe.peers for one in rounds[0]),
-        "failures": sorted({one.reason for peer in rounds for one in peer if one.reason}),
-        "seconds": max(peer.seconds for peer in trained),
-        "seconds_in_rounds": statistics.mean(sum(one.seconds for one in peer) for peer in rounds),
-        "seconds_per_round": statistics.median(one.seconds for one in rounds[0]) if rounds[0] else 0.0,
-    }
+def positive(text: str) -> float:
+    """Parses a finite number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
+    return number
 
 
-def provenance() -> dict[str, Any]:
-    """Describes where and with what a case was trained."""
-    root = Path(__file__).parents[2]
-    git = ["git", "-C", str(root)]
-    log = subprocess.run([*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=False)
-    status = [*git, "status", "-s", "-uno", "averaging"]
-    changed = subprocess.run(status, capture_output=True, text=True, check=False).stdout
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": (log.stdout.strip() or "unknown") + (" with changes" if changed else ""),
-        "python": platform.python_version(),
-        **{package: version(package) for package in ("torch", "grpcio", "averaging")},
-        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-    }
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks.convergence",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--cases", type=names, metavar="NAME,…", help="some cases, see --list (all)")
+    made.add_argument("--starts", type=listed(STARTS), default=STARTS, metavar="NAME,…", help="trained,random (both)")
+    made.add_argument("--peers", type=listed(PEERS), default=PEERS, metavar="N,…", help="4,8 (both)")
+    made.add_argument("--seeds", type=listed(SEEDS), default=SEEDS, metavar="N,…", help="0,1 (both)")
+    made.add_argument("--by", type=listed(SYSTEMS), default=SYSTEMS, metavar="NAME,…", help="plain,library (both)")
+    made.add_argument("--lr", type=positive, nargs="+", help="try these inner learning rates instead of the cases' own")
+    made.add_argument("--minutes", type=positive, help="begin nothing that would not be done by then (no limit)")
+    made.add_argument("--processes", type=int, default=1, help="processes of one thread each (1)")
+    made.add_argument("--list", action="store_true", help="print the cells with their losses, and run none")
+    made.add_argument("--report", action="store_true", help="write the page from what is recorded, and run nothing")
+    made.add_argument(
+        "--output",
+        type=Path,
+        default=Path("runs/benchmarks/convergence"),
+        help="folder of convergence.json; the page is beside it (runs/benchmarks/convergence)",
+    )
+    return made
 
 
 @ending_children()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1000, help="steps of one batch per peer, in every case (1000)")
-    parser.add_argument(
-        "--cases", help="comma-separated names, trained again if they exist; by default all missing ones"
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("runs/benchmarks/convergence"),
-        help="folder; the page is beside it (runs/benchmarks/convergence)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the model and of the order of its text (0)")
-    options = parser.parse_args()
-    if options.steps < 1:
-        parser.error("there must be at least 1 step")
-    recipe = Recipe(steps=options.steps, seed=options.seed)
-    known = cases(recipe)
-    output: Path = options.output
-    make_folder(parser, output)
-    raw = output / "convergence.json"
-    settings = json.loads(json.dumps(asdict(recipe)))
-    results: dict[str, Any] = {"recipe": settings, "cases": {}}
-    if raw.exists():
-        results = json.loads(raw.read_text())
-        if results["recipe"] != settings:
-            parser.error(f"{raw} has results of other settings; give another --output, or delete it")
-    chosen = options.cases.split(",") if options.cases else [name for name in known if name not in results["cases"]]
-    if unknown := set(chosen) - set(known):
-        parser.error(f"no such case: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    text = read(held_out()[1])
-    for name in chosen:
-        case = known[name]
-        say(name, case.title)
+    """Runs what is missing and writes the page. Exits with 2 if a process was killed."""
+    made = parser()
+    options = made.parse_args()
+    if not 1 <= options.processes <= 64:
+        made.error(f"--processes must be 1 to 64, not {options.processes}")
+    cells = chosen_cells(options)
+    if not cells:
+        made.error("there are no such cells: what you chose exists with other options only; see --list")
+    begun = time.monotonic()
+    recipe = Recipe()
+    make_folder(made, options.output)
+    STARTS_FOLDER.mkdir(parents=True, exist_ok=True)
+    try:
+        results = Results(options.output / "convergence.json", recipe)
+    except ValueError as error:
+        made.error(f"{error}; give another --output")
+    if options.list:
+        show(cells, results.read())
+        return
+    if not options.report:
+        jobs = [Job(cell, lr) for cell in cells for lr in options.lr or [None]]
+        until = begun + options.minutes * 60 if options.minutes else math.inf
         try:
-            trained = train(recipe, name, case)
+            left = Runner(recipe, results, options.processes, until).run(jobs)
         except WorkerError as error:
-            say(name, f"{error}; run the same command again to continue")
+            print(f"{error}; run the same command again to continue", file=sys.stderr)
             sys.exit(2)
-        measured = measure(recipe, trained, text)
-        results["cases"][name] = {"title": case.title, "lr": case.lr} | measured | provenance()
-        results["cases"] = {name: results["cases"][name] for name in known if name in results["cases"]}
-        write(raw, results)
-        say(name, f"{measured['loss']:.4f} bits per byte, {measured['seconds']:.0f} s")
-    draw(results, output)
-    output.with_suffix(".md").write_text(page(results, output))
+        if left:
+            print(f"the time is up; {left} cells are left, run the same command again", file=sys.stderr)
+    recorded = results.read()
+    if recorded["cells"]:
+        draw(recorded, options.output)
+        options.output.with_suffix(".md").write_text(page(recorded, options.output))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Writes the page and the curves of the convergence benchmark from its raw results."""
+"""Writes the page and the curves of the convergence benchmark from its recorded cells."""
 
 from __future__ import annotations
 
-import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,19 @@ mpl.use("Agg")  # before pyplot, because there may be no display
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#B8A800", "#D55E00", "#E69F00", "#CC79A7", "#7F7F7F", "#8C510A")
-"""Distinguishable also by colour-blind readers (Okabe and Ito, and some more)."""
+from benchmarks.convergence.cases import SYSTEMS, Case, all_cases, all_cells
+
+COLOURS = {"none": "#0072B2", "int8": "#009E73", "top_k": "#D55E00", "two_bit": "#CC79A7"}
+"""By codec; distinguishable also by colour-blind readers (Okabe and Ito)."""
+
+MBITS = (10, 100, 1000)
+"""Rates of the emulated links in Mbit/s."""
+
+STEP_SECONDS = 0.008
+"""Seconds of a step of one peer with a core of its own, rounded."""
+
+SAME = 5e-4
+"""Relative difference below which two losses are equal to 4 digits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,133 +46,263 @@ class Verdict:
     met: bool
 
 
-def bytes_per_step(case: Mapping[str, Any]) -> float:
-    """Bytes that a peer sends per step of its optimizer: a global step with GradientAveraging, else a local one."""
-    steps = case["global_steps"] if case["counts_samples"] else statistics.mean(case["local_steps"])
-    return float(statistics.mean(case["bytes_sent"]) / steps)
+@dataclass(slots=True)
+class Row:
+    """The cells of one case at one start and with one number of peers.
+
+    Attributes:
+        cells: by `plain` or `library`, by seed.
+    """
+
+    case: Case
+    start: str
+    peers: int
+    cells: dict[str, dict[int, Mapping[str, Any]]] = field(default_factory=lambda: {name: {} for name in SYSTEMS})
+
+    @property
+    def by(self) -> str:
+        """The system whose losses the table has: plain torch, or the library if only that has them."""
+        return next((name for name, cells in self.cells.items() if cells), SYSTEMS[0])
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """Held-out loss by seed."""
+        return {seed: float(cell["loss"]) for seed, cell in sorted(self.cells[self.by].items())}
+
+    @property
+    def loss(self) -> float:
+        """Mean of the seeds."""
+        return statistics.mean(self.losses.values())
+
+    def excess(self, base: Row | None) -> float | None:
+        """Relative excess of the loss over that of `base`, in the mean of the seeds that both have."""
+        both = self.losses.keys() & base.losses.keys() if base is not None else ()
+        if base is None or not both:
+            return None
+        return statistics.mean(self.losses[seed] / base.losses[seed] - 1 for seed in both)
 
 
-def excess(case: Mapping[str, Any], single: Mapping[str, Any]) -> float:
-    """Relative excess of this case's held-out loss over the single process's."""
-    loss, base = float(case["loss"]), float(single["loss"])
-    return loss / base - 1
+class Recorded:
+    """The recorded cells, by row.
+
+    Args:
+        results: as `convergence.json` has them.
+    """
+
+    def __init__(self, results: Mapping[str, Any]) -> None:
+        self.recipe: Mapping[str, Any] = results["recipe"]
+        self.cells: Mapping[str, Mapping[str, Any]] = results["cells"]
+        self.rows: dict[tuple[str, int, str], Row] = {}
+        self.tried: dict[tuple[str, float], list[Mapping[str, Any]]] = {}
+        known = all_cases()
+        for key, cell in self.cells.items():
+            start, peers, by, name, seed = key.split("/")
+            if "@" in seed:
+                self.tried.setdefault((f"{start}/{peers}/{by}/{name}", cell["lr"]), []).append(cell)
+            elif name in known:
+                row = self.rows.setdefault((start, int(peers), name), Row(known[name], start, int(peers)))
+                row.cells[by][int(seed)] = cell
+
+    def of(self, start: str, peers: int) -> dict[str, Row]:
+        """The rows of a table by name, in the order of the cases."""
+        return {name: self.rows[start, peers, name] for name in all_cases() if (start, peers, name) in self.rows}
+
+    def steps(self, start: str) -> int:
+        """Steps of each peer from this start."""
+        return int(self.recipe["steps" if start == "trained" else "random_steps"])
+
+    def sent(self, row: Row) -> float | None:
+        """Bytes that a peer sends in a whole training, from receipts; None if there are none of such rounds.
+
+        A round has the same bytes with another number of steps in between, so the receipts of one H serve for all.
+        """
+        for other in [row, *self.rows.values()]:
+            if wire(other.case) == wire(row.case) and other.peers == row.peers:
+                for cell in other.cells["library"].values():
+                    pause = row.case.every / other.case.every if row.case.every and other.case.every else 1.0
+                    steps = self.steps(row.start) / self.steps(other.start)
+                    return float(cell["sent"]) * steps / pause
+        return None
 
 
-def verdicts(cases: Mapping[str, Mapping[str, Any]]) -> list[Verdict]:
-    """Returns the targets for the available cases."""
-    found = []
-    single, gradients = cases.get("single"), cases.get("gradients")
-    for name, most in (("gradients", 0.005), ("gradients-free", 0.005), ("diloco-50", 0.03)):
-        if single is not None and name in cases:
-            over = excess(cases[name], single)
-            wanted = f"{cases[name]['title']}: held-out loss at most {most:.1%} above the single process"
-            found.append(Verdict(wanted, f"{over:+.2%}", over <= most))
-    for name, share in (("diloco-50", 50), ("diloco-50-int8", 190)):
-        if gradients is not None and name in cases:
-            ratio = bytes_per_step(gradients) / bytes_per_step(cases[name])
-            wanted = f"{cases[name]['title']}: bytes per step at most 1/{share} of GradientAveraging's"
-            found.append(Verdict(wanted, f"1/{ratio:.1f}", ratio >= share * (1 - 1e-9)))
+def wire(case: Case) -> tuple[object, ...]:
+    """What the bytes of a round depend on."""
+    return case.codec, case.keeps, case.bits, case.fragments, case.in_step, bool(case.every)
+
+
+LIMITS = (("int8", 120, 0.025), ("top_k", 1000, 0.03), ("top_k", 2000, 0.045), ("top_k", 4000, 0.07))
+"""Codec, how many times fewer bits than float32 gradients at every step, and the most loss above the joined batch."""
+
+
+def verdicts(recorded: Recorded) -> list[Verdict]:
+    """The targets for which there are cells, from a trained start with 4 peers."""
+    rows, found = recorded.of("trained", 4), []
+    for codec, at_least, most in LIMITS:
+        if best := best_of(rows, codec, at_least):
+            over, row = best
+            wanted = f"{codec.replace('_', '-')}, 1/{at_least:,} of float32 gradients: at most {most:.1%} above joined"
+            found.append(Verdict(wanted, f"{over:+.2%} ({row.case.title}, 1/{row.case.ratio:,.0f})", over <= most))
+    if pairs := list(differences(recorded)):
+        apart = max(abs(difference) for _, _, difference in pairs)
+        wanted = f"the library ends at the loss of plain torch to 4 digits (within {SAME:.2%})"
+        found.append(Verdict(wanted, f"at most {apart:.3%} apart in {len(pairs)} trainings", apart < SAME))
     return found
+
+
+def best_of(rows: Mapping[str, Row], codec: str, at_least: float) -> tuple[float, Row] | None:
+    """The row with the least loss above the joined batch of those that send at most that fraction."""
+    joined = rows.get("joined")
+    fit = [
+        (over, row)
+        for row in rows.values()
+        if row.case.codec == codec and round(row.case.ratio) >= at_least and (over := row.excess(joined)) is not None
+    ]
+    return min(fit, key=lambda one: one[0], default=None)
+
+
+def differences(recorded: Recorded) -> Iterator[tuple[Row, int, float]]:
+    """Trainings that both plain torch and the library made: row, seed, relative difference of the loss."""
+    for row in recorded.rows.values():
+        plain, library = row.cells["plain"], row.cells["library"]
+        for seed in sorted(plain.keys() & library.keys()):
+            yield row, seed, library[seed]["loss"] / plain[seed]["loss"] - 1
 
 
 def page(results: Mapping[str, Any], folder: Path) -> str:
     """Returns the page in Markdown. `folder` has the curves."""
-    recipe, cases = results["recipe"], results["cases"]
-    size = recipe["size"]
-    windows = recipe["steps"] * recipe["peers"] * recipe["batch"]
-    any_case = next(iter(cases.values()))
+    recorded = Recorded(results)
+    recipe, size = recorded.recipe, recorded.recipe["size"]
     parts = [
         "# Convergence: loss and bytes by strategy",
-        "This page compares the loss and the bytes sent of all strategies with those of one process. "
-        f"It is generated by `python -m benchmarks.convergence --output {folder.as_posix()}`; do not edit it. "
+        "This page compares the held-out loss and the bytes of rare and compressed rounds with those of one process "
+        "that has the joined batch. It is generated by "
+        f"`python -m benchmarks.convergence --report --output {folder.as_posix()}`; do not edit it. "
         f"The raw results are in [convergence.json]({folder.name}/convergence.json).",
-        f"A byte-level transformer ({any_case['parameters']:,} parameters: {size['layers']} layers of width "
-        f"{size['width']}, context {size['context']}) learns the sources of the Python standard library. "
-        f"{recipe['peers']} peers, each a process with its own part of the text (neighbours in the alphabet, so the "
-        f"parts differ), average over gRPC on loopback. Every case trains on the same {windows:,} windows of "
-        f"{size['context']} bytes, {windows * size['context'] / 1e6:.1f} MB in all: {recipe['steps']} steps of "
-        f"{recipe['batch']} windows per peer. The single process takes the windows of all peers together, "
-        f"{recipe['peers'] * recipe['batch']} a step. All cases start from the same parameters.",
-        f"- The inner optimizer is AdamW (betas 0.9 and 0.95, gradients clipped to norm {recipe['max_norm']:g}). Its "
-        f"learning rate rises over {recipe['warm_up']:.0%} of the samples and falls along half a cosine to a "
-        "twentieth. The highest rate, in the table, is chosen for each family on other held-out files than those of "
-        "the results.\n"
-        "- The outer optimizer of DiLoCo is SGD with lr 0.7 and Nesterov momentum 0.9. The streaming cases have 4 "
-        "fragments, delay 3 and alpha 0.5. int8 is `BLOCKWISE_INT8` with error feedback.\n"
-        "- Loss is that of the mean of the peers' models on held-out files, in bits per byte. Except with Streaming "
-        "DiLoCo, the peers' models are the same at the end.\n"
-        "- Bytes are those of the tensors as packed for the wire, from the receipts.",
+        f"A byte-level transformer (120 thousand parameters: {size['layers']} layers of width {size['width']}, context "
+        f"{size['context']}) learns the sources of the Python standard library. Each peer has another part of the text "
+        "(neighbours in the alphabet, so the parts differ), and the loss is that of the mean of the peers' models on "
+        "held-out files, in bits per byte.",
+        f"- **Trained start**: {recipe['joint_steps']} steps with the joined batch of {recipe['joint_peers']} peers, "
+        f"then {recipe['steps']} steps of {recipe['batch']} windows at each peer, with a fresh optimizer.\n"
+        f"- **Random start**: {recipe['random_steps']} steps of {recipe['batch']} windows at each peer.\n"
+        f"- Inner optimizer: AdamW (betas 0.9 and 0.95, gradients clipped to norm {recipe['max_norm']:g}); the "
+        f"learning rate rises over {recipe['warm_up']:.0%} of the steps and falls along half a cosine to a twentieth.\n"
+        "- Outer optimizer: SGD with lr 0.7 and Nesterov momentum 0.9; for top-k lr 1 without momentum, since the "
+        "residual (decay 0.95) plays its part. top-k takes the mean of each element over the peers that sent it.\n"
+        "- `plain` is the same algorithm in one process with plain PyTorch; `library` are the library's peers, which "
+        "average over gRPC on loopback.",
         "## Targets",
         table(
             ("target", "measured", "result"),
-            ((one.wanted, one.measured, "met" if one.met else "**missed**") for one in verdicts(cases)),
+            ((one.wanted, one.measured, "met" if one.met else "**missed**") for one in verdicts(recorded)),
         ),
-        "## All cases",
-        table(
-            ("case", "lr", "loss", "above single", "sent per peer", "per step", "rounds", "time", "of it in rounds"),
-            (row(case, cases.get("single")) for case in cases.values()),
-        ),
-        "A step is a global step with GradientAveraging, and otherwise a local step. Times are approximate: four "
-        "processes of one thread each share two cores with other work, and the single process has a core to itself. "
-        "A round of Streaming DiLoCo runs during training, so its time in rounds is not spent waiting.",
-        f"![Held-out loss over training]({folder.name}/loss.png)",
-        f"![Held-out loss over bytes sent]({folder.name}/bytes.png)",
+        "The fraction counts what a peer contributes: 14 bit for each weight that it sends with 2-bit top-k. Every "
+        "member also gets the average back. With float32 and int8 that is as much as it contributes; with top-k the "
+        "average has the elements of all members, so that direction is larger by up to the number of members. "
+        "`sent a step` counts both, from receipts.",
     ]
-    findings, tuning = folder / "findings.md", folder / "tuning.json"
-    if findings.exists():
-        parts.append(findings.read_text().strip())
-    if tuning.exists():
+    for start, peers in (("trained", 4), ("trained", 8), ("random", 4), ("random", 8)):
+        rows = recorded.of(start, peers)
+        if rows:
+            parts += [f"## {start.capitalize()} start, {peers} peers", loss_table(recorded, rows, start)]
+        if (start, peers) == ("trained", 4) and rows:
+            parts += [
+                f"![Held-out loss over training]({folder.name}/loss.png)",
+                f"![Held-out loss over bytes]({folder.name}/bytes.png)",
+                f"![Held-out loss over seconds]({folder.name}/seconds.png)",
+                f"Seconds are those of the whole training: of the steps, {STEP_SECONDS * 1000:g} ms each, and of the "
+                "bytes that a peer sends by its receipts, at that many Mbit/s in each direction, without latency.",
+            ]
+    if pairs := list(differences(recorded)):
         parts += [
-            "## The same in one process, without the library",
-            "`python -m benchmarks.convergence.tuning` trains the peers' replicas one after the other with plain "
-            "PyTorch. The rates were chosen by the tuning loss, on files set aside for that. The test loss is on the "
-            "same files as in the table above.",
+            "## The library beside plain torch",
             table(
-                ("H", "steps", "inner lr", "outer lr", "momentum", "variation", "tuning loss", "test loss"),
-                (tuning_row(run) for run in json.loads(tuning.read_text())),
+                ("training", "seed", "plain", "library", "difference"),
+                (
+                    (
+                        f"{row.case.title}, {row.start} start, {row.peers} peers",
+                        f"{seed}",
+                        f"{row.cells['plain'][seed]['loss']:.5f}",
+                        f"{row.cells['library'][seed]['loss']:.5f}",
+                        f"{difference:+.4%}",
+                    )
+                    for row, seed, difference in pairs
+                ),
             ),
         ]
-    runs = sorted({(case["commit"], case["machine"], case["python"], case["torch"]) for case in cases.values()})
-    dates = sorted(case["date"] for case in cases.values())
-    parts.append(
-        f"Trained from {dates[0]} to {dates[-1]} on a shared machine: "
-        + "; ".join(
-            f"commit {commit}, {machine}, Python {python}, torch {torch}" for commit, machine, python, torch in runs
-        )
-        + "."
-    )
+    findings = folder / "findings.md"
+    if findings.exists():
+        parts.append(findings.read_text().strip())
+    parts += [*tried(recorded), "## What was run", coverage(recorded), origin(recorded)]
     return "\n\n".join(parts) + "\n"
 
 
-def row(case: Mapping[str, Any], single: Mapping[str, Any] | None) -> Sequence[str]:
-    """Returns a row of the large table."""
-    sent = statistics.mean(case["bytes_sent"])
+def loss_table(recorded: Recorded, rows: Mapping[str, Row], start: str) -> str:
+    """Returns the table of one start and number of peers."""
+    joined, best = rows.get("joined"), rows.get("joined-best")
+    head = ("case", "lr", "loss", "above joined", "above its best rate", "contributes", "sent a step", "seeds")
+    lines = []
+    for row in rows.values():
+        sent = recorded.sent(row)
+        lines.append(
+            (
+                row.case.title,
+                f"{row.case.lr:g}",
+                f"{row.loss:.4f}" + ("" if row.by == "plain" else " (library)"),
+                percent(row.excess(joined)),
+                percent(row.excess(best)),
+                f"1/{row.case.ratio:,.0f}" if row.case.ratio else "-",
+                f"{sent / recorded.steps(start):,.0f} B" if sent else "-",
+                ", ".join(f"{loss:.4f}" for loss in row.losses.values()),
+            )
+        )
+    return table(head, lines)
+
+
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:+.2%}"
+
+
+def tried(recorded: Recorded) -> list[str]:
+    """The learning rates that were tried, if any."""
+    if not recorded.tried:
+        return []
+    rows = (
+        (name, f"{lr:g}", f"{statistics.mean(cell['tuning_loss'] for cell in cells):.4f}",
+         f"{statistics.mean(cell['loss'] for cell in cells):.4f}")
+        for (name, lr), cells in sorted(recorded.tried.items())
+    )  # fmt: skip
+    head = ("case", "lr", "loss on the files for choosing", "loss on the files of the results")
+    return ["## Learning rates that were tried", table(head, rows)]
+
+
+def coverage(recorded: Recorded) -> str:
+    """Says how much of the grid was run."""
+    done: dict[tuple[str, int, str], int] = {}
+    whole: dict[tuple[str, int, str], int] = {}
+    for cell in all_cells():
+        place = (cell.start, cell.peers, cell.by)
+        whole[place] = whole.get(place, 0) + 1
+        done[place] = done.get(place, 0) + (str(cell) in recorded.cells)
+    lines = (
+        (start, f"{peers}", by, f"{done[start, peers, by]} of {count}")
+        for (start, peers, by), count in sorted(whole.items(), key=lambda one: (one[0][0] != "trained", one[0][1:]))
+    )
+    text = table(("start", "peers", "by", "cells run"), lines)
     return (
-        case["title"],
-        f"{case['lr']:g}",
-        f"{case['loss']:.4f}",
-        f"{excess(case, single):+.2%}" if single else "",
-        f"{sent / 1e6:.1f} MB" if sent else "-",
-        f"{bytes_per_step(case) / 1e3:.1f} kB" if sent else "-",
-        f"{case['rounds_with_all']}" + (f" of {case['rounds']}" if case["rounds"] > case["rounds_with_all"] else ""),
-        f"{case['seconds']:.0f} s",
-        f"{case['seconds_in_rounds']:.0f} s",
+        f"{text}\n\nA case that is in no table above was not run. `python -m benchmarks.convergence --list` names the "
+        "cells that are missing; without `--list` it runs them."
     )
 
 
-def tuning_row(run: Mapping[str, Any]) -> Sequence[str]:
-    """Returns a row about one run of the tuning. H = 0 is one process with the joined batch."""
-    outer = (
-        (f"{run['sync_every']}", f"{run['outer_lr']:g}", f"{run['momentum']:g}")
-        if run["sync_every"]
-        else ("-", "-", "-")
-    )
-    judged = f"{run['judged']:.4f}" if run["judged"] is not None else "-"
-    chosen = f"{run['chosen']:.4f}"
-    besides = [f"batch {run['batch']}"] if run["batch"] != 8 else []
-    besides += [f"averaged at each of the first {run['begin']} steps"] if run["begin"] else []
-    besides += ["all peers draw from the whole text"] if run["alike"] else []
-    return (outer[0], f"{run['steps']}", f"{run['lr']:g}", *outer[1:], ", ".join(besides), chosen, judged)
+def origin(recorded: Recorded) -> str:
+    """Says when and with what the cells were trained."""
+    cells = recorded.cells.values()
+    runs = sorted({(cell["machine"], cell["python"], cell["torch"]) for cell in cells})
+    dates = sorted(cell["date"] for cell in cells)
+    commits = sorted({cell["commit"] for cell in cells})
+    where = "; ".join(f"{machine}, Python {python}, torch {torch}" for machine, python, torch in runs)
+    return f"Trained from {dates[0]} to {dates[-1]} on a shared machine: {where}; commits {', '.join(commits)}."
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -170,53 +311,73 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+SHOWN = ("joined", "diloco-h30", "int8-h30", "top-k-32-2bit-h15", "top-k-64-2bit-h15", "top-k-64-2bit-h30",
+         "streaming-h30", "muon-h30")  # fmt: skip
+"""Cases of the curves over training."""
+
+
 def draw(results: Mapping[str, Any], folder: Path) -> None:
-    """Draws the curves into `loss.png`, and the final loss over the bytes sent into `bytes.png`."""
-    recipe, cases = results["recipe"], results["cases"]
-    figure, (axes, late) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
-    for part in (axes, late):
-        decorate(part, "bytes of text that all peers have trained on (MB)")
-        for place, (name, case) in enumerate(cases.items()):
-            x = [samples * recipe["size"]["context"] / 1e6 for samples, _ in case["curve"]]
-            y = [loss for _, loss in case["curve"]]
-            part.plot(x, y, label=case["title"], **line(name, place))
+    """Draws the loss over training, over bytes and over seconds, from a trained start with 4 peers."""
+    recorded = Recorded(results)
+    rows = recorded.of("trained", 4)
+    if not rows:
+        return
+    figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
+    decorate(axes, "steps of each peer")
+    for row in (rows[name] for name in SHOWN if name in rows):
+        curve = next(iter(row.cells[row.by].values()))["curve"]
+        steps = [recorded.steps("trained") * (number + 1) / len(curve) for number in range(len(curve))]
+        axes.plot(steps, curve, label=row.case.title, **line(row.case))
     axes.legend(fontsize=8)
-    axes.set_title("Held-out text", loc="left", fontsize=11)
-    late.set_title("The last half", loc="left", fontsize=11)
-    last = [case["curve"] for case in cases.values()]
-    late.set_xlim(left=late.get_xlim()[1] / 2)
-    tails = [loss for curve in last for _, loss in curve[len(curve) // 2 - 1 :]]
-    late.set_ylim(min(tails) - 0.02, max(tails) + 0.02)
-    figure.savefig(folder / "loss.png", dpi=110)
-    plt.close(figure)
+    save(figure, folder / "loss.png")
 
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    decorate(axes, "bytes sent per peer and step")
-    for place, (name, case) in enumerate(cases.items()):
-        if sum(case["bytes_sent"]):
-            style = line(name, place)
-            axes.plot(bytes_per_step(case), case["loss"], "s" if "int8" in name else "o", color=style["color"])
-            axes.annotate(
-                case["title"],
-                (bytes_per_step(case), case["loss"]),
-                xytext=(6, 4),
-                textcoords="offset points",
-                fontsize=8,
-            )
-        else:
-            axes.axhline(case["loss"], color="black", linestyle="--", label=case["title"])
-            axes.legend()
+    figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
+    decorate(axes, "contributed by a peer, of float32 gradients at every step")
+    scatter(axes, rows, lambda row: 1 / row.case.ratio if row.case.ratio else None)
     axes.set_xscale("log")
-    axes.margins(x=0.25)
-    figure.savefig(folder / "bytes.png", dpi=110)
+    save(figure, folder / "bytes.png")
+
+    figure, parts = plt.subplots(1, len(MBITS), figsize=(15, 5), layout="constrained", sharey=True)
+    for axes, mbit in zip(parts, MBITS, strict=True):
+        decorate(axes, f"seconds of training at {mbit} Mbit/s")
+        scatter(axes, rows, partial(seconds, recorded, mbit))
+        axes.set_xscale("log")
+    save(figure, folder / "seconds.png")
+
+
+def seconds(recorded: Recorded, mbit: float, row: Row) -> float | None:
+    """Seconds of a training: of its steps, and of a peer's bytes by its receipts; None without receipts."""
+    sent = recorded.sent(row)
+    return None if sent is None else recorded.steps(row.start) * STEP_SECONDS + sent * 8 / (mbit * 1e6)
+
+
+def scatter(axes: Axes, rows: Mapping[str, Row], x: Callable[[Row], float | None]) -> None:
+    """Draws a point for each row that has this x, and the joined batch as a line."""
+    for name, row in rows.items():
+        place = x(row)
+        if name == "joined":
+            axes.axhline(row.loss, color="black", linestyle="--", label=row.case.title)
+            axes.legend(fontsize=8)
+        elif place is not None:
+            axes.plot(place, row.loss, "o", color=COLOURS[row.case.codec])
+            axes.annotate(row.case.title, (place, row.loss), xytext=(5, 3), textcoords="offset points", fontsize=6)
+    axes.margins(x=0.2)
+
+
+def save(figure: Any, file: Path) -> None:
+    figure.savefig(file, dpi=110)
     plt.close(figure)
 
 
-def line(name: str, place: int) -> dict[str, Any]:
+def line(case: Case) -> dict[str, Any]:
     """Returns the style of a case's curve."""
-    if name == "single":
+    if not case.every:
         return {"color": "black", "linestyle": "--", "linewidth": 2.0, "zorder": 3}
-    return {"color": COLOURS[(place - 1) % len(COLOURS)], "linestyle": ":" if "int8" in name else "-"}
+    style = {15: "-", 30: "--", 50: "-.", 100: ":"}[case.every]
+    if case.codec == "none" and (case.fragments > 1 or case.muon):
+        return {"color": "#E69F00" if case.muon else "#7F7F7F", "linestyle": style}
+    colour = "#56B4E9" if case.codec == "top_k" and case.keeps == 64 else COLOURS[case.codec]
+    return {"color": colour, "linestyle": style}
 
 
 def decorate(axes: Axes, x: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -26,7 +27,8 @@ from averaging.testing import virtual_time
 from averaging.testing.transport import MemoryNetwork
 from benchmarks import codecs, feed, gossip, output, overlap, recovery, site_memory
 from benchmarks.allreduce.worker import Usage, process_tree
-from benchmarks.convergence import tuning as convergence_tuning
+from benchmarks.convergence import runner as convergence_runner
+from benchmarks.convergence.cases import Cell
 from benchmarks.convergence.train import Recipe
 from benchmarks.workers import ROOT, without_interrupts
 
@@ -42,9 +44,12 @@ from benchmarks.workers import ROOT, without_interrupts
         (scale, ["--seconds", "0"], "--seconds above 0"),
         (scale, ["--one-key", "0"], "at least 2 peers"),
         (scale, ["--rumours", "64", "1"], "at least 2 peers"),
-        (convergence, ["--steps", "0"], "at least 1 step"),
-        (convergence_tuning, ["--lr", "1", "--batch", "0"], "a batch of 1"),
-        (convergence_tuning, ["--lr", "1", "--sync-every", "-1"], "--sync-every of 0 or more"),
+        (convergence, ["--minutes", "0"], "--minutes: must be a number above 0, not '0'"),
+        (convergence, ["--cases", "joined,none"], "no such case: none; there are joined"),
+        (convergence, ["--seeds", "0,7"], "--seeds: '7' is none of 0, 1"),
+        (convergence, ["--processes", "0"], "--processes must be 1 to 64, not 0"),
+        (convergence, ["--cases", "gradients", "--by", "plain"], "there are no such cells"),
+        (convergence, ["--lr", "nan"], "--lr: must be a number above 0, not 'nan'"),
         (recovery, ["--group-wait", "inf"], "--group-wait above 0"),
         (recovery, ["--kills", "0"], "at least 1 kill"),
         (recovery, ["--group-wait", "0"], "--group-wait above 0"),
@@ -131,7 +136,7 @@ def test_recorded_results_are_overwritten_only_on_purpose(benchmark: object, mon
     assert Path("runs/benchmarks") in (folder, *folder.parents)
 
 
-NAMES = ["allreduce", "codecs", "convergence", "convergence.tuning", "gossip", "overlap", "recovery", "scale", "wan"]
+NAMES = ["allreduce", "codecs", "convergence", "gossip", "overlap", "recovery", "scale", "wan"]
 
 
 def interrupted(module: str, folder: Path, *lines: str) -> subprocess.CompletedProcess[str]:
@@ -171,12 +176,18 @@ def interrupts_its_parent_and_works_on(*_: object) -> None:
     threading.Event().wait()
 
 
-def test_ctrl_c_ends_the_processes_that_train(monkeypatch: pytest.MonkeyPatch) -> None:
+def convergence_run(folder: Path) -> int:
+    """Runs a cell of the convergence benchmark."""
+    results = convergence_runner.Results(folder / "convergence.json", Recipe())
+    job = convergence_runner.Job(Cell("random", 4, "plain", "joined", 0))
+    return convergence_runner.Runner(Recipe(), results, 1, math.inf).run([job])
+
+
+def test_ctrl_c_ends_the_processes_that_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They would train for an hour, in a pool that waits for them."""
-    monkeypatch.setattr(convergence, "in_process", interrupts_its_parent_and_works_on)
-    recipe = Recipe()
+    monkeypatch.setattr(convergence_runner, "run", interrupts_its_parent_and_works_on)
     with pytest.raises(KeyboardInterrupt):
-        convergence.train(recipe, "single", convergence.cases(recipe)["single"])
+        convergence_run(tmp_path)
     assert multiprocessing.active_children() == []
 
 
@@ -188,14 +199,15 @@ def is_killed(*_: object) -> None:
 def test_a_process_that_trains_and_is_killed_is_reported_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(convergence, "in_process", is_killed)
-    monkeypatch.setattr(sys, "argv", ["convergence", "--cases", "diloco-50", "--output", str(tmp_path)])
+    monkeypatch.setattr(convergence_runner, "run", is_killed)
+    arguments = ["--cases", "joined", "--starts", "random", "--peers", "4", "--seeds", "0", "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["convergence", *arguments])
     with pytest.raises(SystemExit) as caught:
         convergence.main()
     assert caught.value.code == 2
-    assert capsys.readouterr().err.splitlines()[1:] == [
-        "diloco-50: a training process was killed, perhaps because memory ran out; run the same command again to "
-        "continue"
+    assert capsys.readouterr().err.splitlines() == [
+        "random/4/plain/joined/0: begins",
+        "a training process was killed, perhaps because memory ran out; run the same command again to continue",
     ]
     assert multiprocessing.active_children() == []
 
@@ -242,25 +254,6 @@ def test_ctrl_c_lets_the_peers_of_the_gossip_benchmark_leave_first() -> None:
         assert [host.task.done() for host in leaving] == [True]
 
     virtual_time.run(main())
-
-
-def test_tuning_results_that_cannot_be_written_spoil_nothing_that_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(path: Path, text: str) -> None:
-        path.open("w").close()
-        raise OSError(28, "No space left on device")
-
-    runs = tmp_path / "tuning.json"
-    runs.write_text('[{"of": "hours"}]')
-    monkeypatch.setattr(sys, "argv", ["tuning", "--lr", "1", "--output", str(runs)])
-    monkeypatch.setattr(convergence_tuning, "train", lambda *_: None)
-    monkeypatch.setattr(convergence_tuning, "evaluate", lambda *_: 1.0)
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(OSError, match="No space"):
-        convergence_tuning.main()
-    assert json.loads(runs.read_text()) == [{"of": "hours"}]
-    assert list(tmp_path.iterdir()) == [runs]
 
 
 def test_a_child_that_has_just_ended_holds_no_memory() -> None:

@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import examples.explorers.__main__ as explorers
 import examples.sites.__main__ as sites
-from examples import adapters, digits, diloco, epoch, three_lines
+from examples import adapters, digits, diloco, epoch, slow_links, three_lines
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,7 +31,7 @@ DEADLINE = 110.0
 class Example:
     """A running example; at the end of the block it is killed if it still runs."""
 
-    def __init__(self, name: str, *arguments: str) -> None:
+    def __init__(self, name: str, *arguments: str, limit: float = DEADLINE) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", f"examples.{name}", *arguments],
             stdout=subprocess.PIPE,
@@ -39,7 +39,7 @@ class Example:
             text=True,
             cwd=ROOT,
         )
-        self._limit = threading.Timer(DEADLINE, self._process.kill)
+        self._limit = threading.Timer(limit, self._process.kill)
         self._limit.start()
         self.printed = ""
 
@@ -299,7 +299,7 @@ def test_a_folder_for_tensorboard_that_cannot_be_made_is_reported(
 
 
 def test_the_commands_of_the_page_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
-    modules = (adapters, digits, diloco, epoch, explorers, sites, three_lines)
+    modules = (adapters, digits, diloco, epoch, explorers, sites, slow_links, three_lines)
     mains: dict[str, Main] = {module.__name__.split(".")[1]: module.main for module in modules}
     pages = "".join((ROOT / "docs" / "how-to" / page).read_text() for page in ("examples.md", "gpus.md"))
     commands = re.findall(r"^(?:python|torchrun .*) -m examples\.(\w+)(.*)$", pages, re.MULTILINE)

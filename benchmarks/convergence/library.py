@@ -1,0 +1,152 @@
+"""The library's peers in one process: each trains in a thread of its own, and they average over gRPC on loopback."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.lr_scheduler import LambdaLR
+
+from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, Receipt, Strategy
+from benchmarks.convergence.cases import Case
+from benchmarks.convergence.plain import Curve, Trained
+from benchmarks.convergence.train import Recipe, Say, adamw, batches
+from examples.language_model import LanguageModel
+
+PATIENCE = 120.0
+"""Seconds for which peers wait for each other."""
+
+
+def train_with_library(
+    recipe: Recipe, case: Case, model: LanguageModel, steps: int, peers: int, seed: int, say: Say
+) -> Trained:
+    """Trains one replica for each peer with the library's strategy for the case.
+
+    Raises:
+        RuntimeError: the peers did not average in each round, or are not equal in the end.
+    """
+    run = Run(recipe, case, model, steps, peers)
+    with ThreadPoolExecutor(peers, "trains") as threads:
+        working = [threads.submit(run.train, part, seed, say if part == 0 else lambda _: None) for part in range(peers)]
+        for thread in working:
+            thread.result()
+    return run.end()
+
+
+def strategy_of(case: Case, batch: int) -> Strategy:
+    """The library's strategy for a case."""
+    if case.in_step:
+        return GradientAveraging(batch)  # a peer's own batch is enough, so each step waits for one of every peer
+    options: dict[str, Any] = {"fragments": case.fragments, "delay": case.delay, "alpha": case.alpha}
+    if case.codec == "int8":
+        options |= {"compression": "int8", "error_feedback": True}
+    elif case.codec == "top_k":
+        mean_over = "senders" if case.senders else "all"
+        options |= {"compression": "top_k", "density": 1 / case.keeps, "bits": case.bits, "decay": case.decay}
+        options |= {"mean_over": mean_over}
+    lr, momentum = case.outer
+    outer = partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
+    return DiLoCo(case.every, outer=outer, **options)
+
+
+class Run:
+    """The peers of one cell, which make each step together.
+
+    Args:
+        model: the model that all begin with.
+        steps: steps of each peer.
+    """
+
+    def __init__(self, recipe: Recipe, case: Case, model: LanguageModel, steps: int, peers: int) -> None:
+        self._recipe, self._case, self._steps, self._peers = recipe, case, steps, peers
+        self._models = [LanguageModel(recipe.size) for _ in range(peers)]
+        for replica in self._models:
+            replica.load_state_dict(model.state_dict())
+        self._first: Future[str] = Future()  # endpoint of the peer through which the others join
+        self._receipts: list[list[Receipt]] = [[] for _ in range(peers)]
+        self._curve = Curve(recipe, steps)
+        self._step = 0
+        # One peer computes at a time: more threads than cores would only slow each other down.
+        self._turn = threading.Lock()
+        self._together = threading.Barrier(peers, self._evaluate)
+
+    def train(self, part: int, seed: int, say: Say) -> None:
+        """Trains one peer; all threads fail if one does."""
+        try:
+            self._train(part, seed, say)
+        except BaseException:
+            self._together.abort()
+            raise
+
+    def _train(self, part: int, seed: int, say: Say) -> None:
+        recipe, model = self._recipe, self._models[part]
+        with self._averager(part) as opt:
+            if part == 0:
+                self._first.set_result(opt.endpoint)
+            if not opt.wait_for_peers(self._peers, PATIENCE):
+                raise RuntimeError(f"only {len(opt.peers)} of {self._peers} peers have come")
+            text = batches(recipe, self._peers, part, seed)
+            for step in range(self._steps):
+                with self._turn:
+                    opt.zero_grad()
+                    model.loss(next(text)).backward()  # type: ignore[no-untyped-call]
+                opt.step(batch_size=recipe.batch)
+                self._together.wait(PATIENCE)
+                if (step + 1) % 100 == 0:
+                    say(f"step {step + 1} of {self._steps}")
+            if self._case.fragments > 1:
+                opt.finish(PATIENCE)
+
+    def _averager(self, part: int) -> DecentralizedAverager:
+        model = self._models[part]
+        optimizer = adamw(list(model.parameters()))
+        for group in optimizer.param_groups:
+            group["lr"] = self._case.lr
+
+        def clip(*_: object) -> None:
+            clip_grad_norm_(model.parameters(), self._recipe.max_norm)
+
+        optimizer.register_step_pre_hook(clip)
+        return DecentralizedAverager(
+            optimizer,
+            model=model,
+            run_id="convergence",
+            strategy=strategy_of(self._case, self._recipe.batch),
+            listen="127.0.0.1:0",
+            join=[self._first.result(PATIENCE)] if part else [],
+            group_size=self._peers,
+            group_wait=PATIENCE,
+            round_timeout=PATIENCE,
+            stall_timeout=PATIENCE,
+            scheduler=lambda inner: LambdaLR(inner, lambda step: self._recipe.lr_factor(step, self._steps)),
+            on_round=self._receipts[part].append,
+        )
+
+    def _evaluate(self) -> None:
+        """Called by one thread when all have made a step."""
+        self._step += 1
+        with torch.no_grad():
+            self._curve.note(self._models, self._step - 1, self._step)
+
+    def end(self) -> Trained:
+        """The result, after all threads have ended."""
+        receipts = self._receipts[0]
+        incomplete = [one for one in receipts if not one.averaged or one.dropped or len(one.members) != self._peers]
+        if incomplete and not self._case.delay:
+            raise RuntimeError(f"not all peers averaged: {incomplete[0]}")
+        first, *others = [torch.nn.utils.parameters_to_vector(model.parameters()) for model in self._models]
+        if not all(torch.equal(first, other) for other in others):
+            raise RuntimeError("the peers do not hold the same model in the end")
+        trained = self._curve.end(self._models)
+        trained.rounds, trained.incomplete = len(receipts), len(incomplete)
+        trained.samples = self._steps * self._peers * self._recipe.batch
+        trained.sent, trained.received = (
+            statistics.mean(sum(getattr(one, name) for one in peer) for peer in self._receipts)
+            for name in ("bytes_sent", "bytes_received")
+        )
+        return trained

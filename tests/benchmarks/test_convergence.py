@@ -1,0 +1,280 @@
+"""The convergence benchmark: its plain reference beside the library, its cells, and what counts as met."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from averaging.protocol import TopK
+from averaging.tensors import BlockLayout, SparseTensor
+from benchmarks.convergence import plain, runner
+from benchmarks.convergence.cases import Case, Cell, all_cases, all_cells, diloco, top_k
+from benchmarks.convergence.library import train_with_library
+from benchmarks.convergence.report import Recorded, page, verdicts
+from benchmarks.convergence.runner import Job, Results, Runner, estimate, minutes
+from benchmarks.convergence.train import Recipe, new_model
+from examples.language_model import Size
+
+SMALL = Recipe(steps=8, batch=2, size=Size(layers=1, width=16, heads=2, context=16), snapshots=2)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As the benchmark trains; more threads than cores would wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+SHAPES = [(), (1,), (4096,), (5000,), (64, 64), (256, 64), (70, 130), (100, 20), (3, 5, 40), (0, 4)]
+
+
+# The reference
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_reference_has_the_blocks_of_the_library(shape: tuple[int, ...]) -> None:
+    layout = BlockLayout(shape)
+    values = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+    if not values.numel():
+        return
+    order, runs = plain.blocks(shape)
+    assert torch.equal(values.reshape(-1)[order], layout.to_blocks(values))
+    assert [(run.start, run.stop, run.size) for run in runs] == [(run.start, run.stop, run.size) for run in layout.runs]
+
+
+@given(
+    st.sampled_from([(64,), (70, 130), (256, 64)]),
+    st.sampled_from([16, 64]),
+    st.sampled_from([2, 4, 8]),
+    st.integers(0, 99),
+)
+def test_the_reference_sends_what_receivers_of_the_library_decode(
+    shape: tuple[int, ...], keeps: int, bits: int, seed: int
+) -> None:
+    layout = BlockLayout(shape)
+    flat = torch.randn(math.prod(shape), generator=torch.Generator().manual_seed(seed))
+    kept = plain.largest(flat, plain.blocks(shape)[1], keeps)
+    values = torch.zeros_like(flat).index_copy_(0, kept, plain.quantised(flat[kept], bits))
+    torch.testing.assert_close(values, SparseTensor.of(flat, layout, TopK(1 / keeps, bits)).dense(), rtol=1e-6, atol=0)
+
+
+def test_what_is_sent_and_the_residual_are_all_that_changed() -> None:
+    """With the decay written out: residual = decay · residual + change - sent."""
+    case = top_k(15, 16, 2)
+    changes = [torch.randn(64 * 70, generator=torch.Generator().manual_seed(peer)) for peer in range(3)]
+    residuals = [torch.randn(64 * 70, generator=torch.Generator().manual_seed(9 + peer)) for peer in range(3)]
+    exact = [case.decay * old + new[plain.blocks((64, 70))[0]] for old, new in zip(residuals, changes, strict=True)]
+    average = plain.top_k_round(case, (64, 70), changes, residuals, [1, 1, 1])
+    for before, after in zip(exact, residuals, strict=True):
+        assert 0 < (before != after).float().mean() < 0.1
+    assert 0.06 < (average != 0).float().mean() < 0.2
+
+
+def test_a_mean_over_senders_and_a_mean_over_all() -> None:
+    sent = [torch.tensor([3.0, 0.0, 4.0]), torch.tensor([3.0, 4.0, 0.0])]
+    chosen = [torch.tensor([1.0, 0.0, 1.0]), torch.tensor([1.0, 1.0, 0.0])]
+    assert plain.mean_of_sparse(sent, chosen, [1, 1], senders=True).tolist() == [3.0, 4.0, 4.0]
+    assert plain.mean_of_sparse(sent, chosen, [1, 3], senders=False).tolist() == [3.0, 3.0, 1.0]
+
+
+def test_a_contribution_is_scaled_to_the_median_norm_at_most() -> None:
+    sent = [torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([90.0])]
+    assert plain.mean_of_sparse(sent, [torch.ones(1)] * 3, [1, 1, 1], senders=True).tolist() == pytest.approx(
+        [5 / 3]
+    )  # of norms 1, 2 and 90 the median is 2
+
+
+def test_peers_of_unequal_speed_train_on_as_many_samples() -> None:
+    case = all_cases()["unequal-h30"]
+    model = new_model(SMALL, 0)
+    trained = plain.train_replicas(SMALL, case, model, 10, 4, 0, lambda _: None)
+    assert trained.samples == pytest.approx(10 * 4 * 2, rel=0.03)
+    assert trained.rounds == 1
+
+
+@pytest.mark.parametrize("case", [diloco(4, "int8"), top_k(4, 16, 2)], ids=lambda case: case.name)
+def test_the_library_ends_where_the_reference_does(case: Case) -> None:
+    model = new_model(SMALL, 0)
+    mine = plain.train_replicas(SMALL, case, model, 8, 3, 0, lambda _: None)
+    library = train_with_library(SMALL, case, model, 8, 3, 0, lambda _: None)
+    assert library.loss == pytest.approx(mine.loss, rel=1e-4)
+    assert library.curve == pytest.approx(mine.curve, rel=1e-4)
+    assert (library.rounds, library.samples) == (mine.rounds, mine.samples) == (2, 48)
+    assert library.sent > 0
+
+
+# The cells
+
+
+def test_the_cells_of_the_targets_come_first_and_each_is_there_once() -> None:
+    cells = all_cells()
+    assert len(cells) == len(set(cells))
+    first = {cell.case for cell in cells[:20]}
+    assert {"joined", "int8-h30", "top-k-32-2bit-h15", "top-k-64-2bit-h15", "top-k-64-2bit-h30"} <= first
+    grid = {(cell.peers, cell.seed, cell.start) for cell in cells if cell.case == "top-k-128-8bit-h100-no-decay"}
+    assert len(grid) == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio"),
+    [("int8-h30", 120), ("top-k-32-2bit-h15", 1097), ("top-k-64-2bit-h30", 4389), ("gradients", 1), ("joined", 0)],
+)
+def test_how_many_times_fewer_bits_a_peer_contributes(name: str, ratio: int) -> None:
+    assert round(all_cases()[name].ratio) == ratio
+
+
+JOB = Job(Cell("random", 4, "plain", "joined", 0))
+RESULT = {"loss": 2.0, "seconds": 30.0}
+
+
+def test_results_of_two_processes_are_both_kept(tmp_path: Path) -> None:
+    file = tmp_path / "convergence.json"
+    one, other = Results(file, SMALL), Results(file, SMALL)
+    one.add("a/4/plain/joined/0", RESULT)
+    other.add("a/4/plain/joined/1", RESULT)
+    assert list(one.read()["cells"]) == ["a/4/plain/joined/0", "a/4/plain/joined/1"]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"cells": {}}', '{"recipe": {"steps": 7}, "cells": {}}'])
+def test_foreign_results_are_not_overwritten(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "convergence.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match="has (no )?results of"):
+        Results(file, SMALL)
+    assert file.read_text() == text
+
+
+class AtOnce:
+    """A pool whose jobs are done as they are submitted."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.done: list[Job] = []
+
+    def __enter__(self) -> AtOnce:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def submit(self, _: object, recipe: Recipe, job: Job) -> Future[dict[str, Any]]:
+        self.done.append(job)
+        future: Future[dict[str, Any]] = Future()
+        future.set_result(dict(RESULT))
+        return future
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> AtOnce:
+    made = AtOnce()
+    monkeypatch.setattr(runner, "ProcessPoolExecutor", lambda *_, **__: made)
+    return made
+
+
+def jobs(*seeds: int) -> list[Job]:
+    return [Job(Cell("random", 4, "plain", "joined", seed)) for seed in seeds]
+
+
+def test_what_is_recorded_is_not_run_again(tmp_path: Path, pool: AtOnce) -> None:
+    results = Results(tmp_path / "convergence.json", SMALL)
+    assert Runner(SMALL, results, 2, math.inf).run(jobs(0)) == 0
+    assert Runner(SMALL, results, 2, math.inf).run(jobs(0, 1)) == 0
+    assert [job.cell.seed for job in pool.done] == [0, 1]
+    assert len(results.read()["cells"]) == 2
+
+
+def test_nothing_is_begun_that_would_not_be_done_in_time(tmp_path: Path, pool: AtOnce) -> None:
+    """30 s were needed for such a cell; how long the first one takes is not known."""
+    results = Results(tmp_path / "convergence.json", SMALL)
+    until = time.monotonic() + 20
+    assert Runner(SMALL, results, 1, until).run(jobs(0, 1)) == 1
+    assert [job.cell.seed for job in pool.done] == [0]
+
+
+def test_estimates_are_in_proportion_to_steps_and_peers() -> None:
+    recipe = Recipe(steps=100, random_steps=300)
+    cells = {"trained/4/plain/a/0": {"seconds": 40.0}, "trained/8/plain/a/0": {"seconds": 80.0}}
+    assert estimate(recipe, cells, Job(Cell("random", 4, "library", "b", 0))) == pytest.approx(120)
+    assert estimate(recipe, {}, JOB) == 0
+    assert [minutes(seconds) for seconds in (5, 65.5, 3600)] == ["0:05", "1:06", "1:00:00"]
+
+
+def test_a_rate_that_is_tried_has_a_result_of_its_own() -> None:
+    tried = Job(JOB.cell, 0.003)
+    assert (tried.key, tried.case.lr) == ("random/4/plain/joined/0@0.003", 0.003)
+
+
+# The page
+
+
+def recorded(losses: dict[str, float], **more: Any) -> dict[str, Any]:
+    cell = {
+        "tuning_loss": 2.0,
+        "curve": [3.0, 2.0],
+        "lr": 1e-3,
+        "seconds": 1.0,
+        "sent": 0.0,
+        "date": "2026",
+        "commit": "c",
+    }
+    cell |= {"machine": "m", "python": "3", "torch": "2"} | more
+    cells = {key: cell | {"loss": loss} for key, loss in losses.items()}
+    return {"recipe": json.loads(json.dumps(asdict(Recipe()))), "cells": cells}
+
+
+@pytest.mark.parametrize(("loss", "met"), [(2.0599, True), (2.0601, False)])
+def test_verdicts_are_of_the_best_row_that_sends_so_little(loss: float, met: bool) -> None:
+    losses = {"joined": 2.0, "top-k-32-2bit-h15": loss, "top-k-128-2bit-h15": 2.5, "int8-h15": 2.0}
+    results = recorded({f"trained/4/plain/{name}/0": one for name, one in losses.items()})
+    found = {one.wanted.split(" of ")[0]: one for one in verdicts(Recorded(results))}
+    assert list(found) == ["top-k, 1/1,000", "top-k, 1/2,000", "top-k, 1/4,000"]  # int8 every 15 steps is only 1/60
+    assert found["top-k, 1/1,000"].met is met
+    assert found["top-k, 1/4,000"].measured == "+25.00% (top-k 1/128, 2 bit, H=15, 1/4,389)"
+
+
+def test_losses_are_compared_seed_by_seed() -> None:
+    losses = {"joined/0": 2.0, "joined/1": 3.0, "int8-h30/1": 3.03, "diloco-h30/2": 1.0}
+    results = recorded({f"trained/4/plain/{name}": one for name, one in losses.items()})
+    rows = Recorded(results).of("trained", 4)
+    assert rows["int8-h30"].excess(rows["joined"]) == pytest.approx(0.01)
+    assert rows["diloco-h30"].excess(rows["joined"]) is None
+
+
+def test_bytes_of_receipts_serve_for_every_pause() -> None:
+    losses = {"library/int8-h30/0": 2.0, "plain/int8-h15/0": 2.0, "plain/diloco-h30/0": 2.0}
+    results = recorded({f"trained/4/{name}": one for name, one in losses.items()}, sent=100.0)
+    found = Recorded(results)
+    rows = found.of("trained", 4)
+    assert (found.sent(rows["int8-h30"]), found.sent(rows["int8-h15"])) == (100.0, 200.0)
+    assert found.sent(rows["diloco-h30"]) is None
+
+
+def test_the_page_says_what_was_not_run_and_where_the_library_differs(tmp_path: Path) -> None:
+    losses = {"plain/joined/0": 2.0, "plain/int8-h30/0": 2.1, "library/int8-h30/0": 2.1021, "plain/joined/0@0.001": 1.9}
+    results = recorded({f"trained/4/{name}": one for name, one in losses.items()})
+    text = page(results, tmp_path)
+    assert "| DiLoCo, H=30, int8, trained start, 4 peers | 0 | 2.10000 | 2.10210 | +0.1000% |" in text
+    assert "| trained | 4 | plain | 2 of" in text
+    assert "| random | 8 | library | 0 of" in text
+    assert "at most 0.100% apart in 1 trainings | **missed** |" in text
+    assert "| trained/4/plain/joined | 0.001 | 2.0000 | 1.9000 |" in text
+
+
+def test_the_learning_rate_rises_then_falls() -> None:
+    factors = [Recipe().lr_factor(step, 100) for step in range(101)]
+    assert factors[0] == pytest.approx(0.2)
+    assert max(factors) == pytest.approx(1.0, abs=0.01)
+    assert factors[5:] == sorted(factors[5:], reverse=True)
+    assert factors[-1] == pytest.approx(0.05)
