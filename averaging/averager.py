@@ -106,7 +106,8 @@ class DecentralizedAverager(OptimizerWrapper):
         strategy: What is averaged, and when.
         run_id: Peers with the same run id average together.
         config: The options as one object, for example from `PeerConfig.from_toml`; single options win over it.
-        weight: This peer's weight in the averages, unless the strategy sets one. The attribute can change at any time.
+        weight: This peer's weight in the averages, unless the strategy sets one; `"samples"` for the samples since the
+            last average of the same tensors, as given by `step(batch_size=)`. The attribute can change at any time.
         buffers: Exceptions from what `model` says of buffers: the ones to take, by name. By default these are all in
             the model's state dict. Floating-point ones, such as the running statistics of BatchNorm, are averaged;
             newcomers get all of them. The model must write to them in place.
@@ -154,7 +155,7 @@ class DecentralizedAverager(OptimizerWrapper):
         strategy: Strategy,
         run_id: str | None = None,
         config: PeerConfig | None = None,
-        weight: float = 1.0,
+        weight: float | str = 1.0,
         buffers: Mapping[str, torch.Tensor] | None = None,
         scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         max_steps: int = MAX_STEPS,
@@ -276,7 +277,8 @@ class DecentralizedAverager(OptimizerWrapper):
 
         Args:
             closure: Reevaluates the model and returns the loss.
-            batch_size: Number of samples in the gradients, whose loss is their mean. `GradientAveraging` needs it.
+            batch_size: Number of samples in the gradients, whose loss is their mean. `GradientAveraging` and
+                `weight="samples"` need it.
 
         Raises:
             ConfigError: The strategy needs `batch_size`.
@@ -298,6 +300,7 @@ class DecentralizedAverager(OptimizerWrapper):
         if self.strategy.stage is not Stage.TRAINING:
             raise RoundError("finish() was called, so the other peers expect no further step; make a new averager")
         self._training.check_tensors()
+        self._training.count_samples(batch_size)
         try:
             with self._training.measuring():
                 loss = self.strategy.step(self._training, closure, batch_size)

@@ -156,6 +156,11 @@ class Strategy(ABC):
         interval = self._schedule.interval
         return {"sync_every": spelled_seconds(interval) if interval else "a number of steps"}
 
+    def _terms(self, training: StrategyContext) -> Mapping[str, str]:
+        """The terms with what the averager has: weights that count samples do not go with others."""
+        weight = {"weight": "the number of samples" if training.weighs_samples else "a number"}
+        return {**self.terms, **weight} if self.terms else self.terms
+
     def check_terms(self, training: StrategyContext, announcements: Mapping[str, bytes]) -> None:
         """Compares the terms of this peer with those of the others; called at the leader of a site.
 
@@ -165,7 +170,7 @@ class Strategy(ABC):
         Raises:
             ConfigError: it is such a peer; the message names another one and the option.
         """
-        differing, alike = compare_terms(self.terms, announcements)
+        differing, alike = compare_terms(self._terms(training), announcements)
         if not differing:
             return
         members = training.peer.progress.members
@@ -185,7 +190,7 @@ class Strategy(ABC):
         """The progress that this peer announces, see `Progress`."""
         history = self.announced_history(training)
         rate, made, parts = training.rate.per_second, training.standing.announced, training.parts.digests
-        ends = self.stage, self.digest, rate, made, parts, self._moment, self.terms
+        ends = self.stage, self.digest, rate, made, parts, self._moment, self._terms(training)
         return Progress(history, self.samples, computing, training.donates, *ends)
 
     def announce(self, training: StrategyContext, computing: float = 0.0) -> None:
@@ -304,6 +309,7 @@ class Strategy(ABC):
 
     def _take_over(self, training: StrategyContext, fetch: BackgroundDownload) -> None:
         training.take_over(fetch)
+        training.samples.forget()
 
     def adopt(self, training: StrategyContext, donors: Collection[str]) -> bool:
         """Takes over the state of one of these peers, which is right where this peer's is not. Returns whether it did.

@@ -480,9 +480,11 @@ class DiLoCo(LockstepStrategy):
         if due.moment:
             self._tell(training, due.moment)
         self._pending_history = self.history
+        weight = training.weight_of(fragment.topic)
         options: RoundOptions = {
             "phase": self.history.phase,
-            "gather": {"samples": training.weight},
+            "weight": weight,
+            "gather": {"samples": weight},
             "expected_peers": self._at_moment(self._expected_peers(training, together), due.moment),
             "drift": training.fingerprint(self._anchors, self.history.phase, self.history.step),
         }
@@ -515,7 +517,9 @@ class DiLoCo(LockstepStrategy):
                 fragment.feedback.applied()
             elif fragment.feedback is not None:
                 fragment.feedback.applied_alone()
-            self._advance(training, receipt, training.weight)
+            self._advance(training, receipt, training.weight_of(fragment.topic))
+        if receipt is None:
+            training.samples.averaged[fragment.topic.schema.topic] = training.samples.made
         self._discarded = False
         self.announce(training)
 
@@ -526,8 +530,11 @@ class DiLoCo(LockstepStrategy):
         """
         before, discarded = self.history, self._discarded
         own = [fragment.steps_to_keep(discarded=discarded) for fragment in self._fragments]
+        samples = training.samples.made, dict(training.samples.averaged)
         super()._take_over(training, fetch)
         follows = self.history.includes(before)  # or they belong to other parameters, perhaps false ones
+        if follows and not discarded:
+            training.samples.made, training.samples.averaged = samples
         if follows:
             with training.locked(), training.changing_parameters():
                 for fragment, steps in zip(self._fragments, own, strict=True):

@@ -14,7 +14,7 @@ from typing import Any, Unpack
 import torch
 
 from averaging.common import EventLoopThread, check_weight, is_count
-from averaging.errors import ClosedError, TensorError
+from averaging.errors import ClosedError, ConfigError, TensorError
 from averaging.peer import ExpectedAtFirst, Peer, RoundOptions, Topic, TopicOptions
 from averaging.receipts import DriftCheck, Receipt, StepRate, TrainingPace
 from averaging.tensors import digest_of_tensors
@@ -46,8 +46,36 @@ from averaging.training.takeover import (
 
 logger = logging.getLogger("averaging.training")
 
+SAMPLES = "samples"
+"""The weight of a peer that is the number of its samples."""
+
 LOOK_SECONDS = 0.1
 """Seconds between two looks for peers that have come to a moment before this one."""
+
+
+LEAST_SAMPLES = 1e-6
+"""Weight of a peer that has made no sample: it does not pull the average, and the weights of a group never sum to 0."""
+
+
+class SampleCount:
+    """The samples of this rank, and how many of them each topic has averaged.
+
+    Attributes:
+        made: samples so far.
+        averaged: value of `made` when the last average of a topic was begun, by the topic's name.
+    """
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.averaged: dict[str, int] = {}
+
+    def waiting(self, topic: str) -> int:
+        """The samples that no average of this topic has."""
+        return self.made - self.averaged.get(topic, 0)
+
+    def forget(self) -> None:
+        """Called when the parameters were replaced, so that the samples so far are not in them."""
+        self.made, self.averaged = 0, {}
 
 
 class StrategyContext:
@@ -86,6 +114,8 @@ class StrategyContext:
         standing: this peer's part in its run.
         rate: measures how fast this peer trains.
         pace: counts its steps and samples, and measures how fast they come, including its waits.
+        weighs_samples: whether a topic's weight is the number of samples since its last average.
+        samples: counts them.
         now: clock, in seconds since the epoch.
         monotonic: monotonic clock, in seconds.
     """
@@ -124,6 +154,8 @@ class StrategyContext:
         self._samples: int | None = None  # of all ranks in the present step, if the strategy has added them up
         self._on_receipt = on_receipt
         self._weight = 1.0
+        self.weighs_samples = False
+        self.samples = SampleCount()
         self._warned = ""
         self._warned_of_modes = False
         self._averaged = {name: tensor.detach() for name, tensor in self.tensors.items()}  # sharing their memory
@@ -146,9 +178,37 @@ class StrategyContext:
         """Weight of this peer in rounds for which the strategy sets none; finite and at least 0."""
         return self._weight
 
-    @weight.setter
-    def weight(self, weight: float) -> None:
-        self._weight = check_weight(weight)
+    def set_weight(self, weight: float | str) -> None:
+        """Sets the weight: a number that is finite and at least 0, or "samples".
+
+        Raises:
+            ConfigError: it is neither.
+        """
+        if isinstance(weight, str) and weight != SAMPLES:
+            raise ConfigError(f"weight must be a number or {SAMPLES!r}, not {weight!r}")
+        self.weighs_samples = weight == SAMPLES
+        self._weight = 1.0 if isinstance(weight, str) else check_weight(weight)
+
+    def count_samples(self, batch_size: int | None) -> None:
+        """Counts the samples of this rank in a step that begins.
+
+        Raises:
+            ConfigError: they are the weight of this peer, and `batch_size` is no number of samples.
+        """
+        if is_count(batch_size) and batch_size:
+            self.samples.made += batch_size
+        elif self.weighs_samples:
+            raise ConfigError(
+                f"weight={SAMPLES!r} counts samples: call opt.step(batch_size=n), not {batch_size!r}; in a trainer "
+                "that calls step() itself, use its class from averaging.integrations"
+            )
+
+    def weight_of(self, topic: Topic) -> float:
+        """Weight of this peer in the next round of a topic; all ranks of a site call it."""
+        if not self.weighs_samples:
+            return self._weight
+        name = topic.schema.topic
+        return max(LEAST_SAMPLES, float(sum(self.site.all_gather(lambda: self.samples.waiting(name)))))
 
     def statistics(self) -> dict[str, torch.Tensor]:
         """The optimizer's statistics in the shape of their parameter, such as momentum, by name; without `step`."""
@@ -395,7 +455,12 @@ class StrategyContext:
             if self.site.size > 1:
                 return self.receipt_of(self.begin(topic, after=after, **options))
             self.check_tensors()
+            averaged = topic or self._model_topic
+            options.setdefault("weight", self.weight_of(averaged))
+            made = self.samples.made
             receipt = self.thread.run(self._round(topic, options, after))
+            if receipt.averaged:
+                self.samples.averaged[averaged.schema.topic] = made
         return self._report(receipt)
 
     def _has_parameters(self, topic: Topic | None) -> bool:
@@ -405,7 +470,10 @@ class StrategyContext:
 
     def begin(self, topic: Topic | None = None, *, after: float = 0.0, **options: Unpack[RoundOptions]) -> PendingRound:
         """Begins what `average` does without waiting; `receipt_of` waits for the result."""
-        pending = PendingRound(self.site, (topic or self._model_topic).tensors.tensors)
+        averaged = topic or self._model_topic
+        pending = PendingRound(self.site, averaged.tensors.tensors)
+        pending.samples = averaged.schema.topic, self.samples.made
+        options.setdefault("weight", self.weight_of(averaged))
         self.check_tensors()
         if self.site.owns:
             round_ = self._round(topic, options, after, pending)
@@ -421,7 +489,11 @@ class StrategyContext:
 
     def receipt_of(self, pending: PendingRound) -> Receipt:
         """Waits for a round from `begin` and returns its receipt, the same at all ranks of the site."""
-        return self._report(end_of(pending, self.thread))
+        receipt = end_of(pending, self.thread)
+        if receipt.averaged:
+            topic, made = pending.samples
+            self.samples.averaged[topic] = made
+        return self._report(receipt)
 
     def _round(
         self, topic: Topic | None, options: RoundOptions, after: float, pending: PendingRound | None = None

@@ -127,13 +127,13 @@ class OptimizerWrapper(InProcess, torch.optim.Optimizer):
         return self._training.local_step
 
     @property
-    def weight(self) -> float:
-        """Weight of this peer in the averages; finite and at least 0."""
-        return self._training.weight
+    def weight(self) -> float | str:
+        """Weight of this peer in the averages: finite and at least 0, or "samples"."""
+        return "samples" if self._training.weighs_samples else self._training.weight
 
     @weight.setter
-    def weight(self, weight: float) -> None:
-        self._training.weight = weight
+    def weight(self, weight: float | str) -> None:
+        self._training.set_weight(weight)
 
     def check_tensors(self) -> None:
         """Checks that the averaged tensors are the trained ones, as every `step` does.

@@ -70,6 +70,7 @@ class PendingRound:
         self.receipt: SignalSafeFuture[Receipt] | None = None
         self._proposal: SignalSafeFuture[_Proposal | None] = SignalSafeFuture()
         self._verdict: asyncio.Future[str] | None = None  # used by the peer's thread only
+        self.samples = "", 0  # the topic, and the samples of this rank when the round began
 
     @contextmanager
     def starting(self) -> Iterator[None]:

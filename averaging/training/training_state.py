@@ -298,6 +298,7 @@ class TrainingState:
         return scheduler | {
             "local_step": self._training.local_step,
             "progress": sorted(self._training.progress.keys),
+            "samples": [self._training.samples.made, dict(self._training.samples.averaged)],
             "strategy": {
                 "tensors": {
                     name: self._divided(tensor, self._strategy.parameter_of(name))
@@ -347,7 +348,16 @@ class TrainingState:
             except StateError as error:
                 raise ConfigError(f"the state dict does not fit {self._strategy!r}: {error}") from error
             self._training.local_step = saved["local_step"]
+            self._load_samples(saved.get("samples"))
             self._training.progress.keys.update(saved.get("progress", ()))
+
+    def _load_samples(self, saved: object) -> None:
+        """Loads the samples that no average has yet; older checkpoints have none."""
+        self._training.samples.forget()
+        match saved:
+            case [made, dict(averaged)] if is_count(made) and all(map(is_count, averaged.values())):
+                self._training.samples.made = made
+                self._training.samples.averaged = {str(topic): min(count, made) for topic, count in averaged.items()}
 
     def _divided(self, tensor: torch.Tensor, parameter: str | None) -> torch.Tensor:
         """A copy of a strategy's tensor, as torch.distributed.checkpoint saves it: divided like its parameter."""

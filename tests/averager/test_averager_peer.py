@@ -318,3 +318,21 @@ def test_it_starts_before_anything_runs_or_not_at_all(make: Make) -> None:
         make(torch.optim.SGD(params()), run_id="a.b")
     with pytest.raises(TensorError, match="'group0.param1' does not require a gradient"):
         make(torch.optim.SGD([torch.nn.Parameter(torch.ones(1)), torch.ones(1)]))
+
+
+def test_a_weight_of_samples_needs_the_size_of_each_batch(make: Make) -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    opt = make(torch.optim.SGD([weight], lr=0.1), weight="samples")
+    assert opt.weight == "samples"
+    weight.grad = torch.ones(2)
+    for wrong in (None, 0, -1, True):
+        with pytest.raises(ConfigError, match=r"weight='samples' counts samples: call opt.step\(batch_size=n\)"):
+            opt.step(batch_size=wrong)
+    assert opt.local_step == 0
+    opt.step(batch_size=8)
+    saved = opt.state_dict()
+    assert opt._training.samples.waiting("") == 8
+    opt.load_state_dict(saved)
+    assert opt._training.samples.waiting("") == 8
+    with pytest.raises(ConfigError, match="weight must be a number or 'samples', not 'tokens'"):
+        opt.weight = "tokens"

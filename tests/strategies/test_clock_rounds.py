@@ -80,3 +80,27 @@ def test_another_interval_and_steps_are_refused_at_the_start(
     there = "20s" if other == "20s" else "a number of steps"
     with pytest.raises(ConfigError, match=f"sync_every is {there} at this peer, but 10s at {FIRST}; give all peers"):
         run(monkeypatch, lambda: next(made), sites(0.1, 0.1), until=10.0)
+
+
+@pytest.mark.parametrize("kind", ["local", "fragments"])
+def test_peers_weigh_as_many_samples_as_they_have_made_since_the_last_average(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    peers = sites(0.1, 1.0, options={"weight": "samples"})
+    fast, slow = run(monkeypatch, MAKERS[kind], peers, until=45.0)
+    weights = {peer.name: 0.0 for peer in peers}
+    for receipt in fast.receipts:
+        for account in receipt.accounts if receipt.averaged else ():
+            weights[account.endpoint] += account.weight
+    last = max(receipt.started for receipt in fast.receipts if receipt.averaged)
+    for peer, made in ((fast, 40 * (last % 1000)), (slow, 4 * (last % 1000))):
+        assert weights[peer.name] == pytest.approx(made, rel=0.1)
+        assert weights[peer.name] % 4 == 0
+    assert agree([fast, slow])
+
+
+def test_a_weight_of_samples_beside_a_number_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    peers = sites(0.1, 0.1)
+    peers[1].options = {"weight": "samples"}
+    with pytest.raises(ConfigError, match=f"weight is the number of samples at this peer, but a number at {FIRST}"):
+        run(monkeypatch, MAKERS["local"], peers, until=10.0)
