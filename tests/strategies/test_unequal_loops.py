@@ -16,17 +16,18 @@ BATCH = 4
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "LocalSGD, whose last round would be in step 101": lambda: LocalSGD(101),
+    "GradientAveraging": lambda: GradientAveraging(10 * BATCH * len(LENGTHS)),
     "DiLoCo": lambda: DiLoCo(10),
     "LocalSGD": lambda: LocalSGD(10),
     "LocalSGD with overlap": lambda: LocalSGD(10, overlap=True),
     "LocalSGD of changes": lambda: LocalSGD.of_changes(10, compression="top_k"),
     "DiLoCo, whose last round would be in step 101": lambda: DiLoCo(101),
     "DiLoCo in fragments, with delay": lambda: DiLoCo(10, fragments=2, delay=2, alpha=0.5),
-    "GradientAveraging": lambda: GradientAveraging(BATCH * len(LENGTHS)),
+    "GradientAveraging, in each step": lambda: GradientAveraging(BATCH * len(LENGTHS)),
 }
 
 
-@pytest.mark.parametrize("name", rest_is_long(STRATEGIES, 2))
+@pytest.mark.parametrize("name", rest_is_long(STRATEGIES, 3))
 def test_loops_of_unequal_length_end_alike_and_in_time(name: str, start: Start) -> None:
     run = start()
     for _ in LENGTHS:
