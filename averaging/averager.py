@@ -476,7 +476,7 @@ class DecentralizedAverager(OptimizerWrapper):
             The receipt, also if no group was found within `round_timeout` or the round failed; training can go on.
 
         Raises:
-            ConfigError: `weight` or `gather` is invalid.
+            ConfigError: `weight` or `gather` is invalid, or the strategy does not allow it, as `LoRAAveraging`.
             TensorError: A tensor contains NaN or infinity, or was moved.
             RoundError: It was called in `on_round`.
             ClosedError: The averager was closed, or its thread has failed.
@@ -484,6 +484,8 @@ class DecentralizedAverager(OptimizerWrapper):
         self._thread.check()
         if self._in_on_round:
             raise RoundError("average_now() was called in on_round, before that round was over; call it after the step")
+        if self.strategy.against_average_now:
+            raise ConfigError(self.strategy.against_average_now)
         size, seconds = self._config.group_size, self._config.round_timeout
         options: RoundOptions = {"gather": gather, "start_size": size, "search_timeout": seconds}
         if weight is not None:

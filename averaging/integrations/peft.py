@@ -167,6 +167,11 @@ class LoRAAveraging(LockstepStrategy):
         ConfigError: an argument is invalid, or the adapter cannot be averaged exactly; the message names the layer.
     """
 
+    against_average_now = (
+        "average_now() averages A and B apart, so the model would not be the mean of the models; LoRAAveraging "
+        "averages every sync_every steps, and in finish()"
+    )
+
     def __init__(
         self,
         model: PeftModel,
@@ -262,6 +267,11 @@ class LoRAAveraging(LockstepStrategy):
             raise ConfigError("give the averager model=model with the peft model of LoRAAveraging")
         if training.site.size > 1:
             raise ConfigError("LoRAAveraging works with one process for each peer; leave out process_group")
+        if training.modes.exist:
+            raise ConfigError(
+                f"{type(training.optimizer).__name__} has training and evaluation weights, and the mean of one is not "
+                "that of the other; use another optimizer with LoRAAveraging"
+            )
         config = training.peer.config
         if parse_aggregation(config.aggregation).kind is not AggregationKind.MEAN:
             raise ConfigError(

@@ -79,6 +79,7 @@ class Strategy(ABC):
             start and whenever a state is taken over or loaded.
         stage: stage of the training, see `Progress`.
         digest: digest of the weights, once the training has ended.
+        against_average_now: why the parameters must not be averaged as they are; empty if they may be.
 
     Raises:
         ConfigError: `max_norm` is not a finite number above 0, or the strategy cannot use the `compression`.
@@ -93,6 +94,7 @@ class Strategy(ABC):
     _warned_of_terms: frozenset[str] = frozenset()  # peers with other terms
     _moment: float | None = None  # at which this peer comes next, as it announces it
     digest = ""
+    against_average_now = ""
 
     def __init__(
         self,

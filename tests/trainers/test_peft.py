@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from schedulefree import AdamWScheduleFree
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from averaging import ConfigError, DecentralizedAverager, LocalSGD, StateError, WeightPublisher
@@ -447,12 +448,22 @@ def test_what_cannot_be_exact_is_refused_by_name(
 def test_options_of_the_averager_that_are_not_exact_are_refused(peers: Peers) -> None:
     with pytest.raises(ConfigError, match="aggregation='median' of factors"):
         peers.tune(aggregation="median")
+    with pytest.raises(ConfigError, match="averages A and B apart"):
+        peers.tune().average_now()
     model = adapted()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     with pytest.raises(ConfigError, match="give the averager model=model"):
         DecentralizedAverager(optimizer, strategy=LoRAAveraging(model, 3), run_id="tune")
     with pytest.raises(ConfigError, match="make the optimizer after"):
         DecentralizedAverager(optimizer, model=model, strategy=LoRAAveraging(model, 3, rank=4), run_id="tune")
+
+
+def test_a_schedule_free_optimizer_is_refused() -> None:
+    model = adapted()
+    strategy = LoRAAveraging(model, 3)
+    optimizer = AdamWScheduleFree([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    with pytest.raises(ConfigError, match="AdamWScheduleFree has training and evaluation weights"):
+        DecentralizedAverager(optimizer, model=model, strategy=strategy, run_id="tune")
 
 
 def test_a_run_of_another_strategy_is_refused(peers: Peers) -> None:
