@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import msgpack
 
+from averaging.data.dealing import DataRecord, Dealer, Division
 from averaging.discovery.base import Entry
 from averaging.doctor.probe import CLOCK, DESCRIBE, DIAL_BACK
 from averaging.errors import ProtocolViolationError, StateError, ViolationKind
@@ -117,6 +118,24 @@ def test_gathers(gather: bytes, endpoint: str) -> None:
 def test_gathers_of_about_the_right_length(gather: bytes) -> None:
     with suppress(ProtocolViolationError):
         unpack_gather("peer:1", gather)
+
+
+DATA = DataRecord(b"division", 3, 0b10111, {1: True, 7: False}, 99)
+
+
+@MANY
+@given(st.lists(st.one_of(packed, damaged([DATA.pack(16)])), min_size=1, max_size=3))
+def test_records_of_data(raw: list[bytes]) -> None:
+    dealer, records = Dealer(Division(32, 2, 0), "peer:1"), {}
+    for number, each in enumerate(raw):
+        with suppress(ProtocolViolationError):
+            records[f"peer:{number + 2}"] = DataRecord.unpack(each)
+    for now, seen in enumerate((records, {}, records)):
+        dealer.see(seen, float(now))
+        dealer.claim(float(now), 2)
+        assert all(0 <= block < 16 for block in dealer.claims)
+        assert dealer.done >> 16 == 0
+        assert len(dealer.record.pack(16)) <= 1024
 
 
 @MANY
