@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from averaging import Peer
 from averaging.protocol import TopK
 from averaging.tensors import BlockLayout, SparseTensor
 from benchmarks.convergence import plain, runner
@@ -114,6 +117,29 @@ def test_the_library_ends_where_the_reference_does(case: Case) -> None:
     assert library.curve == pytest.approx(mine.curve, rel=1e-4)
     assert (library.rounds, library.samples) == (mine.rounds, mine.samples) == (2, 48)
     assert library.sent > 0
+
+
+@pytest.mark.asyncio
+async def test_receipts_have_14_bits_for_each_weight_that_is_sent_and_as_many_times_back_as_there_are_members() -> None:
+    """Within 3 %; the matrix is one part, so two of three members send no more than their contribution."""
+    top = TopK(1 / 64, 2)
+    matrices = [torch.randn(512, 512, generator=torch.Generator().manual_seed(number)) for number in range(3)]
+    async with AsyncExitStack() as stack:
+        peers: list[Peer] = []
+        for matrix in matrices:
+            join = [peers[0].endpoint] if peers else []
+            peers.append(await stack.enter_async_context(Peer([matrix], run_id="bytes", join=join, group_size=3)))
+        topics = [
+            peer.topic("t", {"w": matrix}, adopt="whole", compression="top_k", top_k=top, decay=0.95)
+            for peer, matrix in zip(peers, matrices, strict=True)
+        ]
+        rounds = [peer.average(topic=topic) for peer, topic in zip(peers, topics, strict=True)]
+        *senders, reducer = sorted(await asyncio.gather(*rounds), key=lambda receipt: receipt.bytes_sent)
+    contribution = 512 * 512 / 4096 * top.kept(4096) * 14 / 8
+    for receipt in senders:
+        assert receipt.bytes_sent == pytest.approx(contribution, rel=0.03)
+        assert receipt.bytes_received == pytest.approx(3 * contribution, rel=0.03)
+    assert reducer.bytes_received == pytest.approx(2 * contribution, rel=0.03)
 
 
 # The cells
