@@ -94,6 +94,13 @@ def test_all_that_was_decoded_and_what_reducers_have_lost_is_the_sum_of_the_aver
     assert np.abs(lost).max() < 0.1 * np.abs(averages).max()
 
 
+def test_many_members_get_a_union_and_hold_the_same() -> None:
+    simulation = SparseSimulation(1, nodes(16), [(64, 2048)], top_k=TopK(1 / 64, 2), part_size_bytes=1 << 16)
+    virtual_time.run(simulation.run())
+    assert sum(bool(residual.tensors) for residual in simulation.residuals.values()) == len(simulation.parts) == 2
+    check(simulation)
+
+
 def test_few_members_get_the_contributions_as_they_came_and_nothing_is_lost() -> None:
     simulation = SparseSimulation(1, nodes(2), [(64, 128)], top_k=TopK(1 / 64, 2))
     virtual_time.run(simulation.run())
