@@ -163,3 +163,19 @@ def test_our_environment(server: RunApi) -> None:
         status = env.status()
         assert (status.current_step, status.self_queue_size, status.env_weight) == (0, 1, 1.0)
     assert server.post("/disconnect-env", {"env_id": 0}).json() == {"status": "success"}
+
+
+def test_versions_do_no_harm(server: RunApi) -> None:
+    """That server knows of no versions: it takes the groups, and the batches have no ages."""
+    with BatchFeed(server.url, registration(), poll=0.05) as batches:
+        batches.published(7)
+        batches._register()
+        assert batches._request_batch() == b""
+        with FeedEnvironment(server.url, environment()) as env:
+            answers = [env.post(a_group(number), version=[6, 7]) for number in range(2)]
+            assert [(answer.status, answer.newest_version, answer.stale) for answer in answers] == [
+                ("received", None, 0)
+            ] * 2
+        batch = next(batches)
+        assert sorted(names(batch)) == [0, 1]
+        assert (batch.versions, batch.ages) == ([[], []], [None, None])
