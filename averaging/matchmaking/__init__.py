@@ -9,7 +9,7 @@ from averaging.matchmaking.arrivals import Arrivals
 from averaging.matchmaking.conduct import Exclusions, ResponseHistory
 from averaging.matchmaking.follower_side import LoggedDifferences
 from averaging.matchmaking.matchmaking import Matchmaking
-from averaging.matchmaking.rules import LEAST_SEARCH
+from averaging.matchmaking.rules import LEAST_SEARCH, Quorum
 from averaging.matchmaking.search_state import NoGroupError
 
 __all__ = [
@@ -19,5 +19,6 @@ __all__ = [
     "LoggedDifferences",
     "Matchmaking",
     "NoGroupError",
+    "Quorum",
     "ResponseHistory",
 ]

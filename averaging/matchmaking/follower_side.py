@@ -164,7 +164,7 @@ class FollowerSide:
                 if search.group is not None or until <= now:
                     search.changed.set()  # a clock that was set forward ends the declaration before `_search_once` does
                     return
-                if search.state.member.mode is Mode.CLIENT:
+                if not search.state.leads:
                     # It cannot lead, so it must be able to follow peers that declare themselves only now.
                     own = replace(own, expiration=max(until, now + self._group_wait))
                 again = None
@@ -407,7 +407,7 @@ class FollowerSide:
         That is before this peer's declaration expires.
         """
         now = self._clock()
-        if search.state.member.mode is Mode.CLIENT:  # its own expiration may be far ahead
+        if not search.state.leads:  # its own expiration may be far ahead
             left = min(own.expiration, leader.expiration) - now
         else:  # if the clock was set back, the own expiration may be too far ahead
             left = min(own.expiration - now, self._group_wait)

@@ -14,14 +14,13 @@ from averaging.matchmaking import rules
 from averaging.matchmaking.arrivals import Arrivals
 from averaging.matchmaking.conduct import Exclusions, ResponseHistory
 from averaging.matchmaking.follower_side import FollowerSide, LoggedDifferences, SchemaDifferences
-from averaging.matchmaking.rules import Declaration, LeaderCandidate
+from averaging.matchmaking.rules import Declaration, LeaderCandidate, Quorum
 from averaging.matchmaking.search_state import NoGroupError, SearchDeadline, SearchState
 from averaging.protocol import (
     Group,
     JoinRequest,
     MessageCode,
     MessageFromLeader,
-    Mode,
     group_key,
     next_group_bits,
     unpack_gather,
@@ -48,6 +47,8 @@ class Matchmaking:
             since other implementations form groups without discovery records.
         ended_lifetime: seconds for which the record that a search has ended stays, for a key that is not used again.
             If None, it stays as long as the declaration that it replaces.
+        in_group_lifetime: seconds for which the record of a group stays where only one may have the key: as long as its
+            members may average.
         exclusions: peers that are neither asked nor accepted; kept from search to search.
         history: how peers answered this peer's requests; kept from search to search.
         deadlines: how long peers take to answer; kept from search to search.
@@ -71,6 +72,7 @@ class Matchmaking:
         group_bits: str = "",
         known_members_only: bool = False,
         ended_lifetime: float | None = None,
+        in_group_lifetime: float = 60.0,
         clock: Callable[[], float],
         rng: random.Random,
         exclusions: Exclusions | None = None,
@@ -85,6 +87,7 @@ class Matchmaking:
         self._prepare_lane = prepare_lane
         self._group_size, self._min_group_size = group_size, min_group_size
         self._group_wait, self._ended_lifetime = group_wait, ended_lifetime
+        self._in_group_lifetime = in_group_lifetime
         self._clock, self._rng = clock, rng
         self._exclusions = exclusions or Exclusions()
         self._differences = SchemaDifferences(schema, transport, discovery, logged or LoggedDifferences())
@@ -133,13 +136,29 @@ class Matchmaking:
         ]
         return max(waiting, default=None)
 
+    def group_began(self, of: Container[str]) -> float | None:
+        """When a group of peers in `of` began under its key, where only one group may have the key; None if none has.
+
+        In seconds since the epoch.
+        """
+        entries = self._discovery.get(self.group_key).items()
+        began = [rules.unpack_in_group(entry.value) for name, entry in entries if name in of]
+        return min((moment for moment in began if moment is not None), default=None)
+
     @property
     def leader(self) -> str:
         """The peer that it follows; empty if none."""
         return self._search.state.leader if self._search else ""
 
     async def find_group(
-        self, gather: bytes, deadline: float, target_contributors: int | None = None, arrivals: Arrivals | None = None
+        self,
+        gather: bytes,
+        deadline: float,
+        target_contributors: int | None = None,
+        arrivals: Arrivals | None = None,
+        *,
+        quorum: Quorum | None = None,
+        follows: bool = False,
     ) -> Group:
         """Looks for a group.
 
@@ -149,6 +168,9 @@ class Matchmaking:
             target_contributors: number of contributing members with which a group that this peer leads begins at once,
                 if it has `min_group_size` members. If None, it begins at once with `group_size` members only.
             arrivals: notes when the other peers began to look, if given.
+            quorum: when a group that this peer leads begins although it is not complete. If None, once its declaration
+                expires, with `min_group_size` members.
+            follows: whether this peer only follows others that lead.
 
         Raises:
             NoGroupError: no group was found in time, or all other peers under the key average other tensors.
@@ -162,6 +184,8 @@ class Matchmaking:
             target_contributors,
             self._min_group_size,
             names=schema.names if member.sends else "",
+            quorum=quorum,
+            follows=follows,
         )
         search = SearchState(
             state,
@@ -278,7 +302,7 @@ class Matchmaking:
         deadline = self._clock() + left.seconds
         seconds = rules.declaration_seconds(self._group_wait, search.had_too_few)
         expiration = min(self._clock() + seconds, deadline)
-        if search.state.member.mode is not Mode.CLIENT:
+        if search.state.leads:
             search.state.declared = expiration
             await self._declare_looking(search, True)
         elif self._dropped_bits == len(self.group_bits):
@@ -291,8 +315,11 @@ class Matchmaking:
                 search.changed.clear()
                 remaining = min(expiration - self._clock(), loop_expiration - loop.time())
                 undecided = bool(search.state.leader) or search.has_pending_request
+                grace = search.grace_left(loop.time())
+                if not undecided and grace <= 0 and search.begin(self._min_group_size):
+                    continue
                 if not undecided and remaining <= 0:
-                    if search.state.member.mode is not Mode.CLIENT and search.begin(self._min_group_size):
+                    if search.state.leads and search.begin(self._min_group_size):
                         continue
                     search.had_too_few = bool(search.state.followers)
                     if not search.open_requests or search.had_too_few:
@@ -300,7 +327,7 @@ class Matchmaking:
                     undecided = True  # without followers, only this peer waits for late answers
                 try:
                     # While another peer decides about this one, the task that asked it has the timeout.
-                    async with asyncio.timeout(None if undecided else remaining):
+                    async with asyncio.timeout(None if undecided else min(remaining, max(0.0, grace))):
                         await search.changed.wait()
                 except TimeoutError:
                     continue
@@ -318,8 +345,13 @@ class Matchmaking:
         if self._ended_lifetime is not None and not looking:
             # A peer that averages under a new key in every step would otherwise reach the limit of records per owner.
             until = min(until, self._clock() + self._ended_lifetime)
+        value = rules.pack_looking(looking)
+        quorum = search.state.quorum
+        if not looking and search.group is not None and quorum is not None and quorum.once:
+            # As long as the group may average: a peer that comes meanwhile must know it.
+            value, until = rules.pack_in_group(self._clock()), self._clock() + self._in_group_lifetime
         try:
-            await self._discovery.store(self.group_key, self._endpoint, rules.pack_looking(looking), until)
+            await self._discovery.store(self.group_key, self._endpoint, value, until)
         except AveragingError as error:
             if until > self._clock():  # otherwise the declaration that it would replace has expired as well
                 logger.warning("could not store the declaration of %s in discovery: %s", self._endpoint, error)

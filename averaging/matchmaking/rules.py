@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 
-from averaging.common import CLIENT_PREFIX, backoff_delay, contradict, is_endpoint, pack
+from averaging.common import CLIENT_PREFIX, backoff_delay, contradict, is_endpoint, pack, unpack
 from averaging.discovery import Entry
 from averaging.errors import ProtocolViolationError
 from averaging.matchmaking.conduct import LeaderStanding
@@ -66,6 +66,22 @@ class Declaration:
     endpoint: str
 
 
+@dataclass(frozen=True, slots=True)
+class Quorum:
+    """When a group begins although expected members are missing.
+
+    Attributes:
+        count: members without which no group begins, see `counts_for_quorum`.
+        grace: seconds for which the group waits for further ones once these are there.
+        once: whether only one group may have this key: then none begins while the members of another one average. Peers
+            in lockstep need that, since two groups would make two different steps.
+    """
+
+    count: int
+    grace: float
+    once: bool = False
+
+
 @dataclass(slots=True)
 class LeaderCandidate:
     """What a peer that looks for a group knows about itself.
@@ -81,6 +97,8 @@ class LeaderCandidate:
         assembled: whether its group is complete, so that its search is over.
         names: digest of the names of its tensors, see `Schema.names`; empty if it contributes none.
         follower_names: likewise of each follower.
+        quorum: when the group begins although expected members are missing; if None, at the declared time only.
+        follows: whether it only follows, as a client does: it declares nothing, and leads nobody.
     """
 
     member: Member
@@ -95,6 +113,13 @@ class LeaderCandidate:
     assembled: bool = False
     names: str = ""
     follower_names: dict[str, str] = field(default_factory=dict)
+    quorum: Quorum | None = None
+    follows: bool = False
+
+    @property
+    def leads(self) -> bool:
+        """Whether it declares itself and accepts followers."""
+        return self.member.mode is not Mode.CLIENT and not self.follows
 
     def names_fit(self, names: str) -> bool:
         """Whether a member whose tensors have these names can average with all that are in the group."""
@@ -167,7 +192,24 @@ def followers_for_group(searching: LeaderCandidate, min_group_size: int) -> dict
         followers = staying
     members = [searching.member, *followers.values()]
     enough = size >= min_group_size and any(m.sends for m in members) and any(m.reduces for m in members)
+    if searching.quorum is not None:
+        enough = enough and sum(map(counts_for_quorum, members)) >= searching.quorum.count
     return followers if enough else None
+
+
+def counts_for_quorum(member: Member) -> bool:
+    """Whether a member is one of those without which no group begins.
+
+    An auxiliary is not, since it contributes nothing, nor is a member that says in its `gather` that it does not hold
+    the state that the group changes: it contributes, but cannot keep the result.
+    """
+    holds = member.user.get("holds", True) if isinstance(member.user, dict) else True
+    return member.sends and holds is not False
+
+
+def has_quorum(searching: LeaderCandidate) -> bool:
+    """Whether the group of a leader can begin once its grace period is over."""
+    return searching.quorum is not None and followers_for_group(searching, searching.min_group_size) is not None
 
 
 def is_complete(searching: LeaderCandidate) -> bool:
@@ -353,6 +395,28 @@ def next_join_refusal(
 def pack_looking(looking: bool) -> bytes:
     """The value of a declaration."""
     return pack(looking)
+
+
+def pack_in_group(began: float) -> bytes:
+    """The value of the record of a peer whose search has found a group, where only one group may have the key.
+
+    For peers that do not know it the search is over, as with `pack_looking(False)`.
+
+    Args:
+        began: when its group began, in seconds since the epoch.
+    """
+    return pack({"in_group": began})
+
+
+def unpack_in_group(value: bytes) -> float | None:
+    """When the group of the peer that stored this value began; None if the value says nothing of a group."""
+    try:
+        match unpack(value, 4):
+            case {"in_group": float() as began} if math.isfinite(began):
+                return began
+    except ValueError:
+        pass
+    return None
 
 
 def unpack_looking(value: bytes) -> bool:

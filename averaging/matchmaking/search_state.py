@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -124,6 +125,7 @@ class SearchState:
         refusals: the last refusal of each peer that was asked.
         differing: peers with another schema; None until that schema has been requested.
         ending: whether it takes no followers and asks no leaders any more; an accepted request may still begin a group.
+        others_in_group: other peers that are in a group under this key, which may have no second one.
     """
 
     def __init__(
@@ -148,6 +150,8 @@ class SearchState:
         self.answers: dict[str, str] = {}
         self.refusals: dict[str, JoinRefusal] = {}
         self.differing: dict[str, NoGroupError | None] = {}
+        self.others_in_group: frozenset[str] = frozenset()
+        self._quorum_since: float | None = None
         self._rng = rng
         self._decisions: dict[str, asyncio.Future[MessageFromLeader]] = {}  # by follower
         self._gathered = {state.member.endpoint: gather}
@@ -164,6 +168,10 @@ class SearchState:
         looking = {name: rules.unpack_looking(entry.value) for name, entry in others.items()}
         self.arrivals.observe(looking, asyncio.get_running_loop().time())
         self.seen.update(others)
+        if self.state.quorum is not None and self.state.quorum.once:
+            self.others_in_group = frozenset(
+                name for name, entry in others.items() if rules.unpack_in_group(entry.value) is not None
+            )
         waiting = [name for name, looks in looking.items() if looks]
         self.looking_too.update(waiting)
         if len(waiting) < self.state.target_group_size:  # of more peers, most would not be in this group
@@ -202,6 +210,20 @@ class SearchState:
         if self.state.followers:
             self.begin_if_complete()
 
+    def grace_left(self, now: float) -> float:
+        """Seconds until the group begins without those that are missing; infinite if it does not.
+
+        Called after every change: the grace period begins when the quorum is there, and anew if it was lost meanwhile.
+        """
+        quorum = self.state.quorum
+        over = self.group is not None or self.ending or bool(self.others_in_group)
+        if quorum is None or over or not self.state.leads or not rules.has_quorum(self.state):
+            self._quorum_since = None
+            return math.inf
+        if self._quorum_since is None:
+            self._quorum_since = now
+        return self._quorum_since + quorum.grace - now
+
     @property
     def has_pending_request(self) -> bool:
         """Whether a peer that was asked to lead still has its head start."""
@@ -234,7 +256,7 @@ class SearchState:
     def begin_if_complete(self) -> None:
         """Begins a complete group, unless a leader may just have accepted this peer: it would be in two groups."""
         complete = rules.is_complete(self.state) and self.group is None and not self.has_pending_request
-        complete = complete and not self.ending
+        complete = complete and not self.ending and not self.others_in_group
         if complete and not self.begin(2):
             self.disband("")  # no member has tensors to average
 
@@ -246,9 +268,8 @@ class SearchState:
 
     def begin(self, min_group_size: int) -> bool:
         """Begins a group with the present followers, if there are enough; those that are left out are disbanded."""
-        followers = (
-            None if self.group is not None or self.ending else rules.followers_for_group(self.state, min_group_size)
-        )
+        over = self.group is not None or self.ending or bool(self.others_in_group)
+        followers = None if over else rules.followers_for_group(self.state, min_group_size)
         if followers is None:
             return False
         for name in self.state.followers.keys() - followers:

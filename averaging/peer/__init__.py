@@ -11,6 +11,7 @@ from averaging.peer.topics import (
     ExpectedPeers,
     RoundOptions,
     SparseFeedback,
+    StopSearch,
     Topic,
     TopicOptions,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "Peer",
     "RoundOptions",
     "SparseFeedback",
+    "StopSearch",
     "Topic",
     "TopicOptions",
 ]

@@ -352,6 +352,18 @@ class Peer(InProcess):
         matchmaking = self._entered.rounds.matchmaking(topic.at(phase), lasting=False)
         return matchmaking.latest_declaration(of=self.progress.announcements)
 
+    def group_began(self, topic: Topic, phase: str) -> float | None:
+        """When other peers began the only group that this phase of a topic may have; None if they have not.
+
+        In seconds since the epoch. See `quorum` in `RoundOptions`.
+        """
+        matchmaking = self._entered.rounds.matchmaking(topic.at(phase), lasting=False)
+        return matchmaking.group_began(of=self.progress.announcements)
+
+    async def end_search(self) -> None:
+        """Ends the search of the `average` in progress, unless a leader has accepted this peer already."""
+        await self._entered.rounds.end_search()
+
     @property
     def status(self) -> PeerStatus:
         """Identity and present activity of this peer, as the status service returns them."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from averaging.allreduce import AllReduce, LyingLeaderError, Prepared, RoundResult
-from averaging.common import CLIENT_PREFIX, counted, spelled
+from averaging.common import CLIENT_PREFIX, counted, is_count, is_number, spelled
 from averaging.config import NonFinite, PeerConfig
 from averaging.discovery import Discovery
 from averaging.errors import AveragingError, RoundError
@@ -156,7 +156,8 @@ class Rounds:
                 group_wait=config.group_wait,
                 group_bits=config.group_bits,
                 known_members_only=config.is_closed,
-                ended_lifetime=None if lasting else self._over_lifetime(),
+                ended_lifetime=None if lasting else self._over_lifetime(OVER_LIFETIME),
+                in_group_lifetime=self._over_lifetime(config.round_timeout),
                 clock=self._clock,
                 rng=self._rng,
                 exclusions=self.conduct,
@@ -171,11 +172,11 @@ class Rounds:
                 del self._lasting[next(iter(self._lasting))]
         return matchmaking
 
-    def _over_lifetime(self) -> float:
-        """`OVER_LIFETIME`, or less if phases follow each other so fast that there would be too many records."""
+    def _over_lifetime(self, seconds: float) -> float:
+        """`seconds`, or less if phases follow each other so fast that there would be too many records."""
         if len(self._phase_searches) < MAX_OVER_RECORDS:
-            return OVER_LIFETIME
-        return min(OVER_LIFETIME, asyncio.get_running_loop().time() - self._phase_searches[0])
+            return seconds
+        return min(seconds, asyncio.get_running_loop().time() - self._phase_searches[0])
 
     async def average(self, topic: Topic, gathered: bytes, options: RoundOptions) -> Receipt:
         """Averages with a group.
@@ -215,12 +216,16 @@ class Rounds:
         Calls of `average` that come later wait until they are cancelled.
         """
         self._drained = True
+        await self.end_search()
+        await self._idle.wait()
+
+    async def end_search(self) -> None:
+        """Ends the search in progress, unless a leader has accepted this peer already."""
         matchmaking = self._service.matchmaking
         if self._searching is not None and matchmaking is not None:
             can_end = await matchmaking.end_search(DECISION_SECONDS)
             if can_end and self._searching is not None:
                 expire(self._searching)
-        await self._idle.wait()
 
     @contextmanager
     def _booked(self, round_: _Round) -> Iterator[None]:
@@ -273,7 +278,14 @@ class Rounds:
         seconds = options.get("search_timeout", self._config.round_timeout)
         deadline = self._clock() + (seconds(announcements) if callable(seconds) else seconds)
         arrivals = round_.arrivals = Arrivals(self._endpoint, began)
-        search = matchmaking.find_group(gathered, deadline, first, arrivals)
+        search = matchmaking.find_group(
+            gathered,
+            deadline,
+            first,
+            arrivals,
+            quorum=options.get("quorum"),
+            follows=options.get("follows", False),
+        )
 
         def update(announcements: Mapping[str, bytes]) -> bool:
             """Updates the size at which the group begins. Returns whether the search ends instead."""
@@ -551,7 +563,18 @@ def _nobody(_: Mapping[str, bytes]) -> Collection[str]:
 def _with_arrival(account: Account, round_: _Round) -> Account:
     name = account.endpoint
     waited = None if round_.arrivals is None else round_.arrivals.waited(name)
-    return replace(account, waited=waited, step_rate=round_.step_rates.get(name))
+    age, discount = _age_in(
+        None if round_.group is None else detach(round_.group.members[round_.group.index(name)].user)[0]
+    )
+    return replace(account, waited=waited, step_rate=round_.step_rates.get(name), age=age, discount=discount)
+
+
+def _age_in(gathered: Any) -> tuple[int | None, float | None]:
+    """The age and the discount that a member states in its `gather`; None if it states none, or nonsense."""
+    user = gathered.get("user") if isinstance(gathered, dict) and "site" in gathered else gathered
+    age, discount = (user.get("age"), user.get("discount")) if isinstance(user, dict) else (None, None)
+    known = is_count(age) and age < 1 << 32
+    return age if known else None, float(discount) if known and is_number(discount) and 0 < discount <= 1 else None
 
 
 def _why_failed(group: Group, endpoint: str, result: RoundResult, adopt: Adopt) -> str:

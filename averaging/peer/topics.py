@@ -15,6 +15,7 @@ from averaging.allreduce import Averaged, Part, ReplyResidual, RoundResult, chan
 from averaging.common import one_of
 from averaging.config import PeerConfig
 from averaging.errors import ConfigError
+from averaging.matchmaking import Quorum
 from averaging.protocol import CompressionType, Group, ReplyForm, TopK, parse_aggregation, parse_compression
 from averaging.receipts import DriftCheck
 from averaging.tensors import (
@@ -438,6 +439,9 @@ class RoundOptions(TypedDict, total=False):
         prepare: function that is called in another thread once the group is known, before the tensors are read. It may
             write to the topic's tensors, for example at a place that depends on the group. If it raises a RoundError,
             the round fails at this peer.
+        quorum: when a group that this peer leads begins although expected peers are missing; by default once its
+            declaration expires. Of a phase with `once` no second group begins while the first one averages.
+        follows: whether this peer only joins groups that others lead, without being waited for.
         confirm: function that is awaited with the group once the result is there. It returns why the result is not
             adopted, and the round has failed then; or nothing. It does not work together with `in_place`, and is not
             for strategies.
@@ -452,6 +456,8 @@ class RoundOptions(TypedDict, total=False):
     stop_search: StopSearch
     drift: DriftCheck
     prepare: Prepare
+    quorum: Quorum
+    follows: bool
     confirm: Confirm
 
 

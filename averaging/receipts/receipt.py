@@ -120,6 +120,9 @@ class Account:
         lane_reason: why `lane` is `grpc`, as text.
         step_rate: local steps per second that it announced, or samples per second with GradientAveraging, without the
             time in which it waits for others. None if it announced none, for example because it does not train.
+        age: rounds that the others have made since it had the state on which it made the local steps that it has
+            contributed, on average; 0 if it has missed none. None if it does not say: only members with `quorum` do.
+        discount: factor that its age has put on `weight`, which includes it; None if it does not say.
     """
 
     endpoint: str
@@ -134,6 +137,16 @@ class Account:
     step_rate: float | None = None
     lane: str = ""
     lane_reason: str = ""
+    age: int | None = None
+    discount: float | None = None
+
+    @property
+    def lateness(self) -> str:
+        """`9 steps late, weight × 0.387`; empty if it is not late."""
+        if not self.age:
+            return ""
+        discount = "" if self.discount is None else f", weight × {self.discount:.3g}"
+        return f"{counted(self.age, 'step')} late{discount}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +268,7 @@ class Receipt:
             f"; lost {printable(dropped.endpoint)} ({printable(dropped.reason)})" for dropped in self.dropped
         )
         late = "" if self.last_to_arrive is None else f"; {self.last_to_arrive}"
+        late += "".join(f"; {printable(one.endpoint)}: {one.lateness}" for one in self.accounts if one.lateness)
         return (
             f"round {self.round}: averaged with {counted(len(self.members) - 1, 'other')} in {duration(self.seconds)} "
             f"(all-reduce {duration(self.allreduce_seconds)}, {size(self.bytes_sent)} out, "
@@ -277,6 +291,8 @@ class Receipt:
             text = f"{account.role.value}, weight {account.weight:g}, reduces {account.share:.0%}"
             if account.waited is not None:
                 text += f", waited {duration(account.waited)}"
+            if account.lateness:
+                text += f", {account.lateness}"
             if account.step_rate is not None:
                 text += f", {step_rate_text(account.step_rate, self.topic)}"
             rows[name] = text

@@ -14,12 +14,13 @@ import torch
 from averaging.common import Backoff, is_finite
 from averaging.config import OnDrift
 from averaging.errors import ConfigError, RoundError, StateError, printable
-from averaging.matchmaking import LEAST_SEARCH
+from averaging.matchmaking import LEAST_SEARCH, Quorum
 from averaging.peer import ExpectedPeers, Topic
 from averaging.protocol import CompressionType, parse_compression
 from averaging.receipts import Receipt
 from averaging.state import NO_EXTRA_STATE, ExtraState
 from averaging.strategies.catch_up import CatchUp
+from averaging.strategies.quorum import Punctuality, quorum_options
 from averaging.strategies.schedule import Schedule, spelled_seconds
 from averaging.training import (
     BackgroundDownload,
@@ -33,6 +34,7 @@ from averaging.training import (
     compare_terms,
     done_training,
     look_for_greater_origin,
+    same_origin,
     still_training,
     without_steps,
 )
@@ -71,6 +73,12 @@ class Strategy(ABC):
         error_feedback: whether the error of a lossy codec is added to what is sent in the next round. With
             `reply_form="delta"` it has no effect: there the error stays in the parameters anyway.
         max_norm: gradients are clipped to this norm before they are used; None does not clip.
+        quorum: peers with which a round begins, this one included, or their share of all peers that are training;
+            whoever is late takes part in the next one. With None a round waits for all, for up to `group_wait`.
+        grace: with `quorum`, upper bound of the time for which a round waits for further peers then; "10s" by default.
+            How long it really waits is learned from the arrivals of the last rounds.
+        staleness_discount: with `quorum`, factor of the weight of a late contribution for each global step that it is
+            late; 0.95 by default. The product is at least 0.1.
 
     Attributes:
         averages_changes: whether the averaged tensors are changes, which `compression="top_k"` requires; of the class.
@@ -93,6 +101,8 @@ class Strategy(ABC):
     _schedule: Schedule | None = None  # of its rounds; None if they follow from something else
     _warned_of_terms: frozenset[str] = frozenset()  # peers with other terms
     _moment: float | None = None  # at which this peer comes next, as it announces it
+    _late: int | None = None  # see `Progress`
+    _warned_of_quorum = 0  # number of peers of which a warning said that they are too few
     digest = ""
     against_average_now = ""
 
@@ -102,7 +112,12 @@ class Strategy(ABC):
         compression: CompressionType | str | None = None,
         error_feedback: bool = False,
         max_norm: float | None = None,
+        quorum: int | float | None = None,
+        grace: float | str | None = None,
+        staleness_discount: float | None = None,
     ) -> None:
+        self.quorum = quorum_options(quorum, grace, staleness_discount)
+        self._punctuality = Punctuality(self.quorum.grace if self.quorum else 0.0)
         if max_norm is not None and not (is_finite(max_norm) and max_norm > 0):
             raise ConfigError(f"max_norm must be finite and above 0, not {max_norm!r}")
         self.compression = None if compression is None else parse_compression(compression)
@@ -156,7 +171,9 @@ class Strategy(ABC):
         if self._schedule is None:
             return {}
         interval = self._schedule.interval
-        return {"sync_every": spelled_seconds(interval) if interval else "a number of steps"}
+        terms = {"sync_every": spelled_seconds(interval) if interval else "a number of steps"}
+        # Peers that wait for all would hold up those that do not, or make steps without them.
+        return terms | {"quorum": str(self.quorum.quorum) if self.quorum else "off"}
 
     def _terms(self, training: StrategyContext) -> Mapping[str, str]:
         """The terms with what the averager has: weights that count samples do not go with others."""
@@ -192,7 +209,7 @@ class Strategy(ABC):
         """The progress that this peer announces, see `Progress`."""
         history = self.announced_history(training)
         rate, made, parts = training.rate.per_second, training.standing.announced, training.parts.digests
-        ends = self.stage, self.digest, rate, made, parts, self._moment, self._terms(training)
+        ends = self.stage, self.digest, rate, made, parts, self._moment, self._terms(training), self._late
         return Progress(history, self.samples, computing, training.donates, *ends)
 
     def announce(self, training: StrategyContext, computing: float = 0.0) -> None:
@@ -210,6 +227,8 @@ class Strategy(ABC):
         self.check_terms(training, seen)
         until = training.announcements.declared_until(topic, phase)
         if not schedule.interval:
+            if self.quorum is not None and 2 * schedule.steps < schedule.length:
+                return None  # the others look for a group, but it begins without a peer that has made so few steps
             return Due() if schedule.is_due(training.now(), until) else None
         now = training.run_now()
         if not schedule.is_due(now, None if until is None else until + now - training.now()):
@@ -226,6 +245,50 @@ class Strategy(ABC):
         if moment != self._moment:
             self._moment = moment
             self.announce(training)
+
+    # Quorum
+
+    def _check_quorum(self, training: StrategyContext) -> None:
+        """Checks that rounds with the quorum are possible; called as the strategy starts.
+
+        Raises:
+            ConfigError: they are not.
+        """
+        if self.quorum is None:
+            return
+        self.quorum.check_group_size(training.peer.config.group_size)
+        if training.site.shards > 1:
+            raise ConfigError(
+                "quorum does not work with a model that is divided between the processes of a site, since the rounds "
+                "of its shards could begin with different peers; leave quorum out"
+            )
+
+    def _quorum_count(self, training: StrategyContext, announcements: Mapping[str, bytes]) -> int:
+        """Peers without which no round begins; 0 without a quorum."""
+        if self.quorum is None:
+            return 0
+        return min(self.quorum.count(self._training_peers(announcements)), training.peer.config.group_size)
+
+    def _training_peers(self, announcements: Mapping[str, bytes]) -> int:
+        """Peers of this run that are training, this one included."""
+        return 1 + len(still_training(announcements) & same_origin(self.history, announcements))
+
+    def _next_quorum(self, training: StrategyContext, *, once: bool) -> Quorum | None:
+        """When the next round begins although peers are missing; at all ranks of a site."""
+        if self.quorum is None:
+            return None
+        seen = training.announcements.of_others(wait=False)
+        count, present = self._quorum_count(training, seen), self._training_peers(seen)
+        if present >= count:
+            self._warned_of_quorum = 0
+        elif present != self._warned_of_quorum and training.site.leads:
+            self._warned_of_quorum = present
+            logger.warning(
+                "the quorum is %d peers, but only %d are training: no round begins until there are more, and training "
+                "goes on without averages. Start more peers, or use a smaller quorum",
+                *(count, present),
+            )
+        return Quorum(count, self._punctuality.grace, once)
 
     def _at_moment(self, expected: ExpectedPeers, moment: float) -> ExpectedPeers:
         """Those of the expected peers that come to this moment, if it is one."""
@@ -281,20 +344,25 @@ class Strategy(ABC):
 
         return training.site.broadcast_from_leader(look)
 
-    def catch_up(self, training: StrategyContext, others: Others, start_timeout: float = 0.0) -> bool:
+    def catch_up(
+        self, training: StrategyContext, others: Others, start_timeout: float = 0.0, *, wait: bool = True
+    ) -> bool:
         """Takes over the state of a peer that is ahead, if there is one. Returns whether it did.
 
         Args:
             training: the training whose state is replaced.
             others: the other peers, as `others` returns them.
             start_timeout: seconds to wait until a donor starts to send, even if this peer could average with others.
+            wait: whether to wait for the download; if not, training goes on, and a later call takes the state over.
         """
-        return self._follow(training, self.announced_history(training), others, start_timeout)
+        return self._follow(training, self.announced_history(training), others, start_timeout, wait=wait)
 
-    def _follow(self, training: StrategyContext, own: History, others: Others, start_timeout: float) -> bool:
+    def _follow(
+        self, training: StrategyContext, own: History, others: Others, start_timeout: float, *, wait: bool = True
+    ) -> bool:
         """Takes over the state of a peer that is ahead of the history `own`."""
         fetch = training.states.of_all_ranks(
-            lambda: self._downloads.follow(training, own, others, self._partners, start_timeout)
+            lambda: self._downloads.follow(training, own, others, self._partners, start_timeout, wait=wait)
         )
         if fetch is None:
             return False
@@ -423,7 +491,7 @@ class Strategy(ABC):
             options.append("error_feedback=True")
         if self.max_norm is not None:
             options.append(f"max_norm={self.max_norm:g}")
-        return "".join(f", {option}" for option in options)
+        return "".join(f", {option}" for option in options) + ("" if self.quorum is None else str(self.quorum))
 
 
 def check_unused(strategy: object) -> None:

@@ -102,6 +102,8 @@ class CatchUp:
         others: Others,
         partners: Collection[str] = (),
         start_timeout: float = 0.0,
+        *,
+        wait: bool = True,
     ) -> BackgroundDownload | None:
         """Downloads the state of a peer that is ahead.
 
@@ -112,12 +114,13 @@ class CatchUp:
             partners: members of the last group.
             start_timeout: seconds to wait until a download starts. A peer that can average with nobody waits for at
                 least `START_TIMEOUT`. A download that has started is always waited for.
+            wait: whether to wait at all; if not, training goes on during the download, and later calls return it.
 
         Returns:
             The download, if it has brought a greater history than `own`.
         """
         began = training.monotonic()
-        if not others.together and self._claims.may_wait(began):
+        if wait and not others.together and self._claims.may_wait(began):
             start_timeout = max(start_timeout, START_TIMEOUT)
         while others.ahead or self._fetches:
             self._ask(training, others, partners)
@@ -125,7 +128,7 @@ class CatchUp:
             if download is not None:
                 self.stop(training)
                 return download
-            if not self._fetches:
+            if not self._fetches or not wait:
                 return None
             now = training.monotonic()
             left = began + start_timeout - now

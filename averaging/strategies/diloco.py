@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 
 from averaging.common import is_finite, one_of
 from averaging.errors import AveragingError, ConfigError, StateError, TensorError
-from averaging.peer import Adopt, RoundOptions, SparseFeedback, Topic
+from averaging.matchmaking import Quorum
+from averaging.peer import Adopt, ExpectedPeers, RoundOptions, SparseFeedback, StopSearch, Topic
 from averaging.protocol import CompressionType, MeanOver, TopK
 from averaging.receipts import Receipt
 from averaging.state import ExtraState
@@ -29,7 +31,10 @@ from averaging.training import (
     Others,
     PendingRound,
     StrategyContext,
+    any_advanced,
     count_in,
+    find_late,
+    find_together,
     full_precision,
     load_optimizer,
     needs_closure,
@@ -62,6 +67,8 @@ class Fragment:
         anchors: the parameters after the last global step, on the CPU.
         changes: the pseudo-gradient, anchors minus parameters; after a round its average.
         progress: what the outer optimizer changes in its parameter groups.
+        open_steps: local steps that no average includes yet.
+        base: global step whose state they were made on, on average.
         buffers: pairs of a model's buffer and its copy; after a round the copy holds the average.
     """
 
@@ -78,7 +85,10 @@ class Fragment:
         self.number = number
         self.parameters, self.anchors, self.changes, self.buffers = parameters, anchors, changes, buffers
         self.topic, self.outer, self.progress = topic, outer, GroupProgress(outer)
+        self.open_steps, self._bases = 0, 0.0  # the latter is the sum of the global steps that they were made on
+        self._sent_steps = 0  # of the open ones, those that the round in progress sends
         self._measured: dict[str, torch.Tensor] = {}
+        self._included: dict[str, torch.Tensor] = {}  # the local steps in a result that this peer has not got yet
         tied = sharing_memory(list(parameters.values()))
         self._tied = [name for place, name in enumerate(parameters) if place in tied]
 
@@ -100,14 +110,65 @@ class Fragment:
         Args:
             keep: whether `step` needs the present parameters: if training goes on and they are mixed with the result.
         """
+        self._sent_steps = self.open_steps
         self._measured = {name: parameter.clone() for name, parameter in self.parameters.items()} if keep else {}
         for name, parameter in self.parameters.items():
             anchor = self.anchors[name]
             # What rounding has changed is measured again and again if it is not sent, so it must not be in a residual.
             start = anchor if self.feedback is None else anchor.to(parameter.dtype).to(anchor.dtype)
             torch.sub(start, parameter.to("cpu", anchor.dtype), out=self.changes[name])
+            if name in self._included:
+                self.changes[name].add_(self._included[name])
         for buffer, copied in self.buffers:
             copied.copy_(buffer)
+
+    def count(self, step: int) -> None:
+        """Counts a local step, made on the state after global step `step`."""
+        self.open_steps += 1
+        self._bases += step
+
+    @property
+    def base(self) -> float | None:
+        """Global step whose state the open local steps were made on, on average; None without any."""
+        return self._bases / self.open_steps if self.open_steps else None
+
+    def start_at(self, step: int, open_steps: int = 0) -> None:
+        """Notes that so many local steps are open, all made on the state after global step `step`."""
+        self.open_steps, self._bases = open_steps, float(open_steps * step)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the local steps since `measure` are known, so that they can be put on top of a result."""
+        return bool(self._measured)
+
+    @torch.no_grad()
+    def include(self, step: int) -> tuple[int, dict[str, torch.Tensor]]:
+        """Notes that a result which this peer has not got yet includes the local steps up to `measure`.
+
+        Args:
+            step: global step whose state this peer has.
+
+        Returns:
+            How many local steps these are that none included before, and their change.
+        """
+        new: dict[str, torch.Tensor] = {}
+        for name, measured in self._measured.items():
+            change = measured.to("cpu", self.anchors[name].dtype) - self.anchors[name]
+            new[name] = change - self._included.get(name, 0)
+            self._included[name] = change
+        self._measured = {}
+        sent, self._sent_steps = self._sent_steps, 0
+        self.start_at(step, self.open_steps - sent)
+        return sent, new
+
+    def exclude(self) -> None:
+        """Forgets what `include` has noted."""
+        self._included = {}
+
+    def applied(self, step: int) -> None:
+        """Notes that the result of the round is the state after global step `step`."""
+        self.start_at(step, self.open_steps - self._sent_steps)
+        self._sent_steps = 0
 
     def step(self, alpha: float) -> None:
         """Makes the outer step and writes its result and the averaged buffers to the model.
@@ -140,11 +201,14 @@ class Fragment:
 
     @torch.no_grad()
     def local_steps(self) -> dict[str, torch.Tensor]:
-        """The change by the local steps since the last global step: parameters minus anchors."""
-        return {
+        """The change by the local steps that no result includes: parameters minus anchors, if none was sent late."""
+        steps = {
             name: parameter.to("cpu", self.anchors[name].dtype) - self.anchors[name]
             for name, parameter in self.parameters.items()
         }
+        for name, included in self._included.items():
+            steps[name] -= included
+        return steps
 
     def steps_to_keep(self, *, discarded: bool) -> dict[str, torch.Tensor]:
         """The local steps that no result includes, by name; with `top_k` also those of an open change are excluded.
@@ -198,6 +262,31 @@ def cut(sizes: Mapping[str, int], pieces: int) -> list[list[str]]:
     return result
 
 
+HELD_ROUNDS = 2
+"""Multiple of `round_timeout` for which a peer believes that others are in a round that it has missed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a peer with a quorum decides by after a step.
+
+    Attributes:
+        others: the other peers.
+        due: its own next round, if it is due.
+        target: the newest history of the others, if this peer has missed steps of it.
+        downloads: whether it takes over a state now, or goes on with a download.
+        group_began: when the others began the step after this peer's own history without it, if they did.
+        possible: whether as many peers as the quorum may come to the next round; or no other peer trains.
+    """
+
+    others: Others
+    due: Due | None
+    target: History | None
+    downloads: bool
+    group_began: float | None
+    possible: bool
+
+
 class DiLoCo(LockstepStrategy):
     """Averages the change of many local steps and applies it with an outer optimizer (Douillard et al., 2023).
 
@@ -238,6 +327,10 @@ class DiLoCo(LockstepStrategy):
             members of the round, of which the others count as 0; the same at all peers.
         error_feedback: see `Strategy`; `top_k` has its own.
         max_norm: limit for the gradients of each local step and for the pseudo-gradient, see `Strategy`.
+        quorum: see `Strategy`. A peer that has missed a round trains on, sends the change of its local steps to the
+            next round in the background, and takes over the newest state with the steps since then on top.
+        grace: see `Strategy`.
+        staleness_discount: see `Strategy`.
 
     Raises:
         ConfigError: an argument is invalid.
@@ -260,8 +353,18 @@ class DiLoCo(LockstepStrategy):
         mean_over: MeanOver | str = MeanOver.SENDERS,
         error_feedback: bool = False,
         max_norm: float | None = None,
+        quorum: int | float | None = None,
+        grace: float | str | None = None,
+        staleness_discount: float | None = None,
     ) -> None:
-        super().__init__(compression=compression, error_feedback=error_feedback, max_norm=max_norm)
+        super().__init__(
+            compression=compression,
+            error_feedback=error_feedback,
+            max_norm=max_norm,
+            quorum=quorum,
+            grace=grace,
+            staleness_discount=staleness_discount,
+        )
         if type(fragments) is not int or fragments < 1:
             raise ConfigError(f"fragments must be a whole number, at least 1, not {fragments!r}")
         self._schedule: Schedule = make_schedule(sync_every, fragments)
@@ -272,6 +375,11 @@ class DiLoCo(LockstepStrategy):
             )
         if not (is_finite(alpha) and 0 <= alpha <= 1):
             raise ConfigError(f"alpha must be from 0 to 1, not {alpha!r}")
+        if self.quorum is not None and alpha:
+            raise ConfigError(
+                "alpha does not go with quorum: there the local steps made during a round stay on top of its result "
+                "and are sent with the next one; leave alpha out"
+            )
         self.top_k = self._top_k({"density": density, "bits": bits, "decay": decay, "mean_over": mean_over})
         self.decay = decay
         outer = outer or (PLAIN if self.top_k else NESTEROV)
@@ -287,6 +395,14 @@ class DiLoCo(LockstepStrategy):
         self._pending_history = History()  # when the pending round began
         self._loaded = False  # whether the anchors come from a state; local steps may follow them
         self._discarded = False  # whether another peer's result may include the local steps since the last global step
+        self._target: History | None = None  # to whose next step the pending round contributes late; None if in time
+        self._owed = False  # whether this peer takes part in the next round although none of its own is due
+        self._rebased = False  # whether it has taken over a state since it contributed last
+        # What it sent late: the step that includes it, the number of its local steps, and their change.
+        self._claimed: tuple[Fragment, History, int, dict[str, torch.Tensor]] | None = None
+        self._missed_at: float | None = None  # when the others began the round that it has missed
+        self._quorum: Quorum | None = None  # of the pending round
+        self._held = ("", 0.0)  # the phase in which others are in a round, and since when this peer sees it
 
     def __repr__(self) -> str:
         defaults = {"fragments": (self.fragments, 1), "delay": (self.delay, 0), "alpha": (self.alpha, 0.0)}
@@ -321,7 +437,9 @@ class DiLoCo(LockstepStrategy):
 
     @property
     def samples(self) -> float:
-        """Local steps since the last round."""
+        """Local steps since the last round; with a quorum those that no average includes."""
+        if self.quorum is not None:
+            return max((fragment.open_steps for fragment in self._fragments), default=0)
         return self._schedule.steps
 
     @property
@@ -334,6 +452,7 @@ class DiLoCo(LockstepStrategy):
 
     def start(self, training: StrategyContext) -> None:
         """Divides the model into fragments and creates an outer optimizer for each."""
+        self._check_quorum(training)
         self._fragments = []  # `start` may have failed for another averager
         pieces = cut({name: parameter.numel() for name, parameter in training.trained.items()}, self.fragments)
         for number, names in enumerate(pieces):
@@ -379,6 +498,8 @@ class DiLoCo(LockstepStrategy):
             with training.locked(), training.changing_parameters():
                 for fragment in self._fragments:
                     fragment.export()
+        for fragment in self._fragments:
+            fragment.start_at(self.history.step)
         super().joined(training)
 
     def step(
@@ -393,24 +514,139 @@ class DiLoCo(LockstepStrategy):
                 self._anchor()
         loss = training.inner_step(closure, self.max_norm)
         self._count(training)
-        if self._pending is not None and self._schedule.steps >= self.delay:
+        for fragment in self._fragments:
+            fragment.count(self.history.step)
+        if self._pending is not None and self._is_over(training, self._pending):
             self._end(training, self._pending)
-        if self._pending is None:
+        if self._pending is None and self.quorum is not None:
+            self._go_along(training)
+        elif self._pending is None:
             others, is_behind, due = training.site.broadcast_from_leader(lambda: self._look(training))
             if not (is_behind and self.catch_up(training, others)) and due is not None:
                 self._begin(training, self._next_fragment, () if due.nobody else others.together, due)
-        if self._pending is not None and not self.delay:
+        if self._pending is not None and not self.delay and self._target is None:
             self._end(training, self._pending)
-        self._go_on(training, in_round=self._pending is not None)
+        self._go_on(training, in_round=self._pending is not None and self._target is None)
         return loss
+
+    def _is_over(self, training: StrategyContext, pending: PendingRound) -> bool:
+        """Whether the pending round ends now: in time it is waited for after `delay` steps, and otherwise never."""
+        return training.is_over(pending) if self._target is not None else self._schedule.steps >= self.delay
+
+    # With a quorum nobody waits for a peer that has missed a round, nor does that peer wait. It has three states:
+    #
+    #   in time   It takes part in a round with the state of all. If the others have begun without it, it is late.
+    #   late      When a round of its own is due, it sends its change to the others' next round in the background, as a
+    #             member that only follows. The result includes its steps, but only a peer that has taken over a state
+    #             since then can apply it.
+    #   rebased   It has downloaded the newest state in the background, with the steps that no result includes on top.
+    #             That happens once for each contribution, so a peer that is always late costs one download for each.
+    #             It is in time again once it has contributed.
+
+    def _go_along(self, training: StrategyContext) -> None:
+        """Begins a round if one is due, in time or late, and takes over the others' state when it is there."""
+        look = training.site.broadcast_from_leader(lambda: self._look_along(training))
+        self._owed |= look.due is not None
+        if self._owed and look.target is not None:
+            training.announcements.refresh()  # what was known a step ago may be several rounds old
+            look = replace(training.site.broadcast_from_leader(lambda: self._look_along(training)), due=look.due)
+        missed_at = look.group_began
+        if look.downloads and self.catch_up(training, look.others, wait=False):
+            self._missed_at = self._missed_at or missed_at
+            return  # a round that is due begins after the next step, for which the others' progress is read anew
+        if not self._owed:
+            return
+        if look.target is None and not self._rebased:
+            self._next_quorum(training, once=True)  # warns if there are too few peers
+            if missed_at is not None or not look.possible:
+                return  # another step than that of the others must not be made: it would lead to a second history
+            self._owed = False
+            self.announce(training)  # who was missing in the last round is expected again
+            nobody = look.due is not None and look.due.nobody
+            self._begin(training, self._next_fragment, () if nobody else look.others.together, look.due or IMMEDIATELY)
+        else:
+            self._missed_at = self._missed_at or missed_at
+            self._begin_late(training, look.target or self.history)
+
+    def _look_along(self, training: StrategyContext) -> Look:
+        """What `_go_along` decides by; called at the leader of a site."""
+        others, is_behind, due = self._look(training)
+        now, phase = training.monotonic(), self.history.phase
+        began = training.announcements.group_began(self._next_fragment.topic, phase)
+        if began is None or self._held[0] != phase:
+            self._held = (phase, now)
+        if now - self._held[1] > HELD_ROUNDS * training.peer.config.round_timeout:
+            began = None  # no round takes so long
+        newest = max(others.ahead.values(), default=self.history)
+        follows = newest.step > self.history.step and newest.may_follow(self.history)
+        wanted = self._claimed is None or newest.step >= self._claimed[1].step
+        downloads = is_behind and wanted and not (follows and self._rebased)
+        seen = training.announcements.of_others(wait=False)
+        holders = 1 + len(set(others.together) - set(find_late(self.history, seen)))
+        possible = holders >= self._quorum_count(training, seen) or self._training_peers(seen) == 1
+        downloads = downloads or self._downloads.busy
+        return Look(others, due, newest if follows else None, downloads, began, possible)
+
+    def _begin_late(self, training: StrategyContext, target: History) -> None:
+        """Begins to contribute to the next step of `target`, which this peer may not hold, in the background."""
+        fragment = self._fragments[target.step % len(self._fragments)]
+        fragment.measure(keep=True)
+        if self.max_norm is not None:
+            training.clip(fragment.changes.values(), self.max_norm)
+        self._schedule.restart()
+        self._owed, self._target, self._late = False, target, target.step
+        self._pending_history = self.history
+        self.announce(training)
+
+        def holders(seen: Mapping[str, bytes]) -> tuple[str, ...]:
+            return find_together(target, seen)
+
+        options: RoundOptions = {
+            "phase": target.phase,
+            "follows": True,
+            "expected_peers": holders,
+            "search_timeout": training.peer.config.round_timeout,
+            "stop_search": self._stop(training, target, holders),
+        }
+        options.update(self._contribution(training, fragment, target))
+        self._pending = training.begin(fragment.topic, **options)
+
+    def _stop(self, training: StrategyContext, target: History, holders: ExpectedPeers) -> StopSearch:
+        """Stops a search once a peer that could make the step has made it, or none is left."""
+        first = frozenset(holders(training.announcements.of_others(wait=False)))
+
+        def stop(seen: Mapping[str, bytes]) -> bool:
+            return bool(first) and (any_advanced(target, first, seen) or not holders(seen))
+
+        return stop
+
+    def _contribution(self, training: StrategyContext, fragment: Fragment, target: History) -> RoundOptions:
+        """Weight and `gather` of what this peer sends to the next step of `target`."""
+        weight = training.weight_of(fragment.topic)
+        gather: dict[str, Any] = {"samples": weight}
+        if self.quorum is None:
+            return {"gather": gather, "weight": weight}
+        base = target.step if fragment.base is None else fragment.base
+        age = int(max(0.0, target.step - base) // len(self._fragments))
+        factor = self.quorum.weight_factor(age)
+        gather |= {"steps": fragment.open_steps, "age": age, "discount": factor}
+        if target != self.history:
+            gather["holds"] = False
+        if self._missed_at is not None:
+            late = training.site.broadcast_from_leader(lambda: training.now())
+            gather["late"] = max(0.0, late - self._missed_at)
+            self._missed_at = None
+        return {"gather": gather, "weight": weight * factor}
 
     def _anchor(self) -> None:
         for fragment in self._fragments:
             fragment.anchor()
 
     def finish(self, training: StrategyContext) -> None:
-        """Waits for the round in progress."""
+        """Waits for the round in progress, but not for others that could take a late contribution."""
         if self._pending is not None:
+            if self._target is not None:
+                training.end_search(self._pending)
             self._end(training, self._pending)
 
     def conclude(self, training: StrategyContext, partners: Collection[str], timeout: float) -> Receipt | None:
@@ -470,7 +706,8 @@ class DiLoCo(LockstepStrategy):
         search_timeout: float | None = None,
     ) -> None:
         """Begins the round of a fragment; a peer that can average with nobody makes its outer step at once."""
-        fragment.measure(keep=self.top_k is not None and self.alpha > 0 and bool(together))
+        keeps = self.top_k is not None and self.alpha > 0 if self.quorum is None else self.delay > 0
+        fragment.measure(keep=keeps and bool(together))
         if self.max_norm is not None:
             training.clip(fragment.changes.values(), self.max_norm)
         self._schedule.restart()
@@ -479,22 +716,24 @@ class DiLoCo(LockstepStrategy):
             return
         if due.moment:
             self._tell(training, due.moment)
-        self._pending_history = self.history
-        weight = training.weight_of(fragment.topic)
+        self._pending_history, self._target = self.history, None
+        expected = self._at_moment(self._expected_peers(training, together), due.moment)
         options: RoundOptions = {
             "phase": self.history.phase,
-            "weight": weight,
-            "gather": {"samples": weight},
-            "expected_peers": self._at_moment(self._expected_peers(training, together), due.moment),
+            "expected_peers": expected,
             "drift": training.fingerprint(self._anchors, self.history.phase, self.history.step),
         }
+        options.update(self._contribution(training, fragment, self.history))
         if search_timeout is not None:
-            options["search_timeout"] = search_timeout
+            options["search_timeout"] = search_timeout  # at the end of training all wait for all
+        elif (quorum := self._next_quorum(training, once=True)) is not None:
+            self._quorum = options["quorum"] = quorum
+            options["stop_search"] = self._stop(training, self.history, expected)
         self._pending = training.begin(fragment.topic, after=due.after, **options)
 
     def _end(self, training: StrategyContext, pending: PendingRound) -> Receipt:
         try:
-            receipt = training.receipt_of(pending)
+            receipt = training.receipt_of(pending, may_fail=self._target is not None)
         except BaseException:
             if pending.done():  # a KeyboardInterrupt ends the wait, not the round
                 self._pending = None
@@ -502,17 +741,46 @@ class DiLoCo(LockstepStrategy):
                     self._discarded = bool(pending.result().group_id)
             raise
         self._pending = None
+        target, self._target = self._target, None
+        if target is not None and receipt.averaged:
+            self._schedule.restart()  # from here on it comes when the others come
+        if self._late is not None:
+            self._late = None
+            self.announce(training)
         if self.history != self._pending_history:
             return receipt  # a checkpoint was loaded meanwhile, so the result belongs to other parameters
-        if receipt.averaged:
+        if receipt.averaged and target is not None and target != self.history:
+            self._include(self._fragments[target.step % len(self._fragments)], target, receipt)
+        elif receipt.averaged:
             self._step(training, self._next_fragment, receipt)
         else:
             self._discarded = bool(receipt.group_id)
+            if self.quorum is not None:
+                self._miss(training, target, receipt)
         return receipt
+
+    def _include(self, fragment: Fragment, target: History, receipt: Receipt) -> None:
+        """Notes that the step after `target`, which this peer takes over later, includes its change."""
+        sent, steps = fragment.include(self.history.step)
+        if fragment.feedback is not None:
+            fragment.feedback.applied()
+        self._claimed = fragment, target.after(receipt.group_id, 0.0), sent, steps
+        self._rebased, self._discarded = False, False
+
+    def _miss(self, training: StrategyContext, target: History | None, receipt: Receipt) -> None:
+        """A round that this peer has missed is made up for in the next one; without a group it sends all again."""
+        if receipt.group_id:
+            return
+        self._owed = target is not None or training.site.broadcast_from_leader(lambda: self._is_behind(training))
+        if target is not None and target == self.history:
+            self._rebased = False  # nobody else has this state, or all are gone: it leads the next round if need be
+
+    def _is_behind(self, training: StrategyContext) -> bool:
+        return bool(self.present_others(training).ahead)
 
     def _step(self, training: StrategyContext, fragment: Fragment, receipt: Receipt | None) -> None:
         with training.replacing(), training.changing_parameters():
-            fragment.step(self.alpha)
+            fragment.step(1.0 if self.quorum is not None and fragment.keeps else self.alpha)
             if fragment.feedback is not None and receipt is not None:
                 fragment.feedback.applied()
             elif fragment.feedback is not None:
@@ -520,7 +788,10 @@ class DiLoCo(LockstepStrategy):
             self._advance(training, receipt, training.weight_of(fragment.topic))
         if receipt is None:
             training.samples.averaged[fragment.topic.schema.topic] = training.samples.made
-        self._discarded = False
+        fragment.applied(self.history.step)
+        if receipt is not None and self._quorum is not None:
+            self._punctuality.note(receipt, self._quorum)
+        self._discarded, self._rebased, self._missed_at = False, False, None
         self.announce(training)
 
     def _take_over(self, training: StrategyContext, fetch: BackgroundDownload) -> None:
@@ -528,13 +799,21 @@ class DiLoCo(LockstepStrategy):
 
         So it is with the residual: it stays, less what the last round has sent if the state may include that.
         """
-        before, discarded = self.history, self._discarded
+        before, discarded, since = self.history, self._discarded, self._schedule.steps
         own = [fragment.steps_to_keep(discarded=discarded) for fragment in self._fragments]
         samples = training.samples.made, dict(training.samples.averaged)
         super()._take_over(training, fetch)
         follows = self.history.includes(before)  # or they belong to other parameters, perhaps false ones
+        follows |= self.quorum is not None and self.history.may_follow(before)
         if follows and not discarded:
             training.samples.made, training.samples.averaged = samples
+        if self.quorum is not None:
+            self._schedule.steps = since  # this peer's own round is due as before
+            self._restore(own)
+            for fragment in self._fragments:
+                if discarded or not follows:
+                    fragment.start_at(self.history.step)
+            self._rebased = any(fragment.open_steps for fragment in self._fragments)
         if follows:
             with training.locked(), training.changing_parameters():
                 for fragment, steps in zip(self._fragments, own, strict=True):
@@ -545,6 +824,18 @@ class DiLoCo(LockstepStrategy):
             elif discarded:
                 feedback.applied()
         self._discarded = False
+
+    def _restore(self, own: Sequence[dict[str, torch.Tensor]]) -> None:
+        """Takes back what was sent late if the step in which it was is not in the history of the run."""
+        if self._claimed is None or self.history.step < self._claimed[1].step:
+            return
+        (fragment, including, sent, steps), self._claimed = self._claimed, None
+        if self.history.lineage == including.lineage or self.history.may_follow(including):
+            return
+        fragment.start_at(int(fragment.base or including.step), fragment.open_steps + sent)
+        for name, change in steps.items():
+            if name in own[fragment.number]:
+                own[fragment.number][name] += change
 
     @property
     def _feedbacks(self) -> list[SparseFeedback]:
@@ -602,6 +893,8 @@ class DiLoCo(LockstepStrategy):
                     fragment.anchors[name].copy_(anchor)
         self._schedule.steps, self._loaded = since, True
         self._discarded = False
+        for fragment in self._fragments:
+            fragment.exclude()
 
     def own_state(self) -> Mapping[str, torch.Tensor]:
         """The residuals of `top_k`: what this peer has not sent yet."""

@@ -16,7 +16,17 @@ from averaging.peer import ExpectedPeers
 from averaging.receipts import Receipt
 from averaging.strategies.base import Strategy
 from averaging.strategies.catch_up import START_TIMEOUT
-from averaging.training import History, Others, Stage, StrategyContext, compare_progress, find_together, read_progress
+from averaging.strategies.quorum import age_in
+from averaging.training import (
+    History,
+    Others,
+    Stage,
+    StrategyContext,
+    compare_progress,
+    find_late,
+    find_together,
+    read_progress,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +58,8 @@ class LockstepStrategy(Strategy):
         """Reads the announced progress of the other peers, by endpoint."""
         # The last round lacked these peers; no peer waits for them again until they announce something new.
         absent = {name for name, progress in announcements.items() if self._missing.get(name) == progress}
-        return compare_progress(
-            self._own(training),
+        others = compare_progress(
+            replace(self._own(training), quorum=self._quorum_count(training, announcements)),
             announcements,
             training.announcements.members,
             self._partners,
@@ -57,6 +67,13 @@ class LockstepStrategy(Strategy):
             absent=absent,
             trains=self.stage is Stage.TRAINING,
         )
+        late = self._late_peers(announcements)
+        return replace(others, together=tuple(dict.fromkeys([*others.together, *late]))) if late else others
+
+    def _late_peers(self, announcements: Mapping[str, bytes]) -> tuple[str, ...]:
+        """The peers that wait to contribute to this peer's next step although they have missed others."""
+        with_quorum = self.quorum is not None and self.stage is Stage.TRAINING
+        return find_late(self.history, announcements) if with_quorum else ()
 
     def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
         """Checks that a state has a history; the averager sets it.
@@ -97,7 +114,12 @@ class LockstepStrategy(Strategy):
                 len(together) + 1,
             )
         own, partners, trains = self.history, self._partners, self.stage is Stage.TRAINING
-        return lambda announcements: find_together(own, announcements, partners, trains=trains)
+        if self.quorum is None:
+            return lambda announcements: find_together(own, announcements, partners, trains=trains)
+        return lambda announcements: {
+            *find_together(own, announcements, partners, trains=trains),
+            *find_late(own, announcements),
+        }
 
     def _advance(self, training: StrategyContext, receipt: Receipt | None, samples: float) -> None:
         """Adds a global step to the history.
@@ -112,7 +134,8 @@ class LockstepStrategy(Strategy):
         self._alone = receipt is None
         if receipt is not None:
             present = set(receipt.members) - {dropped.endpoint for dropped in receipt.dropped}
-            self._partners = frozenset(present)
+            # Who came late takes over the result when it can; nobody waits for that.
+            self._partners = frozenset(name for name in present if not age_in(receipt.gathered[name]))
             announcements = training.announcements.of_others(wait=False)
             self._missing = {name: progress for name, progress in announcements.items() if name not in present}
         if receipt is None:

@@ -35,10 +35,12 @@ class Schedule(ABC):
     Attributes:
         steps: local steps since the last round.
         interval: seconds between two moments; 0 if rounds are due after a number of steps.
+        length: that number of steps; 0 if rounds are due at moments.
     """
 
     steps = 0
     interval = 0.0
+    length = 0
 
     @property
     def moment(self) -> float:
@@ -89,7 +91,7 @@ class AveragingSchedule(Schedule):
     """
 
     def __init__(self, sync_every: int) -> None:
-        self.sync_every = check_whole_number("sync_every", sync_every, 1)
+        self.sync_every = self.length = check_whole_number("sync_every", sync_every, 1)
         self._seconds = 0.0  # running mean per step
         self._last: float | None = None
 

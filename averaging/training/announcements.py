@@ -166,6 +166,14 @@ class Announcements:
             self._correction = self._queries.recent(self._thread, "clock", lambda: peer.clock_correction, wait=False)
         return self._correction
 
+    def group_began(self, topic: Topic, phase: str) -> float | None:
+        """When other peers began the only group of this phase, see `Peer.group_began`; at the leader of a site.
+
+        It does not wait for the peer's thread, so the result may be one step old.
+        """
+        key = (topic.schema.topic, phase, "group")
+        return self._queries.recent(self._thread, key, lambda: self._peer.group_began(topic, phase), wait=False)
+
     def refresh(self) -> None:
         """Forgets cached announcements and declarations."""
         self._queries.clear()

@@ -16,7 +16,7 @@ import torch
 from averaging.common import EventLoopThread, check_weight, is_count
 from averaging.errors import ClosedError, ConfigError, TensorError
 from averaging.peer import ExpectedAtFirst, Peer, RoundOptions, Topic, TopicOptions
-from averaging.receipts import DriftCheck, Receipt, StepRate, TrainingPace
+from averaging.receipts import DriftCheck, Outcome, Receipt, StepRate, TrainingPace
 from averaging.tensors import digest_of_tensors
 from averaging.training.announcements import Announcements
 from averaging.training.fingerprints import DriftMonitor, HyperparameterReader, fingerprint_of, tolerance_of
@@ -481,19 +481,29 @@ class StrategyContext:
                 pending.receipt = self.thread.start(round_ if self.site.shards == 1 else pending.proposing(round_))
         return pending
 
+    def end_search(self, pending: PendingRound) -> None:
+        """Ends the search of a round from `begin`, unless a leader has accepted this peer already."""
+        if self.site.owns and not pending.done():
+            self.thread.run(self.peer.end_search())
+
     def is_over(self, pending: PendingRound) -> bool:
         """Whether `receipt_of` need not wait."""
         if self.site.shards > 1:
             return all(self.site.all_gather(lambda: pending.is_settled))
         return self.site.broadcast_from_leader(lambda: pending.is_settled)
 
-    def receipt_of(self, pending: PendingRound) -> Receipt:
-        """Waits for a round from `begin` and returns its receipt, the same at all ranks of the site."""
+    def receipt_of(self, pending: PendingRound, *, may_fail: bool = False) -> Receipt:
+        """Waits for a round from `begin` and returns its receipt, the same at all ranks of the site.
+
+        Args:
+            pending: the round.
+            may_fail: whether it is nothing unusual that it finds no group, so that no warning says so.
+        """
         receipt = end_of(pending, self.thread)
         if receipt.averaged:
             topic, made = pending.samples
             self.samples.averaged[topic] = made
-        return self._report(receipt)
+        return self._report(receipt, may_fail=may_fail)
 
     def _round(
         self, topic: Topic | None, options: RoundOptions, after: float, pending: PendingRound | None = None
@@ -574,7 +584,7 @@ class StrategyContext:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
 
-    def _report(self, receipt: Receipt) -> Receipt:
+    def _report(self, receipt: Receipt, *, may_fail: bool = False) -> Receipt:
         """Passes a receipt on, and warns of a failed round once per reason."""
         if self.counters and receipt.averaged:
             dropped = {member.endpoint for member in receipt.dropped}
@@ -587,6 +597,8 @@ class StrategyContext:
             )
         self.warn_of_other_bases()
         reason = "" if receipt.averaged else receipt.reason
+        if may_fail and receipt.outcome is Outcome.NO_GROUP:
+            reason = self._warned
         if reason and reason != self._warned and self.site.leads:
             logger.warning("%s; training goes on, and further rounds that fail like this are not logged", receipt)
         self._warned = reason

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -136,6 +136,11 @@ class History:
         behind = self.step - other.step
         return 0 < behind <= len(self.trail) and self.trail[-behind] == other.lineage
 
+    def may_follow(self, other: History) -> bool:
+        """Whether this history includes the other one, or is too far ahead of it for its trail to show that."""
+        same = self.origin.id == other.origin.id
+        return self.includes(other) or (same and self.step - other.step > len(self.trail))
+
     @property
     def phase(self) -> str:
         """The phase of topics in which only peers with this history meet."""
@@ -201,6 +206,8 @@ class Progress:
             made no step yet, so that nobody waits for it; None if it counts steps.
         terms: options that all peers of a run must have alike, by name, as text; see `Strategy.terms`. A peer of an
             older version names none.
+        late: step of the round to which it waits to contribute although it has missed rounds; None if it does not.
+            Without global steps, the number of rounds that its parameters hold.
     """
 
     history: History
@@ -214,12 +221,14 @@ class Progress:
     parts: Mapping[str, str] = field(default_factory=dict)
     moment: float | None = None
     terms: Mapping[str, str] = field(default_factory=dict)
+    late: int | None = None
 
     def pack(self) -> bytes:
         """For a record in discovery; `step_rate.INDEX` is the place of the rate in it."""
         ends = [int(self.stage), self.digest, self.rate, self.history.pack_trail(), int(self.made)]
         ends += [dict(self.parts)] if self.parts or self.terms else []
         ends += [self.moment, ",".join(f"{name}={value}" for name, value in self.terms.items())] if self.terms else []
+        ends += [self.late] if self.terms and self.late is not None else []
         return pack([self.history.pack(), self.samples, self.computing, self.donates, *ends])
 
     @classmethod
@@ -236,7 +245,8 @@ class Progress:
             made = Made(more[2]) if len(more) > 2 else Made.ALONE
             parts = _read_parts(more[3]) if len(more) > 3 else {}
             moment, terms = (_read_moment(more[4]), _read_terms(more[5])) if len(more) > 5 else (None, {})
-            ends = Stage(stage), digest, rate, made, parts, moment, terms
+            late = more[6] if len(more) > 6 and is_count(more[6]) else None
+            ends = Stage(stage), digest, rate, made, parts, moment, terms, late
             return cls(known, float(samples), float(computing), donates, *ends)
         except (StateError, ValueError, TypeError):
             return None
@@ -305,6 +315,40 @@ def compare_terms(own: Mapping[str, str], announcements: Mapping[str, bytes]) ->
         elif known:
             alike.add(name)
     return differing, alike
+
+
+def most_rounds(own: History, announcements: Mapping[str, bytes]) -> tuple[int, list[str]]:
+    """The most rounds that the parameters of a training peer of this origin hold, and the donors that have them."""
+    peers = {
+        name: progress
+        for name, progress in read_progress(announcements).items()
+        if progress.late is not None
+        and progress.donates
+        and progress.stage is Stage.TRAINING
+        and progress.history.origin.id == own.origin.id
+    }
+    most = max((progress.late or 0 for progress in peers.values()), default=0)
+    return most, [name for name, progress in peers.items() if progress.late == most]
+
+
+def find_late(own: History, announcements: Mapping[str, bytes]) -> tuple[str, ...]:
+    """The training peers that wait to contribute to the next step of this history although they have missed others."""
+    return tuple(
+        name
+        for name, progress in read_progress(announcements).items()
+        if progress.late == own.step
+        and progress.stage is Stage.TRAINING
+        and progress.history.origin.id == own.origin.id
+        and progress.history.step <= own.step
+    )
+
+
+def any_advanced(target: History, names: Collection[str], announcements: Mapping[str, bytes]) -> bool:
+    """Whether one of these peers has made a step after `target`."""
+    return any(
+        name in names and progress.history.origin.id == target.origin.id and progress.history.step > target.step
+        for name, progress in read_progress(announcements).items()
+    )
 
 
 def read_progress(announcements: Mapping[str, bytes]) -> dict[str, Progress]:

@@ -72,12 +72,14 @@ class Own:
         member: its certificate or host, see `member_of`.
         standing: its part in the run.
         donates: whether its state can be downloaded, see `History.yields_to`.
+        quorum: number of peers that may make a step without the others, see `QuorumOptions`; 0 if none may.
     """
 
     history: History
     member: str = "this peer"
     standing: HistoryStanding = field(default_factory=lambda: HistoryStanding(made=True))
     donates: bool = True
+    quorum: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +213,10 @@ def takes_over(own: Own, theirs: History, peers: Mapping[str, Progress], members
     together, and then the greater one. A peer that has trained together with others leaves its history for no single
     member, unless that is a former partner with the same origin: it may have made the last step.
 
+    With a quorum, peers that have missed a step are no argument against it: if as many stand behind it as may make a
+    step, and it follows the peer's own history, the peer takes it over. Of strangers all endpoints of one member count
+    once.
+
     Args:
         own: the peer.
         theirs: the other history.
@@ -221,6 +227,10 @@ def takes_over(own: Own, theirs: History, peers: Mapping[str, Progress], members
     if standing.allow_takeover:
         return greater
     here, there = _sides(own, theirs, peers, members)
+    if own.quorum and theirs.step > own.history.step and theirs.may_follow(own.history):
+        known = {name if name in standing.met else members.get(name, "") for name in there.endpoints}
+        if len(known) >= own.quorum:
+            return True
     if len(there.members) != len(here.members) and len(there.members) > 1:
         return len(there.members) > len(here.members)
     if len(there.members) <= 1:

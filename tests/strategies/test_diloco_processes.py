@@ -179,7 +179,7 @@ def test_an_interrupt_ends_the_wait_for_a_round_and_not_the_round(
         run.add(DiLoCo(2, delay=delay), SGD)
     run.meet()
 
-    def interrupted(begun: object) -> Receipt:
+    def interrupted(begun: object, **options: object) -> Receipt:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

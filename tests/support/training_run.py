@@ -38,6 +38,7 @@ class Site:
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)  # besides those of all sites
     tamper: Callable[[DecentralizedAverager, int], None] | None = None  # called before each step with its number
     scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None
+    strategy: Callable[[], Strategy] | None = None  # instead of the run's
     options: Mapping[str, Any] = field(default_factory=dict)  # of the averager
     error: Exception | None = None  # that has ended the training
     receipts: list[Receipt] = field(default_factory=list)  # of the training, without those of its end
@@ -109,7 +110,7 @@ class Run:
             optimizer,
             run_id="run",
             join=site.join,
-            strategy=STRATEGIES[self.strategy](len(self.sites)),
+            strategy=site.strategy() if site.strategy is not None else STRATEGIES[self.strategy](len(self.sites)),
             transport=self.network.transport(site.name),
             discovery=discovery,
             on_round=site.receipts.append,

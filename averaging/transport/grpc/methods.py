@@ -138,7 +138,9 @@ _FINITE, _NUMBER = Rule(read=_finite), Rule(read=_number)
 _RECEIPT = MessageCopier(
     Receipt,
     status_pb2.Receipt,
-    accounts=Rule(copier=MessageCopier(Account, status_pb2.MemberAccount, waited=_FINITE, step_rate=_FINITE)),
+    accounts=Rule(
+        copier=MessageCopier(Account, status_pb2.MemberAccount, waited=_FINITE, step_rate=_FINITE, discount=_FINITE)
+    ),
     drift=Rule(copier=MessageCopier(Drift, status_pb2.Drift, size=_FINITE)),
     last_to_arrive=Rule(read=_late),
 )

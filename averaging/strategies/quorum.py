@@ -1,0 +1,200 @@
+"""Rounds that wait for nobody who is late: quorum, grace period, and the weight of late contributions. Pure.
+
+A round begins once the quorum is there and the grace period has passed. Whoever comes later takes part in the next one,
+with a weight that falls with the age of its contribution.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from averaging.common import is_count, is_finite, is_number, parse_duration
+from averaging.errors import ConfigError
+from averaging.matchmaking import Quorum
+from averaging.receipts import Account, Receipt
+
+DEFAULT_GRACE, DEFAULT_DISCOUNT = 10.0, 0.95
+"""Upper bound of the grace period in seconds, and factor of the weight for each step of age, unless they are given."""
+
+LEAST_DISCOUNT = 0.1
+"""Least factor of the weight, however late a contribution is. So a peer that always comes late still counts."""
+
+LEAST_GRACE, MAX_GRACE = 0.25, 600.0
+"""Limits in seconds. Within the least one the declarations of peers that come at the same time reach each other."""
+
+MARGIN = 1.5
+"""Multiple of the usual lateness for which a round waits."""
+
+USUAL = 0.75
+"""Share of the last rounds for whose late members the grace period is long enough. So a single pause costs nothing."""
+
+RECENT_ROUNDS = 16
+"""Rounds from which the grace period is learned."""
+
+MAX_SHARE = 1 / 50
+"""Share of the time between two rounds for which those that are there wait at most. So a peer that is late by a whole
+round holds nobody up, even if the user's bound would allow it."""
+
+FIRST_GRACE, LEAST_ROUNDS = 1.0, 3
+"""Seconds for which a peer waits in its first rounds, and how many these are, since too little is known then."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuorumOptions:
+    """The options of a strategy that waits for nobody who is late, checked.
+
+    Attributes:
+        quorum: number of peers, this one included, or share of the peers that are training.
+        grace: upper bound of the grace period in seconds.
+        discount: factor of the weight for each global step of age.
+    """
+
+    quorum: int | float
+    grace: float = DEFAULT_GRACE
+    discount: float = DEFAULT_DISCOUNT
+
+    def count(self, training: int) -> int:
+        """Members without which no round begins, of so many peers that are training: at least 2."""
+        if isinstance(self.quorum, int):
+            return self.quorum
+        return max(2, math.ceil(self.quorum * training - 1e-9))
+
+    def weight_factor(self, age: int) -> float:
+        """The factor of the weight of a contribution of this age, in global steps."""
+        return max(LEAST_DISCOUNT, self.discount**age)
+
+    def check_group_size(self, group_size: int) -> None:
+        """Checks that a group has room for the quorum.
+
+        Raises:
+            ConfigError: it has not.
+        """
+        if isinstance(self.quorum, int) and self.quorum > group_size:
+            raise ConfigError(
+                f"quorum={self.quorum} is more than group_size={group_size}, so no round could ever begin; set "
+                f"group_size to at least {self.quorum} at all peers, or a smaller quorum"
+            )
+
+    def __str__(self) -> str:
+        text = f", quorum={self.quorum}"
+        text += f", grace={self.grace:g}s" if self.grace != DEFAULT_GRACE else ""
+        return text + (f", staleness_discount={self.discount:g}" if self.discount != DEFAULT_DISCOUNT else "")
+
+
+def quorum_options(
+    quorum: int | float | None, grace: float | str | None, staleness_discount: float | None
+) -> QuorumOptions | None:
+    """The options as a strategy gets them; None without `quorum`.
+
+    Raises:
+        ConfigError: one of them is invalid, or given without `quorum`.
+    """
+    if quorum is None:
+        for name, value in (("grace", grace), ("staleness_discount", staleness_discount)):
+            if value is not None:
+                raise ConfigError(f"{name} is an option of rounds with a quorum; set quorum too, or leave {name} out")
+        return None
+    is_share = isinstance(quorum, float) and 0 < quorum <= 1
+    if isinstance(quorum, bool) or not (is_share or (isinstance(quorum, int) and quorum >= 2)):
+        raise ConfigError(
+            "quorum must be a whole number of peers, at least 2 with this one, or a share of the peers that are "
+            f"training, such as 0.5, not {quorum!r}"
+        )
+    seconds = DEFAULT_GRACE if grace is None else _seconds(grace)
+    discount = DEFAULT_DISCOUNT if staleness_discount is None else staleness_discount
+    if not is_finite(discount) or not 0 < discount <= 1:
+        raise ConfigError(f"staleness_discount must be above 0 and at most 1, not {staleness_discount!r}")
+    return QuorumOptions(quorum, seconds, float(discount))
+
+
+def _seconds(grace: float | str) -> float:
+    try:
+        seconds = parse_duration(grace) if isinstance(grace, str) else grace
+    except ConfigError as error:
+        raise ConfigError(f"grace: {error}") from None
+    if not is_finite(seconds) or not LEAST_GRACE <= seconds <= MAX_GRACE:
+        raise ConfigError(
+            f"grace, the longest time for which a round waits for peers that are late, must be from {LEAST_GRACE:g} s "
+            f"to {MAX_GRACE:g} s, such as '10s', not {grace!r}"
+        )
+    return float(seconds)
+
+
+def learned_grace(rounds: Sequence[Collection[float]], bound: float, interval: float = math.inf) -> float:
+    """Seconds for which a round waits for further members once its quorum is there.
+
+    They would have been enough for the late members of most of the last rounds. Members that came later than `bound` do
+    not count, since no round waits for them.
+
+    Args:
+        rounds: for each of the last rounds the lateness of the members that came after the quorum, in seconds.
+        bound: upper bound in seconds.
+        interval: seconds from round to round, of which at most `MAX_SHARE` is spent in waiting.
+    """
+    bound = min(bound, max(LEAST_GRACE, MAX_SHARE * interval))
+    if len(rounds) < LEAST_ROUNDS:
+        return min(bound, FIRST_GRACE)
+    latest = sorted(max((seconds for seconds in late if seconds <= bound), default=0.0) for late in rounds)
+    return min(bound, max(LEAST_GRACE, MARGIN * latest[math.ceil(USUAL * len(latest)) - 1]))
+
+
+def lateness(accounts: Iterable[Account], endpoint: str, count: int) -> list[float]:
+    """By how many seconds the members of a round came after those that made the quorum, as one of them observed it.
+
+    Args:
+        accounts: the members.
+        endpoint: the peer that observed it. Members that looked for a group before it did count as coming with it.
+        count: the quorum.
+    """
+    waited = {one.endpoint: one.waited for one in accounts if one.mode != "auxiliary"}
+    own = waited.get(endpoint)
+    if own is None:
+        return []
+    longest_first = sorted((own if seconds is None else min(own, seconds) for seconds in waited.values()), reverse=True)
+    since = longest_first[min(count, len(longest_first)) - 1]
+    return [since - seconds for seconds in longest_first[count:]]
+
+
+class Punctuality:
+    """How late the members of the last rounds came, those that had missed the round before included.
+
+    Args:
+        bound: upper bound of the grace period in seconds.
+    """
+
+    def __init__(self, bound: float) -> None:
+        self._bound = bound
+        self._rounds: deque[list[float]] = deque(maxlen=RECENT_ROUNDS)
+        self._began: deque[float] = deque(maxlen=RECENT_ROUNDS)
+
+    @property
+    def grace(self) -> float:
+        """The grace period of the next round in seconds."""
+        began = list(self._began)
+        intervals = [after - before for before, after in pairwise(began) if after > before]
+        return learned_grace(self._rounds, self._bound, statistics.median(intervals) if intervals else math.inf)
+
+    def note(self, receipt: Receipt, quorum: Quorum) -> None:
+        """Takes the receipt of a round that averaged."""
+        self._began.append(receipt.started)
+        late = lateness(receipt.accounts, receipt.endpoint, quorum.count)
+        # Who missed a round says how long after its beginning it came, and that was a grace period after its quorum.
+        missed = (late_in(user) for user in receipt.gathered.values())
+        self._rounds.append([*late, *(quorum.grace + seconds for seconds in missed if seconds is not None)])
+
+
+def late_in(user: object) -> float | None:
+    """By how many seconds a member says it has missed the beginning of a round, from its `gather`."""
+    seconds = user.get("late") if isinstance(user, dict) else None
+    return float(seconds) if is_number(seconds) and 0 <= seconds <= MAX_GRACE else None
+
+
+def age_in(user: object) -> int:
+    """The age that a member states in its `gather`; 0 if it states none."""
+    age = user.get("age") if isinstance(user, dict) else None
+    return age if is_count(age) else 0

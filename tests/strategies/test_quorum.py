@@ -1,0 +1,192 @@
+"""The options of a quorum, the grace period that is learned, and the weight of what comes late."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from averaging import DiLoCo, LocalSGD, Receipt, Strategy
+from averaging.errors import ConfigError
+from averaging.matchmaking.rules import Quorum
+from averaging.receipts.receipt import Account, Outcome
+from averaging.strategies.quorum import (
+    FIRST_GRACE,
+    LEAST_DISCOUNT,
+    LEAST_GRACE,
+    MARGIN,
+    MAX_SHARE,
+    Punctuality,
+    lateness,
+    learned_grace,
+    quorum_options,
+)
+from averaging.training.history import History, Made, Origin, Progress
+from averaging.training.standing import HistoryStanding, Own, compare_progress
+from tests.support.training import SGD, Start, step
+
+
+@pytest.mark.parametrize("strategy", [partial(DiLoCo, 10), partial(LocalSGD, 10)])
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"quorum": 1}, "quorum must be a whole number of peers, at least 2 with this one, or a share"),
+        ({"quorum": 0.0}, "quorum must be"),
+        ({"quorum": 1.5}, "quorum must be"),
+        ({"quorum": True}, "quorum must be"),
+        ({"quorum": "2"}, "quorum must be"),
+        ({"grace": "10s"}, "grace is an option of rounds with a quorum; set quorum too, or leave grace out"),
+        ({"staleness_discount": 0.9}, "staleness_discount is an option of rounds with a quorum"),
+        ({"quorum": 2, "grace": "10"}, "grace: '10' is no time"),
+        ({"quorum": 2, "grace": 0.0}, "grace, the longest time for which a round waits"),
+        ({"quorum": 2, "grace": "2h"}, "grace, the longest time for which a round waits"),
+        ({"quorum": 2, "staleness_discount": 0.0}, "staleness_discount must be above 0 and at most 1, not 0.0"),
+        ({"quorum": 2, "staleness_discount": 1.1}, "staleness_discount must be above 0 and at most 1, not 1.1"),
+    ],
+)
+def test_options_that_are_refused(strategy: Callable[..., Strategy], options: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(error)):
+        strategy(**options)
+
+
+def test_alpha_is_refused_since_all_local_steps_stay() -> None:
+    with pytest.raises(ConfigError, match="alpha does not go with quorum"):
+        DiLoCo(10, delay=2, alpha=0.5, quorum=2)
+
+
+def test_options_are_shown() -> None:
+    assert repr(DiLoCo(10, quorum=2)) == "DiLoCo(sync_every=10, quorum=2)"
+    shown = "LocalSGD(sync_every=10, quorum=0.5, grace=4s, staleness_discount=0.9)"
+    assert repr(LocalSGD(10, quorum=0.5, grace="4s", staleness_discount=0.9)) == shown
+
+
+@pytest.mark.parametrize("strategy", [partial(DiLoCo, 10), partial(LocalSGD, 10)])
+def test_a_quorum_for_which_a_group_has_no_room_is_an_error_at_the_start(
+    start: Start, strategy: Callable[..., Strategy]
+) -> None:
+    with pytest.raises(ConfigError, match="quorum=5 is more than group_size=4, so no round could ever begin"):
+        start().add(strategy(quorum=5), SGD, group_size=4)
+
+
+def test_peers_with_another_quorum_are_refused_by_name(start: Start) -> None:
+    run = start()
+    first = run.add(DiLoCo(10, quorum=2), SGD)
+
+    def join() -> None:
+        run.add(DiLoCo(10), SGD)
+        step(run, 1, 0)
+
+    with pytest.raises(ConfigError, match=rf"quorum is off at this peer, but 2 at {re.escape(first.endpoint)}"):
+        join()
+
+
+@pytest.mark.parametrize(("training", "count"), [(1, 2), (2, 2), (3, 2), (4, 2), (5, 3), (10, 5)])
+def test_a_share_is_one_of_the_peers_that_are_training(training: int, count: int) -> None:
+    options = quorum_options(0.5, None, None)
+    assert options is not None
+    assert options.count(training) == count
+
+
+def test_the_weight_falls_with_the_age_and_never_vanishes() -> None:
+    options = quorum_options(2, None, 0.9)
+    assert options is not None
+    factors = [options.weight_factor(age) for age in range(200)]
+    assert factors[:3] == [1.0, 0.9, pytest.approx(0.81)]
+    assert factors == sorted(factors, reverse=True)
+    assert factors[-1] == LEAST_DISCOUNT
+
+
+def test_the_grace_period_is_enough_for_most_rounds_and_never_above_its_bounds() -> None:
+    assert learned_grace([], 10.0) == FIRST_GRACE
+    assert learned_grace([[]] * 5, 10.0) == LEAST_GRACE
+    assert learned_grace([[2.0, 0.5]] * 5, 10.0) == MARGIN * 2.0
+    assert learned_grace([[9.0]] * 5, 10.0) == 10.0
+    assert learned_grace([[11.0]] * 5, 10.0) == LEAST_GRACE  # nobody waits for those
+    assert learned_grace([[]] * 15 + [[8.0]], 10.0) == LEAST_GRACE  # a single pause
+    assert learned_grace([[1.1, 9.0]] * 5, 10.0, interval=60.0) == MAX_SHARE * 60.0
+    rng = random.Random(0)
+    for _ in range(200):
+        rounds = [[rng.uniform(0, 20) for _ in range(rng.randrange(4))] for _ in range(rng.randrange(20))]
+        assert LEAST_GRACE <= learned_grace(rounds, 5.0, rng.uniform(0.1, 1000.0)) <= 5.0
+
+
+def test_who_came_after_the_quorum_was_late_by_that() -> None:
+    waits = {"a": None, "b": 5.0, "own": 4.0, "c": 3.0, "d": 1.0}
+    accounts = [Account(name, waited=seconds) for name, seconds in waits.items()]
+    accounts.append(Account("helper", mode="auxiliary", waited=0.0))
+    assert lateness(accounts, "own", 2) == [0.0, 1.0, 3.0]  # a and b looked before this peer did
+    assert lateness(accounts, "own", 5) == []
+    assert lateness(accounts[:2], "own", 2) == []
+
+
+def test_members_that_missed_a_round_lengthen_the_grace_period() -> None:
+    punctuality = Punctuality(10.0)
+    for number in range(4):
+        receipt = Receipt(
+            number,
+            Outcome.AVERAGED,
+            endpoint="own",
+            started=1000.0 * number,
+            gathered={"own": {}, "late": {"late": 1.0}, "liar": {"late": float("nan")}, "other": None},
+        )
+        punctuality.note(receipt, Quorum(2, 1.0))
+    assert punctuality.grace == MARGIN * 2.0
+
+
+def _progress(history: History, made: Made = Made.TOGETHER) -> bytes:
+    return Progress(history, made=made).pack()
+
+
+@pytest.mark.parametrize(("quorum", "ahead"), [(0, False), (2, True), (3, False)])
+def test_the_step_of_a_quorum_is_followed_by_those_that_missed_it(quorum: int, ahead: bool) -> None:
+    """Two of five make a step; the three others, which are more, do not stand against it."""
+    before = History(origin=Origin(id="run")).after(b"first", 1.0)
+    after = before.after(b"second", 1.0)
+    own = Own(before, "own", HistoryStanding(made=True, rounds=3), quorum=quorum)
+    seen = {name: _progress(after if name in "ab" else before) for name in "abcd"}
+    others = compare_progress(own, seen, {name: name for name in seen})
+    assert bool(others.ahead) is ahead
+
+
+def test_many_names_of_one_stranger_are_no_quorum() -> None:
+    before = History(origin=Origin(id="run")).after(b"first", 1.0)
+    after = before.after(b"second", 1.0)
+    own = Own(before, "own", HistoryStanding(made=True, rounds=3, met=frozenset("cd")), quorum=2)
+    seen = {name: _progress(after) for name in "xyz"} | {name: _progress(before) for name in "cd"}
+    members = {"x": "evil", "y": "evil", "z": "evil", "c": "c", "d": "d"}
+    assert not compare_progress(own, seen, members).ahead
+
+
+def test_a_history_of_another_branch_is_not_followed_because_of_a_quorum() -> None:
+    first = History(origin=Origin(id="run")).after(b"first", 1.0)
+    own = Own(first.after(b"second", 1.0), "own", HistoryStanding(made=True, rounds=3), quorum=2)
+    branch = first.after(b"other", 1.0).after(b"third", 1.0)
+    seen = {name: _progress(branch) for name in "ab"} | {name: _progress(own.history) for name in "cd"}
+    assert not compare_progress(own, seen, {name: name for name in seen}).ahead
+
+
+def test_what_was_sent_late_is_not_sent_again_and_the_rest_stays(start: Start) -> None:
+    run = start()
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    run.add(DiLoCo(4, quorum=2, outer=partial(torch.optim.SGD, lr=1.0)), SGD, model)
+    (fragment,) = run.averagers[0].strategy._fragments  # type: ignore[attr-defined]
+    (name,) = fragment.parameters
+    with torch.no_grad():
+        model.weight.fill_(3.0)
+        for _ in range(3):
+            fragment.count(0)
+        fragment.measure(keep=True)
+        assert fragment.changes[name].item() == -3.0
+        model.weight.fill_(5.0)
+        fragment.count(0)
+        sent, change = fragment.include(0)
+        assert (sent, change[name].item(), fragment.open_steps) == (3, 3.0, 1)
+        assert fragment.local_steps()[name].item() == 2.0
+        fragment.measure(keep=True)
+        assert fragment.changes[name].item() == -2.0

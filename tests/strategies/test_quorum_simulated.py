@@ -1,0 +1,193 @@
+"""Rounds with a quorum, with real strategies on virtual time: nobody waits, no step is lost, none is made twice."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+
+from averaging import DecentralizedAverager, DiLoCo, Strategy
+from averaging.receipts.receipt import Receipt
+from tests.support.scripts import sleep
+from tests.support.training_run import Run, Site, agree
+
+
+class Receipts(list[Receipt]):
+    """The receipts of a site, of which it removes those that its end has made.
+
+    Attributes:
+        every: all of them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.every: list[Receipt] = []
+
+    def append(self, receipt: Receipt) -> None:
+        super().append(receipt)
+        self.every.append(receipt)
+
+
+@dataclass
+class Trainers:
+    """Peers that train with one strategy, and what they have done.
+
+    Attributes:
+        step_seconds: of each peer.
+        pauses: by the number of a peer, after how many steps of its own it pauses, and for how many seconds.
+        stepped: steps of each peer until the end of its training.
+    """
+
+    strategy: Callable[[], Strategy]
+    step_seconds: Sequence[float]
+    until: float
+    pauses: Mapping[int, tuple[int, float]] = field(default_factory=dict)
+    seed: int = 1
+    stepped: Counter[str] = field(default_factory=Counter)
+    paused: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        names = [f"peer-{number}:1" for number in range(len(self.step_seconds))]
+        self.sites = [
+            Site(
+                name,
+                [names[0]] if number else [],
+                0.05 * number,
+                step_seconds=self.step_seconds[number],
+                strategy=self.strategy,
+                tamper=partial(self._before_step, number),
+                receipts=Receipts(),
+            )
+            for number, name in enumerate(names)
+        ]
+        self.run = Run(self.seed, "diloco", self.sites, until=self.until, group_wait=2.0)
+
+    def _before_step(self, number: int, averager: DecentralizedAverager, step: int) -> None:
+        name = self.sites[number].name
+        every, seconds = self.pauses.get(number, (0, 0.0))
+        if every and self.stepped[name] % every == every - 1:
+            self.paused[name] += 1
+            sleep(seconds)
+        self.stepped[name] += 1
+
+    @property
+    def shares(self) -> list[float]:
+        """Share of the time of each peer that it has spent in steps."""
+        return [
+            self.stepped[site.name] * seconds / (self.until - site.starts)
+            for site, seconds in zip(self.sites, self.step_seconds, strict=True)
+        ]
+
+    @property
+    def groups(self) -> dict[str, set[bytes]]:
+        """The groups that have averaged, by phase."""
+        groups: dict[str, set[bytes]] = defaultdict(set)
+        for receipt in self.receipts.values():
+            groups[receipt.topic].add(receipt.group_id)
+        return groups
+
+    @property
+    def receipts(self) -> dict[bytes, Receipt]:
+        """One receipt of each round that has averaged, those at the end included."""
+        every = [
+            receipt for site in self.sites if isinstance(site.receipts, Receipts) for receipt in site.receipts.every
+        ]
+        return {receipt.group_id: receipt for receipt in every if receipt.averaged}
+
+    @property
+    def gathered(self) -> Counter[str]:
+        """The local steps of each peer in all averages."""
+        steps: Counter[str] = Counter()
+        for receipt in self.receipts.values():
+            steps.update({name: user["steps"] for name, user in receipt.gathered.items()})
+        return steps
+
+    def ages(self, name: str) -> list[int]:
+        """The age of each contribution of a peer, as the receipts of the first one say."""
+        accounts = (account for receipt in self.receipts.values() for account in receipt.accounts)
+        return [account.age for account in accounts if account.endpoint == name and account.age is not None]
+
+
+def test_a_slow_peer_and_one_that_pauses_hold_nobody_up_and_lose_no_step() -> None:
+    """Of three peers one makes a step in the time of ten, and of two more one pauses for a fifth of the time."""
+    trainers = Trainers(partial(DiLoCo, 20, delay=5, quorum=2), (0.1, 0.1, 1.0, 0.1), 60.0, {3: (100, 6.0)})
+    survivors = trainers.run.simulate()
+    assert len(survivors) == 4
+    assert agree(survivors)
+    assert min(trainers.shares[:3]) > 0.97
+    assert trainers.paused["peer-3:1"] >= 3
+    assert trainers.gathered == trainers.stepped
+    assert {len(groups) for groups in trainers.groups.values()} == {1}
+    assert max(trainers.ages("peer-2:1")) >= 8
+    assert set(trainers.ages("peer-0:1")) == {0}
+
+
+def test_without_a_quorum_the_fast_ones_wait() -> None:
+    trainers = Trainers(partial(DiLoCo, 20), (0.1, 0.1, 1.0), 40.0)
+    assert agree(trainers.run.simulate())
+    assert max(trainers.shares[:2]) < 0.8  # it would be less if they waited longer than for `group_wait`
+
+
+def test_a_peer_that_is_always_late_contributes_each_of_its_rounds() -> None:
+    """It needs longer for a step than the others for a round."""
+    trainers = Trainers(partial(DiLoCo, 5, quorum=2), (0.1, 0.1, 2.0), 60.0)
+    assert agree(trainers.run.simulate())
+    assert trainers.gathered == trainers.stepped
+    assert len(trainers.ages("peer-2:1")) >= 4
+    assert min(trainers.shares[:2]) > 0.85  # a round of the simulation takes 50 ms
+
+
+def scenario(seed: int) -> tuple[Trainers, Callable[[], Coroutine[Any, Any, object]], bool]:
+    """Peers of any speeds and quorum, also below half of them; some pause, and the network may be cut for a time."""
+    rng = random.Random(seed)
+    count = rng.choice([3, 4, 4, 5])
+    quorum: float | int = rng.choice([2, 2, 0.4, 0.5, 0.75])
+    speeds = [rng.choice([0.1, 0.1, 0.2, 0.5, 1.0]) for _ in range(count)]
+    pauses = {rng.randrange(count): (rng.randrange(20, 80), rng.uniform(1.0, 8.0))} if rng.random() < 0.6 else {}
+    options: dict[str, Any] = rng.choice([{}, {}, {"delay": 3}])
+    cut = rng.random() < 0.5
+    begins, lasts = rng.uniform(5.0, 15.0), rng.uniform(3.0, 25.0)
+    strategy = partial(DiLoCo, 10, quorum=quorum, **options)
+    trainers = Trainers(strategy, speeds, begins + lasts + 25.0 if cut else 30.0, pauses, seed)
+    names = [site.name for site in trainers.sites]
+
+    async def disturb() -> None:
+        if cut:
+            await asyncio.sleep(begins)
+            half = rng.randrange(1, count)
+            trainers.run.network.cut(frozenset(names[:half]), frozenset(names[half:]))
+            await asyncio.sleep(lasts)
+            trainers.run.network.heal()
+
+    return trainers, disturb, cut
+
+
+SOME, ALL = range(4), range(4, 500)
+"""Seeds of the usual tests, and of the long ones besides."""
+
+
+def check(seed: int) -> None:
+    trainers, disturb, cut = scenario(seed)
+    survivors = trainers.run.simulate(disturb)
+    assert len(survivors) == len(trainers.sites), seed
+    assert agree(survivors), (seed, survivors)
+    if not cut:  # peers that do not reach each other cannot know of each other's step, with or without a quorum
+        assert all(len(groups) == 1 for groups in trainers.groups.values()), seed
+        assert trainers.gathered == trainers.stepped, seed
+
+
+@pytest.mark.parametrize("seed", SOME)
+def test_no_step_is_made_twice_and_after_a_cut_all_peers_agree_again(seed: int) -> None:
+    check(seed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", ALL)
+def test_the_same_with_many_seeds(seed: int) -> None:
+    check(seed)
