@@ -341,7 +341,6 @@ def draw(results: Mapping[str, Any], folder: Path) -> None:
     for axes, mbit in zip(parts, MBITS, strict=True):
         decorate(axes, f"seconds of training at {mbit} Mbit/s")
         scatter(axes, rows, partial(seconds, recorded, mbit))
-        axes.set_xscale("log")
     save(figure, folder / "seconds.png")
 
 
@@ -361,7 +360,7 @@ def scatter(axes: Axes, rows: Mapping[str, Row], x: Callable[[Row], float | None
         elif place is not None:
             axes.plot(place, row.loss, "o", color=COLOURS[row.case.codec])
             axes.annotate(row.case.title, (place, row.loss), xytext=(5, 3), textcoords="offset points", fontsize=6)
-    axes.margins(x=0.2)
+    axes.margins(x=0.3)
 
 
 def save(figure: Any, file: Path) -> None:
