@@ -53,6 +53,7 @@ def test_two_sites_equal_two_processes_after_a_few_steps(stack: ExitStack, insid
     check_equals_single_processes(stack, "diloco", inside, ranks=2, steps=6)
 
 
+@pytest.mark.long
 def test_shards_that_send_their_largest_elements_lose_nothing(stack: ExitStack) -> None:
     """Each rank has the residual of its shard, whose blocks are those of the shard."""
     check_nothing_is_lost(two_sites(stack, 2, strategy="top_k", inside="fsdp", steps=7))
