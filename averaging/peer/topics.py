@@ -141,6 +141,7 @@ class SparseFeedback:
         self.residuals: Mapping[int, torch.Tensor] = {}
         self.replies = ReplyResidual()
         self._last: SparseInputs | None = None  # of the last round, until it is applied or void
+        self._sent: Mapping[int, SparseTensor] = {}  # in the last round that was applied
         self._change = 0.0
 
     def inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | SparseTensor]:
@@ -174,8 +175,15 @@ class SparseFeedback:
             for start, stop in self.layouts[number].cuts(AT_ONCE):
                 part = last.sparse[number].values(start, stop)
                 exact[start:stop].index_add_(0, part.indices, part.values, alpha=-1)
-        self.residuals, self._change = last.exact, last.change
+        self.residuals, self._change, self._sent = last.exact, last.change, last.sparse
         self.replies.applied()
+
+    def take_back(self) -> None:
+        """Puts what was sent last back into the residuals, since the run goes on without the round that had it."""
+        sent, self._sent = self._sent, {}
+        for number, sparse in sent.items():
+            if (residual := self.residuals.get(number)) is not None:
+                residual.add_(sparse.dense())
 
     def open_change(self) -> dict[str, torch.Tensor]:
         """The change, by name, of a round whose result was not applied although others may have; empty without one."""
@@ -204,7 +212,7 @@ class SparseFeedback:
 
     def reset(self) -> None:
         """Forgets the residuals, which belong to other parameters than those of this peer."""
-        self.residuals, self.replies, self._last = {}, ReplyResidual(), None
+        self.residuals, self.replies, self._last, self._sent = {}, ReplyResidual(), None, {}
 
     def unsent(self) -> tuple[float, float]:
         """The norm of the residuals, and that of the change in the last round that was applied."""
@@ -225,7 +233,7 @@ class SparseFeedback:
             for number, layout in self.layouts.items()
             if self._names[number] in tensors
         }
-        self.replies, self._last = ReplyResidual(), None
+        self.replies, self._last, self._sent = ReplyResidual(), None, {}
 
     def dense(self, number: int, parts: Iterable[tuple[Part, Averaged]]) -> torch.Tensor:
         """A result of the tensor of that number, 1-D, from all of its parts."""

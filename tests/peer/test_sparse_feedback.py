@@ -157,6 +157,17 @@ def test_a_residual_that_was_replaced_during_a_round_stays() -> None:
     assert not ledger.feedback.state()
 
 
+def test_what_was_sent_to_a_round_that_the_run_has_given_up_is_taken_back() -> None:
+    ledger = Ledger(0.5, TopK())
+    ledger.happens("round", changes_of(1))
+    before = {name: 0.5 * tensor + changes_of(2)[name] for name, tensor in ledger.feedback.state().items()}
+    ledger.happens("round", changes_of(2))
+    ledger.feedback.take_back()
+    ledger.feedback.take_back()  # once only
+    for name, tensor in ledger.feedback.state().items():
+        torch.testing.assert_close(tensor, before[name], rtol=0, atol=1e-6)
+
+
 def test_a_state_is_loaded_by_name_whatever_the_density_was() -> None:
     ledger = Ledger(1.0, TopK(1 / 64, 2))
     ledger.happens("round", changes_of(1))
