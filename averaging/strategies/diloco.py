@@ -833,6 +833,9 @@ class DiLoCo(LockstepStrategy):
         if self.history.lineage == including.lineage or self.history.may_follow(including):
             return
         fragment.start_at(int(fragment.base or including.step), fragment.open_steps + sent)
+        if fragment.feedback is not None:
+            fragment.feedback.take_back()  # the residual holds the rest of the change already
+            return
         for name, change in steps.items():
             if name in own[fragment.number]:
                 own[fragment.number][name] += change

@@ -71,9 +71,10 @@ class TrainingLedger:
         """How far what was trained is from what was sent, the residual and the steps since, as a share of the first."""
         residual = self.strategy.own_state()
         off = size = 0.0
+        late = {name: steps for one in self.strategy._fragments for name, steps in one._included.items()}
         for name, tensor in self.parameters.items():
             start = self.strategy._anchors[name].detach().to(tensor.dtype).double()
-            since = start - tensor.detach().double()
+            since = start - tensor.detach().double() + late.get(name, torch.zeros(())).double()
             kept = residual[name].double() if name in residual else torch.zeros(tensor.shape, dtype=torch.float64)
             off += float((self.sent[name] + kept + since - self.trained[name]).square().sum())
             size += float(self.trained[name].square().sum())
