@@ -36,7 +36,6 @@ from averaging.training import (
     look_for_greater_origin,
     same_origin,
     still_training,
-    without_steps,
 )
 
 
@@ -56,6 +55,10 @@ class Due:
 
 
 IMMEDIATELY = Due()
+
+FAR = 32
+"""A peer whose announced moment is more than half as many intervals away counts as one that does not come: else whoever
+claims to come in a year would keep a peer that is otherwise alone from its global steps."""
 
 
 class Strategy(ABC):
@@ -233,7 +236,7 @@ class Strategy(ABC):
         now = training.run_now()
         if not schedule.is_due(now, None if until is None else until + now - training.now()):
             return None
-        others = still_training(seen) - without_steps(seen)
+        others = still_training(seen) & coming_at(seen, schedule.moment, FAR * schedule.interval)
         nobody = until is None and not others & coming_at(seen, schedule.moment, schedule.interval)
         if nobody and others:
             schedule.skip()  # all others have said that they come to a later one
