@@ -25,7 +25,6 @@ from averaging.training.history import (
     read_progress,
     same_origin,
     still_training,
-    without_steps,
 )
 from averaging.training.layout import full_precision, is_divided, local
 from averaging.training.named_tensors import WITHOUT_MODEL, TrainedModel, digest_of, named_buffers, named_parameters
@@ -136,5 +135,4 @@ __all__ = [
     "still_training",
     "take_tensor",
     "under_own_names",
-    "without_steps",
 ]

@@ -296,11 +296,6 @@ def coming_at(announcements: Mapping[str, bytes], moment: float, interval: float
     )
 
 
-def without_steps(announcements: Mapping[str, bytes]) -> frozenset[str]:
-    """The peers that have made no step yet, and so expect to average at no moment."""
-    return frozenset(name for name, progress in read_progress(announcements).items() if progress.moment == 0)
-
-
 def compare_terms(own: Mapping[str, str], announcements: Mapping[str, bytes]) -> tuple[dict[str, str], set[str]]:
     """The peers that have other terms, by endpoint, with the first difference as text; and those that have the same."""
     differing: dict[str, str] = {}
