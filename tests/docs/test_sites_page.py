@@ -16,7 +16,7 @@ SCRIPT = re.findall(r"^```python\n(.*?)```", PAGE, re.DOTALL | re.MULTILINE)[0]
 
 WAIT = """)
 import json
-def say(**event): print(json.dumps(event), flush=True)
+def say(**event): print(json.dumps(event) + "\\n", end="", flush=True)
 if dist.get_rank() == 0: say(endpoint=opt.endpoint)
 assert opt.wait_for_peers(2, timeout=120)
 """
