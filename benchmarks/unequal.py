@@ -14,6 +14,10 @@ leaves, and comes back. All times are divided by `--scale`. Each row is one stra
     loss        of the final model on held-out digits, and that of `equal` after as many samples
 
 The exit code is 1 if a peer failed or its samples are not in the averages. The results go to `unequal.json`.
+
+With `--loss` the real strategies train on virtual time instead, which needs the packages of the tests. The rows say by
+how much the loss is above that of as many equal machines, and above that of the two fast ones without the others, each
+after as many samples in averages (`unequal_loss.json`).
 """
 
 from __future__ import annotations
@@ -278,6 +282,39 @@ def row(name: str, figures: dict[str, Any]) -> str:
     )
 
 
+SIMULATED = 80.0
+"""Seconds of virtual time of each run with `--loss`."""
+
+LOSS_HEADER = (
+    "| | share of a fast peer | lost samples | above as many equal machines | above the fast ones alone |\n"
+    "|---|---|---|---|---|"
+)
+
+
+def measure_loss(seeds: Sequence[int], path: Path) -> int:
+    """Measures the rows of `--loss`; the exit code."""
+    from benchmarks import unequal_loss  # needs the packages of the tests
+
+    torch.set_num_threads(1)
+    rows: dict[str, Any] = {}
+
+    def show(name: str, figures: dict[str, Any]) -> None:
+        rows[name] = figures
+        print(
+            f"| {name} | {figures['share']:.1%} | {figures['lost']:g} | {figures['above_equal']:+.1%} | "
+            f"{figures['above_fast_alone']:+.1%} |",
+            flush=True,
+        )
+        write(path, machine(ROOT) | {"options": {"seeds": list(seeds), "seconds": SIMULATED}, "rows": rows})
+
+    def note(progress: str) -> None:
+        print(f"  {progress}", file=sys.stderr, flush=True)
+
+    print(LOSS_HEADER, flush=True)
+    unequal_loss.measure(seeds, SIMULATED, show, note)
+    return int(any(figures["lost"] for name, figures in rows.items() if "quorum=" in name))
+
+
 HEADER = (
     "| | share of a fast peer | of that alone | steps in averages | rounds | latest, rounds | loss |\n"
     "|---|---|---|---|---|---|---|"
@@ -299,7 +336,12 @@ def main() -> None:
     parser.add_argument(
         "--output", type=Path, default=Path("runs/benchmarks"), help="folder of the results (runs/benchmarks)"
     )
+    parser.add_argument("--loss", action="store_true", help="the loss after equally many samples, simulated")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N", help="with --loss (1 2 3)")
     options = parser.parse_args()
+    if options.loss:
+        make_folder(parser, options.output)
+        sys.exit(measure_loss(options.seeds, options.output / "unequal_loss.json"))
     if min(options.step, options.seconds, options.scale) <= 0 or options.slower < 1 or options.sync_every < 4:
         parser.error("times and --scale must be above 0, --slower at least 1, and --sync-every at least 4")
     make_folder(parser, options.output)

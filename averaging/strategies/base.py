@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -275,6 +276,19 @@ class Strategy(ABC):
     def _training_peers(self, announcements: Mapping[str, bytes]) -> int:
         """Peers of this run that are training, this one included."""
         return 1 + len(still_training(announcements) & same_origin(self.history, announcements))
+
+    def wait_at_the_end(self, announcements: Mapping[str, bytes], group_size: int) -> float:
+        """Seconds for which a peer that has ended its training waits for those that have not.
+
+        Infinite without a quorum and as long as fewer peers than it have ended theirs. Otherwise it is a usual time
+        between two rounds, and the longest for which a round waits for those that are late.
+        """
+        if self.quorum is None:
+            return math.inf
+        ended, training = 1 + len(done_training(announcements)), len(still_training(announcements))
+        if ended < min(self.quorum.count(ended + training), group_size):
+            return math.inf
+        return self._punctuality.interval + self.quorum.grace
 
     def _next_quorum(self, training: StrategyContext, *, once: bool) -> Quorum | None:
         """When the next round begins although peers are missing; at all ranks of a site."""

@@ -175,9 +175,14 @@ class Punctuality:
     @property
     def grace(self) -> float:
         """The grace period of the next round in seconds."""
+        return learned_grace(self._rounds, self._bound, self.interval)
+
+    @property
+    def interval(self) -> float:
+        """The median of the seconds between the beginnings of the last rounds; infinite if there were less than two."""
         began = list(self._began)
         intervals = [after - before for before, after in pairwise(began) if after > before]
-        return learned_grace(self._rounds, self._bound, statistics.median(intervals) if intervals else math.inf)
+        return statistics.median(intervals) if intervals else math.inf
 
     def note(self, receipt: Receipt, quorum: Quorum) -> None:
         """Takes the receipt of a round that averaged."""

@@ -220,10 +220,7 @@ class RunEnd:
         training.modes.train()  # a round in progress belongs to the training weights
         strategy.finish(training)
         self._announce(Stage.WAITING)
-        # If the training of some peer does not end, the first peer whose time is up ends the wait of the others.
-        seen = self._wait(
-            lambda seen: not still_training(seen) or bool(done_training(seen, Stage.CONCLUDING)), self._remaining / 2
-        )
+        seen = self._wait_for_all()
         self._announce(Stage.CONCLUDING)
         late, partners = still_training(seen), done_training(seen)
         if late:
@@ -254,6 +251,29 @@ class RunEnd:
             differing={name: parts for name, parts in differing.items() if parts},
             unchecked=training.model is None,
         )
+
+    def _wait_for_all(self) -> Mapping[str, bytes]:
+        """Waits until the training of all peers has ended; with a quorum not long for those that are late.
+
+        If the training of some peer does not end, the first peer whose time is up ends the wait of the others.
+        """
+        strategy, group_size = self._strategy, self._training.peer.config.group_size
+
+        def ended(seen: Mapping[str, bytes]) -> bool:
+            return not still_training(seen) or bool(done_training(seen, Stage.CONCLUDING))
+
+        def enough(seen: Mapping[str, bytes]) -> bool:
+            return ended(seen) or strategy.wait_at_the_end(seen, group_size) < math.inf
+
+        def patience() -> float:
+            if ended(seen):
+                return 0.0
+            return min(end - self._training.monotonic(), strategy.wait_at_the_end(seen, group_size))
+
+        end = self._training.monotonic() + self._remaining / 2
+        seen = self._wait(enough, self._remaining / 2)
+        left = self._training.site.broadcast_from_leader(patience)
+        return self._wait(ended, left) if left > 0 else seen
 
     def _announce(self, stage: Stage) -> None:
         self._strategy.stage = stage

@@ -41,6 +41,7 @@ class Trainers:
     Attributes:
         step_seconds: of each peer.
         pauses: by the number of a peer, after how many steps of its own it pauses, and for how many seconds.
+        lives: by the number of a peer, when it starts and when it is killed, in seconds.
         stepped: steps of each peer until the end of its training.
     """
 
@@ -49,6 +50,7 @@ class Trainers:
     until: float
     pauses: Mapping[int, tuple[int, float]] = field(default_factory=dict)
     seed: int = 1
+    lives: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     stepped: Counter[str] = field(default_factory=Counter)
     paused: Counter[str] = field(default_factory=Counter)
 
@@ -58,7 +60,7 @@ class Trainers:
             Site(
                 name,
                 [names[0]] if number else [],
-                0.05 * number,
+                *self.lives.get(number, (0.05 * number, float("inf"))),
                 step_seconds=self.step_seconds[number],
                 strategy=self.strategy,
                 tamper=partial(self._before_step, number),
@@ -141,6 +143,34 @@ def test_a_peer_that_is_always_late_contributes_each_of_its_rounds() -> None:
     assert trainers.gathered == trainers.stepped
     assert len(trainers.ages("peer-2:1")) >= 4
     assert min(trainers.shares[:2]) > 0.85  # a round of the simulation takes 50 ms
+
+
+def test_at_the_end_nobody_waits_for_a_peer_that_is_paused() -> None:
+    """It pauses until long after the others' end, for which they would wait for half of the timeout of 30 s."""
+    strategy = partial(DiLoCo, 20, quorum=2, grace=1.0)
+    trainers = Trainers(strategy, (0.1, 0.1, 0.1), 30.0, {2: (200, 60.0)})
+    trainers.run.simulate()
+    assert trainers.paused["peer-2:1"] == 1
+    for site in trainers.sites[:2]:
+        assert site.finish is not None
+        assert site.finish.late == ("peer-2:1",)
+        assert site.finished < 36.0
+    assert agree(trainers.sites[:2])
+
+
+def test_a_peer_that_is_killed_and_started_again_holds_nobody_up() -> None:
+    """It comes three times, each time with another name, and is killed twice; its averaged steps stay."""
+    lives = {2: (2.0, 13.7), 3: (20.0, 33.2), 4: (40.0, float("inf"))}
+    trainers = Trainers(partial(DiLoCo, 20, delay=5, quorum=2), (0.1,) * 5, 60.0, lives=lives)
+    survivors = trainers.run.simulate()
+    assert [site.name for site in survivors] == ["peer-0:1", "peer-1:1", "peer-4:1"]
+    assert agree(survivors)
+    assert min(trainers.shares[:2]) > 0.97
+    assert {len(groups) for groups in trainers.groups.values()} == {1}
+    for site in trainers.sites:
+        gathered, stepped = trainers.gathered[site.name], trainers.stepped[site.name]
+        assert 0 <= stepped - gathered <= (0 if site in survivors else 45), site.name  # of its last round and since
+        assert gathered > 0
 
 
 def scenario(seed: int) -> tuple[Trainers, Callable[[], Coroutine[Any, Any, object]], bool]:

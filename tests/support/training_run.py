@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -26,6 +26,42 @@ from tests.support.scripts import run_script, scripted, sleep
 STEP_SECONDS = 0.5
 
 
+class Learner(Protocol):
+    """What a site trains.
+
+    Attributes:
+        batch_size: samples of each step.
+        optimizer: of its parameters.
+    """
+
+    @property
+    def batch_size(self) -> int: ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+
+    def backward(self) -> None:
+        """Sets the gradients of the next step."""
+
+
+class Noise:
+    """Three parameters with random gradients."""
+
+    batch_size = 4
+
+    def __init__(self, rng: random.Random, hyperparameters: Mapping[str, Any]) -> None:
+        self._rng = rng
+        self._parameter = torch.nn.Parameter(self._random())
+        self.optimizer = torch.optim.SGD([self._parameter], **{"lr": 0.1, "momentum": 0.9, **hyperparameters})
+
+    def _random(self) -> torch.Tensor:
+        return torch.tensor([self._rng.gauss(0, 1) for _ in range(3)])
+
+    def backward(self) -> None:
+        """See `Learner.backward`."""
+        self._parameter.grad = self._random()
+
+
 @dataclass
 class Site:
     """One peer of a run: how it starts, and its result."""
@@ -39,10 +75,12 @@ class Site:
     tamper: Callable[[DecentralizedAverager, int], None] | None = None  # called before each step with its number
     scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None
     strategy: Callable[[], Strategy] | None = None  # instead of the run's
+    learner: Callable[[random.Random], Learner] | None = None  # instead of noise
     options: Mapping[str, Any] = field(default_factory=dict)  # of the averager
     error: Exception | None = None  # that has ended the training
     receipts: list[Receipt] = field(default_factory=list)  # of the training, without those of its end
     finish: Finish | None = None
+    finished: float = 0.0  # seconds from the start of the simulation until `finish` had returned
     parameters: list[float] = field(default_factory=list)
     global_step: int | None = None
 
@@ -67,31 +105,32 @@ class Run:
     def train(self, site: Site, rng: random.Random) -> None:
         """The script of one site: starts again when it cannot start, trains, finishes."""
         sleep(site.starts)
-        optimizer: torch.optim.Optimizer
         while True:
-            parameter = torch.nn.Parameter(torch.tensor([rng.gauss(0, 1) for _ in range(3)]))
-            optimizer = torch.optim.SGD([parameter], **{"lr": 0.1, "momentum": 0.9, **site.hyperparameters})
+            learner = Noise(rng, site.hyperparameters) if site.learner is None else site.learner(rng)
             try:
-                opt = self._averager(site, optimizer, rng)
+                opt = self._averager(site, learner.optimizer, rng)
                 break
             except (JoinError, StateError):
                 sleep(1.0)
         now = asyncio.get_running_loop().time
         while now() < self.until:
             sleep(site.step_seconds * rng.uniform(0.8, 1.2))
-            parameter.grad = torch.tensor([rng.gauss(0, 1) for _ in range(3)])
+            learner.backward()
             if site.tamper is not None:
                 site.tamper(opt, opt.local_step)
             try:
-                opt.step(batch_size=4)
+                opt.step(batch_size=learner.batch_size)
             except RoundError as error:
                 site.error = error
                 opt.close()
                 return
         trained = len(site.receipts)
         site.finish = opt.finish(timeout=30.0)
+        site.finished = now()
         del site.receipts[trained:]
-        site.parameters, site.global_step = parameter.tolist(), opt.global_step
+        parameters = [parameter for group in learner.optimizer.param_groups for parameter in group["params"]]
+        site.parameters = torch.cat([parameter.detach().flatten() for parameter in parameters]).tolist()
+        site.global_step = opt.global_step
         opt.close()
 
     def _averager(self, site: Site, optimizer: torch.optim.Optimizer, rng: random.Random) -> DecentralizedAverager:
