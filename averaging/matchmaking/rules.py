@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from averaging.common import CLIENT_PREFIX, backoff_delay, contradict, is_endpoint, pack, unpack
+from averaging.common import CLIENT_PREFIX, backoff_delay, contradict, is_count, is_endpoint, is_finite, pack, unpack
 from averaging.discovery import Entry
 from averaging.errors import ProtocolViolationError
 from averaging.matchmaking.conduct import LeaderStanding
@@ -66,6 +67,10 @@ class Declaration:
     endpoint: str
 
 
+MAX_STATED_GRACE = 600.0
+"""Seconds of grace that a leader believes its followers at most."""
+
+
 @dataclass(frozen=True, slots=True)
 class Quorum:
     """When a group begins although expected members are missing.
@@ -80,6 +85,10 @@ class Quorum:
     count: int
     grace: float
     once: bool = False
+
+    def pack(self) -> list[Any]:
+        """As members state it in their `gather`, for an auxiliary that leads them."""
+        return [self.count, self.grace, self.once]
 
 
 @dataclass(slots=True)
@@ -205,6 +214,24 @@ def counts_for_quorum(member: Member) -> bool:
     """
     holds = member.user.get("holds", True) if isinstance(member.user, dict) else True
     return member.sends and holds is not False
+
+
+def stated_quorum(followers: Iterable[Member]) -> Quorum | None:
+    """The quorum that followers state in their `gather`, to which a leader without one of its own keeps.
+
+    Of different ones it is the (lower) median, so a single peer can neither switch it off nor block all groups.
+    """
+    users = [member.user for member in followers if member.sends and isinstance(member.user, dict)]
+    stated = sorted(filter(None, (_unpack_quorum(user.get("quorum")) for user in users)))
+    return Quorum(*stated[(len(stated) - 1) // 2]) if stated else None
+
+
+def _unpack_quorum(value: object) -> tuple[int, float, bool] | None:
+    if not isinstance(value, list | tuple) or len(value) != 3:
+        return None
+    count, grace, once = value
+    valid = is_count(count) and is_finite(grace) and 0 <= grace <= MAX_STATED_GRACE and isinstance(once, bool)
+    return (count, float(grace), once) if valid else None
 
 
 def has_quorum(searching: LeaderCandidate) -> bool:

@@ -15,7 +15,7 @@ from averaging.errors import AveragingError
 from averaging.matchmaking import rules
 from averaging.matchmaking.arrivals import Arrivals
 from averaging.matchmaking.rules import CLOCK_TOLERANCE, Declaration, JoinRefusal, LeaderCandidate, unpack_looking
-from averaging.protocol import Group, JoinRequest, MessageCode, MessageFromLeader, unpack_gather
+from averaging.protocol import Group, JoinRequest, MessageCode, MessageFromLeader, Mode, unpack_gather
 
 # Why no other peer joined a group, as far as discovery knows, and what to do about it. Pure.
 
@@ -168,7 +168,8 @@ class SearchState:
         looking = {name: rules.unpack_looking(entry.value) for name, entry in others.items()}
         self.arrivals.observe(looking, asyncio.get_running_loop().time())
         self.seen.update(others)
-        if self.state.quorum is not None and self.state.quorum.once:
+        leads_others = self.state.member.mode is Mode.AUXILIARY  # whose quorum it learns from them
+        if leads_others or (self.state.quorum is not None and self.state.quorum.once):
             self.others_in_group = frozenset(
                 name for name, entry in others.items() if rules.unpack_in_group(entry.value) is not None
             )
@@ -194,6 +195,8 @@ class SearchState:
         self.arrivals.add_request(request.endpoint, loop.time())
         decision: asyncio.Future[MessageFromLeader] = loop.create_future()
         self.state.followers[request.endpoint] = member
+        if self.state.member.mode is Mode.AUXILIARY:
+            self.state.quorum = rules.stated_quorum(self.state.followers.values())
         self.state.min_group_sizes[request.endpoint] = request.min_group_size
         self.state.follower_names[request.endpoint] = request.names
         self._decisions[request.endpoint] = decision

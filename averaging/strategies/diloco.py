@@ -728,6 +728,7 @@ class DiLoCo(LockstepStrategy):
             options["search_timeout"] = search_timeout  # at the end of training all wait for all
         elif (quorum := self._next_quorum(training, once=True)) is not None:
             self._quorum = options["quorum"] = quorum
+            options["gather"]["quorum"] = quorum.pack()
             options["stop_search"] = self._stop(training, self.history, expected)
         self._pending = training.begin(fragment.topic, after=due.after, **options)
 

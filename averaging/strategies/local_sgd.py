@@ -331,7 +331,13 @@ class LocalSGD(Strategy):
             "expected_peers": self._at_moment(expected, due.moment),
             "quorum": quorum,
             "weight": training.weight_of(topic) * factor,
-            "gather": {"round": rounds, "steps": self._open_steps, "age": age, "discount": factor},
+            "gather": {
+                "round": rounds,
+                "steps": self._open_steps,
+                "age": age,
+                "discount": factor,
+                "quorum": quorum.pack(),
+            },
         }
 
     def _note_round(self, training: StrategyContext, receipt: Receipt) -> None:

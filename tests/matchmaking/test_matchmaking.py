@@ -16,10 +16,11 @@ from averaging import Mode, Outcome, Peer, Receipt
 from averaging.config import PeerOptions
 from averaging.discovery.gossip.record import RecordLimits
 from averaging.errors import PeerUnreachableError
+from averaging.matchmaking import Quorum
 from averaging.matchmaking.follower_side import MAX_DIFFERENCES, LoggedDifferences
 from averaging.matchmaking.rules import pack_looking
 from averaging.matchmaking.search_state import NoGroupError
-from averaging.peer import ExpectedAtFirst, Topic, rounds
+from averaging.peer import ExpectedAtFirst, RoundOptions, Topic, rounds
 from averaging.protocol.group import pack_gather
 from averaging.protocol.messages import JoinRequest, MessageCode
 from averaging.testing import virtual_time
@@ -278,6 +279,32 @@ def test_an_auxiliary_makes_a_group_begin_neither_later_nor_sooner(group_wait: f
     for receipt in swarm.simulate(main()):
         assert len(receipt.members) == 3
         assert receipt.seconds < 10.0
+
+
+@pytest.mark.parametrize(("training", "outcome"), [(1, Outcome.NO_GROUP), (2, Outcome.AVERAGED)])
+def test_an_auxiliary_that_leads_keeps_to_the_quorum_of_its_followers(training: int, outcome: Outcome) -> None:
+    """A third peer is expected and does not come: two are enough, and one is not."""
+    swarm = Swarm(1)
+    trains = [swarm.peer(f"peer:{n + 1}", [torch.ones(2)], group_wait=50.0, round_timeout=90.0) for n in range(3)]
+    auxiliary = swarm.peer("peer:9", [torch.ones(2)], group_wait=45.0, round_timeout=90.0, mode=Mode.AUXILIARY)
+    quorum = Quorum(2, 0.5)
+
+    async def main() -> list[Receipt]:
+        async with auxiliary, trains[0], trains[1], trains[2]:
+            for peer in trains:
+                peer.progress.announce(b"")
+            averaging = [asyncio.create_task(auxiliary.average(search_timeout=80.0))]
+            await asyncio.sleep(1.0)
+            for peer in trains[:training]:
+                options: RoundOptions = {"quorum": quorum, "gather": {"quorum": quorum.pack()}, "search_timeout": 80.0}
+                options["expected_peers"] = lambda _: ["peer:3"]
+                averaging.append(asyncio.create_task(peer.average(**options)))
+            return await asyncio.gather(*averaging)
+
+    receipts = swarm.simulate(main())
+    assert {receipt.outcome for receipt in receipts} == {outcome}
+    if outcome is Outcome.AVERAGED:
+        assert max(receipt.seconds for receipt in receipts) < 5.0
 
 
 def test_every_receipt_has_what_members_gathered() -> None:
