@@ -30,6 +30,8 @@ RECEIPT = Receipt(
     allreduce_seconds=0.5,
     bytes_sent=3 << 20,
     bytes_received=100,
+    part_bytes_sent=1 << 20,
+    part_bytes_received=60,
     kept_local=2,
     state_version=4,
 )
@@ -54,6 +56,8 @@ def test_a_round() -> None:
         "allreduce_seconds": 0.5,
         "bytes_sent": 3 << 20,
         "bytes_received": 100,
+        "part_bytes_sent": 1 << 20,
+        "part_bytes_received": 60,
         "kept_local": 2,
         "state_version": 4,
     }
