@@ -44,6 +44,7 @@ def explain_command(files: Sequence[Path], summary: bool) -> None:
       3 of 4       members that were not dropped
       dropped      why, with figures; "by" which members, if not by all with receipts
       arrived      the member for which the group waited before the all-reduce began
+      steps late   rounds that a member with a quorum has missed, and what its weight was multiplied by for that
       waited       how long the other members waited for one member alone in the all-reduce
       kept         elements without an average, because their reducer was dropped
       all 3 agree  the members with receipts got the same averages; else DIFFERENT AVERAGES

@@ -286,6 +286,7 @@ def describe(round_: Round, peers: Iterable[str] = ()) -> str:
     facts += [f"{name} has left the run" for name in sorted({n for receipt in round_.receipts for n in receipt.left})]
     if late := last_to_arrive(round_.receipts):
         facts.append(str(late))
+    facts += [f"{account.endpoint} {account.lateness}" for account in first.accounts if account.lateness]
     if straggler := round_.straggler:
         facts.append(f"waited {straggler.seconds:.1f} s for the {straggler.what} of {straggler.endpoint}")
     facts += [

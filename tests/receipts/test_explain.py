@@ -55,6 +55,11 @@ def test_who_was_waited_for_and_what_was_kept() -> None:
     )
 
 
+def test_who_missed_rounds_with_a_quorum_and_what_its_weight_was() -> None:
+    accounts = (Account(A, age=0, discount=1.0), Account(B, age=9, discount=0.63), Account(C, age=1), Account(D))
+    assert line(receipt(accounts=accounts)) == f"{WELL}; {B} 9 steps late, weight × 0.63; {C} 1 step late"
+
+
 def test_several_peers_agree() -> None:
     assert line(*(receipt(name) for name in (A, B, C))) == f"{WELL}; all 3 agree"
 
