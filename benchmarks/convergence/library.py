@@ -69,6 +69,7 @@ class Run:
             replica.load_state_dict(model.state_dict())
         self._first: Future[str] = Future()  # endpoint of the peer through which the others join
         self._receipts: list[list[Receipt]] = [[] for _ in range(peers)]
+        self._parts: dict[str, int] = {}  # of the text, by the endpoint of the peer
         self._curve = Curve(recipe, steps)
         self._step = 0
         # One peer computes at a time: more threads than cores would only slow each other down.
@@ -88,6 +89,7 @@ class Run:
         with self._averager(part) as opt:
             if part == 0:
                 self._first.set_result(opt.endpoint)
+            self._parts[opt.endpoint] = part
             if not opt.wait_for_peers(self._peers, PATIENCE):
                 raise RuntimeError(f"only {len(opt.peers)} of {self._peers} peers have come")
             text = batches(recipe, self._peers, part, seed)
@@ -144,6 +146,7 @@ class Run:
             raise RuntimeError("the peers do not hold the same model in the end")
         trained = self._curve.end(self._models)
         trained.rounds, trained.incomplete = len(receipts), len(incomplete)
+        trained.orders = [[self._parts[name] for name in one.members] for one in receipts]
         trained.samples = self._steps * self._peers * self._recipe.batch
         trained.sent, trained.received = (
             statistics.mean(sum(getattr(one, name) for one in peer) for peer in self._receipts)

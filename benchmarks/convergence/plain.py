@@ -39,6 +39,7 @@ class Trained:
         bits: that one peer has contributed to all rounds, by the bits of an element; 0 from the library.
         sent: bytes that a peer has sent, in the mean, by its receipts; 0 from plain torch.
         received: the same of bytes that it has received.
+        orders: order of the peers in the group of each round; from the library.
     """
 
     loss: float = 0.0
@@ -50,6 +51,7 @@ class Trained:
     bits: float = 0.0
     sent: float = 0.0
     received: float = 0.0
+    orders: list[list[int]] = field(default_factory=list)
 
 
 class Curve:
@@ -96,17 +98,28 @@ def train_joined(
 
 
 def train_replicas(
-    recipe: Recipe, case: Case, model: LanguageModel, steps: int, peers: int, seed: int, say: Say
+    recipe: Recipe,
+    case: Case,
+    model: LanguageModel,
+    steps: int,
+    peers: int,
+    seed: int,
+    say: Say,
+    orders: Sequence[Sequence[int]] = (),
 ) -> Trained:
     """Trains one replica for each peer, and averages them as the case says.
 
     If the last peer is slow, the others make more steps, until all have trained on as many samples as equal peers have.
+
+    Args:
+        orders: order of the peers in the group of each round, which decides who reduces what; after the last, and by
+            default, it is that of their numbers.
     """
     replicas = [LanguageModel(recipe.size) for _ in range(peers)]
     for replica in replicas:
         replica.load_state_dict(model.state_dict())
     inners = [Inner(replica, case.muon) for replica in replicas]
-    outer = Outer(case, replicas)
+    outer = Outer(case, replicas, orders)
     curve = Curve(recipe, steps)
     parts = [batches(recipe, peers, part, seed) for part in range(peers)]
     speeds = [1.0] * (peers - 1) + [case.last_speed]
@@ -136,8 +149,8 @@ class Outer:
         bits: contributed by each peer so far.
     """
 
-    def __init__(self, case: Case, replicas: Sequence[LanguageModel]) -> None:
-        self._case = case
+    def __init__(self, case: Case, replicas: Sequence[LanguageModel], orders: Sequence[Sequence[int]] = ()) -> None:
+        self._case, self._orders = case, orders
         self._replicas = [list(replica.parameters()) for replica in replicas]
         anchors = [torch.nn.Parameter(parameter.detach().clone()) for parameter in self._replicas[0]]
         sizes = [anchor.numel() for anchor in anchors]
@@ -149,6 +162,7 @@ class Outer:
             for fragment in self._fragments
         ]
         self._residuals = [[torch.zeros(size) for size in sizes] for _ in replicas]
+        self._lost: dict[tuple[int, int], torch.Tensor] = {}  # residual of a reducer's replies for a tensor
         self._owners = owners(sizes, self._fragments, len(replicas))
         self._pending: tuple[int, list[torch.Tensor]] | None = None
         self._since = 0
@@ -180,16 +194,20 @@ class Outer:
         anchor = self._anchors[place]
         changes = [(anchor - parameters[place]).reshape(-1) for parameters in self._replicas]
         residuals = [residuals[place] for residuals in self._residuals]
+        order = self._orders[self.rounds] if self.rounds < len(self._orders) else range(len(changes))
+        owner = order[self._owners[place]]
         self.bits += anchor.numel() * self._case.bits_per_weight
         match self._case.codec:
             case "none":
                 return weighted_mean(changes, weights).view(anchor.shape)
             case "int8":
-                return int8_round(changes, residuals, weights, self._owners[place]).view(anchor.shape)
+                return int8_round(changes, residuals, weights, owner).view(anchor.shape)
             case "two_bit":
                 return all_in_two_bit(changes, residuals, weights).view(anchor.shape)
             case _:
-                return top_k_round(self._case, tuple(anchor.shape), changes, residuals, weights).view(anchor.shape)
+                lost = self._lost.setdefault((owner, place), torch.zeros(anchor.numel()))
+                average = top_k_round(self._case, tuple(anchor.shape), changes, residuals, weights, lost)
+                return average.view(anchor.shape)
 
     def _end(self) -> None:
         """Makes the outer step with the average, and merges its result with the local models."""
@@ -280,6 +298,7 @@ def top_k_round(
     changes: Sequence[torch.Tensor],
     residuals: Sequence[torch.Tensor],
     weights: Sequence[float],
+    lost: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A round with top-k, whose contributions no peer may dominate: each is scaled to at most the lower median norm.
 
@@ -288,11 +307,13 @@ def top_k_round(
         changes: of each peer, flat.
         residuals: of each peer, flat and in the order of the blocks; updated.
         weights: of the peers.
+        lost: what earlier replies of the peer that reduces the tensor have lost, in the order of the blocks; updated.
+            None sends all averages exactly.
     """
     order, runs = blocks(shape)
     sent, chosen = [], []
     for change, residual in zip(changes, residuals, strict=True):
-        exact = case.decay * residual + change[order]
+        exact = torch.add(change[order], residual, alpha=case.decay)
         kept = largest(exact, runs, case.keeps)
         values = torch.zeros_like(exact)
         values[kept] = quantised(exact[kept], case.bits)
@@ -302,9 +323,43 @@ def top_k_round(
     result = torch.empty_like(changes[0])
     for run in runs:  # the elements of a run are one part of a round
         part = slice(run.start, run.stop)
-        result[order[part]] = mean_of_sparse(
-            [values[part] for values in sent], [mask[part] for mask in chosen], weights, case.senders
-        )
+        masks = [mask[part] for mask in chosen]
+        mean = mean_of_sparse([values[part] for values in sent], masks, weights, case.senders)
+        if lost is not None and not comes_as_sent(case, run, masks):
+            union = torch.stack(masks).amax(dim=0) > 0
+            exact = torch.where(union, mean + lost[part], 0.0)
+            mean = exact.bfloat16().float() if reply_bits(run, union) == 16 else coarse(exact, union)
+            lost[part] = torch.where(union, exact - mean, lost[part])
+        result[order[part]] = mean
+    return result
+
+
+def comes_as_sent(case: Case, run: Run, masks: Sequence[torch.Tensor]) -> bool:
+    """Whether the contributions as they came are a shorter reply than their mean."""
+    kept = int(masks[0].sum())
+    few = kept < 2**case.bits
+    contribution = math.ceil(1.5 * kept) + (4 * kept if few else (4 << case.bits) + math.ceil(kept * case.bits / 8))
+    union = torch.stack(list(masks)).amax(dim=0)
+    return 3 + len(masks) * (8 + contribution) <= min(reply_sizes(run, int(union.sum())).values())
+
+
+def reply_sizes(run: Run, count: int) -> dict[int, int]:
+    """Bytes of a mean of `count` elements with values of 8 and of 16 bit."""
+    numel = run.stop - run.start
+    places = min(2 * (numel // run.size) + math.ceil(1.5 * count), math.ceil(numel / 8))
+    return {8: 1 + places + (4 << 8) + count, 16: 1 + places + 2 * count}
+
+
+def reply_bits(run: Run, union: torch.Tensor) -> int:
+    """Bits of each value in the shorter of the two."""
+    sizes = reply_sizes(run, int(union.sum()))
+    return min(sizes, key=lambda bits: sizes[bits])
+
+
+def coarse(values: torch.Tensor, union: torch.Tensor) -> torch.Tensor:
+    """The values with 8 bit for those in the union, and 0 for the others."""
+    result = torch.zeros_like(values)
+    result[union] = quantised(values[union], 8)
     return result
 
 
@@ -314,11 +369,13 @@ def mean_of_sparse(
     """The mean of one part, per element over those that sent it or over all."""
     norms = [float(torch.linalg.vector_norm(values, dtype=torch.float64)) for values in sent]
     median = statistics.median_low([norm for norm in norms if norm] or [0.0])
-    total, count = torch.zeros_like(sent[0]), torch.zeros_like(sent[0])
+    # In double precision, so that the order of the peers does not matter; weights and scales are sent as float32.
+    total, count = torch.zeros(2, len(sent[0]), dtype=torch.float64)
     for values, mask, norm, weight in zip(sent, chosen, norms, weights, strict=True):
-        total += values * (min(1.0, median / norm) if norm else 1.0) * weight
+        scale = float(torch.tensor(min(1.0, median / norm) if norm else 1.0))
+        total += values.double() * scale * weight
         count += mask * weight if senders else weight
-    return torch.where(count > 0, total / count.clamp(min=1e-30), 0.0)
+    return torch.where(count > 0, total / count.clamp(min=1e-30), 0.0).float()
 
 
 @dataclass(frozen=True, slots=True)

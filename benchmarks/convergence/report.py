@@ -17,6 +17,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from benchmarks.convergence.cases import SYSTEMS, Case, all_cases, all_cells
+from benchmarks.convergence.runner import landed
 
 COLOURS = {"none": "#0072B2", "int8": "#009E73", "top_k": "#D55E00", "two_bit": "#CC79A7"}
 """By codec; distinguishable also by colour-blind readers (Okabe and Ito)."""
@@ -300,9 +301,11 @@ def origin(recorded: Recorded) -> str:
     cells = recorded.cells.values()
     runs = sorted({(cell["machine"], cell["python"], cell["torch"]) for cell in cells})
     dates = sorted(cell["date"] for cell in cells)
-    commits = sorted({cell["commit"] for cell in cells})
+    commits = sorted({cell["commit"] for cell in cells if landed(cell["commit"].split()[0])})
+    others = len({cell["commit"] for cell in cells}) - len(commits)
     where = "; ".join(f"{machine}, Python {python}, torch {torch}" for machine, python, torch in runs)
-    return f"Trained from {dates[0]} to {dates[-1]} on a shared machine: {where}; commits {', '.join(commits)}."
+    named = [*commits, *([f"{others} of branches that were rebased before they landed"] if others else [])]
+    return f"Trained from {dates[0]} to {dates[-1]} on a shared machine: {where}; commits {', '.join(named)}."
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

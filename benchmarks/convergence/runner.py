@@ -93,6 +93,12 @@ def provenance() -> dict[str, Any]:
     }
 
 
+def landed(commit: str) -> bool:
+    """Whether a commit is in the history of this one, so that others can find it."""
+    git = ["git", "-C", str(Path(__file__).parents[2]), "merge-base", "--is-ancestor", commit, "HEAD"]
+    return subprocess.run(git, capture_output=True, check=False).returncode == 0
+
+
 class Results:
     """The recorded cells, in a file that several processes may add to.
 
