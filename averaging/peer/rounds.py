@@ -563,16 +563,22 @@ def _nobody(_: Mapping[str, bytes]) -> Collection[str]:
 def _with_arrival(account: Account, round_: _Round) -> Account:
     name = account.endpoint
     waited = None if round_.arrivals is None else round_.arrivals.waited(name)
-    age, discount = _age_in(
-        None if round_.group is None else detach(round_.group.members[round_.group.index(name)].user)[0]
-    )
-    return replace(account, waited=waited, step_rate=round_.step_rates.get(name), age=age, discount=discount)
+    user = _user(None if round_.group is None else detach(round_.group.members[round_.group.index(name)].user)[0])
+    age, discount = _age_in(user)
+    unit = "samples" if user.get("unit") == "samples" else ""
+    rate = round_.step_rates.get(name)
+    return replace(account, waited=waited, step_rate=rate, age=age, discount=discount, weight_unit=unit)
 
 
-def _age_in(gathered: Any) -> tuple[int | None, float | None]:
-    """The age and the discount that a member states in its `gather`; None if it states none, or nonsense."""
+def _user(gathered: Any) -> dict[Any, Any]:
+    """What the strategy of a member states in its `gather`; empty if it states nothing, or no dict."""
     user = gathered.get("user") if isinstance(gathered, dict) and "site" in gathered else gathered
-    age, discount = (user.get("age"), user.get("discount")) if isinstance(user, dict) else (None, None)
+    return user if isinstance(user, dict) else {}
+
+
+def _age_in(user: Mapping[Any, Any]) -> tuple[int | None, float | None]:
+    """The age and the discount that a member states; None if it states none, or nonsense."""
+    age, discount = user.get("age"), user.get("discount")
     known = is_count(age) and age < 1 << 32
     return age if known else None, float(discount) if known and is_number(discount) and 0 < discount <= 1 else None
 

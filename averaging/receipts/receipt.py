@@ -123,6 +123,7 @@ class Account:
         age: rounds that the others have made since it had the state on which it made the local steps that it has
             contributed, on average; 0 if it has missed none. None if it does not say: only members with `quorum` do.
         discount: factor that its age has put on `weight`, which includes it; None if it does not say.
+        weight_unit: `samples` if the member says that its weight counts them; else empty.
     """
 
     endpoint: str
@@ -139,6 +140,12 @@ class Account:
     lane_reason: str = ""
     age: int | None = None
     discount: float | None = None
+    weight_unit: str = ""
+
+    @property
+    def weight_text(self) -> str:
+        """`weight 400 samples`; without the unit if the weight has none."""
+        return f"weight {self.weight:g} {self.weight_unit}".rstrip()
 
     @property
     def lateness(self) -> str:
@@ -288,7 +295,7 @@ class Receipt:
         rows |= {"sent": size(self.bytes_sent), "received": size(self.bytes_received)}
         for account in self.accounts:
             name = account.endpoint + (" (this peer)" if account.endpoint == self.endpoint else "")
-            text = f"{account.role.value}, weight {account.weight:g}, reduces {account.share:.0%}"
+            text = f"{account.role.value}, {account.weight_text}, reduces {account.share:.0%}"
             if account.waited is not None:
                 text += f", waited {duration(account.waited)}"
             if account.lateness:

@@ -623,7 +623,7 @@ class DiLoCo(LockstepStrategy):
     def _contribution(self, training: StrategyContext, fragment: Fragment, target: History) -> RoundOptions:
         """Weight and `gather` of what this peer sends to the next step of `target`."""
         weight = training.weight_of(fragment.topic)
-        gather: dict[str, Any] = {"samples": weight}
+        gather: dict[str, Any] = {"samples": weight} | training.unit
         if self.quorum is None:
             return {"gather": gather, "weight": weight}
         base = target.step if fragment.base is None else fragment.base

@@ -337,6 +337,7 @@ class LocalSGD(Strategy):
                 "age": age,
                 "discount": factor,
                 "quorum": quorum.pack(),
+                **training.unit,
             },
         }
 

@@ -203,6 +203,18 @@ class StrategyContext:
                 "that calls step() itself, use its class from averaging.integrations"
             )
 
+    def _weigh(self, options: RoundOptions, topic: Topic) -> None:
+        """Sets this peer's weight, and its unit, in the options of a round for which the strategy sets none."""
+        if "weight" not in options:
+            options["weight"] = self.weight_of(topic)
+            if self.weighs_samples:
+                options.setdefault("gather", self.unit)
+
+    @property
+    def unit(self) -> dict[str, str]:
+        """What `gather` says of the unit of this peer's weight: nothing of a number."""
+        return {"unit": SAMPLES} if self.weighs_samples else {}
+
     def weight_of(self, topic: Topic) -> float:
         """Weight of this peer in the next round of a topic; all ranks of a site call it."""
         if not self.weighs_samples:
@@ -456,7 +468,7 @@ class StrategyContext:
                 return self.receipt_of(self.begin(topic, after=after, **options))
             self.check_tensors()
             averaged = topic or self._model_topic
-            options.setdefault("weight", self.weight_of(averaged))
+            self._weigh(options, averaged)
             made = self.samples.made
             receipt = self.thread.run(self._round(topic, options, after))
             if receipt.averaged:
@@ -473,7 +485,7 @@ class StrategyContext:
         averaged = topic or self._model_topic
         pending = PendingRound(self.site, averaged.tensors.tensors)
         pending.samples = averaged.schema.topic, self.samples.made
-        options.setdefault("weight", self.weight_of(averaged))
+        self._weigh(options, averaged)
         self.check_tensors()
         if self.site.owns:
             round_ = self._round(topic, options, after, pending)

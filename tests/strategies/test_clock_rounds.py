@@ -92,6 +92,7 @@ def test_peers_weigh_as_many_samples_as_they_have_made_since_the_last_average(
     for receipt in fast.receipts:
         for account in receipt.accounts if receipt.averaged else ():
             weights[account.endpoint] += account.weight
+            assert account.weight_unit == "samples"
     last = max(receipt.started for receipt in fast.receipts if receipt.averaged)
     for peer, made in ((fast, 40 * (last % 1000)), (slow, 4 * (last % 1000))):
         assert weights[peer.name] == pytest.approx(made, rel=0.1)
