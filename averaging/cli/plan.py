@@ -14,7 +14,7 @@ from rich.table import Table
 from averaging.cli.exits import failure_of
 from averaging.cli.explain import read_receipts
 from averaging.cli.options import KindType
-from averaging.common import choice, number
+from averaging.common import choice, number, parse_duration
 from averaging.errors import ConfigError
 from averaging.protocol import CHANGE_COMPRESSIONS, KEPT_BITS
 
@@ -43,6 +43,32 @@ def _density(context: click.Context, parameter: click.Parameter, value: str) -> 
         raise click.BadParameter(f"{value!r} is no number; write it as 1/64 or 0.0156", context, parameter) from None
 
 
+def _sync_every(context: click.Context, parameter: click.Parameter, value: str) -> int | float:
+    """Reads a number of steps, or the seconds of a time such as `120s`, as a float."""
+    if value.isascii() and value.isdigit() and int(value) >= 1:
+        return int(value)
+    try:
+        seconds = parse_duration(value)
+    except ConfigError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise click.BadParameter(
+            f"{value!r} is neither a number of steps, at least 1, nor a time such as 120s", context, parameter
+        )
+    return seconds
+
+
+def _by_the_clock(given: dict[str, Any]) -> dict[str, Any]:
+    """The steps of the fastest peer in a `--sync-every` of seconds, at which all peers come with what they have."""
+    seconds = given["sync_every"]
+    if isinstance(seconds, int):
+        return {}
+    if given["strategy"] == "gradient_averaging":
+        raise click.UsageError("--sync-every of gradient_averaging is a number of batches, not a time.")
+    fastest, fragments = min(given["step_seconds"]), given["fragments"]
+    return {"sync_every": max(1, round(seconds / fastest / fragments)) * fragments, "step_seconds": (fastest,)}
+
+
 @click.command("plan")
 @click.option("--parameters", type=COUNT, required=True, metavar="N", help="Trained elements of the model, as 1.2e9.")
 @click.option("--dtype", default="fp32", metavar="[fp64|fp32|fp16|bf16]", help="Their dtype.")
@@ -54,10 +80,11 @@ def _density(context: click.Context, parameter: click.Parameter, value: str) -> 
 )
 @click.option(
     "--sync-every",
-    default=100,
-    type=click.IntRange(min=1),
-    metavar="H",
-    help="Local steps between two rounds; with gradient_averaging batches of a peer for a global step.",
+    default="100",
+    callback=_sync_every,
+    metavar="H|SECONDS",
+    help="Local steps between two rounds, or the time from one to the next, as 120s: then nobody waits for a slow "
+    "peer. With gradient_averaging batches of a peer for a global step.",
 )
 @click.option("--compression", default="none", type=KindType(choice(CHANGE_COMPRESSIONS)), help="Code on the wire.")
 @click.option(
@@ -131,6 +158,10 @@ def plan_command(price: float | None, receipts: Path | None, as_json: bool, **gi
       averaging plan --parameters 1e8 --peers 3 --step-seconds 0.5,0.5,2
       averaging plan --parameters 1e8 --peers 3 --step-seconds 0.5 --receipts a.jsonl
 
+    \b
+    The same three peers, if they average every two minutes with the steps that each has made:
+      averaging plan --parameters 1e8 --peers 3 --step-seconds 0.5,0.5,2 --sync-every 120s
+
     With --receipts the quantities that differ by more than 15 % have a remark on what to look at.
 
     Exit codes: 0 done; 2 wrong usage, or receipts that cannot be read.
@@ -138,7 +169,10 @@ def plan_command(price: float | None, receipts: Path | None, as_json: bool, **gi
     from averaging.plan import PeerLink, RunPlan, StrategyKind, compare, estimate, parse_dtype
     from averaging.protocol import TopK
 
-    given |= {"parameters": int(given["parameters"]), "strategy": StrategyKind(given["strategy"])}
+    given |= _by_the_clock(given) | {
+        "parameters": int(given["parameters"]),
+        "strategy": StrategyKind(given["strategy"]),
+    }
     try:
         given["top_k"] = TopK(given.pop("density"), int(given.pop("bits")))
         planned = RunPlan(**given | {"dtype": parse_dtype(given["dtype"]), "link": PeerLink.parse(given["link"])})

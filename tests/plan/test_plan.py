@@ -260,3 +260,25 @@ def test_wrong_options_of_top_k_are_named(options: list[str], complaint: str) ->
     result = run_command("--parameters", "1e6", "--compression", "top_k", *options)
     assert result.exit_code == 2
     assert complaint in result.output
+
+
+def test_rounds_by_the_clock_wait_for_no_slow_peer() -> None:
+    peers = ("--parameters", "1e6", "--peers", "3", "--json", "--link", "1Gbit/1ms")
+    by_clock = json.loads(run_command(*peers, "--step-seconds", "0.5,0.5,2", "--sync-every", "120s").output)
+    alike = json.loads(run_command(*peers, "--step-seconds", "0.5", "--sync-every", "240").output)
+    assert by_clock == alike
+    by_steps = json.loads(run_command(*peers, "--step-seconds", "0.5,0.5,2", "--sync-every", "240").output)
+    assert by_steps["share_not_training"] > 0.7 > 0.05 > by_clock["share_not_training"]
+
+
+@pytest.mark.parametrize("value", ["0", "0s", "-1", "ten", "1.5", ""])
+def test_a_sync_every_that_is_neither_steps_nor_a_time_is_refused(value: str) -> None:
+    result = run_command("--parameters", "1e6", "--sync-every", value)
+    assert result.exit_code == 2
+    assert "is neither a number of steps, at least 1, nor a time such as 120s" in result.output.replace("\n", " ")
+
+
+def test_gradient_averaging_by_the_clock_is_refused() -> None:
+    result = run_command("--parameters", "1e6", "--strategy", "gradient_averaging", "--sync-every", "10s")
+    assert result.exit_code == 2
+    assert "is a number of batches, not a time" in result.output

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from averaging import DiLoCo, LocalSGD, Strategy
 from averaging.errors import ConfigError
 from tests.support import training_run
-from tests.support.training_run import Run, Site, agree
+from tests.support.training_run import Noise, Run, Site, agree
 
 FIRST = "192.0.2.1:1"
 
@@ -18,8 +21,23 @@ MAKERS: dict[str, Callable[[], Strategy]] = {
     "local": lambda: LocalSGD("10s"),
     "overlap": lambda: LocalSGD("10s", overlap=True),
     "diloco": lambda: DiLoCo("10s"),
-    "fragments": lambda: DiLoCo("10s", delay=3),
+    "delay": lambda: DiLoCo("10s", delay=3),
 }
+
+
+class TwoTensors(Noise):
+    """Noise for two tensors, so that a model can be cut into two fragments."""
+
+    def __init__(self, rng: random.Random, batch_size: int) -> None:
+        super().__init__(rng, {})
+        self._second = torch.nn.Parameter(self._random())
+        self.optimizer = torch.optim.SGD([self._parameter, self._second], lr=0.1)
+        self.batch_size = batch_size
+
+    def backward(self) -> None:
+        """See `Learner.backward`."""
+        super().backward()
+        self._second.grad = self._random()
 
 
 def sites(*step_seconds: float, **options: Any) -> list[Site]:
@@ -82,7 +100,7 @@ def test_another_interval_and_steps_are_refused_at_the_start(
         run(monkeypatch, lambda: next(made), sites(0.1, 0.1), until=10.0)
 
 
-@pytest.mark.parametrize("kind", ["local", "fragments"])
+@pytest.mark.parametrize("kind", ["local", "delay"])
 def test_peers_weigh_as_many_samples_as_they_have_made_since_the_last_average(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -97,6 +115,31 @@ def test_peers_weigh_as_many_samples_as_they_have_made_since_the_last_average(
     for peer, made in ((fast, 40 * (last % 1000)), (slow, 4 * (last % 1000))):
         assert weights[peer.name] == pytest.approx(made, rel=0.1)
         assert weights[peer.name] % 4 == 0
+    assert agree([fast, slow])
+
+
+@pytest.mark.parametrize(
+    ("make", "seconds"),
+    [
+        pytest.param(lambda: LocalSGD("10s"), 10, id="local"),
+        pytest.param(lambda: DiLoCo("20s", fragments=2), 20, id="fragments"),
+        pytest.param(lambda: DiLoCo("10s", compression="top_k", density=0.5), 10, id="top_k"),
+    ],
+)
+def test_peers_with_other_batch_sizes_weigh_as_many_samples(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[], Strategy], seconds: int
+) -> None:
+    peers = sites(0.1, 1.0, options={"weight": "samples"})
+    for peer, batch_size in zip(peers, (4, 32), strict=True):
+        peer.learner = partial(TwoTensors, batch_size=batch_size)
+    fast, slow = run(monkeypatch, make, peers, until=65.0)
+    averaged = [receipt for receipt in fast.receipts if receipt.averaged and len(receipt.members) == 2]
+    assert len(averaged) >= 5
+    for receipt in averaged[2:]:  # the first ones have what came before the peers met
+        weights = {account.endpoint: account.weight for account in receipt.accounts}
+        assert weights[fast.name] == pytest.approx(4 * seconds / 0.1, rel=0.15)
+        assert weights[slow.name] == pytest.approx(32 * seconds / 1.0, rel=0.15)
+        assert weights[slow.name] % 32 == 0
     assert agree([fast, slow])
 
 

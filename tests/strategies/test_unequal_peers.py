@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -52,3 +53,27 @@ def test_numbers_of_steps_may_differ(monkeypatch: pytest.MonkeyPatch, kind: str)
         assert all(len(receipt.members) == 2 for receipt in averaged)
         assert not any(receipt.drift for receipt in averaged)
     assert agree([first, second])
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_batch_sizes_may_differ(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setitem(training_run.STRATEGIES, "unequal", lambda _: STRATEGIES[kind](4))
+    sites = [
+        Site("192.0.2.1:1", [], 0.1, learner=lambda rng: _noise(rng, 4)),
+        Site("192.0.2.2:1", ["192.0.2.1:1"], 0.2, learner=lambda rng: _noise(rng, 12)),
+    ]
+    first, second = training_run.Run(0, "unequal", sites, until=20.0, group_wait=3.0).simulate()
+    averaged = [receipt for receipt in first.receipts if receipt.averaged and len(receipt.members) == 2]
+    assert len(averaged) >= 5
+    for receipt in averaged[1:]:
+        weights = {account.endpoint: account.weight for account in receipt.accounts}
+        # Gradients are means over samples, so they weigh as many; changes of equally many steps weigh alike.
+        share = weights[second.name] / sum(weights.values())
+        assert share == (0.75 if kind == "gradients" else 0.5)
+    assert agree([first, second])
+
+
+def _noise(rng: random.Random, batch_size: int) -> training_run.Noise:
+    noise = training_run.Noise(rng, {})
+    noise.batch_size = batch_size
+    return noise
