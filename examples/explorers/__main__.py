@@ -113,8 +113,8 @@ async def train(steps: int, seed: int) -> Record:
                 if step % max(1, steps // 10) == 0:
                     following = synchronizer.explorer_status_counts[RunningStatus.RUNNING]
                     print(f"step {step:3}: reward {record.rewards[-1][1]:5.1f}, {following} explorers", flush=True)
-            await synchronizer.set_trainer_status(RunningStatus.STOPPED)
         finally:
+            await synchronizer.set_trainer_status(RunningStatus.STOPPED)  # also after Ctrl+C, so that explorers end
             await team.end()
     return record
 
@@ -170,7 +170,7 @@ class Team:
         for process in processes:
             if process.returncode is None:
                 process.kill()
-            await process.wait()
+            await process.communicate()  # `wait` would not return while something is left in the pipe
 
     async def _read(self, number: int, process: asyncio.subprocess.Process) -> None:
         """Reads the messages of an explorer. While the trainer is busy, the explorer waits."""
