@@ -1,7 +1,7 @@
 """Strategies: what is averaged, and when.
 
 Read in this order: `base` (what a strategy implements), `schedule` (when its rounds are due), `local_sgd` (the
-simplest), `gradient_averaging`, `diloco`. They share `catch_up` and `lockstep`. `run` is the start and the end of
+simplest), `gradient_averaging`, `diloco` with its `fragments`. They share `catch_up` and `lockstep`. `run` is the start and the end of
 training.
 """
 

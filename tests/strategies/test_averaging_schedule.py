@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from averaging.strategies.diloco import cut
+from averaging.strategies.fragments import cut
 from averaging.strategies.schedule import AveragingSchedule
 
 

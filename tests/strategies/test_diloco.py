@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from averaging.strategies.diloco import Fragment
+from averaging.strategies.fragments import Fragment
 
 
 def fragment(parameter: torch.Tensor, anchor: list[float], change: list[float]) -> Fragment:

@@ -1,0 +1,235 @@
+"""The pieces into which DiLoCo divides a model, each with its anchors, pseudo-gradient and outer optimizer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from averaging.errors import ConfigError, TensorError
+from averaging.peer import SparseFeedback, Topic
+from averaging.tensors import sharing_memory
+from averaging.training import GroupProgress
+
+
+class Fragment:
+    """A piece of the model with its outer state.
+
+    Attributes:
+        parameters: parameters of the model, trained by the inner optimizer.
+        anchors: the parameters after the last global step, on the CPU.
+        changes: the pseudo-gradient, anchors minus parameters; after a round its average.
+        progress: what the outer optimizer changes in its parameter groups.
+        open_steps: local steps that no average includes yet.
+        base: global step whose state they were made on, on average.
+        buffers: pairs of a model's buffer and its copy; after a round the copy holds the average.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        parameters: dict[str, torch.Tensor],
+        anchors: dict[str, torch.nn.Parameter],
+        changes: dict[str, torch.Tensor],
+        topic: Topic,
+        outer: torch.optim.Optimizer,
+        buffers: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+    ) -> None:
+        self.number = number
+        self.parameters, self.anchors, self.changes, self.buffers = parameters, anchors, changes, buffers
+        self.topic, self.outer, self.progress = topic, outer, GroupProgress(outer)
+        self.open_steps, self._bases = 0, 0.0  # the latter is the sum of the global steps that they were made on
+        self._sent_steps = 0  # of the open ones, those that the round in progress sends
+        self._measured: dict[str, torch.Tensor] = {}
+        self._included: dict[str, torch.Tensor] = {}  # the local steps in a result that this peer has not got yet
+        tied = sharing_memory(list(parameters.values()))
+        self._tied = [name for place, name in enumerate(parameters) if place in tied]
+
+    @property
+    def feedback(self) -> SparseFeedback | None:
+        """What was not sent yet, with `top_k`."""
+        return self.topic.feedback if isinstance(self.topic.feedback, SparseFeedback) else None
+
+    @torch.no_grad()
+    def anchor(self) -> None:
+        """Sets the anchors to the present parameters."""
+        for name, parameter in self.parameters.items():
+            self.anchors[name].copy_(parameter)
+
+    @torch.no_grad()
+    def measure(self, *, keep: bool = False) -> None:
+        """Computes the pseudo-gradient and copies the buffers.
+
+        Args:
+            keep: whether `step` needs the present parameters: if training goes on and they are mixed with the result.
+        """
+        self._sent_steps = self.open_steps
+        self._measured = {name: parameter.clone() for name, parameter in self.parameters.items()} if keep else {}
+        for name, parameter in self.parameters.items():
+            anchor = self.anchors[name]
+            # What rounding has changed is measured again and again if it is not sent, so it must not be in a residual.
+            start = anchor if self.feedback is None else anchor.to(parameter.dtype).to(anchor.dtype)
+            torch.sub(start, parameter.to("cpu", anchor.dtype), out=self.changes[name])
+            if name in self._included:
+                self.changes[name].add_(self._included[name])
+        for buffer, copied in self.buffers:
+            copied.copy_(buffer)
+
+    def count(self, step: int) -> None:
+        """Counts a local step, made on the state after global step `step`."""
+        self.open_steps += 1
+        self._bases += step
+
+    @property
+    def base(self) -> float | None:
+        """Global step whose state the open local steps were made on, on average; None without any."""
+        return self._bases / self.open_steps if self.open_steps else None
+
+    def start_at(self, step: int, open_steps: int = 0) -> None:
+        """Notes that so many local steps are open, all made on the state after global step `step`."""
+        self.open_steps, self._bases = open_steps, float(open_steps * step)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the local steps since `measure` are known, so that they can be put on top of a result."""
+        return bool(self._measured)
+
+    @torch.no_grad()
+    def include(self, step: int) -> tuple[int, dict[str, torch.Tensor]]:
+        """Notes that a result which this peer has not got yet includes the local steps up to `measure`.
+
+        Args:
+            step: global step whose state this peer has.
+
+        Returns:
+            How many local steps these are that none included before, and their change.
+        """
+        new: dict[str, torch.Tensor] = {}
+        for name, measured in self._measured.items():
+            change = measured.to("cpu", self.anchors[name].dtype) - self.anchors[name]
+            new[name] = change - self._included.get(name, 0)
+            self._included[name] = change
+        self._measured = {}
+        sent, self._sent_steps = self._sent_steps, 0
+        self.start_at(step, self.open_steps - sent)
+        return sent, new
+
+    def exclude(self) -> None:
+        """Forgets what `include` has noted."""
+        self._included = {}
+
+    def applied(self, step: int) -> None:
+        """Notes that the result of the round is the state after global step `step`."""
+        self.start_at(step, self.open_steps - self._sent_steps)
+        self._sent_steps = 0
+
+    def step(self, alpha: float) -> None:
+        """Makes the outer step and writes its result and the averaged buffers to the model.
+
+        Args:
+            alpha: see `DiLoCo`; of the local steps since `measure` if that has kept the parameters.
+        """
+        for name, anchor in self.anchors.items():
+            anchor.grad = self.changes[name]
+        with self.progress.observed():
+            self.outer.step()
+        with torch.no_grad():
+            # Copies of parameters that share memory, made before any of them is written.
+            was = {name: self.parameters[name].clone() for name in self._tied} if alpha else {}
+            for name, parameter in self.parameters.items():
+                self.anchors[name].grad = None
+                result = self.anchors[name].to(parameter.device, parameter.dtype)
+                if name in self._measured:
+                    # Not lerp_: the local parameters also hold what was not sent, which is sent later.
+                    since = was.get(name, parameter) - self._measured[name]
+                    parameter.copy_(result + alpha * since)
+                elif alpha:
+                    # lerp_ of equal values is exact, so parameters that nobody trains keep a pseudo-gradient of 0.
+                    parameter.copy_(was.get(name, parameter).lerp_(result, 1 - alpha))
+                else:
+                    parameter.copy_(result)  # also replaces infinity and NaN, which lerp_ would keep
+            self._measured = {}
+            for buffer, average in self.buffers:
+                buffer.copy_(average)
+
+    @torch.no_grad()
+    def local_steps(self) -> dict[str, torch.Tensor]:
+        """The change by the local steps that no result includes: parameters minus anchors, if none was sent late."""
+        steps = {
+            name: parameter.to("cpu", self.anchors[name].dtype) - self.anchors[name]
+            for name, parameter in self.parameters.items()
+        }
+        for name, included in self._included.items():
+            steps[name] -= included
+        return steps
+
+    def steps_to_keep(self, *, discarded: bool) -> dict[str, torch.Tensor]:
+        """The local steps that no result includes, by name; with `top_k` also those of an open change are excluded.
+
+        Args:
+            discarded: whether another peer's result may include the local steps up to the last round.
+        """
+        if not discarded:
+            return self.local_steps()
+        if self.feedback is None:
+            return {}
+        change = self.feedback.open_change()  # what was not sent of it stays in the residual
+        return {name: steps + change[name] if name in change else steps for name, steps in self.local_steps().items()}
+
+    @torch.no_grad()
+    def export(self) -> None:
+        """Sets the parameters to the anchors, which drops the local steps since the last global step."""
+        for name, parameter in self.parameters.items():
+            parameter.copy_(self.anchors[name])
+
+    @torch.no_grad()
+    def rebase(self, steps: Mapping[str, torch.Tensor]) -> None:
+        """Sets the parameters to the anchors plus `steps`; leaves those without an entry as they are."""
+        for name, change in steps.items():
+            self.parameters[name].copy_(self.anchors[name] + change)
+
+
+def cut(sizes: Mapping[str, int], pieces: int) -> list[list[str]]:
+    """Divides tensors, in order, into pieces of about equal size, each with at least one tensor.
+
+    Args:
+        sizes: number of elements of each tensor, by name.
+        pieces: number of pieces.
+
+    Raises:
+        ConfigError: there are fewer tensors than pieces.
+    """
+    if len(sizes) < pieces:
+        raise ConfigError(f"{len(sizes)} tensors cannot be cut into {pieces} fragments; use at most {len(sizes)}")
+    names, total = list(sizes), sum(sizes.values())
+    result: list[list[str]] = []
+    seen = 0
+    for place, name in enumerate(names):
+        left = len(names) - place
+        open_pieces = pieces - len(result)
+        # A piece begins at its share of all elements, or if only one tensor is left for each remaining piece.
+        if not result or (open_pieces and (seen * pieces >= len(result) * total or left <= open_pieces)):
+            result.append([])
+        result[-1].append(name)
+        seen += sizes[name]
+    return result
+
+
+def check_tied(fragments: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
+    """Checks that parameters which share memory are cut into the same blocks, so that what is sent of them is the same.
+
+    Raises:
+        TensorError: two of them differ in their shapes, or in the fragment.
+    """
+    names = [(number, name) for number, parameters in fragments.items() for name in parameters]
+    tensors = [fragments[number][name] for number, name in names]
+    tied = {names[place]: tensors[place] for place in sharing_memory(tensors)}
+    kinds = {key: (key[0], tensor.data_ptr(), tensor.shape, tensor.stride()) for key, tensor in tied.items()}
+    count = Counter(kinds.values())
+    for (_, name), kind in kinds.items():
+        if count[kind] < 2:
+            raise TensorError(
+                f"parameter {name!r} shares its memory with another one of another shape or fragment, of which top_k "
+                "would send other elements; use another compression, or give the optimizer one of them"
+            )
