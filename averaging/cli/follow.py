@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import time
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +26,7 @@ from averaging.cli.options import (
     output_options,
     security_options,
 )
+from averaging.cli.shell_command import run_command
 from averaging.cli.state import VERSION_KEY
 from averaging.common import counted, size
 from averaging.config import LeaveAccess
@@ -493,9 +493,9 @@ class FollowSession:
     async def _take(self, received: WeightSnapshot | DividedSnapshot) -> None:
         from averaging.tensors import in_thread
 
-        version = received.manifest.version
+        version, whole = received.manifest.version, await in_thread(received.whole)
         try:
-            written = await in_thread(lambda: self._write(received))
+            written = await in_thread(lambda: self._write(received, whole))
         except NotWrittenError as error:
             if self._once:
                 raise
@@ -509,18 +509,16 @@ class FollowSession:
             self._emit_written(written)
         if self._command is not None:
             await self._execute(self._command, written)
-        if self._engine is not None and await self._load(self._engine, received):
+        if self._engine is not None and await self._load(self._engine, whole):
             self._written = written
 
-    async def _load(self, engine: VllmServer, received: WeightSnapshot | DividedSnapshot) -> bool:
+    async def _load(self, engine: VllmServer, whole: WeightSnapshot) -> bool:
         """Has the engine load a version, again and again until a newer one is here; returns whether it has."""
         from averaging.common import Backoff
         from averaging.errors import StateError
-        from averaging.tensors import in_thread
         from averaging.weights import MAX_PAUSE, MIN_PAUSE
 
-        version, whole = received.manifest.version, await in_thread(received.whole)
-        backoff, reasons = Backoff(MIN_PAUSE, MAX_PAUSE), set[str]()
+        version, backoff, reasons = whole.manifest.version, Backoff(MIN_PAUSE, MAX_PAUSE), set[str]()
         event = {"version": version, "engine": engine.url}
         while True:
             began = time.monotonic()
@@ -541,10 +539,10 @@ class FollowSession:
             self._report.emit({"event": "loaded", **event, "seconds": round(seconds, 3)}, text)
             return True
 
-    def _write(self, received: WeightSnapshot | DividedSnapshot) -> WrittenWeights:
+    def _write(self, received: WeightSnapshot | DividedSnapshot, whole: WeightSnapshot) -> WrittenWeights:
         from averaging.weights import WeightSnapshot
 
-        version, whole = received.manifest.version, received.whole()
+        version = received.manifest.version
         digest = (received if isinstance(received, WeightSnapshot) else whole).manifest.digest.hex()
         # A safetensors file has no order; the digest of the tensors by name is compared when the file is read back.
         metadata = {VERSION_KEY: str(version), DIGEST_KEY: digest, LAYOUT_KEY: whole.manifest.digest.hex()}
@@ -632,69 +630,3 @@ class FollowSession:
             received, total = map(size, self._progress)
             return f"receiving version {announced.version}: {received} of {total}"
         return "waiting for the next version"
-
-
-# Runs a shell command of the user for a limited time, and ends it with all its children.
-
-
-END_SECONDS = 5.0
-"""Seconds that the processes of a command have to end after SIGTERM, before SIGKILL."""
-
-POLL_SECONDS = 0.05
-
-
-async def run_command(
-    command: str, environment: Mapping[str, str], timeout: float, *, stdout: int | None = None
-) -> int | None:
-    """Runs a command in a session of its own, so that Ctrl+C on the terminal does not reach it.
-
-    What it leaves in the background when it ends by itself goes on. If its time is over, or this is cancelled, all its
-    processes are ended.
-
-    Args:
-        command: What the shell runs.
-        environment: Added to the environment of this process.
-        timeout: Seconds that it may take.
-        stdout: Descriptor for its output; None for that of this process.
-
-    Returns:
-        Its exit code, which is negative if a signal ended it; None if its time was over.
-    """
-    process = await asyncio.create_subprocess_shell(
-        command,
-        env={**os.environ, **environment},
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=stdout,
-        start_new_session=True,
-    )
-    try:
-        async with asyncio.timeout(timeout):
-            return await process.wait()
-    except TimeoutError:
-        return None
-    finally:
-        if process.returncode is None:
-            await _end(process)
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Ends a process and all others of its session. A cancellation meanwhile ends them at once."""
-    try:
-        _signal(process.pid, signal.SIGTERM)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(END_SECONDS):
-                await process.wait()
-                while _signal(process.pid, 0):  # noqa: ASYNC110 - nothing tells when the last child has ended
-                    await asyncio.sleep(POLL_SECONDS)
-    finally:
-        _signal(process.pid, signal.SIGKILL)
-        await process.wait()
-
-
-def _signal(group: int, number: int) -> bool:
-    """Sends a signal to a process group, and returns whether the group exists."""
-    try:
-        os.killpg(group, number)
-    except OSError:
-        return False
-    return True

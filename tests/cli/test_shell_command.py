@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from averaging.cli import follow as shell_command
-from averaging.cli.follow import run_command
+from averaging.cli import shell_command
+from averaging.cli.shell_command import run_command
 
 
 async def until(condition: Callable[[], object]) -> None:
