@@ -12,13 +12,13 @@ from averaging.cli.exits import WRONG_USAGE, CommandError, Stop, Stopped, failur
 from averaging.cli.files import beside, read, sync
 from averaging.cli.model_folder import SHARD_BYTES, BaseFolder, write_folder, written_beside
 from averaging.cli.options import (
-    DURATION,
     JOINED,
     CheckedPath,
     credentials_of,
     model_folder_options,
     output_options,
     security_options,
+    state_download_options,
 )
 from averaging.cli.state import VERSION_KEY, fetch_state
 from averaging.common import counted, size
@@ -45,20 +45,7 @@ MODEL_KEYS = ("model", "state_dict", "module", "model_state_dict")
 @click.option("--output", type=CheckedPath(), required=True, metavar="DIR", help="The folder to write.")
 @click.option("--overwrite", is_flag=True, help="Replace --output if it is a folder of a model already.")
 @model_folder_options
-@click.option(
-    "--timeout",
-    default=10.0,
-    type=DURATION,
-    metavar="SECONDS",
-    help="Give up a silent peer after this time; after 10 times this if it is alive and may prepare a large state.",
-)
-@click.option(
-    "--max-bytes",
-    default=16 << 30,
-    type=click.IntRange(min=1),
-    metavar="BYTES",
-    help="Refuse a larger state, because it is kept in memory.",
-)
+@state_download_options
 @security_options
 @output_options
 def export_command(source: str, output: Path, *, as_json: bool, verbose: int, **given: Any) -> None:

@@ -93,6 +93,25 @@ def model_folder_options(command: Command) -> Command:
     return config(shard(command))
 
 
+def state_download_options(command: Command) -> Command:
+    """Adds the limits of commands that download a peer's state."""
+    timeout = click.option(
+        "--timeout",
+        default=10.0,
+        type=DURATION,
+        metavar="SECONDS",
+        help="Give up a silent peer after this time; after 10 times this if it is alive and may prepare a large state.",
+    )
+    max_bytes = click.option(
+        "--max-bytes",
+        default=16 << 30,
+        type=click.IntRange(min=1),
+        metavar="BYTES",
+        help="Refuse a larger state, because it is kept in memory.",
+    )
+    return timeout(max_bytes(command))
+
+
 def json_value(value: str) -> Any:
     """A value written as JSON."""
 

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from averaging.cli.exits import CHECK_ADDRESS, CommandError, Stop, Stopped, failure_of, run, stopped
-from averaging.cli.options import DURATION, JOINED, CheckedPath, credentials_of, output_options, security_options
+from averaging.cli.options import (
+    JOINED,
+    CheckedPath,
+    credentials_of,
+    output_options,
+    security_options,
+    state_download_options,
+)
 from averaging.common import member_of
 
 if TYPE_CHECKING:
@@ -30,20 +37,7 @@ VERSION_KEY, USER_KEY, PACKED_USER_KEY = "averaging.version", "averaging.user", 
 @click.argument("addresses", type=JOINED, nargs=-1, required=True, metavar="HOST:PORT...")
 @click.option("--output", type=CheckedPath(), required=True, metavar="FILE.safetensors", help="Where to write it.")
 @click.option("--overwrite", is_flag=True, help="Replace --output if it exists.")
-@click.option(
-    "--timeout",
-    default=10.0,
-    type=DURATION,
-    metavar="SECONDS",
-    help="Give up a silent peer after this time; after 10 times this if it is alive and may prepare a large state.",
-)
-@click.option(
-    "--max-bytes",
-    default=16 << 30,
-    type=click.IntRange(min=1),
-    metavar="BYTES",
-    help="Refuse a larger state, because it is kept in memory.",
-)
+@state_download_options
 @click.option(
     "--verify-donors",
     default=1,
