@@ -10,6 +10,7 @@ When the driver ends, in whatever way, a guard kills every process that has the 
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 import signal
@@ -29,6 +30,10 @@ MARKS = "DRIVERS_OF_THIS_PROCESS"
 
 PAUSE = 0.1
 """Seconds between two looks for processes. One that is being started has the mark only after its exec."""
+
+
+GRACE = 10.0
+"""Seconds that a process has to end by itself."""
 
 
 ORDERLY = b"ended"
@@ -105,6 +110,20 @@ def guard(mark: str) -> None:
         looks -= not left
         if looks:
             time.sleep(PAUSE)
+
+
+async def end(process: asyncio.subprocess.Process) -> None:
+    """Ends a process that ends when its input does, or kills it."""
+    if process.stdin is not None:
+        process.stdin.close()
+    try:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GRACE):
+                await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
 if __name__ == "__main__":

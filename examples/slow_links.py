@@ -29,7 +29,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from examples.children import ending_children
+from examples.children import end, ending_children
 from examples.command_line import positive
 from examples.links import Link, relay
 from examples.outputs import claim, clear
@@ -40,9 +40,6 @@ ROOT = Path(__file__).parents[1]
 
 PEERS = 4
 TEAMS = ("int8", "top-k")
-
-GRACE = 10.0
-"""Seconds within which a process must end gracefully."""
 
 REDRAWN, REPEATED = 0.5, 5.0
 """Seconds between updates of the table, and between plain lines of progress."""
@@ -175,7 +172,7 @@ def verdict(dense: Result, sparse: Result) -> Iterator[str]:
         f"{dense.loss:.3f} bits per byte ({over:+.1%}) after {sparse.seconds:.0f} instead of {dense.seconds:.0f} s. "
         f"Its peers trained {sparse.training:.0%} of the time, those of {dense.name} {dense.training:.0%}."
     )
-    first, second = sorted((dense, sparse), key=lambda one: one.seconds)
+    first, second = sorted((dense, sparse), key=lambda team: team.seconds)
     at = second.loss_at(first.seconds)
     if at is not None:
         yield f"After {first.seconds:.0f} s {first.name} was done at {first.loss:.3f}, {second.name} was at {at:.3f}."
@@ -271,20 +268,6 @@ def take(team: Team, member: Member, event: Mapping[str, Any]) -> None:
 def arguments(given: Mapping[str, object]) -> list[str]:
     """Options of a command line."""
     return [f"--{name}={value}" for name, value in given.items()]
-
-
-async def end(process: asyncio.subprocess.Process) -> None:
-    """Ends a process gracefully, or kills it."""
-    if process.stdin is not None:
-        process.stdin.close()
-    try:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(GRACE):
-                await process.wait()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
 
 
 class View:
@@ -431,11 +414,11 @@ def main(given: list[str] | None = None) -> None:
 
 def leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
     """The exceptions of nested groups."""
-    for one in group.exceptions:
-        if isinstance(one, BaseExceptionGroup):
-            yield from leaves(one)
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from leaves(error)
         else:
-            yield one
+            yield error
 
 
 if __name__ == "__main__":

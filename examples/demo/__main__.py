@@ -15,12 +15,11 @@ import io
 import json
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
 
-from examples.children import ending_children
+from examples.children import end, ending_children
 from examples.demo.plot import draw
 from examples.demo.record import Member, Record, judge
 from examples.demo.view import View
@@ -34,9 +33,6 @@ KILLED_AFTER = 0.27
 
 MOURNING = 1.0
 """Seconds from the kill until the newcomer joins."""
-
-GRACE = 10.0
-"""Seconds within which a process must end gracefully."""
 
 
 ENOUGH_FILES = 100
@@ -199,20 +195,6 @@ class Conductor:
             if note := member.take(event):
                 self._view.say_of(member, self._record.explain(note, member))
             self._changed.set()
-
-
-async def end(process: asyncio.subprocess.Process) -> None:
-    """Ends a process gracefully, or kills it."""
-    if process.stdin is not None:
-        process.stdin.close()
-    try:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(GRACE):
-                await process.wait()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
 
 
 def parse_arguments() -> argparse.Namespace:
