@@ -275,7 +275,9 @@ class Receipt:
             f"; lost {printable(dropped.endpoint)} ({printable(dropped.reason)})" for dropped in self.dropped
         )
         late = "" if self.last_to_arrive is None else f"; {self.last_to_arrive}"
-        late += "".join(f"; {printable(one.endpoint)}: {one.lateness}" for one in self.accounts if one.lateness)
+        late += "".join(
+            f"; {printable(account.endpoint)}: {account.lateness}" for account in self.accounts if account.lateness
+        )
         return (
             f"round {self.round}: averaged with {counted(len(self.members) - 1, 'other')} in {duration(self.seconds)} "
             f"(all-reduce {duration(self.allreduce_seconds)}, {size(self.bytes_sent)} out, "

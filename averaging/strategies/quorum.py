@@ -151,7 +151,7 @@ def lateness(accounts: Iterable[Account], endpoint: str, count: int) -> list[flo
         endpoint: the peer that observed it. Members that looked for a group before it did count as coming with it.
         count: the quorum.
     """
-    waited = {one.endpoint: one.waited for one in accounts if one.mode != "auxiliary"}
+    waited = {account.endpoint: account.waited for account in accounts if account.mode != "auxiliary"}
     own = waited.get(endpoint)
     if own is None:
         return []

@@ -405,19 +405,19 @@ def combine(contributions: Sequence[Contribution], mean_over: MeanOver) -> Spars
     """
     numel = contributions[0].part.numel
     present = np.zeros(numel, dtype=np.bool_)
-    for one in contributions:
-        present[one.part.indices.numpy()] = True
+    for contribution in contributions:
+        present[contribution.part.indices.numpy()] = True
     indices = np.flatnonzero(present)
     # Sums only of the elements that somebody sent: they fit into the processor's cache, all elements do not.
     slots = np.empty(numel, dtype=np.int32)
     slots[indices] = np.arange(len(indices), dtype=np.int32)
     sums, weights = torch.zeros(2, len(indices), dtype=torch.float64, device="cpu")
-    for one in contributions:
-        places = torch.from_numpy(slots[one.part.indices.numpy()])
-        values = one.part.values.to(torch.float64).mul_(one.scale).mul_(one.weight)
+    for contribution in contributions:
+        places = torch.from_numpy(slots[contribution.part.indices.numpy()])
+        values = contribution.part.values.to(torch.float64).mul_(contribution.scale).mul_(contribution.weight)
         sums.index_add_(0, places, values)
-        weights.index_add_(0, places, torch.full_like(values, one.weight))
-    total = weights if mean_over is MeanOver.SENDERS else sum(one.weight for one in contributions)
+        weights.index_add_(0, places, torch.full_like(values, contribution.weight))
+    total = weights if mean_over is MeanOver.SENDERS else sum(contribution.weight for contribution in contributions)
     return SparsePart(numel, torch.from_numpy(indices), sums.div_(total).to(torch.float32))
 
 
@@ -546,8 +546,8 @@ def _reply_of(numel: int, packed: Bytes) -> WireTensor:
 
 def _pack_contributions(contributions: Sequence[Contribution]) -> Bytes:
     head = np.array([(_AS_THEY_CAME, len(contributions))], dtype=_HEAD)
-    factors = np.array([(one.weight, one.scale) for one in contributions], dtype=_FACTORS)
-    buffers = [_view_buffer(one.buffer) for one in contributions]
+    factors = np.array([(contribution.weight, contribution.scale) for contribution in contributions], dtype=_FACTORS)
+    buffers = [_view_buffer(contribution.buffer) for contribution in contributions]
     return np.concatenate([head.view(np.uint8), factors.view(np.uint8), *buffers])
 
 

@@ -66,11 +66,11 @@ def names(text: str) -> list[str]:
 
 def listed(allowed: Sequence[Any]) -> Callable[[str], list[Any]]:
     """Returns a parser of some of these values, separated by commas."""
-    by_text = {str(one): one for one in allowed}
+    by_text = {str(value): value for value in allowed}
 
     def parse(text: str) -> list[Any]:
         try:
-            return [by_text[one] for one in text.split(",")]
+            return [by_text[part] for part in text.split(",")]
         except KeyError as error:
             raise argparse.ArgumentTypeError(f"{error.args[0]!r} is none of {', '.join(by_text)}") from None
 

@@ -138,7 +138,9 @@ class Run:
     def end(self) -> Trained:
         """The result, after all threads have ended."""
         receipts = self._receipts[0]
-        incomplete = [one for one in receipts if not one.averaged or one.dropped or len(one.members) != self._peers]
+        incomplete = [
+            each for each in receipts if not each.averaged or each.dropped or len(each.members) != self._peers
+        ]
         if incomplete and not self._case.delay:
             raise RuntimeError(f"not all peers averaged: {incomplete[0]}")
         first, *others = [torch.nn.utils.parameters_to_vector(model.parameters()) for model in self._models]
@@ -146,10 +148,10 @@ class Run:
             raise RuntimeError("the peers do not hold the same model in the end")
         trained = self._curve.end(self._models)
         trained.rounds, trained.incomplete = len(receipts), len(incomplete)
-        trained.orders = [[self._parts[name] for name in one.members] for one in receipts]
+        trained.orders = [[self._parts[name] for name in receipt.members] for receipt in receipts]
         trained.samples = self._steps * self._peers * self._recipe.batch
         trained.sent, trained.received = (
-            statistics.mean(sum(getattr(one, name) for one in peer) for peer in self._receipts)
+            statistics.mean(sum(getattr(receipt, name) for receipt in peer) for peer in self._receipts)
             for name in ("bytes_sent", "bytes_received")
         )
         return trained

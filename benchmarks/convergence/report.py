@@ -158,7 +158,7 @@ def best_of(rows: Mapping[str, Row], codec: str, at_least: float) -> tuple[float
         for row in rows.values()
         if row.case.codec == codec and round(row.case.ratio) >= at_least and (over := row.excess(joined)) is not None
     ]
-    return min(fit, key=lambda one: one[0], default=None)
+    return min(fit, key=lambda fitting: fitting[0], default=None)
 
 
 def differences(recorded: Recorded) -> Iterator[tuple[Row, int, float]]:
@@ -195,7 +195,10 @@ def page(results: Mapping[str, Any], folder: Path) -> str:
         "## Targets",
         table(
             ("target", "measured", "result"),
-            ((one.wanted, one.measured, "met" if one.met else "**missed**") for one in verdicts(recorded)),
+            (
+                (verdict.wanted, verdict.measured, "met" if verdict.met else "**missed**")
+                for verdict in verdicts(recorded)
+            ),
         ),
         "The fraction counts what a peer contributes: 14 bit for each weight that it sends with 2-bit top-k. Every "
         "member also gets the average back. With float32 and int8 that is as much as it contributes; with top-k the "
@@ -287,7 +290,7 @@ def coverage(recorded: Recorded) -> str:
         done[place] = done.get(place, 0) + (str(cell) in recorded.cells)
     lines = (
         (start, f"{peers}", by, f"{done[start, peers, by]} of {count}")
-        for (start, peers, by), count in sorted(whole.items(), key=lambda one: (one[0][0] != "trained", one[0][1:]))
+        for (start, peers, by), count in sorted(whole.items(), key=lambda item: (item[0][0] != "trained", item[0][1:]))
     )
     text = table(("start", "peers", "by", "cells run"), lines)
     return (

@@ -217,7 +217,7 @@ class Runner:
                 left.remove(job)
                 with without_interrupts():
                     self._running[pool.submit(run, self._recipe, job)] = job
-                rest = sum(estimate(self._recipe, cells, one) for one in [job, *left]) / self._processes
+                rest = sum(estimate(self._recipe, cells, each) for each in [job, *left]) / self._processes
                 ends = f"; all {len(left) + 1} left take {minutes(rest)}" if rest else ""
                 say(job.key, f"begins{ends}")
                 return True
