@@ -1,8 +1,8 @@
 """Strategies: what is averaged, and when.
 
 Read in this order: `base` (what a strategy implements), `schedule` (when its rounds are due), `local_sgd` (the
-simplest), `gradient_averaging`, `diloco` with its `fragments`. They share `catch_up` and `lockstep`. `run` is the start and the end of
-training.
+simplest), `gradient_averaging`, `fragments` and `diloco`. They share `catch_up` and `lockstep`. `run` is the start and
+the end of training.
 """
 
 from averaging.strategies.base import DriftReaction, Strategy, check_unused

@@ -88,6 +88,10 @@ def test_a_command_that_hangs_is_ended_with_its_children(end: str, tmp_path: Pat
             assert "was not done after 2 s (--exec-timeout); it was ended with its children" in executed["message"]
             assert process.expect("written")["version"] == 3, "the newest"
             assert same(load_file(path), weights)
+            assert not _lives(number)
+            while int(child.read_text()) == number:  # until the command runs for that version
+                time.sleep(0.01)
+            number = int(child.read_text())
         process.signal(signal.SIGHUP if end == "its terminal closes" else signal.SIGINT)
         assert process.wait() == 0
         assert not _lives(number)
