@@ -110,7 +110,7 @@ bench-hivemind: $(VENV)/installed $(HIVEMIND)/installed ## benchmark averaging a
 		--hivemind $(HIVEMIND)/bin/python --output runs/benchmarks
 
 bench-convergence: $(VENV)/installed ## train a part of the convergence benchmark in 10 minutes; again for the next part
-	$(BIN)/python -m benchmarks.convergence --minutes 10 --processes 2 --output runs/benchmarks/convergence
+	$(BIN)/python -m benchmarks.convergence --rows page --minutes 10 --processes 2 --output runs/benchmarks/convergence
 
 bench-feed: $(VENV)/installed $(FEED)/installed ## benchmark the feed server and that of atroposlib
 	$(BIN)/python -m benchmarks.feed --atropos $(FEED)/bin/python --output runs/benchmarks

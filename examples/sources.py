@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,12 +41,19 @@ def describe(files: tuple[Path, ...]) -> str:
 
 def divide(files: list[Path], parts: int) -> Sources:
     """Sets files aside as held-out, and divides the others into `parts` blocks of consecutive files."""
-    held_out = files[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
-    others = [path for number, path in enumerate(files, 1) if number % HELD_OUT_EVERY]
-    total = sum(path.stat().st_size for path in others)
-    blocks: list[list[Path]] = [[] for _ in range(parts)]
-    before = 0
-    for path in others:
-        blocks[min(parts * before // total, parts - 1)].append(path)
-        before += path.stat().st_size
-    return Sources(tuple(tuple(block) for block in blocks), tuple(held_out))
+    blocks, held_out = partition([path.stat().st_size for path in files], parts)
+    return Sources(
+        tuple(tuple(files[place] for place in block) for block in blocks), tuple(files[place] for place in held_out)
+    )
+
+
+def partition(sizes: Sequence[int], parts: int) -> tuple[list[list[int]], list[int]]:
+    """Divides files of these sizes; returns the indices of each block, and those of the held-out files."""
+    held_out = list(range(len(sizes)))[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+    others = [place for place in range(len(sizes)) if (place + 1) % HELD_OUT_EVERY]
+    total, before = sum(sizes[place] for place in others), 0
+    blocks: list[list[int]] = [[] for _ in range(parts)]
+    for place in others:
+        blocks[min(parts * before // max(1, total), parts - 1)].append(place)
+        before += sizes[place]
+    return blocks, held_out

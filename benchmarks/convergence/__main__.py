@@ -4,14 +4,16 @@
 the joined batch in one process, and with peers that average rarely and with few bits. Each way is trained in plain
 PyTorch (`plain`) and with the library (`library`), from a start that is trained already and from a random one.
 
-The whole takes hours, so it is made of cells that are run in pieces. A cell is recorded as soon as it is done, and is
-not run again; the most important come first.
+The whole takes days, so it is made of cells that are run in pieces, the most telling first; `--rows page` are those
+that the page needs. A cell is recorded as soon as it is done, and is not run again. One that is cut off by `--minutes`
+loses only itself. The text and the trained starts are kept in the folder of the results (3 MB). Copy it to another
+machine to go on there, and take in what came of that with `--merge`.
 
 examples:
-  python -m benchmarks.convergence --minutes 10          what is missing, until the time is up
-  python -m benchmarks.convergence --list                which cells there are, and which are done
+  python -m benchmarks.convergence --rows page --minutes 10      what is missing, until the time is up
+  python -m benchmarks.convergence --list                        which cells there are, and which are done
   python -m benchmarks.convergence --cases joined,int8-h30 --seeds 0
-  python -m benchmarks.convergence --report              the page and its curves, from what is recorded
+  python -m benchmarks.convergence --merge FILE --report         the page and its curves, from what is recorded
   python -m benchmarks.convergence --cases diloco-h30 --lr 2e-3 3e-3 --by plain --seeds 0
 """
 
@@ -25,10 +27,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.convergence.cases import PEERS, SEEDS, STARTS, SYSTEMS, Cell, all_cases, all_cells
+from benchmarks.convergence.cases import PEERS, SEEDS, STARTS, SYSTEMS, Cell, all_cases, all_cells, page_cells
 from benchmarks.convergence.report import draw, page
-from benchmarks.convergence.runner import STARTS_FOLDER, Job, Results, Runner
-from benchmarks.convergence.train import Recipe
+from benchmarks.convergence.runner import TEXT_FILE, Job, Results, Runner
+from benchmarks.convergence.train import Recipe, Text
 from benchmarks.output import make_folder
 from benchmarks.workers import WorkerError
 from examples.children import ending_children
@@ -38,7 +40,7 @@ def chosen_cells(options: argparse.Namespace) -> list[Cell]:
     """The cells of the command line, the most important first."""
     return [
         cell
-        for cell in all_cells()
+        for cell in (page_cells() if options.rows == "page" else all_cells())
         if cell.start in options.starts
         and cell.peers in options.peers
         and cell.by in options.by
@@ -96,13 +98,18 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("--cases", type=names, metavar="NAME,…", help="some cases, see --list (all)")
+    made.add_argument("--rows", choices=["page", "all"], default="all", help="cells of the page, or all (all)")
     made.add_argument("--starts", type=listed(STARTS), default=STARTS, metavar="NAME,…", help="trained,random (both)")
     made.add_argument("--peers", type=listed(PEERS), default=PEERS, metavar="N,…", help="4,8 (both)")
     made.add_argument("--seeds", type=listed(SEEDS), default=SEEDS, metavar="N,…", help="0,1 (both)")
-    made.add_argument("--by", type=listed(SYSTEMS), default=SYSTEMS, metavar="NAME,…", help="plain,library (both)")
+    made.add_argument(
+        "--by", type=listed(SYSTEMS), default=SYSTEMS, metavar="NAME,…", help="plain,library,replayed (all)"
+    )
     made.add_argument("--lr", type=positive, nargs="+", help="try these inner learning rates instead of the cases' own")
-    made.add_argument("--minutes", type=positive, help="begin nothing that would not be done by then (no limit)")
+    made.add_argument("--minutes", type=positive, help="end then, without the cells that are not done (no limit)")
     made.add_argument("--processes", type=int, default=1, help="processes of one thread each (1)")
+    made.add_argument("--merge", type=Path, nargs="+", default=[], metavar="FILE", help="add cells of other machines")
+    made.add_argument("--commit", help="commit of the code, for the record (by default git is asked)")
     made.add_argument("--list", action="store_true", help="print the cells with their losses, and run none")
     made.add_argument("--report", action="store_true", help="write the page from what is recorded, and run nothing")
     made.add_argument(
@@ -124,22 +131,27 @@ def main() -> None:
     cells = chosen_cells(options)
     if not cells:
         made.error("there are no such cells: what you chose exists with other options only; see --list")
+    if unread := [str(file) for file in options.merge if not file.is_file()]:
+        made.error(f"--merge {', '.join(unread)}: there is no such file")
     begun = time.monotonic()
     recipe = Recipe()
     make_folder(made, options.output)
-    STARTS_FOLDER.mkdir(parents=True, exist_ok=True)
+    trains = not (options.report or options.list)
+    text = Text.kept_in(options.output / TEXT_FILE).digest if trains else None
     try:
-        results = Results(options.output / "convergence.json", recipe)
+        results = Results(options.output / "convergence.json", recipe, text)
+        for file in options.merge:
+            print(f"{file}: {results.merge(file)} cells are new", file=sys.stderr)
     except ValueError as error:
-        made.error(f"{error}; give another --output")
+        made.error(f"{error}; give another --output or --merge")
     if options.list:
         show(cells, results.read())
         return
-    if not options.report:
+    if trains:
         jobs = [Job(cell, lr) for cell in cells for lr in options.lr or [None]]
         until = begun + options.minutes * 60 if options.minutes else math.inf
         try:
-            left = Runner(recipe, results, options.processes, until).run(jobs)
+            left = Runner(recipe, results, options.output, options.processes, until, options.commit).run(jobs)
         except WorkerError as error:
             print(f"{error}; run the same command again to continue", file=sys.stderr)
             sys.exit(2)

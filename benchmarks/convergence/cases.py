@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 DENSE_BITS = 32
@@ -44,6 +45,8 @@ class Case:
         alpha: weight of the local model when a result arrives.
         muon: learning rate of Muon in proportion to AdamW's; None is AdamW alone.
         last_speed: local steps of the last peer in one step of the others.
+        quorum: whether a round waits for the fast peers only, and the last one comes after as many steps as they make;
+            else it comes to each round with the steps that it has.
         in_step: whether gradients are averaged at every step.
     """
 
@@ -62,15 +65,26 @@ class Case:
     alpha: float = 0.0
     muon: float | None = None
     last_speed: float = 1.0
+    quorum: bool = False
     in_step: bool = False
 
     @property
     def systems(self) -> tuple[str, ...]:
         """What can train this way."""
-        if self.in_step:
+        if self.in_step or self.quorum:  # plain torch knows no time, so nobody is late there
             return ("library",)
-        library = bool(self.every) and self.codec != "two_bit" and self.muon is None and self.last_speed == 1.0
-        return SYSTEMS if library else SYSTEMS[:1]
+        if not self.every or self.codec == "two_bit" or (self.every * self.last_speed) % 1:
+            return ("plain",)
+        # Rounds beside the training end when they end, so there is no order to replay.
+        return SYSTEMS if self.last_speed == 1 and not self.delay else ("plain", "library")
+
+    def speeds(self, peers: int) -> list[float]:
+        """Local steps of each peer in one step of the others."""
+        return [1.0] * (peers - 1) + [self.last_speed]
+
+    def ticks(self, steps: int, peers: int) -> int:
+        """Steps of a fast peer until all have trained on as many samples as equal peers have after `steps`."""
+        return round(steps * peers / sum(self.speeds(peers)))
 
     @property
     def bits_per_weight(self) -> float:
@@ -83,6 +97,11 @@ class Case:
     def ratio(self) -> float:
         """How many times fewer bits a peer contributes than float32 gradients at every step; 0 if it sends nothing."""
         return max(1, self.every) * DENSE_BITS / self.bits_per_weight if self.every or self.in_step else 0.0
+
+
+def steps_in(tick: int, speed: float) -> bool:
+    """Whether a peer of this speed makes a step in a tick, which is a step of the fast ones."""
+    return math.floor((tick + 1) * speed + 1e-9) > math.floor(tick * speed + 1e-9)
 
 
 def diloco(every: int, codec: str = "none") -> Case:
@@ -117,20 +136,31 @@ def all_cases() -> dict[str, Case]:
     streaming = [
         Case(f"streaming-h{every}", f"Streaming DiLoCo, H={every}, 5 fragments", every=every, fragments=5, delay=delay,
              alpha=0.5)
-        for every, delay in ((30, 2), (50, 3), (100, 5))
+        for every, delay in ((15, 1), (30, 2), (50, 3), (100, 5))
     ]  # fmt: skip
     muon = [
         Case(f"muon-h{every}", f"DiLoCo with Muon inside, H={every}", MUON_LR, every, muon=MUON_FACTOR)
-        for every in (15, 30)
+        for every in steps
     ]
+    muon_top_k = [
+        replace(
+            top_k(every, 32, 2), name=f"muon-top-k-32-2bit-h{every}", lr=MUON_LR, muon=MUON_FACTOR,
+            title=f"Muon inside, top-k 1/32, 2 bit, H={every}",
+        )
+        for every in steps
+    ]  # fmt: skip
     muon_2bit = Case(
         "muon-2bit-h30", "Muon inside, all weights in 2 bit, H=30", MUON_LR, 30, "two_bit", 1, 2, 1.0, muon=MUON_FACTOR
     )
     unequal = [
         Case(f"unequal-h{every}", f"DiLoCo, H={every}, the last peer at a tenth of the speed", every=every,
              last_speed=0.1)
-        for every in (30, 50)
+        for every in steps
     ]  # fmt: skip
+    quorum = [
+        replace(case, name=f"quorum-h{case.every}", title=f"{case.title}, quorum of the others", quorum=True)
+        for case in unequal
+    ]
     found = [
         Case("joined", "one process, joined batch", JOINED_LR),
         Case("joined-best", "one process, joined batch, best rate", BEST_LR),
@@ -146,7 +176,9 @@ def all_cases() -> dict[str, Case]:
         Case("muon-joined", "one process, joined batch, Muon", MUON_LR, muon=MUON_FACTOR),
         *muon,
         muon_2bit,
+        *muon_top_k,
         *unequal,
+        *quorum,
     ]
     return {case.name: case for case in found}
 
@@ -158,7 +190,7 @@ class Cell:
     Attributes:
         start: `trained` or `random`.
         peers: number of peers; the joined batch has the batches of as many.
-        by: `plain` torch in one process, or the `library`.
+        by: `plain` torch in one process, the `library`, or plain torch that has `replayed` the library's orders.
         case: name of the case.
         seed: of the model and of the order of its text.
     """
@@ -178,40 +210,56 @@ class Cell:
         return f"{self.row}/{self.seed}"
 
 
-STARTS, PEERS, SEEDS, SYSTEMS = ("trained", "random"), (4, 8), (0, 1), ("plain", "library")
+STARTS, PEERS, SEEDS, SYSTEMS = ("trained", "random"), (4, 8), (0, 1), ("plain", "library", "replayed")
 
-REFERENCES = ("joined", "joined-best", "diloco-h30")
-TARGETS = ("int8-h30", "top-k-32-2bit-h15", "top-k-64-2bit-h15", "top-k-64-2bit-h30")
-OTHERS = (
-    "int8-h15", "diloco-h15", "top-k-16-2bit-h30", "top-k-32-2bit-h30", "top-k-128-2bit-h15",
-    "top-k-32-2bit-h15-no-decay", "top-k-64-2bit-h30-no-decay", "top-k-32-2bit-h30-over-all", "top-k-32-4bit-h15",
-    "top-k-32-8bit-h15", "top-k-64-4bit-h15", "top-k-64-8bit-h15", "unequal-h30", "streaming-h30", "muon-joined",
-    "muon-h30", "muon-2bit-h30", "diloco-h50", "int8-h50", "top-k-64-2bit-h50", "diloco-h100", "int8-h100",
-    "top-k-64-2bit-h100", "streaming-h100",
+MAIN = (
+    "diloco-h{}", "int8-h{}", "top-k-32-2bit-h{}", "top-k-64-2bit-h{}", "top-k-128-2bit-h{}", "top-k-32-4bit-h{}",
+    "top-k-32-8bit-h{}", "top-k-32-2bit-h{}-no-decay", "streaming-h{}", "muon-h{}", "unequal-h{}",
 )  # fmt: skip
-FROM_RANDOM = ("joined", "diloco-h15", "int8-h15", "top-k-32-2bit-h15", "top-k-64-2bit-h15", "diloco-h50")
+"""Cases of the page for each number of local steps, see `page_cells`."""
+
+SHORT = ("diloco-h{}", "int8-h{}", "top-k-32-2bit-h{}", "top-k-64-2bit-h{}", "streaming-h{}", "muon-h{}", "unequal-h{}")
+"""Those of them for 8 peers and a random start."""
+
+IN_LIBRARY = (
+    "top-k-32-2bit-h15", "int8-h30", "quorum-h30", "muon-h30", "streaming-h30", "top-k-64-2bit-h15",
+    "top-k-64-2bit-h30", "diloco-h30", "unequal-h30", "muon-top-k-32-2bit-h15", "quorum-h100", "muon-h100",
+)  # fmt: skip
+"""Cases of the page that the library trains, too."""
+
+
+def page_cells() -> list[Cell]:
+    """The cells that the page needs, the most telling first: plain ones, which are short, then those of the library."""
+    trained = partial(_cells, "trained")
+    every = [name.format(h) for h in (30, 15, 100, 50) for name in MAIN]
+    few = [name.format(h) for h in (30, 100) for name in SHORT]
+    plain = [
+        cell
+        for seed in SEEDS
+        for cell in trained(4, "plain", ("joined", "joined-best", "muon-joined", *every), (seed,))
+    ]
+    more = [
+        *trained(4, "plain", ("muon-top-k-32-2bit-h15", "muon-top-k-32-2bit-h30", "muon-2bit-h30"), SEEDS),
+        *trained(8, "plain", ("joined", *few), SEEDS[:1]),
+        *_cells("random", 4, "plain", ("joined", *few), SEEDS[:1]),
+    ]
+    library = [
+        cell
+        for seed in SEEDS
+        for by in ("library", "replayed")
+        for cell in trained(4, by, IN_LIBRARY, (seed,))
+    ]  # fmt: skip
+    return [*plain, *more, *library]
 
 
 def all_cells() -> list[Cell]:
-    """All cells, the most important first: those of the targets, then the variants, then the rest of the grid."""
-    trained, seeds = partial(_cells, "trained"), SEEDS
-    tiers: Iterable[Iterable[Cell]] = (
-        trained(4, "plain", (*REFERENCES, *TARGETS), seeds),
-        trained(4, "library", TARGETS, seeds[:1]),
-        trained(4, "plain", OTHERS, seeds[:1]),
-        trained(8, "plain", (*REFERENCES, *TARGETS), seeds[:1]),
-        trained(4, "library", TARGETS, seeds),
-        trained(4, "library", ("gradients", *OTHERS), seeds[:1]),
-        trained(4, "plain", OTHERS, seeds),
-        _cells("random", 4, "plain", FROM_RANDOM, seeds[:1]),
-        trained(8, "plain", (*REFERENCES, *TARGETS, *OTHERS), seeds),
-        (
-            cell
-            for start, peers, by in itertools.product(STARTS, PEERS, SYSTEMS)
-            for cell in _cells(start, peers, by, all_cases(), seeds)
-        ),
+    """All cells: those of the page, then the rest of the grid."""
+    rest = (
+        cell
+        for start, peers, by in itertools.product(STARTS, PEERS, SYSTEMS)
+        for cell in _cells(start, peers, by, all_cases(), SEEDS)
     )
-    return list(dict.fromkeys(itertools.chain.from_iterable(tiers)))
+    return list(dict.fromkeys([*page_cells(), *rest]))
 
 
 def _cells(start: str, peers: int, by: str, names: Iterable[str], seeds: Sequence[int]) -> Iterator[Cell]:

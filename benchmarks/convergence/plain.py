@@ -15,7 +15,7 @@ from itertools import accumulate
 
 import torch
 
-from benchmarks.convergence.cases import Case
+from benchmarks.convergence.cases import Case, steps_in
 from benchmarks.convergence.train import Inner, Recipe, Say, batches, held_out, loss_of, train_step
 from examples.language_model import LanguageModel
 
@@ -122,12 +122,11 @@ def train_replicas(
     outer = Outer(case, replicas, orders)
     curve = Curve(recipe, steps)
     parts = [batches(recipe, peers, part, seed) for part in range(peers)]
-    speeds = [1.0] * (peers - 1) + [case.last_speed]
-    ticks = round(steps * peers / sum(speeds))
+    speeds, ticks = case.speeds(peers), case.ticks(steps, peers)
     for tick in range(ticks):
         lr = case.lr * recipe.lr_factor(tick, ticks)
         for peer, speed in enumerate(speeds):
-            if math.floor((tick + 1) * speed + 1e-9) > math.floor(tick * speed + 1e-9):
+            if steps_in(tick, speed):
                 train_step(recipe, replicas[peer], inners[peer], next(parts[peer]), lr)
                 outer.steps[peer] += 1
                 curve.trained.samples += recipe.batch

@@ -16,7 +16,7 @@ mpl.use("Agg")  # before pyplot, because there may be no display
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from benchmarks.convergence.cases import SYSTEMS, Case, all_cases, all_cells
+from benchmarks.convergence.cases import SYSTEMS, Case, all_cases, all_cells, page_cells
 from benchmarks.convergence.runner import landed
 
 COLOURS = {"none": "#0072B2", "int8": "#009E73", "top_k": "#D55E00", "two_bit": "#CC79A7"}
@@ -143,10 +143,16 @@ def verdicts(recorded: Recorded) -> list[Verdict]:
             over, row = best
             wanted = f"{codec.replace('_', '-')}, 1/{at_least:,} of float32 gradients: at most {most:.1%} above joined"
             found.append(Verdict(wanted, f"{over:+.2%} ({row.case.title}, 1/{row.case.ratio:,.0f})", over <= most))
-    if pairs := list(differences(recorded)):
-        apart = max(abs(difference) for _, _, difference in pairs)
-        wanted = f"the library ends at the loss of plain torch to 4 digits (within {SAME:.2%})"
-        found.append(Verdict(wanted, f"at most {apart:.3%} apart in {len(pairs)} trainings", apart < SAME))
+    pairs = list(differences(recorded))
+    wanted = f"the library ends at the loss of plain torch to 4 digits (within {SAME:.2%})"
+    again = [abs(replayed) for _, _, _, replayed in pairs if replayed is not None]
+    for kind, apart in (
+        (", whose rounds have the same orders", again),
+        (", in any order", [abs(each) for *_, each, _ in pairs]),
+    ):
+        if apart:
+            measured = f"at most {max(apart):.3%} apart in {len(apart)} trainings"
+            found.append(Verdict(wanted + kind, measured, max(apart) < SAME))
     return found
 
 
@@ -161,12 +167,18 @@ def best_of(rows: Mapping[str, Row], codec: str, at_least: float) -> tuple[float
     return min(fit, key=lambda fitting: fitting[0], default=None)
 
 
-def differences(recorded: Recorded) -> Iterator[tuple[Row, int, float]]:
-    """Trainings that both plain torch and the library made: row, seed, relative difference of the loss."""
+def differences(recorded: Recorded) -> Iterator[tuple[Row, int, float, float | None]]:
+    """Trainings that both plain torch and the library made.
+
+    Yields the row, the seed, and the relative difference of the library's loss from that of plain torch, and from that
+    of plain torch that has replayed the library's orders, if that was trained.
+    """
     for row in recorded.rows.values():
-        plain, library = row.cells["plain"], row.cells["library"]
+        plain, library, replayed = (row.cells[name] for name in ("plain", "library", "replayed"))
         for seed in sorted(plain.keys() & library.keys()):
-            yield row, seed, library[seed]["loss"] / plain[seed]["loss"] - 1
+            loss = library[seed]["loss"]
+            again = loss / replayed[seed]["loss"] - 1 if seed in replayed else None
+            yield row, seed, loss / plain[seed]["loss"] - 1, again
 
 
 def page(results: Mapping[str, Any], folder: Path) -> str:
@@ -221,7 +233,7 @@ def page(results: Mapping[str, Any], folder: Path) -> str:
         parts += [
             "## The library beside plain torch",
             table(
-                ("training", "seed", "plain", "library", "difference"),
+                ("training", "seed", "plain", "library", "difference", "replayed with the library's orders"),
                 (
                     (
                         f"{row.case.title}, {row.start} start, {row.peers} peers",
@@ -229,8 +241,9 @@ def page(results: Mapping[str, Any], folder: Path) -> str:
                         f"{row.cells['plain'][seed]['loss']:.5f}",
                         f"{row.cells['library'][seed]['loss']:.5f}",
                         f"{difference:+.4%}",
+                        "-" if again is None else f"{row.cells['replayed'][seed]['loss']:.5f} ({again:+.4%})",
                     )
-                    for row, seed, difference in pairs
+                    for row, seed, difference, again in pairs
                 ),
             ),
         ]
@@ -281,10 +294,10 @@ def tried(recorded: Recorded) -> list[str]:
 
 
 def coverage(recorded: Recorded) -> str:
-    """Says how much of the grid was run."""
+    """Says how many of the page's cells were run."""
     done: dict[tuple[str, int, str], int] = {}
     whole: dict[tuple[str, int, str], int] = {}
-    for cell in all_cells():
+    for cell in page_cells():
         place = (cell.start, cell.peers, cell.by)
         whole[place] = whole.get(place, 0) + 1
         done[place] = done.get(place, 0) + (str(cell) in recorded.cells)
@@ -293,9 +306,11 @@ def coverage(recorded: Recorded) -> str:
         for (start, peers, by), count in sorted(whole.items(), key=lambda item: (item[0][0] != "trained", item[0][1:]))
     )
     text = table(("start", "peers", "by", "cells run"), lines)
+    missing = len(page_cells()) - sum(done.values())
+    listed = "`python -m benchmarks.convergence --rows page --list` names those that are missing; " if missing else ""
     return (
-        f"{text}\n\nA case that is in no table above was not run. `python -m benchmarks.convergence --list` names the "
-        "cells that are missing; without `--list` it runs them."
+        f"{text}\n\n{listed}without `--rows page` there are {len(all_cells()):,} cells: each case with each number of "
+        "peers, start and seed. `--list` names them."
     )
 
 

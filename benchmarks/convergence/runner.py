@@ -19,21 +19,19 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.convergence.cases import SYSTEMS, Case, Cell, all_cases
-from benchmarks.convergence.library import train_with_library
+from benchmarks.convergence.cases import Case, Cell, all_cases
 from benchmarks.convergence.plain import train_joined, train_replicas
-from benchmarks.convergence.train import Recipe, start_model
+from benchmarks.convergence.train import Recipe, Text, start_model, use_text
 from benchmarks.output import write
 from benchmarks.workers import WorkerError, without_interrupts
 
-STARTS_FOLDER = Path("runs/benchmarks/convergence")
-"""Folder of trained starts, which all results share."""
+TEXT_FILE = "text.zip"
+"""Name of the text beside the results, which is taken along to other machines as the trained starts are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,39 +56,67 @@ class Job:
         return recipe.steps_from(self.cell.start) * self.cell.peers
 
 
-def run(recipe: Recipe, job: Job) -> dict[str, Any]:
-    """Trains one cell; runs in a process of its own."""
+def run(
+    recipe: Recipe, job: Job, folder: Path, orders: Sequence[Sequence[int]] = (), commit: str | None = None
+) -> dict[str, Any]:
+    """Trains one cell; runs in a process of its own.
+
+    Args:
+        folder: of the text and the trained starts.
+        orders: of the groups of the library's rounds, to replay them.
+        commit: of the code; by default git is asked.
+    """
     torch.set_num_threads(1)
+    if not _prepared:
+        use_text(Text.kept_in(folder / TEXT_FILE))
+        _prepared.append(folder)
     cell, case = job.cell, job.case
     tell = partial(say, job.key)
     steps = recipe.steps_from(cell.start)
-    model = start_model(recipe, cell.start, cell.seed, STARTS_FOLDER, tell)
-    alone = train_replicas if case.every else train_joined
-    train = train_with_library if cell.by == "library" else alone
+    model = start_model(recipe, cell.start, cell.seed, folder, tell)
     begun = time.perf_counter()
-    trained = train(recipe, case, model, steps, cell.peers, cell.seed, tell)
+    arguments = (recipe, case, model, steps, cell.peers, cell.seed, tell)
+    if cell.by == "library":
+        from benchmarks.convergence.library import train_with_library  # plain torch needs no gRPC
+
+        trained = train_with_library(*arguments)
+    else:
+        trained = train_replicas(*arguments, orders) if case.every else train_joined(*arguments)
     seconds = time.perf_counter() - begun
-    return {"lr": case.lr, **asdict(trained), "seconds": round(seconds, 1)} | provenance()
+    return {"lr": case.lr, **asdict(trained), "seconds": round(seconds, 1)} | provenance(commit)
+
+
+_prepared: list[Path] = []
+"""The folder whose text this process has read."""
 
 
 def say(name: str, what: str) -> None:
     print(f"{name}: {what}", file=sys.stderr, flush=True)
 
 
-def provenance() -> dict[str, Any]:
+def provenance(commit: str | None = None) -> dict[str, Any]:
     """Describes where and with what a case was trained."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit or present_commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "machine": this_machine(),
+    }
+
+
+def this_machine() -> str:
+    return f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
+
+
+def present_commit() -> str:
+    """The commit of this checkout; `unknown` outside of one."""
     root = Path(__file__).parents[2]
     git = ["git", "-C", str(root)]
     log = subprocess.run([*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=False)
     status = [*git, "status", "-s", "-uno", "averaging", "benchmarks/convergence"]
     changed = subprocess.run(status, capture_output=True, text=True, check=False).stdout
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": (log.stdout.strip() or "unknown") + (" with changes" if changed else ""),
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-    }
+    return (log.stdout.strip() or "unknown") + (" with changes" if changed else "")
 
 
 def landed(commit: str) -> bool:
@@ -103,38 +129,70 @@ class Results:
     """The recorded cells, in a file that several processes may add to.
 
     Args:
-        file: JSON with the recipe and the cells.
+        file: JSON with the recipe, the digest of the text, and the cells.
         recipe: settings of all cases.
+        text: digest of the text on which cells are trained; None if none is.
 
     Raises:
-        ValueError: the file has results of other settings, or is none of this benchmark.
+        ValueError: the file has results of other settings or of another text, or is none of this benchmark.
     """
 
-    def __init__(self, file: Path, recipe: Recipe) -> None:
-        self._file = file
+    def __init__(self, file: Path, recipe: Recipe, text: str | None = None) -> None:
+        self._file, self._text = file, text
         self._settings = json.loads(json.dumps(asdict(recipe)))
         self.read()
 
     def read(self) -> dict[str, Any]:
         """All results so far."""
         if not self._file.exists():
-            return {"recipe": self._settings, "cells": {}}
+            return {"recipe": self._settings, "text": self._text, "cells": {}}
+        return self._checked(self._file)
+
+    def _checked(self, file: Path) -> dict[str, Any]:
         try:
-            results: dict[str, Any] = json.loads(self._file.read_text())
-            settings, _ = results["recipe"], results["cells"]
+            results: dict[str, Any] = json.loads(file.read_text())
+            settings, text, _ = results["recipe"], results["text"], results["cells"]
+        except OSError as error:
+            raise ValueError(f"{file} cannot be read: {error.strerror}") from None
         except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{self._file} has no results of this benchmark") from None
+            raise ValueError(f"{file} has no results of this benchmark") from None
         if settings != self._settings:
-            raise ValueError(f"{self._file} has results of other settings")
+            raise ValueError(f"{file} has results of other settings")
+        if None not in (text, self._text) and text != self._text:
+            raise ValueError(
+                f"{file} has results of another text; copy the {TEXT_FILE} that it was trained on beside it"
+            )
         return results
 
     def add(self, key: str, result: Mapping[str, Any]) -> None:
         """Records one cell."""
         with locked(self._file.parent):
-            results = self.read()
-            results["cells"][key] = result
-            results["cells"] = dict(sorted(results["cells"].items()))
-            write(self._file, results)
+            self._write(self.read(), {key: result})
+
+    def merge(self, file: Path) -> int:
+        """Adds the cells of another file, of which the newer one is kept if both have it; returns how many are new.
+
+        Raises:
+            ValueError: the file has no results of this text and these settings.
+        """
+        with locked(self._file.parent):
+            mine, theirs = self.read(), self._checked(file)
+            if mine["text"] is not None and theirs["text"] not in (None, mine["text"]):
+                raise ValueError(f"{file} has results of another text than {self._file}")
+            mine["text"] = mine["text"] or theirs["text"]
+            newer = {
+                key: cell
+                for key, cell in theirs["cells"].items()
+                if key not in mine["cells"] or cell["date"] > mine["cells"][key]["date"]
+            }
+            if newer:
+                self._write(mine, newer)
+            return len(newer)
+
+    def _write(self, results: dict[str, Any], more: Mapping[str, Any]) -> None:
+        results["text"] = results["text"] or self._text
+        results["cells"] = dict(sorted((results["cells"] | dict(more)).items()))
+        write(self._file, results)
 
 
 @contextmanager
@@ -148,19 +206,19 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def rates(recipe: Recipe, cells: Mapping[str, Mapping[str, Any]], by: str) -> list[float]:
-    """Seconds per step of a peer in the recorded cells of `plain` or `library`."""
-    found = []
+def rates(recipe: Recipe, cells: Mapping[str, Mapping[str, Any]], library: bool) -> list[float]:
+    """Seconds per step of a peer in the cells recorded on this machine, in plain torch or with the library."""
+    found, here = [], this_machine()
     for key, cell in cells.items():
         start, peers, system, _, _ = key.split("/")
-        if system == by:
+        if (system == "library") == library and cell.get("machine", here) == here:
             found.append(cell["seconds"] / (recipe.steps_from(start) * int(peers)))
     return found
 
 
 def estimate(recipe: Recipe, cells: Mapping[str, Mapping[str, Any]], job: Job) -> float:
-    """Seconds that a cell probably takes, by the median of the recorded ones; 0 if there are none."""
-    known = rates(recipe, cells, job.cell.by) or rates(recipe, cells, SYSTEMS[0])
+    """Seconds that a cell probably takes, by the median of those recorded on this machine; 0 if there are none."""
+    known = rates(recipe, cells, job.cell.by == "library") or rates(recipe, cells, library=False)
     return statistics.median(known) * job.work(recipe) if known else 0.0
 
 
@@ -177,12 +235,24 @@ class Runner:
     Args:
         recipe: settings of all cases.
         results: where they are recorded.
+        folder: of the text and the trained starts.
         processes: number of processes, of one thread each.
-        until: moment of `time.monotonic` after which none is begun that would not be done; infinity for no limit.
+        until: moment of `time.monotonic` at which a cell that is not done is cut off, so none is begun that would not
+            be done; infinity for no limit.
+        commit: of the code; by default git is asked.
     """
 
-    def __init__(self, recipe: Recipe, results: Results, processes: int, until: float) -> None:
-        self._recipe, self._results, self._processes, self._until = recipe, results, processes, until
+    def __init__(
+        self,
+        recipe: Recipe,
+        results: Results,
+        folder: Path,
+        processes: int,
+        until: float = math.inf,
+        commit: str | None = None,
+    ) -> None:
+        self._recipe, self._results, self._folder = recipe, results, folder
+        self._processes, self._until, self._commit = processes, until, commit
         self._running: dict[Future[dict[str, Any]], Job] = {}
 
     def run(self, jobs: Sequence[Job]) -> int:
@@ -199,12 +269,12 @@ class Runner:
                         continue
                     if not self._running:
                         break
-                    self._record(left)
+                    if not self._record(left):
+                        return self._cut_off(pool) + len(left)
             except BrokenProcessPool:
                 raise WorkerError("a training process was killed, perhaps because memory ran out") from None
             except BaseException:  # such as Ctrl+C: the pool would wait for the end of the training
-                for process in multiprocessing.active_children():
-                    process.kill()
+                kill_children()
                 raise
         return len(left)
 
@@ -213,20 +283,46 @@ class Runner:
         cells = self._results.read()["cells"]
         left[:] = [job for job in left if job.key not in cells]
         for job in left:
-            if time.monotonic() + estimate(self._recipe, cells, job) <= self._until:
+            orders = orders_for(job, cells)
+            if orders is not None and time.monotonic() + estimate(self._recipe, cells, job) <= self._until:
                 left.remove(job)
                 with without_interrupts():
-                    self._running[pool.submit(run, self._recipe, job)] = job
+                    future = pool.submit(run, self._recipe, job, self._folder, orders, self._commit)
+                self._running[future] = job
                 rest = sum(estimate(self._recipe, cells, each) for each in [job, *left]) / self._processes
                 ends = f"; all {len(left) + 1} left take {minutes(rest)}" if rest else ""
                 say(job.key, f"begins{ends}")
                 return True
         return False
 
-    def _record(self, left: Sequence[Job]) -> None:
-        done, _ = wait(self._running, return_when=FIRST_COMPLETED)
+    def _record(self, left: Sequence[Job]) -> bool:
+        """Records what is done next; returns whether that was before the time was up."""
+        limit = None if self._until == math.inf else max(0.0, self._until - time.monotonic())
+        done, _ = wait(self._running, limit, return_when=FIRST_COMPLETED)
         for future in done:
             job = self._running.pop(future)
             result = future.result()
             self._results.add(job.key, result)
             say(job.key, f"{result['loss']:.4f} bits per byte in {minutes(result['seconds'])}; {len(left)} to begin")
+        return bool(done)
+
+    def _cut_off(self, pool: ProcessPoolExecutor) -> int:
+        """Ends what is not done; returns how many cells that are."""
+        for job in self._running.values():
+            say(job.key, "is cut off and begins anew the next time")
+        kill_children()
+        pool.shutdown(wait=False, cancel_futures=True)
+        return len(self._running)
+
+
+def orders_for(job: Job, cells: Mapping[str, Mapping[str, Any]]) -> list[list[int]] | None:
+    """The orders that a cell replays, none for most; None as long as the library has not trained its cell."""
+    if job.cell.by != "replayed":
+        return []
+    library = cells.get(str(replace(job.cell, by="library")))
+    return library["orders"] if library is not None and library.get("orders") else None
+
+
+def kill_children() -> None:
+    for process in multiprocessing.active_children():
+        process.kill()

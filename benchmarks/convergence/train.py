@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import math
 import os
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -15,8 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.utils import clip_grad_norm_
 
-from examples.language_model import LanguageModel, Size, read, windows
-from examples.sources import divide, standard_library
+from examples.language_model import LanguageModel, Size, windows
+from examples.sources import partition, standard_library
 
 CURVE, JUDGED = 256, 2048
 """Number of held-out windows for the curves, and for the final evaluation."""
@@ -63,17 +66,76 @@ class Recipe:
         return rise * (0.05 + 0.95 * (1 + math.cos(math.pi * min(1.0, done / steps))) / 2)
 
 
+class Text:
+    """The files that are learned: the running Python's standard library, or those that a file has kept of one.
+
+    Results are comparable only if they have the same text, which differs between versions of Python. So it is kept
+    beside the results, and taken along to other machines.
+
+    Args:
+        files: contents in the order of the names.
+    """
+
+    def __init__(self, files: Sequence[bytes]) -> None:
+        self._files = files
+        self.digest = hashlib.sha256(b"\0".join(files)).hexdigest()[:16]
+
+    @classmethod
+    def of_this_python(cls) -> Text:
+        """The standard library of the running Python."""
+        return cls([path.read_bytes() for path in standard_library()])
+
+    @classmethod
+    def kept_in(cls, file: Path) -> Text:
+        """The text that is in a file, which is written first if it is not there."""
+        if not file.exists():
+            temporary = file.with_suffix(f".{os.getpid()}")
+            with zipfile.ZipFile(temporary, "w", zipfile.ZIP_LZMA) as archive:
+                for number, path in enumerate(standard_library()):
+                    archive.writestr(f"{number:04}-{path.name}", path.read_bytes())
+            temporary.replace(file)
+        with zipfile.ZipFile(file) as archive:
+            return cls([archive.read(name) for name in sorted(archive.namelist())])
+
+    def divided(self, parts: int) -> tuple[list[list[bytes]], list[bytes]]:
+        """Files for training in blocks of about the same size, and the held-out files."""
+        blocks, held_out = partition([len(content) for content in self._files], parts)
+        return [[self._files[place] for place in block] for block in blocks], [self._files[place] for place in held_out]
+
+
+_texts: list[Text] = []
+
+
+def use_text(text: Text) -> None:
+    """Makes this process train on another text than that of its own Python."""
+    _texts[:] = [text]
+    texts.cache_clear()
+    held_out.cache_clear()
+
+
+def text_in_use() -> Text:
+    """The text on which this process trains."""
+    if not _texts:
+        _texts.append(Text.of_this_python())
+    return _texts[0]
+
+
+def joined(contents: Sequence[bytes]) -> torch.Tensor:
+    """All bytes of the files, concatenated, as uint8 [bytes]."""
+    return torch.frombuffer(bytearray(b"".join(contents)), dtype=torch.uint8)
+
+
 @cache
 def texts(parts: int) -> tuple[torch.Tensor, ...]:
     """The parts of the text, one for each peer: neighbours in the alphabet, so that the parts differ."""
-    return tuple(read(files) for files in divide(standard_library(), parts).parts)
+    return tuple(joined(files) for files in text_in_use().divided(parts)[0])
 
 
 @cache
 def held_out(context: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Held-out windows [JUDGED, context + 1]: those for choosing learning rates, and those for the results."""
-    files = divide(standard_library(), 1).held_out
-    halves = (read(files[0::2]), read(files[1::2]))
+    files = text_in_use().divided(1)[1]
+    halves = (joined(files[0::2]), joined(files[1::2]))
     chosen, judged = (windows(text, JUDGED, context, torch.Generator().manual_seed(0)) for text in halves)
     return chosen, judged
 
@@ -139,21 +201,37 @@ def start_model(recipe: Recipe, start: str, seed: int, cache_folder: Path, say: 
     model = new_model(recipe, seed)
     if start == "random":
         return model
-    settings = json.dumps([asdict(recipe), START_LR, seed, torch.__version__], sort_keys=True)
-    file = cache_folder / f"start-{hashlib.sha256(settings.encode()).hexdigest()[:16]}.safetensors"
-    if not file.exists():
-        say(f"trains the start of seed {seed}: {recipe.joint_steps} joint steps")
-        inner = Inner(model)
-        parts = [batches(recipe, recipe.joint_peers, part, seed + 500) for part in range(recipe.joint_peers)]
-        for step in range(recipe.joint_steps):
-            rise = min(1.0, (step + 1) / (recipe.warm_up * recipe.joint_steps))
-            train_step(recipe, model, inner, torch.cat([next(part) for part in parts]), START_LR * rise)
-        # Another process may train the same; both write the same bytes, and each renames a whole file.
-        temporary = file.with_suffix(f".{os.getpid()}")
-        save_file(model.state_dict(), temporary)
-        temporary.replace(file)
+    settings = json.dumps([asdict(recipe), START_LR, seed, text_in_use().digest], sort_keys=True)
+    file = cache_folder / f"start-{seed}-{hashlib.sha256(settings.encode()).hexdigest()[:12]}.safetensors"
+    with locked(cache_folder / f".start-{seed}"):  # other processes wait for the one that trains it
+        if not file.exists():
+            say(f"trains the start of seed {seed}: {recipe.joint_steps} joint steps")
+            train_start(recipe, model, seed)
+            temporary = file.with_suffix(f".{os.getpid()}")
+            save_file(model.state_dict(), temporary, {"torch": torch.__version__})
+            temporary.replace(file)
     model.load_state_dict(load_file(file))
     return model
+
+
+def train_start(recipe: Recipe, model: LanguageModel, seed: int) -> None:
+    """Trains a random model with joined batches."""
+    inner = Inner(model)
+    parts = [batches(recipe, recipe.joint_peers, part, seed + 500) for part in range(recipe.joint_peers)]
+    for step in range(recipe.joint_steps):
+        rise = min(1.0, (step + 1) / (recipe.warm_up * recipe.joint_steps))
+        train_step(recipe, model, inner, torch.cat([next(part) for part in parts]), START_LR * rise)
+
+
+@contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Keeps other processes that call this out. The file stays."""
+    handle = os.open(file, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 @torch.no_grad()

@@ -49,6 +49,8 @@ from benchmarks.workers import ROOT, without_interrupts
         (convergence, ["--seeds", "0,7"], "--seeds: '7' is none of 0, 1"),
         (convergence, ["--processes", "0"], "--processes must be 1 to 64, not 0"),
         (convergence, ["--cases", "gradients", "--by", "plain"], "there are no such cells"),
+        (convergence, ["--rows", "some"], "--rows: invalid choice: 'some'"),
+        (convergence, ["--merge", "/nowhere.json"], "--merge /nowhere.json: there is no such file"),
         (convergence, ["--lr", "nan"], "--lr: must be a number above 0, not 'nan'"),
         (recovery, ["--group-wait", "inf"], "--group-wait above 0"),
         (recovery, ["--kills", "0"], "at least 1 kill"),
@@ -180,7 +182,7 @@ def convergence_run(folder: Path) -> int:
     """Runs a cell of the convergence benchmark."""
     results = convergence_runner.Results(folder / "convergence.json", Recipe())
     job = convergence_runner.Job(Cell("random", 4, "plain", "joined", 0))
-    return convergence_runner.Runner(Recipe(), results, 1, math.inf).run([job])
+    return convergence_runner.Runner(Recipe(), results, folder, 1, math.inf).run([job])
 
 
 def test_ctrl_c_ends_the_processes_that_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

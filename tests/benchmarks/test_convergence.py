@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 from averaging import Peer
 from averaging.protocol import TopK
 from averaging.tensors import BlockLayout, Contribution, SparseTensor, encode_union
-from benchmarks.convergence import plain, runner
-from benchmarks.convergence.cases import Case, Cell, all_cases, all_cells, diloco, top_k
+from benchmarks.convergence import plain, runner, train
+from benchmarks.convergence.cases import Case, Cell, all_cases, all_cells, diloco, page_cells, top_k
 from benchmarks.convergence.library import train_with_library
 from benchmarks.convergence.report import Recorded, page, verdicts
-from benchmarks.convergence.runner import Job, Results, Runner, estimate, minutes
-from benchmarks.convergence.train import Recipe, new_model
+from benchmarks.convergence.runner import Job, Results, Runner, estimate, minutes, orders_for, this_machine
+from benchmarks.convergence.train import Recipe, Text, new_model, start_model
 from examples.language_model import Size
 
 SMALL = Recipe(steps=8, batch=2, size=Size(layers=1, width=16, heads=2, context=16), snapshots=2)
@@ -100,6 +100,21 @@ def test_a_contribution_is_scaled_to_the_median_norm_at_most() -> None:
     assert plain.mean_of_sparse(sent, [torch.ones(1)] * 3, [1, 1, 1], senders=True).tolist() == pytest.approx(
         [5 / 3]
     )  # of norms 1, 2 and 90 the median is 2
+
+
+@pytest.mark.parametrize("name", ["unequal-h30", "muon-h15", "quorum-h15"])
+def test_the_library_trains_with_unequal_speeds_and_with_muon(name: str) -> None:
+    """With a quorum nobody waits for the slow peer, so there is nothing to compare with in plain torch."""
+    case, model = replace(all_cases()[name], every=10), new_model(SMALL, 0)
+    library = train_with_library(SMALL, case, model, 16, 3, 0, lambda _: None)
+    orders = () if case.quorum else library.orders
+    mine = plain.train_replicas(SMALL, case, model, 16, 3, 0, lambda _: None, orders)
+    assert library.samples == mine.samples
+    if case.quorum:
+        assert library.incomplete
+        assert library.loss == pytest.approx(mine.loss, rel=0.1)
+    else:
+        assert library.loss == pytest.approx(mine.loss, rel=1e-5)
 
 
 def test_peers_of_unequal_speed_train_on_as_many_samples() -> None:
@@ -178,11 +193,15 @@ async def test_receipts_have_14_bits_for_each_weight_that_is_sent_and_as_many_ti
 # The cells
 
 
-def test_the_cells_of_the_targets_come_first_and_each_is_there_once() -> None:
-    cells = all_cells()
-    assert len(cells) == len(set(cells))
-    first = {cell.case for cell in cells[:20]}
+def test_the_cells_of_the_page_come_first_and_each_is_there_once() -> None:
+    cells, page = all_cells(), page_cells()
+    assert len(cells) == len(set(cells)) > 1000
+    assert cells[: len(page)] == page
+    assert sum(cell.by == "plain" for cell in page) <= 135
+    first = {cell.case for cell in cells[:24]}
     assert {"joined", "int8-h30", "top-k-32-2bit-h15", "top-k-64-2bit-h15", "top-k-64-2bit-h30"} <= first
+    library = {cell.case for cell in page if cell.by == "library"}
+    assert {"muon-h30", "streaming-h30", "quorum-h30", "unequal-h30", "top-k-32-2bit-h15"} <= library
     grid = {(cell.peers, cell.seed, cell.start) for cell in cells if cell.case == "top-k-128-8bit-h100-no-decay"}
     assert len(grid) == 8
 
@@ -195,8 +214,18 @@ def test_how_many_times_fewer_bits_a_peer_contributes(name: str, ratio: int) -> 
     assert round(all_cases()[name].ratio) == ratio
 
 
+@pytest.mark.parametrize("cell", [cell for cell in page_cells() if cell.by == "replayed"], ids=str)
+def test_what_is_replayed_was_trained_by_the_library_before(cell: Cell) -> None:
+    cells = page_cells()
+    library = replace(cell, by="library")
+    assert cells.index(library) < cells.index(cell)
+    assert orders_for(Job(cell), {}) is None
+    assert orders_for(Job(cell), {str(library): {"orders": [[1, 0]]}}) == [[1, 0]]
+    assert orders_for(Job(library), {}) == []
+
+
 JOB = Job(Cell("random", 4, "plain", "joined", 0))
-RESULT = {"loss": 2.0, "seconds": 30.0}
+RESULT = {"loss": 2.0, "seconds": 30.0, "date": "2026-11-01", "machine": this_machine()}
 
 
 def test_results_of_two_processes_are_both_kept(tmp_path: Path) -> None:
@@ -207,7 +236,47 @@ def test_results_of_two_processes_are_both_kept(tmp_path: Path) -> None:
     assert list(one.read()["cells"]) == ["a/4/plain/joined/0", "a/4/plain/joined/1"]
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"cells": {}}', '{"recipe": {"steps": 7}, "cells": {}}'])
+def test_cells_of_other_machines_are_added_and_the_newer_one_is_kept(tmp_path: Path) -> None:
+    mine, theirs = (Results(tmp_path / name, SMALL, "text") for name in ("mine.json", "theirs.json"))
+    for number, date in enumerate(("2026-11-03", "2026-11-01")):
+        mine.add(f"a/4/plain/joined/{number}", RESULT | {"date": date, "loss": 1.0})
+    for number in range(3):
+        theirs.add(f"a/4/plain/joined/{number}", RESULT | {"date": "2026-11-02"})
+    assert mine.merge(tmp_path / "theirs.json") == 2
+    assert [cell["loss"] for cell in mine.read()["cells"].values()] == [1.0, 2.0, 2.0]
+    assert mine.merge(tmp_path / "theirs.json") == 0
+
+
+def test_cells_of_another_text_are_not_added(tmp_path: Path) -> None:
+    mine, theirs = (Results(tmp_path / f"{text}.json", SMALL, text) for text in ("one", "other"))
+    for results in (mine, theirs):
+        results.add("a/4/plain/joined/0", RESULT)
+    with pytest.raises(ValueError, match="results of another text"):
+        mine.merge(tmp_path / "other.json")
+    with pytest.raises(ValueError, match="results of another text"):
+        Results(tmp_path / "one.json", SMALL).merge(tmp_path / "other.json")
+
+
+def test_the_text_is_kept_for_other_versions_of_python(tmp_path: Path) -> None:
+    files = [Path(json.__file__), Path(asyncio.__file__)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "standard_library", lambda: files)
+        kept = Text.kept_in(tmp_path / "text.zip")
+    assert Text.kept_in(tmp_path / "text.zip").digest == kept.digest == Text([f.read_bytes() for f in files]).digest
+    assert Text([b"other"]).digest != kept.digest
+
+
+def test_a_trained_start_is_made_once(tmp_path: Path) -> None:
+    recipe, said = replace(SMALL, joint_steps=3, joint_peers=2), list[str]()
+    first, second = (start_model(recipe, "trained", 0, tmp_path, said.append) for _ in range(2))
+    assert len(said) == 1
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    (file,) = tmp_path.glob("start-0-*.safetensors")
+    assert not torch.equal(next(first.parameters()), next(new_model(recipe, 0).parameters()))
+    assert file.stat().st_size < 100_000
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"cells": {}}', '{"recipe": {"steps": 7}, "text": "a", "cells": {}}'])
 def test_foreign_results_are_not_overwritten(text: str, tmp_path: Path) -> None:
     file = tmp_path / "convergence.json"
     file.write_text(text)
@@ -221,6 +290,8 @@ class AtOnce:
 
     def __init__(self, *_: object, **__: object) -> None:
         self.done: list[Job] = []
+        self.hanging: set[str] = set()
+        self.closed = False
 
     def __enter__(self) -> AtOnce:
         return self
@@ -228,11 +299,15 @@ class AtOnce:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def submit(self, _: object, recipe: Recipe, job: Job) -> Future[dict[str, Any]]:
+    def submit(self, _: object, recipe: Recipe, job: Job, *__: object) -> Future[dict[str, Any]]:
         self.done.append(job)
         future: Future[dict[str, Any]] = Future()
-        future.set_result(dict(RESULT))
+        if job.key not in self.hanging:
+            future.set_result(dict(RESULT))
         return future
+
+    def shutdown(self, wait: bool, cancel_futures: bool) -> None:
+        self.closed = not wait and cancel_futures
 
 
 @pytest.fixture
@@ -248,8 +323,8 @@ def jobs(*seeds: int) -> list[Job]:
 
 def test_what_is_recorded_is_not_run_again(tmp_path: Path, pool: AtOnce) -> None:
     results = Results(tmp_path / "convergence.json", SMALL)
-    assert Runner(SMALL, results, 2, math.inf).run(jobs(0)) == 0
-    assert Runner(SMALL, results, 2, math.inf).run(jobs(0, 1)) == 0
+    assert Runner(SMALL, results, tmp_path, 2, math.inf).run(jobs(0)) == 0
+    assert Runner(SMALL, results, tmp_path, 2, math.inf).run(jobs(0, 1)) == 0
     assert [job.cell.seed for job in pool.done] == [0, 1]
     assert len(results.read()["cells"]) == 2
 
@@ -258,8 +333,17 @@ def test_nothing_is_begun_that_would_not_be_done_in_time(tmp_path: Path, pool: A
     """30 s were needed for such a cell; how long the first one takes is not known."""
     results = Results(tmp_path / "convergence.json", SMALL)
     until = time.monotonic() + 20
-    assert Runner(SMALL, results, 1, until).run(jobs(0, 1)) == 1
+    assert Runner(SMALL, results, tmp_path, 1, until).run(jobs(0, 1)) == 1
     assert [job.cell.seed for job in pool.done] == [0]
+
+
+def test_a_cell_that_is_cut_off_loses_only_itself(tmp_path: Path, pool: AtOnce) -> None:
+    results = Results(tmp_path / "convergence.json", SMALL)
+    first, second = jobs(0, 1)
+    pool.hanging.add(second.key)
+    assert Runner(SMALL, results, tmp_path, 2, time.monotonic() + 0.2).run([first, second]) == 1
+    assert list(results.read()["cells"]) == [first.key]
+    assert pool.closed
 
 
 def test_estimates_are_in_proportion_to_steps_and_peers() -> None:
@@ -267,6 +351,8 @@ def test_estimates_are_in_proportion_to_steps_and_peers() -> None:
     cells = {"trained/4/plain/a/0": {"seconds": 40.0}, "trained/8/plain/a/0": {"seconds": 80.0}}
     assert estimate(recipe, cells, Job(Cell("random", 4, "library", "b", 0))) == pytest.approx(120)
     assert estimate(recipe, {}, JOB) == 0
+    elsewhere = {key: cell | {"machine": "another"} for key, cell in cells.items()}
+    assert estimate(recipe, elsewhere, JOB) == 0
     assert [minutes(seconds) for seconds in (5, 65.5, 3600)] == ["0:05", "1:06", "1:00:00"]
 
 
@@ -290,7 +376,7 @@ def recorded(losses: dict[str, float], **more: Any) -> dict[str, Any]:
     }
     cell |= {"machine": "m", "python": "3", "torch": "2"} | more
     cells = {key: cell | {"loss": loss} for key, loss in losses.items()}
-    return {"recipe": json.loads(json.dumps(asdict(Recipe()))), "cells": cells}
+    return {"recipe": json.loads(json.dumps(asdict(Recipe()))), "text": "t", "cells": cells}
 
 
 @pytest.mark.parametrize(("loss", "met"), [(2.0599, True), (2.0601, False)])
@@ -322,12 +408,16 @@ def test_bytes_of_receipts_serve_for_every_pause() -> None:
 
 def test_the_page_says_what_was_not_run_and_where_the_library_differs(tmp_path: Path) -> None:
     losses = {"plain/joined/0": 2.0, "plain/int8-h30/0": 2.1, "library/int8-h30/0": 2.1021, "plain/joined/0@0.001": 1.9}
+    losses["replayed/int8-h30/0"] = 2.1021
     results = recorded({f"trained/4/{name}": one for name, one in losses.items()})
     text = page(results, tmp_path)
-    assert "| DiLoCo, H=30, int8, trained start, 4 peers | 0 | 2.10000 | 2.10210 | +0.1000% |" in text
+    assert (
+        "| DiLoCo, H=30, int8, trained start, 4 peers | 0 | 2.10000 | 2.10210 | +0.1000% | 2.10210 (+0.0000%) |" in text
+    )
     assert "| trained | 4 | plain | 2 of" in text
-    assert "| random | 8 | library | 0 of" in text
+    assert "| trained | 8 | plain | 0 of" in text
     assert "at most 0.100% apart in 1 trainings | **missed** |" in text
+    assert "at most 0.000% apart in 1 trainings | met |" in text
     assert "| trained/4/plain/joined | 0.001 | 2.0000 | 1.9000 |" in text
 
 
