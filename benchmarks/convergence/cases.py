@@ -218,6 +218,9 @@ MAIN = (
 )  # fmt: skip
 """Cases of the page for each number of local steps, see `page_cells`."""
 
+JOINED = ("joined", "joined-best", "muon-joined")
+MUON_COMPRESSED = ("muon-top-k-32-2bit-h15", "muon-top-k-32-2bit-h30", "muon-2bit-h30")
+
 SHORT = ("diloco-h{}", "int8-h{}", "top-k-32-2bit-h{}", "top-k-64-2bit-h{}", "streaming-h{}", "muon-h{}", "unequal-h{}")
 """Those of them for 8 peers and a random start."""
 
@@ -229,27 +232,24 @@ IN_LIBRARY = (
 
 
 def page_cells() -> list[Cell]:
-    """The cells that the page needs, the most telling first: plain ones, which are short, then those of the library."""
+    """The cells that the page needs, the most telling first: whole rows of one seed, then those that take long."""
     trained = partial(_cells, "trained")
-    every = [name.format(h) for h in (30, 15, 100, 50) for name in MAIN]
-    few = [name.format(h) for h in (30, 100) for name in SHORT]
-    plain = [
-        cell
-        for seed in SEEDS
-        for cell in trained(4, "plain", ("joined", "joined-best", "muon-joined", *every), (seed,))
-    ]
-    more = [
-        *trained(4, "plain", ("muon-top-k-32-2bit-h15", "muon-top-k-32-2bit-h30", "muon-2bit-h30"), SEEDS),
-        *trained(8, "plain", ("joined", *few), SEEDS[:1]),
-        *_cells("random", 4, "plain", ("joined", *few), SEEDS[:1]),
-    ]
-    library = [
-        cell
-        for seed in SEEDS
-        for by in ("library", "replayed")
-        for cell in trained(4, by, IN_LIBRARY, (seed,))
-    ]  # fmt: skip
-    return [*plain, *more, *library]
+    first, second = ([seed] for seed in SEEDS)
+    often, seldom = ([name.format(every) for every in hs for name in MAIN] for hs in ((30, 15), (100, 50)))
+    few = [name.format(every) for every in (30, 100) for name in SHORT]
+    tiers: Iterable[Iterable[Cell]] = (
+        trained(4, "plain", (*JOINED, *often, *seldom), first),
+        trained(4, "plain", (*JOINED, *often), second),
+        _cells("random", 4, "plain", ("joined", *few), first),
+        trained(8, "plain", ("joined", *few), first),
+        trained(4, "library", IN_LIBRARY, first),
+        trained(4, "replayed", IN_LIBRARY, first),
+        trained(4, "plain", seldom, second),
+        trained(4, "plain", MUON_COMPRESSED, SEEDS),
+        trained(4, "library", IN_LIBRARY, second),
+        trained(4, "replayed", IN_LIBRARY, second),
+    )
+    return list(itertools.chain.from_iterable(tiers))
 
 
 def all_cells() -> list[Cell]:
