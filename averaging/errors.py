@@ -244,6 +244,32 @@ class FeedError(AveragingError):
         self.retry_after = retry_after
 
 
+class EngineError(AveragingError):
+    """An engine does not answer a request for text.
+
+    Attributes:
+        status: the HTTP status, for example 400.
+        parameter: the field of the request that is wrong; None if none is.
+        code: what programs look at, for example "model_not_found"; None if there is no word for it.
+        retry_after: seconds after which the same request can succeed; None if it would be refused again.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        status: int = 500,
+        parameter: str | None = None,
+        *,
+        code: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.parameter = parameter
+        self.code = code
+        self.retry_after = retry_after
+
+
 class WorkerError(AveragingError):
     """A model worker could not carry out a request, refuses the master, or is lost.
 

@@ -10,19 +10,28 @@ with listening("127.0.0.1:8000") as listener:
 from __future__ import annotations
 
 import asyncio
+import base64
+import hmac
 import logging
 import socket
-from collections.abc import Mapping
+import ssl
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, Self
+from dataclasses import dataclass, field
+from socket import gethostname
+from typing import Any, NamedTuple, Self
+from urllib.parse import urlsplit
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from averaging.common import loopback_here, parse_address, parse_ip
-from averaging.errors import ListenError
+from averaging.common import is_loopback, loopback_here, parse_address, parse_ip
+from averaging.config import FilePath
+from averaging.errors import ConfigError, ListenError
+from averaging.security import read_tls, read_tokens
 
-__all__ = ["HttpServer", "listening", "network_of"]
+__all__ = ["HttpAccess", "HttpRefusal", "HttpServer", "http_access", "listening", "network_of"]
 
 KEEP_ALIVE = 30
 """Seconds for which a connection without a request is kept open."""
@@ -180,3 +189,111 @@ def listening(address: str) -> socket.socket:
         f"cannot listen on {address}: {reason}; choose another port or port 0 for a free one, or end the program that "
         "listens there"
     )
+
+
+class HttpRefusal(NamedTuple):
+    """Why a request is refused: the HTTP status, and a text with the remedy."""
+
+    status: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class HttpAccess:
+    """Who may use a server for programs, which is no page for browsers.
+
+    Attributes:
+        tokens: requests must carry one of them; if empty, no token is required.
+        hosts: names of this server, which the Host header must have if it is neither an address nor without a dot; None
+            allows any.
+        tls: what `HttpServer` needs for TLS; empty without it.
+    """
+
+    tokens: tuple[str, ...] = ()
+    hosts: tuple[str, ...] | None = None
+    tls: Mapping[str, Any] = field(default_factory=dict)
+
+    def refusal(self, headers: Mapping[str, str], *, needs_token: bool = True) -> HttpRefusal | None:
+        """Why a request with these headers, by name in lower case, is refused; None if it is answered."""
+        return self._page_refusal(headers) or (self._token_refusal(headers) if needs_token else None)
+
+    def _page_refusal(self, headers: Mapping[str, str]) -> HttpRefusal | None:
+        """Refuses requests of web pages. Otherwise any page in a browser on this machine could drop the run.
+
+        A page whose name its owner lets point to this machine has the same origin as the server (DNS rebinding). Only
+        the Host header then has a name that is not the server's.
+        """
+        host = headers.get("host", "")
+        if self.hosts is not None and host and not _is_name_of_server(host, self.hosts):
+            return HttpRefusal(
+                403,
+                f"{host[:100]!r} is no known name of this server; use its address, start it with --allow-host NAME, or "
+                "require a token",
+            )
+        sent_by = [headers[name].lower() for name in ("origin", "referer") if name in headers]
+        own_page = all(page.split("/")[2:3] == [host.lower()] for page in sent_by)
+        if not own_page or headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+            return HttpRefusal(403, "requests of web pages are refused; use another HTTP client")
+        return None
+
+    def _token_refusal(self, headers: Mapping[str, str]) -> HttpRefusal | None:
+        scheme, _, value = headers.get("authorization", "").partition(" ")
+        given = value.strip().encode()
+        if scheme.lower() == "basic":  # clients without an option for a token send the password of their URL
+            try:
+                given = base64.b64decode(given, validate=True).partition(b":")[2]
+            except ValueError:
+                given = b""
+        # All are compared, so that the time taken reveals nothing.
+        matches = sum([hmac.compare_digest(given, token.encode()) for token in self.tokens])
+        if self.tokens and not (matches and scheme.lower() in ("basic", "bearer")):
+            return HttpRefusal(401, "this server requires a token; send 'Authorization: Bearer TOKEN'")
+        return None
+
+
+def http_access(
+    listen: str,
+    *,
+    token_file: FilePath | None = None,
+    tls_ca: FilePath | None = None,
+    tls_cert: FilePath | None = None,
+    tls_key: FilePath | None = None,
+    insecure: bool = False,
+    hosts: Sequence[str] = (),
+) -> HttpAccess:
+    """Reads the files that say who may use a server.
+
+    Args:
+        listen: HOST:PORT of the server.
+        token_file: tokens, one per line.
+        tls_ca: certificate of the authority. Without tokens, clients must show a certificate of it.
+        tls_cert: certificate of the server; None for no TLS.
+        tls_key: its private key.
+        insecure: whether other machines may connect without TLS.
+        hosts: further DNS names of this server.
+
+    Raises:
+        ConfigError: a file is invalid, or other machines could connect without the user's word.
+    """
+    tokens, tls = read_tokens(token_file), read_tls(tls_ca, tls_cert, tls_key, time.time)
+    host, _ = parse_address(listen)
+    if not (tls or insecure or is_loopback(host)):
+        raise ConfigError(
+            f"other machines can reach {listen}, and without TLS anybody in between can read and change requests; "
+            "give tls_ca, tls_cert and tls_key (`averaging ca` makes them), or insecure=True in a trusted network"
+        )
+    files: dict[str, Any] = {}
+    if tls:
+        files = {"ssl_ca_certs": tls_ca, "ssl_certfile": tls_cert, "ssl_keyfile": tls_key}
+        files["ssl_cert_reqs"] = ssl.CERT_NONE if tokens else ssl.CERT_REQUIRED
+    own = None if tls or tokens else (*(name.lower() for name in hosts), host, gethostname())
+    return HttpAccess(tuple(tokens), own, files)
+
+
+def _is_name_of_server(host_header: str, hosts: Sequence[str]) -> bool:
+    """Whether a request for that host can reach only this server: nobody else can let such a name point to it."""
+    try:
+        host = (urlsplit(f"//{host_header}").hostname or "").rstrip(".")
+    except ValueError:
+        return False
+    return "." not in host or parse_ip(host) is not None or is_loopback(host) or host in hosts

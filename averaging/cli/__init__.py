@@ -31,6 +31,7 @@ from averaging.cli.leave import leave_command
 from averaging.cli.peer import peer_command
 from averaging.cli.plan import plan_command
 from averaging.cli.register import register_command
+from averaging.cli.serve import serve_command
 from averaging.cli.state import state_command
 from averaging.cli.top import top_command
 from averaging.cli.watch import watch_command
@@ -128,6 +129,10 @@ def main() -> None:
       averaging export 127.0.0.1:4222 --config base --output model
 
     \b
+    Serve a language model that follows a run, with OpenAI's API:
+      averaging serve base --follow 127.0.0.1:4222
+
+    \b
     Serve the rendezvous of elastic torchrun jobs:
       averaging register --listen 127.0.0.1:29400
 
@@ -152,6 +157,7 @@ main.add_command(plan_command)
 main.add_command(leave_command)
 main.add_command(follow_command)
 main.add_command(export_command)
+main.add_command(serve_command)
 main.add_command(dashboard_command)
 main.add_command(feed_command)
 main.add_command(register_command)

@@ -20,8 +20,8 @@ from averaging.cli.options import (
     security_options,
     state_download_options,
 )
-from averaging.cli.state import VERSION_KEY, fetch_state
-from averaging.common import counted, size
+from averaging.cli.state import fetch_state
+from averaging.common import VERSION_KEY, counted, size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -27,8 +27,7 @@ from averaging.cli.options import (
     security_options,
 )
 from averaging.cli.shell_command import run_command
-from averaging.cli.state import VERSION_KEY
-from averaging.common import counted, size
+from averaging.common import VERSION_KEY, counted, size
 from averaging.config import LeaveAccess
 
 if TYPE_CHECKING:

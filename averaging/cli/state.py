@@ -15,7 +15,7 @@ from averaging.cli.options import (
     security_options,
     state_download_options,
 )
-from averaging.common import member_of
+from averaging.common import VERSION_KEY, member_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 MAX_MESSAGE_BYTES = 64 << 20
 """Chunks of a state have at most 1 MiB, and its metadata at most 16 MiB."""
 
-VERSION_KEY, USER_KEY, PACKED_USER_KEY = "averaging.version", "averaging.user", "averaging.user.msgpack"
-"""Keys in the file's metadata: the version, the user dict as JSON, or else as msgpack in base64."""
+USER_KEY, PACKED_USER_KEY = "averaging.user", "averaging.user.msgpack"
+"""Keys in the file's metadata: the user dict as JSON, or else as msgpack in base64."""
 
 
 @click.command("state")

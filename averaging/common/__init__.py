@@ -87,6 +87,7 @@ from averaging.common.safe_msgpack import (
 from averaging.common.sanitize import MAX_NAMES, counted, duration, html_table, listed, plain, size
 from averaging.common.seed_sources import SeedSource, SourceKind, parse_seed
 from averaging.common.tensor_names import (
+    VERSION_KEY,
     contradict,
     digest_of_names,
     first_moved_name,
@@ -108,6 +109,7 @@ __all__ = [
     "SECONDS",
     "SEED",
     "SWITCH",
+    "VERSION_KEY",
     "Address",
     "Backoff",
     "EventLoopThread",

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import hmac
 import logging
 import socket
-import ssl
 import time
 import zlib
 from collections import Counter as Counts
@@ -15,9 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from socket import gethostname
-from typing import Any, Self
-from urllib.parse import urlsplit
+from typing import Self
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -25,14 +20,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from averaging.common import is_count, is_loopback, loopback_here, parse_address, parse_ip
+from averaging.common import is_count, loopback_here, parse_address
 from averaging.errors import ConfigError, FeedError
-from averaging.http_server import HttpServer, listening, network_of
+from averaging.http_server import HttpAccess, HttpServer, http_access, listening, network_of
 from averaging.rl.feed.database import Database, DatabaseThread
 from averaging.rl.feed.routes import CHANGING, ROUTES, Event, Handler, Routes, ServerLimits, error_reply
 from averaging.rl.feed.run_state import RunState
 from averaging.rl.feed.versions import StaleMode
-from averaging.security import read_tls, read_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -87,16 +81,15 @@ class FeedServer:
         on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
         self._listen, self._limits = loopback_here(listen), limits or ServerLimits()
-        self._tokens = read_tokens(token_file)
-        self._tls = read_tls(tls_ca, tls_cert, tls_key, time.time)
-        self._tls_files = {"ssl_ca_certs": tls_ca, "ssl_certfile": tls_cert, "ssl_keyfile": tls_key}
-        host, _ = parse_address(self._listen)
-        self._hosts = None if self._tls or self._tokens else [*(name.lower() for name in hosts), host, gethostname()]
-        if not (self._tls or insecure or is_loopback(host)):
-            raise ConfigError(
-                f"other machines can reach {listen}, and without TLS anybody in between can read and change requests; "
-                "give tls_ca, tls_cert and tls_key (`averaging ca` makes them), or insecure=True in a trusted network"
-            )
+        self._access = http_access(
+            self._listen,
+            token_file=token_file,
+            tls_ca=tls_ca,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            insecure=insecure,
+            hosts=hosts,
+        )
         if max_staleness is not None and not is_count(max_staleness):
             raise ConfigError(f"max_staleness must be a number of versions, 0 or more, or None, not {max_staleness!r}")
         if stale not in list(StaleMode):
@@ -119,10 +112,10 @@ class FeedServer:
             listener = stack.enter_context(listening(self._listen))
             database = await stack.enter_async_context(DatabaseThread(self._open))
             routes = Routes(database, self._limits.body_objects, self._on_event)
-            gate = Gate(routes, self._tokens, self._hosts, self._limits)
+            gate = Gate(routes, self._access, self._limits)
             self._server = await stack.enter_async_context(self._http_server(gate, listener))
             host = parse_address(self._listen)[0]
-            self.url = f"{'https' if self._tls else 'http'}://{host}:{listener.getsockname()[1]}"
+            self.url = f"{'https' if self._access.tls else 'http'}://{host}:{listener.getsockname()[1]}"
             self._stack = stack.pop_all()
         return self
 
@@ -134,10 +127,8 @@ class FeedServer:
         await self._server.wait()
 
     def _http_server(self, gate: Gate, listener: socket.socket) -> HttpServer:
-        tls: dict[str, Any] = {}
-        if self._tls:
-            tls = self._tls_files | {"ssl_cert_reqs": ssl.CERT_NONE if self._tokens else ssl.CERT_REQUIRED}
         connections, seconds = self._limits.connections, self._limits.seconds
+        tls = self._access.tls
         return HttpServer(gate.application(), listener, connections=connections, seconds=seconds, grace=GRACE, tls=tls)
 
 
@@ -146,17 +137,12 @@ class Gate:
 
     Args:
         routes: answers the requests.
-        tokens: each request except GET / must carry one of them; if empty, no token is required.
-        hosts: names of this server, which the Host header must have if it is neither an address nor without a dot; None
-            allows any.
+        access: decides who may send requests; GET / needs no token.
         limits: limits of the bodies.
     """
 
-    def __init__(
-        self, routes: Routes, tokens: Sequence[str], hosts: Sequence[str] | None, limits: ServerLimits
-    ) -> None:
-        self._routes, self._limits = routes, limits
-        self._tokens, self._hosts = [token.encode() for token in tokens], hosts
+    def __init__(self, routes: Routes, access: HttpAccess, limits: ServerLimits) -> None:
+        self._routes, self._access, self._limits = routes, access, limits
         self._body_bytes: Counts[str] = Counts()  # by network
 
     def application(self) -> Starlette:
@@ -177,9 +163,8 @@ class Gate:
         async def endpoint(request: Request) -> Response:
             began = time.perf_counter()
             try:
-                self._check_page(request)
-                if path != "/":
-                    self._check_token(request)
+                if (refusal := self._access.refusal(request.headers, needs_token=path != "/")) is not None:
+                    raise FeedError(refusal.text, refusal.status)
                 response = await self._with_body(request, handler)
             except FeedError as error:
                 later = {} if error.retry_after is None else {"Retry-After": f"{error.retry_after:.0f}"}
@@ -193,38 +178,6 @@ class Gate:
             return response
 
         return endpoint
-
-    def _check_page(self, request: Request) -> None:
-        """Refuses requests of web pages. Otherwise any page in a browser on this machine could drop the run.
-
-        A page whose name its owner lets point to this machine has the same origin as the server (DNS rebinding). Only
-        the Host header then has a name that is not the server's.
-        """
-        headers = request.headers
-        host = headers.get("host", "")
-        if self._hosts is not None and host and not _is_name_of_server(host, self._hosts):
-            raise FeedError(
-                f"{host[:100]!r} is no known name of this server; use its address, start it with --allow-host NAME, or "
-                "require a token",
-                403,
-            )
-        sent_by = [headers[name].lower() for name in ("origin", "referer") if name in headers]
-        own_page = all(page.split("/")[2:3] == [host.lower()] for page in sent_by)
-        if not own_page or headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-            raise FeedError("requests of web pages are refused; use another HTTP client", 403)
-
-    def _check_token(self, request: Request) -> None:
-        scheme, _, value = request.headers.get("authorization", "").partition(" ")
-        given = value.strip().encode()
-        if scheme.lower() == "basic":  # clients without an option for a token send the password of their URL
-            try:
-                given = base64.b64decode(given, validate=True).partition(b":")[2]
-            except ValueError:
-                given = b""
-        # All are compared, so that the time taken reveals nothing.
-        matches = sum([hmac.compare_digest(given, token) for token in self._tokens])
-        if self._tokens and not (matches and scheme.lower() in ("basic", "bearer")):
-            raise FeedError("this server requires a token; send 'Authorization: Bearer TOKEN'", 401)
 
     async def _with_body(self, request: Request, handler: Handler) -> Response:
         """Reads the body within the limits, and calls `handler`. The body counts until the handler returns."""
@@ -271,12 +224,3 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
     return error_reply(error.status_code, f"{request.method} {request.url.path}: {error.detail}", error.headers)
-
-
-def _is_name_of_server(host_header: str, hosts: Sequence[str]) -> bool:
-    """Whether a request for that host can reach only this server: nobody else can let such a name point to it."""
-    try:
-        host = (urlsplit(f"//{host_header}").hostname or "").rstrip(".")
-    except ValueError:
-        return False
-    return "." not in host or parse_ip(host) is not None or is_loopback(host) or host in hosts

@@ -1,0 +1,259 @@
+"""`averaging serve`: a small server of a language model with OpenAI's API, which follows a run."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from averaging.cli.exits import WRONG_USAGE, CommandError, Stop, Stopped, failure_of, run
+from averaging.cli.options import (
+    DURATION,
+    JOINED,
+    CheckedPath,
+    credentials_of,
+    flag,
+    insecure_option,
+    output_options,
+    security_options,
+)
+from averaging.common import counted, size
+from averaging.errors import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from averaging.cli.output import CommandOutput
+    from averaging.engine import EngineServer
+    from averaging.weights import FollowerOptions
+
+POSITIVE = click.IntRange(min=1)
+
+
+@click.command("serve")
+@click.argument("folder", type=CheckedPath(), metavar="MODEL_DIR")
+@click.option(
+    "--follow",
+    "addresses",
+    type=JOINED,
+    multiple=True,
+    metavar="HOST:PORT",
+    help="Take each version of the weights that the peer there publishes; repeatable, then the next one is followed if "
+    "one is lost.",
+)
+@flag("run_id", help="With --follow: follow only the weights of this run.")
+@click.option(
+    "--run-token-file",
+    type=CheckedPath(),
+    metavar="FILE",
+    help="With --follow: file with the run's tokens. That of --token-file is for the clients of this server.",
+)
+@click.option("--name", metavar="NAME", help="The model's name in requests.  [default: that of MODEL_DIR]")
+@flag("listen", default="127.0.0.1:8000", help="Address to listen on; port 0 takes a free one.")
+@click.option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N.  [default: cuda if there is a GPU, else cpu]")
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    default="auto",
+    help="Of the weights; auto takes that of MODEL_DIR. Published weights are converted.",
+)
+@click.option(
+    "--batch",
+    default=16,
+    type=POSITIVE,
+    metavar="N",
+    help="Sequences that are generated at once, and that one request may ask for.",
+)
+@click.option("--queue", default=256, type=POSITIVE, metavar="N", help="Requests that may wait; then status 429.")
+@click.option(
+    "--max-tokens", default=4096, type=POSITIVE, metavar="N", help="Tokens that a request may ask for, for a sequence."
+)
+@click.option(
+    "--max-model-len",
+    type=POSITIVE,
+    metavar="N",
+    help="Tokens that a sequence may have with its prompt.  [default: what config.json says]",
+)
+@click.option(
+    "--body-bytes",
+    default=4 << 20,
+    type=click.IntRange(min=1 << 10),
+    metavar="BYTES",
+    help="Maximum size of a request.",
+)
+@click.option(
+    "--request-timeout",
+    "seconds",
+    default=60.0,
+    type=DURATION,
+    metavar="SECONDS",
+    help="Time limit for a request to arrive, and for a client that does not read its answer.",
+)
+@click.option(
+    "--timeout",
+    default=10.0,
+    type=DURATION,
+    metavar="SECONDS",
+    help="With --follow: try the next publisher if one is silent so long.",
+)
+@click.option(
+    "--max-bytes",
+    default=16 << 30,
+    type=POSITIVE,
+    metavar="BYTES",
+    help="With --follow: refuse larger weights, because two to three copies are kept in memory.",
+)
+@click.option(
+    "--allow-host",
+    "hosts",
+    multiple=True,
+    metavar="NAME",
+    help="DNS name of this server, needed if clients use it without TLS and token; repeatable.",
+)
+@security_options
+@insecure_option
+@output_options
+def serve_command(folder: Path, addresses: tuple[str, ...], *, as_json: bool, verbose: int, **given: Any) -> None:
+    r"""Serves the language model in MODEL_DIR with OpenAI's API, on the CPU or one GPU.
+
+    MODEL_DIR is what save_pretrained of transformers writes, with its tokenizer. With --follow it takes each version of
+    the weights that a training process publishes, between two requests and never inside one, and answers name the
+    version: "model" is NAME@7 and "weight_version" is "7". Until the first version is here, requests get status 503.
+    A publisher that is away, also at the start, costs nothing but age; it is tried again. See docs/how-to/serve.md.
+
+    For environments on a laptop and for small models. Where vLLM runs, use `averaging follow --engine`.
+
+    \b
+    Serve a folder, and ask it:
+      averaging serve base
+      curl -s http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \
+        -d '{"model": "base", "prompt": "2 + 2 =", "max_tokens": 4}'
+
+    \b
+    Follow a run:
+      averaging serve base --follow a.example:4222
+
+    \b
+    Ask which version is served:
+      curl -s http://127.0.0.1:8000/weight_info
+
+    \b
+    For other machines, with TLS and a token; `averaging ca` creates the certificates:
+      averaging serve base --listen 0.0.0.0:8000 --token-file token \
+        --tls-ca ca/ca.pem --tls-cert ca/engine.pem --tls-key ca/engine.key
+
+    With a token, clients need no certificate. Without one, they must show a certificate of --tls-ca. The certificate is
+    that for the publishers of --follow too.
+
+    The first Ctrl+C or SIGTERM lets requests in progress finish, for 10 s.
+
+    \b
+    Exit codes: 0 stopped by Ctrl+C or SIGTERM; 1 the port is taken, or the server failed; 2 wrong usage, or the model
+    cannot be loaded, or the run publishes another model; 130, 143 stopped by a signal during the start.
+
+    \b
+    Events of --json, each with "event":
+      ready       url, model, version (of the folder), following
+      version     version, digest, bytes, of_folder (tensors that the run does not publish), seconds
+      unfollowed  version, message: no version comes for this reason; it is tried again
+      done
+      error       message
+    """
+    if not addresses:
+        for option in ("run_id", "run_token_file"):
+            if given[option] is not None:
+                raise click.UsageError(f"--{option.replace('_', '-')} needs --follow.")
+    from averaging.cli.output import CommandOutput
+
+    report = CommandOutput(as_json=as_json)
+    with report.logging(verbose), report.failures():
+        _run(folder, list(dict.fromkeys(addresses)), given, report)
+
+
+def event_text(event: Mapping[str, Any]) -> str:
+    """Returns the line of an event of the server."""
+    if event["event"] == "unfollowed":
+        served = "nothing is served yet" if event["version"] is None else f"version {event['version']} is served on"
+        return printable(f"{event['message']}; {served}, and it is tried again")
+    rest = f", and {counted(event['of_folder'], 'tensor')} of the folder" if event["of_folder"] else ""
+    return f"version {event['version']}: {size(event['bytes'])}{rest}, in {event['seconds']:.1f} s"
+
+
+def _run(folder: Path, addresses: list[str], given: dict[str, Any], report: CommandOutput) -> None:
+    from averaging.errors import AveragingError
+
+    served: str = given["name"] or folder.absolute().name
+    try:
+        from averaging.engine import EngineLimits, EngineServer, load_model
+
+        follow = _follower_options(addresses, given) if addresses else None
+        limits = EngineLimits(
+            **{field.name: given[field.name] for field in fields(EngineLimits) if field.name in given}
+        )
+        model = load_model(
+            folder, device=given["device"] or _default_device(), dtype=given["dtype"], bare=follow is not None
+        )
+        of_server = ("listen", "token_file", "tls_ca", "tls_cert", "tls_key", "insecure", "hosts")
+        server = EngineServer(
+            model,
+            name=served,
+            follow=follow,
+            limits=limits,
+            on_event=lambda event: report.emit(event, event_text(event)),
+            **{option: given[option] for option in of_server},
+        )
+    except ModuleNotFoundError as error:
+        raise CommandError(f"{error.name} is not installed; run: pip install 'averaging[serve]'", WRONG_USAGE) from None
+    except AveragingError as error:
+        raise failure_of(error) from None
+    _serve(server, served, addresses, report)
+
+
+def _serve(server: EngineServer, name: str, addresses: list[str], report: CommandOutput) -> None:
+    from averaging.errors import AveragingError
+
+    ready = False
+
+    async def serve(_: Stop) -> None:
+        nonlocal ready
+        async with server:
+            ready = True
+            event = {"event": "ready", "url": server.url, "model": name, "version": server.version}
+            following = f", following {', '.join(addresses)}" if addresses else ""
+            report.emit(
+                {**event, "following": addresses},
+                f"serving {printable(name)} at {server.url}/v1{following}; Ctrl+C ends this",
+            )
+            async with report.waiting(server.describe):
+                await server.wait()
+
+    try:
+        run(serve)
+    except Stopped as stop:
+        if not ready:
+            raise CommandError("stopped during the start", 128 + stop.number) from None
+    except AveragingError as error:
+        raise failure_of(error) from None
+    report.emit({"event": "done"}, "stopped")
+
+
+def _follower_options(addresses: list[str], given: dict[str, Any]) -> FollowerOptions:
+    from averaging.weights import FollowerOptions
+
+    return FollowerOptions(
+        join=addresses,
+        run_id=given["run_id"] or "",
+        credentials=credentials_of({**given, "token_file": given["run_token_file"]}),
+        listen=None,
+        join_timeout=given["timeout"],
+        stall_timeout=given["timeout"],
+        max_bytes=given["max_bytes"],
+    )
+
+
+def _default_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,130 @@
+"""`RunWeights`: follows a run, and gives each version to an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from averaging.common import Backoff
+from averaging.engine.engine import Engine, NewWeights
+from averaging.errors import AveragingError, PeerUnreachableError, StateError, TensorError
+from averaging.tensors import in_thread
+from averaging.weights import FollowerOptions, ModelReceiver, Staleness, StalenessWatch, WeightSnapshot
+
+logger = logging.getLogger("averaging.engine")
+
+MIN_PAUSE, MAX_PAUSE = 0.5, 10.0
+"""Seconds between two attempts after no publisher answered, or the run's model did not fit."""
+
+Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsStatus:
+    """What is known of the run.
+
+    Attributes:
+        newest: the newest announced version; None before the first.
+        connected: whether a publisher is connected.
+        staleness: how old the weights of the engine are.
+        digest: digest of the version in the engine; None if it is that of the folder, or none.
+    """
+
+    newest: int | None
+    connected: bool
+    staleness: Staleness
+    digest: bytes | None
+
+
+class RunWeights:
+    """Receives each version beside the engine, which takes it between two requests.
+
+    A publisher that is away, also at the start, costs nothing but age: the engine goes on with what it has, and the
+    publisher is tried again for as long as this runs.
+
+    Args:
+        options: the run to follow.
+        engine: gets the versions.
+        on_event: receives each event that `averaging serve --json` prints of versions.
+    """
+
+    def __init__(self, options: FollowerOptions, engine: Engine, on_event: Callable[[Event], None]) -> None:
+        self._options, self._engine, self._on_event = options, engine, on_event
+        self._receiver: ModelReceiver | None = None
+        self._watch = StalenessWatch(None)
+        self._digest: bytes | None = None
+        self._newest: int | None = None  # also while no publisher is connected
+
+    def state(self) -> WeightsStatus:
+        """What is known of the run now."""
+        receiver = self._receiver
+        if receiver is not None and receiver.announced is not None:
+            self._newest = receiver.announced.version
+        connected = receiver is not None and receiver.connected
+        staleness, _ = self._watch.look(time.monotonic(), self._engine.version, self._newest, connected=connected)
+        return WeightsStatus(self._newest, connected, staleness, self._digest)
+
+    async def run(self) -> None:
+        """Follows until it is cancelled.
+
+        Raises:
+            AveragingError: before the first version: the publishers refuse this follower, or publish another model.
+        """
+        backoff, reasons = Backoff(MIN_PAUSE, MAX_PAUSE), set[str]()
+        while True:
+            try:
+                await self._follow(backoff)
+            except AveragingError as error:
+                away = isinstance(error, StateError | PeerUnreachableError)
+                if not away and self._engine.version is None:
+                    raise
+                if str(error) not in reasons:  # once for each reason, however long it lasts
+                    reasons.add(str(error))
+                    self._on_event({"event": "unfollowed", "message": str(error), "version": self._engine.version})
+            finally:
+                self.state()
+                self._receiver = None
+            await asyncio.sleep(backoff.next_delay())
+
+    async def _follow(self, backoff: Backoff) -> None:
+        version = self._engine.version
+        options = self._options if version is None else replace(self._options, min_version=version)
+        async with ModelReceiver(options) as receiver:
+            self._receiver = receiver
+            while True:
+                if await receiver.wait_newer(self._engine.version, None) and receiver.newest is not None:
+                    began, received = time.monotonic(), receiver.newest
+                    await self._load(await in_thread(received.whole), began)
+                    backoff.reset()
+                elif receiver.failure is not None:
+                    raise receiver.failure
+
+    async def _load(self, whole: WeightSnapshot, began: float) -> None:
+        loop, version = asyncio.get_running_loop(), whole.manifest.version
+        loaded: asyncio.Future[int | TensorError] = loop.create_future()
+
+        def settle(result: int | TensorError) -> None:
+            if not loaded.done():
+                loaded.set_result(result)
+
+        self._engine.take(
+            NewWeights(whole.tensors(), version, lambda result: loop.call_soon_threadsafe(settle, result))
+        )
+        result = await loaded
+        if isinstance(result, TensorError):
+            raise result
+        self._digest = whole.manifest.digest
+        self._on_event(
+            {
+                "event": "version",
+                "version": version,
+                "digest": whole.manifest.digest.hex(),
+                "bytes": whole.manifest.layout.nbytes,
+                "of_folder": result,
+                "seconds": round(time.monotonic() - began, 3),
+            }
+        )

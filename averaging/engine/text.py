@@ -1,0 +1,66 @@
+"""The text of a sequence while its tokens arrive, and where a stop string ends it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+INCOMPLETE = "\ufffd"
+"""What a decoder gives for bytes that are not a whole character yet."""
+
+
+class TokenText:
+    """Turns tokens into text piece by piece.
+
+    Text that may be the beginning of a stop string, and bytes of an unfinished character, are kept back until it is
+    clear what they are.
+
+    Args:
+        decode: returns the text of token ids.
+        stop: strings that end the text.
+        include_stop: whether the text has the stop string that ended it.
+
+    Attributes:
+        stopped_by: the stop string that has ended the text; None if none has.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = (), *, include_stop: bool = False):
+        self._decode, self._stop, self._include = decode, [text for text in stop if text], include_stop
+        self._tokens: list[int] = []
+        # The tokens from `_start` on are decoded together, because a token's text depends on those before it, such as
+        # the space of a word. The text of those before `_end` has been taken.
+        self._start = self._end = 0
+        self._kept = ""
+        self.stopped_by: str | None = None
+
+    def add(self, token: int) -> str:
+        """Returns the text that has become final with a token."""
+        self._tokens.append(token)
+        return self._release(self._new_text(final=False), final=False)
+
+    def finish(self) -> str:
+        """Returns the rest of the text, after the last token."""
+        return "" if self.stopped_by is not None else self._release(self._new_text(final=True), final=True)
+
+    def _new_text(self, *, final: bool) -> str:
+        before = self._decode(self._tokens[self._start : self._end])
+        now = self._decode(self._tokens[self._start :])
+        if len(now) <= len(before) or (now.endswith(INCOMPLETE) and not final):
+            return ""
+        self._start, self._end = self._end, len(self._tokens)
+        return now[len(before) :]
+
+    def _release(self, new: str, *, final: bool) -> str:
+        text = self._kept + new
+        found = [(place, stop) for stop in self._stop if (place := text.find(stop)) >= 0]
+        if found:
+            place, self.stopped_by = min(found, key=lambda each: each[0])
+            self._kept = ""
+            return text[: place + len(self.stopped_by)] if self._include else text[:place]
+        kept = 0 if final else max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._kept = text[len(text) - kept :]
+        return text[: len(text) - kept]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` with which `stop` begins."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)

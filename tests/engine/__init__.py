@@ -1,0 +1,1 @@
+"""Tests of averaging.engine without transformers; tests/trainers/test_serve.py has those with it."""

@@ -1,0 +1,60 @@
+"""A model without torch for tests of the server: a token is a byte, and the next one is always the last one plus 1."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from averaging.engine import Generated, TextPiece, TokenLogprob
+from averaging.errors import TensorError
+
+
+class CountingModel:
+    """Counts on from the last token of the prompt. It ends a sequence at "~".
+
+    Attributes:
+        batches: the requests of each batch, in order.
+        go: while this is clear, nothing is generated.
+    """
+
+    def __init__(self, version: int | None = None) -> None:
+        self.version = version
+        self.context, self.vocabulary = 64, 128
+        self.batches: list[list[Generated]] = []
+        self.go, self.begun = threading.Event(), threading.Event()
+        self.go.set()
+
+    def load(self, tensors: Mapping[str, torch.Tensor], version: int) -> int:
+        if "w" not in tensors:
+            raise TensorError("another model")
+        self.version = version
+        return 0
+
+    def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
+        return tuple(text.encode())
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[int, ...]:
+        return self.encode("".join(message["content"] for message in messages))
+
+    def decode(self, tokens: Sequence[int], *, skip_special: bool = False) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+    def generate(self, batch: Sequence[Generated]) -> None:
+        self.batches.append(list(batch))
+        self.begun.set()
+        self.go.wait()
+        for each in batch:
+            request = each.request
+            for index, prompt in enumerate(prompt for prompt in request.prompts for _ in range(request.n)):
+                for count in range(1, request.max_tokens + 1):
+                    if each.cancelled:
+                        break
+                    token = prompt[-1] + count
+                    end = "stop" if token == ord("~") else "length" if count == request.max_tokens else None
+                    logprobs = () if request.top_logprobs is None else (TokenLogprob(token, -0.5, ((token, -0.5),)),)
+                    each.take(TextPiece(index, chr(token), (token,), logprobs, end))
+                    if end:
+                        break

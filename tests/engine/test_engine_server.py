@@ -1,0 +1,273 @@
+"""The server with a model that counts: its routes, versions, limits and errors, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from averaging import WeightPublisher
+from averaging.engine import EngineLimits, EngineServer
+from averaging.errors import ConfigError, TensorError
+from averaging.rpc import RpcServer
+from averaging.weights import FollowerOptions
+from tests.engine.engines import CountingModel
+from tests.support.ports import free_port
+
+LIMIT = 30.0
+
+ABC: dict[str, Any] = {"model": "m", "prompt": "ab", "max_tokens": 3}
+
+
+@asynccontextmanager
+async def serving(model: CountingModel, **options: Any) -> AsyncGenerator[httpx.AsyncClient, None]:
+    async with (
+        EngineServer(model, name="m", **options) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=LIMIT, trust_env=False) as client,
+    ):
+        client.server = server  # type: ignore[attr-defined]
+        yield client
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(LIMIT):
+        while not condition():  # noqa: ASYNC110 - what it looks at has no event
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.asyncio
+async def test_an_answer_has_text_tokens_logprobs_and_the_version() -> None:
+    async with serving(CountingModel(7)) as client:
+        asked = ABC | {"logprobs": 1, "return_token_ids": True, "n": 2}
+        answer = (await client.post("/v1/completions", json=asked)).json()
+        assert (answer["model"], answer["weight_version"], answer["object"]) == ("m@7", "7", "text_completion")
+        for index, choice in enumerate(answer["choices"]):
+            assert (choice["index"], choice["text"], choice["finish_reason"]) == (index, "cde", "length")
+            assert (choice["prompt_token_ids"], choice["token_ids"]) == ([97, 98], [99, 100, 101])
+            assert choice["logprobs"]["tokens"] == ["c", "d", "e"]
+            assert choice["logprobs"]["text_offset"] == [0, 1, 2]
+        assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 6, "total_tokens": 8}
+        chat = {"model": "m@7", "messages": [{"role": "user", "content": [{"type": "text", "text": "y"}]}]}
+        answer = (await client.post("/v1/chat/completions", json=chat)).json()
+        assert answer["choices"][0]["message"]["content"] == "z{|}~"
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        assert "token_ids" not in answer["choices"][0]
+
+
+@pytest.mark.asyncio
+async def test_a_stream_has_all_of_the_answer() -> None:
+    async with serving(CountingModel(7)) as client:
+        asked = ABC | {"stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}, "n": 2}
+        lines = [line for line in (await client.post("/v1/completions", json=asked)).text.splitlines() if line]
+        assert lines[-1] == "data: [DONE]"
+        chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+        assert {chunk["weight_version"] for chunk in chunks} == {"7"}
+        assert chunks.pop()["usage"]["completion_tokens"] == 6
+        for index in range(2):
+            own = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+            assert "".join(choice["text"] for choice in own) == "cde"
+            assert [token for choice in own for token in choice["token_ids"]] == [99, 100, 101]
+            assert own[0]["prompt_token_ids"] == [97, 98]
+            assert [choice["finish_reason"] for choice in own] == [None, None, "length"]
+
+
+@pytest.mark.asyncio
+async def test_what_waits_together_is_generated_together() -> None:
+    model = CountingModel()
+    model.go.clear()
+    async with serving(model) as client:
+        first = asyncio.create_task(client.post("/v1/completions", json=ABC))
+        await until(model.begun.is_set)
+        others = [asyncio.create_task(client.post("/v1/completions", json=ABC)) for _ in range(5)]
+        await until(lambda: client.server._engine.waiting == 5)  # type: ignore[attr-defined]
+        model.go.set()
+        for answer in await asyncio.gather(first, *others):
+            assert answer.json()["choices"][0]["text"] == "cde"
+        assert list(map(len, model.batches)) == [1, 5]
+
+
+@pytest.mark.asyncio
+async def test_versions_change_between_requests_and_answers_name_theirs() -> None:
+    model, publisher = CountingModel(), WeightPublisher()
+    events: list[Any] = []
+    async with RpcServer("127.0.0.1:0", [publisher]) as publishing:
+        follow = FollowerOptions(join=[publishing.endpoint], run_id="", listen=None)
+        async with serving(model, follow=follow, on_event=events.append) as client:
+            early = await client.post("/v1/completions", json=ABC)
+            assert (early.status_code, early.headers["retry-after"]) == (503, "1")
+            assert early.json()["error"]["code"] == "no_version"
+            assert (await client.get("/health")).status_code == 503
+            await publisher.publish({"w": torch.zeros(3)}, 4)
+            await until(lambda: model.version == 4)
+            model.go.clear()
+            running = asyncio.create_task(client.post("/v1/completions", json=ABC))
+            await until(model.begun.is_set)
+            pinned = asyncio.create_task(client.post("/v1/completions", json=ABC | {"model": "m@4"}))
+            later = asyncio.create_task(client.post("/v1/completions", json=ABC))
+            await until(lambda: client.server._engine.waiting == 2)  # type: ignore[attr-defined]
+            await publisher.publish({"w": torch.ones(3)}, 5)
+            await until(lambda: client.server._engine._weights is not None)  # type: ignore[attr-defined]
+            info = (await client.get("/weight_info")).json()
+            assert (info["weight_version"], info["newest"], info["versions_behind"]) == ("4", "5", 1)
+            model.go.set()
+            assert (await running).json()["weight_version"] == "4"
+            assert (await later).json()["model"] == "m@5"
+            refused = await pinned
+            assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+            await until(lambda: events[-1]["version"] == 5)
+            info = (await client.get("/weight_info")).json()
+            assert (info["weight_version"], info["connected"]) == ("5", True)
+            assert info["digest"] == publisher.digest.hex()  # type: ignore[union-attr]
+            names = [each["id"] for each in (await client.get("/v1/models")).json()["data"]]
+            assert names == ["m", "m@5"]
+
+
+@pytest.mark.asyncio
+async def test_a_publisher_that_is_away_costs_nothing() -> None:
+    model, publisher, port = CountingModel(), WeightPublisher(), free_port()
+    events: list[Any] = []
+    follow = FollowerOptions(join=[f"127.0.0.1:{port}"], run_id="", listen=None, join_timeout=0.3)
+    async with serving(model, follow=follow, on_event=events.append) as client:
+        await until(lambda: events)
+        assert "no publisher answered" in events[0]["message"]
+        await publisher.publish({"w": torch.zeros(3)}, 1)
+        async with RpcServer(f"127.0.0.1:{port}", [publisher], grace=0.0):
+            await until(lambda: model.version == 1)
+        await until(lambda: not client.server._weights.state().connected)  # type: ignore[attr-defined]
+        assert (await client.post("/v1/completions", json=ABC)).json()["weight_version"] == "1"
+        await publisher.publish({"w": torch.ones(3)}, 2)
+        async with RpcServer(f"127.0.0.1:{port}", [publisher], grace=0.0):
+            await until(lambda: model.version == 2)
+
+
+@pytest.mark.asyncio
+async def test_another_model_ends_the_server_only_before_the_first_version() -> None:
+    publisher = WeightPublisher()
+    await publisher.publish({"v": torch.zeros(3)}, 1)
+    async with RpcServer("127.0.0.1:0", [publisher]) as publishing:
+        follow = FollowerOptions(join=[publishing.endpoint], run_id="", listen=None)
+        async with serving(CountingModel(), follow=follow) as client:
+            with pytest.raises(TensorError, match="another model"):
+                await asyncio.wait_for(client.server.wait(), LIMIT)  # type: ignore[attr-defined]
+        events: list[Any] = []
+        async with serving(CountingModel(0), follow=follow, on_event=events.append) as client:
+            await until(lambda: events)
+            assert (await client.post("/v1/completions", json=ABC)).json()["weight_version"] == "0"
+
+
+@pytest.mark.asyncio
+async def test_the_queue_is_bounded_and_a_client_that_goes_away_frees_its_place() -> None:
+    model = CountingModel()
+    model.go.clear()
+    async with serving(model, limits=EngineLimits(queue=1)) as client:
+        engine = client.server._engine  # type: ignore[attr-defined]
+        running = asyncio.create_task(client.post("/v1/completions", json=ABC))
+        await until(model.begun.is_set)
+        waiting = asyncio.create_task(client.post("/v1/completions", json=ABC | {"stream": True}))
+        await until(lambda: engine.waiting == 1)
+        full = await client.post("/v1/completions", json=ABC)
+        assert (full.status_code, full.headers["retry-after"]) == (429, "1")
+        waiting.cancel()
+        await until(lambda: engine.waiting == 0)
+        running.cancel()
+        await until(lambda: model.batches[0][0].cancelled)
+        model.go.set()
+        assert (await client.post("/v1/completions", json=ABC)).status_code == 200
+
+
+@pytest.mark.asyncio
+async def test_requests_that_wait_at_the_end_get_an_error() -> None:
+    model = CountingModel()
+    model.go.clear()
+    server = EngineServer(model, name="m")
+    async with server, httpx.AsyncClient(base_url=server.url, timeout=LIMIT, trust_env=False) as client:
+        running = asyncio.create_task(client.post("/v1/completions", json=ABC))
+        await until(model.begun.is_set)
+        ending = asyncio.create_task(server.__aexit__())
+        await asyncio.sleep(0)
+        model.go.set()
+        assert (await running).status_code == 200
+        await ending
+        with pytest.raises(httpx.ConnectError):
+            await client.get("/health")
+
+
+REFUSED: list[tuple[dict[str, Any], int, str | None]] = [
+    ({"model": "n"}, 404, "model"),
+    ({"model": "m@3"}, 404, "model"),
+    ({"max_tokens": 63}, 400, "max_tokens"),
+    ({"max_tokens": 5000}, 400, "max_tokens"),
+    ({"max_tokens": 0}, 400, None),
+    ({"n": 17}, 400, "n"),
+    ({"prompt": ["a"] * 17}, 400, "prompt"),
+    ({"prompt": ""}, 400, "prompt"),
+    ({"prompt": []}, 400, "prompt"),
+    ({"prompt": [[]]}, 400, "prompt"),
+    ({"prompt": [1, "a"]}, 400, "prompt"),
+    ({"prompt": [True]}, 400, "prompt"),
+    ({"prompt": [128]}, 400, "prompt"),
+    ({"prompt": "a" * 64}, 400, "prompt"),
+    ({"temperature": -1}, 400, None),
+    ({"top_p": 0}, 400, "top_p"),
+    ({"logprobs": 21}, 400, None),
+    ({"stop": ["x"] * 17}, 400, None),
+    ({"stop": ""}, 400, None),
+    ({"presence_penalty": 0.5}, 400, "presence_penalty"),
+    ({"echo": True}, 400, "echo"),
+    ({"surprise": 1}, 400, None),
+    ({"seed": 1 << 70}, 400, None),
+]
+
+
+@pytest.mark.asyncio
+async def test_what_is_not_served_is_refused_in_the_form_of_openai() -> None:
+    async with serving(CountingModel(), limits=EngineLimits(body_bytes=4096)) as client:
+        for change, status, parameter in REFUSED:
+            answer = await client.post("/v1/completions", json=ABC | change)
+            assert answer.status_code == status, change
+            error = answer.json()["error"]
+            assert (error["type"], error["param"]) == ("invalid_request_error", parameter), change
+            assert error["message"]
+        for body in (b"", b"[", b"[" * 4000, b'{"model": "m"}', b"\xff", b'{"model": "m", "prompt": "\\ud800"}'):
+            assert (await client.post("/v1/completions", content=body)).status_code == 400, body
+        chat = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+        wrong: list[dict[str, Any]] = [
+            {"messages": []},
+            {"messages": [{"content": "a"}]},
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            {"tools": [{"type": "function"}]},
+            {"top_logprobs": 2},
+            {"chat_template_kwargs": {"tokenize": True}},
+            {"continue_final_message": True, "add_generation_prompt": True},
+        ]
+        for more in wrong:
+            assert (await client.post("/v1/chat/completions", json=chat | more)).status_code == 400, more
+        assert (await client.post("/v1/completions", content=b" " * 5000)).status_code == 413
+        assert (await client.get("/v1/nothing")).json()["error"]["message"]
+        assert (await client.get("/v1/completions")).status_code == 405
+        neutral = {"presence_penalty": 0, "response_format": {"type": "text"}, "user": "me", "seed": None, "stop": None}
+        assert (await client.post("/v1/completions", json=ABC | neutral)).status_code == 200
+
+
+@pytest.mark.asyncio
+async def test_a_token_is_needed_but_for_health_and_web_pages_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("a-long-secret-token\n")
+    async with serving(CountingModel(), token_file=tmp_path / "token") as client:
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/v1/models")).json()["error"]["code"] == "invalid_api_key"
+        good = {"Authorization": "Bearer a-long-secret-token"}
+        assert (await client.get("/v1/models", headers=good)).status_code == 200
+        assert (await client.get("/v1/models", headers=good | {"Origin": "http://evil.example"})).status_code == 403
+    async with serving(CountingModel()) as client:
+        assert (await client.get("/v1/models", headers={"Host": "evil.example"})).status_code == 403
+    with pytest.raises(ConfigError, match="without TLS"):
+        EngineServer(CountingModel(), name="m", listen="0.0.0.0:0")
+    with pytest.raises(ConfigError, match="64 tokens"):
+        EngineServer(CountingModel(), name="m", limits=EngineLimits(max_model_len=65))

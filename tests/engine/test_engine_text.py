@@ -1,0 +1,65 @@
+"""Tokens become text: the same as all of them at once, and nothing of a stop string comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from averaging.engine.text import TokenText
+
+
+def decode(tokens: Sequence[int]) -> str:
+    """Tokens are bytes of UTF-8."""
+    return bytes(tokens).decode(errors="replace")
+
+
+def pieces_of(text: str, stop: Sequence[str] = (), *, include: bool = False) -> tuple[list[str], str | None]:
+    """The pieces of a text of which every byte is a token, until a stop string ends it."""
+    writer = TokenText(decode, stop, include_stop=include)
+    pieces = []
+    for token in text.encode():
+        pieces.append(writer.add(token))
+        if writer.stopped_by is not None:
+            break
+    pieces.append(writer.finish())
+    return pieces, writer.stopped_by
+
+
+@given(st.text(max_size=40), st.lists(st.text(min_size=1, max_size=3), max_size=3))
+def test_the_pieces_are_the_text_until_the_first_stop_string(text: str, stop: list[str]) -> None:
+    pieces, stopped_by = pieces_of(text, stop)
+    places = [place for each in stop if (place := text.find(each)) >= 0]
+    if stopped_by is None:
+        assert not places
+        assert "".join(pieces) == text
+    else:
+        whole = "".join(pieces)
+        assert text.startswith(whole + stopped_by)
+        assert not any(each in whole for each in stop)
+
+
+def test_a_character_of_several_tokens_comes_whole() -> None:
+    pieces, _ = pieces_of("aé€")
+    assert pieces == ["a", "", "é", "", "", "€", ""]
+
+
+def test_what_may_begin_a_stop_string_waits() -> None:
+    pieces, stopped_by = pieces_of("x</b></a>y", ["</a>"])
+    assert pieces[:6] == ["x", "", "", "</b", ">", ""]
+    assert "".join(pieces) == "x</b>"
+    assert stopped_by == "</a>"
+
+
+def test_an_end_within_a_stop_string_or_a_character_loses_nothing() -> None:
+    assert "".join(pieces_of("x</", ["</a>"])[0]) == "x</"
+    writer = TokenText(decode)
+    assert writer.add(0xE2) == ""
+    assert writer.finish() == "\ufffd"
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "a "), (True, "a END")])
+def test_the_stop_string_is_left_out_unless_it_is_wanted(include: bool, text: str) -> None:
+    assert "".join(pieces_of("a END b", ["END"], include=include)[0]) == text
