@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from averaging.common import CLIENT_PREFIX, is_endpoint, is_loopback, parse_address
 from averaging.errors import AveragingError, ProtocolViolationError, StateError
 from averaging.rpc import RpcChannel
-from averaging.weights.layout import FETCH, ranges_of
+from averaging.weights.layout import DESCRIBE, FETCH, ranges_of, read_digests
 from averaging.weights.snapshot import Incoming
+from averaging.weights.store import Changes
 from averaging.wire import weights_pb2 as wire
 
 logger = logging.getLogger("averaging.weights")
+
+Message = TypeVar("Message")
 
 WAITING_FACTOR = 4
 """A source that waits for pieces itself is left after this many times `stall_timeout`."""
@@ -40,6 +44,10 @@ MAX_SOURCES = 32
 
 class _Dial(Protocol):
     def __call__(self, endpoint: str, *, loopback: bool) -> RpcChannel: ...
+
+
+MAX_WRONG = 3
+"""Times that a publisher may send something wrong. Another source may not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +76,17 @@ class Downloads:
         dial: opens connections, see `FollowerOptions.dial`.
         stall_timeout: seconds without a message after which a source is left.
         own_endpoint: endpoint of this process, which is never a source; empty if it hands on nothing.
+        changes: happen when digests have arrived.
 
     Attributes:
         rejected_sources: endpoints that sent something wrong, with what it was. They are never asked again.
     """
 
-    def __init__(self, run_id: str, dial: _Dial, stall_timeout: float, own_endpoint: str) -> None:
-        self._run_id, self._dial = run_id, dial
+    def __init__(self, run_id: str, dial: _Dial, stall_timeout: float, own_endpoint: str, changes: Changes) -> None:
+        self._run_id, self._dial, self._changes = run_id, dial, changes
         self._stall_timeout, self._own_endpoint = stall_timeout, own_endpoint
         self.rejected_sources: dict[str, str] = {}
+        self._wrong: Counter[str] = Counter()  # what a publisher has sent
 
     async def receive(self, incoming: Incoming, publisher: Publisher, arrived: Callable[[], None]) -> None:
         """Receives all missing pieces.
@@ -89,9 +99,63 @@ class Downloads:
         Raises:
             StateError: neither the publisher nor a follower delivered them. What was received stays in `incoming`.
         """
+        at_publisher = publisher.channel.endpoint
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                if not incoming.manifest.is_described:
+                    tasks.create_task(self._learn(incoming, publisher, arrived))
+                await self._receive_pieces(incoming, publisher, arrived)
+        except BaseExceptionGroup as group:
+            error = _worst(group)
+            if isinstance(error, StateError) or not isinstance(error, AveragingError | TimeoutError):
+                raise error from None
+            self._blame(at_publisher, error)
+            raise self._undelivered(incoming, at_publisher, error) from None
+        if not incoming.complete:
+            raise self._undelivered(incoming, at_publisher, "it did not send all pieces")
+
+    def _blame(self, publisher: str, error: Exception) -> None:
+        """Rejects a publisher that sends wrong pieces again and again. Without TLS a link may have spoilt one."""
+        self._wrong[publisher] += isinstance(error, ProtocolViolationError)
+        if self._wrong[publisher] >= MAX_WRONG:
+            self.rejected_sources[publisher] = str(error)
+
+    @staticmethod
+    def _undelivered(incoming: Incoming, endpoint: str, reason: object) -> StateError:
+        return StateError(f"{endpoint} did not deliver version {incoming.manifest.version}: {reason}")
+
+    async def _learn(self, incoming: Incoming, publisher: Publisher, arrived: Callable[[], None]) -> None:
+        """Receives the digests of a version that was announced before they were known."""
+        request = wire.DescribeRequest(run_id=self._run_id, name=incoming.manifest.name, first=len(incoming.digests))
+        clock = asyncio.get_running_loop().time
+        last = clock()
+        async with aclosing(publisher.channel.stream(DESCRIBE, request)) as messages:
+            while not incoming.manifest.is_described:
+                message = await self._next(messages)
+                if message is None:
+                    raise StateError("it ended the digests of a version")
+                if message.digest:
+                    incoming.describe(message.digest)
+                elif message.pieces:
+                    missing = incoming.manifest.layout.count - len(incoming.digests)
+                    incoming.learn(read_digests(message.pieces, missing))
+                    last = clock()
+                elif clock() - last > WAITING_FACTOR * self._stall_timeout:
+                    raise TimeoutError(f"it has sent no digests for {clock() - last:.0f} s")
+                arrived()
+
+    async def _next(self, messages: AsyncGenerator[Message, None]) -> Message | None:
+        try:
+            async with asyncio.timeout(self._stall_timeout):
+                return await anext(messages, None)
+        except TimeoutError:
+            raise TimeoutError(f"it was silent for {self._stall_timeout:g} s") from None
+
+    async def _receive_pieces(self, incoming: Incoming, publisher: Publisher, arrived: Callable[[], None]) -> None:
+        """Receives all missing pieces, as soon as their digests are known."""
         failed, at_publisher = dict(self.rejected_sources), publisher.channel.endpoint
         for _ in range(MAX_SOURCES):
-            if incoming.complete:
+            if not incoming.missing():
                 return
             itself = _PieceSource(
                 publisher, list(failed), lambda: self._dial(at_publisher, loopback=publisher.is_local)
@@ -101,18 +165,15 @@ class Downloads:
                 if source:
                     self._check(source, failed)
             except (AveragingError, TimeoutError) as error:
-                if isinstance(error, ProtocolViolationError):
-                    self.rejected_sources[at_publisher] = str(error)
-                raise StateError(
-                    f"{at_publisher} did not deliver version {incoming.manifest.version}: {error}"
-                ) from None
+                self._blame(at_publisher, error)
+                raise self._undelivered(incoming, at_publisher, error) from None
             if source:
                 reason = await self._try(source, publisher, incoming, arrived)
                 if reason:
                     failed[source] = reason
-            elif not incoming.complete:
-                raise StateError(f"{at_publisher} did not send all pieces of version {incoming.manifest.version}")
-        if not incoming.complete:
+            elif incoming.missing():
+                raise self._undelivered(incoming, at_publisher, "it did not send all pieces")
+        if incoming.missing():
             tried = "; ".join(f"{source}: {reason}" for source, reason in failed.items())
             raise StateError(f"no source delivered version {incoming.manifest.version} ({tried})")
 
@@ -132,7 +193,7 @@ class Downloads:
         except (AveragingError, TimeoutError) as error:
             logger.info("%s did not deliver: %s", source, error)
             return str(error)
-        return "" if incoming.complete else "it did not send all pieces"
+        return "it did not send all pieces" if incoming.missing() else ""
 
     def _check(self, source: str, failed: dict[str, str]) -> None:
         if not is_endpoint(source) or source.startswith(CLIENT_PREFIX) or source == self._own_endpoint:
@@ -177,7 +238,7 @@ class Downloads:
         request = wire.FetchRequest(
             run_id=self._run_id,
             follower=source.publisher.follower,
-            digest=incoming.manifest.digest,
+            name=incoming.manifest.name,
             base=b"" if base is None else base.manifest.digest,
             pieces=[wire.Range(first=first, count=count) for first, count in ranges_of(share)],
             failed=source.failed,
@@ -187,11 +248,7 @@ class Downloads:
         last, begun = clock(), False
         async with aclosing(channel.stream(FETCH, request)) as replies:
             while True:
-                try:
-                    async with asyncio.timeout(self._stall_timeout):
-                        reply = await anext(replies, None)
-                except TimeoutError:
-                    raise TimeoutError(f"it was silent for {self._stall_timeout:g} s") from None
+                reply = await self._next(replies)
                 if reply is None:
                     return ""
                 if reply.source:
@@ -200,12 +257,20 @@ class Downloads:
                     begun = True
                     begin()
                 for piece in reply.pieces:
+                    await self._digest_known(incoming, piece.index)
                     incoming.add(piece.index, piece.coding, piece.data)
                 if reply.pieces:
                     last = clock()
                     arrived()
                 elif clock() - last > WAITING_FACTOR * self._stall_timeout:
                     raise TimeoutError(f"it has waited for pieces itself for {clock() - last:.0f} s")
+
+    async def _digest_known(self, incoming: Incoming, index: int) -> None:
+        """Waits for the digest of a piece. Meanwhile the connection of its source is not read."""
+        if index < incoming.manifest.layout.count and not incoming.knows(index):
+            waited = WAITING_FACTOR * self._stall_timeout
+            if not await self._changes.wait(lambda: incoming.knows(index), waited):
+                raise StateError(f"no digest of piece {index} has come for {waited:g} s")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from math import prod
@@ -134,14 +134,37 @@ class WeightManifest:
     Attributes:
         version: its number.
         layout: the tensors.
-        piece_digests: SHA-256 of each piece.
+        piece_digests: SHA-256 of each piece; empty for a version that was announced before they are known.
         shards: all parts of a divided model if this is one of them, which comes first; not in the digest.
+        opened: 16 random bytes that name a version that was announced so; empty for others.
     """
 
     version: int
     layout: WeightLayout
     piece_digests: tuple[bytes, ...]
     shards: tuple[Shard, ...] = ()
+    opened: bytes = b""
+
+    @property
+    def is_described(self) -> bool:
+        """Whether the digests of all pieces are known."""
+        return len(self.piece_digests) == self.layout.count
+
+    @property
+    def name(self) -> bytes:
+        """What requests name the version by."""
+        return self.opened or self.digest
+
+    def described(self, piece_digests: Sequence[bytes], digest: bytes) -> WeightManifest:
+        """The same with all digests.
+
+        Raises:
+            ProtocolViolationError: they do not fit together.
+        """
+        manifest = replace(self, piece_digests=tuple(piece_digests))
+        if not manifest.is_described or manifest.digest != digest:
+            raise ProtocolViolationError(f"the digest of version {self.version} does not match its pieces")
+        return manifest
 
     @property
     def has_parts(self) -> bool:
@@ -406,15 +429,34 @@ FETCH = RpcMethod(
     "/averaging.weights.v1.Weights/Fetch", wire.FetchRequest, wire.Reply, replies_stream=True, max_request_bytes=1 << 20
 )
 
+DESCRIBE = RpcMethod(
+    "/averaging.weights.v1.Weights/Describe",
+    wire.DescribeRequest,
+    wire.Digests,
+    replies_stream=True,
+    max_request_bytes=4096,
+)
+
 NOTHING_YET = wire.Version()
 """The first message of a publisher that has no version yet."""
 
 
-def version_message(manifest: WeightManifest) -> wire.Version:
-    """Encodes a manifest."""
+OPENED_BYTES = 16
+
+
+def version_message(manifest: WeightManifest, known: WeightLayout | None = None) -> wire.Version:
+    """Encodes a manifest.
+
+    Args:
+        manifest: the manifest, with or without digests.
+        known: the layout of the message before. If it is the same, a message without digests leaves it out.
+    """
+    if not manifest.is_described and manifest.layout is known:
+        return wire.Version(version=manifest.version, opened=manifest.opened)
     return wire.Version(
         version=manifest.version,
-        digest=manifest.digest,
+        digest=manifest.digest if manifest.is_described else b"",
+        opened=manifest.opened,
         piece_bytes=manifest.layout.piece_bytes,
         tensors=[
             wire.Tensor(name=spec.name, dtype=spec.dtype, shape=spec.shape, whole=spec.whole, offset=spec.offset)
@@ -439,27 +481,50 @@ def read_version(message: wire.Version, max_bytes: int, known: WeightLayout | No
     Raises:
         ProtocolViolationError: it is malformed, too large, or its digest does not match.
     """
-    if not message.digest:
+    if not message.digest and not message.opened:
         return None
-    specs = [
-        WeightSpec(each.name, each.dtype, tuple(each.shape), tuple(each.whole), tuple(each.offset))
-        for each in message.tensors
-    ]
-    layout = check_layout(specs, message.piece_bytes, max_bytes)
-    if known is not None and layout == known:
-        layout = known
+    if len(message.opened) not in (0, OPENED_BYTES):
+        raise ProtocolViolationError(f"a version with a name of {len(message.opened)} bytes")
     if not is_count(message.version):
         raise ProtocolViolationError(f"version {message.version}")
-    joined = message.piece_digests
-    if len(joined) != DIGEST_BYTES * layout.count:
-        raise ProtocolViolationError(f"{len(joined)} bytes of digests for {layout.count} pieces")
-    digests = tuple(joined[start : start + DIGEST_BYTES] for start in range(0, len(joined), DIGEST_BYTES))
-    manifest = WeightManifest(message.version, layout, digests, _read_shards(message))
+    layout = _read_layout(message, max_bytes, known)
+    if not message.digest:
+        return WeightManifest(message.version, layout, (), opened=message.opened)
+    digests = read_digests(message.piece_digests, layout.count)
+    if len(digests) != layout.count:
+        raise ProtocolViolationError(f"{len(message.piece_digests)} bytes of digests for {layout.count} pieces")
+    manifest = WeightManifest(message.version, layout, digests, _read_shards(message), message.opened)
     if manifest.shards and manifest.shards[0].digest != manifest.digest:
         raise ProtocolViolationError(f"version {message.version}, which is not the first of its own parts")
     if manifest.digest != message.digest:
         raise ProtocolViolationError(f"the digest of version {message.version} does not match its pieces")
     return manifest
+
+
+def _read_layout(message: wire.Version, max_bytes: int, known: WeightLayout | None) -> WeightLayout:
+    if known is not None and not message.digest and not message.piece_bytes:
+        return known
+    specs = [
+        WeightSpec(each.name, each.dtype, tuple(each.shape), tuple(each.whole), tuple(each.offset))
+        for each in message.tensors
+    ]
+    layout = check_layout(specs, message.piece_bytes, max_bytes)
+    return known if known is not None and layout == known else layout
+
+
+def read_digests(joined: bytes, most: int) -> tuple[bytes, ...]:
+    """The digests of successive pieces, from another peer.
+
+    Args:
+        joined: the digests.
+        most: pieces that they can be of.
+
+    Raises:
+        ProtocolViolationError: they are not whole, or too many.
+    """
+    if len(joined) % DIGEST_BYTES or len(joined) > DIGEST_BYTES * most:
+        raise ProtocolViolationError(f"{len(joined)} bytes of digests for {most} pieces")
+    return tuple(joined[start : start + DIGEST_BYTES] for start in range(0, len(joined), DIGEST_BYTES))
 
 
 def _read_shards(message: wire.Version) -> tuple[Shard, ...]:

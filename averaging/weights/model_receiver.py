@@ -99,7 +99,7 @@ class ModelReceiver(VersionReceiver):
                 f"{', '.join(self._options.join)} publishes a part of a model, and names no others; join the publisher "
                 "of rank 0"
             )
-        if manifest.is_divided or self._announced:
+        if manifest.is_described and (manifest.is_divided or self._announced):
             # From here on `newest` is what is complete in all parts. Until then it stays what came before.
             if not self._announced:
                 self._complete = self.store.newest

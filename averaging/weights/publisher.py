@@ -28,9 +28,18 @@ from averaging.receipts import WeightReader
 from averaging.rpc import RpcHandler, rpc_caller
 from averaging.tensors import in_thread
 from averaging.training import ControlGroup, ranks_of
-from averaging.weights.layout import FETCH, FOLLOW, NOTHING_YET, Shard, first_difference, is_divided, version_message
+from averaging.weights.layout import (
+    DESCRIBE,
+    FETCH,
+    FOLLOW,
+    NOTHING_YET,
+    Shard,
+    first_difference,
+    is_divided,
+    version_message,
+)
 from averaging.weights.places import Place, SlotTable
-from averaging.weights.snapshot import StateCopy, WeightSnapshot, copy_state, seal
+from averaging.weights.snapshot import Opened, StateCopy, WeightPieces, WeightSnapshot, begin_copy, seal
 from averaging.weights.store import Store
 from averaging.weights.tree import PUBLISHER, Tree
 from averaging.wire import weights_pb2 as wire
@@ -100,6 +109,9 @@ MAX_FOLLOWERS, MAX_FOLLOWERS_PER_HOST, MAX_FOLLOWERS_PER_CONNECTION = 4096, 512,
 FAN_OUT, FAN_OUT_OF_DIFFERENCES = 1, 4
 """Followers that get a version from one other follower. In a chain, each link carries a whole version once. For a
 difference, which is short, the number of followers that it passes through counts."""
+
+NOTIFIED_BYTES = 4 << 20
+"""Senders that wait for pieces are woken once for so many bytes, and for the first piece."""
 
 MAX_FAILED = 64
 """Endpoints that a request may name as failed."""
@@ -179,7 +191,7 @@ class WeightPublisher:
         self._publishing = threading.Lock()
         self._followers: dict[bytes, str] = {}  # endpoints of those that follow now
         self._asked_for: dict[bytes, int] = {}  # newest version that each of those has asked for
-        self._trees: dict[bytes, Tree] = {}  # by the digest of the version
+        self._trees: dict[bytes, Tree] = {}  # by the name of the version
         self._background = _Background(partial(self._seal, at_least=True))
         self._ranks = None if process_group is None else PublisherRanks(process_group, endpoint)
 
@@ -233,7 +245,10 @@ class WeightPublisher:
         return await in_thread(lambda: self.publish_now(state, version))
 
     def publish_now(self, state: Mapping[str, torch.Tensor] | None = None, version: int | None = None) -> int:
-        """Does the same as `publish`, from any thread; it takes about 1.5 s for each GiB."""
+        """Does the same as `publish`, from any thread; it takes about 0.7 s for each GiB.
+
+        The version is announced at once, and sent while it is copied and its digests are computed.
+        """
         return self._seal(self._copy(state), version)
 
     def publish_snapshot(self, snapshot: WeightSnapshot) -> None:
@@ -261,15 +276,17 @@ class WeightPublisher:
         if self._ranks is not None:
             self._ranks.endpoint = averager.own_endpoint
         with averager.evaluation_weights():
-            copied = self._copy(None)
-        if self._ranks is None:
-            self._background.do(copied, step)
-        else:  # in step with the other ranks
-            self._seal(copied, step, at_least=True)
+            copy = self._copy(None)
+            if self._ranks is None:
+                copy.filled_elsewhere = True  # here, and the other thread follows
+                self._background.do(copy, step)
+            copy.fill()
+        if self._ranks is not None:  # in step with the other ranks
+            self._seal(copy, step, at_least=True)
 
     def rpc_handlers(self) -> Iterable[RpcHandler]:
         """See `RpcService`."""
-        return [FOLLOW.streams(self._follow), FETCH.streams(self._fetch)]
+        return [FOLLOW.streams(self._follow), FETCH.streams(self._fetch), DESCRIBE.streams(self._describe)]
 
     def _copy(self, state: Mapping[str, torch.Tensor] | None) -> StateCopy:
         if state is None:
@@ -279,7 +296,7 @@ class WeightPublisher:
         state = plain_state(state)
         if self._ranks is not None and not self._ranks.leads:  # tensors that are not divided are those of rank 0
             state = {name: tensor for name, tensor in state.items() if is_divided(tensor)}
-        return copy_state(state, self._dtype)
+        return begin_copy(state, self._dtype)
 
     def _seal(self, copy: StateCopy, version: int | None, *, at_least: bool = False) -> int:
         """Publishes a copy. With `at_least`, the version is raised above the newest one if the weights have changed."""
@@ -291,6 +308,9 @@ class WeightPublisher:
                 raise ConfigError(f"version must be a whole number, not {version!r}")
             if newest is not None:
                 _check_same_layout(newest, copy)
+            if self._ranks is None and version > last:
+                self._publish_opened(Opened(copy, version, newest))
+                return version
             snapshot = seal(copy, version, newest)
             if self._ranks is not None:
                 return self._publish_part(self._ranks, snapshot, last, at_least=at_least)
@@ -302,10 +322,26 @@ class WeightPublisher:
                         f"version {version} is not above {last}, which is published; versions never go back"
                     )
                 snapshot = snapshot.under(last + 1)
-            self._store.add(snapshot)
-        version = snapshot.manifest.version
-        logger.info("published version %d, digest %s", version, snapshot.manifest.digest.hex()[:8])
-        return version
+            self._add(snapshot)
+        return snapshot.manifest.version
+
+    def _publish_opened(self, opened: Opened) -> None:
+        """Announces a version, and completes it while it is sent."""
+        self._store.receiving(opened)
+        try:
+            told = 0
+            for done in opened.describe():
+                if not told or done - told >= NOTIFIED_BYTES:
+                    self._store.changes.happened()
+                    told = done
+            self._add(opened.finish())
+        finally:
+            self._store.receiving(None)
+
+    def _add(self, snapshot: WeightSnapshot) -> None:
+        self._store.add(snapshot)
+        manifest = snapshot.manifest
+        logger.info("published version %d, digest %s", manifest.version, manifest.digest.hex()[:8])
 
     def _publish_part(self, ranks: PublisherRanks, snapshot: WeightSnapshot, last: int, *, at_least: bool) -> int:
         """Publishes this rank's part of a version, as all ranks have agreed."""
@@ -338,11 +374,12 @@ class WeightPublisher:
         self._places.enter(place, now=0.0)
         self._followers[name] = request.endpoint if _can_be_called(request.endpoint) else ""
         try:
-            announced = self._store.newest
+            announced = self._store.latest
             yield NOTHING_YET if announced is None else version_message(announced.manifest)
             while True:
-                announced = await self._newer_than(announced, place)
-                yield version_message(announced.manifest)
+                layout = None if announced is None else announced.manifest.layout
+                announced = await self._newer_than(-1 if announced is None else announced.manifest.version, place)
+                yield version_message(announced.manifest, layout)
         finally:
             self._places.leave(place)
             del self._followers[name]
@@ -350,19 +387,23 @@ class WeightPublisher:
             for tree in self._trees.values():
                 tree.leave(name)
 
-    async def _newer_than(self, announced: WeightSnapshot | None, place: Place) -> WeightSnapshot:
-        newest = None
-        while newest is None or newest is announced:
-            await self._store.changes.wait(lambda: place.lost or self._store.newest is not announced)
+    async def _newer_than(self, version: int, place: Place) -> WeightPieces:
+        while (latest := self._store.latest) is None or latest.manifest.version <= version:
+            await self._store.changes.wait(lambda: place.lost or self._store.is_newer_than(version))
             if place.lost:
                 raise BusyError("your host has the most followers, and another one needs a place; try again later")
-            newest = self._store.newest
-        return newest
+        return latest
+
+    async def _describe(self, request: wire.DescribeRequest) -> AsyncGenerator[wire.Digests, None]:
+        self._check_run(request.run_id)
+        async with aclosing(self._store.describe(request.name, request.first)) as messages:
+            async for message in messages:
+                yield message
 
     async def _fetch(self, request: wire.FetchRequest) -> AsyncGenerator[wire.Reply, None]:
         self._check_run(request.run_id)
         source = self._source_for(request)
-        asked = self._store.complete(request.digest)
+        asked = self._store.find(request.name)
         if request.follower in self._followers and asked is not None:
             self._asked_for[request.follower] = asked.manifest.version
         if source:
@@ -374,11 +415,11 @@ class WeightPublisher:
 
     def _source_for(self, request: wire.FetchRequest) -> str:
         """The endpoint of the follower from which the caller gets the version; empty if from here."""
-        digest = request.digest
-        if not self._store.holds(digest):
-            raise StateError(f"no version with the digest {digest.hex()[:8]} is kept here; ask for the newest one")
+        name = request.name
+        if not self._store.holds(name):
+            raise StateError(f"no version with the digest {name.hex()[:8]} is kept here; ask for the newest one")
         self._trees = {known: tree for known, tree in self._trees.items() if self._store.holds(known)}
-        tree = self._trees.setdefault(digest, Tree(self._copies))
+        tree = self._trees.setdefault(name, Tree(self._copies))
         failed = set(request.failed[:MAX_FAILED])
         able = {
             name: endpoint

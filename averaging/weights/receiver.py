@@ -212,7 +212,9 @@ class VersionReceiver:
                     credentials=options.credentials,
                 )
                 self.endpoint = (await stack.enter_async_context(server)).endpoint
-            self._downloads = Downloads(options.run_id, options.dial, options.stall_timeout, self.endpoint)
+            self._downloads = Downloads(
+                options.run_id, options.dial, options.stall_timeout, self.endpoint, self.store.changes
+            )
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             for running in self._work():
                 stack.callback(tasks.create_task(running).cancel)
@@ -317,9 +319,11 @@ class VersionReceiver:
                         message = await anext(announcements, None)
                 except TimeoutError:
                     raise PeerUnreachableError(address, f"no answer within {options.join_timeout:g} s") from None
+                manifest: WeightManifest | None = None
                 while message is not None:
+                    layout = None if manifest is None else manifest.layout
                     try:
-                        manifest = read_version(message, options.max_bytes, self._layout)
+                        manifest = read_version(message, options.max_bytes, layout)
                     except ProtocolViolationError as error:
                         raise ProtocolViolationError(f"{address} announces {error}") from None
                     if manifest is not None:
@@ -335,14 +339,16 @@ class VersionReceiver:
 
     def _announce(self, manifest: WeightManifest, publisher: Publisher) -> None:
         self._check(manifest)
-        if manifest.layout is not self._layout:
+        if manifest.layout == self._layout:
+            manifest = replace(manifest, layout=self._layout)  # so that versions share it
+        else:
             self._layout = manifest.layout
             self.store.arrange(manifest.layout)
         received = self.store.newest
         if received is None or manifest.version > received.manifest.version:
             self.announced, self._publisher, self.announced_locally = manifest, publisher, publisher.is_local
             self._warned_old = False
-        elif manifest.digest != received.manifest.digest and not self._warned_old:
+        elif not self._warned_old and not (manifest.is_described and manifest.digest == received.manifest.digest):
             self._warned_old = True
             logger.warning(
                 "%s publishes version %d, and version %d is here; versions never go back, so it is left out",
@@ -360,11 +366,11 @@ class VersionReceiver:
             manifest, publisher = self.announced, self._publisher
             if manifest is None or publisher is None:
                 continue
-            # What has arrived of this version stays if a source fails, and what has arrived of an older one does not:
-            # its pieces differ, and the newest version is what the follower wants.
+            # What has arrived of this version stays if a source fails. Of another one stays what is the same in this,
+            # for example if its publisher has started again and gives it another name.
             incoming = self._incoming
-            if incoming is None or incoming.manifest.digest != manifest.digest:
-                incoming = Incoming(manifest, self.store.newest)
+            if incoming is None or incoming.manifest.name != manifest.name:
+                incoming = Incoming(manifest, self.store.newest, incoming)
             self._incoming = incoming
             self.store.receiving(incoming)
             total, before = incoming.left, self._bytes_received - incoming.received
@@ -379,6 +385,8 @@ class VersionReceiver:
             except StateError as error:
                 logger.warning("%s; trying again", error)
                 self.retries += 1
+                if not incoming.manifest.is_described and len(incoming.digests) == incoming.manifest.layout.count:
+                    self._incoming = Incoming(manifest, self.store.newest, incoming)  # the digests may be wrong
                 self.store.changes.happened()
                 if publisher.channel.endpoint in self._downloads.rejected_sources:
                     self._publisher = None
@@ -388,7 +396,10 @@ class VersionReceiver:
                 snapshot = incoming.finish()
                 self._incoming = None
                 backoff.reset()
-                self.store.add(WeightSnapshot(manifest, snapshot.buffers))
+                described = replace(snapshot.manifest, version=manifest.version, shards=manifest.shards)
+                if not manifest.is_described:
+                    self._check(described)
+                self.store.add(WeightSnapshot(described, snapshot.buffers))
                 self.store.receiving(None)
 
     def _is_behind(self) -> bool:

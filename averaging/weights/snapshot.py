@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
 
-from averaging.errors import ProtocolViolationError
+from averaging.errors import ProtocolViolationError, TensorError
 from averaging.weights.differences import Bytes, Coding, decode
 from averaging.weights.layout import (
+    OPENED_BYTES,
     WeightLayout,
     WeightManifest,
     WeightSpec,
@@ -34,9 +38,18 @@ class WeightPieces:
     manifest: WeightManifest
     buffers: tuple[Bytes, ...]
 
+    @property
+    def digests(self) -> Sequence[bytes]:
+        """The digests of the first pieces, as many as are known."""
+        return self.manifest.piece_digests
+
     def has(self, index: int) -> bool:
         """Whether a piece is here and verified."""
         return True
+
+    def repeats(self, index: int) -> bool:
+        """Whether a piece that is here equals an earlier one."""
+        raise NotImplementedError
 
     def piece(self, index: int) -> Bytes:
         """The bytes of a piece that is here, as a view."""
@@ -64,6 +77,21 @@ class WeightSnapshot(WeightPieces):
     def manifests(self) -> list[WeightManifest]:
         """The manifest, as that of a version in parts."""
         return [self.manifest]
+
+    @cached_property
+    def _repeating(self) -> frozenset[int]:
+        pieces, seen = self.manifest.layout.pieces, set[tuple[bytes, int]]()
+        found = set()
+        for index, digest in enumerate(self.manifest.piece_digests):
+            key = digest, pieces[index].stop - pieces[index].start
+            if key in seen:
+                found.add(index)
+            seen.add(key)
+        return frozenset(found)
+
+    def repeats(self, index: int) -> bool:
+        """See `WeightPieces`."""
+        return index in self._repeating
 
     def under(self, version: int) -> WeightSnapshot:
         """The same weights under another version."""
@@ -143,16 +171,85 @@ class DividedSnapshot:
         return seal(view_state(dict(sorted(self.tensors().items()))), self.manifest.version, None)
 
 
-@dataclass(frozen=True, slots=True)
-class StateCopy:
-    """A copy of a state dict, without digests yet."""
+SLICE_BYTES = 1 << 20
+"""Bytes that are copied at once, so that digests and senders can follow."""
 
-    specs: tuple[WeightSpec, ...]
-    buffers: tuple[Bytes, ...]
+
+class StateCopy:
+    """A copy of a state dict, without digests yet. It is made in slices, so that a reader need not wait for all of it.
+
+    Args:
+        specs: the tensors.
+        buffers: their bytes.
+        sources: what to copy to the buffers; empty if they are filled.
+
+    Attributes:
+        filled_elsewhere: whether another thread than the reader's calls `fill`. If not, `wait` copies.
+    """
+
+    def __init__(self, specs: Sequence[WeightSpec], buffers: Sequence[Bytes], sources: Sequence[torch.Tensor]) -> None:
+        self.specs, self.buffers = tuple(specs), tuple(buffers)
+        self.filled_elsewhere = False
+        self._changed = threading.Condition()
+        self._done = (0, 0) if sources else (len(self.specs), 0)  # up to this byte of this tensor
+        self._failed = False
+        self._slices = self._copied(sources)
+
+    def fill(self) -> StateCopy:
+        """Copies all."""
+        try:
+            for done in self._slices:
+                self._advance(done)
+        except BaseException:
+            self._advance(self._done, failed=True)
+            raise
+        return self
+
+    def wait(self, tensor: int, stop: int) -> None:
+        """Returns when a tensor is copied up to a byte.
+
+        Raises:
+            TensorError: the thread that copies has failed.
+        """
+        if not self.filled_elsewhere:
+            while self._done < (tensor, stop):
+                self._done = next(self._slices)
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: self._failed or self._done >= (tensor, stop))
+        if self._done < (tensor, stop):
+            raise TensorError("the weights could not be copied")
+
+    def _advance(self, done: tuple[int, int], *, failed: bool = False) -> None:
+        with self._changed:
+            self._done, self._failed = done, failed
+            self._changed.notify_all()
+
+    def _copied(self, sources: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
+        """Copies the tensors and converts them. Yields how far it is."""
+        for number, source in enumerate(sources):
+            spec = self.specs[number]
+            if not spec.nbytes:
+                continue
+            target = torch.from_numpy(self.buffers[number]).view(spec.torch_dtype)
+            if source.is_contiguous():
+                flat, count = source.reshape(-1), SLICE_BYTES // spec.torch_dtype.itemsize
+                for start in range(0, len(flat), count):
+                    target[start : start + count].copy_(flat[start : start + count])
+                    yield number, min(spec.nbytes, (start + count) * spec.torch_dtype.itemsize)
+            else:
+                target.reshape(spec.shape).copy_(source)
+                yield number, spec.nbytes
+        yield len(self.specs), 0
 
 
 def copy_state(state: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> StateCopy:
-    """Copies a state dict to the CPU.
+    """Copies a state dict to the CPU, see `begin_copy`."""
+    return begin_copy(state, dtype).fill()
+
+
+def begin_copy(state: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> StateCopy:
+    """Prepares the copy of a state dict to the CPU.
 
     Args:
         state: tensors by name, on any device; values that are no tensors are left out. Of a divided tensor, this rank's
@@ -162,23 +259,86 @@ def copy_state(state: Mapping[str, torch.Tensor], dtype: torch.dtype | None = No
     Raises:
         TensorError: a tensor cannot be published.
     """
-    specs, buffers = [], []
+    specs, parts = [], []
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
             continue
         wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         spec, part = part_of(name, tensor, wanted)
-        copy = torch.empty(spec.shape, dtype=spec.torch_dtype, device="cpu")
-        copy.copy_(part)
         specs.append(spec)
-        buffers.append(_bytes(copy))
-    return StateCopy(tuple(specs), tuple(buffers))
+        parts.append(part)
+    # numpy asks the system for large pages, which are four times faster to fill for the first time.
+    return StateCopy(specs, [np.empty(spec.nbytes, np.uint8) for spec in specs], parts)
 
 
 def view_state(state: Mapping[str, torch.Tensor]) -> StateCopy:
     """Like `copy_state`, of contiguous tensors on the CPU that nobody changes; it shares their memory."""
     specs = tuple(spec_of(name, tensor) for name, tensor in state.items())
-    return StateCopy(specs, tuple(map(_bytes, state.values())))
+    return StateCopy(specs, tuple(map(_bytes, state.values())), ())
+
+
+def layout_of(copy: StateCopy, before: WeightSnapshot | None) -> WeightLayout:
+    """The layout of a copy; that of the version before if it is equal."""
+    layout = WeightLayout(copy.specs)
+    return before.manifest.layout if before is not None and before.manifest.layout == layout else layout
+
+
+class Opened(WeightPieces):
+    """A version that is announced and sent while it is copied and its digests are computed.
+
+    One thread adds pieces in their order; the event loop reads those that are there.
+
+    Args:
+        copy: the copy.
+        version: its number.
+        before: the version before.
+    """
+
+    def __init__(self, copy: StateCopy, version: int, before: WeightSnapshot | None) -> None:
+        self.manifest = WeightManifest(version, layout_of(copy, before), (), opened=os.urandom(OPENED_BYTES))
+        self.buffers = copy.buffers
+        self._copy, self._before = copy, before
+        self._digests: list[bytes] = []
+        self._seen: set[tuple[bytes, int]] = set()
+        self._repeating: set[int] = set()
+
+    @property
+    def digests(self) -> Sequence[bytes]:
+        """See `WeightPieces`."""
+        return self._digests
+
+    def has(self, index: int) -> bool:
+        """See `WeightPieces`."""
+        return index < len(self._digests)
+
+    def repeats(self, index: int) -> bool:
+        """See `WeightPieces`."""
+        return index in self._repeating
+
+    def describe(self) -> Iterator[int]:
+        """Computes the digests, each as soon as the piece is copied. Yields the bytes up to there.
+
+        Raises:
+            TensorError: the copy has failed.
+        """
+        done = 0
+        for index, (tensor, start, stop) in enumerate(self.manifest.layout.pieces):
+            self._copy.wait(tensor, stop)
+            digest = _sha256(self.buffers[tensor][start:stop])
+            if (digest, stop - start) in self._seen:
+                self._repeating.add(index)
+            self._seen.add((digest, stop - start))
+            self._digests.append(digest)  # last, since the event loop may read it now
+            done += stop - start
+            yield done
+
+    def finish(self) -> WeightSnapshot:
+        """Returns the complete weights."""
+        manifest = replace(self.manifest, piece_digests=tuple(self._digests))
+        before = self._before
+        if before is None or before.manifest.layout is not manifest.layout:
+            return WeightSnapshot(manifest, self.buffers)
+        return WeightSnapshot(manifest, _sharing(manifest, self.buffers, before))
 
 
 def seal(copy: StateCopy, version: int, before: WeightSnapshot | None) -> WeightSnapshot:
@@ -189,9 +349,8 @@ def seal(copy: StateCopy, version: int, before: WeightSnapshot | None) -> Weight
         version: its number.
         before: the version before, whose buffers are shared where the tensors are equal.
     """
-    layout = WeightLayout(copy.specs)
-    if before is not None and before.manifest.layout == layout:
-        layout = before.manifest.layout
+    copy.wait(len(copy.specs), 0)
+    layout = layout_of(copy, before)
     digests = tuple(_sha256(copy.buffers[piece.tensor][piece.start : piece.stop]) for piece in layout.pieces)
     manifest = WeightManifest(version, layout, digests)
     if before is None or before.manifest.layout is not layout:
@@ -203,32 +362,37 @@ class Incoming(WeightPieces):
     """The weights of a version while they are received. Every piece is verified when it arrives.
 
     Args:
-        manifest: manifest of the version, from its publisher.
+        manifest: manifest of the version, from its publisher, with or without digests.
         base: weights that the receiver has already; pieces that are equal there are not received again.
+        earlier: what has arrived of a version that is received no more, for the same.
 
     Attributes:
         received: bytes of the encoded pieces that were received.
         left: bytes of the missing pieces, before they are encoded.
     """
 
-    def __init__(self, manifest: WeightManifest, base: WeightSnapshot | None) -> None:
+    def __init__(self, manifest: WeightManifest, base: WeightSnapshot | None, earlier: Incoming | None = None) -> None:
         self.manifest, self.base = manifest, base
         self.received = 0
         layout = manifest.layout
+        self.left = layout.nbytes
+        self._digests: list[bytes] = []
         self._has = bytearray(layout.count)
         self._count = 0  # of the pieces that are there
         self._encoded: dict[int, tuple[Coding, bytes]] = {}
         self._places: dict[tuple[bytes, int], list[int]] = {}  # of the pieces of one digest and length
+        self._known: dict[tuple[bytes, int], Bytes] = {}  # pieces that are here already
+        for other in (earlier, base):
+            self._known |= {} if other is None else _by_digest(other)
         self.buffers = self._allocate()
-        known = {} if base is None else _by_digest(base)
-        for index, digest in enumerate(manifest.piece_digests):
-            _, start, stop = layout.pieces[index]
-            self._places.setdefault((digest, stop - start), []).append(index)
-            if not self._has[index] and base is not None and (old := known.get((digest, stop - start))) is not None:
-                self.piece(index)[:] = base.piece(old)
-                self._has[index] = True
-        self._count = sum(self._has)
-        self.left = sum(stop - start for _, start, stop in map(layout.pieces.__getitem__, self.missing()))
+        self.learn(manifest.piece_digests)
+        if manifest.is_described:
+            self._known = {}
+
+    @property
+    def digests(self) -> Sequence[bytes]:
+        """See `WeightPieces`."""
+        return self._digests
 
     @property
     def differs_from(self) -> WeightSnapshot | None:
@@ -238,28 +402,66 @@ class Incoming(WeightPieces):
 
     @property
     def complete(self) -> bool:
-        """Whether all pieces are there."""
-        return self._count == len(self._has)
+        """Whether all pieces are there, and the digest of the whole is verified."""
+        return self._count == len(self._has) and self.manifest.is_described
 
     def has(self, index: int) -> bool:
         """See `WeightPieces`."""
         return bool(self._has[index])
 
+    def repeats(self, index: int) -> bool:
+        """See `WeightPieces`."""
+        return self._places[self._key(index)][0] != index
+
+    def knows(self, index: int) -> bool:
+        """Whether the digest of a piece is known, without which the piece cannot be verified."""
+        return index < len(self._digests)
+
+    def learn(self, digests: Sequence[bytes]) -> None:
+        """Takes the digests of the next pieces from the publisher, and the pieces that are here already."""
+        for digest in digests:
+            index = len(self._digests)
+            self._digests.append(digest)
+            key = self._key(index)
+            places = self._places.setdefault(key, [])
+            places.append(index)
+            if len(places) > 1:  # it is not received
+                self.left -= key[1]
+            if self._has[index]:  # its buffer is that of the base
+                self._took(index)
+            elif self._has[places[0]]:
+                self._take(index, self.piece(places[0]))
+            elif (known := self._known.get(key)) is not None:
+                self._take(index, known)
+
+    def describe(self, digest: bytes) -> None:
+        """Takes the digest of the version, after those of all pieces.
+
+        Raises:
+            ProtocolViolationError: they do not fit together.
+        """
+        self.manifest = self.manifest.described(self._digests, digest)
+        self._known = {}
+
     def missing(self) -> list[int]:
-        """The pieces to ask for, in ascending order; of equal pieces only the first."""
-        return sorted(places[0] for places in self._places.values() if not self._has[places[0]])
+        """The pieces to ask for, in ascending order; of pieces that are known to be equal only the first."""
+        known = len(self._digests)
+        wanted = [places[0] for places in self._places.values() if not self._has[places[0]]]
+        return [*sorted(wanted), *range(known, len(self._has))]
 
     def add(self, index: int, coding: int, data: bytes) -> None:
-        """Takes a piece from another peer.
+        """Takes a piece from another peer, whose digest is known.
 
         Raises:
             ProtocolViolationError: it was not asked for, is malformed, or does not match its digest.
         """
         if index >= len(self._has):
             raise ProtocolViolationError(f"piece {index} of {len(self._has)}")
+        if not self.knows(index):
+            raise ProtocolViolationError(f"piece {index}, whose digest is not known")
         if self._has[index]:
             return
-        layout, digest = self.manifest.layout, self.manifest.piece_digests[index]
+        layout, digest = self.manifest.layout, self._digests[index]
         base, piece = self.differs_from, self.piece(index)
         itemsize = layout.tensors[layout.pieces[index].tensor].torch_dtype.itemsize
         decode(coding, data, None if base is None else base.piece(index), itemsize, piece)
@@ -267,14 +469,12 @@ class Incoming(WeightPieces):
             name = layout.tensors[layout.pieces[index].tensor].name
             raise ProtocolViolationError(f"a piece of tensor {name!r} that does not match its digest")
         self.received += len(data)
-        self.left -= len(piece)
         if coding != Coding.RAW:
             self._encoded[index] = Coding(coding), data
-        for place in self._places[digest, len(piece)]:
-            if place != index:
-                self.piece(place)[:] = piece
-            self._count += not self._has[place]
-            self._has[place] = True
+        places = self._places[self._key(index)]
+        for place in places:
+            if not self._has[place]:
+                self._take(place, piece)
 
     def encoded(self, index: int, base: bytes) -> tuple[Coding, bytes] | None:
         """See `WeightPieces`."""
@@ -290,13 +490,29 @@ class Incoming(WeightPieces):
             return WeightSnapshot(self.manifest, self.buffers)
         return WeightSnapshot(self.manifest, _sharing(self.manifest, self.buffers, base))
 
+    def _key(self, index: int) -> tuple[bytes, int]:
+        _, start, stop = self.manifest.layout.pieces[index]
+        return self._digests[index], stop - start
+
+    def _take(self, index: int, data: Bytes) -> None:
+        piece = self.piece(index)
+        if piece is not data:
+            piece[:] = data
+        self._took(index)
+
+    def _took(self, index: int) -> None:
+        self._has[index] = True
+        self._count += 1
+        if not self.repeats(index):
+            self.left -= self._key(index)[1]
+
     def _allocate(self) -> tuple[Bytes, ...]:
-        """Buffers, which are those of the base for tensors that are equal there."""
+        """Buffers, which are those of the base for tensors that are known to be equal there."""
         layout, base = self.manifest.layout, self.differs_from
         buffers = []
         for number, spec in enumerate(layout.tensors):
             pieces = layout.of_tensor(number)
-            if base is not None and _same(self.manifest, base.manifest, pieces):
+            if base is not None and self.manifest.is_described and _same(self.manifest, base.manifest, pieces):
                 buffers.append(base.buffers[number])
                 self._has[pieces.start : pieces.stop] = b"\1" * len(pieces)
             else:
@@ -327,7 +543,11 @@ def _sharing(manifest: WeightManifest, buffers: Sequence[Bytes], before: WeightS
     )
 
 
-def _by_digest(snapshot: WeightSnapshot) -> dict[tuple[bytes, int], int]:
-    pieces = snapshot.manifest.layout.pieces
-    digests = enumerate(snapshot.manifest.piece_digests)
-    return {(digest, pieces[index].stop - pieces[index].start): index for index, digest in digests}
+def _by_digest(pieces: WeightPieces) -> dict[tuple[bytes, int], Bytes]:
+    """The pieces that are here, as views."""
+    here = {}
+    for index, digest in enumerate(pieces.digests):
+        if pieces.has(index):
+            piece = pieces.piece(index)
+            here[digest, len(piece)] = piece
+    return here

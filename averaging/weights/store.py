@@ -15,7 +15,7 @@ from averaging.tensors import in_thread
 from averaging.weights.differences import Coding, encode
 from averaging.weights.layout import WeightLayout, indices_of
 from averaging.weights.places import Place, SlotTable
-from averaging.weights.snapshot import Incoming, WeightPieces, WeightSnapshot
+from averaging.weights.snapshot import WeightPieces, WeightSnapshot
 from averaging.wire import weights_pb2 as wire
 
 BATCH_BYTES = 4 << 20
@@ -95,7 +95,7 @@ class Store:
     def __init__(self, bases: int, max_bytes: int | None = None, changes: Changes | None = None) -> None:
         self._bases, self._max_bytes = bases, max_bytes
         self._kept: tuple[WeightSnapshot, ...] = ()  # newest first; replaced, never changed
-        self._incoming: Incoming | None = None
+        self._incoming: WeightPieces | None = None
         self._encoded: dict[tuple[bytes, bytes], dict[int, Encoded]] = {}
         self._encoding = asyncio.Lock()
         self._places = SlotTable("calls for weights", MAX_SENDING, MAX_SENDING_PER_HOST, MAX_SENDING_PER_CONNECTION)
@@ -107,9 +107,28 @@ class Store:
         """The newest complete version."""
         return next(iter(self._kept), None)
 
-    def holds(self, digest: bytes) -> bool:
+    @property
+    def latest(self) -> WeightPieces | None:
+        """The version that is being received or described, else the newest complete one."""
+        return self._incoming or self.newest
+
+    def is_newer_than(self, version: int) -> bool:
+        """Whether `latest` has a higher number."""
+        latest = self.latest
+        return latest is not None and latest.manifest.version > version
+
+    def holds(self, name: bytes) -> bool:
         """Whether a version is here, completely or in part."""
-        return self._find(digest) is not None
+        return self.find(name) is not None
+
+    def find(self, name: bytes) -> WeightPieces | None:
+        """The version of that name or digest."""
+        incoming = self._incoming
+        for pieces in self._kept if incoming is None else (*self._kept, incoming):
+            manifest = pieces.manifest
+            if name and (name == manifest.opened or (manifest.is_described and name == manifest.digest)):
+                return pieces
+        return None
 
     def complete(self, digest: bytes) -> WeightSnapshot | None:
         """The complete version with that digest, if it is here."""
@@ -130,8 +149,8 @@ class Store:
         """Brings the tensors of all versions into the order of a layout, so that differences to them are possible."""
         self._kept = tuple(snapshot.arranged(layout) for snapshot in self._kept)
 
-    def receiving(self, incoming: Incoming | None) -> None:
-        """Sets the version that is being received, so that its pieces are handed on as they arrive."""
+    def receiving(self, incoming: WeightPieces | None) -> None:
+        """Sets the version that is being received or described, so that its pieces are handed on as they come."""
         self._incoming = incoming
         self.changes.happened()
 
@@ -143,10 +162,7 @@ class Store:
             StateError: this process has no such version, or has given up receiving it.
             ProtocolViolationError: the request is malformed.
         """
-        pieces = self._find(request.digest)
-        if pieces is None:
-            raise StateError(f"no version with the digest {request.digest.hex()[:8]} is here; ask for the newest one")
-        source: WeightPieces = pieces
+        source = self._find(request.name)
         indices = indices_of(((each.first, each.count) for each in request.pieces), source.manifest.layout.count)
         base = self.complete(request.base)
         if base is not None and base.manifest.layout != source.manifest.layout:
@@ -160,12 +176,13 @@ class Store:
                 batch = _available(source, indices, done)
                 replies = [wire.Reply()]
                 if batch:
-                    replies = _grouped(batch, await self._encode(source, base, request.base, batch))
+                    wanted = [index for index in batch if not _is_left_out(source, base, index)]
+                    replies = _grouped(wanted, await self._encode(source, base, request.base, wanted))
                 # The next piece is not here. It comes only while this version is being received; the follower that
                 # waits for it is told by an empty message that this source lives.
-                elif source is not self._incoming:
+                elif not source.has(indices[done]) and self._is_given_up(source):
                     raise StateError("the version that was being received here has been given up; ask another source")
-                elif await self._await_piece(source, indices[done]):
+                elif source.has(indices[done]) or await self._await_piece(source, indices[done]):
                     continue
                 for reply in replies:
                     self.sent += sum(len(piece.data) for piece in reply.pieces)
@@ -178,27 +195,57 @@ class Store:
         finally:
             self._places.leave(place)
 
-    def _find(self, digest: bytes) -> WeightPieces | None:
-        incoming = self._incoming
-        return self.complete(digest) or (incoming if incoming and incoming.manifest.digest == digest else None)
+    async def describe(self, name: bytes, first: int) -> AsyncGenerator[wire.Digests, None]:
+        """Sends the digests of a version from the piece `first` on, as they become known.
+
+        Raises:
+            StateError: this process has no such version, or has given it up.
+        """
+        source, sent, count = self._find(name), first, 0
+        while sent < (count := source.manifest.layout.count) or not self._is_complete(name):
+            given_up = self._is_given_up(source)
+            known = source.digests[sent:]  # only now, since the last ones come before it is complete
+            if given_up and len(known) < count - sent:
+                raise StateError("the version has been given up; ask for the newest one")
+            yield wire.Digests(pieces=b"".join(known))
+            sent += len(known)
+            await self._await(source, lambda: len(source.digests) > sent)  # noqa: B023
+        complete = self._find(name)
+        yield wire.Digests(digest=complete.manifest.digest)
+
+    def _is_complete(self, name: bytes) -> bool:
+        return self._find(name).manifest.is_described
+
+    def _find(self, name: bytes) -> WeightPieces:
+        pieces = self.find(name)
+        if pieces is None:
+            raise StateError(f"no version with the digest {name.hex()[:8]} is here; ask for the newest one")
+        return pieces
+
+    def _is_given_up(self, source: WeightPieces) -> bool:
+        """Whether what is not here of a version will not come."""
+        return source is not self._incoming
 
     async def _await_piece(self, source: WeightPieces, index: int) -> bool:
         """Waits for a piece, or until it will not come. Returns False after `WAITING_SECONDS`."""
-        return await self.changes.wait(lambda: source is not self._incoming or source.has(index), WAITING_SECONDS)
+        return await self._await(source, lambda: source.has(index))
+
+    async def _await(self, source: WeightPieces, condition: Callable[[], bool]) -> bool:
+        return await self.changes.wait(lambda: source is not self._incoming or condition(), WAITING_SECONDS)
 
     async def _encode(
         self, source: WeightPieces, base: WeightSnapshot | None, named: bytes, batch: Sequence[int]
     ) -> list[Encoded]:
         if base is None:
             return [(Coding.RAW, source.piece(index).tobytes()) for index in batch]
-        digest = source.manifest.digest
+        name = source.manifest.name
         async with self._encoding:  # so that two callers do not encode the same
-            known = self._encoded.get((named, digest))
+            known = self._encoded.get((named, name))
             if known is None:
                 newest = self.newest
-                current = {digest, newest.manifest.digest if newest else b""}
+                current = {name, newest.manifest.name if newest else b""}
                 self._encoded = {pair: pieces for pair, pieces in self._encoded.items() if pair[1] in current}
-                known = self._encoded.setdefault((named, digest), {})
+                known = self._encoded.setdefault((named, name), {})
             todo = [index for index in batch if index not in known]
             known.update((index, got) for index in todo if (got := source.encoded(index, named)) is not None)
             todo = [index for index in todo if index not in known]
@@ -211,6 +258,11 @@ def _own_bytes(earlier: WeightSnapshot, later: WeightSnapshot) -> int:
     """Bytes of a version that it does not share with the next one."""
     shared = {id(buffer) for buffer in later.buffers}
     return sum(len(buffer) for buffer in earlier.buffers if id(buffer) not in shared)
+
+
+def _is_left_out(source: WeightPieces, base: WeightSnapshot | None, index: int) -> bool:
+    """Whether the caller has a piece, or will have it with an earlier one."""
+    return source.repeats(index) or (base is not None and base.digests[index] == source.digests[index])
 
 
 def _available(source: WeightPieces, indices: Sequence[int], place: int) -> list[int]:

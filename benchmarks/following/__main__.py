@@ -9,7 +9,9 @@ travel. Seconds are from the call of `publish` to the moment when the last follo
 is what the publisher sent, in bytes that one follower received. Beside it, Python's HTTP server sends one safetensors
 file to as many clients at once; seconds are without the time to write the file.
 
-The links need what `benchmarks.wan` needs. Results go to `following.json`.
+The links need what `benchmarks.wan` needs. Results go to `following.json`. Targets, each printed beside its figure:
+
+    sudo .venv/bin/python -m benchmarks.following --target one        # or several, see `benchmarks.following.targets`
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.allreduce.report import machine
+from benchmarks.following.targets import TARGETS, measure_targets
 from benchmarks.output import make_folder, write
 from benchmarks.wan.limits import MIB, Setting
 from benchmarks.wan.links import LinkError, Links, check_tools
@@ -144,6 +147,19 @@ def table(results: Sequence[Measured]) -> str:
     return "\n".join(lines)
 
 
+def show_targets(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    try:
+        outcomes = asyncio.run(measure_targets(options))
+    except LinkError as error:
+        parser.error(str(error))
+    except WorkerError as error:
+        sys.exit(f"following: {error}")
+    for name in options.target:
+        found = [asdict(each) for each in outcomes if each.name.startswith(name)]
+        write(options.output / f"following_{name}.json", {"machine": machine(ROOT), "results": found})
+    print(*outcomes, sep="\n")
+
+
 @ending_children()
 def main() -> None:
     assert __doc__ is not None
@@ -156,11 +172,15 @@ def main() -> None:
     parser.add_argument("--rtt", type=float, default=50.0, metavar="MS", help="round trip of the links (50)")
     parser.add_argument("--congestion", help="TCP's congestion control on the links; the machine's by default")
     parser.add_argument("--no-http", dest="http", action="store_false", help="leave the HTTP server out")
+    parser.add_argument("--target", nargs="+", choices=TARGETS, help="measure only these; following_NAME.json")
     parser.add_argument("--output", type=Path, default=Path("runs/benchmarks"))
     options = parser.parse_args()
     if min(*options.followers, *options.mib, options.repeats) < 1 or options.steps < 0:
         parser.error("needs at least 1 follower, 1 MiB and 1 repeat")
     make_folder(parser, options.output)
+    if options.target:
+        show_targets(parser, options)
+        return
     with ExitStack() as stack:
         links, name = None, "loopback"
         try:

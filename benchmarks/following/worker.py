@@ -11,13 +11,14 @@ import functools
 import http.server
 import json
 import os
+import socket
 import sys
 import tempfile
 import threading
 import time
 import urllib.request
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ class Publisher:
     async def new(self, mib: str) -> dict[str, Any]:
         """New random weights, as a new publisher at a new port."""
         await self._stack.aclose()
+        self._master, self._state = {}, {}
         self._publisher = WeightPublisher(bases=1)
         server = RpcServer(f"{self._host}:0", [self._publisher], credentials=credentials(self._host), grace=0.0)
         endpoint = (await self._stack.enter_async_context(server)).endpoint
@@ -74,8 +76,34 @@ class Publisher:
         before = self._publisher.bytes_sent
         self._version += 1
         began = time.monotonic()
+        first = asyncio.create_task(self._first_byte(before))
         await self._publisher.publish(self._state, self._version)
-        return {"began": began, "ended": time.monotonic(), "version": self._version, "sent": before}
+        ended = time.monotonic()
+        return {"began": began, "ended": ended, "version": self._version, "sent": before, "first": await first}
+
+    async def _first_byte(self, before: int) -> float:
+        """The time at which weights begin to leave; 0 if nobody follows."""
+        while self._publisher.followers and self._publisher.bytes_sent == before:  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.0005)
+        return time.monotonic() if self._publisher.followers else 0.0
+
+    async def commits(self, seconds: str, interval: str) -> dict[str, Any]:
+        """Publishes at an interval, each time another step. Returns when each version was published, and the memory."""
+        times: dict[str, float] = {}
+        most, loop = 0.0, asyncio.get_running_loop()
+        end = loop.time() + float(seconds)
+        while loop.time() < end:
+            began = loop.time()
+            await self.step()
+            self._version += 1
+            times[str(self._version)] = time.monotonic()
+            await self._publisher.publish(self._state, self._version)
+            most = max(most, resident_mib())
+            await asyncio.sleep(max(0.0, began + float(interval) - loop.time()))
+        return {"times": times, "resident_mib": most}
+
+    async def resident(self) -> dict[str, Any]:
+        return {"resident_mib": resident_mib()}
 
     async def sent(self) -> dict[str, Any]:
         return {"sent": self._publisher.bytes_sent, "followers": self._publisher.followers}
@@ -109,9 +137,66 @@ class Follower:
             await self._tasks.wait_newer(int(version) - 1, None)
         return {"time": time.monotonic(), "received": self._tasks.bytes_received}
 
+    async def watch(self, seconds: str) -> dict[str, Any]:
+        """When each version was complete here, for some seconds."""
+        held: dict[str, float] = {}
+        version: int | None = None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(float(seconds)):
+                while True:
+                    await self._tasks.wait_newer(version, None)
+                    newest = self._tasks.newest
+                    version = None if newest is None else newest.manifest.version
+                    held[str(version)] = time.monotonic()
+        return {"held": held, "retries": self._tasks.retries}
+
     async def leave(self) -> dict[str, Any]:
         await self._stack.aclose()
         return {}
+
+
+class TcpServer:
+    """Sends bytes over connections that have carried some before, and nothing since."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._connections: list[socket.socket] = []
+
+    async def open(self, count: str) -> dict[str, Any]:
+        self._server = socket.create_server((self._host, 0), backlog=int(count))
+        self._accepting = threading.Thread(target=self._accept, args=(int(count),), daemon=True)
+        self._accepting.start()
+        return {"port": self._server.getsockname()[1]}
+
+    def _accept(self, count: int) -> None:
+        self._connections = [self._server.accept()[0] for _ in range(count)]
+
+    async def send(self, nbytes: str) -> dict[str, Any]:
+        """Sends so many bytes over all connections together."""
+        await asyncio.to_thread(self._accepting.join)
+        began, share = time.monotonic(), int(nbytes) // len(self._connections)
+        await asyncio.gather(*(asyncio.to_thread(each.sendall, bytes(share)) for each in self._connections))
+        return {"began": began}
+
+
+class TcpClient:
+    """Receives them."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+
+    async def open(self, host: str, port: str, count: str) -> dict[str, Any]:
+        self._connections = [socket.create_connection((host, int(port))) for _ in range(int(count))]
+        return {}
+
+    async def receive(self, nbytes: str) -> dict[str, Any]:
+        def take(connection: socket.socket) -> None:
+            left, buffer = int(nbytes) // len(self._connections), bytearray(1 << 20)
+            while left:
+                left -= connection.recv_into(buffer, min(left, len(buffer)))
+
+        await asyncio.gather(*(asyncio.to_thread(take, each) for each in self._connections))
+        return {"time": time.monotonic()}
 
 
 class HttpServer:
@@ -159,13 +244,26 @@ class HttpClient:
         return {"time": time.monotonic(), "received": received}
 
 
+def resident_mib() -> float:
+    """Memory of this process that is its own, without shared libraries."""
+    words = Path("/proc/self/statm").read_text().split()
+    return (int(words[1]) - int(words[2])) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+
+
 def credentials(host: str) -> Any:
     from averaging.rpc import read_credentials
 
     return read_credentials(insecure=not host.startswith("127."))
 
 
-ROLES = {"publisher": Publisher, "follower": Follower, "http-server": HttpServer, "http-client": HttpClient}
+ROLES = {
+    "publisher": Publisher,
+    "follower": Follower,
+    "http-server": HttpServer,
+    "http-client": HttpClient,
+    "tcp-server": TcpServer,
+    "tcp-client": TcpClient,
+}
 
 
 async def work(role: Any, out: Any) -> None:

@@ -249,7 +249,7 @@ async def test_fetches_that_nobody_reads_do_not_keep_followers_from_the_weights(
         await publisher.publish({"w": torch.randn(1 << 18)}, 1)
         assert publisher.digest is not None
         request = weights_pb2.FetchRequest(
-            run_id="run", follower=b"x", digest=publisher.digest, pieces=[weights_pb2.Range(count=1)], local=True
+            run_id="run", follower=b"x", name=publisher.digest, pieces=[weights_pb2.Range(count=1)], local=True
         ).SerializeToString()
         begun = publisher.bytes_sent
         narrow = [*NARROW, ("grpc.use_local_subchannel_pool", 1)]

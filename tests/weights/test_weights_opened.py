@@ -1,0 +1,250 @@
+"""Versions that are sent while their digests are computed: nothing reaches the user before all of it is verified."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from contextlib import AsyncExitStack
+from functools import partial
+
+import pytest
+import torch
+
+from averaging import WeightPublisher
+from averaging.common import pack
+from averaging.errors import ProtocolViolationError, TensorError
+from averaging.rpc import RpcHandler, RpcServer
+from averaging.weights.differences import Coding
+from averaging.weights.layout import DESCRIBE, FETCH, FOLLOW, PIECE_BYTES, WeightManifest, version_message
+from averaging.weights.receiver import FollowerOptions, VersionReceiver
+from averaging.weights.snapshot import Incoming, Opened, begin_copy, copy_state, seal
+from averaging.wire import weights_pb2 as wire
+from tests.weights.test_weights import LIMIT, follow, has, holds, state, stepped
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
+
+
+def reference_digest(weights: dict[str, torch.Tensor]) -> bytes:
+    """The digest of a version, computed in the plainest way."""
+    tensors = [
+        [name, str(each.dtype).removeprefix("torch."), list(each.shape), [], []] for name, each in weights.items()
+    ]
+    joined = b""
+    for each in weights.values():
+        content = each.reshape(-1).view(torch.uint8).numpy().tobytes()
+        for start in range(0, len(content), PIECE_BYTES):
+            joined += hashlib.sha256(content[start : start + PIECE_BYTES]).digest()
+    return hashlib.sha256(pack([PIECE_BYTES, tensors]) + joined).digest()
+
+
+async def until(follower: VersionReceiver, condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT):
+        await follower.store.changes.wait(condition)
+
+
+def has_more(follower: VersionReceiver, received: int) -> bool:
+    return follower.bytes_received > received
+
+
+@pytest.mark.asyncio
+async def test_pieces_pass_through_a_chain_of_followers_before_the_digests_are_complete() -> None:
+    publisher, weights = WeightPublisher(copies=1, fan_out=1), state()
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(RpcServer("127.0.0.1:0", [publisher]))
+        chain = [await follow(stack, server.endpoint) for _ in range(3)]
+        await publisher.publish(weights, 1)
+        for follower in chain:
+            await has(follower, 1)
+        before, weights = [each.bytes_received for each in chain], stepped(weights)
+        opened = Opened(copy_state(weights), 2, publisher._store.newest)
+        describing = opened.describe()
+        publisher._store.receiving(opened)
+        for _ in range(3):
+            next(describing)  # of the two pieces of `first`, which is frozen, and the first of `second`
+        publisher._store.changes.happened()
+        for follower, received in zip(chain, before, strict=True):
+            await until(follower, partial(has_more, follower, received))
+            assert follower.newest is not None
+            assert follower.newest.manifest.version == 1
+        list(describing)
+        publisher._store.add(opened.finish())
+        publisher._store.receiving(None)
+        for follower in chain:
+            await has(follower, 2)
+            assert holds(follower, weights)
+            assert follower.newest is not None
+            assert follower.newest.manifest.digest == publisher.digest == reference_digest(weights)
+
+
+def test_the_digests_are_those_of_a_copy_that_is_still_made() -> None:
+    weights = {"turned": torch.arange(700_000.0).reshape(7, -1).T, **state()}
+    copy = begin_copy(weights)
+    copy.filled_elsewhere = True
+    opened = Opened(copy, 1, None)
+    filling = threading.Timer(0.05, copy.fill)
+    filling.start()
+    assert list(opened.describe())[-1] == sum(tensor.nbytes for tensor in weights.values())
+    filling.join()
+    plain = {name: tensor.contiguous() for name, tensor in weights.items()}
+    assert opened.finish().manifest.digest == seal(copy_state(weights), 1, None).manifest.digest
+    assert opened.finish().manifest.digest == reference_digest(plain)
+
+
+@pytest.mark.asyncio
+async def test_a_copy_that_fails_ends_the_version_and_the_next_one_is_received() -> None:
+    publisher, weights = WeightPublisher(), state()
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(RpcServer("127.0.0.1:0", [publisher]))
+        follower = await follow(stack, server.endpoint)
+        await publisher.publish(weights, 1)
+        await has(follower, 1)
+        copy = begin_copy(stepped(weights))
+
+        def failing() -> Iterator[tuple[int, int]]:
+            yield 0, 1 << 20
+            raise MemoryError
+
+        copy.filled_elsewhere, copy._slices = True, failing()
+        with pytest.raises(MemoryError):
+            copy.fill()
+        with pytest.raises(TensorError, match="could not be copied"):
+            publisher._seal(copy, 2)
+        assert publisher.version == 1
+        weights = stepped(weights)
+        await publisher.publish(weights, 3)
+        await has(follower, 3)
+        assert holds(follower, weights)
+
+
+def test_a_piece_is_taken_only_with_its_digest_and_a_version_only_with_all() -> None:
+    whole = seal(copy_state(state()), 1, None)
+    manifest = WeightManifest(1, whole.manifest.layout, (), opened=bytes(16))
+    incoming, digests = Incoming(manifest, None), whole.manifest.piece_digests
+    assert incoming.missing() == list(range(len(digests)))
+    with pytest.raises(ProtocolViolationError, match="digest is not known"):
+        incoming.add(0, Coding.RAW, whole.piece(0).tobytes())
+    incoming.learn(digests[:1])
+    with pytest.raises(ProtocolViolationError, match="does not match its digest"):
+        incoming.add(0, Coding.RAW, bytes(PIECE_BYTES))
+    assert not incoming.has(0)
+    incoming.learn(digests[1:])
+    for index in range(len(digests)):
+        incoming.add(index, Coding.RAW, whole.piece(index).tobytes())
+    assert not incoming.missing()
+    assert not incoming.complete
+    with pytest.raises(ProtocolViolationError, match="does not match its pieces"):
+        incoming.describe(bytes(32))
+    with pytest.raises(RuntimeError):
+        incoming.finish()
+    incoming.describe(whole.manifest.digest)
+    assert incoming.finish().manifest.digest == whole.manifest.digest
+
+
+class Scripted:
+    """A publisher that announces a version and does what a test wants with its digests.
+
+    Attributes:
+        announce: whether the version is announced.
+        describe: digests are sent when this is set.
+        digest: what it says is the digest of the version.
+    """
+
+    def __init__(self, weights: dict[str, torch.Tensor], pause: float | None = None) -> None:
+        self.whole = seal(copy_state(weights), 1, None)
+        self.manifest = WeightManifest(1, self.whole.manifest.layout, (), opened=b"o" * 16)
+        self.describe = asyncio.Event()
+        self.digest = self.whole.manifest.digest
+        self.fetched = asyncio.Event()
+        self._pause = pause
+
+    def rpc_handlers(self) -> Iterable[RpcHandler]:
+        return [FOLLOW.streams(self.follow), FETCH.streams(self.fetch), DESCRIBE.streams(self.described)]
+
+    async def follow(self, _: wire.FollowRequest) -> AsyncGenerator[wire.Version, None]:
+        yield version_message(self.manifest)
+        await asyncio.Event().wait()
+
+    async def described(self, request: wire.DescribeRequest) -> AsyncGenerator[wire.Digests, None]:
+        while not self.describe.is_set():
+            try:
+                async with asyncio.timeout(self._pause):
+                    await self.describe.wait()
+            except TimeoutError:
+                yield wire.Digests()
+        yield wire.Digests(pieces=b"".join(self.whole.manifest.piece_digests[request.first :]))
+        yield wire.Digests(digest=self.digest)
+
+    async def fetch(self, request: wire.FetchRequest) -> AsyncGenerator[wire.Reply, None]:
+        self.fetched.set()
+        for each in request.pieces:
+            for index in range(each.first, each.first + each.count):
+                yield wire.Reply(pieces=[wire.Piece(index=index, data=self.whole.piece(index).tobytes())])
+
+
+async def follow_scripted(stack: AsyncExitStack, scripted: Scripted, **options: float) -> VersionReceiver:
+    server = await stack.enter_async_context(RpcServer("127.0.0.1:0", [scripted], grace=0.0))
+    settings = FollowerOptions(join=[server.endpoint], run_id="", **options)  # type: ignore[arg-type]
+    return await stack.enter_async_context(VersionReceiver(settings))
+
+
+@pytest.mark.asyncio
+async def test_pieces_wait_for_digests_that_come_late() -> None:
+    async with AsyncExitStack() as stack:
+        scripted = Scripted(weights := state())
+        follower = await follow_scripted(stack, scripted)
+        async with asyncio.timeout(LIMIT):
+            await scripted.fetched.wait()
+        assert follower.bytes_received == 0
+        assert follower.newest is None
+        scripted.describe.set()
+        await has(follower, 1)
+        assert holds(follower, weights)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("pause", [None, 0.05], ids=["silent", "always-waiting"])
+async def test_digests_that_never_come_are_given_up(pause: float | None) -> None:
+    async with AsyncExitStack() as stack:
+        scripted = Scripted(weights := state(), pause)
+        follower = await follow_scripted(stack, scripted, stall_timeout=0.2)
+        await until(follower, lambda: follower.retries >= 2)
+        assert follower.newest is None
+        assert follower.bytes_received == 0
+        scripted.describe.set()
+        await has(follower, 1)
+        assert holds(follower, weights)
+
+
+@pytest.mark.asyncio
+async def test_a_digest_that_does_not_fit_reaches_nobody() -> None:
+    async with AsyncExitStack() as stack:
+        scripted = Scripted(state())
+        scripted.digest = bytes(32)
+        scripted.describe.set()
+        follower = await follow_scripted(stack, scripted)
+        await until(follower, lambda: follower.failure is not None)
+        assert isinstance(follower.failure, ProtocolViolationError)
+        assert "does not match its pieces" in str(follower.failure)
+        assert follower.newest is None
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "message",
+    [
+        wire.Version(version=1, opened=bytes(16)),
+        wire.Version(version=1, opened=bytes(15), piece_bytes=PIECE_BYTES),
+        wire.Version(version=1 << 63, opened=bytes(16), piece_bytes=PIECE_BYTES),
+    ],
+    ids=["no-layout", "short-name", "version"],
+)
+async def test_a_malformed_announcement_is_refused(message: wire.Version) -> None:
+    class Malformed(Scripted):
+        async def follow(self, _: wire.FollowRequest) -> AsyncGenerator[wire.Version, None]:
+            yield message
+
+    async with AsyncExitStack() as stack:
+        with pytest.raises(ProtocolViolationError, match="announces"):
+            await follow_scripted(stack, Malformed(state()))
