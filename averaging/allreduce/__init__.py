@@ -5,8 +5,7 @@ in), `reducer_side` (parts in, averages out), `shard_reducer` (the averages), `r
 sides, with their deadlines).
 """
 
-from averaging.allreduce.part_forms import Averaged, Prepared, ReplyResidual
-from averaging.allreduce.partition import Part
+from averaging.allreduce.part_forms import Averaged, Part, Prepared, ReplyResidual, Slice
 from averaging.allreduce.round import AllReduce
 from averaging.allreduce.round_tally import LyingLeaderError, RoundResult, changes
 
@@ -18,5 +17,6 @@ __all__ = [
     "Prepared",
     "ReplyResidual",
     "RoundResult",
+    "Slice",
     "changes",
 ]

@@ -1,21 +1,22 @@
 """How the parts of a tensor travel in a round: with all of their elements, or with the largest of each block.
 
-The form of a tensor says how it is cut into parts, how contributions are encoded and decoded, what combines them, and
-how their average is sent and read.
+The form of a tensor says how it is cut into slices, which of them may be one part, how contributions are encoded and
+decoded, what combines them, and how their average is sent and read.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import Any, Generic, TypeAlias, TypeVar
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 
 from averaging.allreduce.shard_reducer import MeanReducer, PartReducer, RobustReducer, SparseReducer
 from averaging.errors import ConfigError
-from averaging.protocol import MEAN, Aggregation, CompressionType, TopK, WireTensor
+from averaging.protocol import MEAN, Aggregation, AggregationKind, CompressionType, TopK, WireTensor
 from averaging.tensors import (
     BlockLayout,
     Contribution,
@@ -23,12 +24,11 @@ from averaging.tensors import (
     SparsePart,
     SparseTensor,
     TensorSpec,
-    bytes_per_element,
-    decode,
-    decode_as,
+    codec_of,
+    decode_slices,
     decode_top_k,
     decode_union,
-    encode,
+    encode_slices,
     encode_union,
     finite_as,
     top_k_nbytes,
@@ -47,35 +47,95 @@ Average = TypeVar("Average", torch.Tensor, "list[Contribution]")
 Result = TypeVar("Result", torch.Tensor, SparsePart)
 
 
+class Slice(NamedTuple):
+    """A slice of one tensor.
+
+    Attributes:
+        tensor: index of the tensor in the schema.
+        start: first element in the flattened tensor; for a sparse tensor in tile order.
+        stop: one past the last element; more than `start`.
+    """
+
+    tensor: int
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What travels in one message: a slice of one tensor, or several small slices of tensors of one form.
+
+    Attributes:
+        slices: at least one; their elements follow one another in the part.
+    """
+
+    slices: tuple[Slice, ...]
+
+    @classmethod
+    def of(cls, tensor: int, start: int, stop: int) -> Part:
+        """A part of one slice."""
+        return cls((Slice(tensor, start, stop),))
+
+    @property
+    def tensor(self) -> int:
+        """Index of the first tensor, whose form all others have as well."""
+        return self.slices[0].tensor
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return sum(piece.stop - piece.start for piece in self.slices)
+
+    def divide(self, values: torch.Tensor) -> Iterator[tuple[Slice, torch.Tensor]]:
+        """Each slice with its elements, given those of the part in 1-D."""
+        if len(self.slices) == 1:
+            yield self.slices[0], values
+            return
+        yield from zip(self.slices, torch.split(values, _lengths(self)), strict=True)
+
+
 class PartForm(ABC, Generic[Tensor, Contributed, Average, Result]):
-    """The form of one tensor. A part is given by its first element and one past its last."""
+    """The form of one tensor, and of the parts that begin with it."""
 
     @abstractmethod
     def cuts(self, part_size_bytes: int) -> Iterator[tuple[int, int]]:
-        """The parts of the tensor, in order.
+        """The slices of the tensor in order: the first element of each, and one past its last.
 
         Raises:
             ConfigError: an element is larger than a part.
         """
 
     @abstractmethod
-    def nbytes(self, start: int, stop: int) -> int:
-        """Bytes of a contribution on the wire, without the overhead per part, row or block of a dense codec."""
+    def joins(self, other: AnyForm) -> bool:
+        """Whether a slice of a tensor of the form `other` may follow one of this form in the same part."""
+
+    @abstractmethod
+    def encoded_size(self, piece: Slice) -> int:
+        """Exact bytes of a contribution to a slice on the wire."""
+
+    @abstractmethod
+    def nbytes(self, part: Part) -> int:
+        """Bytes of a contribution on the wire, without the overhead per slice, row or block of a dense codec."""
 
     @abstractmethod
     def packed_size(self, part_size_bytes: int, members: int) -> int:
         """Bytes of the whole tensor in the larger direction if so many members contribute, without that overhead."""
 
     @abstractmethod
-    def encode(self, tensor: Tensor, start: int, stop: int) -> WireTensor:
-        """A contribution."""
+    def encode(self, tensors: Sequence[Tensor], part: Part) -> WireTensor:
+        """A contribution, given all tensors."""
 
     @abstractmethod
-    def own(self, tensor: Tensor, start: int, stop: int) -> Contributed:
-        """This member's own contribution to a part that it reduces itself."""
+    def own(self, tensors: Sequence[Tensor], part: Part) -> Contributed:
+        """This member's own contribution to a part that it reduces itself, given all tensors."""
 
     @abstractmethod
-    def decode(self, wire: WireTensor, start: int, stop: int) -> Contributed:
+    def decode(self, wire: WireTensor, part: Part) -> Contributed:
         """Decodes a contribution.
 
         Raises:
@@ -87,13 +147,11 @@ class PartForm(ABC, Generic[Tensor, Contributed, Average, Result]):
         """What combines the contributions to one part."""
 
     @abstractmethod
-    def answer(
-        self, average: Average, compression: CompressionType, start: int, stop: int
-    ) -> tuple[WireTensor, Result]:
+    def answer(self, average: Average, compression: CompressionType, part: Part) -> tuple[WireTensor, Result]:
         """Encodes an average, and returns it also as it is decoded."""
 
     @abstractmethod
-    def decode_answer(self, wire: WireTensor, start: int, stop: int) -> Result:
+    def decode_answer(self, wire: WireTensor, part: Part) -> Result:
         """Decodes an average.
 
         Raises:
@@ -109,11 +167,12 @@ AnyForm: TypeAlias = "PartForm[Any, Any, Any, Any]"
 
 
 class DenseForm(PartForm[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]):
-    """All elements of a part, in any dense codec."""
+    """All elements of a part, in any dense codec. Each slice is encoded by itself, as if it were alone in its part."""
 
     def __init__(self, spec: TensorSpec, aggregation: Aggregation) -> None:
         self._spec, self._dtype, self._aggregation = spec, spec.torch_dtype, aggregation
-        self._per_element = bytes_per_element(spec.compression, self._dtype)
+        self._codec = codec_of(spec.compression, self._dtype)
+        self._per_element = self._codec.bytes_per_element
 
     def cuts(self, part_size_bytes: int) -> Iterator[tuple[int, int]]:
         """See `PartForm`."""
@@ -122,48 +181,68 @@ class DenseForm(PartForm[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
             raise ConfigError(
                 f"an element of {self._spec} exceeds a part of {part_size_bytes} bytes; make parts larger"
             )
-        for start in range(0, self._spec.numel, length):
-            yield start, min(start + length, self._spec.numel)
+        numel = self._spec.numel
+        for start in range(0, numel, length):
+            yield start, min(start + length, numel)
 
-    def nbytes(self, start: int, stop: int) -> int:
+    def joins(self, other: AnyForm) -> bool:
+        """Dense tensors of one dtype and codec; not with `clip`, which measures distances over a part."""
+        return (
+            isinstance(other, DenseForm)
+            and self._codec is other._codec
+            and self._aggregation.kind is not AggregationKind.CLIP
+        )
+
+    def encoded_size(self, piece: Slice) -> int:
         """See `PartForm`."""
-        return (stop - start) * self._per_element
+        return self._codec.nbytes((piece.numel,))
+
+    def nbytes(self, part: Part) -> int:
+        """See `PartForm`."""
+        return part.numel * self._per_element
 
     def packed_size(self, part_size_bytes: int, members: int) -> int:
         """See `PartForm`."""
-        return self.nbytes(0, self._spec.numel)
+        return self._spec.numel * self._per_element
 
-    def encode(self, tensor: torch.Tensor, start: int, stop: int) -> WireTensor:
+    def encode(self, tensors: Sequence[torch.Tensor], part: Part) -> WireTensor:
         """See `PartForm`."""
-        return encode(tensor[start:stop], self._spec.compression)
+        return encode_slices(self.own(tensors, part), self._spec.compression, _lengths(part))
 
-    def own(self, tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """See `PartForm`."""
-        return tensor[start:stop]
+    def own(self, tensors: Sequence[torch.Tensor], part: Part) -> torch.Tensor:
+        """A view of the tensor, or a copy of several slices."""
+        pieces = [tensors[piece.tensor][piece.start : piece.stop] for piece in part.slices]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def decode(self, wire: WireTensor, start: int, stop: int) -> torch.Tensor:
+    def decode(self, wire: WireTensor, part: Part) -> torch.Tensor:
         """See `PartForm`."""
-        return decode_as(wire, self._dtype)
+        return decode_slices(wire, self._dtype, _lengths(part))
 
     def reducer(self) -> PartReducer[torch.Tensor, torch.Tensor]:
         """See `PartForm`."""
         return MeanReducer() if self._aggregation == MEAN else RobustReducer(self._aggregation)
 
     def answer(
-        self, average: torch.Tensor, compression: CompressionType, start: int, stop: int
+        self, average: torch.Tensor, compression: CompressionType, part: Part
     ) -> tuple[WireTensor, torch.Tensor]:
         """Converts only uncompressed values to the dtype of the tensor."""
         values = average.to(self._dtype) if compression is CompressionType.NONE else average
-        wire = encode(values, compression)
-        return wire, values if compression is CompressionType.NONE else decode(wire)
+        wire = encode_slices(values, compression, _lengths(part))
+        if compression is CompressionType.NONE:
+            return wire, values
+        return wire, decode_slices(wire, self._dtype, _lengths(part))
 
-    def decode_answer(self, wire: WireTensor, start: int, stop: int) -> torch.Tensor:
+    def decode_answer(self, wire: WireTensor, part: Part) -> torch.Tensor:
         """See `PartForm`."""
-        return decode_as(wire, self._dtype)
+        return decode_slices(wire, self._dtype, _lengths(part))
 
     def is_finite(self, values: torch.Tensor) -> bool:
         """See `PartForm`."""
         return finite_as(values, self._dtype)
+
+
+def _lengths(part: Part) -> list[int]:
+    return [piece.numel for piece in part.slices]
 
 
 class ReplyResidual:
@@ -231,47 +310,61 @@ class SparseForm(PartForm[SparseTensor, Contribution, "list[Contribution]", Spar
         per_element = self._top_k.density * (12 + self._top_k.bits) / 8
         return self._layout.cuts(int(part_size_bytes / max(1.0, per_element)))
 
-    def nbytes(self, start: int, stop: int) -> int:
+    def joins(self, other: AnyForm) -> bool:
+        """Never: the norms of contributions are compared part by part."""
+        return False
+
+    def encoded_size(self, piece: Slice) -> int:
         """See `PartForm`."""
-        return top_k_nbytes(stop - start, self._block_size(start), self._top_k)
+        return top_k_nbytes(piece.numel, self._block_size(piece.start), self._top_k)
+
+    def nbytes(self, part: Part) -> int:
+        """See `PartForm`."""
+        return self.encoded_size(part.slices[0])
 
     def packed_size(self, part_size_bytes: int, members: int) -> int:
         """See `PartForm`."""
         return sum(self._packed_size(start, stop, members) for start, stop in self.cuts(part_size_bytes))
 
     def _packed_size(self, start: int, stop: int, members: int) -> int:
-        limit = union_limit(stop - start, self._block_size(start), self._top_k, members)
-        return max(self.nbytes(start, stop), limit)
+        size = self._block_size(start)
+        return max(top_k_nbytes(stop - start, size, self._top_k), union_limit(stop - start, size, self._top_k, members))
 
-    def encode(self, tensor: SparseTensor, start: int, stop: int) -> WireTensor:
+    def encode(self, tensors: Sequence[SparseTensor], part: Part) -> WireTensor:
         """See `PartForm`."""
-        return tensor.wire(start, stop)
+        (piece,) = part.slices
+        return tensors[piece.tensor].wire(piece.start, piece.stop)
 
-    def own(self, tensor: SparseTensor, start: int, stop: int) -> Contribution:
+    def own(self, tensors: Sequence[SparseTensor], part: Part) -> Contribution:
         """The values are those that other members would decode, so that it is treated like theirs."""
-        return Contribution(tensor.values(start, stop), tensor.wire(start, stop).buffer)
+        (piece,) = part.slices
+        values = tensors[piece.tensor].values(piece.start, piece.stop)
+        return Contribution(values, self.encode(tensors, part).buffer)
 
-    def decode(self, wire: WireTensor, start: int, stop: int) -> Contribution:
+    def decode(self, wire: WireTensor, part: Part) -> Contribution:
         """See `PartForm`."""
-        return Contribution(decode_top_k(wire, self._block_size(start), self._top_k), wire.buffer)
+        (piece,) = part.slices
+        return Contribution(decode_top_k(wire, self._block_size(piece.start), self._top_k), wire.buffer)
 
     def reducer(self) -> PartReducer[Contribution, list[Contribution]]:
         """See `PartForm`."""
         return SparseReducer()
 
     def answer(
-        self, average: list[Contribution], compression: CompressionType, start: int, stop: int
+        self, average: list[Contribution], compression: CompressionType, part: Part
     ) -> tuple[WireTensor, SparsePart]:
         """Adds the residual of the part, and records what is lost now."""
+        ((_, start, stop),) = part.slices
         residual = None if self._residual is None else self._residual.of(self._number, start, stop)
         reply = encode_union(average, self._block_size(start), self._top_k, residual)
         if self._residual is not None and reply.loss is not None:
             self._residual.lost(self._number, self._layout.numel, reply.part.indices + start, reply.loss)
         return reply.wire, reply.part
 
-    def decode_answer(self, wire: WireTensor, start: int, stop: int) -> SparsePart:
+    def decode_answer(self, wire: WireTensor, part: Part) -> SparsePart:
         """See `PartForm`."""
-        return decode_union(wire, self._block_size(start), self._top_k, self._members)
+        (piece,) = part.slices
+        return decode_union(wire, self._block_size(piece.start), self._top_k, self._members)
 
     def is_finite(self, values: Contribution | SparsePart) -> bool:
         """See `PartForm`."""
@@ -282,15 +375,22 @@ class SparseForm(PartForm[SparseTensor, Contribution, "list[Contribution]", Spar
         return next(run.size for run in self._layout.runs if start < run.stop)
 
 
-def form_of(schema: Schema, number: int, *, members: int = 1, residual: ReplyResidual | None = None) -> AnyForm:
-    """The form of one tensor of the schema; see `SparseForm` for the other arguments.
+def forms_of(schema: Schema, *, members: int = 1, residual: ReplyResidual | None = None) -> list[AnyForm]:
+    """The form of each tensor of the schema; see `SparseForm` for the other arguments.
 
     Raises:
         ConfigError: the schema does not say how its sparse tensors are sent.
     """
-    spec = schema.tensors[number]
-    if spec.compression is not CompressionType.TOP_K:
-        return DenseForm(spec, schema.aggregation)
-    if schema.sparse is None:
-        raise ConfigError(f"{spec} needs a schema with the options of top_k")
-    return SparseForm(number, spec, schema.sparse, members, residual)
+    dense: dict[tuple[str, tuple[int, ...], CompressionType], AnyForm] = {}
+    forms: list[AnyForm] = []
+    for number, spec in enumerate(schema.tensors):
+        if spec.compression is CompressionType.TOP_K:
+            if schema.sparse is None:
+                raise ConfigError(f"{spec} needs a schema with the options of top_k")
+            forms.append(SparseForm(number, spec, schema.sparse, members, residual))
+            continue
+        key = spec.dtype, spec.shape, spec.compression
+        if key not in dense:
+            dense[key] = DenseForm(spec, schema.aggregation)
+        forms.append(dense[key])
+    return forms

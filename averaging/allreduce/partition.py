@@ -9,34 +9,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import numpy as np
 
-from averaging.allreduce.part_forms import form_of
+from averaging.allreduce.part_forms import AnyForm, Part, Slice, forms_of
 from averaging.errors import RoundError
 from averaging.protocol import Member
 from averaging.tensors import Schema
-
-
-class Part(NamedTuple):
-    """A piece of one tensor.
-
-    Attributes:
-        tensor: index of the tensor in the schema.
-        start: first element in the flattened tensor; for a sparse tensor in tile order.
-        stop: one past the last element.
-    """
-
-    tensor: int
-    start: int
-    stop: int
-
-    @property
-    def numel(self) -> int:
-        """Number of elements; never 0."""
-        return self.stop - self.start
 
 
 def shares(members: Sequence[Member]) -> list[float]:
@@ -78,26 +59,39 @@ def busiest_link(shares: Sequence[float], nbytes: int) -> float:
     return nbytes * (1 + max(0, len(shares) - 2) * max(shares) / sum(shares))
 
 
-def partition(schema: Schema, shares: Sequence[float]) -> list[list[Part]]:
+def partition(schema: Schema, shares: Sequence[float], *, joins: bool = False) -> list[list[Part]]:
     """The shard of each member: its parts, in order.
 
-    Each tensor is cut into parts of `part_size_bytes` on the wire, a sparse one into whole blocks. The concatenated
-    elements of all tensors are divided between the members in proportion to `shares`. A part belongs to the first
-    member with the most of its elements. A member with share 0 gets no part.
+    Each tensor is cut into slices of `part_size_bytes` on the wire, a sparse one into whole blocks. The concatenated
+    elements of all tensors are divided between the members in proportion to `shares`. A slice belongs to the first
+    member with the most of its elements. A member with share 0 gets none. A slice is a part, unless parts are joined.
+
+    Args:
+        schema: schema of the tensors.
+        shares: one per member, as `shares()` returns them.
+        joins: whether consecutive slices of a shard that fit into `part_size_bytes` together are one part, if they may
+            be, see `PartForm.joins`.
 
     Raises:
         RoundError: a share is negative or not finite, or all are 0.
         ConfigError: an element is larger than a part.
     """
+    return [list(shard) for shard in _divide(schema, tuple(shares), joins)]
+
+
+@lru_cache(maxsize=8)  # groups of a run often divide the same tensors in the same way
+def _divide(schema: Schema, shares: tuple[float, ...], joins: bool) -> list[list[Part]]:
     total = sum(spec.numel for spec in schema.tensors)
     reducers = [index for index, share in enumerate(shares) if share > 0]
     ends = _ends(shares, total)[reducers].tolist()
     last = len(reducers) - 1
 
-    result: list[list[Part]] = [[] for _ in shares]
+    forms = forms_of(schema)
+    slices: list[list[Slice]] = [[] for _ in shares]
     first = offset = 0
-    for number, spec in enumerate(schema.tensors):
-        for start, stop in form_of(schema, number).cuts(schema.part_size_bytes):
+    for number, form in enumerate(forms):
+        stop = 0
+        for start, stop in form.cuts(schema.part_size_bytes):
             begin, end = offset + start, offset + stop
             while first < last and ends[first] <= begin:
                 first += 1
@@ -108,21 +102,37 @@ def partition(schema: Schema, shares: Sequence[float]) -> list[list[Part]]:
                 candidate += 1
                 if overlap > most:
                     owner, most = candidate, overlap
-            result[reducers[owner]].append(Part(number, start, stop))
-        offset += spec.numel
-    return result
+            slices[reducers[owner]].append(Slice(number, start, stop))
+        offset += stop
+    return [list(_parts(shard, schema, forms, joins)) for shard in slices]
 
 
-def packed_sizes(schema: Schema, parts: Sequence[Part]) -> list[int]:
+def _parts(shard: Sequence[Slice], schema: Schema, forms: Sequence[AnyForm], joins: bool) -> Iterator[Part]:
+    """The parts of a shard: each a slice, or as many consecutive ones as fit."""
+    joined: list[Slice] = []
+    nbytes = 0
+    for piece in shard:
+        size = forms[piece.tensor].encoded_size(piece) if joins else 0
+        fits = joins and joined and nbytes + size <= schema.part_size_bytes
+        if fits and forms[joined[0].tensor].joins(forms[piece.tensor]):
+            joined.append(piece)
+            nbytes += size
+            continue
+        if joined:
+            yield Part(tuple(joined))
+        joined, nbytes = [piece], size
+    if joined:
+        yield Part(tuple(joined))
+
+
+def packed_sizes(forms: Sequence[AnyForm], parts: Sequence[Part]) -> list[int]:
     """Bytes of a contribution to each part on the wire, without per-block overhead of a dense compression."""
-    forms = {number: form_of(schema, number) for number in {part.tensor for part in parts}}
-    return [forms[part.tensor].nbytes(part.start, part.stop) for part in parts]
+    return [forms[part.tensor].nbytes(part) for part in parts]
 
 
-def packed_size(schema: Schema, members: int) -> int:
+def packed_size(forms: Sequence[AnyForm], part_size_bytes: int, members: int) -> int:
     """Bytes of all tensors on the wire, in the larger direction if `members` contribute, without that overhead."""
-    forms = (form_of(schema, number) for number in range(len(schema.tensors)))
-    return sum(form.packed_size(schema.part_size_bytes, members) for form in forms)
+    return sum(form.packed_size(part_size_bytes, members) for form in forms)
 
 
 def _bandwidths(members: Sequence[Member]) -> list[float]:

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from averaging.allreduce.part_forms import AnyForm, Averaged, Prepared
-from averaging.allreduce.partition import Part, packed_sizes
+from averaging.allreduce.part_forms import AnyForm, Averaged, Part, Prepared
+from averaging.allreduce.partition import packed_sizes
 from averaging.allreduce.round_tally import ANSWERS, LyingLeaderError, RoundTally, code_of
 from averaging.allreduce.send_window import SendWindow
 from averaging.allreduce.shard_reducer import ShardReducer
@@ -92,7 +92,7 @@ class ReducerSide:
         self._proven = proven
         self._send_limits = send_limits
         self._parts = parts
-        self._first_nbytes = sum(packed_sizes(schema, parts[:1]))
+        self._first_nbytes = sum(packed_sizes(forms, parts[:1]))
         self._schema, self._forms = schema, forms
         self._tensors: Sequence[Prepared] | None = None  # of this member; other members may be ready earlier
         self._tally = tally
@@ -344,7 +344,7 @@ class ReducerSide:
         part, form = self._parts[number], self._form(number)
         if (size := tuple(message.tensor_part.size)) != (part.numel,):
             raise ProtocolViolationError(f"sent part {number} with shape {list(size)} instead of [{part.numel}]")
-        values = form.decode(message.tensor_part, part.start, part.stop)
+        values = form.decode(message.tensor_part, part)
         if self._non_finite is NonFinite.REFUSE and not form.is_finite(values):
             raise ProtocolViolationError(f"sent NaN or infinity in part {number}", kind=ViolationKind.NON_FINITE)
         return values
@@ -382,7 +382,7 @@ class ReducerSide:
             return
         for number in self._reducer.take_complete():
             part, form = self._parts[number], self._form(number)
-            local = form.own(self._tensors[part.tensor], part.start, part.stop) if self._me.sends else None
+            local = form.own(self._tensors, part) if self._me.sends else None
             average = self._reducer.finish(number, local, self._me.weight)
             waiting = [
                 (sender, sender.delivered.pop(number))
@@ -404,7 +404,7 @@ class ReducerSide:
         replies: dict[CompressionType, AveragingData] = {}
         # The schema's compression first; other software may use another one.
         for compression in dict.fromkeys((spec.compression, *(delivered.compression for _, delivered in waiting))):
-            wire, kept = form.answer(average, compression, part.start, part.stop)
+            wire, kept = form.answer(average, compression, part)
             if not self._is_usable("the average", number, kept):
                 replies[compression] = _NO_AVERAGE
                 continue
@@ -428,7 +428,7 @@ class ReducerSide:
                 self._tally.put(part, own)
         for sender, delivered in waiting:
             delta = average - delivered.values
-            wire, kept = form.answer(delta, delivered.compression, part.start, part.stop)
+            wire, kept = form.answer(delta, delivered.compression, part)
             reply = _NO_AVERAGE
             if self._is_usable("a delta", number, delivered.values + kept):
                 self._tally.averaged = True

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeAlias
 
-from averaging.allreduce.part_forms import Prepared, ReplyResidual, form_of
+from averaging.allreduce.part_forms import Prepared, ReplyResidual, forms_of
 from averaging.allreduce.partition import busiest_link, packed_size, packed_sizes, partition, shares
 from averaging.allreduce.reducer_side import ReducerSide
 from averaging.allreduce.round_tally import AdoptPart, LyingLeaderError, RoundResult, RoundTally
@@ -66,24 +66,22 @@ class AllReduce:
         self.group = group
         me = group.members[group.index(endpoint)]
         reduced = shares(group.members)
-        parts_of = dict(zip(group.endpoints, partition(schema, reduced), strict=True))
         contributors = sum(member.sends for member in group.members)
-        forms = [
-            form_of(schema, number, members=contributors, residual=residual) for number in range(len(schema.tensors))
-        ]
+        forms = forms_of(schema, members=contributors, residual=residual)
+        parts_of = dict(zip(group.endpoints, partition(schema, reduced, joins=group.joins_parts), strict=True))
         if residual is not None:
             residual.begin()
-        nbytes = packed_size(schema, contributors)
+        nbytes = packed_size(forms, schema.part_size_bytes, contributors)
         # Added to `round_timeout`, so that users need not raise it for large tensors.
         self._transfer_seconds = busiest_link(reduced, nbytes) / SLOW_LINK
         own = parts_of[endpoint]
         self._reducers = {name: parts for name, parts in parts_of.items() if me.sends and parts and name != endpoint}
         # A block of a sparse tensor is a part even if it has more bytes than a part should have.
         largest = max(
-            schema.part_size_bytes, *(max(packed_sizes(schema, parts), default=0) for parts in parts_of.values())
+            schema.part_size_bytes, *(max(packed_sizes(forms, parts), default=0) for parts in parts_of.values())
         )
         window = window_bytes(largest, sum(map(bool, parts_of.values())) - 1)
-        limits = send_limits(packed_sizes(schema, own), window)
+        limits = send_limits(packed_sizes(forms, own), window)
         identical = schema.reply is ReplyForm.AVERAGE
         self._schema, self._transport = schema, transport
         # If the leader could have announced different groups, nothing is adopted before the end.

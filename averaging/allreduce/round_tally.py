@@ -12,8 +12,7 @@ from typing import TypeAlias
 import torch
 import xxhash
 
-from averaging.allreduce.part_forms import Averaged
-from averaging.allreduce.partition import Part
+from averaging.allreduce.part_forms import Averaged, Part
 from averaging.errors import (
     AveragingError,
     CallRefusedError,
@@ -233,7 +232,8 @@ def changes(result: RoundResult) -> Iterator[tuple[int, int, torch.Tensor]]:
     for part, values in result.parts:
         if not isinstance(values, torch.Tensor):
             raise TypeError(f"{part} is in tile order")
-        yield part.tensor, part.start, values
+        for piece, elements in part.divide(values):
+            yield piece.tensor, piece.start, elements
 
 
 class RoundTally:

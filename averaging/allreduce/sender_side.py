@@ -9,8 +9,8 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Self
 
-from averaging.allreduce.part_forms import AnyForm, Prepared
-from averaging.allreduce.partition import Part, packed_sizes
+from averaging.allreduce.part_forms import AnyForm, Part, Prepared
+from averaging.allreduce.partition import packed_sizes
 from averaging.allreduce.reducer_side import ReducerSide
 from averaging.allreduce.round_tally import ANSWERS, RoundTally, code_of
 from averaging.allreduce.send_window import MAX_HOLD_SECONDS, SendWindow, send_limits
@@ -199,7 +199,7 @@ class SenderSide:
             parts: its shard, in order.
             tensors: this member's, one per tensor of the schema; read, never written.
         """
-        received, sizes = 0, packed_sizes(self._schema, parts)
+        received, sizes = 0, packed_sizes(self._forms, parts)
         window = SendWindow(send_limits(sizes, self._window), MAX_HOLD_SECONDS)
         answer = MessageCode.AVERAGED_PART
 
@@ -260,7 +260,7 @@ class SenderSide:
         for number, part in enumerate(parts):
             await window.wait(number)
             progress()
-            wire = self._forms[part.tensor].encode(tensors[part.tensor], part.start, part.stop)
+            wire = self._forms[part.tensor].encode(tensors, part)
             self._tally.sent_part(name, len(wire.buffer))
             if number == 0:
                 code, group = MessageCode.PART_FOR_AVERAGING, self._group
@@ -278,11 +278,11 @@ class SenderSide:
             raise ProtocolViolationError(
                 f"answered with shape {list(reply.tensor_part.size)} instead of [{part.numel}]"
             )
-        values = form.decode_answer(reply.tensor_part, part.start, part.stop)
+        values = form.decode_answer(reply.tensor_part, part)
         if self._non_finite is NonFinite.REFUSE:
             kept = values
             if self._schema.reply is ReplyForm.DELTA:
-                own = form.own(tensors[part.tensor], part.start, part.stop)
+                own = form.own(tensors, part)
                 kept = own + values.to(own.dtype)
             if not form.is_finite(kept):
                 raise ProtocolViolationError("answered with NaN or infinity", kind=ViolationKind.NON_FINITE)

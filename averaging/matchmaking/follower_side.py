@@ -291,6 +291,7 @@ class FollowerSide:
             client_mode=search.state.member.mode is Mode.CLIENT,
             min_group_size=self._min_group_size,
             names=search.state.names,
+            joins_parts=True,
         )
         try:
             async with aclosing(self._transport.join_group(leader, message)) as replies:

@@ -106,6 +106,7 @@ class LeaderCandidate:
         assembled: whether its group is complete, so that its search is over.
         names: digest of the names of its tensors, see `Schema.names`; empty if it contributes none.
         follower_names: likewise of each follower.
+        joining_parts: the followers that can join parts, as this peer can.
         quorum: when the group begins although expected members are missing; if None, at the declared time only.
         follows: whether it only follows, as a client does: it declares nothing, and leads nobody.
     """
@@ -122,6 +123,7 @@ class LeaderCandidate:
     assembled: bool = False
     names: str = ""
     follower_names: dict[str, str] = field(default_factory=dict)
+    joining_parts: set[str] = field(default_factory=set)
     quorum: Quorum | None = None
     follows: bool = False
 
@@ -256,9 +258,10 @@ def assemble(searching: LeaderCandidate, gathered: Mapping[str, bytes], rng: ran
     endpoints = [searching.member.endpoint, *searching.followers]
     rng.shuffle(endpoints)
     gathers = tuple(gathered[endpoint] for endpoint in endpoints)
+    joins_parts = searching.followers.keys() <= searching.joining_parts
     return MessageFromLeader(
         MessageCode.BEGIN_ALLREDUCE,
-        group_id=make_group_id(rng.randbytes(NONCE_BYTES), endpoints, gathers),
+        group_id=make_group_id(rng.randbytes(NONCE_BYTES), endpoints, gathers, joins_parts=joins_parts),
         ordered_group_endpoints=tuple(endpoints),
         gathered=gathers,
     )
@@ -287,7 +290,9 @@ def read_group(message: MessageFromLeader, endpoint: str, leader: str, gather: b
             f"{announced.mode.name}; it sent {own.weight:g} and {own.mode.name}"
         )
     digest = group_digest(message.group_id, names, message.gathered)
-    return Group(message.group_id, members, leader, digest, id_is_bound(message.group_id, names, message.gathered))
+    joins_parts = id_is_bound(message.group_id, names, message.gathered, joins_parts=True)
+    bound = joins_parts or id_is_bound(message.group_id, names, message.gathered)
+    return Group(message.group_id, members, leader, digest, bound, joins_parts)
 
 
 @dataclass(slots=True)

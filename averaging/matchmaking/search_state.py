@@ -199,6 +199,8 @@ class SearchState:
             self.state.quorum = rules.stated_quorum(self.state.followers.values())
         self.state.min_group_sizes[request.endpoint] = request.min_group_size
         self.state.follower_names[request.endpoint] = request.names
+        if request.joins_parts:
+            self.state.joining_parts.add(request.endpoint)
         self._decisions[request.endpoint] = decision
         self._gathered[request.endpoint] = request.gather
         self.add_seen(request.endpoint)
@@ -298,6 +300,7 @@ class SearchState:
         self.state.followers.clear()
         self.state.min_group_sizes.clear()
         self.state.follower_names.clear()
+        self.state.joining_parts.clear()
         self._gathered = {self.state.member.endpoint: self.gather}
         self.changed.set()
 
@@ -349,6 +352,7 @@ class SearchState:
     def _remove_follower(self, endpoint: str) -> None:
         del self._decisions[endpoint], self._gathered[endpoint]
         del self.state.followers[endpoint], self.state.min_group_sizes[endpoint], self.state.follower_names[endpoint]
+        self.state.joining_parts.discard(endpoint)
 
     def _decide(self, message: MessageFromLeader) -> None:
         for decision in self._decisions.values():

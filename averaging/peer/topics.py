@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import groupby
@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from averaging.allreduce import Averaged, Part, ReplyResidual, RoundResult, changes
+from averaging.allreduce import Averaged, Part, ReplyResidual, RoundResult, Slice, changes
 from averaging.common import one_of
 from averaging.config import PeerConfig
 from averaging.errors import ConfigError
@@ -70,16 +70,20 @@ class ErrorFeedback:
             encoded: parts that another member has reduced, so that they went through the codec.
             plain: parts that this member has reduced itself, without the codec.
         """
-        for part in encoded:
-            values = inputs[part.tensor][part.start : part.stop]
-            self._set_residual(part, decode(encode(values, self._codes[part.tensor])))
-        for part in plain:
-            self._set_residual(part, inputs[part.tensor][part.start : part.stop])
+        for number, start, stop in _slices(encoded):
+            values = inputs[number][start:stop]
+            self._set_residual(number, start, stop, decode(encode(values, self._codes[number])))
+        for number, start, stop in _slices(plain):
+            self._set_residual(number, start, stop, inputs[number][start:stop])
         self._exact = []
 
-    def _set_residual(self, part: Part, sent: torch.Tensor) -> None:
-        exact = self._exact[part.tensor][part.start : part.stop]
-        torch.sub(exact, sent.to(exact.dtype), out=self.residuals[part.tensor][part.start : part.stop])
+    def _set_residual(self, number: int, start: int, stop: int, sent: torch.Tensor) -> None:
+        exact = self._exact[number][start:stop]
+        torch.sub(exact, sent.to(exact.dtype), out=self.residuals[number][start:stop])
+
+
+def _slices(parts: Iterable[Part]) -> Iterator[Slice]:
+    return (piece for part in parts for piece in part.slices)
 
 
 # With `top_k` most of a change is not sent, so its error feedback is no correction but where most of the change waits.
@@ -240,7 +244,8 @@ class SparseFeedback:
         layout = self.layouts[number]
         flat = torch.zeros(layout.numel, device="cpu")
         for part, values in parts:
-            flat[part.start : part.stop] = values.dense() if isinstance(values, SparsePart) else values
+            ((_, start, stop),) = part.slices
+            flat[start:stop] = values.dense() if isinstance(values, SparsePart) else values
         return layout.from_blocks(flat).reshape(-1)
 
 
@@ -325,7 +330,9 @@ class Topic:
             self.tensors.write(changes(result), self._how)
             return
         # One tensor after the other, since each needs a dense copy in another order of its elements.
-        for number, parts in groupby(sorted(result.parts, key=lambda part: part[0]), lambda part: part[0].tensor):
+        for number, parts in groupby(
+            sorted(result.parts, key=lambda part: part[0].slices), lambda part: part[0].tensor
+        ):
             if number in self.feedback.layouts:
                 self.tensors.write([(number, 0, self.feedback.dense(number, parts))], self._how)
             else:
@@ -339,7 +346,8 @@ class Topic:
             values: its average or its delta.
             allowed: function that is called under the lock; the part is written only if it returns True.
         """
-        return self.tensors.write_now(part.tensor, part.start, values, self._how, allowed)
+        changes = [(piece.tensor, piece.start, elements) for piece, elements in part.divide(values)]
+        return self.tensors.write_now(changes, self._how, allowed)
 
     @property
     def writes_early(self) -> bool:

@@ -156,6 +156,8 @@ class Group:
             unknown.
         bound: whether the id is bound to these members, order and gathers, so that the leader cannot have announced
             another group with the same id. Ids from leaders of other software are not.
+        joins_parts: whether several small slices of tensors are one part, since all members can send them so. The id
+            says it, see `make_group_id`.
     """
 
     group_id: bytes
@@ -163,6 +165,7 @@ class Group:
     leader: str = ""
     digest: bytes = b""
     bound: bool = False
+    joins_parts: bool = False
 
     @property
     def public_id(self) -> bytes:
@@ -184,21 +187,28 @@ class Group:
         return self.endpoints.index(endpoint)
 
 
-def make_group_id(nonce: bytes, endpoints: Sequence[str], gathered: Sequence[bytes]) -> bytes:
+def make_group_id(
+    nonce: bytes, endpoints: Sequence[str], gathered: Sequence[bytes], *, joins_parts: bool = False
+) -> bytes:
     """A random id of 20 bytes that is bound to these members, their order and their gathers.
 
     Args:
         nonce: 6 random bytes.
         endpoints: endpoints of the members, in order.
         gathered: their gathers, in the same order.
+        joins_parts: whether all members join parts. It changes the id, which is how a leader tells them so that all
+            come to the same parts, and other software sees 20 random bytes.
     """
-    commitment = hashlib.sha256(b"averaging.v1.GroupId" + nonce + _canonical(endpoints, gathered)).digest()
+    label = b"averaging.v1.GroupId.JoinedParts" if joins_parts else b"averaging.v1.GroupId"
+    commitment = hashlib.sha256(label + nonce + _canonical(endpoints, gathered)).digest()
     return nonce + commitment[: GROUP_ID_BYTES - NONCE_BYTES]
 
 
-def id_is_bound(group_id: bytes, endpoints: Sequence[str], gathered: Sequence[bytes]) -> bool:
-    """Whether `make_group_id` made this id for these members, this order and these gathers."""
-    return group_id == make_group_id(group_id[:NONCE_BYTES], endpoints, gathered)
+def id_is_bound(
+    group_id: bytes, endpoints: Sequence[str], gathered: Sequence[bytes], *, joins_parts: bool = False
+) -> bool:
+    """Whether `make_group_id` made this id for these arguments."""
+    return group_id == make_group_id(group_id[:NONCE_BYTES], endpoints, gathered, joins_parts=joins_parts)
 
 
 def group_digest(group_id: bytes, endpoints: Sequence[str], gathered: Sequence[bytes]) -> bytes:

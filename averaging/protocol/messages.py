@@ -175,6 +175,7 @@ class JoinRequest:
         expiration: end of the follower's wait for a group, in seconds since the epoch.
         min_group_size: the smallest group that the follower accepts; sent in a header of the call.
         names: digest of the names of its tensors, see `Schema.names`; sent in a header as well.
+        joins_parts: whether it can send several small slices of tensors as one part; sent in a header as well.
     """
 
     endpoint: str
@@ -184,6 +185,7 @@ class JoinRequest:
     client_mode: bool = False
     min_group_size: int = 2
     names: str = ""
+    joins_parts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

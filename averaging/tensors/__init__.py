@@ -5,7 +5,18 @@ round must have alike), `shared_tensors` (tensors that the training thread and t
 (encode and decode by code number), `sparse` (only the largest elements of each block).
 """
 
-from averaging.tensors.compression import Codec, Raw, bytes_per_element, decode, decode_as, decoder, encode
+from averaging.tensors.compression import (
+    Codec,
+    Raw,
+    bytes_per_element,
+    codec_of,
+    decode,
+    decode_as,
+    decode_slices,
+    decoder,
+    encode,
+    encode_slices,
+)
 from averaging.tensors.manifest import (
     AVERAGED_DTYPES,
     DTYPES,
@@ -75,10 +86,12 @@ __all__ = [
     "check_size",
     "check_tensors",
     "chunks_of",
+    "codec_of",
     "combine",
     "copy_to_cpu",
     "decode",
     "decode_as",
+    "decode_slices",
     "decode_top_k",
     "decode_union",
     "decoder",
@@ -86,6 +99,7 @@ __all__ = [
     "digest_of_tensors",
     "dtype_name",
     "encode",
+    "encode_slices",
     "encode_union",
     "finite_as",
     "first_difference",

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from math import prod, sqrt
 
 import numpy as np
@@ -29,7 +30,11 @@ class Codec(ABC):
     Attributes:
         wire_dtype: the value of the tensor's `dtype` field on the wire.
         bytes_per_element: compressed size, without the overhead per tensor, row or block.
+        elementwise: whether each element is encoded without regard to the others, so that two encoded tensors one
+            behind the other are both of them encoded together.
     """
+
+    elementwise = False
 
     def __init__(self, wire_dtype: str, bytes_per_element: int) -> None:
         self.wire_dtype = wire_dtype
@@ -63,6 +68,8 @@ class Half(Codec):
         dtype: dtype of the buffer.
         limit: magnitudes are clamped to it first; None: no limit.
     """
+
+    elementwise = True
 
     def __init__(self, wire_dtype: str, dtype: torch.dtype, limit: float | None = None) -> None:
         super().__init__(wire_dtype, dtype.itemsize)
@@ -155,6 +162,8 @@ def _matrix(size: tuple[int, ...]) -> tuple[int, int]:
 
 class Raw(Codec):
     """NONE for one dtype."""
+
+    elementwise = True
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         super().__init__(name, dtype.itemsize)
@@ -382,7 +391,7 @@ def encode(tensor: torch.Tensor, compression: CompressionType) -> WireTensor:
     Raises:
         TensorError: the dtype cannot be averaged.
     """
-    codec = _codec(compression, tensor.dtype)
+    codec = codec_of(compression, tensor.dtype)
     return WireTensor(
         buffer=codec.pack(tensor.detach()),
         size=tuple(tensor.shape),
@@ -438,16 +447,64 @@ def decode_as(wire: WireTensor, dtype: torch.dtype) -> torch.Tensor:
     return decode(wire)
 
 
+def encode_slices(values: torch.Tensor, compression: CompressionType, lengths: Sequence[int]) -> WireTensor:
+    """Encodes slices of tensors, each by itself; the encoded slices follow one another in the buffer.
+
+    Args:
+        values: the slices one behind the other, 1-D; see `encode`.
+        compression: that of all.
+        lengths: number of elements of each slice.
+    """
+    codec = codec_of(compression, values.dtype)
+    if len(lengths) == 1 or codec.elementwise:
+        return encode(values, compression)
+    buffer = b"".join(map(codec.pack, torch.split(values.detach(), list(lengths))))
+    return WireTensor(buffer, (values.numel(),), codec.wire_dtype, compression=compression)
+
+
+def decode_slices(wire: WireTensor, dtype: torch.dtype, lengths: Sequence[int]) -> torch.Tensor:
+    """Decodes what `encode_slices` returned, from a stranger, for tensors whose dtype is known.
+
+    Args:
+        wire: of the shape `[sum(lengths)]`, which the caller has checked.
+        dtype: dtype of the tensors.
+        lengths: number of elements of each slice.
+
+    Returns:
+        The slices one behind the other, 1-D; see `decode`.
+
+    Raises:
+        ProtocolViolationError: as `decode_as`.
+    """
+    codec = decoder(wire)
+    if len(lengths) == 1 or codec.elementwise:
+        return decode_as(wire, dtype)
+    ends = list(accumulate((codec.nbytes((length,)) for length in lengths), initial=0))
+    if len(wire.buffer) != ends[-1]:
+        raise ProtocolViolationError(
+            f"{len(lengths)} slices of tensors with compression {wire.compression} take {ends[-1]} bytes, but "
+            f"{len(wire.buffer)} were received"
+        )
+    # Copies, since a slice may begin at an odd place, and numbers must not.
+    pieces = (bytes(wire.buffer[start:stop]) for start, stop in pairwise(ends))
+    return torch.cat([codec.unpack(piece, (length,)) for piece, length in zip(pieces, lengths, strict=True)])
+
+
 def bytes_per_element(compression: CompressionType, dtype: torch.dtype) -> int:
     """Bytes of one element on the wire, without the overhead per tensor, row or block.
 
     Raises:
         TensorError: `dtype` cannot be averaged.
     """
-    return _codec(compression, dtype).bytes_per_element
+    return codec_of(compression, dtype).bytes_per_element
 
 
-def _codec(compression: CompressionType, dtype: torch.dtype) -> Codec:
+def codec_of(compression: CompressionType, dtype: torch.dtype) -> Codec:
+    """The codec that encodes tensors of that dtype.
+
+    Raises:
+        TensorError: `dtype` cannot be averaged, or the compression is that of sparse tensors.
+    """
     name = dtype_name(dtype)
     if name not in _RAW:
         raise TensorError(f"{dtype} cannot be averaged; {', '.join(_RAW)} can")

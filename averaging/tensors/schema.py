@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 
 import torch
 
@@ -25,7 +26,7 @@ class TensorSpec(TensorInfo):
         return f"{TensorInfo.__str__(self)} as {self.compression.name}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Schema:
     """What is averaged, and how.
 
@@ -46,7 +47,7 @@ class Schema:
     aggregation: Aggregation = MEAN
     sparse: TopK | None = None
 
-    @property
+    @cached_property
     def hash(self) -> bytes:
         """SHA-256 over everything that all members must agree on; names and devices are not included."""
         tensors = ";".join(f"{t.dtype}:{'x'.join(map(str, t.shape))}:{int(t.compression)}" for t in self.tensors)
@@ -57,7 +58,10 @@ class Schema:
             rule += f"/top_k:{top_k.density!r}:{top_k.bits}:{top_k.mean_over.value}"
         return hashlib.sha256(f"1|{tensors}|{self.part_size_bytes}|{self.reply.value}{rule}{topic}".encode()).digest()
 
-    @property
+    def __hash__(self) -> int:
+        return hash(self.hash)
+
+    @cached_property
     def names(self) -> str:
         """What peers of this software compare of the names of the tensors, see `digest_of_names`."""
         return digest_of_names(spec.name for spec in self.tensors)

@@ -171,6 +171,8 @@ class SharedTensors:
 
     def write(self, changes: Iterable[tuple[int, int, torch.Tensor]], how: Write = Write.REPLACE) -> None:
         """Writes changes of the form (tensor index, first element, 1-D values). The caller holds the lock."""
+        if how is Write.REPLACE:
+            changes = self._replace_in_views(changes)
         fills_zero = how in (Write.DIFFERENCE, Write.ONLY)
         by_tensor: dict[int, list[tuple[int, torch.Tensor]]] = {}
         if fills_zero:
@@ -199,29 +201,43 @@ class SharedTensors:
             if target is not view:
                 tensor.copy_(target.view(tensor.shape))
 
+    def _replace_in_views(
+        self, changes: Iterable[tuple[int, int, torch.Tensor]]
+    ) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Writes to all contiguous CPU tensors in one call; returns the changes of other tensors."""
+        pieces, news, others = [], [], []
+        for index, start, values in changes:
+            if (view := self._views[index]) is None:
+                others.append((index, start, values))
+            else:
+                pieces.append(view[start : start + values.numel()])
+                news.append(values)
+        if pieces:
+            torch._foreach_copy_(pieces, news)
+        return iter(others)
+
     def write_now(
-        self, index: int, start: int, values: torch.Tensor, how: Write, condition: Callable[[], bool] = lambda: True
+        self,
+        changes: Sequence[tuple[int, int, torch.Tensor]],
+        how: Write,
+        condition: Callable[[], bool] = lambda: True,
     ) -> bool:
-        """Writes values to a contiguous CPU tensor if the lock is free now; returns whether it did.
+        """Writes all changes to contiguous CPU tensors if the lock is free now; returns whether it did.
 
         Args:
-            index: the tensor.
-            start: first element.
-            values: 1-D.
+            changes: see `write`.
             how: combination with the old elements, as in `write`.
             condition: callback under the lock; nothing is written if it returns False.
         """
-        view = self._views[index]
-        # A tensor that is tied to this one may not have been sent yet.
-        if view is None or index in self._tied or not self._lock.acquire(blocking=False):
+        # A tensor that is tied to another one may not have been sent yet.
+        if any(self._views[index] is None or index in self._tied for index, _, _ in changes):
+            return False
+        if not self._lock.acquire(blocking=False):
             return False
         try:
             if not condition():
                 return False
-            if how is Write.REPLACE:
-                view[start : start + values.numel()].copy_(values)
-            else:
-                self.write([(index, start, values)], how)
+            self.write(changes, how)
         finally:
             self._lock.release()
         return True
@@ -237,7 +253,7 @@ class SharedTensors:
         Raises:
             TensorError: a tensor contains one; the error names the tensor and the first index.
         """
-        for name, tensor in zip(self.names, self.tensors, strict=True):
+        for name, tensor in self._possibly_not_finite():
             if not all_finite(tensor):
                 place = (~torch.isfinite(tensor.cpu().reshape(-1))).nonzero()[0].item()
                 value = tensor.cpu().reshape(-1)[int(place)].item()
@@ -246,6 +262,32 @@ class SharedTensors:
                     f"tensor {name!r} holds {value} at flat index {place}; fix it, leave it out if that is intended "
                     f"(a mask, for example), or set {allow}, which spreads the value to all members"
                 )
+
+    def _possibly_not_finite(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors by name, except small ones that were found to be finite together."""
+        for tensors in _batches(zip(self.names, self.tensors, strict=True)):
+            if len(tensors) == 1 or not all_finite(torch.cat([tensor.reshape(-1) for _, tensor in tensors])):
+                yield from tensors
+
+
+BATCH_BYTES = 1 << 20
+"""Tensors are looked at together up to this size."""
+
+
+def _batches(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Consecutive tensors of one dtype and device, up to `BATCH_BYTES` at a time if they are small."""
+    batch: list[tuple[str, torch.Tensor]] = []
+    kind: tuple[torch.dtype, torch.device] | None = None
+    nbytes = 0
+    for name, tensor in tensors:
+        size, own = tensor.numel() * tensor.element_size(), (tensor.dtype, tensor.device)
+        if batch and (own != kind or nbytes + size > BATCH_BYTES):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append((name, tensor))
+        kind, nbytes = own, nbytes + size
+    if batch:
+        yield batch
 
 
 def sharing_memory(tensors: Sequence[torch.Tensor]) -> frozenset[int]:

@@ -53,7 +53,7 @@ class Case:
     codec: str
 
     def __str__(self) -> str:
-        tensors = "4 tensors" if self.tensors == "4" else "GPT-2's tensors"
+        tensors = "GPT-2's tensors" if self.tensors == "gpt2" else f"{self.tensors} tensors"
         return f"{self.peers} peers, {self.mib} MiB in {tensors}, {self.codec}"
 
 
@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument(
         "--tensors",
         nargs="+",
-        choices=["4", "gpt2"],
+        choices=["4", "1000", "4000", "20000", "gpt2"],
         default=["4", "gpt2"],
         help="division into tensors (4 gpt2)",
     )

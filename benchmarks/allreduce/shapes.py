@@ -8,12 +8,12 @@ Shapes = list[tuple[int, ...]]
 
 
 def shapes(kind: str, mib: int) -> Shapes:
-    """Returns shapes of `mib` MiB of float32: 4 equal matrices, or the 148 tensors of a GPT-2 with 12 layers.
+    """Returns shapes of `mib` MiB of float32: as many equal tensors as `kind` says, or the 148 of a GPT-2, 12 layers.
 
     GPT-2 small has 475 MiB. Its width, context and vocabulary are scaled alike; the vocabulary takes the remainder.
     """
-    if kind == "4":
-        return [(mib * 64, 1024)] * 4
+    if kind != "gpt2":
+        return [(mib * 2**18 // int(kind),)] * int(kind)
     scale = sqrt(mib / 475)
     width, context = round(768 * scale), round(1024 * scale)
     norm: Shapes = [(width,), (width,)]

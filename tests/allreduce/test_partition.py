@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.allreduce.partition import Part, busiest_link, packed_size, packed_sizes, partition, shares
+from averaging.allreduce.part_forms import Part, forms_of
+from averaging.allreduce.partition import busiest_link, packed_size, packed_sizes, partition, shares
 from averaging.errors import ConfigError, RoundError
 from averaging.protocol.group import Member, Mode
 from averaging.protocol.messages import CompressionType, TopK
@@ -169,7 +170,7 @@ def test_example_of_the_protocol() -> None:
     tensors = schema((300000,), (10, 10), (5,), part_size=1 << 18)
     parts = partition(tensors, [150000, 75052, 75053])
     assert lengths(parts) == [[65536, 65536], [65536], [65536, 37856, 100, 5]]
-    assert parts[2] == [Part(0, 196608, 262144), Part(0, 262144, 300000), Part(1, 0, 100), Part(2, 0, 5)]
+    assert parts[2] == [Part.of(0, 196608, 262144), Part.of(0, 262144, 300000), Part.of(1, 0, 100), Part.of(2, 0, 5)]
 
 
 def test_part_size_counts_bytes_on_the_wire() -> None:
@@ -196,8 +197,8 @@ def test_part_size_counts_bytes_on_the_wire() -> None:
 def test_sizes_on_the_wire(code: CompressionType, each: int) -> None:
     both = schema((6, 2), (3,), part_size=5 * each, code=code)
     (parts,) = partition(both, [1.0])
-    assert packed_sizes(both, parts) == [5 * each, 5 * each, 2 * each, 3 * each]
-    assert packed_size(both, 2) == 15 * each
+    assert packed_sizes(forms_of(both), parts) == [5 * each, 5 * each, 2 * each, 3 * each]
+    assert packed_size(forms_of(both), both.part_size_bytes, 2) == 15 * each
 
 
 def test_first_wins_a_tie() -> None:
@@ -208,7 +209,7 @@ def test_first_wins_a_tie() -> None:
 
 def test_empty_and_scalar_tensors() -> None:
     parts = partition(schema((0,), (), (3, 0), (2,), part_size=1024), [1.0])
-    assert parts == [[Part(1, 0, 1), Part(3, 0, 2)]]
+    assert parts == [[Part.of(1, 0, 1), Part.of(3, 0, 2)]]
     assert partition(schema((0,), part_size=1024), [1.0, 0.0]) == [[], []]
     assert partition(schema(part_size=1024), [0.0, 1.0]) == [[], []]
 
@@ -226,7 +227,7 @@ def test_the_last_interval_ends_with_the_last_element() -> None:
     uneven = [0.1] * 10
     assert (np.cumsum(uneven) / np.sum(uneven) * 1000).astype(np.int64)[-3:].tolist() == [799, 899, 999]
     parts = partition(schema((799,), (201,), part_size=4 * 201), uneven)
-    assert parts[-1] == [Part(1, 0, 201)]
+    assert parts[-1] == [Part.of(1, 0, 201)]
 
 
 def test_rounding_at_the_end_does_not_reach_a_client() -> None:
@@ -235,7 +236,7 @@ def test_rounding_at_the_end_does_not_reach_a_client() -> None:
     assert int(np.cumsum(uneven)[-1] / np.sum(uneven) * 1000) == 999
     parts = partition(schema((999,), (), part_size=400), uneven)
     assert parts[-1] == []
-    assert parts[-2][-1] == Part(1, 0, 1)
+    assert parts[-2][-1] == Part.of(1, 0, 1)
 
 
 def test_invalid_inputs_are_refused() -> None:
@@ -260,7 +261,7 @@ def dumb_partition(schema: Schema, shares: Sequence[float], length: int) -> list
             stop = min(start + length, spec.numel)
             inside = owners[offset + start : offset + stop]
             counts = [inside.count(member) for member in range(len(shares))]
-            result[counts.index(max(counts))].append(Part(number, start, stop))
+            result[counts.index(max(counts))].append(Part.of(number, start, stop))
         offset += spec.numel
     return result
 
@@ -285,7 +286,12 @@ def test_parts_cover_everything_once_and_in_order(
     parts = partition(tensors, shares)
     assert len(parts) == len(shares)
     assert not any(mine for mine, share in zip(parts, shares, strict=True) if share == 0)
-    elements = [(part.tensor, element) for mine in parts for part in mine for element in range(part.start, part.stop)]
+    elements = [
+        (part.tensor, element)
+        for mine in parts
+        for part in mine
+        for element in range(part.slices[0].start, part.slices[0].stop)
+    ]
     assert elements == [(number, i) for number, spec in enumerate(tensors.tensors) for i in range(spec.numel)]
     assert all(0 < part.numel <= length for mine in parts for part in mine)
 
@@ -320,20 +326,20 @@ def test_blocks_never_straddle_parts_nor_reducers(
     whole = Schema(tuple(specs), part_size, sparse=top_k)
     shards = partition(whole, [float(share) for share in proportions])
     assert all(not shard for shard, share in zip(shards, proportions, strict=True) if not share)
-    parts = sorted(part for shard in shards for part in shard)
+    parts = sorted((part for shard in shards for part in shard), key=lambda part: part.slices)
     owners = {part: owner for owner, shard in enumerate(shards) for part in shard}
     in_order = [owners[part] for part in parts]
     assert in_order == sorted(in_order)
     for number, spec in enumerate(specs):
         own = [part for part in parts if part.tensor == number]
-        assert [0, *(part.stop for part in own)] == [*(part.start for part in own), spec.numel]
+        assert [0, *(part.slices[0].stop for part in own)] == [*(part.slices[0].start for part in own), spec.numel]
         if spec.compression is CompressionType.TOP_K:
             runs = BlockLayout(spec.shape).runs
             for part in own:
-                (run,) = [run for run in runs if run.start <= part.start < run.stop]
-                assert part.stop <= run.stop
-                assert (part.start - run.start) % run.size == part.numel % run.size == 0
-                (size,) = packed_sizes(whole, [part])
+                (run,) = [run for run in runs if run.start <= part.slices[0].start < run.stop]
+                assert part.slices[0].stop <= run.stop
+                assert (part.slices[0].start - run.start) % run.size == part.numel % run.size == 0
+                (size,) = packed_sizes(forms_of(whole), [part])
                 assert size == top_k_nbytes(part.numel, run.size, top_k)
                 # As large as a part may be; one block and a table may be larger.
                 assert size <= max(part_size, run.size * 2.5) + 1024 + 2
@@ -343,6 +349,6 @@ def test_blocks_never_straddle_parts_nor_reducers(
 def test_a_reply_in_which_all_elements_come_back_is_in_the_time_of_a_round() -> None:
     spec = TensorSpec("w", "float32", (1024, 1024), CompressionType.TOP_K)
     whole = Schema((spec,), 1 << 20, sparse=TopK(1 / 64))
-    assert packed_size(whole, 1) == pytest.approx(14 / 8 * (1 << 14), rel=0.01)
-    assert packed_size(whole, 2) == pytest.approx(2 * 14 / 8 * (1 << 14), rel=0.01)
-    assert packed_size(whole, 100) <= 1.2 * (1 << 20)
+    assert packed_size(forms_of(whole), whole.part_size_bytes, 1) == pytest.approx(14 / 8 * (1 << 14), rel=0.01)
+    assert packed_size(forms_of(whole), whole.part_size_bytes, 2) == pytest.approx(2 * 14 / 8 * (1 << 14), rel=0.01)
+    assert packed_size(forms_of(whole), whole.part_size_bytes, 100) <= 1.2 * (1 << 20)

@@ -134,7 +134,7 @@ def test_invalid_parts_are_not_averaged(name: str) -> None:
     assert re.search(reason, pattern), pattern
     for part, reducer in simulated.parts.items():
         if reducer != HOSTILE:
-            found = simulated.averages[others[0]][part.tensor][part.start : part.stop]
+            found = simulated.averages[others[0]][part.tensor][part.slices[0].start : part.slices[0].stop]
             expected = np.nan_to_num(simulated.expected(part, others))
             np.testing.assert_allclose(found.double() + simulated.residual(part), expected, atol=1e-5)
 

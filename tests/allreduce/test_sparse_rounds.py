@@ -35,7 +35,7 @@ def check(simulation: SparseSimulation) -> None:
     first = check_same_bytes(simulation)
     for part in simulation.parts:
         expected = simulation.expected(part)
-        found = first[part.tensor][part.start : part.stop]
+        found = first[part.tensor][part.slices[0].start : part.slices[0].stop]
         # What a reply loses is in the residual of its reducer.
         whole = (found.double() + simulation.residual(part)).numpy()
         np.testing.assert_allclose(whole, np.nan_to_num(expected), rtol=1e-5, atol=1e-6)
@@ -84,7 +84,7 @@ def test_all_that_was_decoded_and_what_reducers_have_lost_is_the_sum_of_the_aver
             check_same_bytes(simulation)
             decoded += simulation.averages["peer:1"][0].double().numpy()
             for part in simulation.parts:
-                averages[part.start : part.stop] += np.nan_to_num(simulation.expected(part))
+                averages[part.slices[0].start : part.slices[0].stop] += np.nan_to_num(simulation.expected(part))
     residues = [residual for residual in residuals.values() if residual.tensors]
     assert len(residues) >= 8
     lost = torch.stack([residual.tensors[0] for residual in residues]).double().sum(dim=0).numpy()
@@ -114,7 +114,9 @@ def test_few_members_get_the_contributions_as_they_came_and_nothing_is_lost() ->
 def check_parts(simulation: SparseSimulation, survivors: Sequence[str], lost: str) -> None:
     """Each part is the average of all or of the survivors, the same for all survivors that have it."""
     for part, reducer in simulation.parts.items():
-        found = [simulation.averages[name][part.tensor][part.start : part.stop] for name in survivors]
+        found = [
+            simulation.averages[name][part.tensor][part.slices[0].start : part.slices[0].stop] for name in survivors
+        ]
         held = [values for values in found if not values.isnan().any()]
         assert len(held) == len(found) or reducer == lost
         assert all(torch.equal(values, held[0]) for values in held)

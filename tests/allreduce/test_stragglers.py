@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.allreduce.partition import Part
+from averaging.allreduce import Part
 from averaging.allreduce.round_tally import (
     Lag,
     RoundResult,
@@ -121,7 +121,7 @@ def played(*moments: tuple[float, str], averaged: bool = False, members: str = "
 
     async def main() -> RoundResult:
         group = Group(b"g", (*map(Member, members), Member("x", mode=Mode.AUXILIARY)))
-        mine = [Part(0, start, start + 2) for start in (0, 2)]
+        mine = [Part.of(0, start, start + 2) for start in (0, 2)]
         shares = {name: mine if name == "a" else [] for name in (*members, "x")}
         account = RoundTally(group, "a", shares, send_limits=send_limits([8, 8], 8), identical=True)
         await asyncio.sleep(10.0)

@@ -30,7 +30,7 @@ def test_a_sender_that_takes_no_replies_is_dropped() -> None:
     async def messages(reducer: str) -> AsyncGenerator[AveragingData, None]:
         (tensor,) = simulation.before[STUCK]
         for part in parts[reducer]:
-            wire = encode(tensor[part.start : part.stop], CompressionType.NONE)
+            wire = encode(tensor[part.slices[0].start : part.slices[0].stop], CompressionType.NONE)
             yield AveragingData(MessageCode.PART_FOR_AVERAGING, simulation.group.group_id, STUCK, wire)
 
     async def takes_one_reply(reducer: str) -> None:

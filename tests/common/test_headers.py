@@ -6,18 +6,20 @@ import pytest
 
 from averaging.protocol.messages import JoinRequest, Resume
 from averaging.transport.grpc.channel_options import (
+    JOINS_PARTS,
     MIN_GROUP_SIZE,
     NAMES,
     of_join,
     of_resume,
+    read_joins_parts,
     read_min_group_size,
     read_names,
     read_resume,
 )
 
 
-def request(members: int = 2, names: str = "") -> JoinRequest:
-    return JoinRequest("192.0.2.1:1", b"hash", 1.0, min_group_size=members, names=names)
+def request(members: int = 2, names: str = "", joins_parts: bool = False) -> JoinRequest:
+    return JoinRequest("192.0.2.1:1", b"hash", 1.0, b"", False, members, names, joins_parts)
 
 
 HAS = Resume(10, bytes(range(32)))
@@ -62,3 +64,14 @@ def test_the_digest_of_names_comes_as_it_was_sent() -> None:
 )
 def test_what_is_no_digest_of_names_counts_as_not_said(values: list[str | bytes]) -> None:
     assert read_names([(NAMES, value) for value in values]) == ""
+
+
+@pytest.mark.parametrize("names", ["", "12-0123456789abcdef"])
+def test_a_caller_says_whether_it_joins_parts(names: str) -> None:
+    assert read_joins_parts(of_join(request(3, names, True)))
+    assert not read_joins_parts(of_join(request(3, names)))
+
+
+@pytest.mark.parametrize("values", [["0"], ["1", "1"], ["2"], ["true"], [b"1"], [""]])
+def test_what_does_not_say_that_parts_are_joined_counts_as_no(values: list[str | bytes]) -> None:
+    assert not read_joins_parts([(JOINS_PARTS, value) for value in values])

@@ -127,7 +127,8 @@ ANNOUNCED = "announced other members, another order or other weights"
 def test_nothing_is_adopted_and_no_honest_member_is_excluded(
     lie: Lie, deceived: set[str], options: Mapping[str, Any], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rules, "make_group_id", lambda nonce, *_: nonce + bytes(14))  # as leaders of other software do
+    # As leaders of other software do.
+    monkeypatch.setattr(rules, "make_group_id", lambda nonce, *_, **__: nonce + bytes(14))
     followers = averaged_under(deceived, lie, seed, options)
     for follower in followers.values():
         assert follower.receipt.outcome is Outcome.FAILED

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.allreduce.partition import Part
+from averaging.allreduce import Part
 from averaging.peer.topics import ErrorFeedback
 from averaging.protocol.messages import COMPRESSIONS, CompressionType
 from averaging.tensors.compression import decode, encode
@@ -32,17 +32,17 @@ def test_the_sum_of_what_was_sent_plus_the_residual_is_the_sum_of_the_inputs(
         middle = int(torch.randint(1, 39, (), generator=generator))
         tensor = torch.randn(40, generator=generator)
         inputs = feedback.inputs([tensor])
-        first, second = Part(0, 0, middle), Part(0, middle, 40)
+        first, second = Part.of(0, 0, middle), Part.of(0, middle, 40)
         encoded = [first] + ([second] if end == "encoded" else [])
         plain = [second] if end == "own" else []
         feedback.sent(inputs, encoded, plain)
         for part in encoded:
-            values = decode(encode(inputs[0][part.start : part.stop], code))
-            sent[part.start : part.stop] += values
+            values = decode(encode(inputs[0][part.slices[0].start : part.slices[0].stop], code))
+            sent[part.slices[0].start : part.slices[0].stop] += values
         for part in plain:
-            sent[part.start : part.stop] += inputs[0][part.start : part.stop]
+            sent[part.slices[0].start : part.slices[0].stop] += inputs[0][part.slices[0].start : part.slices[0].stop]
         for part in [*encoded, *plain]:
-            put_in[part.start : part.stop] += tensor[part.start : part.stop]
+            put_in[part.slices[0].start : part.slices[0].stop] += tensor[part.slices[0].start : part.slices[0].stop]
     torch.testing.assert_close(sent + feedback.residuals[0], put_in, rtol=1e-5, atol=1e-4)
 
 
@@ -51,7 +51,7 @@ def test_a_constant_input_arrives_in_the_mean(code: CompressionType) -> None:
     """Without feedback the same error would be made again and again."""
     tensor = torch.linspace(-1, 1, 50) ** 3
     feedback = ErrorFeedback(describe(["w"], [tensor], compression=code, part_size_bytes=1024))
-    part = Part(0, 0, 50)
+    part = Part.of(0, 0, 50)
     total = torch.zeros(50)
     for _ in range(50):
         inputs = feedback.inputs([tensor])
@@ -74,7 +74,7 @@ def test_residuals_are_not_lost_where_they_are_added_to_half_precision(
         tensor = torch.randn(300, generator=generator).to(dtype)
         inputs = feedback.inputs([tensor])
         assert inputs[0].dtype is dtype
-        first, second = Part(0, 0, 200), Part(0, 200, 300)
+        first, second = Part.of(0, 0, 200), Part.of(0, 200, 300)
         feedback.sent(inputs, [first, second], []) if round_ % 3 else feedback.sent(inputs, [first], [second])
         sent[:200] += decode(encode(inputs[0][:200], code))
         sent[200:] += decode(encode(inputs[0][200:], code)) if round_ % 3 else inputs[0][200:]

@@ -219,7 +219,7 @@ def test_a_result_in_parts_is_written_in_the_order_of_the_tensor() -> None:
     layout = feedback_of(topic).layouts[0]
     matrix = torch.randn(SHAPES["matrix"])
     flat = layout.to_blocks(matrix)
-    parts = [(Part(0, start, stop), flat[start:stop]) for start, stop in layout.cuts(1)]
+    parts = [(Part.of(0, start, stop), flat[start:stop]) for start, stop in layout.cuts(1)]
     assert len(parts) > 3
     assert torch.equal(feedback_of(topic).dense(0, parts), matrix.reshape(-1))
 

@@ -106,11 +106,13 @@ class Simulation:
         latency: tuple[float, float] = (0.001, 0.02),
         deadlines: dict[str, Deadlines] | None = None,
         proven: bool = False,
+        joins_parts: bool = False,
         **describing: Any,
     ) -> None:
         self.rng = random.Random(seed)
         self.network = MemoryNetwork(self.rng, latency=latency, loss=loss)
-        self.group = Group(self.rng.randbytes(20), tuple(members), digest=b"announced", bound=True)
+        group_id = self.rng.randbytes(20)
+        self.group = Group(group_id, tuple(members), digest=b"announced", bound=True, joins_parts=joins_parts)
         generator = torch.Generator().manual_seed(seed)
         self.before = {
             member.endpoint: [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]

@@ -89,7 +89,7 @@ class SparseSimulation(Simulation):
         for part, values in result.parts:
             assert isinstance(values, SparsePart) is (part.tensor not in self.dense)
             whole = values.dense() if isinstance(values, SparsePart) else values
-            self.averages[name][part.tensor][part.start : part.stop] = whole
+            self.averages[name][part.tensor][part.slices[0].start : part.slices[0].stop] = whole
         if self.is_applied:
             self.residuals[name].applied()
 
@@ -101,7 +101,7 @@ class SparseSimulation(Simulation):
 
     def residual(self, part: Part) -> torch.Tensor:
         """What the reducer of a part has lost of it."""
-        residual = self.residuals[self.parts[part]].of(*part)
+        residual = self.residuals[self.parts[part]].of(*part.slices[0])
         return torch.zeros(part.numel) if residual is None else residual.clone()
 
     def expected(self, part: Part, names: Sequence[str] = ()) -> np.ndarray[Any, Any]:
@@ -111,7 +111,7 @@ class SparseSimulation(Simulation):
         for member in members:
             tensor = self.sent[member.endpoint][part.tensor]
             assert isinstance(tensor, SparseTensor)
-            sent.append(tensor.values(part.start, part.stop))
+            sent.append(tensor.values(part.slices[0].start, part.slices[0].stop))
         return dumb_average(sent, [member.weight for member in members], self.top_k.mean_over)
 
 

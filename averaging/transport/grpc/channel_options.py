@@ -198,9 +198,13 @@ MIN_GROUP_SIZE = "averaging-min-group-size"
 NAMES = "averaging-names"
 """What the caller's tensors are named: number of names, a dash, a digest of 16 hexadecimal digits."""
 
+JOINS_PARTS = "averaging-joins-parts"
+"""`1` if the caller can send several small slices of tensors as one part."""
+
 _RESUME = re.compile(r"([0-9]{1,18}) ([0-9a-f]{64})")
 _NUMBER = re.compile(r"[1-9][0-9]{0,3}")
 _NAMES = re.compile(r"[1-9][0-9]{0,8}-[0-9a-f]{16}")
+_JOINS_PARTS = re.compile("1")
 
 
 def of_resume(resume: Resume | None) -> tuple[tuple[str, str], ...]:
@@ -215,15 +219,21 @@ def read_resume(headers: Iterable[tuple[str, str | bytes]]) -> Resume | None:
 
 
 def of_join(request: JoinRequest) -> tuple[tuple[str, str], ...]:
-    """Returns the headers of a join request. Without them the minimum is 2, and the tensors have no names."""
+    """Returns the headers of a join request. Without any the minimum is 2, no tensor has a name, no part is joined."""
     size = ((MIN_GROUP_SIZE, str(request.min_group_size)),) if 2 < request.min_group_size <= MAX_GROUP_SIZE else ()
-    return (*size, (NAMES, request.names)) if request.names else size
+    names = ((NAMES, request.names),) if request.names else ()
+    return (*size, *names, (JOINS_PARTS, "1")) if request.joins_parts else (*size, *names)
 
 
 def read_names(headers: Iterable[tuple[str, str | bytes]]) -> str:
     """Reads the digest of the names of the caller's tensors; empty if the header is missing or malformed."""
     match = _match(_NAMES, NAMES, headers)
     return match[0] if match else ""
+
+
+def read_joins_parts(headers: Iterable[tuple[str, str | bytes]]) -> bool:
+    """Reads whether the caller joins parts; False if the header is missing or malformed."""
+    return _match(_JOINS_PARTS, JOINS_PARTS, headers) is not None
 
 
 def read_min_group_size(headers: Iterable[tuple[str, str | bytes]]) -> int:

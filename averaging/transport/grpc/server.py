@@ -118,8 +118,13 @@ def averaging_handlers(service: AveragingService) -> list[RpcHandler]:
 
     def join_group(request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
         given = rpc_caller().headers
-        least, names = headers.read_min_group_size(given), headers.read_names(given)
-        return service.join_group(replace(request, min_group_size=least, names=names))
+        stated = replace(
+            request,
+            min_group_size=headers.read_min_group_size(given),
+            names=headers.read_names(given),
+            joins_parts=headers.read_joins_parts(given),
+        )
+        return service.join_group(stated)
 
     def download_state(_: None) -> AsyncGenerator[DownloadData, None]:
         caller = rpc_caller()

@@ -1,0 +1,174 @@
+"""Small slices of tensors that travel together."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from averaging.allreduce import Part, RoundResult
+from averaging.allreduce.part_forms import forms_of
+from averaging.allreduce.partition import partition
+from averaging.errors import ProtocolViolationError
+from averaging.matchmaking import rules
+from averaging.protocol import MEAN, Aggregation, CompressionType, Member, Mode, TopK, pack_gather, parse_aggregation
+from averaging.protocol.messages import COMPRESSIONS
+from averaging.tensors import Schema, TensorSpec, codec_of, decode_slices, encode, encode_slices
+from averaging.testing import virtual_time
+from tests.support.rounds import Simulation, nodes
+from tests.support.swarm import Swarm
+
+NONE, FLOAT16, INT8, TOP_K = (
+    CompressionType.NONE,
+    CompressionType.FLOAT16,
+    CompressionType.BLOCKWISE_INT8,
+    CompressionType.TOP_K,
+)
+KINDS = [("float32", NONE), ("float32", FLOAT16), ("float64", NONE), ("float32", INT8), ("float32", TOP_K)]
+PART = 4096
+DENSE = sorted({*COMPRESSIONS.values()})
+
+
+def schema_of(kinds: Sequence[tuple[int, tuple[str, CompressionType]]], aggregation: Aggregation = MEAN) -> Schema:
+    specs = [TensorSpec(str(number), kind[0], (numel,), kind[1]) for number, (numel, kind) in enumerate(kinds)]
+    return Schema(tuple(specs), PART, aggregation=aggregation, sparse=TopK())
+
+
+@given(
+    kinds=st.lists(st.tuples(st.sampled_from([0, 1, 3, 100, 700, 3000]), st.sampled_from(KINDS)), max_size=40),
+    shares=st.lists(st.integers(0, 3), min_size=1, max_size=5).filter(any),
+)
+def test_slices_are_joined_and_keep_their_reducers(
+    kinds: list[tuple[int, tuple[str, CompressionType]]], shares: list[int]
+) -> None:
+    schema = schema_of(kinds)
+    forms = forms_of(schema)
+    apart = partition(schema, [float(share) for share in shares])
+    joined = partition(schema, [float(share) for share in shares], joins=True)
+    assert [[piece for part in shard for piece in part.slices] for shard in joined] == [
+        [piece for part in shard for piece in part.slices] for shard in apart
+    ]
+    for part in (part for shard in joined for part in shard if len(part.slices) > 1):
+        specs = [schema.tensors[piece.tensor] for piece in part.slices]
+        assert len({(spec.dtype, spec.compression) for spec in specs}) == 1
+        assert specs[0].compression is not TOP_K
+        codec = codec_of(specs[0].compression, specs[0].torch_dtype)
+        assert sum(codec.nbytes((piece.numel,)) for piece in part.slices) <= PART
+    for shard in joined:  # as few parts as possible
+        for one, other in itertools.pairwise(shard):
+            fits = sum(forms[piece.tensor].encoded_size(piece) for piece in (*one.slices, other.slices[0])) <= PART
+            assert not (fits and forms[one.tensor].joins(forms[other.tensor]))
+
+
+@pytest.mark.parametrize(("rule", "parts"), [("mean", 1), ("median", 1), ("trimmed:1", 1), ("clip:1", 5)])
+def test_distances_of_clip_are_measured_in_the_parts_of_the_contract(rule: str, parts: int) -> None:
+    schema = schema_of([(10, ("float32", NONE))] * 5, parse_aggregation(rule))
+    assert len(partition(schema, [1.0], joins=True)[0]) == parts
+
+
+@pytest.mark.parametrize("compression", DENSE)
+@given(lengths=st.lists(st.integers(1, 2000), min_size=1, max_size=6), seed=st.integers(0, 1000))
+def test_each_slice_is_encoded_as_if_it_were_alone(compression: CompressionType, lengths: list[int], seed: int) -> None:
+    values = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(seed))
+    apart = [encode(piece, compression) for piece in torch.split(values, lengths)]
+    joined = encode_slices(values, compression, lengths)
+    assert bytes(joined.buffer) == b"".join(bytes(wire.buffer) for wire in apart)
+    assert joined.size == (sum(lengths),)
+    decoded = [decode_slices(wire, torch.float32, [length]) for wire, length in zip(apart, lengths, strict=True)]
+    assert torch.equal(decode_slices(joined, torch.float32, lengths), torch.cat(decoded))
+
+
+@pytest.mark.parametrize("compression", DENSE)
+@pytest.mark.parametrize("change", [-1, 1])
+def test_joined_slices_of_a_wrong_length_are_refused(compression: CompressionType, change: int) -> None:
+    wire = encode_slices(torch.ones(30), compression, [10, 20])
+    buffer = bytes(wire.buffer)[:change] if change < 0 else bytes(wire.buffer) + b"x"
+    with pytest.raises(ProtocolViolationError):
+        decode_slices(wire.with_buffer(buffer), torch.float32, [10, 20])
+    with pytest.raises(ProtocolViolationError):
+        decode_slices(replace(wire, compression=99), torch.float32, [10, 20])
+
+
+@pytest.mark.parametrize("compression", DENSE)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_round_gives_the_same_with_joined_parts(seed: int, compression: CompressionType) -> None:
+    shapes = [(number % 7 + 1,) for number in range(60)] + [(3, 50), (), (0,)]
+    rounds = {}
+    for joins in (False, True):
+        simulation = Simulation(
+            seed, nodes(3), shapes, compression=compression, part_size_bytes=8192, joins_parts=joins
+        )
+        virtual_time.run(simulation.run())
+        assert not any(result.dropped or result.kept_local for result in simulation.results.values())
+        rounds[joins] = simulation
+    apart, joined = rounds[False], rounds[True]
+    for name, tensors in apart.tensors.items():
+        for one, other in zip(tensors, joined.tensors[name], strict=True):
+            # The order in which three contributions arrive decides how their sum is rounded.
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-6 if compression is NONE else 0.05)
+    digests = {result.digest for result in joined.results.values()}
+    assert len(digests) == 1
+    first, *others = joined.tensors.values()
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_member_that_dies_leaves_whole_parts(seed: int) -> None:
+    simulation = Simulation(seed, nodes(3), [(5,)] * 40, part_size_bytes=200, joins_parts=True)
+    victim = random.Random(seed).choice(nodes(3)).endpoint
+
+    async def disturb(tasks: dict[str, asyncio.Task[RoundResult]]) -> None:
+        await asyncio.sleep(random.Random(seed).uniform(0, 0.06))
+        await simulation.cancel(tasks[victim])
+
+    virtual_time.run(simulation.run(disturb))
+    for name in simulation.results.keys() - {victim}:
+        simulation.assert_between_the_means(name, sorted(simulation.results.keys() - {victim}))
+
+
+GATHER = pack_gather(1.0, None, Mode.NODE)
+
+
+@pytest.mark.parametrize(("joining", "expected"), [({"a:1", "b:1"}, True), ({"a:1"}, False), (set(), False)])
+def test_parts_are_joined_if_all_followers_can(joining: set[str], expected: bool) -> None:
+    names = ["a:1", "b:1"]
+    leader = rules.LeaderCandidate(
+        Member("me:1"), b"hash", 3, followers={name: Member(name) for name in names}, joining_parts=joining
+    )
+    message = rules.assemble(leader, dict.fromkeys(["me:1", *names], GATHER), random.Random(1))
+    groups = [rules.read_group(message, name, "me:1", GATHER) for name in ("me:1", *names)]
+    assert [group.joins_parts for group in groups] == [expected] * 3
+    assert all(group.bound for group in groups)
+    # The id says it, so no leader can say different things to two members of one group.
+    other = replace(message, ordered_group_endpoints=message.ordered_group_endpoints[::-1])
+    assert not rules.read_group(other, "a:1", "me:1", GATHER).bound
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_peers_join_their_parts(in_place: bool) -> None:
+    swarm = Swarm(5)
+    numbers = [[torch.full((number % 5,), float(peer)) for number in range(200)] for peer in range(4)]
+
+    async def main() -> None:
+        options = {"group_size": 4, "in_place": in_place, "share_state": False, "part_size_bytes": 1 << 14}
+        peers = [swarm.peer(f"peer:{number}", one, **options) for number, one in enumerate(numbers, start=1)]  # type: ignore[arg-type]
+        receipts = await swarm.average_together(peers, 3)
+        assert all(receipt.averaged and not receipt.dropped for own in receipts for receipt in own)
+
+    swarm.simulate(main())
+    assert all(bool((tensor == 1.5).all()) for own in numbers for tensor in own)
+
+
+def test_a_part_says_what_belongs_to_which_tensor() -> None:
+    schema = schema_of([(2, ("float32", NONE)), (3, ("float32", NONE))])
+    ((part,),) = partition(schema, [1.0], joins=True)
+    divided = [(piece.tensor, piece.start, values.tolist()) for piece, values in part.divide(torch.arange(5.0))]
+    assert divided == [(0, 0, [0.0, 1.0]), (1, 0, [2.0, 3.0, 4.0])]
+    assert part != Part.of(0, 0, 5)
