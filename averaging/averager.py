@@ -440,6 +440,12 @@ class DecentralizedAverager(OptimizerWrapper):
             samples=training.pace.samples,
             steps_per_second=steps_per_second,
             samples_per_second=samples_per_second,
+            sync_every=strategy.sync_text,
+            quorum=str(strategy.quorum.quorum) if strategy.quorum else "",
+            grace=strategy.grace,
+            max_grace=strategy.quorum.grace if strategy.quorum else None,
+            weight_unit=training.unit.get("unit", ""),
+            missed=strategy.missed,
         )
 
     @property

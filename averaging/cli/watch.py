@@ -11,7 +11,7 @@ from averaging.cli.exits import CHECK_ADDRESS, CommandError, Stop, Stopped, fail
 from averaging.cli.options import DIALLED, credentials_of, security_options
 
 if TYPE_CHECKING:
-    from averaging.receipts import Watched
+    from averaging.receipts import TrainingProgress, Watched
     from averaging.security import Credentials
 
 MAX_MESSAGE_BYTES = 16 << 20
@@ -68,6 +68,8 @@ async def _watch(address: str, credentials: Credentials, last: int, rounds: int 
     await transport.bind()
     count = 0
     try:
+        if not as_json and (terms := _terms((await transport.get_status(address)).training)):
+            click.echo(terms, err=True)
         async with aclosing(transport.watch_rounds(address, last)) as receipts:
             async for watched in receipts:
                 _print(watched, as_json)
@@ -82,6 +84,18 @@ async def _watch(address: str, credentials: Credentials, last: int, rounds: int 
         raise failure_of(error) from None
     finally:
         await transport.close()
+
+
+def _terms(training: TrainingProgress | None) -> str:
+    """A line that says when this peer's rounds begin, and whether it is late for one."""
+    from averaging.common import duration
+    from averaging.errors import printable
+
+    if training is None or not (training.terms or training.lateness):
+        return ""
+    grace = "" if training.grace is None else f", grace now {duration(training.grace)}"
+    lateness = f"; {training.lateness}, joins a later one" if training.lateness else ""
+    return f"{printable(training.strategy)}: {printable(training.terms)}{grace}{lateness}"
 
 
 def _print(watched: Watched, as_json: bool) -> None:

@@ -230,6 +230,8 @@ def _receipt_json(receipt: Receipt) -> Json:
                 "endpoint": printable(account.endpoint),
                 "role": account.role.value,
                 "weight": _finite(account.weight),
+                "weight_unit": printable(account.weight_unit, 20),
+                "late": printable(account.lateness, 100),
                 "share": _finite(account.share),
                 "bytes_sent": account.bytes_sent,
                 "bytes_received": account.bytes_received,
@@ -282,6 +284,7 @@ def _graph(entry: _ShownRound) -> Json:
             "endpoint": printable(name),
             "share": _finite(shares[name].share) if name in shares else 0.0,
             "weight": _finite(shares[name].weight) if name in shares else 0.0,
+            "weight_unit": printable(shares[name].weight_unit, 20) if name in shares else "",
             "mode": printable(shares[name].mode, 20) if name in shares else "",
         }
         for name in members

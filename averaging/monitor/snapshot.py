@@ -77,15 +77,22 @@ class PeerView:
 
     @property
     def doing(self) -> str:
-        """What it does: averaging, looking, training or another stage of the training, or idle; empty if unknown."""
+        """What it does: averaging, late for a round, looking, training or a later stage, idle; empty if unknown."""
         status = self.status
         if status is None or self.error:
             return ""
         if status.members:
             return "averaging"
+        if status.training and status.training.missed:
+            return "late"
         if status.looking:
             return "looking"
         return status.training.stage if status.training else "idle"
+
+    @property
+    def lateness(self) -> str:
+        """`late by 3 rounds` of a peer that waits to join a later round; empty if it is in time, or silent."""
+        return self.training.lateness if self.training and self.answers else ""
 
     @property
     def waits_for(self) -> tuple[str, ...]:
@@ -100,6 +107,12 @@ class PeerView:
         """How its parts travelled in its last round: direct, sealed, grpc."""
         accounts = self.last_round.accounts if self.last_round else ()
         return tuple(sorted({account.lane for account in accounts if account.lane}))
+
+    @property
+    def own_account(self) -> Account | None:
+        """What the receipt of its last round says of itself."""
+        accounts = self.last_round.accounts if self.last_round else ()
+        return next((account for account in accounts if account.endpoint == self.endpoint), None)
 
     @property
     def state(self) -> str:
@@ -155,6 +168,17 @@ class RunSnapshot:
         """The highest global step; None if no peer has one."""
         steps = [peer.training.global_step for peer in self.peers if peer.training and peer.training.global_step]
         return max(steps, default=None)
+
+    @property
+    def late(self) -> tuple[PeerView, ...]:
+        """The peers that have missed rounds and wait to join a later one."""
+        return tuple(peer for peer in self.answering if peer.lateness)
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        """When rounds begin, and what weights count, as the peers say: more than one text if they differ."""
+        texts = Counter(peer.training.terms for peer in self.answering if peer.training and peer.training.terms)
+        return tuple(text for text, _ in texts.most_common())
 
     @property
     def samples_per_second(self) -> float | None:

@@ -107,11 +107,30 @@ def _waits_for(peer: PeerView, _: float) -> str:
 
 
 def _state(peer: PeerView, _: float) -> str:
+    if peer.state == "late" and peer.training is not None:
+        return f"late {compact(peer.training.missed)}"
     return f"silent {age(peer.silent)}" if peer.state == "silent" and peer.silent is not None else peer.state
 
 
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{share:.0%}"
+
+
+def _every(peer: PeerView, _: float) -> str:
+    return peer.training.sync_every if peer.training else ""
+
+
+def _quorum(peer: PeerView, _: float) -> str:
+    return peer.training.quorum if peer.training else ""
+
+
+def _grace(peer: PeerView, _: float) -> str:
+    return duration(peer.training.grace) if peer.training and peer.training.grace is not None else ""
+
+
+def _weight(peer: PeerView, _: float) -> str:
+    account = peer.own_account
+    return "" if account is None else f"{compact(account.weight)} {account.weight_unit}".rstrip()
 
 
 COLUMNS = (
@@ -131,6 +150,10 @@ COLUMNS = (
     Column("WAIT", 4, lambda peer, _: _percent(peer.waiting_share), lambda peer: peer.waiting_share, right=True),
     Column("WAITS FOR", 24, _waits_for, lambda peer: len(peer.waits_for), right=False),
     Column("LANE", 6, lambda peer, _: "+".join(peer.lanes), lambda peer: "+".join(peer.lanes)),
+    Column("EVERY", 10, _every, lambda peer: _every(peer, 0.0) or None),
+    Column("QUORUM", 6, _quorum, lambda peer: _quorum(peer, 0.0) or None),
+    Column("GRACE", 7, _grace, lambda peer: peer.training.grace if peer.training else None, right=True),
+    Column("WEIGHT", 14, _weight, lambda peer: account.weight if (account := peer.own_account) else None, right=True),
     Column("ROLE", 9, lambda peer, _: peer.role, lambda peer: peer.role),
     Column(
         "STRATEGY",
@@ -206,6 +229,7 @@ def head(columns: Sequence[Column], widths: Sequence[int]) -> Text:
 def summary(snapshot: RunSnapshot) -> list[Text]:
     """The run in a few lines, each of which may be longer than a screen is wide."""
     texts = (
+        terms_line(snapshot),
         _phases_line(snapshot),
         waits_line(snapshot),
         readers_line(snapshot.readers),
@@ -237,6 +261,17 @@ def _rounds_line(snapshot: RunSnapshot) -> Text:
     if snapshot.dropped:
         line.append("  dropped: " + ", ".join(f"{count} {code}" for code, count in snapshot.dropped.items()), "yellow")
     return line
+
+
+def terms_line(snapshot: RunSnapshot) -> str:
+    """When rounds begin and what weights count; all texts if the peers differ. And who is late for a round."""
+    late = [f"{printable(peer.endpoint)} ({peer.training.missed})" for peer in snapshot.late if peer.training]
+    more = f" and {len(late) - 3} more" if len(late) > 3 else ""
+    lines = [
+        *(printable(text) for text in snapshot.terms[:3]),
+        *([f"late: {', '.join(late[:3])}{more}"] if late else []),
+    ]
+    return "; ".join(lines)
 
 
 def _phases_line(snapshot: RunSnapshot) -> str:

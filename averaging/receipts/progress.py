@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from averaging.common import counted, duration
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingProgress:
@@ -21,6 +23,14 @@ class TrainingProgress:
         samples: samples since then, as far as `step` was given `batch_size`.
         steps_per_second: lately, including the time that the training waits; None while unknown.
         samples_per_second: the same for samples; None if they are not counted.
+        sync_every: time or steps between two rounds, such as `120s` or `200 steps`; empty if rounds follow from
+            something else.
+        quorum: number of peers with which a round begins, or their share, such as `2` or `0.5`; empty if it waits for
+            all.
+        grace: seconds for which a round then waits for further peers, as learned; None without a quorum.
+        max_grace: upper bound of `grace`, as the user has set it.
+        weight_unit: `samples` if weights count them; else empty.
+        missed: rounds of the others that this peer has missed and not yet made up for; it joins a later one.
     """
 
     strategy: str
@@ -33,6 +43,28 @@ class TrainingProgress:
     samples: float = 0.0
     steps_per_second: float | None = None
     samples_per_second: float | None = None
+    sync_every: str = ""
+    quorum: str = ""
+    grace: float | None = None
+    max_grace: float | None = None
+    weight_unit: str = ""
+    missed: int = 0
+
+    @property
+    def terms(self) -> str:
+        """`a round every 120s, quorum 2 (grace at most 10.0 s), weights in samples`; empty if unknown."""
+        grace = "" if self.max_grace is None else f" (grace at most {duration(self.max_grace)})"
+        parts = (
+            f"a round every {self.sync_every}" if self.sync_every else "",
+            f"quorum {self.quorum}{grace}" if self.quorum else "",
+            f"weights in {self.weight_unit}" if self.weight_unit else "",
+        )
+        return ", ".join(filter(None, parts))
+
+    @property
+    def lateness(self) -> str:
+        """`late by 3 rounds`; empty if it has missed none."""
+        return f"late by {counted(self.missed, 'round')}" if self.missed else ""
 
 
 MARKS, SPACING = 64, 0.5

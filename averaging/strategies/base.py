@@ -12,7 +12,7 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from averaging.common import Backoff, is_finite
+from averaging.common import Backoff, counted, is_finite
 from averaging.config import OnDrift
 from averaging.errors import ConfigError, RoundError, StateError, printable
 from averaging.matchmaking import LEAST_SEARCH, Quorum
@@ -91,6 +91,7 @@ class Strategy(ABC):
             start and whenever a state is taken over or loaded.
         stage: stage of the training, see `Progress`.
         digest: digest of the weights, once the training has ended.
+        missed: rounds of the others that this peer has missed and not yet made up for; only with a quorum.
         against_average_now: why the parameters must not be averaged as they are; empty if they may be.
 
     Raises:
@@ -106,6 +107,7 @@ class Strategy(ABC):
     _warned_of_terms: frozenset[str] = frozenset()  # peers with other terms
     _moment: float | None = None  # at which this peer comes next, as it announces it
     _late: int | None = None  # see `Progress`
+    missed = 0
     _warned_of_quorum = 0  # number of peers of which a warning said that they are too few
     digest = ""
     against_average_now = ""
@@ -168,6 +170,19 @@ class Strategy(ABC):
     def joined(self, training: StrategyContext) -> None:
         """Called when the peer has joined its run and taken over the run's state, or has loaded a checkpoint."""
         self.announce(training)
+
+    @property
+    def sync_text(self) -> str:
+        """Time or steps between two rounds, such as `120s` or `200 steps`; empty if they follow from something else."""
+        if self._schedule is None:
+            return ""
+        interval = self._schedule.interval
+        return spelled_seconds(interval) if interval else counted(self._schedule.length, "step")
+
+    @property
+    def grace(self) -> float | None:
+        """Seconds for which the next round waits for further peers than the quorum; None without a quorum."""
+        return self._punctuality.grace if self.quorum else None
 
     @property
     def terms(self) -> Mapping[str, str]:

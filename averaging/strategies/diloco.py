@@ -347,6 +347,7 @@ class DiLoCo(LockstepStrategy):
             training.announcements.refresh()  # what was known a step ago may be several rounds old
             look = replace(training.site.broadcast_from_leader(lambda: self._look_along(training)), due=look.due)
         missed_at = look.group_began
+        self.missed = max(0, look.target.step - self.history.step) if look.target else int(missed_at is not None)
         if look.downloads and self.catch_up(training, look.others, wait=False):
             self._missed_at = self._missed_at or missed_at
             return  # a round that is due begins after the next step, for which the others' progress is read anew
@@ -588,7 +589,7 @@ class DiLoCo(LockstepStrategy):
         fragment.applied(self.history.step)
         if receipt is not None and self._quorum is not None:
             self._punctuality.note(receipt, self._quorum)
-        self._discarded, self._rebased, self._missed_at = False, False, None
+        self._discarded, self._rebased, self._missed_at, self.missed = False, False, None, 0
         self.announce(training)
 
     def _take_over(self, training: StrategyContext, fetch: BackgroundDownload) -> None:

@@ -275,6 +275,7 @@ class LocalSGD(Strategy):
             return True
         seen = training.announcements.of_others(wait=False)
         rounds, donors = most_rounds(self.history, seen)
+        self.missed = 0 if self._rebased else max(0, rounds - self._rounds)
         if self._fetch is None:
             if rounds <= self._rounds or self._rebased or not donors:
                 return True
@@ -348,7 +349,7 @@ class LocalSGD(Strategy):
         self._punctuality.note(receipt, self._quorum)
         users = [user for user in receipt.gathered.values() if isinstance(user, dict)]
         self._rounds = 1 + max((user["round"] for user in users if is_count(user.get("round"))), default=self._rounds)
-        self._open_steps, self._rebased = self._schedule.steps, False
+        self._open_steps, self._rebased, self.missed = self._schedule.steps, False, 0
         self._bases = float(self._open_steps * self._rounds)
         if self._delayed is None:
             self._base = self._copied()

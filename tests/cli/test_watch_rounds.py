@@ -65,6 +65,18 @@ async def test_a_slow_watcher_is_informed_what_it_missed() -> None:
     assert {one.receipt.round for one in watched} == {RECEIPT.round}
 
 
+@pytest.mark.asyncio
+async def test_a_watcher_reads_when_rounds_begin_and_that_the_peer_is_late() -> None:
+    async with asyncio.timeout(DEADLINE), serving(FakePeer()) as (_, endpoint):
+        told = await asyncio.to_thread(averaging_command, "watch", endpoint, "--last", "1", "--rounds", "1")
+    assert told.returncode == 0
+    assert told.stderr.splitlines() == [
+        f"watching {endpoint}: one line per round; Ctrl+C ends this",
+        "DiLoCo: a round every 120s, quorum 0.5 (grace at most 10.0 s), weights in samples, grace now 0.60 s; late by "
+        "3 rounds, joins a later one",
+    ]
+
+
 def explain(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return averaging_command("explain", *map(str, arguments))
 

@@ -16,7 +16,7 @@ from averaging import Peer
 from averaging.dashboard import RECEIPTS, RunHistory, views_of
 from averaging.dashboard.views import GonePeers, remember, view_of
 from averaging.monitor import Collector, PeerView, RunSnapshot, ServiceView
-from averaging.receipts import TrainingProgress
+from averaging.receipts import Account, TrainingProgress
 from tests.support.dashboards import ENDPOINTS, NOW, receipt
 from tests.support.grpc_fakes import STATUS
 from tests.support.processes import DEADLINE
@@ -42,6 +42,22 @@ def test_texts_of_a_peer_are_short_and_printable() -> None:
     view = view_of(RunSnapshot(NOW, "run\u202e", (PeerView(ENDPOINTS[0], status=status, error="\x00" * 5000),)))
     assert len(json.dumps(view)) < 6000
     assert view["run"]["id"] == "run?"
+
+
+def test_when_rounds_begin_what_weights_count_and_who_is_late_are_shown() -> None:
+    account = Account(ENDPOINTS[0], weight=1600.0, weight_unit="samples", age=9, discount=0.63)
+    last = replace(receipt(), accounts=(account,))
+    status = replace(STATUS, endpoint=ENDPOINTS[0], members=(), last_round=last)
+    view = view_of(RunSnapshot(NOW, "run", (PeerView(ENDPOINTS[0], status=status),)))
+    (peer,) = view["peers"]
+    assert (peer["doing"], peer["late"], peer["grace"]) == ("late", "late by 3 rounds", 0.6)
+    assert (peer["terms"], peer["weight"]) == (view["run"]["terms"], "1600 samples")
+    assert peer["terms"] == "a round every 120s, quorum 0.5 (grace at most 10.0 s), weights in samples"
+    history = RunHistory()
+    history.add_receipt(ENDPOINTS[0], last, NOW)
+    (round_,) = history.everything()["rounds"]
+    (shown,) = (history.details(round_["id"]) or {})["receipts"][0]["accounts"]
+    assert (shown["weight"], shown["weight_unit"], shown["late"]) == (1600.0, "samples", "9 steps late, weight × 0.63")
 
 
 def test_services_are_shown_with_what_they_say_or_why_they_do_not() -> None:

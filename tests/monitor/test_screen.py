@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from averaging.monitor import PeerView, RunSnapshot, TopScreen, keys_in
+from averaging.monitor import PeerView, RunSnapshot, TopScreen, keys_in, snapshot_json
 from averaging.monitor.history import LEAST_WINDOW, WINDOW, PeerHistory
 from averaging.monitor.screen import Page
 from averaging.monitor.table import COLUMNS, age, as_text, compact
-from averaging.receipts import Outcome, PeerStatus, Receipt, Totals
-from tests.support.grpc_fakes import STATUS
+from averaging.receipts import Account, Outcome, PeerStatus, Receipt, Totals, TrainingProgress
+from tests.support.grpc_fakes import RECEIPT, STATUS
 
 NOW = 1.8e9
 
@@ -51,6 +51,38 @@ def test_hostile_text_has_no_control_characters_and_keeps_its_column() -> None:
         assert "\x1b" not in "".join(shown(screen, snapshot))
         screen.press("right")
     assert "\x1b" not in "".join(as_text(snapshot))
+
+
+QUORUM = TrainingProgress(
+    "DiLoCo", "training", 90, 7, sync_every="120s", quorum="2", grace=0.6, max_grace=10.0, weight_unit="samples"
+)
+
+
+def test_when_rounds_begin_what_weights_count_and_who_is_late_are_shown() -> None:
+    idle: dict[str, object] = {"members": (), "looking": True, "leader": "", "waiting_for": ()}
+    account = Account("10.0.0.0:1", weight=1600.0, weight_unit="samples")
+    in_time = status(0, training=QUORUM, last_round=replace(STATUS.last_round or RECEIPT, accounts=(account,)), **idle)
+    late = status(1, training=replace(QUORUM, missed=3, grace=0.25), **idle)
+    snapshot = RunSnapshot(NOW, "demo", tuple(PeerView(each.endpoint, status=each) for each in (in_time, late)))
+    text = as_text(snapshot)
+    terms = "a round every 120s, quorum 2 (grace at most 10.0 s), weights in samples; late: 10.0.0.1:1 (3)"
+    assert terms in text
+    head, first, second = (line.split() for line in text[-3:])
+    assert {"EVERY", "QUORUM", "GRACE", "WEIGHT"} <= set(head)
+    assert (first[1], second[1:3]) == ("looking", ["late", "3"])
+    assert "120s 2 0.60 s 1.6k samples" in " ".join(first)
+    assert "120s 2 0.25 s" in " ".join(second)
+    training = snapshot_json(snapshot)["peers"][1]["training"]
+    assert (training["sync_every"], training["quorum"], training["grace"], training["missed"]) == ("120s", "2", 0.25, 3)
+
+
+def test_peers_with_other_terms_are_shown_with_theirs() -> None:
+    steps = replace(QUORUM, sync_every="20 steps", quorum="", max_grace=None, weight_unit="")
+    peers = (status(0, training=QUORUM), status(1, training=QUORUM), status(2, training=steps))
+    snapshot = RunSnapshot(NOW, "demo", tuple(PeerView(each.endpoint, status=each) for each in peers))
+    assert snapshot.terms == (QUORUM.terms, "a round every 20 steps")
+    silent = replace(snapshot, peers=tuple(replace(peer, error="silent") for peer in snapshot.peers))
+    assert silent.terms == ()
 
 
 def test_the_selected_peer_stays_selected_while_others_come() -> None:

@@ -53,7 +53,7 @@ def test_64_peers_in_a_small_terminal(many: str) -> None:
         terminal.until(lambda lines: lines[-1].startswith(" 48-64 of 64"))
         terminal.press(RIGHT * 7)
         terminal.until_text("WAITS FOR")
-        terminal.press(RIGHT * 4)
+        terminal.press(RIGHT * 8)
         terminal.until_text("SOFTWARE")
         terminal.press("sss")
         terminal.until_text("s sort: SAMP/S")
@@ -93,7 +93,7 @@ def test_only_lines_that_change_are_written_and_the_screen_is_never_cleared(many
 def test_the_size_changes(many: str) -> None:
     with TerminalProcess("top", many) as terminal:
         terminal.until(all_answer)
-        terminal.resize(200, 50)
+        terminal.resize(250, 50)
         lines = terminal.until(lambda lines: "SOFTWARE" in "".join(lines) and "q end" in lines[49])
         assert sum(line.startswith("127.0.0.1:") for line in lines) == 50 - 5 - 2
         terminal.resize(30, 6)

@@ -43,6 +43,7 @@ class Trainers:
         pauses: by the number of a peer, after how many steps of its own it pauses, and for how many seconds.
         lives: by the number of a peer, when it starts and when it is killed, in seconds.
         stepped: steps of each peer until the end of its training.
+        missed: of each peer before each step, the rounds that it says to have missed.
     """
 
     strategy: Callable[[], Strategy]
@@ -53,6 +54,7 @@ class Trainers:
     lives: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     stepped: Counter[str] = field(default_factory=Counter)
     paused: Counter[str] = field(default_factory=Counter)
+    missed: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
         names = [f"peer-{number}:1" for number in range(len(self.step_seconds))]
@@ -77,6 +79,7 @@ class Trainers:
             self.paused[name] += 1
             sleep(seconds)
         self.stepped[name] += 1
+        self.missed[name].append(averager.strategy.missed)
 
     @property
     def shares(self) -> list[float]:
@@ -142,6 +145,8 @@ def test_a_peer_that_is_always_late_contributes_each_of_its_rounds() -> None:
     assert agree(trainers.run.simulate())
     assert trainers.gathered == trainers.stepped
     assert len(trainers.ages("peer-2:1")) >= 4
+    assert max(trainers.missed["peer-2:1"]) >= 3
+    assert max(trainers.missed["peer-0:1"]) == 0
     assert min(trainers.shares[:2]) > 0.85  # a round of the simulation takes 50 ms
 
 

@@ -79,7 +79,17 @@ STATUS = PeerStatus(
     state_version=-1,
     known_peers=4,
     deadlines=(Learned("b:2", Phase.PART, 12, 5, 0.25, 1.0, "4 × its median of 0.25 s"),),
-    training=TrainingProgress("DiLoCo", "training", 500, 5, 12.0, 2, 400, 12800.0, 2.5, None),
+    training=TrainingProgress(
+        "DiLoCo",
+        "training",
+        *(500, 5, 12.0, 2, 400, 12800.0, 2.5, None),
+        sync_every="120s",
+        quorum="0.5",
+        grace=0.6,
+        max_grace=10.0,
+        weight_unit="samples",
+        missed=3,
+    ),
     waiting_for=("c:3",),
     totals=Totals({Outcome.AVERAGED: 3}, 7.5, {"looking": 1.5}, {"direct": 2**40}, {"grpc": 12}, 1.5),
 )

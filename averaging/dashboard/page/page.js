@@ -116,7 +116,7 @@ function showRun() {
   tiles([
     ["Peers", silent ? `${answering.length} of ${peers.length}` : `${peers.length}`,
       silent ? `${counted(silent, "peer")} ${silent === 1 ? "does" : "do"} not answer` : "all answer", silent > 0],
-    ["Rounds per minute", run.rounds_per_minute === null ? "–" : figure(run.rounds_per_minute), lastRound()],
+    ["Rounds per minute", run.rounds_per_minute === null ? "–" : figure(run.rounds_per_minute), [lastRound(), run.terms].filter(Boolean).join("; ")],
     [named, steps.length ? figure(last) : "–", steps.length && first !== last ? `the last peer is at ${figure(first)}` : ""],
     samples ? ["Samples per second", figure(samples), `all peers; ${figure(rate)} steps`] : ["Steps per second", rate ? figure(rate) : "–", "all peers"],
     ["Bytes per second", bytes(run.bytes_out), `sent; ${bytes(run.bytes_in)} received`],
@@ -178,7 +178,8 @@ function speedCell(peer, cell) {
 
 function doingCell(peer, cell) {
   if (peer.error) return twoLines(cell, `✗ does not answer: ${peer.error}`, peer.last ? `last round ${ago(peer.last.ended)}` : "");
-  return twoLines(cell, peer.doing, peer.waits_for ? `waits for ${peer.waits_for}` : "");
+  const more = [peer.late && `${peer.late}, joins a later one`, peer.waits_for && `waits for ${peer.waits_for}`].filter(Boolean);
+  return twoLines(cell, peer.doing, more.join("; "));
 }
 
 function twoLines(cell, first, second) {
@@ -584,7 +585,7 @@ function arrow([from, to, count, lane, reason], places, radius, most, graph) {
 }
 
 function nodeOf(node, place, [x, y, angle = 0], radius, count, paths, width) {
-  const text = `${node.endpoint} averages ${percent(node.share)} of the elements; weight ${figure(node.weight)}${node.mode === "node" ? "" : `; ${node.mode}`}`;
+  const text = `${node.endpoint} averages ${percent(node.share)} of the elements; weight ${figure(node.weight)}${node.weight_unit && ` ${node.weight_unit}`}${node.mode === "node" ? "" : `; ${node.mode}`}`;
   const level = radius * 2 * Math.min(1, node.share), clip = `level-${place}`;
   const group = draw("g", { tabindex: 0, role: "img", "aria-label": text, "data-node": node.endpoint },
     draw("title", {}, text), draw("clipPath", { id: clip }, draw("circle", { cx: x, cy: y, r: radius })),
@@ -653,7 +654,8 @@ function receiptOf(receipt) {
   const head = ["Member", "Role", "Weight", "Averages", "Sent to it", "Received", "Lane"].map((name) => make("th", { scope: "col" }, name));
   const lines = receipt.accounts.map((account) => make("tr", {},
     make("td", {}, account.endpoint, account.endpoint === receipt.endpoint ? make("small", {}, "this peer") : null), make("td", {}, account.role),
-    make("td", {}, figure(account.weight)), make("td", {}, percent(account.share)), make("td", {}, bytes(account.bytes_sent)),
+    make("td", {}, `${figure(account.weight)} ${account.weight_unit}`, account.late ? make("small", {}, account.late) : null), make("td", {}, percent(account.share)),
+    make("td", {}, bytes(account.bytes_sent)),
     make("td", {}, bytes(account.bytes_received)), make("td", {}, LANES[account.lane] ?? account.lane, account.lane_reason ? make("small", {}, account.lane_reason) : null)));
   const table = lines.length ? [make("div", { class: "scroll" }, make("table", {}, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...lines)))] : [];
   return [make("h3", {}, receipt.endpoint), phaseBar(receipt), list, ...table];
@@ -675,7 +677,8 @@ function showPeer(endpoint) {
   const peer = state.peers.find((each) => each.endpoint === endpoint);
   view.detail = null;
   const facts = !peer ? [] : [["Role", peer.role], ["Doing", peer.error ? `does not answer: ${peer.error}` : peer.doing], ["Waits for", peer.waits_for],
-    ["Strategy", peer.strategy], ["Software", peer.software], ["Last round", peer.last?.text ?? "none yet"],
+    ["Late", peer.late && `${peer.late}; it joins a later one`], ["Strategy", peer.strategy], ["Rounds begin", peer.terms],
+    ["Grace period", peer.grace === null ? "" : seconds(peer.grace)], ["Weight", peer.weight], ["Software", peer.software], ["Last round", peer.last?.text ?? "none yet"],
     ["Speed", [[peer.rate, "steps/s"], [peer.samples, "samples/s"]].filter((each) => each[0] !== null).map(([value, unit]) => `${figure(value)} ${unit}`).join(", ")],
     ...COLUMNS.slice(3).filter((column) => !["last", "rate"].includes(column.key)).map((column) => [column.label, column.text(peer)])];
   for (const [name, counts] of [["Rounds", peer?.rounds], ["Members lost", peer?.drops]]) {

@@ -172,6 +172,8 @@ _TRAINING = MessageCopier(
     samples=_NUMBER,
     steps_per_second=_FINITE,
     samples_per_second=_FINITE,
+    grace=_FINITE,
+    max_grace=_FINITE,
 )
 
 _TOTALS = MessageCopier(
