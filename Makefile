@@ -12,7 +12,7 @@ TORCH ?= torch==2.13.0
 # Two workers more than cores, because tests with processes are idle much of the time.
 WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 2 )))
 
-.PHONY: test-prometheus help demo posttrain test test-long test-examples test-etcd test-network test-deploy test-dashboard test-slurm test-integrations test-optimizers test-vllm test-feed test-synchronizer check lint docs reference dist installable bench bench-hivemind bench-convergence proto soak clean
+.PHONY: test-prometheus help demo posttrain test test-long test-examples test-etcd test-network test-deploy test-dashboard test-slurm test-integrations test-optimizers test-gpu test-vllm test-feed test-synchronizer check lint docs reference dist installable bench bench-hivemind bench-convergence proto soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -26,7 +26,7 @@ posttrain: $(VENV)/installed ## reinforcement learning at two elastic sites, of 
 # Each process would otherwise rewrite the assertions of 300 files again: 9 s of a processor.
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/installed ## all tests except those of the targets test-… below
-	$(BIN)/python -m pytest -m "not long and not interop and not etcd and not network and not deploy and not browser and not prometheus and not slurm" --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not long and not interop and not etcd and not network and not deploy and not browser and not prometheus and not slurm and not gpu" --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 test-long: $(VENV)/installed ## the long tests, and the fuzz tests with eight times as many examples; about 20 minutes
 	LONG_TESTS=1 $(BIN)/python -m pytest -m long --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
@@ -63,6 +63,12 @@ test-integrations: $(VENV)/integrations ## the tests in trainers and loggers, wh
 # In two processes, because the models are small.
 test-optimizers: $(VENV)/optimizers ## newcomers of every optimizer of torch, schedulefree, prodigyopt, bitsandbytes and transformers; about 3 minutes
 	$(BIN)/python -m pytest -m optimizers --numprocesses 2 --dist worksteal tests/optimizers $(PYTEST_ARGS)
+
+# With the Python that has torch for CUDA, which stays as it is: only what is missing besides is installed.
+test-gpu: ## everything with models on a GPU, on a machine that has one; PYTHON has torch for CUDA; about 3 minutes
+	$(PYTHON) -c 'import torch, sys; torch.cuda.is_available() or sys.exit("make test-gpu needs a GPU, and a torch with CUDA: PYTHON=…")'
+	$(PYTHON) -c 'import averaging, hypothesis, pytest_asyncio, pytest_timeout, xdist' 2>/dev/null || $(PYTHON) -m pip install --quiet --group gpu --editable .
+	$(PYTHON) -m pytest -m gpu --numprocesses 4 --dist worksteal tests/gpu $(PYTEST_ARGS)
 
 test-vllm: $(VLLM)/installed ## the backend of vLLM's weight transfer with the real vLLM, without a GPU; installs 1 GB, then about 1 minute
 	$(VLLM)/bin/python -m pytest -m vllm -W ignore tests/vllm $(PYTEST_ARGS)

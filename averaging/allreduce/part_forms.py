@@ -23,6 +23,7 @@ from averaging.tensors import (
     Schema,
     SparsePart,
     SparseTensor,
+    StagedTensor,
     TensorSpec,
     codec_of,
     decode_slices,
@@ -35,13 +36,13 @@ from averaging.tensors import (
     union_limit,
 )
 
-Prepared: TypeAlias = "torch.Tensor | SparseTensor"
+Prepared: TypeAlias = "torch.Tensor | StagedTensor | SparseTensor"
 """A tensor as its member contributes it: flat, on the CPU; read and never written."""
 
 Averaged: TypeAlias = "torch.Tensor | SparsePart"
 """The average or the delta of a part: 1-D, on the CPU, read-only; of a sparse tensor in tile order."""
 
-Tensor = TypeVar("Tensor", torch.Tensor, SparseTensor)
+Tensor = TypeVar("Tensor", "torch.Tensor | StagedTensor", SparseTensor)
 Contributed = TypeVar("Contributed", torch.Tensor, Contribution)
 Average = TypeVar("Average", torch.Tensor, "list[Contribution]")
 Result = TypeVar("Result", torch.Tensor, SparsePart)
@@ -97,6 +98,12 @@ class Part:
             yield self.slices[0], values
             return
         yield from zip(self.slices, torch.split(values, _lengths(self)), strict=True)
+
+
+def have_arrived(tensors: Sequence[Prepared], part: Part) -> bool:
+    """Whether this member's elements of a part are here, which may come from a device."""
+    staged = ((tensors[piece.tensor], piece.stop) for piece in part.slices)
+    return all(tensor.has(stop) for tensor, stop in staged if isinstance(tensor, StagedTensor))
 
 
 class PartForm(ABC, Generic[Tensor, Contributed, Average, Result]):
@@ -166,7 +173,7 @@ class PartForm(ABC, Generic[Tensor, Contributed, Average, Result]):
 AnyForm: TypeAlias = "PartForm[Any, Any, Any, Any]"
 
 
-class DenseForm(PartForm[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]):
+class DenseForm(PartForm["torch.Tensor | StagedTensor", torch.Tensor, torch.Tensor, torch.Tensor]):
     """All elements of a part, in any dense codec. Each slice is encoded by itself, as if it were alone in its part."""
 
     def __init__(self, spec: TensorSpec, aggregation: Aggregation) -> None:
@@ -205,11 +212,11 @@ class DenseForm(PartForm[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
         """See `PartForm`."""
         return self._spec.numel * self._per_element
 
-    def encode(self, tensors: Sequence[torch.Tensor], part: Part) -> WireTensor:
+    def encode(self, tensors: Sequence[torch.Tensor | StagedTensor], part: Part) -> WireTensor:
         """See `PartForm`."""
         return encode_slices(self.own(tensors, part), self._spec.compression, _lengths(part))
 
-    def own(self, tensors: Sequence[torch.Tensor], part: Part) -> torch.Tensor:
+    def own(self, tensors: Sequence[torch.Tensor | StagedTensor], part: Part) -> torch.Tensor:
         """A view of the tensor, or a copy of several slices."""
         pieces = [tensors[piece.tensor][piece.start : piece.stop] for piece in part.slices]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Self
 
-from averaging.allreduce.part_forms import AnyForm, Part, Prepared
+from averaging.allreduce.part_forms import AnyForm, Part, Prepared, have_arrived
 from averaging.allreduce.partition import packed_sizes
 from averaging.allreduce.reducer_side import ReducerSide
 from averaging.allreduce.round_tally import ANSWERS, RoundTally, code_of
@@ -137,6 +137,9 @@ class ReducerLiveness:
 
 logger = logging.getLogger("averaging.allreduce")
 
+ARRIVAL_SECONDS = 0.001
+"""Interval at which a sender looks whether a part has come from a device."""
+
 
 class SenderSide:
     """One member's streams to the reducers of its group.
@@ -260,6 +263,9 @@ class SenderSide:
         for number, part in enumerate(parts):
             await window.wait(number)
             progress()
+            # What is on a device comes at the speed of the bus.
+            while not have_arrived(tensors, part):  # noqa: ASYNC110
+                await asyncio.sleep(ARRIVAL_SECONDS)
             wire = self._forms[part.tensor].encode(tensors, part)
             self._tally.sent_part(name, len(wire.buffer))
             if number == 0:

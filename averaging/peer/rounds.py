@@ -35,7 +35,7 @@ from averaging.protocol import Fingerprint, Group, Mode, detach
 from averaging.receipts import Account, Drift, DropCode, LateArrival, Outcome, Receipt, Role
 from averaging.security import is_bound
 from averaging.state import Snapshots
-from averaging.tensors import Schema, offload
+from averaging.tensors import Schema, StagedTensor, in_thread, offload
 from averaging.timing import expire
 from averaging.transport import Transport
 
@@ -432,7 +432,10 @@ class Rounds:
         return self._config.tls_cert is not None and (not endpoint.startswith(CLIENT_PREFIX) or is_bound(endpoint))
 
     async def _prepare(self, round_: _Round) -> Sequence[Prepared]:
-        """What is sent: the tensors themselves if they are on the CPU and no error feedback is added, else copies."""
+        """What is sent: the tensors themselves if they are on the CPU and no error feedback is added, else copies.
+
+        The copies of tensors on a device are made while the first parts are sent.
+        """
         shared, feedback = round_.topic.tensors, round_.topic.feedback
         prepare = round_.options.get("prepare")
 
@@ -440,16 +443,22 @@ class Rounds:
             if prepare is not None and round_.group is not None:
                 prepare(_gathered(round_.group))
             tensors = shared.flat()
-            if self._config.mode is Mode.AUXILIARY:
-                return tensors  # it sends nothing
+            if self._config.mode is Mode.AUXILIARY or feedback is None:
+                # An auxiliary sends nothing. Of what is on a device the first part is here, and the rest follows.
+                for staged in [tensor for tensor in tensors if isinstance(tensor, StagedTensor)][:1]:
+                    staged[:1]
+                return tensors
+            whole = [tensor.whole() if isinstance(tensor, StagedTensor) else tensor for tensor in tensors]
             if isinstance(feedback, SparseFeedback):
-                return feedback.inputs(tensors)
-            if feedback is not None:
-                tensors = round_.inputs = feedback.inputs(tensors)
-            return tensors
+                return feedback.inputs(whole)
+            round_.inputs = feedback.inputs(whole)
+            return round_.inputs
 
         slowness = SPARSE_SLOWNESS if isinstance(feedback, SparseFeedback) else 1
-        tensors = await offload(contributed, shared.nbytes * slowness)
+        if shared.waits:
+            tensors = await in_thread(contributed)
+        else:
+            tensors = await offload(contributed, shared.nbytes * slowness)
         round_.enter("allreduce")
         return tensors
 

@@ -23,6 +23,7 @@ from averaging.strategies.base import IMMEDIATELY, Due
 from averaging.strategies.fragments import Fragment, check_tied, cut
 from averaging.strategies.lockstep import LockstepStrategy
 from averaging.strategies.schedule import Schedule, check_whole_number, make_schedule
+from averaging.tensors import copy_to_host, host_memory
 from averaging.training import (
     BackgroundDownload,
     History,
@@ -253,11 +254,11 @@ class DiLoCo(LockstepStrategy):
         pieces = cut({name: parameter.numel() for name, parameter in training.trained.items()}, self.fragments)
         for number, names in enumerate(pieces):
             parameters = {name: training.parameters[name] for name in names}
-            anchors = {
-                name: torch.nn.Parameter(parameter.detach().to("cpu", full_precision(parameter), copy=True))
-                for name, parameter in parameters.items()
-            }
-            changes = {name: torch.zeros_like(anchor, requires_grad=False) for name, anchor in anchors.items()}
+            held = list(parameters.values())
+            memory = host_memory([*held, *held], [full_precision(parameter) for parameter in [*held, *held]])
+            anchors = dict(zip(names, map(torch.nn.Parameter, memory), strict=False))
+            changes = dict(zip(names, memory[len(names) :], strict=True))
+            copy_to_host(held, memory[: len(names)])
             # The last fragment's round also averages the buffers. It uses copies, since a result that arrived between
             # forward and backward would change what autograd has saved.
             buffers = training.buffers if number == len(pieces) - 1 else {}
@@ -274,7 +275,9 @@ class DiLoCo(LockstepStrategy):
             outer = self._make_outer(list(anchors.values()))
             _check_outer(outer, anchors.values())
             copied = [(buffer, averages[name]) for name, buffer in buffers.items()]
-            self._fragments.append(Fragment(number, parameters, anchors, changes, topic, outer, copied))
+            fragment = Fragment(number, parameters, anchors, changes, topic, outer, copied)
+            topic.tensors.before_reading = fragment.complete if fragment.waits else None
+            self._fragments.append(fragment)
         training.hyperparameters.optimizers["outer "] = self._fragments[0].outer
         self._owns, self._leads = training.site.owns, training.site.leads
         if self.top_k is not None:
@@ -387,7 +390,7 @@ class DiLoCo(LockstepStrategy):
     def _begin_late(self, training: StrategyContext, target: History) -> None:
         """Begins to contribute to the next step of `target`, which this peer may not hold, in the background."""
         fragment = self._fragments[target.step % len(self._fragments)]
-        fragment.measure(keep=True)
+        fragment.measure(keep=True, background=self.max_norm is None)
         if self.max_norm is not None:
             training.clip(fragment.changes.values(), self.max_norm)
         self._schedule.restart()
@@ -504,7 +507,8 @@ class DiLoCo(LockstepStrategy):
     ) -> None:
         """Begins the round of a fragment; a peer that can average with nobody makes its outer step at once."""
         keeps = self.top_k is not None and self.alpha > 0 if self.quorum is None else self.delay > 0
-        fragment.measure(keep=keeps and bool(together))
+        in_background = self.delay > 0 and self.max_norm is None and bool(together)
+        fragment.measure(keep=keeps and bool(together), background=in_background)
         if self.max_norm is not None:
             training.clip(fragment.changes.values(), self.max_norm)
         self._schedule.restart()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -9,7 +10,7 @@ import torch
 
 from averaging.errors import ConfigError, TensorError
 from averaging.peer import SparseFeedback, Topic
-from averaging.tensors import sharing_memory
+from averaging.tensors import HostCopies, copy_to_host, is_on_device, sent, sharing_memory
 from averaging.training import GroupProgress
 
 
@@ -24,6 +25,7 @@ class Fragment:
         open_steps: local steps that no average includes yet.
         base: global step whose state they were made on, on average.
         buffers: pairs of a model's buffer and its copy; after a round the copy holds the average.
+        waits: whether parameters are on a device, from which what is measured comes while training goes on.
     """
 
     def __init__(
@@ -41,6 +43,13 @@ class Fragment:
         self.topic, self.outer, self.progress = topic, outer, GroupProgress(outer)
         self.open_steps, self._bases = 0, 0.0  # the latter is the sum of the global steps that they were made on
         self._sent_steps = 0  # of the open ones, those that the round in progress sends
+        self._host = HostCopies(
+            [*parameters.values(), *(buffer for buffer, _ in buffers)],
+            [*(changes[name] for name in parameters), *(copied for _, copied in buffers)],
+        )
+        self.waits = any(map(is_on_device, parameters.values()))
+        self._completing = threading.Lock()
+        self._is_complete = True  # whether `changes` holds what was measured last
         self._measured: dict[str, torch.Tensor] = {}
         self._included: dict[str, torch.Tensor] = {}  # the local steps in a result that this peer has not got yet
         tied = sharing_memory(list(parameters.values()))
@@ -54,27 +63,40 @@ class Fragment:
     @torch.no_grad()
     def anchor(self) -> None:
         """Sets the anchors to the present parameters."""
-        for name, parameter in self.parameters.items():
-            self.anchors[name].copy_(parameter)
+        copy_to_host(list(self.parameters.values()), list(self.anchors.values()))
 
     @torch.no_grad()
-    def measure(self, *, keep: bool = False) -> None:
+    def measure(self, *, keep: bool = False, background: bool = False) -> None:
         """Computes the pseudo-gradient and copies the buffers.
 
         Args:
             keep: whether `step` needs the present parameters: if training goes on and they are mixed with the result.
+            background: whether what is on a device only begins to be copied; then `complete` waits for it.
         """
         self._sent_steps = self.open_steps
         self._measured = {name: parameter.clone() for name, parameter in self.parameters.items()} if keep else {}
-        for name, parameter in self.parameters.items():
-            anchor = self.anchors[name]
-            # What rounding has changed is measured again and again if it is not sent, so it must not be in a residual.
-            start = anchor if self.feedback is None else anchor.to(parameter.dtype).to(anchor.dtype)
-            torch.sub(start, parameter.to("cpu", anchor.dtype), out=self.changes[name])
-            if name in self._included:
-                self.changes[name].add_(self._included[name])
-        for buffer, copied in self.buffers:
-            copied.copy_(buffer)
+        with self._completing:
+            self._host.begin(keep=background)
+            self._is_complete = False
+        if not (background and self.waits):
+            self.complete()
+
+    @torch.no_grad()
+    def complete(self) -> None:
+        """Waits until what was measured is in `changes`; called by the peer's thread before it is sent."""
+        with self._completing:
+            if self._is_complete:
+                return
+            self._host.wait()
+            for name, parameter in self.parameters.items():
+                anchor, change = self.anchors[name], self.changes[name]
+                # What rounding has changed is measured again and again if it is not sent, so it must not be in a
+                # residual.
+                start = anchor if self.feedback is None else anchor.to(parameter.dtype).to(anchor.dtype)
+                torch.sub(start, change, out=change)
+                if name in self._included:
+                    change.add_(self._included[name])
+            self._is_complete = True
 
     def count(self, step: int) -> None:
         """Counts a local step, made on the state after global step `step`."""
@@ -130,6 +152,7 @@ class Fragment:
         Args:
             alpha: see `DiLoCo`; of the local steps since `measure` if that has kept the parameters.
         """
+        self.complete()
         for name, anchor in self.anchors.items():
             anchor.grad = self.changes[name]
         with self.progress.observed():
@@ -137,9 +160,10 @@ class Fragment:
         with torch.no_grad():
             # Copies of parameters that share memory, made before any of them is written.
             was = {name: self.parameters[name].clone() for name in self._tied} if alpha else {}
-            for name, parameter in self.parameters.items():
+            anchors = sent([anchor.detach() for anchor in self.anchors.values()], list(self.parameters.values()))
+            for (name, parameter), sent_anchor in zip(self.parameters.items(), anchors, strict=True):
                 self.anchors[name].grad = None
-                result = self.anchors[name].to(parameter.device, parameter.dtype)
+                result = sent_anchor.to(parameter.dtype)
                 if name in self._measured:
                     # Not lerp_: the local parameters also hold what was not sent, which is sent later.
                     since = was.get(name, parameter) - self._measured[name]

@@ -14,7 +14,7 @@ from averaging.peer import Adopt
 from averaging.protocol import CompressionType
 from averaging.receipts import Receipt
 from averaging.strategies.lockstep import LockstepStrategy
-from averaging.tensors import all_finite
+from averaging.tensors import first_not_finite
 from averaging.training import (
     Others,
     StrategyContext,
@@ -118,9 +118,8 @@ class GradientAveraging(LockstepStrategy):
         gradients = {name: training.gradient(name) for name in self._means}
 
         def checked() -> int:
-            for name, gradient in gradients.items():
-                if gradient is not None:
-                    _check_gradient(name, gradient, training.peer.config.non_finite is NonFinite.ALLOW)
+            here = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+            _check_gradients(here, training.peer.config.non_finite is NonFinite.ALLOW)
             return batch_size
 
         # In a site the step has the samples of all ranks, and fails at all of them if a gradient is unfit at one.
@@ -245,16 +244,18 @@ class GradientAveraging(LockstepStrategy):
         self._drop_gradients()
 
 
-def _check_gradient(name: str, gradient: torch.Tensor, allows_non_finite: bool) -> None:
-    if gradient.layout is not torch.strided:
+def _check_gradients(gradients: Mapping[str, torch.Tensor], allows_non_finite: bool) -> None:
+    for name, gradient in gradients.items():
+        if gradient.layout is not torch.strided:
+            raise TensorError(
+                f"the gradient of {name!r} is {gradient.layout}; make it dense, for example with "
+                "Embedding(..., sparse=False), or use LocalSGD"
+            )
+    number = None if allows_non_finite else first_not_finite(list(gradients.values()))
+    if number is not None:
         raise TensorError(
-            f"the gradient of {name!r} is {gradient.layout}; make it dense, for example with "
-            "Embedding(..., sparse=False), or use LocalSGD"
-        )
-    if not allows_non_finite and not all_finite(gradient):
-        raise TensorError(
-            f"the gradient of {name!r} holds NaN or infinity, so this batch is not counted; skip the batch, use a "
-            "GradScaler for float16, or allow such values with non_finite='allow'"
+            f"the gradient of {list(gradients)[number]!r} holds NaN or infinity, so this batch is not counted; skip "
+            "the batch, use a GradScaler for float16, or allow such values with non_finite='allow'"
         )
 
 

@@ -19,7 +19,7 @@ from averaging.strategies.base import Due, Strategy
 from averaging.strategies.diloco import PLAIN, DiLoCo
 from averaging.strategies.quorum import age_in
 from averaging.strategies.schedule import Schedule, make_schedule
-from averaging.tensors import sharing_memory
+from averaging.tensors import HostCopies, is_on_device, on_cpu, sent, sharing_memory
 from averaging.training import (
     BackgroundDownload,
     Others,
@@ -44,30 +44,44 @@ class DelayedUpdate:
 
     Attributes:
         copies: copies on the CPU, by name; after a round they hold the average minus what was sent.
+        waits: whether they come from a device while training goes on; `complete` waits for them.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], kinds: Mapping[str, Sequence[str]]) -> None:
         self._tensors, self._kinds = dict(tensors), kinds
-        self.copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        self._host = HostCopies(list(tensors.values()))
+        self.copies = dict(zip(tensors, self._host.copies, strict=True))
+        self.waits = any(map(is_on_device, tensors.values()))
+        self._host.begin()
+        self._host.wait()
         tied = sharing_memory(list(tensors.values()))
         self._tied = [name for place, name in enumerate(tensors) if place in tied]
-        self._sent_moments: dict[str, torch.Tensor] = {}
+        self._sent_moments: dict[str, torch.Tensor] | None = {}  # None until the copies are complete
 
-    @torch.no_grad()
     def copy(self) -> None:
-        """Copies the present tensors, right before they are sent."""
-        for name, tensor in self._tensors.items():
-            self.copies[name].copy_(tensor)
-        self._sent_moments = {name: self.copies[name].clone() for name in _moments(self._kinds.values(), self.copies)}
+        """Copies the present tensors, right before they are sent; those on a device begin to be copied."""
+        self._sent_moments = None
+        self._host.begin(keep=True)
+        if not self.waits:
+            self.complete()
+
+    def complete(self) -> None:
+        """Waits until the copies are complete."""
+        self._host.wait()
+        if self._sent_moments is None:
+            moments = _moments(self._kinds.values(), self.copies)
+            self._sent_moments = {name: self.copies[name].clone() for name in moments}
 
     @torch.no_grad()
     def add(self) -> None:
         """Adds the change to the present tensors. The caller holds their lock."""
         was = {name: self._tensors[name].clone() for name in self._tied}  # tied tensors before any of them is written
-        for name, tensor in self._tensors.items():
-            change, result = self.copies[name].to(tensor.device), was.get(name, tensor)
-            if name in self._sent_moments and bool((result >= 0).all()):
-                _add_to_moment(result, change, self._sent_moments[name].to(tensor.device))
+        sent_moments = self._sent_moments or {}
+        changes = sent(self._host.copies, list(self._tensors.values()))
+        for (name, tensor), change in zip(self._tensors.items(), changes, strict=True):
+            result = was.get(name, tensor)
+            if name in sent_moments and bool((result >= 0).all()):
+                _add_to_moment(result, change, sent_moments[name].to(tensor.device))
             else:
                 result.add_(change)
             if name in was:
@@ -294,7 +308,7 @@ class LocalSGD(Strategy):
     def _rebase(self, training: StrategyContext, fetch: BackgroundDownload) -> None:
         """Takes over downloaded parameters, with the change of the local steps since the last round on top."""
         since = self._schedule.steps
-        change = {name: tensor.cpu() - self._base[name] for name, tensor in training.parameters.items()}
+        change = {name: on_cpu(tensor) - self._base[name] for name, tensor in training.parameters.items()}
         try:
             training.take_over(fetch)
         except (StateError, RoundError) as error:
@@ -414,6 +428,7 @@ class LocalSGD(Strategy):
             self._delayed = DelayedUpdate(tensors, _kinds(training, tensors))
             options["adopt"] = Adopt.CHANGE
             self._topic = training.topic("", self._delayed.copies, **options)
+            self._topic.tensors.before_reading = self._delayed.complete if self._delayed.waits else None
         else:
             # StrategyContext waits for the round, so nothing reads the tensors while only some of them are averaged.
             options["commits"] = options["in_place"] = True

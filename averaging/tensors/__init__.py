@@ -1,8 +1,9 @@
 """Tensors as peers exchange them: what they look like, the codes that turn them into bytes, digests, and a lock.
 
 Read in this order: `manifest` (dtypes, descriptions and their checks, bytes in pieces), `schema` (what all members of a
-round must have alike), `shared_tensors` (tensors that the training thread and the event loop both use), `compression`
-(encode and decode by code number), `sparse` (only the largest elements of each block).
+round must have alike), `staging` (between devices and the host), `shared_tensors` (tensors that the training thread
+and the event loop both use), `compression` (encode and decode by code number), `sparse` (only the largest elements of
+each block).
 """
 
 from averaging.tensors.compression import (
@@ -27,7 +28,6 @@ from averaging.tensors.manifest import (
     check_size,
     check_tensors,
     chunks_of,
-    copy_to_cpu,
     dtype_name,
     nbytes_of,
     objection_to,
@@ -41,6 +41,7 @@ from averaging.tensors.shared_tensors import (
     all_finite,
     digest_of_tensors,
     finite_as,
+    first_not_finite,
     in_thread,
     offload,
     sharing_memory,
@@ -60,6 +61,16 @@ from averaging.tensors.sparse import (
     top_k_nbytes,
     union_limit,
 )
+from averaging.tensors.staging import (
+    HostCopies,
+    StagedTensor,
+    copy_to_cpu,
+    copy_to_host,
+    host_memory,
+    is_on_device,
+    on_cpu,
+    sent,
+)
 
 __all__ = [
     "AVERAGED_DTYPES",
@@ -72,11 +83,13 @@ __all__ = [
     "Codec",
     "Contribution",
     "EncodedUnion",
+    "HostCopies",
     "Raw",
     "Schema",
     "SharedTensors",
     "SparsePart",
     "SparseTensor",
+    "StagedTensor",
     "TensorBuffer",
     "TensorInfo",
     "TensorSpec",
@@ -89,6 +102,7 @@ __all__ = [
     "codec_of",
     "combine",
     "copy_to_cpu",
+    "copy_to_host",
     "decode",
     "decode_as",
     "decode_slices",
@@ -103,11 +117,16 @@ __all__ = [
     "encode_union",
     "finite_as",
     "first_difference",
+    "first_not_finite",
+    "host_memory",
     "in_thread",
+    "is_on_device",
     "nbytes_of",
     "objection_to",
     "offload",
+    "on_cpu",
     "pieces_of",
+    "sent",
     "sharing_memory",
     "top_k_nbytes",
     "union_limit",

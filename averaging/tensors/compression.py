@@ -22,6 +22,7 @@ import torch
 from averaging.errors import ProtocolViolationError, TensorError
 from averaging.protocol import Buffer, CompressionType, WireTensor
 from averaging.tensors.manifest import AVERAGED_DTYPES, check_size, dtype_name, view_bytes, view_memory
+from averaging.tensors.staging import on_cpu
 
 
 class Codec(ABC):
@@ -382,18 +383,18 @@ _DECODERS: dict[tuple[int, str], Codec] = {
 
 
 def encode(tensor: torch.Tensor, compression: CompressionType) -> WireTensor:
-    """Encodes a whole tensor: dense, on the CPU, of any shape; float16, bfloat16, float32 or float64.
+    """Encodes a whole tensor: dense, on any device, of any shape; float16, bfloat16, float32 or float64.
 
-    With NONE the buffer **shares the tensor's memory** if the tensor is contiguous; otherwise it is new. Lossy codecs
-    convert to float32 first. Non-finite numbers raise no error: FLOAT16 clamps infinities, and codecs with rows,
-    buckets or blocks may decode the whole row, bucket or block to NaN.
+    With NONE the buffer **shares the tensor's memory** if the tensor is contiguous and on the CPU; otherwise it is new.
+    Lossy codecs convert to float32 first. Non-finite numbers raise no error: FLOAT16 clamps infinities, and codecs with
+    rows, buckets or blocks may decode the whole row, bucket or block to NaN.
 
     Raises:
         TensorError: the dtype cannot be averaged.
     """
     codec = codec_of(compression, tensor.dtype)
     return WireTensor(
-        buffer=codec.pack(tensor.detach()),
+        buffer=codec.pack(on_cpu(tensor)),
         size=tuple(tensor.shape),
         dtype=codec.wire_dtype,
         compression=compression,

@@ -150,11 +150,6 @@ def check_tensors(tensors: Sequence[TensorInfo], dtypes: Mapping[str, torch.dtyp
         raise ProtocolViolationError("two tensors have the same name")
 
 
-def copy_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy on the CPU, detached from autograd."""
-    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-
 def view_memory(tensor: torch.Tensor) -> memoryview:
     """The bytes of a CPU tensor, in order; without a copy if it is contiguous."""
     flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))  # a single element may have any stride

@@ -17,6 +17,7 @@ import xxhash
 from averaging.common import spelled
 from averaging.errors import RoundError, TensorError
 from averaging.tensors.manifest import view_memory
+from averaging.tensors.staging import HostCopies, StagedTensor, computed, finish, is_on_device, on_cpu, wait_for
 
 # Runs long computations in a thread, so that this peer still answers pings while they run.
 
@@ -87,6 +88,10 @@ class SharedTensors:
         tensors: the tensors, in the same order at all peers; a mapping gives them names. Some may share memory.
         lock_of: other tensors whose lock guards these too; None creates a lock.
 
+    Attributes:
+        before_reading: callback under the lock before a round reads the tensors, which completes values that are under
+            way from a device; None if there are none.
+
     Raises:
         TensorError: `tensors` is empty.
     """
@@ -103,12 +108,15 @@ class SharedTensors:
         self.names = tuple(named)
         self.tensors = tuple(tensor.detach() for tensor in named.values())
         self._views = [
-            tensor.view(-1) if tensor.device.type == "cpu" and _is_dense(tensor) and tensor.is_contiguous() else None
-            for tensor in self.tensors
+            tensor.view(-1) if _is_dense(tensor) and tensor.is_contiguous() else None for tensor in self.tensors
         ]
+        self._elsewhere = [number for number, tensor in enumerate(self.tensors) if is_on_device(tensor)]
+        self._host: HostCopies | None = None  # of those, from the first round on
+        self._computed: list[torch.cuda.Event] = []
         self.nbytes = sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
         self._tied = sharing_memory(self.tensors)
         self.before_application_writes: Callable[[], object] = lambda: None
+        self.before_reading: Callable[[], object] | None = None
         self._lock: threading.Lock = lock_of._lock if lock_of else threading.Lock()
 
     @contextmanager
@@ -121,10 +129,33 @@ class SharedTensors:
         with self._lock:
             if keep:
                 self.before_application_writes()
-            yield list(self.tensors)
+            try:
+                yield list(self.tensors)
+            finally:
+                self.note_computed()
+
+    @property
+    def waits(self) -> bool:
+        """Whether reading the tensors may take as long as a device computes."""
+        return bool(self._elsewhere) or self.before_reading is not None
+
+    def note_computed(self) -> None:
+        """Notes that what the caller's thread has had the device compute so far belongs to the tensors' values."""
+        if self._elsewhere:
+            self._computed = computed(self.tensors)
+
+    def _for_reading(self) -> None:
+        """Called by a thread that reads the tensors from here on."""
+        if self.before_reading is not None:
+            self.before_reading()
+        self._wait_for_computed()
+
+    def _wait_for_computed(self) -> None:
+        if self._elsewhere:
+            wait_for(self._computed, self.tensors)
 
     async def while_locked(self, action: Callable[[], T], timeout: float, nbytes: int = 0) -> T:
-        """Runs `action` under the lock; in a thread if the lock is taken or `nbytes` is large.
+        """Runs `action` under the lock; in a thread if the lock is taken, `nbytes` is large or a device is involved.
 
         A cancellation prevents `action` from starting; if it has started, the cancellation waits until it has returned.
 
@@ -136,7 +167,7 @@ class SharedTensors:
         Raises:
             RoundError: the lock was not free in time.
         """
-        if not takes_long(nbytes) and self._lock.acquire(blocking=False):
+        if not (takes_long(nbytes) or self.waits) and self._lock.acquire(blocking=False):
             try:
                 return action()
             finally:
@@ -161,45 +192,76 @@ class SharedTensors:
 
         return await in_thread(wait_and_run, lambda: decided.acquire(blocking=False))
 
-    def flat(self) -> list[torch.Tensor]:
-        """Each tensor in 1-D on the CPU: a view of its memory if it is contiguous and on the CPU, else a copy."""
-        return [self._flat(index) for index in range(len(self.tensors))]
+    def flat(self) -> list[torch.Tensor | StagedTensor]:
+        """Each tensor in 1-D on the CPU: a view of its memory if it is contiguous and on the CPU, else a copy.
+
+        The copies of tensors on a device only begin to be made; nobody may write these tensors before they are here.
+        """
+        self._for_reading()
+        host = self._copies()
+        if host is not None:
+            host.begin()
+        places = {number: place for place, number in enumerate(self._elsewhere)}
+        return [
+            self._flat(number) if host is None or number not in places else StagedTensor(host, places[number])
+            for number in range(len(self.tensors))
+        ]
+
+    def _copies(self) -> HostCopies | None:
+        """The memory on the host for what is on a device."""
+        if self._host is None and self._elsewhere:
+            self._host = HostCopies([self.tensors[number] for number in self._elsewhere])
+        return self._host
+
+    def _readable(self, index: int) -> torch.Tensor | None:
+        """A view of a contiguous tensor on the CPU; None of another one."""
+        view = self._views[index]
+        return None if view is None or is_on_device(view) else view
 
     def _flat(self, index: int) -> torch.Tensor:
+        """A tensor in 1-D where it is: a view if it is contiguous, else a copy."""
         view = self._views[index]
-        return self.tensors[index].cpu().reshape(-1) if view is None else view
+        return self.tensors[index].reshape(-1) if view is None else view
 
     def write(self, changes: Iterable[tuple[int, int, torch.Tensor]], how: Write = Write.REPLACE) -> None:
-        """Writes changes of the form (tensor index, first element, 1-D values). The caller holds the lock."""
+        """Writes changes of the form (tensor index, first element, 1-D values on the CPU). The caller holds the lock.
+
+        Tensors on a device are changed there, and hold the result when this returns.
+        """
         if how is Write.REPLACE:
             changes = self._replace_in_views(changes)
         fills_zero = how in (Write.DIFFERENCE, Write.ONLY)
         by_tensor: dict[int, list[tuple[int, torch.Tensor]]] = {}
         if fills_zero:
             by_tensor = {index: [] for index in range(len(self.tensors))}
-        uses_old = how in (Write.ADD, Write.DIFFERENCE)
-        tied_old: dict[int, torch.Tensor] = {}  # copies, since writing one tied tensor changes the others
-        if uses_old and self._tied:
-            changes = list(changes)
-            tied_old = {index: self._flat(index).clone() for index in self._tied & {index for index, _, _ in changes}}
         for index, start, values in changes:
-            if index in tied_old:
-                old = tied_old[index][start : start + values.numel()]
-                values = old + values.to(old.dtype) if how is Write.ADD else values.to(old.dtype) - old
             by_tensor.setdefault(index, []).append((start, values))
+        self._wait_for_computed()
+        # Copies, since writing one tied tensor changes the others.
+        uses_old = how in (Write.ADD, Write.DIFFERENCE)
+        tied_old = {index: self._flat(index).clone() for index in self._tied & by_tensor.keys() if uses_old}
         for index, pieces in by_tensor.items():
             tensor, view, before = self.tensors[index], self._views[index], self._flat(index)
             target = torch.zeros_like(before) if fills_zero else before
-            for start, values in pieces:
-                piece = target[start : start + values.numel()]
-                if how is Write.ADD and index not in tied_old:
-                    piece.add_(values.to(piece.dtype))
+            for start, values in self._there(index, pieces):
+                piece, old = (each[start : start + values.numel()] for each in (target, tied_old.get(index, before)))
+                if how is Write.ADD:
+                    torch.add(old, values.to(old.dtype), out=piece)
+                elif how is Write.DIFFERENCE:
+                    torch.sub(values.to(old.dtype), old, out=piece)
                 else:
                     piece.copy_(values)
-                if how is Write.DIFFERENCE and index not in tied_old:
-                    piece.sub_(before[start : start + values.numel()])
             if target is not view:
                 tensor.copy_(target.view(tensor.shape))
+        if self._elsewhere:
+            finish(self.tensors)
+
+    def _there(self, index: int, pieces: Iterable[tuple[int, torch.Tensor]]) -> Iterable[tuple[int, torch.Tensor]]:
+        """Pieces of a tensor where it is."""
+        host = self._copies()
+        if host is None or index not in self._elsewhere:
+            return pieces
+        return host.send_back(self._elsewhere.index(index), pieces)
 
     def _replace_in_views(
         self, changes: Iterable[tuple[int, int, torch.Tensor]]
@@ -207,7 +269,7 @@ class SharedTensors:
         """Writes to all contiguous CPU tensors in one call; returns the changes of other tensors."""
         pieces, news, others = [], [], []
         for index, start, values in changes:
-            if (view := self._views[index]) is None:
+            if (view := self._readable(index)) is None:
                 others.append((index, start, values))
             else:
                 pieces.append(view[start : start + values.numel()])
@@ -230,7 +292,7 @@ class SharedTensors:
             condition: callback under the lock; nothing is written if it returns False.
         """
         # A tensor that is tied to another one may not have been sent yet.
-        if any(self._views[index] is None or index in self._tied for index, _, _ in changes):
+        if any(self._readable(index) is None or index in self._tied for index, _, _ in changes):
             return False
         if not self._lock.acquire(blocking=False):
             return False
@@ -253,21 +315,26 @@ class SharedTensors:
         Raises:
             TensorError: a tensor contains one; the error names the tensor and the first index.
         """
+        self._for_reading()
         for name, tensor in self._possibly_not_finite():
             if not all_finite(tensor):
-                place = (~torch.isfinite(tensor.cpu().reshape(-1))).nonzero()[0].item()
-                value = tensor.cpu().reshape(-1)[int(place)].item()
+                values = on_cpu(tensor).reshape(-1)
+                place = (~torch.isfinite(values)).nonzero()[0].item()
                 allow = spelled("non_finite", "allow")
                 raise TensorError(
-                    f"tensor {name!r} holds {value} at flat index {place}; fix it, leave it out if that is intended "
-                    f"(a mask, for example), or set {allow}, which spreads the value to all members"
+                    f"tensor {name!r} holds {values[int(place)].item()} at flat index {place}; fix it, leave it out if "
+                    f"that is intended (a mask, for example), or set {allow}, which spreads the value to all members"
                 )
 
     def _possibly_not_finite(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors by name, except small ones that were found to be finite together."""
-        for tensors in _batches(zip(self.names, self.tensors, strict=True)):
+        named = list(zip(self.names, self.tensors, strict=True))
+        for tensors in _batches(pair for pair in named if not is_on_device(pair[1])):
             if len(tensors) == 1 or not all_finite(torch.cat([tensor.reshape(-1) for _, tensor in tensors])):
                 yield from tensors
+        number = first_not_finite([self.tensors[number] for number in self._elsewhere])
+        if number is not None:
+            yield named[self._elsewhere[number]]
 
 
 BATCH_BYTES = 1 << 20
@@ -319,7 +386,7 @@ def digest_of_tensors(tensors: Iterable[torch.Tensor], start: int = 0, stop: int
         first = max(start - place, 0) // size
         last = tensor.numel() if stop is None else min(tensor.numel(), max(-(-(stop - place) // size), 0))
         if first < last:
-            digest.update(view_memory(tensor.detach().reshape(-1)[first:last].cpu()))
+            digest.update(view_memory(on_cpu(tensor.reshape(-1)[first:last])))
         place = end
     return digest.hexdigest()
 
@@ -337,6 +404,25 @@ def _extent(tensor: torch.Tensor) -> tuple[str, int, int]:
 def finite_as(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether all elements are finite after conversion to `dtype`, in which large values may overflow."""
     return all_finite(tensor if tensor.dtype == dtype else tensor.to(dtype))
+
+
+def first_not_finite(tensors: Sequence[torch.Tensor]) -> int | None:
+    """The place of the first tensor that holds NaN or infinity; None if all elements of all are finite.
+
+    Each device is waited for once, not once for each tensor.
+    """
+    on_device: dict[torch.device, list[int]] = {}
+    suspects = []
+    for place, tensor in enumerate(tensors):
+        if is_on_device(tensor):
+            on_device.setdefault(tensor.device, []).append(place)
+        elif not all_finite(tensor):
+            suspects.append(place)
+    for places in on_device.values():
+        sums = torch.stack([tensors[place].sum(dtype=torch.float32) for place in places])
+        ends = zip(places, torch.isfinite(sums).tolist(), strict=True)
+        suspects += [place for place, finite in ends if not finite and not all_finite(tensors[place])]
+    return min(suspects, default=None)
 
 
 def all_finite(tensor: torch.Tensor) -> bool:

@@ -521,7 +521,7 @@ class StrategyContext:
         self, topic: Topic | None, options: RoundOptions, after: float, pending: PendingRound | None = None
     ) -> Coroutine[Any, Any, Receipt]:
         """A round in the peer's thread, with the options that the strategy has left to the averager."""
-        self._synchronize()
+        (topic or self._model_topic).tensors.note_computed()  # the peer's thread copies the tensors
         config, shard = self.peer.config, self.peer.shard
         expected_peers = options.get("expected_peers", frozenset)
         expected = ExpectedAtFirst(expected_peers if shard is None else shard.translated(expected_peers))
@@ -589,12 +589,6 @@ class StrategyContext:
         if FROZEN in self.parts.digests and self.site.leads:
             with suppress(ClosedError):
                 self.parts.warn_of_other_bases(self.announcements.at_leader(wait=False))
-
-    def _synchronize(self) -> None:
-        """Waits until the device has computed the tensors, since the peer's thread copies them."""
-        for device in {tensor.device for tensor in self.tensors.values()}:
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
 
     def _report(self, receipt: Receipt, *, may_fail: bool = False) -> Receipt:
         """Passes a receipt on, and warns of a failed round once per reason."""

@@ -78,7 +78,7 @@ def strategy_of(name: str, ranks: int, sites: int) -> Strategy:
     return made[name]()
 
 
-def divided(model: nn.Module, inside: str) -> nn.Module:
+def divided(model: nn.Module, inside: str, device: str = "cpu") -> nn.Module:
     """The model as the ranks train it."""
     match inside:
         case "ddp":
@@ -86,7 +86,7 @@ def divided(model: nn.Module, inside: str) -> nn.Module:
         case "fsdp" | "hsdp":
             size = dist.get_world_size()
             shape, names = ((2, size // 2), ("replicate", "shard")) if inside == "hsdp" else ((size,), ("shard",))
-            mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+            mesh = init_device_mesh(device, shape, mesh_dim_names=names)
             for layer in model.children():
                 if isinstance(layer, nn.Linear):
                     fully_shard(layer, mesh=mesh)
@@ -102,7 +102,7 @@ def local_digest(model: nn.Module) -> str:
     found = hashlib.sha256()
     for parameter in model.parameters():
         part = parameter.detach()
-        found.update((part.to_local() if isinstance(part, DTensor) else part).numpy().tobytes())
+        found.update((part.to_local() if isinstance(part, DTensor) else part).cpu().numpy().tobytes())
     return found.hexdigest()[:16]
 
 
@@ -144,10 +144,11 @@ def main(options: dict[str, Any]) -> None:
     inside, sites = options.get("inside", ""), options.get("sites", 2)
     grouped: dict[str, Any] = {}
     if inside:
-        dist.init_process_group("gloo")
+        dist.init_process_group(options.get("backend", "gloo"))
         grouped = {"process_group": dist.group.WORLD}
-    plain = model_of(options.get("seed", 0))
-    model = divided(plain, inside)
+    device = options.get("device", "cpu")  # ranks on a GPU share the first one
+    plain = model_of(options.get("seed", 0)).to(device)
+    model = divided(plain, inside, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     seen: list[str] = []
     if options.get("dies") == rank:
@@ -181,7 +182,7 @@ def main(options: dict[str, Any]) -> None:
         model.zero_grad()
         mine = [rank] if inside else range(ranks)
         batches = [batch_of(options["number"] * 1000 + 100 * step + one, SAMPLES, torch.float64) for one in mine]
-        inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        inputs, targets = (torch.cat(parts).to(device) for parts in zip(*batches, strict=True))
         (model(inputs) - targets).pow(2).mean().backward()
         opt.step(batch_size=len(inputs))
         averaged = seen[-1] if len(seen) > rounds and seen[-1].startswith("averaged") else ""

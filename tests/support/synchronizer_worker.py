@@ -28,8 +28,11 @@ def report(event: str, **values: Any) -> None:
     print(json.dumps({"event": event, **values}), flush=True)
 
 
-def weights(value: float) -> dict[str, torch.Tensor]:
-    return {"w": torch.full((1000,), value), "half": torch.full((3, 2), value, dtype=torch.bfloat16)}
+def weights(value: float, device: str = "cpu") -> dict[str, torch.Tensor]:
+    return {
+        "w": torch.full((1000,), value, device=device),
+        "half": torch.full((3, 2), value, dtype=torch.bfloat16, device=device),
+    }
 
 
 def value_of(state: dict[str, torch.Tensor]) -> float:
@@ -39,8 +42,9 @@ def value_of(state: dict[str, torch.Tensor]) -> float:
 
 
 async def train(synchronizer: RemoteSynchronizer, options: dict[str, Any]) -> None:
-    now = weights(options.get("value", 0.0))
-    sender = WeightSender(lambda: now)
+    backend, device = options.get("backend", "gloo"), options.get("device", "cpu")
+    now = weights(options.get("value", 0.0), device)
+    sender = WeightSender(lambda: now, backend=backend, device=device)
     await synchronizer.add_module(sender)
     await synchronizer.set_trainer_status(RunningStatus.RUNNING)
     report("ready")
@@ -71,7 +75,7 @@ async def train(synchronizer: RemoteSynchronizer, options: dict[str, Any]) -> No
 
 
 async def explore(synchronizer: RemoteSynchronizer, options: dict[str, Any]) -> None:
-    receiver = WeightReceiver()
+    receiver = WeightReceiver(options.get("backend", "gloo"), options.get("device", "cpu"))
     await synchronizer.add_module(receiver)
     await synchronizer.set_explorer_status(RunningStatus.RUNNING)
     report("ready")

@@ -32,6 +32,12 @@ CONNECT_SECONDS = 2.0
 _WAIT = timedelta(seconds=0.2)
 """Interval at which a member that waits for a transfer looks whether it leaves."""
 
+_NCCL_PATIENCE = timedelta(days=1)
+"""Added to the time limit of NCCL, since the members have their own."""
+
+_NCCL_SECONDS = 0.0005
+"""The same for NCCL, whose transfers between GPUs of one machine take no longer."""
+
 _DIGEST_BYTES = 32
 
 T = TypeVar("T")
@@ -50,7 +56,10 @@ class _CollectiveMember:
             raise ConfigError(f"backend {backend!r} of a weight sync group must be gloo or nccl")
         self._backend = backend
         self._device = torch.device(device)
+        if self._device.type == "cuda" and self._device.index is None:
+            self._device = torch.device("cuda", torch.cuda.current_device())
         self._group: Any = None  # of c10d
+        self._timeout = 0.0
         self._leaving = threading.Event()
 
     def is_alive(self) -> bool:
@@ -75,6 +84,7 @@ class _CollectiveMember:
         """
         await self.teardown_weight_sync_group()
         self._leaving = leaving = threading.Event()
+        self._timeout = timeout
         end = time.monotonic() + timeout
 
         def wait_until(ready: Callable[[], bool]) -> None:
@@ -113,7 +123,7 @@ class _CollectiveMember:
             gloo._timeout, gloo._devices = limit, [c10d.ProcessGroupGloo.create_device(hostname=own)]
             return c10d.ProcessGroupGloo(store, rank, world_size, gloo)
         options = c10d.ProcessGroupNCCL.Options()
-        options._timeout = limit
+        options._timeout = limit + _NCCL_PATIENCE  # after which it would end this process
         return c10d.ProcessGroupNCCL(store, rank, world_size, options)
 
     async def teardown_weight_sync_group(self) -> None:
@@ -132,14 +142,20 @@ class _CollectiveMember:
         def broadcast(raw: torch.Tensor) -> None:
             travelling = raw if raw.device == self._device else raw.to(self._device)
             work = group.broadcast(travelling, 0)
+            end = time.monotonic() + self._timeout
             while not work.is_completed():
                 try:
-                    work.wait(_WAIT)
+                    if self._backend == "gloo":
+                        work.wait(_WAIT)
+                    elif not leaving.wait(_NCCL_SECONDS) and time.monotonic() > end:  # its wait would end the group
+                        raise StateError(f"the other members did nothing for {self._timeout:g} s during a transfer")
                 except RuntimeError:
-                    if leaving.is_set():
-                        raise StateError("this member left the weight sync group during a transfer") from None
-                    if work.is_completed():
+                    if work.is_completed() and not leaving.is_set():
                         raise
+                if leaving.is_set():
+                    raise StateError("this member left the weight sync group during a transfer")
+            if self._backend == "nccl":
+                work.wait()  # raises what has happened; the values are those of this thread's stream from now on
             if travelling is not raw:
                 raw.copy_(travelling)
 
