@@ -1,9 +1,9 @@
 """Weights by version: a trainer publishes, others follow. docs/how-to/follow.md is the guide.
 
 Read in this order: `layout` (the tensors of a version, or parts of them), `snapshot` (one version), `differences` (what
-changed), `store` (the versions that are kept), `publisher` and `tree` (who gets a version from whom), `download`,
-`receiver`, `model_receiver` and `follower` (the other end), `follower_metrics`, `vllm_server` (an engine that loads
-versions).
+changed), `store` (the versions that are kept), `publisher` and `tree` (who gets a version from whom), `lanes` and
+`download`, `receiver`, `model_receiver` and `follower` (the other end), `follower_metrics`, `vllm_server` (an engine
+that loads versions).
 """
 
 from averaging.weights.follower import Staleness, StalenessWatch, WeightFollower

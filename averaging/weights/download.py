@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from averaging.common import CLIENT_PREFIX, is_endpoint, is_loopback, parse_address
 from averaging.errors import AveragingError, ProtocolViolationError, StateError
 from averaging.rpc import RpcChannel
-from averaging.weights.layout import DESCRIBE, FETCH, ranges_of, read_digests
+from averaging.weights.lanes import LANES, Dial, SourceLanes
+from averaging.weights.layout import (
+    DESCRIBE,
+    FETCH,
+    MAX_WARM_BYTES,
+    WeightLayout,
+    ranges_of,
+    read_digests,
+)
 from averaging.weights.snapshot import Incoming
 from averaging.weights.store import Changes
 from averaging.wire import weights_pb2 as wire
@@ -25,13 +34,6 @@ Message = TypeVar("Message")
 WAITING_FACTOR = 4
 """A source that waits for pieces itself is left after this many times `stall_timeout`."""
 
-LANES = 4
-"""Connections on which one version is received. The system lets one connection have a few MiB under way, which carries
-450 Mbit/s over 50 ms."""
-
-BYTES_PER_LANE = 8 << 20
-"""A further connection is opened for so many bytes, as to open one takes several round trips."""
-
 SHORTER = 16
 """Differences are expected to be this many times shorter than the pieces."""
 
@@ -40,10 +42,6 @@ STRIPE = 2
 
 MAX_SOURCES = 32
 """Sources that are tried for one version before an error is reported."""
-
-
-class _Dial(Protocol):
-    def __call__(self, endpoint: str, *, loopback: bool) -> RpcChannel: ...
 
 
 MAX_WRONG = 3
@@ -82,29 +80,62 @@ class Downloads:
         rejected_sources: endpoints that sent something wrong, with what it was. They are never asked again.
     """
 
-    def __init__(self, run_id: str, dial: _Dial, stall_timeout: float, own_endpoint: str, changes: Changes) -> None:
-        self._run_id, self._dial, self._changes = run_id, dial, changes
+    def __init__(self, run_id: str, dial: Dial, stall_timeout: float, own_endpoint: str, changes: Changes) -> None:
+        self._run_id, self._changes = run_id, changes
+        self._lanes = SourceLanes(run_id, dial)
+        self._warming: asyncio.Task[None] | None = None
         self._stall_timeout, self._own_endpoint = stall_timeout, own_endpoint
         self.rejected_sources: dict[str, str] = {}
         self._wrong: Counter[str] = Counter()  # what a publisher has sent
 
-    async def receive(self, incoming: Incoming, publisher: Publisher, arrived: Callable[[], None]) -> None:
+    async def keep_warm(self, publisher: Publisher, source: str, layout: WeightLayout | None) -> None:
+        """Keeps the connections to a source fast, and closes those to former ones. A version that comes ends it.
+
+        Args:
+            publisher: the publisher.
+            source: the endpoint of the source; empty for the publisher.
+            layout: of the versions, if it is known.
+        """
+        at_publisher = publisher.channel.endpoint
+        if source and self._objection(source, self.rejected_sources):
+            return
+        await self._lanes.keep({at_publisher, source or at_publisher})
+        most = MAX_WARM_BYTES if layout is None else layout.nbytes // LANES
+        warming = self._lanes.warm(source or at_publisher, most, loopback=publisher.is_local)
+        self._warming = asyncio.create_task(warming)
+        try:
+            await asyncio.wait({self._warming})
+        finally:
+            self._warming.cancel()
+            await asyncio.wait({self._warming})
+            self._warming = None
+
+    async def close(self) -> None:
+        """Closes all connections to sources."""
+        await self._lanes.close()
+
+    async def receive(
+        self, incoming: Incoming, publisher: Publisher, arrived: Callable[[], None], planned: str | None = None
+    ) -> None:
         """Receives all missing pieces.
 
         Args:
             incoming: the version.
             publisher: the publisher that announced it.
             arrived: callback after each message with pieces.
+            planned: the source that the publisher has planned, empty for itself; None to ask for one.
 
         Raises:
             StateError: neither the publisher nor a follower delivered them. What was received stays in `incoming`.
         """
         at_publisher = publisher.channel.endpoint
+        if self._warming is not None:
+            self._warming.cancel()
         try:
             async with asyncio.TaskGroup() as tasks:
                 if not incoming.manifest.is_described:
                     tasks.create_task(self._learn(incoming, publisher, arrived))
-                await self._receive_pieces(incoming, publisher, arrived)
+                await self._receive_pieces(incoming, publisher, arrived, planned)
         except BaseExceptionGroup as group:
             error = _worst(group)
             if isinstance(error, StateError) or not isinstance(error, AveragingError | TimeoutError):
@@ -126,7 +157,14 @@ class Downloads:
 
     async def _learn(self, incoming: Incoming, publisher: Publisher, arrived: Callable[[], None]) -> None:
         """Receives the digests of a version that was announced before they were known."""
-        request = wire.DescribeRequest(run_id=self._run_id, name=incoming.manifest.name, first=len(incoming.digests))
+        way = self._lanes.way_to(publisher.channel.endpoint)
+        request = wire.DescribeRequest(
+            run_id=self._run_id,
+            name=incoming.manifest.name,
+            first=len(incoming.digests),
+            follower=publisher.follower,
+            rate=0 if way is None or not math.isfinite(way.rate) else round(way.rate),
+        )
         clock = asyncio.get_running_loop().time
         last = clock()
         async with aclosing(publisher.channel.stream(DESCRIBE, request)) as messages:
@@ -151,19 +189,23 @@ class Downloads:
         except TimeoutError:
             raise TimeoutError(f"it was silent for {self._stall_timeout:g} s") from None
 
-    async def _receive_pieces(self, incoming: Incoming, publisher: Publisher, arrived: Callable[[], None]) -> None:
+    async def _receive_pieces(
+        self, incoming: Incoming, publisher: Publisher, arrived: Callable[[], None], planned: str | None
+    ) -> None:
         """Receives all missing pieces, as soon as their digests are known."""
         failed, at_publisher = dict(self.rejected_sources), publisher.channel.endpoint
+        if planned and not self._objection(planned, failed):
+            failed[planned] = await self._try(planned, publisher, incoming, arrived)
         for _ in range(MAX_SOURCES):
             if not incoming.missing():
                 return
-            itself = _PieceSource(
-                publisher, list(failed), lambda: self._dial(at_publisher, loopback=publisher.is_local)
-            )
             try:
-                source = await self._receive_from(publisher.channel, itself, incoming, arrived)
-                if source:
-                    self._check(source, failed)
+                source = await self._receive_from(
+                    at_publisher, publisher, incoming, arrived, list(failed), at_once=planned == ""
+                )
+                planned = None
+                if source and (objection := self._objection(source, failed)):
+                    raise ProtocolViolationError(objection)
             except (AveragingError, TimeoutError) as error:
                 self._blame(at_publisher, error)
                 raise self._undelivered(incoming, at_publisher, error) from None
@@ -179,13 +221,8 @@ class Downloads:
 
     async def _try(self, source: str, publisher: Publisher, incoming: Incoming, arrived: Callable[[], None]) -> str:
         """Receives from a follower. Returns why it did not deliver all, or an empty string."""
-
-        def channel() -> RpcChannel:
-            return self._dial(source, loopback=publisher.is_local)
-
         try:
-            async with channel() as first:
-                await self._receive_from(first, _PieceSource(publisher, [], channel), incoming, arrived)
+            await self._receive_from(source, publisher, incoming, arrived, [], at_once=True)
         except ProtocolViolationError as error:
             self.rejected_sources[source] = str(error)
             logger.warning("%s sent something wrong and is not asked again: %s", source, error)
@@ -195,54 +232,74 @@ class Downloads:
             return str(error)
         return "it did not send all pieces" if incoming.missing() else ""
 
-    def _check(self, source: str, failed: dict[str, str]) -> None:
+    def _objection(self, source: str, failed: Mapping[str, str]) -> str:
+        """What speaks against a source that the publisher names; empty if nothing does."""
         if not is_endpoint(source) or source.startswith(CLIENT_PREFIX) or source == self._own_endpoint:
-            raise ProtocolViolationError(f"it names {source[:100]!r} as a source")
+            return f"it names {source[:100]!r} as a source"
         if source in failed:
-            raise ProtocolViolationError(f"it names {source} again, which failed: {failed[source]}")
+            return f"it names {source} again, which failed: {failed[source]}"
+        return ""
 
     async def _receive_from(
-        self, channel: RpcChannel, source: _PieceSource, incoming: Incoming, arrived: Callable[[], None]
+        self,
+        endpoint: str,
+        publisher: Publisher,
+        incoming: Incoming,
+        arrived: Callable[[], None],
+        failed: list[str],
+        *,
+        at_once: bool,
     ) -> str:
-        """Receives all missing pieces from one source. Returns another source if it names one, else an empty string."""
-        expected = incoming.left // (1 if incoming.differs_from is None else SHORTER)
-        shares = _shares(incoming.missing(), max(1, min(LANES, expected // BYTES_PER_LANE)))
+        """Receives all missing pieces from one source. Returns another source if it names one, else an empty string.
 
-        async def further(share: list[int]) -> None:
-            async with source.open_channel() as lane:
-                if await self._receive_share(lane, source, incoming, share, arrived):
-                    raise StateError("it sends some of the pieces only")
+        Args:
+            endpoint: the source.
+            publisher: the publisher, which may be the source.
+            incoming: the version.
+            arrived: see `receive`.
+            failed: endpoints that the publisher should not name.
+            at_once: whether it will not name another source, so that all connections are used from the start.
+        """
+        expected = incoming.left // (1 if incoming.differs_from is None else SHORTER)
+        shares = _shares(incoming.missing(), self._lanes.count_for(endpoint, expected))
+        first, *further = self._lanes.to(endpoint, len(shares), loopback=publisher.is_local)
+        asked = _Asked(publisher, failed, incoming, arrived)
+
+        async def receive(lane: RpcChannel, share: list[int]) -> None:
+            if await self._receive_share(lane, asked, share):
+                raise StateError("it sends some of the pieces only")
 
         try:
             async with asyncio.TaskGroup() as lanes:
 
                 def begin() -> None:
-                    for share in shares[1:]:
-                        lanes.create_task(further(share))
+                    for lane, share in zip(further, shares[1:], strict=True):
+                        lanes.create_task(receive(lane, share))
 
-                return await self._receive_share(channel, source, incoming, shares[0], arrived, begin)
+                if at_once:
+                    begin()
+                return await self._receive_share(first, asked, shares[0], (lambda: None) if at_once else begin)
         except BaseExceptionGroup as group:
             raise _worst(group) from None
 
     async def _receive_share(
         self,
         channel: RpcChannel,
-        source: _PieceSource,
-        incoming: Incoming,
+        asked: _Asked,
         share: list[int],
-        arrived: Callable[[], None],
         begin: Callable[[], None] = lambda: None,
     ) -> str:
         """Receives some pieces. `begin` is called when the source has begun to send, or to wait for pieces itself."""
+        incoming, publisher = asked.incoming, asked.publisher
         base = incoming.differs_from
         request = wire.FetchRequest(
             run_id=self._run_id,
-            follower=source.publisher.follower,
+            follower=publisher.follower,
             name=incoming.manifest.name,
             base=b"" if base is None else base.manifest.digest,
             pieces=[wire.Range(first=first, count=count) for first, count in ranges_of(share)],
-            failed=source.failed,
-            local=source.publisher.is_local,
+            failed=asked.failed,
+            local=publisher.is_local,
         )
         clock = asyncio.get_running_loop().time
         last, begun = clock(), False
@@ -261,7 +318,7 @@ class Downloads:
                     incoming.add(piece.index, piece.coding, piece.data)
                 if reply.pieces:
                     last = clock()
-                    arrived()
+                    asked.arrived()
                 elif clock() - last > WAITING_FACTOR * self._stall_timeout:
                     raise TimeoutError(f"it has waited for pieces itself for {clock() - last:.0f} s")
 
@@ -274,18 +331,20 @@ class Downloads:
 
 
 @dataclass(frozen=True, slots=True)
-class _PieceSource:
-    """A source of pieces.
+class _Asked:
+    """What requests to one source have in common.
 
     Attributes:
         publisher: the publisher that announced the version.
         failed: endpoints that the publisher should not name.
-        open_channel: makes a further connection.
+        incoming: the version.
+        arrived: callback after each message with pieces.
     """
 
     publisher: Publisher
     failed: list[str]
-    open_channel: Callable[[], RpcChannel]
+    incoming: Incoming
+    arrived: Callable[[], None]
 
 
 def _shares(missing: list[int], lanes: int) -> list[list[int]]:

@@ -437,6 +437,13 @@ DESCRIBE = RpcMethod(
     max_request_bytes=4096,
 )
 
+MAX_WARM_BYTES = 4 << 20
+"""Bytes that a call of `Warm` sends at most."""
+
+WARM = RpcMethod(
+    "/averaging.weights.v1.Weights/Warm", wire.WarmRequest, wire.Filler, replies_stream=True, max_request_bytes=4096
+)
+
 NOTHING_YET = wire.Version()
 """The first message of a publisher that has no version yet."""
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import statistics
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,16 +33,24 @@ from averaging.weights.layout import (
     DESCRIBE,
     FETCH,
     FOLLOW,
-    NOTHING_YET,
+    WARM,
     Shard,
+    WeightLayout,
     first_difference,
     is_divided,
     version_message,
 )
 from averaging.weights.places import Place, SlotTable
-from averaging.weights.snapshot import Opened, StateCopy, WeightPieces, WeightSnapshot, begin_copy, seal
+from averaging.weights.snapshot import OpenedVersion, StateCopy, WeightPieces, WeightSnapshot, begin_copy, seal
 from averaging.weights.store import Store
-from averaging.weights.tree import PUBLISHER, Tree
+from averaging.weights.tree import (
+    PUBLISHER,
+    UNKNOWN_DIFFERENCE,
+    UNKNOWN_WHOLE,
+    Tree,
+    best_fan_out,
+    in_order,
+)
 from averaging.wire import weights_pb2 as wire
 
 # How the ranks of a divided model agree on the version that they publish.
@@ -106,9 +115,11 @@ logger = logging.getLogger("averaging.weights")
 MAX_FOLLOWERS, MAX_FOLLOWERS_PER_HOST, MAX_FOLLOWERS_PER_CONNECTION = 4096, 512, 64
 """Followers of one publisher at once."""
 
-FAN_OUT, FAN_OUT_OF_DIFFERENCES = 1, 4
-"""Followers that get a version from one other follower. In a chain, each link carries a whole version once. For a
-difference, which is short, the number of followers that it passes through counts."""
+MOST_WARMED = 64
+"""Followers that learn their probable source before the first version. Each that joins costs a plan for all."""
+
+MOST_COPIES = 2
+"""Copies that the publisher sends if the user has not said how many."""
 
 NOTIFIED_BYTES = 4 << 20
 """Senders that wait for pieces are woken once for so many bytes, and for the first piece."""
@@ -138,9 +149,9 @@ class WeightPublisher:
         await publisher.publish(model.state_dict(), version=1)
     ```
 
-    The publisher sends each version to `copies` followers. The others get it from those. It keeps the newest version
-    and `bases` earlier ones, and a follower that has one of them gets differences only. Each takes the memory of the
-    tensors that changed.
+    The publisher sends each version to one follower or a few. The others get it from those. It keeps the newest
+    version and `bases` earlier ones, and a follower that has one of them gets differences only. Each takes the memory
+    of the tensors that changed.
 
     Args:
         model: Module whose state dict is published if `publish` gets none. Names are published without the prefixes
@@ -150,9 +161,9 @@ class WeightPublisher:
             difference a tenth of one in float32.
         bases: Earlier versions that are kept.
         max_bytes: Earlier versions are dropped while all versions together take more memory than this.
-        copies: Followers that get a version from here. Failures of followers can add to it.
-        fan_out: Followers that get a version from one other follower. If None, 1 for whole versions and 4 for
-            differences.
+        copies: Followers that get a version from here. Failures of followers can add to it. If None, as many as make
+            the last follower have the version soon at the rates that were measured: 1 or 2.
+        fan_out: Followers that get a version from one other follower. If None, 1, 2 or 4 likewise.
         process_group: Group of the ranks between which `fully_shard` divides the model. Each rank then publishes what
             it holds, and `publish_now` is called by all of them at the same time. Followers join the publisher of rank
             0, which names the others.
@@ -170,7 +181,7 @@ class WeightPublisher:
         dtype: torch.dtype | None = None,
         bases: int = 2,
         max_bytes: int | None = None,
-        copies: int = 2,
+        copies: int | None = None,
         fan_out: int | None = None,
         process_group: Any = None,
         endpoint: str = "",
@@ -179,7 +190,7 @@ class WeightPublisher:
             raise ConfigError(f"dtype must be a floating-point dtype, not {dtype}")
         for name, value, least in (
             ("bases", bases, 0),
-            ("copies", copies, 1),
+            ("copies", 1 if copies is None else copies, 1),
             ("fan_out", 1 if fan_out is None else fan_out, 1),
         ):
             if not is_count(value) or value < least:
@@ -191,7 +202,9 @@ class WeightPublisher:
         self._publishing = threading.Lock()
         self._followers: dict[bytes, str] = {}  # endpoints of those that follow now
         self._asked_for: dict[bytes, int] = {}  # newest version that each of those has asked for
-        self._trees: dict[bytes, Tree] = {}  # by the name of the version
+        self._local: set[bytes] = set()  # those that reach this publisher through loopback
+        self._rates: dict[bytes, float] = {}  # bytes/s that each of those has received from here
+        self._trees: dict[bytes, _Shaped] = {}  # by the name of the version
         self._background = _Background(partial(self._seal, at_least=True))
         self._ranks = None if process_group is None else PublisherRanks(process_group, endpoint)
 
@@ -286,7 +299,12 @@ class WeightPublisher:
 
     def rpc_handlers(self) -> Iterable[RpcHandler]:
         """See `RpcService`."""
-        return [FOLLOW.streams(self._follow), FETCH.streams(self._fetch), DESCRIBE.streams(self._describe)]
+        return [
+            FOLLOW.streams(self._follow),
+            FETCH.streams(self._fetch),
+            DESCRIBE.streams(self._describe),
+            WARM.streams(self._warm),
+        ]
 
     def _copy(self, state: Mapping[str, torch.Tensor] | None) -> StateCopy:
         if state is None:
@@ -309,7 +327,7 @@ class WeightPublisher:
             if newest is not None:
                 _check_same_layout(newest, copy)
             if self._ranks is None and version > last:
-                self._publish_opened(Opened(copy, version, newest))
+                self._publish_opened(OpenedVersion(copy, version, newest))
                 return version
             snapshot = seal(copy, version, newest)
             if self._ranks is not None:
@@ -325,7 +343,7 @@ class WeightPublisher:
             self._add(snapshot)
         return snapshot.manifest.version
 
-    def _publish_opened(self, opened: Opened) -> None:
+    def _publish_opened(self, opened: OpenedVersion) -> None:
         """Announces a version, and completes it while it is sent."""
         self._store.receiving(opened)
         try:
@@ -373,19 +391,70 @@ class WeightPublisher:
         place = Place(rpc_caller(), lose=self._store.changes.happened)
         self._places.enter(place, now=0.0)
         self._followers[name] = request.endpoint if _can_be_called(request.endpoint) else ""
+        if request.local:
+            self._local.add(name)
         try:
             announced = self._store.latest
-            yield NOTHING_YET if announced is None else version_message(announced.manifest)
+            yield self._announcement(name, announced, None)
             while True:
                 layout = None if announced is None else announced.manifest.layout
                 announced = await self._newer_than(-1 if announced is None else announced.manifest.version, place)
-                yield version_message(announced.manifest, layout)
+                yield self._announcement(name, announced, layout)
         finally:
             self._places.leave(place)
             del self._followers[name]
+            self._local.discard(name)
+            self._rates.pop(name, None)
             self._asked_for.pop(name, None)
-            for tree in self._trees.values():
-                tree.leave(name)
+            for shaped in self._trees.values():
+                shaped.tree.leave(name)
+
+    def _announcement(self, name: bytes, pieces: WeightPieces | None, known: WeightLayout | None) -> wire.Version:
+        """What a follower is told of a version, with the source that is planned for it."""
+        if pieces is None:
+            few = list(self._followers) if len(self._followers) <= MOST_WARMED else []
+            message, tree = wire.Version(), self._plan(few, whole=True).tree
+        else:
+            message, tree = version_message(pieces.manifest, known), self._tree(pieces).tree
+        source = tree.sources.get(name)
+        if source is not None and (pieces is None or not pieces.manifest.is_described):
+            message.planned.source = "" if source == PUBLISHER else self._followers.get(source, "")
+        return message
+
+    def _tree(self, pieces: WeightPieces) -> _Shaped:
+        """The tree of a version, planned for those followers that are not busy with an earlier one."""
+        self._trees = {known: shaped for known, shaped in self._trees.items() if self._store.holds(known)}
+        name = pieces.manifest.name
+        if name not in self._trees:
+            before = self._store.newest
+            last = -1 if before is None or before is pieces else before.manifest.version
+            waiting = [each for each in self._followers if self._asked_for.get(each, -1) >= last]
+            self._trees[name] = self._plan(waiting if not pieces.manifest.is_described else [], whole=last < 0)
+        return self._trees[name]
+
+    def _plan(self, waiting: Sequence[bytes], *, whole: bool) -> _Shaped:
+        usual = UNKNOWN_WHOLE if whole else UNKNOWN_DIFFERENCE
+        known = [rate for each in waiting if (rate := self._rates.get(each, 0.0)) > 0]
+        latest = self._store.latest
+        if known and latest is not None:
+            nbytes = (not whole and self._store.difference_bytes()) or latest.manifest.layout.nbytes
+            usual = best_fan_out(len(waiting), nbytes, statistics.median(known))
+        copies = self._copies or min(usual, MOST_COPIES)
+        shaped = _Shaped(Tree(copies), self._fan_out or usual)
+        # Who hands on comes first. Who reaches this publisher through loopback can use all that others can.
+        placed = sorted(in_order(waiting, self._rates), key=lambda each: not self._followers[each])
+        for local in (False, True):
+            able = self._able(local)
+            shaped.tree.plan([each for each in placed if (each in self._local) is local], able, shaped.fan_out)
+        return shaped
+
+    def _able(self, local: bool) -> dict[bytes, str]:
+        """The followers that hand on to those that reach this publisher through loopback, or to all."""
+        return {
+            name: endpoint
+            for name, endpoint in self._followers.items()
+            if endpoint and (local or not is_loopback(parse_address(endpoint)[0]))
+        }
 
     async def _newer_than(self, version: int, place: Place) -> WeightPieces:
         while (latest := self._store.latest) is None or latest.manifest.version <= version:
@@ -396,6 +465,10 @@ class WeightPublisher:
 
     async def _describe(self, request: wire.DescribeRequest) -> AsyncGenerator[wire.Digests, None]:
         self._check_run(request.run_id)
+        pieces = self._store.find(request.name)
+        if request.follower in self._followers and pieces is not None:
+            self._asked_for[request.follower] = pieces.manifest.version
+            self._rates[request.follower] = float(request.rate)
         async with aclosing(self._store.describe(request.name, request.first)) as messages:
             async for message in messages:
                 yield message
@@ -416,22 +489,31 @@ class WeightPublisher:
     def _source_for(self, request: wire.FetchRequest) -> str:
         """The endpoint of the follower from which the caller gets the version; empty if from here."""
         name = request.name
-        if not self._store.holds(name):
+        pieces = self._store.find(name)
+        if pieces is None:
             raise StateError(f"no version with the digest {name.hex()[:8]} is kept here; ask for the newest one")
-        self._trees = {known: tree for known, tree in self._trees.items() if self._store.holds(known)}
-        tree = self._trees.setdefault(name, Tree(self._copies))
-        failed = set(request.failed[:MAX_FAILED])
-        able = {
-            name: endpoint
-            for name, endpoint in self._followers.items()
-            if endpoint and (request.local or not is_loopback(parse_address(endpoint)[0]))
-        }
-        names = {name for name, endpoint in self._followers.items() if endpoint in failed}
+        shaped = self._tree(pieces)
         if request.follower not in self._followers:  # it follows no versions and hands on nothing
             return ""
-        usual = FAN_OUT_OF_DIFFERENCES if self._store.holds(request.base) else FAN_OUT
-        chosen = tree.source_of(request.follower, able, names, self._fan_out or usual)
+        failed = set(request.failed[:MAX_FAILED])
+        names = {name for name, endpoint in self._followers.items() if endpoint in failed}
+        able = self._able(request.local)
+        chosen = shaped.tree.source_of(request.follower, able, names, shaped.fan_out)
         return "" if chosen == PUBLISHER else able[chosen]
+
+    async def _warm(self, request: wire.WarmRequest) -> AsyncGenerator[wire.Filler, None]:
+        self._check_run(request.run_id)
+        async with aclosing(self._store.warm(request)) as fillers:
+            async for filler in fillers:
+                yield filler
+
+
+@dataclass(frozen=True, slots=True)
+class _Shaped:
+    """The tree of a version, and how many copies each follower sends."""
+
+    tree: Tree
+    fan_out: int
 
 
 def _check_same_layout(newest: WeightSnapshot, copy: StateCopy) -> None:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Self
 
 from averaging.common import Backoff, is_loopback, parse_address
@@ -26,7 +27,15 @@ from averaging.errors import (
 from averaging.rpc import Credentials, RpcChannel, RpcHandler, RpcServer, RpcService
 from averaging.seeds import Seeds
 from averaging.weights.download import Downloads, Publisher
-from averaging.weights.layout import FETCH, FOLLOW, WeightLayout, WeightManifest, read_version
+from averaging.weights.lanes import KEEP_SECONDS
+from averaging.weights.layout import (
+    FETCH,
+    FOLLOW,
+    WARM,
+    WeightLayout,
+    WeightManifest,
+    read_version,
+)
 from averaging.weights.snapshot import DividedSnapshot, Incoming, WeightSnapshot
 from averaging.weights.store import Changes, Store
 from averaging.wire import weights_pb2 as wire
@@ -37,6 +46,9 @@ MIN_PAUSE, MAX_PAUSE = 0.1, 2.0
 """Seconds between two attempts to reach publishers; the pause doubles."""
 
 NAME_BYTES = 16
+
+EARLY_SECONDS = 2.0
+"""A call for a version that was not announced here yet waits for so long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,8 +171,11 @@ class VersionReceiver:
         self._connected = False
         self._bytes_received = 0
         self._publisher: Publisher | None = None  # who announced that version
+        self._current: Publisher | None = None  # who is connected
         self._layout: WeightLayout | None = None
         self._incoming: Incoming | None = None
+        self._planned: str | None = None  # from whom to get `announced`; "" is the publisher
+        self._next_source = ""  # from whom the next version will probably come; empty for the publisher
         self._reasons: dict[str, AveragingError] = {}  # by address, since it was last connected
         self._warned_old = False
         self._reached = asyncio.Event()  # a publisher has answered, or all have refused
@@ -212,6 +227,7 @@ class VersionReceiver:
                     credentials=options.credentials,
                 )
                 self.endpoint = (await stack.enter_async_context(server)).endpoint
+            stack.push_async_callback(lambda: self._downloads.close())
             self._downloads = Downloads(
                 options.run_id, options.dial, options.stall_timeout, self.endpoint, self.store.changes
             )
@@ -268,7 +284,7 @@ class VersionReceiver:
 
     def _work(self) -> list[Coroutine[None, None, None]]:
         """What runs while this is entered."""
-        return [self._follow(), self._receive()]
+        return [self._follow(), self._receive(), self._keep_warm()]
 
     # Following
 
@@ -310,7 +326,10 @@ class VersionReceiver:
         # A loopback endpoint is of no use to the followers of a publisher elsewhere.
         reachable = self.endpoint and (publisher.is_local or not is_loopback(parse_address(self.endpoint)[0]))
         request = wire.FollowRequest(
-            run_id=options.run_id, follower=publisher.follower, endpoint=self.endpoint if reachable else ""
+            run_id=options.run_id,
+            follower=publisher.follower,
+            endpoint=self.endpoint if reachable else "",
+            local=publisher.is_local,
         )
         try:
             async with publisher.channel, aclosing(publisher.channel.stream(FOLLOW, request)) as announcements:
@@ -326,9 +345,11 @@ class VersionReceiver:
                         manifest = read_version(message, options.max_bytes, layout)
                     except ProtocolViolationError as error:
                         raise ProtocolViolationError(f"{address} announces {error}") from None
+                    planned = message.planned.source if message.HasField("planned") else None
+                    self._next_source = planned or ""
                     if manifest is not None:
-                        self._announce(manifest, publisher)
-                    self._connected = True
+                        self._announce(manifest, publisher, planned)
+                    self._connected, self._current = True, publisher
                     self._reasons.pop(address, None)
                     self._reached.set()
                     self.store.changes.happened()
@@ -336,8 +357,10 @@ class VersionReceiver:
         finally:
             if self._publisher is publisher:
                 self._publisher = None
+            if self._current is publisher:
+                self._current = None
 
-    def _announce(self, manifest: WeightManifest, publisher: Publisher) -> None:
+    def _announce(self, manifest: WeightManifest, publisher: Publisher, planned: str | None) -> None:
         self._check(manifest)
         if manifest.layout == self._layout:
             manifest = replace(manifest, layout=self._layout)  # so that versions share it
@@ -347,6 +370,8 @@ class VersionReceiver:
         received = self.store.newest
         if received is None or manifest.version > received.manifest.version:
             self.announced, self._publisher, self.announced_locally = manifest, publisher, publisher.is_local
+            # Sources are planned for followers that are not busy. Another one asks when it comes to this version.
+            self._planned = planned if self._incoming is None else None
             self._warned_old = False
         elif not self._warned_old and not (manifest.is_described and manifest.digest == received.manifest.digest):
             self._warned_old = True
@@ -381,7 +406,8 @@ class VersionReceiver:
                 self._on_progress(total - incoming.left, total)
 
             try:
-                await self._downloads.receive(incoming, publisher, arrived)
+                planned, self._planned = self._planned, None
+                await self._downloads.receive(incoming, publisher, arrived, planned)
             except StateError as error:
                 logger.warning("%s; trying again", error)
                 self.retries += 1
@@ -401,6 +427,20 @@ class VersionReceiver:
                     self._check(described)
                 self.store.add(WeightSnapshot(described, snapshot.buffers))
                 self.store.receiving(None)
+
+    async def _keep_warm(self) -> None:
+        """Keeps the connections on which the next version will probably come."""
+        kept: tuple[Publisher | None, str] = (None, "")
+
+        def changed() -> bool:
+            return self._incoming is None and (self._current, self._next_source) != kept
+
+        while True:
+            await self.store.changes.wait(changed, KEEP_SECONDS)
+            if self._incoming is None:
+                kept = publisher, source = self._current, self._next_source
+                if publisher is not None:
+                    await self._downloads.keep_warm(publisher, source, self._layout)
 
     def _is_behind(self) -> bool:
         newest, announced = self.store.newest, self.announced
@@ -430,4 +470,4 @@ class _HandsOn:
 
     def rpc_handlers(self) -> list[RpcHandler]:
         """See `RpcService`."""
-        return [FETCH.streams(self._store.send)]
+        return [FETCH.streams(partial(self._store.send, early=EARLY_SECONDS)), WARM.streams(self._store.warm)]

@@ -283,7 +283,7 @@ def layout_of(copy: StateCopy, before: WeightSnapshot | None) -> WeightLayout:
     return before.manifest.layout if before is not None and before.manifest.layout == layout else layout
 
 
-class Opened(WeightPieces):
+class OpenedVersion(WeightPieces):
     """A version that is announced and sent while it is copied and its digests are computed.
 
     One thread adds pieces in their order; the event loop reads those that are there.

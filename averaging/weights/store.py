@@ -13,7 +13,7 @@ from averaging.errors import BusyError, StateError
 from averaging.rpc import rpc_caller
 from averaging.tensors import in_thread
 from averaging.weights.differences import Coding, encode
-from averaging.weights.layout import WeightLayout, indices_of
+from averaging.weights.layout import MAX_WARM_BYTES, WeightLayout, indices_of
 from averaging.weights.places import Place, SlotTable
 from averaging.weights.snapshot import WeightPieces, WeightSnapshot
 from averaging.wire import weights_pb2 as wire
@@ -32,6 +32,8 @@ MAX_SENDING, MAX_SENDING_PER_HOST, MAX_SENDING_PER_CONNECTION = 64, 48, 8
 
 UNREAD_SECONDS = 5.0
 """A caller that does not read a message within this time gives way to others."""
+
+FILLER = bytes(256 << 10)
 
 Encoded = tuple[Coding, bytes]
 
@@ -154,23 +156,30 @@ class Store:
         self._incoming = incoming
         self.changes.happened()
 
-    async def send(self, request: wire.FetchRequest) -> AsyncGenerator[wire.Reply, None]:
+    async def send(self, request: wire.FetchRequest, early: float = 0.0) -> AsyncGenerator[wire.Reply, None]:
         """Sends the requested pieces, those that are not here yet as soon as they arrive.
+
+        Args:
+            request: the request.
+            early: seconds to wait for the announcement of an unknown version.
 
         Raises:
             BusyError: too many callers are served, or another one got the place because this one does not read.
             StateError: this process has no such version, or has given up receiving it.
             ProtocolViolationError: the request is malformed.
         """
-        source = self._find(request.name)
-        indices = indices_of(((each.first, each.count) for each in request.pieces), source.manifest.layout.count)
-        base = self.complete(request.base)
-        if base is not None and base.manifest.layout != source.manifest.layout:
-            base = None
         clock = asyncio.get_running_loop().time
         place = Place(rpc_caller())
         self._places.enter(place, clock())
         try:
+            if self._incoming is None and not self.holds(request.name):
+                # The caller may have been announced a version sooner than this process.
+                await self.changes.wait(lambda: self._incoming is not None or self.holds(request.name), early)
+            source = self._find(request.name)
+            indices = indices_of(((each.first, each.count) for each in request.pieces), source.manifest.layout.count)
+            base = self.complete(request.base)
+            if base is not None and base.manifest.layout != source.manifest.layout:
+                base = None
             done = 0
             while done < len(indices):
                 batch = _available(source, indices, done)
@@ -192,6 +201,29 @@ class Store:
                     if place.lost:
                         raise BusyError("other callers get weights here, because you read too slowly; ask again")
                 done += len(batch)
+        finally:
+            self._places.leave(place)
+
+    def difference_bytes(self) -> int:
+        """Length of the last version of which differences were sent; 0 if there is none."""
+        pieces = next(reversed(self._encoded.values()), {})
+        return sum(len(data) for _, data in pieces.values())
+
+    async def warm(self, request: wire.WarmRequest) -> AsyncGenerator[wire.Filler, None]:
+        """Sends bytes that mean nothing.
+
+        Raises:
+            BusyError: too many callers are served.
+        """
+        clock = asyncio.get_running_loop().time
+        place = Place(rpc_caller(), rank=-1)
+        self._places.enter(place, clock())
+        try:
+            for start in range(0, min(request.bytes, MAX_WARM_BYTES), len(FILLER)):
+                place.due = clock() + UNREAD_SECONDS
+                yield wire.Filler(data=FILLER[: request.bytes - start])
+                if place.lost:
+                    raise BusyError("other callers get weights here")
         finally:
             self._places.leave(place)
 

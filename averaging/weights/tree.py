@@ -1,19 +1,77 @@
 """Decides from whom each follower gets a version, so that the publisher sends few copies. Pure.
 
+The tree of a new version is planned for all followers that wait for it: how many copies each source sends depends on
+how long a copy takes and how many followers there are, and fast followers come before slow ones.
+
 For each version the followers form a tree below the publisher: the first ones that ask get it from the publisher, and
 the next ones from those, while they still receive it. A follower whose source fails gets another one.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Mapping
+import math
+from collections import Counter, deque
+from collections.abc import Collection, Container, Iterable, Mapping
 from typing import TypeAlias
 
 Follower: TypeAlias = bytes
 """The name of a follower."""
 
 PUBLISHER: Follower = b""
+
+
+HOP_SECONDS = 0.1
+"""How much later a version ends at a follower than at its source: a message, and the way."""
+
+FAN_OUTS = (1, 2, 4)
+
+UNKNOWN_WHOLE, UNKNOWN_DIFFERENCE = 1, 4
+"""Copies that each source sends if rates are not known. A chain is the best for long versions: each link carries them
+once."""
+
+CLASS = 4.0
+"""Followers whose rates differ by less than this factor keep the order in which they came, and so their sources, to
+which they have fast connections."""
+
+
+def best_fan_out(followers: int, nbytes: int, rate: float) -> int:
+    """Copies that each source should send, for the last follower to have a version soon.
+
+    Args:
+        followers: number of followers.
+        nbytes: length of the version, as it is sent.
+        rate: bytes/s that a source sends.
+    """
+
+    def seconds(fan_out: int) -> float:
+        return fan_out * nbytes / rate + depth_of(followers, fan_out) * HOP_SECONDS
+
+    return min(FAN_OUTS, key=seconds)
+
+
+def depth_of(followers: int, fan_out: int) -> int:
+    """Followers that a version passes through."""
+    if fan_out == 1:
+        return followers
+    return math.ceil(math.log(followers * (fan_out - 1) + fan_out, fan_out)) - 1
+
+
+def in_order(followers: Iterable[Follower], rates: Mapping[Follower, float]) -> list[Follower]:
+    """The followers in the order in which they are placed: the fast ones first, those of one class as they came.
+
+    Args:
+        followers: in the order in which they came.
+        rates: bytes/s that each has received; those without one are placed as those in the middle.
+    """
+    known = sorted(rate for rate in rates.values() if rate > 0)
+    middle = known[len(known) // 2] if known else 1.0
+    fastest = known[-1] if known else 1.0
+
+    def rank(follower: Follower) -> int:
+        rate = rates.get(follower, 0.0)
+        return int(math.log(fastest / (rate if rate > 0 else middle), CLASS))
+
+    return sorted(followers, key=rank)
 
 
 class Tree:
@@ -27,6 +85,22 @@ class Tree:
         self._copies = copies
         self._source: dict[Follower, Follower] = {}
         self._failures: Counter[Follower] = Counter()
+
+    def plan(self, followers: Iterable[Follower], able: Container[Follower], fan_out: int) -> None:
+        """Gives sources to followers that have none, in this order: each the one with the shortest way that has room.
+
+        Args:
+            followers: the followers.
+            able: those of them that hand on to all others.
+            fan_out: followers that may get it from one other follower.
+        """
+        children = Counter(self._source.values())
+        room = deque([PUBLISHER] * (self._copies - children[PUBLISHER]))
+        for each in self._source:
+            room.extend([each] * (fan_out - children[each] if each in able else 0))
+        for follower in followers:
+            self._source[follower] = room.popleft() if room else PUBLISHER
+            room.extend([follower] * (fan_out if follower in able else 0))
 
     def source_of(
         self, follower: Follower, able: Collection[Follower], failed: Collection[Follower], fan_out: int

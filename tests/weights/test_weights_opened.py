@@ -19,7 +19,7 @@ from averaging.rpc import RpcHandler, RpcServer
 from averaging.weights.differences import Coding
 from averaging.weights.layout import DESCRIBE, FETCH, FOLLOW, PIECE_BYTES, WeightManifest, version_message
 from averaging.weights.receiver import FollowerOptions, VersionReceiver
-from averaging.weights.snapshot import Incoming, Opened, begin_copy, copy_state, seal
+from averaging.weights.snapshot import Incoming, OpenedVersion, begin_copy, copy_state, seal
 from averaging.wire import weights_pb2 as wire
 from tests.weights.test_weights import LIMIT, follow, has, holds, state, stepped
 
@@ -58,7 +58,7 @@ async def test_pieces_pass_through_a_chain_of_followers_before_the_digests_are_c
         for follower in chain:
             await has(follower, 1)
         before, weights = [each.bytes_received for each in chain], stepped(weights)
-        opened = Opened(copy_state(weights), 2, publisher._store.newest)
+        opened = OpenedVersion(copy_state(weights), 2, publisher._store.newest)
         describing = opened.describe()
         publisher._store.receiving(opened)
         for _ in range(3):
@@ -82,7 +82,7 @@ def test_the_digests_are_those_of_a_copy_that_is_still_made() -> None:
     weights = {"turned": torch.arange(700_000.0).reshape(7, -1).T, **state()}
     copy = begin_copy(weights)
     copy.filled_elsewhere = True
-    opened = Opened(copy, 1, None)
+    opened = OpenedVersion(copy, 1, None)
     filling = threading.Timer(0.05, copy.fill)
     filling.start()
     assert list(opened.describe())[-1] == sum(tensor.nbytes for tensor in weights.values())

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.weights.tree import PUBLISHER, Tree
+from averaging.weights.tree import PUBLISHER, Tree, best_fan_out, depth_of, in_order
 
 
 def names(count: int) -> list[bytes]:
@@ -81,3 +81,40 @@ def test_no_sequence_of_failures_makes_a_circle(seed: int, copies: int, fan_out:
                 assert place not in seen
                 seen.add(place)
                 place = tree.sources[place]
+
+
+@pytest.mark.parametrize(("followers", "fan_out", "hops"), [(8, 1, 8), (1, 2, 1), (6, 2, 2), (7, 2, 3), (20, 4, 2)])
+def test_the_depth_of_a_tree_is_that_of_a_planned_one(followers: int, fan_out: int, hops: int) -> None:
+    tree = Tree(copies=fan_out)
+    tree.plan(names(followers), names(followers), fan_out)
+    assert depth_of(followers, fan_out) == max(depth(tree, each) for each in names(followers)) == hops
+
+
+@given(count=st.integers(1, 40), copies=st.integers(1, 3), fan_out=st.integers(1, 4), able=st.sets(st.integers(0, 39)))
+def test_a_plan_is_what_followers_get_that_ask_in_its_order(
+    count: int, copies: int, fan_out: int, able: set[int]
+) -> None:
+    followers = names(count)
+    hand_on = {follower for number, follower in enumerate(followers) if number in able}
+    followers.sort(key=lambda each: each not in hand_on)
+    planned, asked = Tree(copies), Tree(copies)
+    planned.plan(followers, hand_on, fan_out)
+    for follower in followers:
+        asked.source_of(follower, hand_on, (), fan_out)
+    assert [depth(planned, each) for each in followers] == [depth(asked, each) for each in followers]
+    assert planned.source_of(followers[-1], hand_on, (), fan_out) == planned.sources[followers[-1]]
+
+
+def test_the_number_of_copies_follows_the_rate_and_the_length() -> None:
+    fast, slow = 12e6, 2e6
+    assert best_fan_out(32, 64 << 20, fast) == 1, "a copy takes longer than the way through all of them"
+    assert best_fan_out(32, 1 << 20, fast) == 4, "a copy is sent at once"
+    assert best_fan_out(32, 1 << 20, slow) == 2
+    assert best_fan_out(1, 64 << 20, fast) == 1
+
+
+def test_slow_followers_come_after_fast_ones_and_equal_ones_keep_their_places() -> None:
+    a, b, c, d, e = followers = names(5)
+    assert in_order(followers, {}) == followers
+    assert in_order(followers, {a: 2e6, b: 120e6, c: 100e6, d: 130e6}) == [b, c, d, e, a]
+    assert in_order(followers, dict.fromkeys(followers, 0.0)) == followers
