@@ -57,8 +57,8 @@ test-prometheus: $(VENV)/installed ## deploy/'s configuration, alerts and dashbo
 	$(BIN)/python -m pytest -m prometheus tests/metrics/test_prometheus.py $(PYTEST_ARGS)
 
 # In one process, because every worker would import all the trainers.
-test-integrations: $(VENV)/integrations ## the tests in trainers and loggers, which are installed first (300 MB); about 1 minute
-	$(BIN)/python -m pytest -m integrations tests/trainers $(PYTEST_ARGS)
+test-integrations: $(VENV)/integrations ## the tests in trainers, loggers and environments, which are installed first (400 MB); about 3 minutes
+	$(BIN)/python -m pytest -m integrations tests/trainers tests/rollouts $(PYTEST_ARGS)
 
 # In two processes, because the models are small.
 test-optimizers: $(VENV)/optimizers ## newcomers of every optimizer of torch, schedulefree, prodigyopt, bitsandbytes and transformers; about 3 minutes

@@ -270,6 +270,20 @@ class EngineError(AveragingError):
         self.retry_after = retry_after
 
 
+class RolloutError(AveragingError):
+    """A rollout of an environment failed, or is no sample that can be trained.
+
+    Attributes:
+        reason: a word for it, by which such rollouts are counted, for example "engine" or "truncated".
+        status: the HTTP status if an engine refused a request; 0 if it is not about one.
+    """
+
+    def __init__(self, reason: str, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.status = status
+
+
 class WorkerError(AveragingError):
     """A model worker could not carry out a request, refuses the master, or is lost.
 

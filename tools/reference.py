@@ -19,6 +19,7 @@ from averaging.config import OPTIONS
 from averaging.elastic import REGISTER_METRICS
 from averaging.metrics import CERTIFICATE_METRICS, PEER_METRICS, PROCESS_METRICS, Metric, MetricKind, counter, gauge
 from averaging.rl.feed.routes import COUNTERS, GAUGES
+from averaging.rl.rollouts import ROLLOUT_METRICS
 from averaging.rl.workers import WORKER_METRICS
 from averaging.weights import FOLLOWER_METRICS
 
@@ -147,6 +148,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     "Of a follower of weights (`averaging follow`, `WeightFollower`)": _own(FOLLOWER_METRICS),
     "Of a register (`averaging register`)": _own(REGISTER_METRICS),
     "Of a model worker (`ModelWorker`)": _own(WORKER_METRICS),
+    "Of rollouts (`averaging rollouts`)": _own(ROLLOUT_METRICS),
     "Of the feed (`averaging feed`), at its own `/metrics`": FEED_METRICS,
 }
 """All metrics by who has them."""

@@ -31,6 +31,7 @@ from averaging.cli.leave import leave_command
 from averaging.cli.peer import peer_command
 from averaging.cli.plan import plan_command
 from averaging.cli.register import register_command
+from averaging.cli.rollouts import rollouts_command
 from averaging.cli.serve import serve_command
 from averaging.cli.state import state_command
 from averaging.cli.top import top_command
@@ -129,6 +130,10 @@ def main() -> None:
       averaging export 127.0.0.1:4222 --config base --output model
 
     \b
+    Make rollouts of an environment with an engine, for the trainer of a feed:
+      averaging rollouts --environment gsm8k --engine http://127.0.0.1:8000 --feed http://127.0.0.1:8001
+
+    \b
     Serve a language model that follows a run, with OpenAI's API:
       averaging serve base --follow 127.0.0.1:4222
 
@@ -160,6 +165,7 @@ main.add_command(export_command)
 main.add_command(serve_command)
 main.add_command(dashboard_command)
 main.add_command(feed_command)
+main.add_command(rollouts_command)
 main.add_command(register_command)
 main.add_command(ca_group)
 

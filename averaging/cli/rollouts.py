@@ -1,0 +1,294 @@
+"""`averaging rollouts`: makes groups of an environment's rollouts and posts them to a feed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from averaging.cli import events
+from averaging.cli.exits import WRONG_USAGE, CommandError, Stop, Stopped, failure_of, run
+from averaging.cli.options import DURATION, CheckedPath, flag, json_value, output_options, security_options
+from averaging.common import counted
+from averaging.errors import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from averaging.cli.output import CommandOutput
+
+SAMPLING = ("temperature", "top_p", "max_tokens")
+"""The options that are parameters of the engine."""
+
+LOOPBACK = "127.0.0.1,localhost"
+"""Hosts that are never asked through a proxy: environments and the engine's gateway talk on them."""
+
+
+@click.command("rollouts")
+@click.option("--environment", required=True, metavar="NAME", help="Package or module of the environment.")
+@click.option("--engine", required=True, metavar="URL", help="The engine: averaging serve, or vLLM.")
+@click.option("--feed", required=True, metavar="URL", help="The feed that takes the groups.")
+@click.option(
+    "--environment-args",
+    metavar="JSON",
+    help="The environment's own settings, as verifiers has them under --env, for example "
+    '\'{"taskset": {"split": "train"}}\'.',
+)
+@click.option("--group-size", default=8, type=click.IntRange(min=1), metavar="N", help="Rollouts of each task.")
+@click.option(
+    "--sequences",
+    default=1,
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Sequences of each rollout that are trained: more than 1 if several agents are.",
+)
+@click.option(
+    "--tokenizer", metavar="DIR|NAME", help="The model whose tokenizer is used.  [default: what the engine tells]"
+)
+@click.option(
+    "--renderer",
+    metavar="NAME",
+    help="Renderer of the chat template, for example qwen3.  [default: by the tokenizer's name, else its template]",
+)
+@click.option("--model", metavar="NAME", help="Model of the engine.  [default: the first]")
+@click.option("--temperature", default=1.0, type=click.FloatRange(min=0), metavar="X", help="Of sampling.")
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), metavar="X", help="Of sampling.")
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Limit of each reply; one that reaches it is cut off, see --truncated.  [default: the model's length]",
+)
+@click.option(
+    "--sampling-args", metavar="JSON", help="Further parameters of the engine, for example '{\"top_k\": 50}'."
+)
+@click.option(
+    "--truncated",
+    type=click.Choice(["drop", "mask", "train"]),
+    default="drop",
+    help="Rollouts that a limit has cut off: made again and at last dropped with their group; posted with all tokens "
+    "masked; or posted like others, but marked in overrides.",
+)
+@click.option(
+    "--attempts", default=3, type=click.IntRange(min=1), metavar="N", help="How often a rollout that fails is made."
+)
+@click.option("--concurrency", default=32, type=click.IntRange(min=1), metavar="N", help="Rollouts at one time.")
+@click.option("--max-groups", type=click.IntRange(min=1), metavar="N", help="End after posting so many groups.")
+@click.option("--seed", default=0, type=click.IntRange(min=0), metavar="N", help="Of the order of the tasks.")
+@click.option(
+    "--store",
+    type=CheckedPath(dir_okay=False),
+    default="rollouts.sqlite",
+    metavar="FILE",
+    help="File with what is scored and not posted, so that a restart loses nothing.",
+)
+@click.option("--name", metavar="TEXT", help="The environment's name at the feed.  [default: NAME]")
+@click.option(
+    "--weight", default=1.0, type=float, metavar="X", help="Weight of the environment at the feed, beside others."
+)
+@click.option(
+    "--engine-token-file", type=CheckedPath(dir_okay=False), metavar="FILE", help="File with the engine's token."
+)
+@click.option(
+    "--engine-timeout",
+    default=600.0,
+    type=DURATION,
+    metavar="SECONDS",
+    help="Repeat a request to the engine that has no answer after this time.",
+)
+@flag("metrics_listen")
+@security_options
+@output_options
+def rollouts_command(*, as_json: bool, verbose: int, **given: Any) -> None:
+    r"""Makes rollouts of an environment of verifiers and posts them to a feed.
+
+    For each task it makes --group-size rollouts with the engine, has the environment score them, and posts them as one
+    group: token ids, masks, log-probabilities, scores, and the versions of the weights that made them. Tokens that the
+    model did not write are masked. See docs/how-to/rollouts.md.
+
+    While the engine or the feed is away, requests wait, and nothing is lost. Each rollout is in --store from when it is
+    scored until the feed has its group: start the same command again after Ctrl+C or a crash. While the engine's
+    weights are too old for the feed's --max-staleness, it waits for newer ones.
+
+    \b
+    A trainer, an engine and a feed on this machine, and the environment my_environment.py:
+      averaging rollouts --environment my_environment \
+        --engine http://127.0.0.1:8000 --feed http://127.0.0.1:8001
+
+    \b
+    Ten groups of 4 with settings of the environment, sampled at temperature 0.7:
+      averaging rollouts --environment gsm8k --environment-args '{"taskset": {"split": "train"}}' \
+        --engine http://gpu.example:8000 --feed https://feed.example:8001 --token-file token \
+        --group-size 4 --temperature 0.7 --max-tokens 512 --max-groups 10
+
+    \b
+    One of verifiers' environments over the tasks of another one, with 4 sequences in each rollout:
+      averaging rollouts --environment best-of-n+my_environment --sequences 4 --group-size 2 \
+        --engine http://127.0.0.1:8000 --feed http://127.0.0.1:8001
+
+    The security options are for the feed; --tls-ca is used for an https engine too.
+
+    Exit codes: 0 --max-groups are posted, or stopped by Ctrl+C or SIGTERM; 1 the feed or the engine refuses, or ten
+    groups were dropped one after the other; 2 wrong usage, or the environment, tokenizer or --store cannot be used;
+    130, 143 stopped by a signal during the start.
+
+    \b
+    Events of --json, each with "event":
+      ready      environment, engine, model, version, kept_groups, kept_rollouts, with --metrics-listen also metrics
+      posted     group, rollouts, score, lowest, highest, versions, newest_version, stale, waiting, rate
+      failed     group, reason, message, attempt: a rollout is no sample, and is made again up to --attempts
+      dropped    group, message
+      paused     version, newest_version: the engine's weights are too old for the trainer
+      resumed    version
+      away       what (engine, feed), url, message
+      back       what, url
+      done       groups, rollouts, stale, dropped, failed (number by reason), kept_groups, kept_rollouts
+      error      message
+    """
+    from averaging.cli.output import CommandOutput
+
+    for name in ("environment_args", "sampling_args"):
+        given[name] = _json_object(name, given[name])
+    report = CommandOutput(as_json=as_json)
+    with report.logging(verbose), report.failures():
+        _run(given, report)
+
+
+def _json_object(name: str, text: str | None) -> dict[str, Any]:
+    value = {} if text is None else json_value(text)
+    if not isinstance(value, dict):
+        raise click.UsageError(f"--{name.replace('_', '-')} must be a JSON object, for example '{{\"seed\": 1}}'.")
+    return value
+
+
+def _run(given: dict[str, Any], report: CommandOutput) -> None:
+    _prepare_process()
+    try:
+        from averaging.rl.rollouts import RolloutOptions, Rollouts, TruncatedMode
+    except ModuleNotFoundError as error:
+        raise CommandError(
+            f"{error.name} is not installed; run: pip install 'averaging[rollouts]'", WRONG_USAGE
+        ) from None
+    from averaging.errors import AveragingError
+
+    metrics_listen = given.pop("metrics_listen")
+    sampling = {name: value for name in SAMPLING if (value := given.pop(name)) is not None} | given.pop("sampling_args")
+    feed_options = {name: given.pop(name) for name in ("tls_ca", "tls_cert", "tls_key", "token_file")}
+    token = _token(given.pop("engine_token_file"))
+    given["truncated"] = TruncatedMode(given["truncated"])
+    given["store"] = Path(given["store"])
+    ready = False
+
+    async def make(stop: Stop) -> None:
+        nonlocal ready
+        options = RolloutOptions(**given, sampling=sampling, feed_options=feed_options, engine_token=token)
+        rollouts = Rollouts(options, lambda event: _report(event, report, metrics.endpoint))
+        metrics = _metrics(metrics_listen, rollouts)
+        stop.wait = rollouts.stop
+        async with metrics:
+            await rollouts.run()
+        ready = rollouts.started
+        if ready or not stop.number:
+            report.emit({"event": "done", **rollouts.summary()}, _done_text(rollouts.summary(), given["store"]))
+        elif stop.number:
+            raise Stopped(stop.number)
+
+    try:
+        run(make)
+    except Stopped as stop:
+        raise CommandError("stopped during the start" if not ready else "stopped", 128 + stop.number) from None
+    except AveragingError as error:
+        raise failure_of(error) from None
+
+
+def _prepare_process() -> None:
+    """Has modules of the current directory found, and no proxy asked for this machine."""
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    for name in ("NO_PROXY", "no_proxy"):
+        os.environ[name] = ",".join(filter(None, (os.environ.get(name), LOOPBACK)))
+
+
+def _metrics(listen: str | None, rollouts: Any) -> Any:
+    from averaging.metrics import MetricsListener
+    from averaging.rl.rollouts import ROLLOUT_METRICS
+
+    return MetricsListener(
+        listen, "averaging rollouts", ROLLOUT_METRICS, rollouts.samples, lambda: "" if rollouts.started else "starting"
+    )
+
+
+def _token(path: Path | None) -> str | None:
+    from averaging.errors import AveragingError
+    from averaging.security import read_tokens
+
+    try:
+        tokens = read_tokens(path)
+    except AveragingError as error:
+        raise failure_of(error) from None
+    return tokens[0] if tokens else None
+
+
+def _report(event: Mapping[str, Any], report: CommandOutput, metrics: str) -> None:
+    text = printable(TEXTS[event["event"]](event), 2000)
+    item = (dict(event), text)
+    report.emit(*(events.with_metrics(item, metrics) if event["event"] == "ready" else item))
+
+
+def _ready_text(event: Mapping[str, Any]) -> str:
+    kept = ""
+    if event["kept_groups"]:
+        kept = f"; {_kept(event)} of the last start are used first"
+    return f"{event['environment']}: asking {event['model']} at {event['engine']}{_at(event['version'])}{kept}"
+
+
+def _posted_text(event: Mapping[str, Any]) -> str:
+    versions = ", ".join(map(str, event["versions"]))
+    made_by = f", version{'s' * (len(event['versions']) > 1)} {versions}" if versions else ""
+    stale = f", too old for the trainer, which is at {event['newest_version']}" if event["stale"] else ""
+    waiting = f", {event['waiting']} wait" if event["waiting"] else ""
+    return (
+        f"group {event['group']}: {event['rollouts']} rollouts, score {event['score']:.3g} "
+        f"({event['lowest']:.3g} to {event['highest']:.3g}){made_by}{stale}; {event['rate']:.1f} rollouts/s{waiting}"
+    )
+
+
+def _at(version: int | None) -> str:
+    return "" if version is None else f", version {version}"
+
+
+def _kept(event: Mapping[str, Any]) -> str:
+    return f"{counted(event['kept_rollouts'], 'rollout')} of {counted(event['kept_groups'], 'group')}"
+
+
+def _done_text(summary: Mapping[str, Any], store: Path) -> str:
+    failed = ", ".join(f"{count} {reason}" for reason, count in summary["failed"].items())
+    parts = [
+        f"posted {counted(summary['groups'], 'group')} of {counted(summary['rollouts'], 'rollout')}",
+        f"{summary['stale']} too old" * bool(summary["stale"]),
+        f"{summary['dropped']} dropped" * bool(summary["dropped"]),
+        f"rollouts that failed: {failed}" * bool(failed),
+        f"{_kept(summary)} are in {store}; the same command goes on with them" * bool(summary["kept_groups"]),
+    ]
+    return "; ".join(filter(None, parts))
+
+
+TEXTS: Mapping[str, Any] = {
+    "ready": _ready_text,
+    "posted": _posted_text,
+    "failed": lambda event: f"group {event['group']}: a rollout failed ({event['reason']}): {event['message']}",
+    "dropped": lambda event: f"group {event['group']} is dropped: {event['message']}",
+    "paused": lambda event: (
+        f"paused: the engine serves version {event['version']}, too old for the trainer, which is at "
+        f"{event['newest_version']}"
+    ),
+    "resumed": lambda event: f"goes on with version {event['version']}",
+    "away": lambda event: f"the {event['what']} {event['url']} does not answer; waiting: {event['message']}",
+    "back": lambda event: f"the {event['what']} {event['url']} answers again",
+}
+"""The line of each event."""
+
+__all__ = ["rollouts_command"]

@@ -1,0 +1,13 @@
+"""Rollouts of environments of verifiers, posted as groups to a feed with the version of the weights that made each.
+
+Needs `pip install 'averaging[rollouts]'`, and an engine that tells token ids: `averaging serve`, or vLLM.
+
+Read in this order: `samples` (scored sequences and groups of them; pure), `engine` (requests that wait for an engine
+that is away, and versions), `environment` (tasks and rollouts of verifiers), `chat_harness` (the agent of environments
+that bring none), `store` (what is not posted, on disk), `runner` (the class).
+"""
+
+from averaging.rl.rollouts.runner import ROLLOUT_METRICS, RolloutOptions, Rollouts, RolloutTally
+from averaging.rl.rollouts.samples import TruncatedMode
+
+__all__ = ["ROLLOUT_METRICS", "RolloutOptions", "RolloutTally", "Rollouts", "TruncatedMode"]

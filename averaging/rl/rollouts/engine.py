@@ -1,0 +1,366 @@
+"""The inference engine: requests that are held while it is away, and the version of the weights that answered each.
+
+The environments' client asks the `EngineGateway`, a server on this machine's loopback, and the gateway the engine. So
+an environment notices nothing when the engine is started again, whatever program its agent is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+import ssl
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from typing import Annotated, Any, Self, TypeVar
+
+import httpx
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from averaging.common import Backoff, chosen_proxy, proxy_for
+from averaging.errors import ConfigError, RolloutError, printable
+from averaging.http_server import HttpServer, listening
+
+logger = logging.getLogger(__name__)
+
+MIN_PAUSE, MAX_PAUSE = 0.1, 5.0
+"""Seconds before a request is repeated; the pause doubles with each try."""
+
+HELD = frozenset({408, 425, 429, 502, 503, 504})
+"""Statuses of an engine that is starting, full, or loading weights. The request is repeated until it is answered."""
+
+MAX_FAULTS = 3
+"""How often a request that the engine answers with another status from 500 on is tried."""
+
+CONNECT_TIMEOUT = 10.0
+"""Seconds to connect to the engine."""
+
+SESSION_HEADER, SECRET_HEADER = "X-Session-ID", "Gateway-Secret"
+"""Headers of requests to the gateway: the rollout, as verifiers names it, and the gateway's secret."""
+
+Answer = TypeVar("Answer")
+
+Token = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+
+
+class EngineModel(msgspec.Struct, frozen=True):
+    """A model of an engine.
+
+    Attributes:
+        id: its name in requests.
+        root: the folder or name with which the engine was started, if the engine tells it.
+        max_model_len: tokens that prompt and reply may have together.
+    """
+
+    id: str
+    root: str | None = None
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct, frozen=True):
+    data: Annotated[list[EngineModel], msgspec.Meta(min_length=1)]
+
+
+class _WeightInfo(msgspec.Struct, frozen=True):
+    weight_version: str | int | None = None
+
+
+class _Logprobs(msgspec.Struct, frozen=True):
+    token_logprobs: list[float]
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    token_ids: list[Token]
+    logprobs: _Logprobs
+    finish_reason: str | None = None
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """What an engine has written.
+
+    Attributes:
+        choices: exactly one.
+        id: of the request.
+        weight_version: the version of the weights, if the engine tells it with each answer.
+    """
+
+    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1, max_length=1)]
+    id: str = ""
+    weight_version: str | int | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.choices[0].token_ids) != len(self.choices[0].logprobs.token_logprobs):
+            raise ValueError("it has not one log-probability for each token")
+
+
+class EngineClient:
+    """An OpenAI-compatible engine that also tells token ids: `averaging serve`, or vLLM.
+
+    A request is repeated while the engine is away, starting or full, without a limit of time.
+
+    Args:
+        url: "http://HOST:PORT" or "https://HOST:PORT". A token may be its password, "http://any:TOKEN@HOST:PORT".
+        token: the engine's token, or API key; it wins over that in `url`.
+        tls_ca: file with the authority of an https engine; None trusts the system's.
+        timeout: seconds for an answer, after which the request is repeated.
+        on_away: called when the engine begins and ceases to be away, with the reason, empty if it is back.
+
+    Raises:
+        ConfigError: `url` is no address.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        tls_ca: str | None = None,
+        timeout: float = 600.0,
+        on_away: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        self.url, in_url = _without_password(url)
+        self._on_away = on_away
+        self._away = ""
+        self._asks_version = True
+        self._version: int | None = None
+        token = token or in_url
+        try:
+            context = ssl.create_default_context(cafile=tls_ca)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"{tls_ca} is no file of an authority: {error}") from None
+        self._client = httpx.AsyncClient(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            timeout=httpx.Timeout(timeout, connect=CONNECT_TIMEOUT),
+            limits=httpx.Limits(max_connections=None),
+            verify=context,
+            trust_env=False,
+            proxy=proxy_for(httpx.URL(self.url).host, chosen_proxy()),
+        )
+
+    @property
+    def away(self) -> str:
+        """Why the engine does not answer; empty if it does."""
+        return self._away
+
+    @property
+    def version(self) -> int | None:
+        """The newest version that the engine was seen to serve; None if it tells none."""
+        return self._version
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._client.aclose()
+
+    async def models(self) -> list[EngineModel]:
+        """Asks for the engine's models, the one that it serves first."""
+        return _decoded((await self._request("GET", "/v1/models")).content, _Models, self.url).data
+
+    async def ask_version(self) -> int | None:
+        """Asks which version of the weights the engine serves; None if it does not tell."""
+        if not self._asks_version:
+            return None
+        try:
+            reply = await self._request("GET", "/weight_info")
+        except RolloutError as error:
+            if error.status not in (404, 405):
+                raise
+            self._asks_version = False  # an engine of which nobody changes the weights has no such route
+            return None
+        return self._seen(_decoded(reply.content, _WeightInfo, self.url).weight_version)
+
+    async def complete(self, body: Mapping[str, Any]) -> tuple[Completion, list[int]]:
+        """Asks for a completion. Returns it, and the versions of the weights that may have written it.
+
+        Raises:
+            RolloutError: the engine refuses the request, or its answer cannot be used.
+        """
+        before = None if self._tells else await self.ask_version()
+        reply = await self._request("POST", "/v1/completions", body)
+        completion = _decoded(reply.content, Completion, self.url)
+        if completion.weight_version is not None:
+            self._tells = True
+            told = self._seen(completion.weight_version)
+            return completion, [] if told is None else [told]
+        after = await self.ask_version()
+        return completion, sorted({version for version in (before, after) if version is not None})
+
+    _tells = False
+    """Whether the engine tells the version with each answer."""
+
+    def _seen(self, told: str | int | None) -> int | None:
+        """Reads a version. Names that are no number, such as "default", are none."""
+        text = "" if told is None else str(told)
+        if not (text.isascii() and text.isdecimal() and len(text) < 16):
+            return None
+        self._version = int(text)
+        return self._version
+
+    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> httpx.Response:
+        """Sends a request until the engine answers it."""
+        backoff, faults = Backoff(MIN_PAUSE, MAX_PAUSE, random.Random(), jitter=(0.5, 1.0)), 0
+        while True:
+            try:
+                reply = await self._client.request(method, path, json=body)
+            except httpx.TransportError as error:
+                self._note_away(str(error) or type(error).__name__)
+            else:
+                reason = f"{path} answers {reply.status_code}: {_message(reply)}"
+                if reply.is_success:
+                    self._note_away("")
+                    return reply
+                is_held = reply.status_code in HELD
+                faults += not is_held
+                if not is_held and (reply.status_code < 500 or faults >= MAX_FAULTS):
+                    raise RolloutError("engine", f"{self.url}{reason}", reply.status_code)
+                self._note_away(reason)
+            await asyncio.sleep(backoff.next_delay())
+
+    def _note_away(self, reason: str) -> None:
+        changed = bool(reason) != bool(self._away)
+        self._away = reason
+        if changed:
+            self._on_away(reason)
+
+
+class _GenerateRequest(msgspec.Struct, frozen=True):
+    """A request of verifiers' training client, as vLLM's /inference/v1/generate takes it."""
+
+    model: str
+    token_ids: list[Token]
+    sampling_params: dict[str, Any]
+    features: Any = None
+    content_parts: Any = None
+
+
+OWN_PARAMETERS = frozenset({"routed_experts_prompt_start", "logprobs", "extra_body"})
+"""Parameters that are not handed on, or have a fixed value."""
+
+
+class EngineGateway:
+    """Answers verifiers' training client on loopback, from an engine's /v1/completions with token ids.
+
+    Use it as `async with`. Rollouts in progress get an error when it ends.
+    """
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+        self._versions: dict[str, set[int]] = {}
+        self._running: set[asyncio.Task[tuple[Completion, list[int]]]] = set()
+        self._lengths: dict[str, int | None] = {}
+        self._stack = AsyncExitStack()
+        self.secret = secrets.token_hex(16)
+        self.url = ""
+
+    async def __aenter__(self) -> Self:
+        routes = [
+            Route("/v1/models", self._models),
+            Route("/inference/v1/generate", self._generate, methods=["POST"]),
+        ]
+        listener = self._stack.enter_context(listening("127.0.0.1:0"))
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        # One program has all connections, of which the server grants it half.
+        server = HttpServer(Starlette(routes=routes), listener, connections=1 << 16, seconds=3600.0)
+        await self._stack.enter_async_context(server)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._running:
+            task.cancel()
+        await self._stack.aclose()
+
+    def take_versions(self, rollout: str) -> list[int]:
+        """Returns the versions of the weights that answered the requests of a rollout, and forgets them."""
+        return sorted(self._versions.pop(rollout, ()))
+
+    async def _models(self, request: Request) -> Response:
+        if not self._is_ours(request):
+            return _failure(401, "this is the gateway of a process of averaging rollouts")
+        try:
+            models = await self._engine.models()
+        except RolloutError as error:
+            return _failure(error.status or 502, str(error))
+        self._lengths = {model.id: model.max_model_len for model in models}
+        return JSONResponse({"object": "list", "data": msgspec.to_builtins(models)})
+
+    async def _generate(self, request: Request) -> Response:
+        if not self._is_ours(request):
+            return _failure(401, "this is the gateway of a process of averaging rollouts")
+        try:
+            asked = msgspec.json.decode(await request.body(), type=_GenerateRequest)
+        except msgspec.MsgspecError as error:
+            return _failure(400, f"the request cannot be used: {error}")
+        if asked.features is not None or asked.content_parts is not None:
+            return _failure(400, "images are not supported; use an environment of text")
+        task = asyncio.create_task(self._engine.complete(self._completion_request(asked)))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        await asyncio.wait({task})
+        if task.cancelled():
+            return _failure(503, "averaging rollouts is ending")
+        failure = task.exception()
+        if isinstance(failure, RolloutError):
+            return _failure(failure.status or 502, str(failure))
+        completion, versions = task.result()
+        self._versions.setdefault(request.headers.get(SESSION_HEADER, ""), set()).update(versions)
+        return JSONResponse(_generate_reply(completion))
+
+    def _completion_request(self, asked: _GenerateRequest) -> dict[str, Any]:
+        parameters = {name: value for name, value in asked.sampling_params.items() if name not in OWN_PARAMETERS}
+        if parameters.get("max_tokens") is None and (length := self._lengths.get(asked.model)) is not None:
+            parameters["max_tokens"] = max(1, length - len(asked.token_ids))
+        fixed = {"model": asked.model, "prompt": asked.token_ids, "logprobs": 1, "return_token_ids": True}
+        return parameters | fixed
+
+    def _is_ours(self, request: Request) -> bool:
+        return secrets.compare_digest(request.headers.get(SECRET_HEADER, "").encode(), self.secret.encode())
+
+
+def _generate_reply(completion: Completion) -> dict[str, Any]:
+    choice = completion.choices[0]
+    pairs = zip(choice.token_ids, choice.logprobs.token_logprobs, strict=True)
+    content = [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in pairs]
+    answered = {"index": 0, "token_ids": choice.token_ids, "finish_reason": choice.finish_reason}
+    return {"request_id": completion.id, "choices": [{**answered, "logprobs": {"content": content}}]}
+
+
+def _failure(status: int, message: str) -> Response:
+    return JSONResponse({"error": {"message": message, "type": "engine", "code": status}}, status_code=status)
+
+
+def _decoded(body: bytes, kind: type[Answer], url: str) -> Answer:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RolloutError(
+            "engine",
+            f"the answer of {url} cannot be used ({error}); the engine must be averaging serve or vLLM, which tell "
+            "token ids and log-probabilities",
+        ) from None
+
+
+def _message(reply: httpx.Response) -> str:
+    try:
+        body: Any = msgspec.json.decode(reply.content)
+        failure = body.get("error", body)
+        return printable(str(failure.get("message") if isinstance(failure, dict) else failure), 500)
+    except (msgspec.MsgspecError, AttributeError, RecursionError):
+        return printable(reply.text[:200])
+
+
+def _without_password(url: str) -> tuple[str, str]:
+    """Splits an engine's address into one that errors may show, and the password in it."""
+    try:
+        parsed = httpx.URL(url)
+        valid = parsed.scheme in ("http", "https") and bool(parsed.host)
+    except (httpx.InvalidURL, TypeError):
+        valid = False
+    if not valid:
+        shown = printable(url.rpartition("@")[2])
+        raise ConfigError(f"{shown!r} is not the address of an engine; give http://HOST:PORT or https://HOST:PORT")
+    return str(parsed.copy_with(userinfo=b"")).rstrip("/").removesuffix("/v1"), parsed.password

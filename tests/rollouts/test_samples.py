@@ -1,0 +1,115 @@
+"""Scored sequences, groups of them, and what is kept on disk."""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from averaging.errors import ConfigError, RolloutError
+from averaging.rl.rollouts.samples import ScoredSequence, TruncatedMode, WantedVersion, group_of, named, wanted_version
+from averaging.rl.rollouts.store import RolloutStore
+
+
+def sequence(**changes: Any) -> ScoredSequence:
+    fields: dict[str, Any] = {
+        "tokens": [5, 6, 7],
+        "sampled": [False, True, True],
+        "logprobs": [0.0, -0.5, -1.0],
+        "score": 1.0,
+        "versions": [3],
+    }
+    return ScoredSequence(**fields | changes)
+
+
+def test_a_group_trains_what_the_model_wrote() -> None:
+    group = group_of([sequence(), sequence(score=0.0)], TruncatedMode.DROP)
+    assert group.masks == [[-100, 6, 7]] * 2
+    assert group.inference_logprobs == [[1.0, -0.5, -1.0]] * 2
+    assert list(group.scores) == [1.0, 0.0]
+    assert group.version == 3
+    assert group.overrides is None
+
+
+def test_a_group_names_all_versions_that_made_it() -> None:
+    group = group_of([sequence(versions=[4, 5]), sequence(versions=[3]), sequence(versions=[])], TruncatedMode.DROP)
+    assert group.version == [3, 4, 5]
+
+
+@pytest.mark.parametrize("mode", [TruncatedMode.MASK, TruncatedMode.TRAIN])
+def test_truncated_sequences_are_marked(mode: TruncatedMode) -> None:
+    group = group_of([sequence(), sequence(truncated=True)], mode)
+    assert group.overrides == [{}, {"truncated": True}]
+    assert group.masks == [[-100, 6, 7], [-100, 6, 7] if mode is TruncatedMode.TRAIN else [-100] * 3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"sampled": [False] * 3}, "empty"),
+        ({"sampled": [True]}, "lengths"),
+        ({"logprobs": [0.0]}, "lengths"),
+        ({"score": math.nan}, "score"),
+        ({"logprobs": [0.0, -math.inf, 0.0]}, "logprobs"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(RolloutError) as refused:
+        sequence(**changes)
+    assert refused.value.reason == reason
+
+
+def test_weights_that_are_too_old_for_the_feed() -> None:
+    assert wanted_version(None, 1) is None
+    assert wanted_version(7, None) is None
+    assert wanted_version(7, 1) == WantedVersion(needed=6, newest=7)
+    only_the_newest = WantedVersion(needed=7, newest=7)
+    assert only_the_newest.holds(6)
+    assert not only_the_newest.holds(7)
+    assert not only_the_newest.holds(None)
+
+
+def test_failures_are_named_with_the_most_frequent_first() -> None:
+    assert named({"engine": 1, "truncated": 5}) == "5 truncated, 1 engine"
+
+
+def test_a_store_keeps_what_is_not_posted(tmp_path: Path) -> None:
+    store = RolloutStore(tmp_path / "store", "digits")
+    first, second = store.begin("task 0"), store.begin("task 1")
+    store.save(first, 1, [sequence()])
+    store.save(second, 0, [sequence(score=2.0)])
+    store.save(second, 1, [sequence(score=3.0)])
+    key = store.key
+    store.forget(first)
+    store.close()
+    again = RolloutStore(tmp_path / "store", "digits")
+    kept = again.pending()
+    assert [(group.number, group.key, group.task) for group in kept] == [(1, second.key, "task 1")]
+    assert [each.score for each in kept[0].sequences()] == [2.0, 3.0]
+    assert kept[0].missing(4) == [2, 3]
+    assert again.next_number == 2
+    assert again.key == key
+    again.close()
+
+
+def test_a_store_of_something_else_is_refused(tmp_path: Path) -> None:
+    RolloutStore(tmp_path / "store", "digits").close()
+    with pytest.raises(ConfigError, match="rollouts of digits, not of words; give another --store"):
+        RolloutStore(tmp_path / "store", "words")
+    (tmp_path / "text").write_text("no database" * 200)
+    with pytest.raises(ConfigError, match="is no store of rollouts"):
+        RolloutStore(tmp_path / "text", "digits")
+    other = sqlite3.connect(tmp_path / "other")
+    other.execute("CREATE TABLE something (number)")
+    other.close()
+    with pytest.raises(ConfigError, match="is no store of rollouts"):
+        RolloutStore(tmp_path / "other", "digits")
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        RolloutStore(tmp_path / "nowhere" / "store", "digits")
+    store = RolloutStore(tmp_path / "store", "digits")
+    with pytest.raises(ConfigError, match="another process uses it"):
+        RolloutStore(tmp_path / "store", "digits")
+    store.close()
