@@ -164,7 +164,7 @@ class DecentralizedAverager(OptimizerWrapper):
         process_group: object = NO_GROUP,
         services: Sequence[RpcService] = (),
         transport: Transport | None = None,
-        discovery: DiscoveryFactory | None = None,
+        discovery: DiscoveryFactory | str | None = None,
         **options: Unpack[PeerOptions],
     ) -> None:
         trained = None if model is None else TrainedModel(model)
@@ -173,7 +173,8 @@ class DecentralizedAverager(OptimizerWrapper):
         self._site = site = site_of(process_group, parameters, self._leader)
 
         def check() -> dict[str, str]:
-            self._config = checked = configure(config, run_id, options)
+            named = {"discovery": discovery} if isinstance(discovery, str) else {}
+            self._config = checked = configure(config, run_id, {**options, **named})
             if checked.mode is Mode.AUXILIARY:
                 raise ConfigError("an auxiliary peer has nothing to train; start it as a Peer or with `averaging peer`")
             check_unused(strategy)
@@ -207,7 +208,7 @@ class DecentralizedAverager(OptimizerWrapper):
                 extra_state=lambda: self._training_state.shared(),
                 services=[service for service in services if site.leads or getattr(service, "of_each_shard", False)],
                 transport=transport,
-                discovery=discovery,
+                discovery=None if isinstance(discovery, str) else discovery,
                 on_leave=self._leave_as_asked if site.leads and transport is None else None,
                 shard=shard,
                 training=self._progress,

@@ -16,6 +16,7 @@ from typing import Any, Self, TypeAlias, TypedDict, TypeVar
 from averaging.common import (
     ADDRESS,
     ADDRESSES_TO_DIAL,
+    GOSSIP,
     PATH,
     SECONDS,
     SWITCH,
@@ -25,11 +26,13 @@ from averaging.common import (
     check_options,
     check_proxy,
     choice,
+    is_loopback,
     merge,
     number,
     option,
     options_of,
     parse_address,
+    parse_discovery,
     read_arguments,
     read_environment,
     read_toml,
@@ -124,7 +127,8 @@ class TLSFiles:
 class PeerOptions(TypedDict, total=False):
     """The keyword arguments of `Peer`, `BlockingPeer` and `DecentralizedAverager`. `PeerConfig` explains them.
 
-    An option with a fixed set of values may be given by name, such as `mode="client"`.
+    An option with a fixed set of values may be given by name, such as `mode="client"`. `discovery`
+    is an argument of these classes.
     """
 
     join: Sequence[str]
@@ -158,6 +162,9 @@ class PeerOptions(TypedDict, total=False):
     on_drift: OnDrift | str
     insecure: bool
     inspection: Inspection | str
+    etcd_ca: FilePath | None
+    etcd_cert: FilePath | None
+    etcd_key: FilePath | None
     receipts: FilePath | None
     metrics_listen: str | None
     traces: bool
@@ -247,6 +254,15 @@ class PeerConfig:
         None,
         ADDRESS,
         "Address at which other peers reach this one, if it differs from {listen}. Port 0 means the port of {listen}.",
+    )
+    discovery: str = _basic(
+        GOSSIP,
+        text("gossip|etcd://HOST:PORT,…", parse_discovery),
+        "How peers find each other: `gossip` between them, or `etcd://HOST:PORT,…`, a cluster of etcd 3 that all peers "
+        "reach, for more than about 1,000 peers. The same at all peers. With etcd there is no {join}. See "
+        "docs/how-to/many-peers.md.",
+        shared=True,
+        alike=True,
     )
     group_size: int = _basic(8, _GROUP_SIZE, "A group starts as soon as it has this many members.", shared=True)
     mode: Mode = _basic(
@@ -416,6 +432,17 @@ class PeerConfig:
         "Callers that may inspect this peer (status, reflection, channelz, records): all, those with a token if the "
         "run has one, or none.",
     )
+    etcd_ca: FilePath | None = _access(
+        None,
+        PATH,
+        "Certificates of etcd's authorities, if {discovery} is in etcd and these are not those of {tls_ca}. With all "
+        "three files of etcd; without them those of the run are used.",
+        shared=True,
+    )
+    etcd_cert: FilePath | None = _access(
+        None, PATH, "Certificate with which this peer calls etcd, if it is not {tls_cert}.", shared=True
+    )
+    etcd_key: FilePath | None = _access(None, PATH, "Private key of {etcd_cert}.", shared=True)
     receipts: FilePath | None = _access(
         None,
         PATH,
@@ -513,9 +540,42 @@ class PeerConfig:
                 f"{members} needs {spelled('token_file')} or TLS: without them whoever reaches the port is a member",
                 "leave_access",
             )
+        self._check_discovery()
         if self.group_size < self.min_group_size:
             group_size = spelled("group_size", self.group_size)
             raise ConfigError(f"{group_size} is below {spelled('min_group_size', self.min_group_size)}", "group_size")
+
+    @property
+    def etcd(self) -> tuple[str, ...]:
+        """The members of the etcd cluster in which peers find each other; empty if they gossip."""
+        return parse_discovery(self.discovery)
+
+    def _check_discovery(self) -> None:
+        of_etcd = ("etcd_ca", "etcd_cert", "etcd_key")
+        given = [name for name in of_etcd if getattr(self, name) is not None]
+        if not self.etcd:
+            if given:
+                raise ConfigError(
+                    f"{spelled(given[0])} is for discovery in etcd; give {spelled('discovery')}", given[0]
+                )
+            return
+        if self.join:
+            raise ConfigError(
+                f"{spelled('join')} cannot be given with {spelled('discovery', self.discovery)}: the peers of a run "
+                "meet either in etcd or by gossip, never in both. Leave one of the two out, alike at all peers",
+                "join",
+            )
+        if given and len(given) < len(of_etcd):
+            missing = [spelled(name) for name in of_etcd if name not in given]
+            raise ConfigError(f"{spelled(given[0])} needs {' and '.join(missing)} as well", given[0])
+        near = all(is_loopback(parse_address(member)[0]) for member in self.etcd)
+        if not given and self.tls_cert is None and not self.insecure and not near:
+            raise ConfigError(
+                f"{spelled('discovery', self.discovery)} is reached over the network without TLS, where others could "
+                f"read and change it; give {', '.join(map(spelled, of_etcd))}, or TLS files of the run that etcd "
+                f"takes, or {spelled('insecure')} if every machine in the network is trusted",
+                "discovery",
+            )
 
     @property
     def is_closed(self) -> bool:

@@ -188,6 +188,7 @@ class JoinError(AveragingError):
     Args:
         seconds: time limit in which none answered; None if all refused.
         hint: a further sentence about the cause.
+        text: the message, where peers do not join through others.
 
     Attributes:
         reasons: the reason for each of them.
@@ -195,9 +196,11 @@ class JoinError(AveragingError):
             retry fails as well until one side is configured differently.
     """
 
-    def __init__(self, reasons: Mapping[str, str], seconds: float | None, hint: str = "") -> None:
+    def __init__(self, reasons: Mapping[str, str], seconds: float | None, hint: str = "", text: str = "") -> None:
         listed = "; ".join(f"{seed}: {reason}" for seed, reason in reasons.items())
-        if seconds is None:
+        if text:
+            pass
+        elif seconds is None:
             text = (
                 f"this peer and those to join cannot be in one run as they are configured ({listed}). "
                 "Change what the reasons name and start this peer again."

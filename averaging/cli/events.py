@@ -43,14 +43,21 @@ def found_seeds(found: FoundSeeds) -> Item:
 
 
 def ready(
-    endpoint: str, run_id: str, mode: str, schema: Schema, join_command: Sequence[str], kept: Sequence[str] = ()
+    endpoint: str,
+    run_id: str,
+    mode: str,
+    schema: Schema,
+    join_command: Sequence[str],
+    kept: Sequence[str] = (),
+    *,
+    in_etcd: bool = False,
 ) -> Item:
-    """The peer serves and is part of its run; how other peers join it."""
+    """The peer serves and is part of its run; how other peers join it, or the run if that meets in etcd."""
     is_client = endpoint.startswith(CLIENT_PREFIX)
     event = {
         "event": "ready",
         "endpoint": endpoint,
-        "join": None if is_client else endpoint,
+        "join": None if is_client or in_etcd else endpoint,
         "run_id": run_id,
         "mode": mode,
         "schema_hash": schema.hash.hex(),
@@ -64,13 +71,13 @@ def ready(
     )
     if kept:
         text += f"\nnot averaged, but kept as they are: {listed(kept)}"
-    if is_client:
+    if is_client and not in_etcd:
         return event, f"{text}\nother peers cannot join through it: it is a client"
-    if is_loopback(parse_address(endpoint)[0]):
+    if not is_client and is_loopback(parse_address(endpoint)[0]):
         where = "in another terminal of this machine (for other machines, --listen on an address that they can reach)"
     else:
         where = "with --listen on an address that other peers can reach, or with --mode client"
-    return event, f"{text}\njoin it {where}:\n  {shlex.join(join_command)}"
+    return event, f"{text}\njoin {'its run' if in_etcd else 'it'} {where}:\n  {shlex.join(join_command)}"
 
 
 def with_metrics(item: Item, endpoint: str) -> Item:

@@ -246,7 +246,7 @@ def peer_config(given: dict[str, Any]) -> PeerConfig:
         for name in ("listen", "advertise"):
             if given[name]:
                 raise click.UsageError(f"--mode client accepts no connections; leave --{name} out.")
-        if not config.join:
+        if not config.join and not config.etcd:
             raise click.UsageError("--mode client needs --join: no peer could ever reach this one otherwise.")
     return config
 
@@ -293,7 +293,7 @@ def _check_receipts(path: Path) -> None:
 
 
 def join_command(file: Path, config: PeerConfig) -> list[str]:
-    """The command that starts another peer of the run, up to the value of `--join`."""
+    """The command that starts another peer of the run, without `--join` and its value."""
     defaults = PeerConfig(run_id=config.run_id)
     command = ["averaging", "peer", str(file), "--run-id", config.run_id]
     for name, declared in FLAGS.items():

@@ -111,6 +111,11 @@ def peer_command(
     Any pod of a headless service of Kubernetes, whichever are there:
       averaging peer b.safetensors --run-id demo --join dns:averaging.default.svc:4222
 
+    \b
+    Thousands of peers, which meet in a cluster of etcd instead of joining each other (docs/how-to/many-peers.md):
+
+      averaging peer b.safetensors --run-id demo --discovery etcd://etcd-0.example:2379,etcd-1.example:2379
+
     A round needs a group of peers that look for one at the same time. A peer that finds none within --round-timeout
     exits with code 1 and says which peers were there and what they answered. A round that fails is tried again
     --retries times. With --serve the peer continues after such failures.
@@ -129,7 +134,8 @@ def peer_command(
       seeds    source (of --join, such as dns:NAME:PORT), addresses, own (those of this peer), failure (or null):
                first, and whenever the answer of a source changes
       joining  seconds, timeout, waiting_for (why each of --join has not answered): after 1 s, then less and less often
-      ready    endpoint, join (for --join of other peers; null for a client), run_id, mode, schema_hash, tensors, bytes,
+      ready    endpoint, join (for --join of other peers; null for a client and
+              with etcd), run_id, mode, schema_hash, tensors, bytes,
                kept (names of the tensors that are not averaged), with --metrics-listen also metrics (its address)
       round    round (from 1), group_id, members, dropped, dropped_reasons, gathered (both by endpoint), seconds,
                allreduce_seconds, bytes_sent, bytes_received, part_bytes_sent and part_bytes_received (those of them
@@ -309,9 +315,10 @@ class CommandSession:
         try:
             async with peer:
                 stop.wait = self._must_finish
-                command = [*plan.join_command, "--join", peer.endpoint]
+                in_etcd = bool(peer.config.etcd)
+                command = [*plan.join_command, *([] if in_etcd else ["--join", peer.endpoint])]
                 mode = peer.config.mode.name.lower()
-                ready = events.ready(peer.endpoint, peer.run_id, mode, peer.schema, command, kept)
+                ready = events.ready(peer.endpoint, peer.run_id, mode, peer.schema, command, kept, in_etcd=in_etcd)
                 self._report.emit(*events.with_metrics(ready, peer.metrics_endpoint))
                 await self._average_until_done(stop)
                 stop.wait = lambda: True  # leaving takes at most a second

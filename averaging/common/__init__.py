@@ -85,7 +85,7 @@ from averaging.common.safe_msgpack import (
     unpack,
 )
 from averaging.common.sanitize import MAX_NAMES, counted, duration, html_table, listed, plain, size
-from averaging.common.seed_sources import SeedSource, SourceKind, parse_seed
+from averaging.common.seed_sources import GOSSIP, SeedSource, SourceKind, parse_discovery, parse_seed
 from averaging.common.tensor_names import (
     VERSION_KEY,
     contradict,
@@ -102,6 +102,7 @@ __all__ = [
     "ADDRESSES_TO_DIAL",
     "ADDRESS_TO_DIAL",
     "CLIENT_PREFIX",
+    "GOSSIP",
     "MAX_INTEGER_KEYS",
     "MAX_NAMES",
     "PATH",
@@ -168,6 +169,7 @@ __all__ = [
     "pack",
     "pack_user",
     "parse_address",
+    "parse_discovery",
     "parse_duration",
     "parse_ip",
     "parse_seed",

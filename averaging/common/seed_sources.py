@@ -12,6 +12,12 @@ ETCD = "etcd://"
 
 SOURCES = "dns:NAME:PORT, file:PATH, slurm:PORT or etcd://HOST:PORT,…/KEY"
 
+GOSSIP = "gossip"
+"""The value of `discovery` for peers that find each other by gossip."""
+
+MAX_MEMBERS = 16
+"""Members of an etcd cluster that `discovery` may name; clusters have 3 or 5."""
+
 MAX_KEY = 512
 """Bytes of a key in etcd."""
 
@@ -84,6 +90,33 @@ def split_seeds(text: str) -> list[str]:
         elif part:
             values.append(part)
     return values
+
+
+def parse_discovery(text: str) -> tuple[str, ...]:
+    """Reads the value of `discovery`.
+
+    Returns:
+        The addresses of the members of an etcd cluster; empty for gossip.
+
+    Raises:
+        ConfigError: it is neither; the message says what is wrong.
+    """
+    if text == GOSSIP:
+        return ()
+    if not text.startswith(ETCD):
+        raise ConfigError(f"{text[:100]!r} must be gossip, or etcd://HOST:PORT,… with members of a cluster of etcd 3")
+    members, _, key = text.removeprefix(ETCD).partition("/")
+    if key:
+        raise ConfigError(
+            f"{text[:200]!r} names a key, which is for the option join; leave out /{key[:100]}: peers write "
+            "under a key with the id of their run"
+        )
+    addresses = tuple(member.strip() for member in members.split(","))
+    for address in addresses:
+        _port(address, text)
+    if len(addresses) > MAX_MEMBERS:
+        raise ConfigError(f"{text[:100]!r}… names {len(addresses)} members; at most {MAX_MEMBERS} are called")
+    return addresses
 
 
 def _port(address: str, text: str) -> int:

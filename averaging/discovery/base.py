@@ -26,11 +26,13 @@ class Entry:
         value: its value.
         expiration: when it expires, in seconds since the epoch.
         holder: the certificate that its owner holds; empty in a run without certificates.
+        created: place of the record in an order that all peers see alike, if discovery has one; else 0.
     """
 
     value: bytes
     expiration: float
     holder: str = ""
+    created: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ class Discovery(Protocol):
     """One peer's access to the records of its run.
 
     It is an async context manager: entering it joins the run, leaving it withdraws the records of this peer.
-    Reading is local and never waits for the network.
+    Reading is local and never waits for the network. A peer need not hold what nobody has read or followed.
     """
 
     async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> None:
@@ -100,8 +102,22 @@ class Discovery(Protocol):
         """Removes this peer's record before it expires; does nothing if there is none."""
         ...
 
+    async def follow(self, key: str, *, keep: bool = True) -> None:
+        """Has this peer hold the records under `key`; returns when it holds them.
+
+        If that takes longer than some seconds, it returns, and the records come later.
+
+        Args:
+            key: the key.
+            keep: whether they are held until this peer leaves; otherwise until nobody has read them for a while.
+        """
+        ...
+
     def get(self, key: str) -> Mapping[str, Entry]:
-        """The records under `key` that have not expired, by subkey."""
+        """The records under `key` that have not expired, by subkey.
+
+        If the key is neither followed nor watched, they may be missing the first time, and come later.
+        """
         ...
 
     def watch(self, key: str) -> AsyncGenerator[Mapping[str, Entry], None]:
@@ -113,11 +129,15 @@ class Discovery(Protocol):
         ...
 
     def knows(self, endpoint: str) -> bool:
-        """Whether any record of this run that has not expired has `endpoint` as its subkey."""
+        """Whether any record that this peer holds, and that has not expired, has `endpoint` as its subkey."""
+        ...
+
+    def withdrew(self, endpoint: str) -> bool:
+        """Whether a peer that this one knew lately has withdrawn its records, and not only let them expire."""
         ...
 
     def endpoints(self) -> frozenset[str]:
-        """The peers that discovery knows: all subkeys of records that have not expired.
+        """The peers that discovery knows: all subkeys of the records that it holds and that have not expired.
 
         A peer that seems to have died may be left out sooner.
         """

@@ -168,6 +168,9 @@ class _DiscoveryOfShard:
     async def withdraw(self, key: str, subkey: str) -> None:
         await self._base.withdraw(key + self._suffix, subkey)
 
+    async def follow(self, key: str, *, keep: bool = True) -> None:
+        await self._base.follow(key + self._suffix, keep=keep)
+
     def get(self, key: str) -> Mapping[str, Entry]:
         return self._base.get(key + self._suffix)
 
@@ -176,6 +179,9 @@ class _DiscoveryOfShard:
 
     def knows(self, endpoint: str) -> bool:
         return self._base.knows(endpoint)
+
+    def withdrew(self, endpoint: str) -> bool:
+        return self._base.withdrew(endpoint)
 
     def endpoints(self) -> frozenset[str]:
         return self._base.endpoints() & self._members().keys()

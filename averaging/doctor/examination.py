@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
-from averaging.common import SourceKind, is_loopback, parse_address, parse_seed
+from averaging.common import CLIENT_PREFIX, SourceKind, counted, is_endpoint, is_loopback, parse_address, parse_seed
 from averaging.config import PeerConfig
+from averaging.discovery.etcd import EtcdDiscovery
 from averaging.doctor import this_machine, tls
 from averaging.doctor.deep import DeepCheck, measure_paths
 from averaging.doctor.dial_back import DialListener
 from averaging.doctor.findings import Finding, Severity, ok, told, warning
 from averaging.doctor.memory import check_memory, free_memory, free_memory_of_gpu
 from averaging.doctor.other_peer import Visit, compare_peers, running_peer, visit
-from averaging.errors import ConfigError, DiscoveryError, ProtocolViolationError
+from averaging.errors import AveragingError, ConfigError, DiscoveryError, ProtocolViolationError
 from averaging.protocol import Mode
 from averaging.security import Credentials, Tls, read_tokens
 from averaging.seeds import FoundSeeds, Seeds
@@ -25,6 +27,9 @@ from averaging.transport.grpc import Dialling
 
 if TYPE_CHECKING:
     from averaging.tensors import Schema
+
+MAX_VISITED = 8
+"""Peers that are asked of those that etcd names."""
 
 Report: TypeAlias = "Callable[[Finding], None]"
 
@@ -67,7 +72,7 @@ async def examine(examination: Examination, report: Report, tell: Callable[[str]
     port = await this_machine.check_port(config, exposed=exposed)
     if port[0].severity is not Severity.OK and (running := await running_peer(config, credentials)):
         port = [running]
-    seeds, found = await _look_up(config, credentials)
+    seeds, found = await (_ask_etcd if config.etcd else _look_up)(config, credentials)
     for finding in (
         *this_machine.check_software(),
         *port,
@@ -130,6 +135,30 @@ async def _look_up(config: PeerConfig, credentials: Credentials | None) -> tuple
             if address != endpoint:
                 addresses.setdefault(address, "")
     return addresses, findings
+
+
+async def _ask_etcd(config: PeerConfig, credentials: Credentials | None) -> tuple[dict[str, str], list[Finding]]:
+    """Some peers that etcd names, and whether it answers. Nothing is written there but a lease."""
+    if credentials is None:
+        return {}, []  # another finding says why
+    client = f"{CLIENT_PREFIX}{uuid.uuid4()}"
+    try:
+        async with EtcdDiscovery.from_config(config, client, credentials) as discovery:
+            names = sorted(name for name in discovery.endpoints() if can_be_called(name))
+            refused = sum(discovery.refused.values())
+    except AveragingError as error:
+        return {}, [told("discovery", error)]
+    found = f"{config.discovery} answers: {counted(len(names), 'peer')} of run {config.run_id!r}"
+    findings = [ok("discovery", f"{found}, of which {MAX_VISITED} are asked" if len(names) > MAX_VISITED else found)]
+    if refused:
+        remedy = "compare the tokens and the certificate authority with those of the other peers"
+        findings.append(warning("discovery", f"{counted(refused, 'record')} there cannot be accepted", remedy))
+    return dict.fromkeys(names[:MAX_VISITED], ""), findings
+
+
+def can_be_called(name: str) -> bool:
+    """Whether a name in discovery is the endpoint of a peer that listens."""
+    return is_endpoint(name) and not name.startswith(CLIENT_PREFIX)
 
 
 def _judge_source(found: FoundSeeds) -> Finding:

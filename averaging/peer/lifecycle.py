@@ -14,12 +14,13 @@ from averaging.common import chosen_proxy, ignored_proxies, shown_proxy
 from averaging.config import PeerConfig
 from averaging.control import ControlService, Departure, LeaveStep
 from averaging.discovery import LIFETIME, REFRESH, Discovery, PublishedRecord, ShardOfRun
+from averaging.discovery.etcd import EtcdDiscovery
 from averaging.discovery.gossip import CertifiedIdentity, GossipDiscovery, Waiting
 from averaging.peer.peer_metrics import PeerMetrics
 from averaging.peer.rounds import Rounds
 from averaging.peer.run_progress import RunProgress
 from averaging.peer.service import PeerService
-from averaging.protocol import Mode, data_key
+from averaging.protocol import Mode, data_key, donors_key, progress_key
 from averaging.receipts import ReceiptBook, ReceiptLog
 from averaging.security import Credentials
 from averaging.seeds import Seeds
@@ -89,7 +90,7 @@ async def start(
     """Listens, joins the run through `seeds`, and declares that the peer's state can be downloaded.
 
     The arguments are the components that `Peer` has created. If `discovery_factory` is None, peers find each other by
-    gossip over the transport.
+    gossip over the transport, or in etcd.
 
     Raises:
         ListenError: it cannot listen at the address, or at that for metrics.
@@ -115,14 +116,15 @@ async def start(
         stack.callback(book.close)  # ends the streams of `watch_rounds`
         service = metrics.service = PeerService(config, endpoint, schema, snapshots, clock(), book)
         if discovery_factory is None:
-            context = _gossip(config, endpoint, transport, credentials, seeds, clock, rng, on_joining)
+            context = _discovery(config, endpoint, transport, credentials, seeds, clock, rng, on_joining)
         else:
             context = discovery_factory(endpoint, transport)
         # From here on other peers may call, also those through which this peer joins.
-        await transport.serve(service, context if isinstance(context, GossipDiscovery) else None)
+        await transport.serve(service, context if isinstance(context, GossipDiscovery | EtcdDiscovery) else None)
         discovery = run_discovery = await stack.enter_async_context(context)
         if shard is not None:
             discovery = shard.discovery_in(run_discovery, endpoint)
+        await _follow(config.run_id, discovery, run_discovery, shard)
         service.discovery = discovery
         progress = RunProgress(config.run_id, endpoint, discovery, clock, seeds.named)
         data = RunProgress(config.run_id, endpoint, discovery, clock, seeds.named, key=data_key(config.run_id))
@@ -175,7 +177,16 @@ def _log_proxy(proxy: str | None) -> None:
         logger.info("other peers are called directly: %s", ignored)
 
 
-def _gossip(
+async def _follow(run_id: str, discovery: Discovery, run_discovery: Discovery, shard: ShardOfRun | None) -> None:
+    """Reads what is read without a wait later on: whether others train, which samples, and who offers a state."""
+    followed = [discovery.follow(progress_key(run_id)), discovery.follow(data_key(run_id))]
+    followed.append(discovery.follow(donors_key(run_id), keep=False))
+    if shard is not None:
+        followed.append(run_discovery.follow(shard.key))
+    await asyncio.gather(*followed)
+
+
+def _discovery(
     config: PeerConfig,
     endpoint: str,
     transport: Transport,
@@ -185,6 +196,8 @@ def _gossip(
     rng: random.Random,
     on_joining: Callable[[Waiting], None] | None,
 ) -> AbstractAsyncContextManager[Discovery]:
+    if config.etcd:
+        return EtcdDiscovery.from_config(config, endpoint, credentials, clock=clock, rng=rng)
     return GossipDiscovery(
         config.run_id,
         endpoint,

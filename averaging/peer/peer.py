@@ -117,7 +117,7 @@ class Peer(InProcess):
         transport: how peers reach each other; gRPC if None.
         services: further gRPC methods to serve on this peer's port, see `averaging.rpc`. The tokens, certificates and
             limits of the peer apply to them too.
-        discovery: how peers find each other; gossip between them if None.
+        discovery: the option `discovery`, see `PeerConfig`; or a function that makes the discovery, for tests.
         clock: clock in seconds since the epoch.
         rng: source of all random choices.
         on_joining: function that is called in the event loop while no peer of `join` has answered, first after a
@@ -152,7 +152,7 @@ class Peer(InProcess):
         extra_state: Callable[[], ExtraState] | None = None,
         transport: Transport | None = None,
         services: Sequence[RpcService] = (),
-        discovery: DiscoveryFactory | None = None,
+        discovery: DiscoveryFactory | str | None = None,
         clock: Callable[[], float] = time.time,
         rng: random.Random | None = None,
         on_joining: Callable[[Waiting], None] | None = None,
@@ -162,7 +162,9 @@ class Peer(InProcess):
         training: Callable[[], TrainingProgress] | None = None,
         **options: Unpack[PeerOptions],
     ) -> None:
-        self.config = configure(config, run_id, options)
+        named = {"discovery": discovery} if isinstance(discovery, str) else {}
+        self._discovery = None if isinstance(discovery, str) else discovery
+        self.config = configure(config, run_id, {**options, **named})
         self._tensors = SharedTensors(tensors)
         self._own = make_topic(self.config, self._tensors, commits=True)
         self.schema = self._own.schema
@@ -183,7 +185,6 @@ class Peer(InProcess):
             services = [probe, TransferService(self._is_in_round), *services]
         self._seeds = Seeds(self.config.join, self._credentials, on_found=on_found)
         self._transport = transport or make_transport(self.config, self._credentials, self._seeds, services)
-        self._discovery = discovery
         self._on_joining = on_joining
         self.shard = shard
         self._training = training
@@ -484,8 +485,11 @@ class Peer(InProcess):
         """
         discovery = self._entered.run_discovery
         if self.shard is not None:
+            await discovery.follow(progress_key(self.run_id))
             self.shard.check(discovery.get(progress_key(self.run_id)).keys())
-        elif divided := sorted(discovery.get(shards_key(self.run_id))):
+            return
+        await discovery.follow(shards_key(self.run_id))
+        if divided := sorted(discovery.get(shards_key(self.run_id))):
             raise ConfigError(
                 f"this peer holds all of the model, but the site of {divided[0]} divides it into shards; divide the "
                 "model at all sites of a run alike, or use another run_id"
@@ -527,6 +531,7 @@ class Peer(InProcess):
             StateError: no donor delivered a valid state.
             ClosedError: the peer is not running.
         """
+        await self._entered.donors.follow()
         names = [name for _, name in self.donors] if donors is None else donors
         state, donor = await download(
             self._transport,

@@ -498,12 +498,12 @@ class Rounds:
 
     def _left(self, round_: _Round) -> tuple[str, ...]:
         """The members of recent groups that have withdrawn their records since. Those of a dead peer stay longer."""
-        now, known = asyncio.get_running_loop().time(), self._discovery.knows
+        now, discovery = asyncio.get_running_loop().time(), self._discovery
         if round_.group:
             members = set(round_.group.endpoints) - {self._endpoint}
-            self._companions |= {name: now for name in members if known(name)}
+            self._companions |= {name: now for name in members if discovery.knows(name)}
         recent = {name for name, last in self._companions.items() if now - last < WITHDRAWN_SECONDS}
-        gone = {name for name in recent if not known(name)}
+        gone = {name for name in recent if discovery.withdrew(name)}
         self._companions = {name: self._companions[name] for name in recent - gone}
         return tuple(sorted(gone - self._discovery.diagnose().silent.keys())) if gone else ()
 

@@ -48,6 +48,10 @@ class Donors:
             clock=clock,
         )
 
+    async def follow(self) -> None:
+        """Waits until this peer holds the declarations, which it need not do all the time."""
+        await self._discovery.follow(self._key, keep=False)
+
     def others(self) -> list[tuple[float, str]]:
         """Priority and endpoint of the other donors, highest priority first."""
         entries = self._discovery.get(self._key)

@@ -129,6 +129,9 @@ class MemoryDiscovery:
             del self._own[key, subkey]
             self._publish(self._author.withdraw(last, self._registry.clock()))
 
+    async def follow(self, key: str, *, keep: bool = True) -> None:
+        """See `Discovery.follow`; every peer holds all records anyway."""
+
     def get(self, key: str) -> Mapping[str, Entry]:
         """See `Discovery.get`."""
         with self._registry.lock:
@@ -154,6 +157,10 @@ class MemoryDiscovery:
         """See `Discovery.knows`."""
         with self._registry.lock:
             return self._registry.table().has_subkey(endpoint) or endpoint in self._own_subkeys()
+
+    def withdrew(self, endpoint: str) -> bool:
+        """See `Discovery.withdrew`; the records of a peer that has died stay for longer than this is asked."""
+        return not self.knows(endpoint)
 
     def endpoints(self) -> frozenset[str]:
         """See `Discovery.endpoints`."""

@@ -39,7 +39,7 @@ class ScriptedPeer:
     """Behaves as `Peer` does towards a session. Each step is one attempt: its receipt, or what happens in it."""
 
     run_id, endpoint, metrics_endpoint = "demo", ME, ""
-    config = SimpleNamespace(mode=Mode.NODE)
+    config = SimpleNamespace(mode=Mode.NODE, etcd=())
 
     def __init__(self, tensor: torch.Tensor, steps: Sequence[Step]) -> None:
         self.schema = describe(["w"], [tensor], part_size_bytes=1 << 20)

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 import pytest
 
 from averaging.discovery.base import MAX_LIFETIME, MAX_VALUE_BYTES, Discovery, Entry
+from averaging.discovery.etcd import EtcdDiscovery
 from averaging.errors import ClosedError, DiscoveryError
 from averaging.testing import virtual_time
 from averaging.testing.discovery import MemoryDiscovery, MemoryRegistry
+from averaging.testing.etcd import MemoryEtcd
 from tests.support.gossip_swarm import GossipSwarm, joined
 
 KEY = "run.0b"
@@ -61,6 +63,20 @@ def gossip(client: bool) -> Two:
     return two
 
 
+def in_etcd(latency: tuple[float, float], tokens: tuple[str, ...] = ()) -> Two:
+    @asynccontextmanager
+    async def two() -> AsyncIterator[tuple[Peer, Peer]]:
+        etcd = MemoryEtcd(latency)
+        async with AsyncExitStack() as one, AsyncExitStack() as other:
+            peers = []
+            for name, stack in (("a:1", one), ("b:1", other)):
+                discovery = EtcdDiscovery("run", name, etcd.client(), tokens=tokens, clock=virtual_time.clock)
+                peers.append(Peer(await stack.enter_async_context(discovery), stack.aclose))
+            yield peers[0], peers[1]
+
+    return two
+
+
 Scenario = Callable[[Discovery, Discovery], Awaitable[None]]
 
 
@@ -79,6 +95,9 @@ class Simulation:
 
     async def _run(self, scenario: Callable[[Peer, Peer], Awaitable[None]], exchanged: bool) -> None:
         async with self._two() as (one, other):
+            for peer in (one, other):
+                for key in (KEY, KEY + "1"):
+                    await peer.discovery.follow(key)
             await (scenario(other, one) if exchanged else scenario(one, other))
 
 
@@ -88,6 +107,9 @@ class Simulation:
         pytest.param(memory(0.05), id="memory-delayed"),
         pytest.param(gossip(client=False), id="gossip"),
         pytest.param(gossip(client=True), id="gossip-client"),
+        pytest.param(in_etcd((0.0, 0.0)), id="etcd"),
+        pytest.param(in_etcd((0.001, 0.02)), id="etcd-delayed"),
+        pytest.param(in_etcd((0.0, 0.0), tokens=("0123456789abcdef",)), id="etcd-sealed"),
     ]
 )
 def simulate(request: pytest.FixtureRequest) -> Simulation:
@@ -155,7 +177,7 @@ def test_only_the_owner_withdraws_a_record(simulate: Simulation) -> None:
 def test_a_record_is_gone_when_it_expires(simulate: Simulation) -> None:
     async def scenario(one: Discovery, other: Discovery) -> None:
         await one.store(KEY, "x:1", b"", expiration := later(5))
-        await asyncio.sleep(4.999)
+        await asyncio.sleep(expiration - virtual_time.clock() - 0.001)
         assert one.get(KEY).keys() == other.get(KEY).keys() == {"x:1"}
         await asyncio.sleep(expiration - virtual_time.clock() + 1e-6)
         for view in (one, other):

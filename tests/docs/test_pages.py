@@ -35,7 +35,7 @@ def test_the_page_works(page: str, tmp_path: Path) -> None:
 
 
 def test_the_bits_of_many_peers_are_spread_evenly() -> None:
-    [block] = blocks_of((ROOT / "docs" / "how-to" / "many-peers.md").read_text())
+    block, *_ = blocks_of((ROOT / "docs" / "how-to" / "many-peers.md").read_text())
     bits = Counter[str]()
     for n in range(64):
         names: dict[str, Any] = {"n": n}

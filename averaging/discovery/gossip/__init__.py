@@ -19,18 +19,25 @@ docs/design/decisions/0001-gossip.md has the reasons and the costs.
 """
 
 from averaging.discovery.gossip.bootstrap import Waiting
-from averaging.discovery.gossip.gossip_discovery import GossipDiscovery
-from averaging.discovery.gossip.identity import Author, CertifiedIdentity, UnsignedIdentity
+from averaging.discovery.gossip.clock_offsets import ClockOffsets
+from averaging.discovery.gossip.gossip_discovery import GossipDiscovery, peers_key
+from averaging.discovery.gossip.identity import Author, CertifiedIdentity, Ed25519Identity, Identity, UnsignedIdentity
 from averaging.discovery.gossip.record import Reason, RecordLimits
-from averaging.discovery.gossip.record_table import RecordTable
+from averaging.discovery.gossip.record_table import Change, RecordStore, RecordTable
 
 __all__ = [
     "Author",
     "CertifiedIdentity",
+    "Change",
+    "ClockOffsets",
+    "Ed25519Identity",
     "GossipDiscovery",
+    "Identity",
     "Reason",
     "RecordLimits",
+    "RecordStore",
     "RecordTable",
     "UnsignedIdentity",
     "Waiting",
+    "peers_key",
 ]

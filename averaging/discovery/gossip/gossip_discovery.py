@@ -142,6 +142,9 @@ class GossipDiscovery:
         if withdrawal is not None:
             self._publish(withdrawal)
 
+    async def follow(self, key: str, *, keep: bool = True) -> None:
+        """See `Discovery.follow`; every peer holds all records anyway."""
+
     def get(self, key: str) -> Mapping[str, Entry]:
         """See `Discovery.get`."""
         return self._records.table().read(key)
@@ -153,6 +156,10 @@ class GossipDiscovery:
     def knows(self, endpoint: str) -> bool:
         """See `Discovery.knows`."""
         return self._records.table().has_subkey(endpoint)
+
+    def withdrew(self, endpoint: str) -> bool:
+        """See `Discovery.withdrew`; the records of a peer that has died stay for longer than this is asked."""
+        return not self.knows(endpoint)
 
     def endpoints(self) -> frozenset[str]:
         """See `Discovery.endpoints`."""

@@ -61,6 +61,7 @@ class Reason(StrEnum):
     CLASH = "its id is taken by another record"
     OWNER_FULL = "its owner has too many records"
     FULL = "the table is full"
+    UNSEALED = "not sealed with a token of the run, or sealed with one that this peer does not have; check token_file"
 
 
 def record_id(key: str, subkey: str, owner: bytes) -> int:

@@ -85,6 +85,7 @@ class RecordTable:
         self._versions: dict[int, int] = {}
         self._by_owner: Counter[bytes] = Counter()
         self._kept_until: dict[tuple[str, str, bytes], float] = {}
+        self._created: dict[tuple[str, str, bytes], int] = {}  # see `Entry.created`
         self._expirations: list[tuple[float, int]] = []  # heap of (kept until, id), some outdated
         self._removed_early: dict[int, tuple[float, int]] = {}  # expiration and version, by id
         self._prune_at = _MIN_PRUNE
@@ -98,8 +99,14 @@ class RecordTable:
         """Equal for equal tables; 0 if it is empty."""
         return self._hash
 
-    def merge(self, record: Record, now: float) -> Merged:
-        """Accepts `record` if it is valid and newer than the one its owner has there. Call `expire(now)` first."""
+    def merge(self, record: Record, now: float, created: int = 0) -> Merged:
+        """Accepts `record` if it is valid and newer than the one its owner has there. Call `expire(now)` first.
+
+        Args:
+            record: the record.
+            now: seconds since the epoch.
+            created: see `Entry.created`.
+        """
         known = self._places.get((record.key, record.subkey), {}).get(record.owner)
         if known is not None and not _supersedes(record, known):
             return _NOTHING_NEW
@@ -115,6 +122,8 @@ class RecordTable:
         if reason is not None:
             return Merged(reason=reason)
         self._put(number, record, known, kept_until(record, now, self._limits))
+        if created:
+            self._created[_identity(record)] = created
         change = self._update_readable(record.key, record.subkey)
         waits = not record.withdrawn and self.holder(record.key, record.subkey) is not record
         return Merged(is_new=True, reason=Reason.FOREIGN if waits else None, change=change)
@@ -138,12 +147,29 @@ class RecordTable:
     def drop(self, key: str, subkey: str, now: float) -> Change | None:
         """Removes the record that is read there before it expires: only a later version of it is accepted again."""
         record = self.holder(key, subkey)
+        return None if record is None else self.remove(key, subkey, record.owner, now)
+
+    def remove(self, key: str, subkey: str, owner: bytes, now: float) -> Change | None:
+        """Does the same with the record of one owner, whether or not it is read."""
+        record = self.claim(key, subkey, owner)
         if record is None:
             return None
-        number = record_id(key, subkey, record.owner)
+        number = record_id(key, subkey, owner)
         self._remove(number, record)
         self._remember_removal(number, record, now)
         return self._update_readable(key, subkey)
+
+    def forget(self, key: str, subkey: str, owner: bytes) -> None:
+        """Removes a record that nobody reads any more; it may come back."""
+        record = self.claim(key, subkey, owner)
+        if record is not None:
+            self._remove(record_id(key, subkey, owner), record)
+            self._update_readable(key, subkey)
+
+    def set_created(self, key: str, subkey: str, owner: bytes, created: int) -> None:
+        """Sets `Entry.created` of a record, if it is there."""
+        if self.claim(key, subkey, owner) is not None:
+            self._created[key, subkey, owner] = created
 
     def holder(self, key: str, subkey: str) -> Record | None:
         """The record that is read there; None if there is none."""
@@ -159,9 +185,9 @@ class RecordTable:
 
     def read(self, key: str) -> dict[str, Entry]:
         """The entries under `key`, by subkey."""
-        holders = self._holders
+        holders, created = self._holders, self._created
         return {
-            subkey: Entry(record.value, record.expiration, holders[record.owner])
+            subkey: Entry(record.value, record.expiration, holders[record.owner], created.get(_identity(record), 0))
             for subkey, record in self._readable.get(key, {}).items()
         }
 
@@ -259,6 +285,7 @@ class RecordTable:
     def _remove(self, number: int, record: Record) -> None:
         place = (record.key, record.subkey)
         del self._by_id[number], self._versions[number], self._kept_until[_identity(record)]
+        self._created.pop(_identity(record), None)
         del self._places[place][record.owner]
         if not self._places[place]:
             del self._places[place]
@@ -334,6 +361,7 @@ class RecordStore:
         limits: bounds of acceptable records.
         clock: seconds since the epoch.
         on_change: callback for each change for readers, and whether an expiration caused it.
+        holds: whether expired records stay for now, since their owners cannot renew them.
 
     Attributes:
         refused: number of records that were refused, by reason.
@@ -345,22 +373,25 @@ class RecordStore:
         limits: RecordLimits,
         clock: Callable[[], float],
         on_change: Callable[[Change, bool], None] | None = None,
+        holds: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._author, self._limits = author, limits
+        self._author, self._limits, self._holds = author, limits, holds
         self._clock, self._on_change = clock, on_change
         self._table = RecordTable(limits, author.verify, author.holder)
-        self._watchers = Watchers(
-            clock, lambda key: self.table().read(key), lambda key: self.table().next_expiration(key)
-        )
+        self._watchers = Watchers(clock, lambda key: self.table().read(key), self._next_expiration)
         self._warned: dict[Reason, float] = {}
         self._waiting: dict[tuple[str, str], bytes] = {}  # places of this peer that other owners hold
         self.refused: Counter[Reason] = Counter()
 
     def table(self) -> RecordTable:
         """The table, without the records that have expired."""
-        for change in self._table.expire(self._clock()):
-            self._changed(change, expired=True)
+        if not self._holds():
+            for change in self._table.expire(self._clock()):
+                self._changed(change, expired=True)
         return self._table
+
+    def _next_expiration(self, key: str) -> float | None:
+        return None if self._holds() else self.table().next_expiration(key)
 
     def write(self, key: str, subkey: str, value: bytes, expiration: float) -> Record:
         """Writes a record of this peer and returns it.
@@ -398,16 +429,30 @@ class RecordStore:
         """Removes the record that is read there, as if it had expired; see `RecordTable.drop`."""
         self._changed(self.table().drop(key, subkey, self._clock()), expired=True)
 
-    def merge(self, record: Record, sender: str) -> Merged:
-        """Merges a record from the network; refusals are counted, and logged once a minute."""
+    def remove(self, key: str, subkey: str, owner: bytes) -> None:
+        """Removes the record of an owner that has withdrawn it elsewhere; see `RecordTable.remove`."""
+        self._changed(self.table().remove(key, subkey, owner, self._clock()))
+
+    def forget(self, key: str, subkey: str, owner: bytes) -> None:
+        """Removes a record that nobody reads any more; see `RecordTable.forget`."""
+        self._table.forget(key, subkey, owner)
+
+    def merge(self, record: Record, sender: str, created: int = 0) -> Merged:
+        """Merges a record from the network; refusals are counted, and logged once a minute.
+
+        Args:
+            record: the record.
+            sender: where it came from, for the log.
+            created: see `Entry.created`.
+        """
         now, table = self._clock(), self.table()
-        merged = table.merge(record, now)
+        merged = table.merge(record, now, created)
         if merged.is_new:
             self._author.observe(record)
             self._changed(merged.change)
         just_expired = record.expiration > now - self._limits.clock_tolerance  # in transit, or by its owner's clock
         if merged.reason is not None and not (merged.reason is Reason.EXPIRED and just_expired):
-            self._count_refusal(merged.reason, record, sender, now)
+            self.count_refusal(merged.reason, record.key, record.subkey, sender)
         return merged
 
     def watch(self, key: str) -> AsyncGenerator[Mapping[str, Entry], None]:
@@ -426,13 +471,15 @@ class RecordStore:
         if self._on_change is not None:
             self._on_change(change, expired)
 
-    def _count_refusal(self, reason: Reason, record: Record, sender: str, now: float) -> None:
+    def count_refusal(self, reason: Reason, key: str, subkey: str, sender: str) -> None:
+        """Counts a record that was refused, and logs it once a minute for each reason."""
+        now = self._clock()
         self.refused[reason] += 1
         if now - self._warned.get(reason, float("-inf")) >= _WARNING_PERIOD:
             self._warned[reason] = now
             logger.warning(
                 "refused a record of %.64r under %.64r that came from %s: %s (%d of this kind so far)",
-                *(record.subkey, record.key, sender, reason.value, self.refused[reason]),
+                *(subkey, key, sender, reason.value, self.refused[reason]),
             )
 
     def _log_waiting(self, key: str, subkey: str) -> None:

@@ -37,7 +37,7 @@ from averaging.transport.grpc.channels import Channels
 from averaging.transport.grpc.conversion import AVERAGING_DATA, MessageCopier
 from averaging.transport.grpc.dialling import Dialling, check_listen
 from averaging.transport.grpc.etcd import EtcdCluster
-from averaging.transport.grpc.methods import GET_SCHEMA, GET_STATUS
+from averaging.transport.grpc.methods import GET_SCHEMA, GET_STATUS, RECORD
 from averaging.transport.grpc.rpc_channel import MAX_MESSAGE_BYTES, RpcChannel
 from averaging.transport.grpc.tensor_stream import (
     TensorMessage,
@@ -55,6 +55,7 @@ __all__ = [
     "IDLE_SECONDS",
     "KEEPALIVE_SECONDS",
     "MAX_MESSAGE_BYTES",
+    "RECORD",
     "SILENCE_SECONDS",
     "SMALL_BYTES",
     "UNUSED_SECONDS",

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
-from averaging.errors import AveragingError, PeerUnreachableError, ProtocolViolationError
-from averaging.transport import RpcMethod
+from averaging.errors import AveragingError, CallRefusedError, PeerUnreachableError, ProtocolViolationError, printable
+from averaging.transport import (
+    CompactedError,
+    LeaseEndedError,
+    RpcMethod,
+    StoredChanges,
+    StoredValue,
+    StoredValues,
+)
 from averaging.transport.grpc.rpc_channel import RpcChannel
 from averaging.wire.etcd_pb2 import (
+    Compare,
+    DeleteRangeRequest,
+    Event,
     KeyValue,
     LeaseGrantRequest,
     LeaseGrantResponse,
@@ -22,8 +32,12 @@ from averaging.wire.etcd_pb2 import (
     PutResponse,
     RangeRequest,
     RangeResponse,
+    RequestOp,
     TxnRequest,
     TxnResponse,
+    WatchCreateRequest,
+    WatchRequest,
+    WatchResponse,
 )
 
 MESSAGE_BYTES = 4 << 20
@@ -40,12 +54,16 @@ KEEP_ALIVE = RpcMethod(
     requests_stream=True,
     replies_stream=True,
 )
+WATCH = RpcMethod("/etcdserverpb.Watch/Watch", WatchRequest, WatchResponse, requests_stream=True, replies_stream=True)
+
+WATCH_HEADERS = (("hasleader", "true"),)
+"""Ends a watch at a member that has lost the others: it would tell of no change any more."""
 
 Reply = TypeVar("Reply")
 
 
 class EtcdCluster:
-    """The members of a cluster; the one that answered last is called first.
+    """The members of a cluster; the one that answered last is called first. Implements `KeyValueStore`.
 
     All methods raise an AveragingError if no member answers, or if one refuses.
 
@@ -58,6 +76,11 @@ class EtcdCluster:
         self._channels = list(channels)
         self._timeout = timeout
 
+    async def close(self) -> None:
+        """Closes the channels."""
+        for channel in self._channels:
+            await channel.close()
+
     async def read(self, key: bytes) -> KeyValue | None:
         """Returns the value of a key; None if there is none. Reads of etcd are linearizable by default."""
         request = RangeRequest(key=key)
@@ -66,8 +89,7 @@ class EtcdCluster:
 
     async def read_all(self, prefix: bytes, limit: int) -> Sequence[KeyValue]:
         """Returns at most `limit` values whose keys begin with `prefix`, which ends with a byte below 255."""
-        end = prefix[:-1] + bytes([prefix[-1] + 1])
-        request = RangeRequest(key=prefix, range_end=end, limit=limit)
+        request = RangeRequest(key=prefix, range_end=_end(prefix), limit=limit)
         return (await self._ask(lambda channel: channel.call(RANGE, request, self._timeout))).kvs
 
     async def write(self, key: bytes, value: bytes, lease: int) -> None:
@@ -77,7 +99,7 @@ class EtcdCluster:
 
     async def transact(self, request: TxnRequest) -> TxnResponse:
         """Calls one member only: a write with an unknown result must not be repeated without a check."""
-        reply = await self._once(lambda channel: channel.call(TXN, request, self._timeout))
+        reply = await self._once(self._channels[0], lambda channel: channel.call(TXN, request, self._timeout))
         if not reply.succeeded and not reply.responses:
             raise ProtocolViolationError(f"{self._channels[0].endpoint} answered a transaction with nothing")
         return reply
@@ -96,6 +118,75 @@ class EtcdCluster:
         request = LeaseRevokeRequest(ID=lease)
         await self._ask(lambda channel: channel.call(REVOKE, request, self._timeout))
 
+    async def change(self, changes: Mapping[bytes, bytes | None], lease: int) -> int:
+        """See `KeyValueStore.change`."""
+        operations = [
+            RequestOp(request_delete_range=DeleteRangeRequest(key=key))
+            if value is None
+            else RequestOp(request_put=PutRequest(key=key, value=value, lease=lease))
+            for key, value in changes.items()
+        ]
+        return (await self._written(TxnRequest(success=operations))).header.revision
+
+    async def list_values(self, prefix: bytes, limit: int, start: bytes = b"") -> StoredValues:
+        """See `KeyValueStore.list_values`."""
+        request = RangeRequest(key=max(prefix, start), range_end=_end(prefix), limit=limit)
+        reply = await self._ask(lambda channel: channel.call(RANGE, request, self._timeout))
+        return StoredValues(tuple(map(_stored, reply.kvs)), reply.header.revision, not reply.more)
+
+    async def watch(self, prefix: bytes, after: int) -> AsyncGenerator[StoredChanges, None]:
+        """See `KeyValueStore.watch`."""
+        create = WatchCreateRequest(key=prefix, range_end=_end(prefix), start_revision=after + 1, progress_notify=True)
+
+        async def request() -> AsyncIterator[WatchRequest]:
+            yield WatchRequest(create_request=create)
+            await asyncio.Event().wait()  # etcd ends a watch whose requests have ended
+
+        channel = self._channels[0]
+        try:
+            async with aclosing(channel.stream(WATCH, request(), WATCH_HEADERS)) as replies:
+                async for reply in replies:
+                    if reply.compact_revision:
+                        raise CompactedError(f"the changes before revision {reply.compact_revision} are forgotten")
+                    if reply.canceled:
+                        reason = printable(reply.cancel_reason, 200) or "no reason given"
+                        raise PeerUnreachableError(channel.endpoint, f"it has ended a watch: {reason}")
+                    if reply.created:
+                        continue  # its revision may be later than that of changes that are still to come
+                    changes = tuple(_change(event) for event in reply.events)
+                    revision = reply.events[-1].kv.mod_revision if reply.events else reply.header.revision
+                    yield StoredChanges(changes, revision)
+        except PeerUnreachableError:
+            self._put_last(channel)
+            raise
+        raise PeerUnreachableError(channel.endpoint, "it has ended a watch")
+
+    async def draw(self, key: bytes, lease: int) -> StoredValue:
+        """See `KeyValueStore.draw`."""
+        put = RequestOp(request_put=PutRequest(key=key, lease=lease))
+        reply = await self._written(TxnRequest(success=[put, RequestOp(request_range=RangeRequest(key=key))]))
+        return _stored(reply.responses[1].response_range.kvs[0])
+
+    async def delete_unless_drawn(self, drawn: StoredValue, most: int) -> bool:
+        """See `KeyValueStore.delete_unless_drawn`."""
+        request = TxnRequest(
+            compare=[
+                Compare(target=Compare.CREATE, key=drawn.key, create_revision=drawn.created),
+                Compare(result=Compare.LESS, target=Compare.VERSION, key=drawn.key, version=most + 1),
+            ],
+            success=[RequestOp(request_delete_range=DeleteRangeRequest(key=drawn.key))],
+        )
+        return (await self._written(request)).succeeded
+
+    async def _written(self, request: TxnRequest) -> TxnResponse:
+        """Writes that may be repeated."""
+        try:
+            return await self._ask(lambda channel: channel.call(TXN, request, self._timeout))
+        except CallRefusedError as error:
+            if "lease not found" in error.reason:
+                raise LeaseEndedError(str(error)) from None
+            raise
+
     async def _renew(self, channel: RpcChannel, lease: int) -> LeaseKeepAliveResponse:
         async def request() -> AsyncIterator[LeaseKeepAliveRequest]:
             yield LeaseKeepAliveRequest(ID=lease)
@@ -111,9 +202,9 @@ class EtcdCluster:
     async def _ask(self, call: Callable[[RpcChannel], Awaitable[Reply]]) -> Reply:
         """Calls one member after the other, until one answers."""
         failures: list[PeerUnreachableError] = []
-        for _ in self._channels:
+        for channel in tuple(self._channels):  # other calls may change their order meanwhile
             try:
-                return await self._once(call)
+                return await self._once(channel, call)
             except PeerUnreachableError as error:
                 failures.append(error)
         if len(failures) == 1:
@@ -124,9 +215,27 @@ class EtcdCluster:
         text = f"no member answers ({reasons})"
         raise PeerUnreachableError("etcd", text, unknown_host=unknown_host, definite=definite)
 
-    async def _once(self, call: Callable[[RpcChannel], Awaitable[Reply]]) -> Reply:
+    async def _once(self, channel: RpcChannel, call: Callable[[RpcChannel], Awaitable[Reply]]) -> Reply:
         try:
-            return await call(self._channels[0])
+            return await call(channel)
         except AveragingError:
-            self._channels.append(self._channels.pop(0))
+            self._put_last(channel)
             raise
+
+    def _put_last(self, channel: RpcChannel) -> None:
+        """Calls another member first from here on."""
+        if self._channels[0] is channel:
+            self._channels.append(self._channels.pop(0))
+
+
+def _end(prefix: bytes) -> bytes:
+    """The end of the range of keys that begin with `prefix`, whose last byte is below 255."""
+    return prefix[:-1] + bytes([prefix[-1] + 1])
+
+
+def _stored(pair: KeyValue) -> StoredValue:
+    return StoredValue(pair.key, pair.value, pair.create_revision, pair.mod_revision, pair.version)
+
+
+def _change(event: Event) -> StoredValue | bytes:
+    return event.kv.key if event.type == Event.DELETE else _stored(event.kv)

@@ -99,17 +99,21 @@ class RpcChannel:
         raise ProtocolViolationError(f"answered {method.path} with nothing", self.endpoint)
 
     def stream(
-        self, method: RpcMethod[Request, Reply], request: Request | AsyncIterator[Request]
+        self,
+        method: RpcMethod[Request, Reply],
+        request: Request | AsyncIterator[Request],
+        headers: tuple[tuple[str, str], ...] = (),
     ) -> AsyncGenerator[Reply, None]:
         """Calls a method with many replies. Close the generator (`contextlib.aclosing`) to end the call.
 
         Args:
             method: The method.
             request: The request, or an iterator of them if the method takes a stream.
+            headers: Sent with the call.
 
         Raises:
             AveragingError: From the generator, as `call`; there is no time limit.
         """
         if not method.replies_stream:
             raise ConfigError(f"{method.path} answers with one message; use call()")
-        return self._channels.stream(self.endpoint, method, request)
+        return self._channels.stream(self.endpoint, method, request, headers)

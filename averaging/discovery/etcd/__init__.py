@@ -1,0 +1,15 @@
+"""Discovery in an etcd 3 cluster, for runs with more peers than each of them can know.
+
+Peers write the same signed records as with gossip, each under a key of its own and all under the lease of their owner.
+A peer reads and watches only the keys that somebody at it reads, so what it holds does not grow with the run.
+
+Read in this order: `layout` (the keys, and what stands under them), `contact` (whether etcd answers), `own_records`
+(what this peer writes, and its lease), `followed_key` (what it reads), `places` (peers under one key are divided into
+groups in etcd's order), `etcd_discovery` (puts them together).
+
+docs/design/decisions/0050-etcd.md has the reasons.
+"""
+
+from averaging.discovery.etcd.etcd_discovery import EtcdDiscovery, EtcdSettings
+
+__all__ = ["EtcdDiscovery", "EtcdSettings"]

@@ -1,0 +1,278 @@
+"""A model of etcd 3 in one event loop: revisions, leases, watches, compaction. For simulations of many peers.
+
+`tests/etcd/test_key_value_store.py` holds it and a real etcd to the same behaviour.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import AsyncGenerator, Mapping
+
+from averaging.errors import PeerUnreachableError
+from averaging.transport import CompactedError, LeaseEndedError, StoredChanges, StoredValue, StoredValues
+
+Change = tuple[int, StoredValue | bytes]
+"""The revision of a change, and the new value; the key alone if it was deleted."""
+
+
+class MemoryEtcd:
+    """The cluster. Its clients are `MemoryEtcdClient`s.
+
+    Args:
+        latency: bounds of the seconds that a message takes in each direction.
+        rng: source of the latencies.
+        history: changes that it remembers for watches.
+
+    Attributes:
+        down: whether it answers nobody, and tells nobody of changes.
+        calls: number of calls by method.
+    """
+
+    def __init__(
+        self, latency: tuple[float, float] = (0.0, 0.0), rng: random.Random | None = None, history: int = 100_000
+    ) -> None:
+        self.latency, self.rng = latency, rng or random.Random(0)
+        self.down = False
+        self.calls: dict[str, int] = {}
+        self.revision, self.compacted = 1, 0
+        self._values: dict[bytes, StoredValue] = {}
+        self._sorted: list[bytes] = []
+        self._lease_of: dict[bytes, int] = {}
+        self._leases: dict[int, tuple[float, asyncio.TimerHandle, set[bytes]]] = {}  # seconds, end, keys
+        self._history: deque[Change] = deque()
+        self._most_history = history
+        self._watches: dict[bytes, set[asyncio.Queue[Change | None]]] = {}
+        self._lengths: dict[int, int] = {}  # of the watched prefixes, and how many have it
+
+    def client(self) -> MemoryEtcdClient:
+        """Another client."""
+        return MemoryEtcdClient(self)
+
+    def compact(self) -> None:
+        """Forgets the changes until now. Watches that are open go on."""
+        self._history.clear()
+        self.compacted = self.revision
+
+    def end_all_watches(self) -> None:
+        """Breaks the connections of all watches."""
+        for queues in self._watches.values():
+            for queue in queues:
+                queue.put_nowait(None)
+
+    # Leases
+
+    def grant(self, seconds: float) -> int:
+        """See `KeyValueStore.grant`."""
+        lease = self.rng.getrandbits(62) + 1
+        self._leases[lease] = seconds, self._timer(lease, seconds), set()
+        return lease
+
+    def keep_alive(self, lease: int) -> bool:
+        """See `KeyValueStore.keep_alive`."""
+        if lease not in self._leases:
+            return False
+        seconds, timer, keys = self._leases[lease]
+        timer.cancel()
+        self._leases[lease] = seconds, self._timer(lease, seconds), keys
+        return True
+
+    def revoke(self, lease: int) -> None:
+        """See `KeyValueStore.revoke`."""
+        if lease in self._leases:
+            _, timer, keys = self._leases.pop(lease)
+            timer.cancel()
+            if keys:
+                self._apply(dict.fromkeys(sorted(keys)), 0)
+
+    def _timer(self, lease: int, seconds: float) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(seconds, self.revoke, lease)
+
+    # Values
+
+    def change(self, changes: Mapping[bytes, bytes | None], lease: int) -> int:
+        """See `KeyValueStore.change`."""
+        if lease not in self._leases and any(value is not None for value in changes.values()):
+            raise LeaseEndedError("requested lease not found")
+        return self._apply(changes, lease)
+
+    def list_values(self, prefix: bytes, limit: int, start: bytes) -> StoredValues:
+        """See `KeyValueStore.list_values`."""
+        first = bisect_left(self._sorted, max(prefix, start))
+        found: list[StoredValue] = []
+        for key in self._sorted[first : first + limit + 1]:
+            if not key.startswith(prefix):
+                break
+            found.append(self._values[key])
+        return StoredValues(tuple(found[:limit]), self.revision, len(found) <= limit)
+
+    def draw(self, key: bytes, lease: int) -> StoredValue:
+        """See `KeyValueStore.draw`."""
+        self.change({key: b""}, lease)
+        return self._values[key]
+
+    def delete_unless_drawn(self, drawn: StoredValue, most: int) -> bool:
+        """See `KeyValueStore.delete_unless_drawn`."""
+        present = self._values.get(drawn.key)
+        if present is None or present.created != drawn.created or present.writes > most:
+            return False
+        self._apply({drawn.key: None}, 0)
+        return True
+
+    def _apply(self, changes: Mapping[bytes, bytes | None], lease: int) -> int:
+        revision = self.revision + 1
+        done: list[Change] = []
+        for key, value in changes.items():
+            before = self._values.get(key)
+            if value is None:
+                if before is not None:
+                    self._delete(key)
+                    done.append((revision, key))
+                continue
+            if before is None:
+                insort(self._sorted, key)
+            created, writes = (before.created, before.writes) if before else (revision, 0)
+            self._attach(key, lease)
+            stored = self._values[key] = StoredValue(key, value, created, revision, writes + 1)
+            done.append((revision, stored))
+        if done:
+            self.revision = revision
+            self._tell(done)
+        return self.revision
+
+    def _delete(self, key: bytes) -> None:
+        del self._values[key]
+        del self._sorted[bisect_left(self._sorted, key)]
+        self._attach(key, 0)
+
+    def _attach(self, key: bytes, lease: int) -> None:
+        before = self._lease_of.pop(key, 0)
+        if before in self._leases:
+            self._leases[before][2].discard(key)
+        if lease:
+            self._lease_of[key] = lease
+            self._leases[lease][2].add(key)
+
+    # Watches
+
+    def _tell(self, changes: list[Change]) -> None:
+        for change in changes:
+            self._history.append(change)
+            if len(self._history) > self._most_history:
+                self.compacted = self._history.popleft()[0]
+            key = change[1] if isinstance(change[1], bytes) else change[1].key
+            for length in self._lengths:
+                for queue in self._watches.get(key[:length], ()):
+                    queue.put_nowait(change)
+
+    def open_watch(self, prefix: bytes, after: int) -> asyncio.Queue[Change | None]:
+        """Returns a queue with all changes under `prefix` since the revision `after`; None ends it."""
+        if after < self.compacted:
+            raise CompactedError(f"the changes before revision {self.compacted} are forgotten")
+        queue: asyncio.Queue[Change | None] = asyncio.Queue()
+        for change in self._history:
+            key = change[1] if isinstance(change[1], bytes) else change[1].key
+            if change[0] > after and key.startswith(prefix):
+                queue.put_nowait(change)
+        self._watches.setdefault(prefix, set()).add(queue)
+        self._lengths[len(prefix)] = self._lengths.get(len(prefix), 0) + 1
+        return queue
+
+    def close_watch(self, prefix: bytes, queue: asyncio.Queue[Change | None]) -> None:
+        """Ends a watch."""
+        self._watches[prefix].discard(queue)
+        if not self._watches[prefix]:
+            del self._watches[prefix]
+        self._lengths[len(prefix)] -= 1
+        if not self._lengths[len(prefix)]:
+            del self._lengths[len(prefix)]
+
+
+class MemoryEtcdClient:
+    """One client; implements `averaging.transport.KeyValueStore`.
+
+    Attributes:
+        cut: whether it reaches the cluster no more.
+    """
+
+    def __init__(self, etcd: MemoryEtcd) -> None:
+        self._etcd = etcd
+        self.cut = False
+
+    async def grant(self, seconds: float) -> int:
+        """See `KeyValueStore.grant`."""
+        await self._way("grant")
+        lease = self._etcd.grant(seconds)
+        await self._way()
+        return lease
+
+    async def keep_alive(self, lease: int) -> bool:
+        """See `KeyValueStore.keep_alive`."""
+        await self._way("keep_alive")
+        alive = self._etcd.keep_alive(lease)
+        await self._way()
+        return alive
+
+    async def revoke(self, lease: int) -> None:
+        """See `KeyValueStore.revoke`."""
+        await self._way("revoke")
+        self._etcd.revoke(lease)
+        await self._way()
+
+    async def change(self, changes: Mapping[bytes, bytes | None], lease: int) -> int:
+        """See `KeyValueStore.change`."""
+        await self._way("change")
+        revision = self._etcd.change(changes, lease)
+        await self._way()
+        return revision
+
+    async def list_values(self, prefix: bytes, limit: int, start: bytes = b"") -> StoredValues:
+        """See `KeyValueStore.list_values`."""
+        await self._way("list_values")
+        values = self._etcd.list_values(prefix, limit, start)
+        await self._way()
+        return values
+
+    async def watch(self, prefix: bytes, after: int) -> AsyncGenerator[StoredChanges, None]:
+        """See `KeyValueStore.watch`."""
+        await self._way("watch")
+        etcd = self._etcd
+        queue = etcd.open_watch(prefix, after)
+        try:
+            ended = False
+            while not ended and (change := await queue.get()) is not None:
+                await self._way()
+                changes = [change]
+                while not queue.empty() and not ended:
+                    more = queue.get_nowait()
+                    ended = more is None
+                    changes += [] if more is None else [more]
+                yield StoredChanges(tuple(each for _, each in changes), changes[-1][0])
+        finally:
+            etcd.close_watch(prefix, queue)
+        raise PeerUnreachableError("etcd", "connection lost")
+
+    async def draw(self, key: bytes, lease: int) -> StoredValue:
+        """See `KeyValueStore.draw`."""
+        await self._way("draw")
+        drawn = self._etcd.draw(key, lease)
+        await self._way()
+        return drawn
+
+    async def delete_unless_drawn(self, drawn: StoredValue, most: int) -> bool:
+        """See `KeyValueStore.delete_unless_drawn`."""
+        await self._way("delete_unless_drawn")
+        done = self._etcd.delete_unless_drawn(drawn, most)
+        await self._way()
+        return done
+
+    async def _way(self, method: str = "") -> None:
+        """One direction of a call."""
+        if method:
+            self._etcd.calls[method] = self._etcd.calls.get(method, 0) + 1
+        if self._etcd.latency[1]:
+            await asyncio.sleep(self._etcd.rng.uniform(*self._etcd.latency))
+        if self.cut or self._etcd.down:
+            raise PeerUnreachableError("etcd", "connection refused", refused=True)

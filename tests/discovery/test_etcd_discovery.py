@@ -1,0 +1,395 @@
+"""Discovery in etcd, on the model: outages, leases, compaction, strangers, and what a peer holds."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from averaging.discovery.etcd import EtcdDiscovery, EtcdSettings
+from averaging.discovery.etcd.layout import RecordSeal, name_of, prefix_of, run_prefix
+from averaging.discovery.gossip.gossip_discovery import GossipDiscovery
+from averaging.discovery.gossip.identity import Author, Ed25519Identity
+from averaging.discovery.gossip.record import Reason, RecordLimits
+from averaging.errors import JoinError
+from averaging.protocol.messages import Record
+from averaging.testing import virtual_time
+from averaging.testing.etcd import MemoryEtcd
+from averaging.testing.transport import MemoryNetwork
+from tests.support.gossip_swarm import NO_AVERAGING
+
+KEY = "run.0b"
+SETTINGS = EtcdSettings()
+
+
+class Cluster:
+    """A model of etcd, and peers in it."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self.etcd = MemoryEtcd((0.001, 0.01))
+        self._stack = stack
+
+    async def peer(
+        self, name: str, *, tokens: tuple[str, ...] = (), settings: EtcdSettings = SETTINGS
+    ) -> EtcdDiscovery:
+        discovery = EtcdDiscovery(
+            *("run", name, self.etcd.client()),
+            name="etcd://h:2379",
+            tokens=tokens,
+            clock=virtual_time.clock,
+            settings=settings,
+        )
+        await self._stack.enter_async_context(discovery)
+        await discovery.follow(KEY)
+        return discovery
+
+    def go_down(self) -> None:
+        self.etcd.down = True
+        self.etcd.end_all_watches()
+
+
+Main = Callable[[Cluster], Awaitable[None]]
+
+
+def simulate(main: Main) -> None:
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            await main(Cluster(stack))
+
+    virtual_time.run(run())
+
+
+def later(seconds: float) -> float:
+    return virtual_time.clock() + seconds
+
+
+async def settle() -> None:
+    await asyncio.sleep(0.5)
+
+
+def test_while_etcd_is_down_peers_go_on_with_what_they_know(caplog: pytest.LogCaptureFixture) -> None:
+    """Records stay that nobody can renew, what is stored meanwhile appears afterwards, and the log says it once."""
+
+    async def main(cluster: Cluster) -> None:
+        one, other = await cluster.peer("a:1"), await cluster.peer("b:1")
+        await one.store(KEY, "a:1", b"1", later(30))
+        await settle()
+        cluster.go_down()
+        await asyncio.sleep(200)
+        assert other.get(KEY)["a:1"].value == b"1"
+        diagnosis = other.diagnose()
+        assert "etcd://h:2379 has not answered for" in diagnosis.isolation
+        assert diagnosis.silent.keys() == {"etcd://h:2379"}
+        began = virtual_time.clock()
+        await one.store(KEY, "a:1", b"2", later(30))
+        assert virtual_time.clock() == began  # it does not wait
+        assert one.get(KEY)["a:1"].value == b"2"
+        cluster.etcd.down = False
+        await asyncio.sleep(5)
+        assert other.get(KEY)["a:1"].value == b"2"
+        assert not other.diagnose().isolation
+        await asyncio.sleep(30)
+        assert other.get(KEY) == {}
+
+    with caplog.at_level(logging.WARNING):
+        simulate(main)
+    texts = [record.message for record in caplog.records]
+    assert sum("does not answer: connection refused. This peer goes on" in text for text in texts) == 2
+    assert sum("answers again after 20" in text for text in texts) == 2
+
+
+def test_records_expire_in_an_outage_that_lasts() -> None:
+    async def main(cluster: Cluster) -> None:
+        one, other = await cluster.peer("a:1"), await cluster.peer("b:1")
+        await one.store(KEY, "a:1", b"1", later(30))
+        await settle()
+        cluster.go_down()
+        await asyncio.sleep(SETTINGS.hold + 20)
+        assert other.get(KEY) == {}
+
+    simulate(main)
+
+
+def test_a_lease_that_has_ended_is_replaced_and_all_is_written_again() -> None:
+    async def main(cluster: Cluster) -> None:
+        one, other = await cluster.peer("a:1"), await cluster.peer("b:1")
+        await one.store(KEY, "a:1", b"1", later(300))
+        await settle()
+        cluster.etcd.revoke(one._own.lease)
+        await settle()
+        assert other.get(KEY) == {}
+        await asyncio.sleep(SETTINGS.renew + 1)
+        assert other.get(KEY)["a:1"].value == b"1"
+        assert "a:1" in other.endpoints()
+
+    simulate(main)
+
+
+def test_a_record_that_a_stranger_deletes_comes_back() -> None:
+    async def main(cluster: Cluster) -> None:
+        one, other = await cluster.peer("a:1"), await cluster.peer("b:1")
+        await one.store(KEY, "a:1", b"1", later(300))
+        stored = (await cluster.etcd.client().list_values(prefix_of("run", KEY), 9)).values
+        await cluster.etcd.client().change({stored[0].key: None}, 0)
+        await settle()
+        await asyncio.sleep(SETTINGS.renew + 1)
+        assert other.get(KEY)["a:1"].value == b"1"
+
+    simulate(main)
+
+
+def test_the_records_of_a_dead_peer_go_with_its_lease_and_it_has_not_withdrawn_them_before() -> None:
+    async def main(cluster: Cluster) -> None:
+        one, other = await cluster.peer("a:1"), await cluster.peer("b:1")
+        await one.store(KEY, "a:1", b"1", later(300))
+        await settle()
+        one._store.cut = True  # type: ignore[attr-defined]
+        await asyncio.sleep(20)
+        assert other.knows("a:1")
+        assert not other.withdrew("a:1")
+        await asyncio.sleep(15)
+        assert not other.knows("a:1")
+        one._store.cut = False  # type: ignore[attr-defined]
+        await asyncio.sleep(SETTINGS.renew + 4)
+        assert other.knows("a:1")
+
+    simulate(main)
+
+
+def test_who_leaves_has_withdrawn_and_who_lets_its_records_expire_has_not() -> None:
+    async def main(cluster: Cluster) -> None:
+        one, other = await cluster.peer("a:1"), await cluster.peer("b:1")
+        await one.store(KEY, "a:1", b"1", later(1))
+        await asyncio.sleep(2)
+        assert other.get(KEY) == {}
+        assert not other.withdrew("a:1")
+        await one.store(KEY, "a:1", b"1", later(100))
+        await settle()
+        await one.__aexit__(None, None, None)
+        await asyncio.sleep(2)
+        assert other.withdrew("a:1")
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+def test_a_watch_goes_on_after_a_lost_connection(compacted: bool) -> None:
+    """Where it ended, or, if etcd has forgotten that, with all records read again."""
+
+    async def main(cluster: Cluster) -> None:
+        one, other = await cluster.peer("a:1"), await cluster.peer("b:1")
+        await one.store(KEY, "a:1", b"1", later(300))
+        await one.store(KEY, "c:1", b"1", later(300))
+        await settle()
+        async with aclosing(other.watch(KEY)) as changes:
+            assert len(await anext(changes)) == 2
+            other._store.cut = True  # type: ignore[attr-defined]
+            cluster.etcd.end_all_watches()
+            await settle()
+            await one.store(KEY, "a:1", b"2", later(300))
+            await one.withdraw(KEY, "c:1")
+            await settle()
+            if compacted:
+                cluster.etcd.compact()
+            other._store.cut = False  # type: ignore[attr-defined]
+            await asyncio.sleep(5)
+            assert {name: entry.value for name, entry in (await anext(changes)).items()} == {"a:1": b"2"}
+
+    simulate(main)
+
+
+def test_a_store_that_was_made_anew_is_read_again() -> None:
+    async def main(cluster: Cluster) -> None:
+        one, other = await cluster.peer("a:1"), await cluster.peer("b:1")
+        for number in range(50):
+            await one.store(KEY, "a:1", b"%d" % number, later(300))
+        cluster.etcd.end_all_watches()
+        new = MemoryEtcd((0.001, 0.01), random.Random(1))
+        for peer in (one, other):
+            peer._store._etcd = new  # type: ignore[attr-defined]
+        await asyncio.sleep(SETTINGS.renew + 5)
+        assert other.get(KEY)["a:1"].value == b"49"
+        await one.store(KEY, "a:1", b"new", later(300))
+        await settle()
+        assert other.get(KEY)["a:1"].value == b"new"
+
+    simulate(main)
+
+
+def test_what_a_peer_holds_does_not_grow_with_the_run() -> None:
+    async def main(cluster: Cluster) -> None:
+        peers = [await cluster.peer(f"p{number}:1") for number in range(60)]
+        for number, peer in enumerate(peers):
+            await peer.store(f"run.0b{number // 4}", f"p{number}:1", b"", later(300))
+        await asyncio.sleep(40)
+        for number, peer in enumerate(peers):
+            group = {f"p{each}:1" for each in range(number // 4 * 4, number // 4 * 4 + 4)}
+            await peer.follow(f"run.0b{number // 4}", keep=False)
+            assert peer.get(f"run.0b{number // 4}").keys() == group
+            assert len(peer._records._table) <= 4 + SETTINGS.neighbours + 1
+        # Together they know all, whoever is asked first.
+        reached, asked = {"p7:1"}, set[str]()
+        by_name = {peer._endpoint: peer for peer in peers}
+        while reached - asked:
+            name = min(reached - asked)
+            asked.add(name)
+            reached |= by_name[name].endpoints()
+        assert len(reached) == 60
+        await asyncio.sleep(SETTINGS.lapse + 15)  # nobody reads the keys any more
+        assert all(len(peer._records._table) <= 1 + SETTINGS.neighbours + 1 for peer in peers)
+
+    simulate(main)
+
+
+def test_of_a_key_with_very_many_records_a_peer_holds_a_part() -> None:
+    async def main(cluster: Cluster) -> None:
+        settings = replace(SETTINGS, most=20)
+        peers = [await cluster.peer(f"p{number:02}:1", settings=settings) for number in range(40)]
+        for number, peer in enumerate(peers):
+            await peer.store(KEY, f"p{number:02}:1", b"", later(300))
+        late = await cluster.peer("p30:2", settings=settings)
+        await settle()
+        assert len(late.get(KEY)) == 20
+        assert {f"p{number}:1" for number in range(31, 40)} <= late.get(KEY).keys()
+
+    simulate(main)
+
+
+# Strangers
+
+
+def signed(identity: Ed25519Identity, value: bytes = b"x", seconds: float = 30.0, run: str = "run") -> Record:
+    author = Author(run, identity, RecordLimits())
+    return author.write(KEY, "s:1", value, later(seconds), virtual_time.clock(), None)
+
+
+def test_what_a_stranger_writes_is_checked_as_gossip_is() -> None:
+    """Another signature, another run, an expired record, too large a value, no record at all, a copy elsewhere."""
+
+    async def main(cluster: Cluster) -> None:
+        peer, stranger = await cluster.peer("a:1"), cluster.etcd.client()
+        await peer.store(KEY, "a:1", b"1", later(300))
+        lease, seal, identity = await stranger.grant(300.0), RecordSeal(), Ed25519Identity()
+        good = signed(identity)
+        prefix = prefix_of("run", KEY)
+
+        async def write(record: Record, name: bytes = b"") -> None:
+            await stranger.change({name or name_of("run", record): seal.pack(record)}, lease)
+            await settle()
+
+        await write(replace(good, value=b"other"))
+        await write(signed(identity, run="other"))
+        await write(good, name_of("run", replace(good, subkey="t:1")))
+        await write(replace(good, expiration=later(-1)))
+        await write(replace(good, value=bytes(2000)))
+        await write(replace(good, subkey="t:\n1"))
+        await stranger.change(
+            {prefix + b"s:1/x": bytes(100_000), prefix + b"z": b"\xff" * 9, prefix + b"y": b""}, lease
+        )
+        await stranger.change({run_prefix("run") + b"run.0b": b"\0\xff\xff"}, lease)
+        await settle()
+        assert peer.get(KEY).keys() == {"a:1"}
+        assert peer.refused[Reason.FORGED] == 2
+        assert peer.refused[Reason.OVERSIZED] == 2
+        assert peer.refused[Reason.MALFORMED] == 3
+        # A record of its own, of which the signature is right, and one at the place of another.
+        await write(good)
+        assert peer.get(KEY).keys() == {"a:1", "s:1"}
+        author = Author("run", identity, RecordLimits())
+        await write(author.write(KEY, "a:1", b"mine", later(30), virtual_time.clock(), None))
+        assert peer.get(KEY)["a:1"].value == b"1"
+
+    simulate(main)
+
+
+def test_a_record_that_was_withdrawn_does_not_come_back() -> None:
+    async def main(cluster: Cluster) -> None:
+        one, other = await cluster.peer("a:1"), await cluster.peer("b:1")
+        await one.store(KEY, "a:1", b"1", later(300))
+        stored = (await cluster.etcd.client().list_values(prefix_of("run", KEY), 9)).values[0]
+        await one.withdraw(KEY, "a:1")
+        await settle()
+        stranger = cluster.etcd.client()
+        await stranger.change({stored.key: stored.value}, await stranger.grant(300.0))
+        await settle()
+        assert other.get(KEY) == {}
+
+    simulate(main)
+
+
+def test_with_tokens_a_stranger_without_one_is_not_heard() -> None:
+    async def main(cluster: Cluster) -> None:
+        tokens = ("a-token-of-the-run", "an-older-token-of-it")
+        one, other = await cluster.peer("a:1", tokens=tokens), await cluster.peer("b:1", tokens=tokens[::-1])
+        await other.store(KEY, "b:1", b"", later(300))
+        stranger = cluster.etcd.client()
+        lease, record = await stranger.grant(300.0), signed(Ed25519Identity())
+        for seal in (RecordSeal(), RecordSeal(["some-other-long-token"])):
+            await stranger.change({name_of("run", record): seal.pack(record)}, lease)
+            await settle()
+        assert one.get(KEY).keys() == {"b:1"}
+        assert one.refused == {Reason.UNSEALED: 2}
+        open_peer = await cluster.peer("c:1")
+        assert open_peer.get(KEY) == {}
+        assert open_peer.refused[Reason.UNSEALED] > 0
+
+    simulate(main)
+
+
+def test_a_clock_that_differs_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(cluster: Cluster) -> None:
+        one = await cluster.peer("a:1")
+        await asyncio.sleep(2)
+        ahead = EtcdDiscovery("run", "b:1", cluster.etcd.client(), clock=lambda: virtual_time.clock() + 20)
+        async with ahead:
+            await ahead.store(KEY, "b:1", b"", later(60))
+            await settle()
+            assert one.diagnose().clock_offsets.keys() == {"b:1"}
+
+    with caplog.at_level(logging.WARNING):
+        simulate(main)
+    assert "groups with b:1 may fail: its clock is 20 s ahead of" in caplog.text
+
+
+# Joining
+
+
+def test_without_etcd_no_peer_starts_and_the_error_says_what_to_check() -> None:
+    async def main(cluster: Cluster) -> None:
+        cluster.go_down()
+        with pytest.raises(JoinError) as failed:
+            await cluster.peer("a:1")
+        assert str(failed.value) == (
+            "etcd://h:2379 has not answered within 10 s (connection refused); check the addresses in discovery, that a "
+            "majority of etcd's members is up, and that it accepts this peer's certificate"
+        )
+
+    simulate(main)
+
+
+@asynccontextmanager
+async def serving(network: MemoryNetwork, discovery: EtcdDiscovery) -> AsyncIterator[None]:
+    transport = network.transport("a:1")
+    await transport.serve(NO_AVERAGING, discovery)
+    yield
+    await transport.close()
+
+
+def test_a_peer_that_gossips_is_told_that_its_run_is_another() -> None:
+    async def main(cluster: Cluster) -> None:
+        network = MemoryNetwork(random.Random(0))
+        discovery = await cluster.peer("a:1")
+        async with serving(network, discovery):
+            gossiping = network.transport("b:1")
+            with pytest.raises(JoinError, match=r"finds its run through etcd://h:2379, and the caller .* by gossip"):
+                async with GossipDiscovery("run", "b:1", gossiping, join=["a:1"], clock=virtual_time.clock):
+                    pass
+            await gossiping.close()
+        assert network.errors == []
+
+    simulate(main)
