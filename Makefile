@@ -64,11 +64,13 @@ test-integrations: $(VENV)/integrations ## the tests in trainers, loggers and en
 test-optimizers: $(VENV)/optimizers ## newcomers of every optimizer of torch, schedulefree, prodigyopt, bitsandbytes and transformers; about 3 minutes
 	$(BIN)/python -m pytest -m optimizers --numprocesses 2 --dist worksteal tests/optimizers $(PYTEST_ARGS)
 
-# With the Python that has torch for CUDA, which stays as it is: only what is missing besides is installed.
+# With the Python that has torch for CUDA, which stays as it is: only what is missing besides is installed, and none of
+# its other plugins of pytest is loaded.
 test-gpu: ## everything with models on a GPU, on a machine that has one; PYTHON has torch for CUDA; about 3 minutes
 	$(PYTHON) -c 'import torch, sys; torch.cuda.is_available() or sys.exit("make test-gpu needs a GPU, and a torch with CUDA: PYTHON=…")'
-	$(PYTHON) -c 'import averaging, hypothesis, pytest_asyncio, pytest_timeout, xdist' 2>/dev/null || $(PYTHON) -m pip install --quiet --group gpu --editable .
-	$(PYTHON) -m pytest -m gpu --numprocesses 4 --dist worksteal tests/gpu $(PYTEST_ARGS)
+	$(PYTHON) -c 'import averaging, grpc_tools, hypothesis, pytest_asyncio, pytest_timeout, xdist' 2>/dev/null || $(PYTHON) -m pip install --quiet --group gpu --editable .
+	PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(PYTHON) -m pytest -p xdist.plugin -p pytest_asyncio.plugin -p pytest_timeout -p _hypothesis_pytestplugin -m gpu --numprocesses 4 \
+		--dist worksteal tests/gpu $(PYTEST_ARGS)
 
 test-vllm: $(VLLM)/installed ## the backend of vLLM's weight transfer with the real vLLM, without a GPU; installs 1 GB, then about 1 minute
 	$(VLLM)/bin/python -m pytest -m vllm -W ignore tests/vllm $(PYTEST_ARGS)

@@ -25,7 +25,7 @@ import benchmarks.scale.__main__ as scale
 import benchmarks.wan.__main__ as wan
 from averaging.testing import virtual_time
 from averaging.testing.transport import MemoryNetwork
-from benchmarks import codecs, feed, gossip, output, overlap, recovery, site_memory
+from benchmarks import codecs, feed, gossip, gpu, output, overlap, recovery, site_memory
 from benchmarks.allreduce.worker import Usage, process_tree
 from benchmarks.convergence import runner as convergence_runner
 from benchmarks.convergence.cases import Cell
@@ -56,6 +56,8 @@ from benchmarks.workers import ROOT, without_interrupts
         (recovery, ["--kills", "0"], "at least 1 kill"),
         (recovery, ["--group-wait", "0"], "--group-wait above 0"),
         (recovery, ["--hivemind", "/none/python"], "/none/python: there is no such program"),
+        (gpu, ["--mib", "100"], "--mib must be a multiple of 64"),
+        (gpu, ["--steps", "1"], "--steps at least 5"),
         (feed, ["--environments", "8", "0"], "at least 1 environment"),
         (feed, ["--seconds", "nan"], "--seconds above 0"),
         (feed, ["--atropos", "/none/python"], "/none/python: there is no such program"),

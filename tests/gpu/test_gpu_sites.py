@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +25,9 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def two_sites(stack: ExitStack, ranks: int, strategy: str, **options: object) -> list[list[float]]:
+def two_sites(stack: ExitStack, ranks: int, strategy: str, **options: Any) -> list[list[float]]:
     """The weights of two sites at the end, which are those of two processes on the CPU up to rounding."""
-    given = {"strategy": strategy, "steps": STEPS, "device": "cuda", **options}
+    given: dict[str, Any] = {"strategy": strategy, "steps": STEPS, "device": "cuda", **options}
     first = Site(stack, ranks, number=0, **given)
     second = Site(stack, ranks, number=1, join=[first.endpoint], **given)
     assert second.endpoint
@@ -50,25 +50,16 @@ def test_one_rank_over_nccl(stack: ExitStack, strategy: str) -> None:
         assert close(weights, single_processes(strategy, STEPS, 1))
 
 
+def apart(rank: int) -> dict[str, str]:
+    """NCCL refuses two ranks on one GPU of one host, so each rank says that it is a host of its own."""
+    return {"NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+
+
 @pytest.mark.parametrize("inside", ["ddp", "fsdp"])
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_two_ranks_share_the_gpu(stack: ExitStack, inside: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if backend == "nccl":
-        apart(monkeypatch)
-    weights = two_sites(stack, 2, "diloco", inside=inside, backend=backend)
+def test_two_ranks_share_the_gpu(stack: ExitStack, inside: str, backend: str) -> None:
+    weights = two_sites(stack, 2, "diloco", inside=inside, backend=backend, environment=apart)
     assert close(weights, single_processes("diloco", STEPS, 2))
-
-
-def apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL refuses two ranks on one GPU of one host, so each rank says that it is a host of its own."""
-    popen = subprocess.Popen.__init__
-
-    def named(process: subprocess.Popen[bytes], arguments: list[str], **options: object) -> None:
-        env = dict(options.get("env") or os.environ)  # type: ignore[call-overload]
-        env |= {"NCCL_HOSTID": f"host{env.get('RANK', 0)}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
-        popen(process, arguments, **(options | {"env": env}))  # type: ignore[call-overload]
-
-    monkeypatch.setattr(subprocess.Popen, "__init__", named)
 
 
 def test_torchrun_starts_a_process_for_each_gpu() -> None:

@@ -121,14 +121,10 @@ def test_results_are_written_as_on_the_cpu(how: Write, dtype: torch.dtype) -> No
         whole = memory.clone().to(device)
         held = {"whole": whole, "turned": torch.ones(50, 20, dtype=dtype, device=device).t(), "tied": whole[:4000]}
         sides.append(SharedTensors(held))
-    changes = [
-        (0, 5, torch.randn(2000)),
-        (1, 0, torch.randn(1000)),
-        (2, 1000, torch.randn(3000)),
-        (0, 3000, torch.randn(7)),
-    ]
+    changes = [(0, 5, 2000), (0, 3000, 7), (1, 0, 1000), (2, 1000, 3000)]
+    pieces = [(number, start, torch.randn(count)) for number, start, count in changes]
     for shared in sides:
-        shared.write(changes, how)
+        shared.write(pieces, how)
     for one, other in zip(sides[0].tensors, sides[1].tensors, strict=True):
         assert torch.equal(one, other.cpu())
 

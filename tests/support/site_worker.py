@@ -95,7 +95,14 @@ def divided(model: nn.Module, inside: str, device: str = "cpu") -> nn.Module:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    if tensor.device.type == "cpu" or dist.get_backend() == "nccl":
+        return tensor.full_tensor()
+    # Over gloo, full_tensor() of what is on a GPU ends the process in torch 2.11.
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, tensor.to_local().detach().cpu())
+    return torch.cat(parts)
 
 
 def local_digest(model: nn.Module) -> str:

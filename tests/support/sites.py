@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -26,16 +26,24 @@ class Site:
         stack: ends them.
         ranks: number of ranks.
         options: of `site_worker`; a list has those of each rank.
+        environment: further variables of a rank, given its number.
     """
 
-    def __init__(self, stack: ExitStack, ranks: int, **options: Any) -> None:
+    def __init__(
+        self,
+        stack: ExitStack,
+        ranks: int,
+        *,
+        environment: Callable[[int], Mapping[str, str]] = lambda _: {},
+        **options: Any,
+    ) -> None:
         port = str(free_port())
         self.ranks: list[JsonProcess] = []
         for rank in range(ranks):
             own = {name: value[rank] if name == "options_of" else value for name, value in options.items()}
             own["options"] = own.pop("options_of", {}) | own.get("options", {})
             where = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_PORT": port}
-            env = os.environ | where | {"MASTER_ADDR": "127.0.0.1"}
+            env = os.environ | where | {"MASTER_ADDR": "127.0.0.1"} | dict(environment(rank))
             process = JsonProcess("python", "-m", "tests.support.site_worker", json.dumps(own), env=env)
             self.ranks.append(stack.enter_context(process))
 
