@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -19,6 +18,7 @@ from averaging.weights.layout import (
     DESCRIBE,
     FETCH,
     MAX_WARM_BYTES,
+    WARM,
     WeightLayout,
     ranges_of,
     read_digests,
@@ -46,6 +46,18 @@ MAX_SOURCES = 32
 
 MAX_WRONG = 3
 """Times that a publisher may send something wrong. Another source may not."""
+
+
+class OtherVersionError(Exception):
+    """The publisher wants this follower to take another version, because it is slower than versions come.
+
+    Attributes:
+        message: the version.
+    """
+
+    def __init__(self, message: wire.Version) -> None:
+        super().__init__(message.version)
+        self.message = message
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +112,10 @@ class Downloads:
         if source and self._objection(source, self.rejected_sources):
             return
         await self._lanes.keep({at_publisher, source or at_publisher})
+        if publisher.is_local:  # loopback is fast at once
+            return
         most = MAX_WARM_BYTES if layout is None else layout.nbytes // LANES
-        warming = self._lanes.warm(source or at_publisher, most, loopback=publisher.is_local)
-        self._warming = asyncio.create_task(warming)
+        self._warming = asyncio.create_task(self._warm_and_report(source or at_publisher, most, publisher))
         try:
             await asyncio.wait({self._warming})
         finally:
@@ -110,12 +123,26 @@ class Downloads:
             await asyncio.wait({self._warming})
             self._warming = None
 
+    async def _warm_and_report(self, source: str, most: int, publisher: Publisher) -> None:
+        before = self._lanes.rate
+        await self._lanes.warm(source, most, loopback=publisher.is_local)
+        if self._lanes.rate != before:
+            request = wire.WarmRequest(run_id=self._run_id, follower=publisher.follower, rate=self._lanes.rate)
+            with suppress(AveragingError):
+                async with aclosing(publisher.channel.stream(WARM, request)) as fillers:
+                    await anext(fillers, None)
+
     async def close(self) -> None:
         """Closes all connections to sources."""
         await self._lanes.close()
 
     async def receive(
-        self, incoming: Incoming, publisher: Publisher, arrived: Callable[[], None], planned: str | None = None
+        self,
+        incoming: Incoming,
+        publisher: Publisher,
+        arrived: Callable[[], None],
+        planned: str | None = None,
+        has: int = -1,
     ) -> None:
         """Receives all missing pieces.
 
@@ -124,9 +151,11 @@ class Downloads:
             publisher: the publisher that announced it.
             arrived: callback after each message with pieces.
             planned: the source that the publisher has planned, empty for itself; None to ask for one.
+            has: the version that is here; -1 for none.
 
         Raises:
             StateError: neither the publisher nor a follower delivered them. What was received stays in `incoming`.
+            OtherVersionError: another version is to be received.
         """
         at_publisher = publisher.channel.endpoint
         if self._warming is not None:
@@ -134,18 +163,23 @@ class Downloads:
         try:
             async with asyncio.TaskGroup() as tasks:
                 if not incoming.manifest.is_described:
-                    tasks.create_task(self._learn(incoming, publisher, arrived))
+                    granted = asyncio.Event()
+                    tasks.create_task(self._learn(incoming, publisher, arrived, granted, has))
+                    if planned is None:
+                        await granted.wait()
                 await self._receive_pieces(incoming, publisher, arrived, planned)
         except BaseExceptionGroup as group:
             error = _worst(group)
-            if isinstance(error, StateError) or not isinstance(error, AveragingError | TimeoutError):
+            if isinstance(error, StateError | OtherVersionError) or not isinstance(
+                error, AveragingError | TimeoutError
+            ):
                 raise error from None
-            self._blame(at_publisher, error)
+            self.blame(at_publisher, error)
             raise self._undelivered(incoming, at_publisher, error) from None
         if not incoming.complete:
             raise self._undelivered(incoming, at_publisher, "it did not send all pieces")
 
-    def _blame(self, publisher: str, error: Exception) -> None:
+    def blame(self, publisher: str, error: Exception) -> None:
         """Rejects a publisher that sends wrong pieces again and again. Without TLS a link may have spoilt one."""
         self._wrong[publisher] += isinstance(error, ProtocolViolationError)
         if self._wrong[publisher] >= MAX_WRONG:
@@ -155,15 +189,20 @@ class Downloads:
     def _undelivered(incoming: Incoming, endpoint: str, reason: object) -> StateError:
         return StateError(f"{endpoint} did not deliver version {incoming.manifest.version}: {reason}")
 
-    async def _learn(self, incoming: Incoming, publisher: Publisher, arrived: Callable[[], None]) -> None:
-        """Receives the digests of a version that was announced before they were known."""
-        way = self._lanes.way_to(publisher.channel.endpoint)
+    async def _learn(
+        self, incoming: Incoming, publisher: Publisher, arrived: Callable[[], None], granted: asyncio.Event, has: int
+    ) -> None:
+        """Receives the digests of a version that was announced before they were known.
+
+        `granted` is set when the publisher agrees that this version is received.
+        """
         request = wire.DescribeRequest(
             run_id=self._run_id,
             name=incoming.manifest.name,
             first=len(incoming.digests),
             follower=publisher.follower,
-            rate=0 if way is None or not math.isfinite(way.rate) else round(way.rate),
+            has=has,
+            rate=self._lanes.rate,
         )
         clock = asyncio.get_running_loop().time
         last = clock()
@@ -172,9 +211,12 @@ class Downloads:
                 message = await self._next(messages)
                 if message is None:
                     raise StateError("it ended the digests of a version")
+                if message.HasField("instead"):
+                    raise OtherVersionError(message.instead)
                 if message.digest:
                     incoming.describe(message.digest)
                 elif message.pieces:
+                    granted.set()
                     missing = incoming.manifest.layout.count - len(incoming.digests)
                     incoming.learn(read_digests(message.pieces, missing))
                     last = clock()
@@ -207,7 +249,7 @@ class Downloads:
                 if source and (objection := self._objection(source, failed)):
                     raise ProtocolViolationError(objection)
             except (AveragingError, TimeoutError) as error:
-                self._blame(at_publisher, error)
+                self.blame(at_publisher, error)
                 raise self._undelivered(incoming, at_publisher, error) from None
             if source:
                 reason = await self._try(source, publisher, incoming, arrived)
@@ -355,4 +397,7 @@ def _shares(missing: list[int], lanes: int) -> list[list[int]]:
 def _worst(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """One error of a group: what was wrong counts more than what did not arrive."""
     errors = [_worst(each) if isinstance(each, BaseExceptionGroup) else each for each in group.exceptions]
-    return next((error for error in errors if isinstance(error, ProtocolViolationError)), errors[0])
+    for kind in (OtherVersionError, ProtocolViolationError):
+        if found := [error for error in errors if isinstance(error, kind)]:
+            return found[0]
+    return errors[0]

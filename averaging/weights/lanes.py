@@ -76,9 +76,11 @@ class SourceLanes:
         self._open: dict[str, list[RpcChannel]] = {}
         self._ways: dict[str, Way] = {}
 
-    def way_to(self, endpoint: str) -> Way | None:
-        """What is known about the way to a source."""
-        return self._ways.get(endpoint)
+    @property
+    def rate(self) -> int:
+        """Bytes/s that came from a source at best; 0 if that is not known."""
+        rates = [way.rate for way in self._ways.values() if math.isfinite(way.rate)]
+        return round(max(rates, default=0.0))
 
     def to(self, endpoint: str, count: int, *, loopback: bool) -> list[RpcChannel]:
         """So many connections to a source, which belong to this object."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import statistics
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -29,6 +31,7 @@ from averaging.receipts import WeightReader
 from averaging.rpc import RpcHandler, rpc_caller
 from averaging.tensors import in_thread
 from averaging.training import ControlGroup, ranks_of
+from averaging.weights.claims import Claims
 from averaging.weights.layout import (
     DESCRIBE,
     FETCH,
@@ -115,6 +118,10 @@ logger = logging.getLogger("averaging.weights")
 MAX_FOLLOWERS, MAX_FOLLOWERS_PER_HOST, MAX_FOLLOWERS_PER_CONNECTION = 4096, 512, 64
 """Followers of one publisher at once."""
 
+ASK_AGAIN_SECONDS = 0.2
+"""A slow follower that has the newest version which others receive waits; so often it is looked whether there is room
+for a newer one."""
+
 MOST_WARMED = 64
 """Followers that learn their probable source before the first version. Each that joins costs a plan for all."""
 
@@ -197,7 +204,8 @@ class WeightPublisher:
                 raise ConfigError(f"{name} must be a whole number, at least {least}, not {value!r}")
         self._model, self._run_id, self._dtype = model, run_id, dtype
         self._copies, self._fan_out = copies, fan_out
-        self._store = Store(bases, max_bytes)
+        self._claims = Claims()
+        self._store = Store(bases, max_bytes, retain=lambda kept: self._claims.claimed(kept, time.monotonic()))
         self._places = SlotTable("followers", MAX_FOLLOWERS, MAX_FOLLOWERS_PER_HOST, MAX_FOLLOWERS_PER_CONNECTION)
         self._publishing = threading.Lock()
         self._followers: dict[bytes, str] = {}  # endpoints of those that follow now
@@ -406,6 +414,7 @@ class WeightPublisher:
             self._local.discard(name)
             self._rates.pop(name, None)
             self._asked_for.pop(name, None)
+            self._claims.leave(name)
             for shaped in self._trees.values():
                 shaped.tree.leave(name)
 
@@ -436,7 +445,7 @@ class WeightPublisher:
         usual = UNKNOWN_WHOLE if whole else UNKNOWN_DIFFERENCE
         known = [rate for each in waiting if (rate := self._rates.get(each, 0.0)) > 0]
         latest = self._store.latest
-        if known and latest is not None:
+        if known and latest is not None and len(waiting) > 1:
             nbytes = (not whole and self._store.difference_bytes()) or latest.manifest.layout.nbytes
             usual = best_fan_out(len(waiting), nbytes, statistics.median(known))
         copies = self._copies or min(usual, MOST_COPIES)
@@ -465,13 +474,30 @@ class WeightPublisher:
 
     async def _describe(self, request: wire.DescribeRequest) -> AsyncGenerator[wire.Digests, None]:
         self._check_run(request.run_id)
-        pieces = self._store.find(request.name)
-        if request.follower in self._followers and pieces is not None:
-            self._asked_for[request.follower] = pieces.manifest.version
+        asked = self._store.find(request.name)
+        if request.follower in self._followers and asked is not None:
             self._rates[request.follower] = float(request.rate)
+            while (taken := self._take(request)) is None:
+                yield wire.Digests()
+                await asyncio.sleep(ASK_AGAIN_SECONDS)
+            self._asked_for[request.follower] = taken.manifest.version
+            if taken.manifest.version != asked.manifest.version:
+                yield wire.Digests(instead=version_message(taken.manifest))
+                return
         async with aclosing(self._store.describe(request.name, request.first)) as messages:
             async for message in messages:
                 yield message
+
+    def _take(self, request: wire.DescribeRequest) -> WeightPieces | None:
+        """The version that a follower takes now; None if it has to wait for one."""
+        latest = self._store.latest
+        if latest is None or request.follower not in self._followers:
+            raise StateError("you follow no versions here any more")
+        asked = self._store.find(request.name) or latest  # it may be gone while the follower waits
+        version, nbytes = asked.manifest.version, asked.manifest.layout.nbytes
+        now, usual = time.monotonic(), self._store.usual
+        taken = self._claims.ask(request.follower, request.has, version, usual, nbytes, now)
+        return None if taken is None else self._store.with_number(taken)
 
     async def _fetch(self, request: wire.FetchRequest) -> AsyncGenerator[wire.Reply, None]:
         self._check_run(request.run_id)
@@ -503,6 +529,8 @@ class WeightPublisher:
 
     async def _warm(self, request: wire.WarmRequest) -> AsyncGenerator[wire.Filler, None]:
         self._check_run(request.run_id)
+        if request.follower in self._followers:
+            self._rates[request.follower] = float(request.rate)
         async with aclosing(self._store.warm(request)) as fillers:
             async for filler in fillers:
                 yield filler

@@ -26,7 +26,7 @@ from averaging.errors import (
 )
 from averaging.rpc import Credentials, RpcChannel, RpcHandler, RpcServer, RpcService
 from averaging.seeds import Seeds
-from averaging.weights.download import Downloads, Publisher
+from averaging.weights.download import Downloads, OtherVersionError, Publisher
 from averaging.weights.lanes import KEEP_SECONDS
 from averaging.weights.layout import (
     FETCH,
@@ -174,6 +174,7 @@ class VersionReceiver:
         self._current: Publisher | None = None  # who is connected
         self._layout: WeightLayout | None = None
         self._incoming: Incoming | None = None
+        self._instead: WeightManifest | None = None  # what the publisher wants this follower to receive
         self._planned: str | None = None  # from whom to get `announced`; "" is the publisher
         self._next_source = ""  # from whom the next version will probably come; empty for the publisher
         self._reasons: dict[str, AveragingError] = {}  # by address, since it was last connected
@@ -388,7 +389,8 @@ class VersionReceiver:
         backoff = Backoff(MIN_PAUSE, MAX_PAUSE)
         while True:
             await self.store.changes.wait(self._is_behind)
-            manifest, publisher = self.announced, self._publisher
+            manifest, publisher = self._instead or self.announced, self._publisher
+            self._instead = None
             if manifest is None or publisher is None:
                 continue
             # What has arrived of this version stays if a source fails. Of another one stays what is the same in this,
@@ -407,8 +409,13 @@ class VersionReceiver:
 
             try:
                 planned, self._planned = self._planned, None
-                await self._downloads.receive(incoming, publisher, arrived, planned)
-            except StateError as error:
+                has = -1 if self.store.newest is None else self.store.newest.manifest.version
+                await self._downloads.receive(incoming, publisher, arrived, planned, has)
+            except (StateError, OtherVersionError) as error:
+                if isinstance(error, OtherVersionError):
+                    self._instead = self._read_other(error.message, publisher, has)
+                    if self._instead is not None:
+                        continue
                 logger.warning("%s; trying again", error)
                 self.retries += 1
                 if not incoming.manifest.is_described and len(incoming.digests) == incoming.manifest.layout.count:
@@ -427,6 +434,18 @@ class VersionReceiver:
                     self._check(described)
                 self.store.add(WeightSnapshot(described, snapshot.buffers))
                 self.store.receiving(None)
+
+    def _read_other(self, message: wire.Version, publisher: Publisher, has: int) -> WeightManifest | None:
+        """The version that the publisher wants this follower to take; None if it is none."""
+        try:
+            manifest = read_version(message, self._options.max_bytes, self._layout)
+            if manifest is None or manifest.version <= has or manifest.layout != self._layout:
+                raise ProtocolViolationError("no version that is newer and of the same model")
+        except ProtocolViolationError as error:
+            logger.warning("%s wants another version to be taken, and names %s", publisher.channel.endpoint, error)
+            self._downloads.blame(publisher.channel.endpoint, error)
+            return None
+        return replace(manifest, layout=self._layout)
 
     async def _keep_warm(self) -> None:
         """Keeps the connections on which the next version will probably come."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
 from itertools import islice
 from typing import cast
 
@@ -88,14 +88,22 @@ class Store:
         bases: number of versions before the newest one that are kept.
         max_bytes: earlier versions are dropped if all together have more; None for no limit.
         changes: shared with other stores; None for its own.
+        retain: returns the versions to keep besides those with these numbers. What is not kept is sent no further;
+            None if it is sent to its end.
 
     Attributes:
         changes: happen when a version is added, and when pieces have arrived.
         sent: bytes of encoded pieces sent so far.
     """
 
-    def __init__(self, bases: int, max_bytes: int | None = None, changes: Changes | None = None) -> None:
-        self._bases, self._max_bytes = bases, max_bytes
+    def __init__(
+        self,
+        bases: int,
+        max_bytes: int | None = None,
+        changes: Changes | None = None,
+        retain: Callable[[Collection[int]], Collection[int]] | None = None,
+    ) -> None:
+        self._bases, self._max_bytes, self._retain = bases, max_bytes, retain
         self._kept: tuple[WeightSnapshot, ...] = ()  # newest first; replaced, never changed
         self._incoming: WeightPieces | None = None
         self._encoded: dict[tuple[bytes, bytes], dict[int, Encoded]] = {}
@@ -139,13 +147,28 @@ class Store:
     def add(self, snapshot: WeightSnapshot) -> None:
         """Makes a version the newest one."""
         kept, total = [snapshot], snapshot.manifest.layout.nbytes
-        for earlier in self._kept[: self._bases]:
+        usual = {snapshot.manifest.version, *(each.manifest.version for each in self._kept[: self._bases])}
+        retained = self._retain(usual) if self._retain else ()
+        for place, earlier in enumerate(self._kept):
+            if place >= self._bases and earlier.manifest.version not in retained:
+                continue
             total += _own_bytes(earlier, kept[-1])
             if self._max_bytes is not None and total > self._max_bytes:
                 break
             kept.append(earlier)
         self._kept = tuple(kept)
         self.changes.happened()
+
+    @property
+    def usual(self) -> set[int]:
+        """The numbers of the versions that are here without `retain`."""
+        pieces = [self._incoming, *self._kept[: 1 + self._bases]]
+        return {each.manifest.version for each in pieces if each is not None}
+
+    def with_number(self, version: int) -> WeightPieces | None:
+        """The version of that number, if it is here."""
+        pieces = (self._incoming, *self._kept)
+        return next((each for each in pieces if each is not None and each.manifest.version == version), None)
 
     def arrange(self, layout: WeightLayout) -> None:
         """Brings the tensors of all versions into the order of a layout, so that differences to them are possible."""
@@ -200,6 +223,8 @@ class Store:
                     place.due = math.inf
                     if place.lost:
                         raise BusyError("other callers get weights here, because you read too slowly; ask again")
+                    if self._retain is not None and not self.holds(request.name):
+                        raise BusyError("this version is not kept any more; ask for the newest one")
                 done += len(batch)
         finally:
             self._places.leave(place)

@@ -15,8 +15,9 @@ import torch
 from averaging import WeightPublisher
 from averaging.common import pack
 from averaging.errors import ProtocolViolationError, TensorError
-from averaging.rpc import RpcHandler, RpcServer
+from averaging.rpc import RpcChannel, RpcHandler, RpcServer
 from averaging.weights.differences import Coding
+from averaging.weights.lanes import LANES, SourceLanes
 from averaging.weights.layout import DESCRIBE, FETCH, FOLLOW, PIECE_BYTES, WeightManifest, version_message
 from averaging.weights.receiver import FollowerOptions, VersionReceiver
 from averaging.weights.snapshot import Incoming, OpenedVersion, begin_copy, copy_state, seal
@@ -163,7 +164,9 @@ class Scripted:
         return [FOLLOW.streams(self.follow), FETCH.streams(self.fetch), DESCRIBE.streams(self.described)]
 
     async def follow(self, _: wire.FollowRequest) -> AsyncGenerator[wire.Version, None]:
-        yield version_message(self.manifest)
+        message = version_message(self.manifest)
+        message.planned.source = ""
+        yield message
         await asyncio.Event().wait()
 
     async def described(self, request: wire.DescribeRequest) -> AsyncGenerator[wire.Digests, None]:
@@ -228,6 +231,25 @@ async def test_a_digest_that_does_not_fit_reaches_nobody() -> None:
         assert isinstance(follower.failure, ProtocolViolationError)
         assert "does not match its pieces" in str(follower.failure)
         assert follower.newest is None
+
+
+@pytest.mark.asyncio
+async def test_connections_are_warmed_in_steps_and_kept() -> None:
+    publisher = WeightPublisher()
+    async with RpcServer("127.0.0.1:0", [publisher], grace=0.0) as server:
+        lanes = SourceLanes("", lambda endpoint, *, loopback: RpcChannel(endpoint, loopback=loopback))
+        assert lanes.count_for(server.endpoint, 64 << 20) == LANES
+        assert lanes.count_for(server.endpoint, 1 << 20) == 1
+        (lane,) = lanes.to(server.endpoint, 1, loopback=True)
+        rate, limited = await lanes._grow(lane, 1 << 20, trip=10.0)
+        assert not limited, "each step takes less than a round trip"
+        assert rate == pytest.approx((1 << 20) / 2.5)
+        _, limited = await lanes._grow(lane, 1 << 20, trip=1e-9)
+        assert limited
+        await lanes.warm(server.endpoint, 1 << 20, loopback=True)
+        assert lanes.to(server.endpoint, 1, loopback=True) == [lane], "the same connection"
+        await lanes.close()
+        assert publisher.bytes_sent == 0, "these are no weights"
 
 
 @pytest.mark.asyncio
