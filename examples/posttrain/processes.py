@@ -20,13 +20,16 @@ NODES, EXPLORERS = 2, 2
 """Nodes and explorers of each site."""
 
 
-class Processes:
-    """All processes, by name; they end with the context."""
+class ChildProcesses:
+    """Processes by name, each with a log of that name; they end with the context.
 
-    def __init__(self, story: Story, file: Path) -> None:
-        self._story, self._file = story, str(file)
+    Args:
+        logs: folder of the logs.
+    """
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
         self._running: dict[str, subprocess.Popen[bytes]] = {}
-        self._lives: dict[str, int] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -36,6 +39,56 @@ class Processes:
     ) -> None:
         for name in list(self._running):
             self.kill(name)
+
+    def kill(self, name: str) -> None:
+        """Kills a process and all that it has started, as when a machine fails."""
+        process = self._running.pop(name)
+        with suppress(psutil.NoSuchProcess):
+            root = psutil.Process(process.pid)
+            for one in [root, *root.children(recursive=True)]:
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
+        process.wait()
+
+    def ended(self) -> str | None:
+        """A process that has ended by itself, except one that has done all its work."""
+        for name, process in self._running.items():
+            code = process.poll()
+            if code is not None and not (self.may_end(name) and code == 0):
+                return f"{name} has ended with exit code {code}; its log is {self.log(name)}"
+        return None
+
+    def may_end(self, name: str) -> bool:
+        """Whether a process has work that ends."""
+        return False
+
+    def log(self, name: str) -> Path:
+        """The file with the output of a process."""
+        return self._logs / f"{name}.log"
+
+    def start(self, name: str, module: str, *arguments: str) -> str:
+        """Starts a module of Python."""
+        env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        with self.log(name).open("ab") as log:
+            self._running[name] = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments],
+                cwd=ROOT,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl+C is for this process, which ends the others
+            )
+        return name
+
+
+class Processes(ChildProcesses):
+    """All processes of the story."""
+
+    def __init__(self, story: Story, file: Path) -> None:
+        super().__init__(story.path / "logs")
+        self._story, self._file = story, str(file)
+        self._lives: dict[str, int] = {}
 
     def start_site(self, site: int) -> None:
         """Starts everything of a site."""
@@ -82,38 +135,10 @@ class Processes:
         """The running processes of one kind, such as `explorer`."""
         return [name for name in self._running if f"-{kind}" in name]
 
-    def kill(self, name: str) -> None:
-        """Kills a process and all that it has started, as when a machine fails."""
-        process = self._running.pop(name)
-        with suppress(psutil.NoSuchProcess):
-            root = psutil.Process(process.pid)
-            for one in [root, *root.children(recursive=True)]:
-                with suppress(psutil.NoSuchProcess):
-                    one.kill()
-        process.wait()
-
-    def ended(self) -> str | None:
-        """A process that has ended by itself, except a master that has made all its steps."""
-        for name, process in self._running.items():
-            code = process.poll()
-            if code is not None and not (name.endswith("-master") and code == 0):
-                return f"{name} has ended with exit code {code}; its log is {self._log(name)}"
-        return None
-
-    def _log(self, name: str) -> Path:
-        return self._story.path / "logs" / f"{name}.log"
+    def may_end(self, name: str) -> bool:
+        """A master ends when it has made all its steps."""
+        return name.endswith("-master")
 
     def _start(self, name: str, module: str, *arguments: str) -> str:
         self._lives[name] = self._lives.get(name, 0) + 1
-        env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        with self._log(name).open("ab") as log:
-            self._running[name] = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
-                cwd=ROOT,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # Ctrl+C is for this process, which ends the others
-            )
-        return name
+        return self.start(name, module, *arguments)

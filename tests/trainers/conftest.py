@@ -15,8 +15,8 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "WANDB_ERROR_REPO
 
 
 def pytest_ignore_collect(config: pytest.Config) -> bool | None:
-    """Looks at these files only with `-m integrations`: their libraries need not be installed for the other tests."""
-    return None if config.option.markexpr == "integrations" else True
+    """Looks at these files only with one of two markers: their libraries need not be installed for the other tests."""
+    return None if config.option.markexpr in ("integrations", "posttrain_text") else True
 
 
 @pytest.fixture
