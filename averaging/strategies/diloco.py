@@ -694,6 +694,7 @@ class DiLoCo(LockstepStrategy):
                 load_optimizer(fragment.outer, tensors, packed, fragment.progress, f"outer{fragment.number}")
         with torch.no_grad():
             for fragment, anchors in zip(self._fragments, new_anchors, strict=True):
+                fragment.complete()  # what a round sends is measured from the old anchors
                 for name, anchor in anchors.items():
                     fragment.anchors[name].copy_(anchor)
         self._schedule.steps, self._loaded = since, True

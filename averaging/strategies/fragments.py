@@ -63,6 +63,7 @@ class Fragment:
     @torch.no_grad()
     def anchor(self) -> None:
         """Sets the anchors to the present parameters."""
+        self.complete()
         copy_to_host(list(self.parameters.values()), list(self.anchors.values()))
 
     @torch.no_grad()

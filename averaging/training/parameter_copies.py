@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from averaging.tensors import on_cpu
 from averaging.training.layout import local
 
 logger = logging.getLogger("averaging.training")
@@ -177,7 +178,10 @@ class ParameterCopies:
 
     def _sample(self) -> torch.Tensor:
         """Some elements of each parameter, in one tensor on the CPU."""
-        return torch.cat([_elements(parameter).to("cpu", torch.float32) for parameter in self._local()])
+        samples = [_elements(parameter).to(torch.float32) for parameter in self._local()]
+        if len({sample.device for sample in samples}) == 1:
+            return on_cpu(torch.cat(samples))  # a device is waited for once
+        return torch.cat(list(map(on_cpu, samples)))
 
     def _local(self) -> list[torch.Tensor]:
         return [local(parameter).detach() for parameter in self._parameters.values()]
