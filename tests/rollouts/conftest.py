@@ -10,7 +10,7 @@ import pytest
 # Nothing is looked for outside this machine.
 os.environ |= {"HF_HUB_OFFLINE": "1"}
 
-WITH_VERIFIERS = ("test_verifiers_rollouts.py", "test_rollouts_command.py")
+WITH_VERIFIERS = ("test_verifiers_rollouts.py", "test_rollouts_command.py", "test_served_rollouts.py")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
