@@ -137,9 +137,11 @@ def rollouts_command(*, as_json: bool, verbose: int, **given: Any) -> None:
 
     \b
     Events of --json, each with "event":
+      loading    environment
       ready      environment, engine, model, version, kept_groups, kept_rollouts, with --metrics-listen also metrics
       posted     group, rollouts, score, lowest, highest, versions, newest_version, stale, waiting, rate
-      failed     group, reason, message, attempt: a rollout is no sample, and is made again up to --attempts
+      failed     group, reason, message, attempt, number (with this reason): a rollout is no sample, and is made again
+                 up to --attempts; as text only the 1st, 10th, 100th … with a reason
       dropped    group, message
       paused     version, newest_version: the engine's weights are too old for the trainer
       resumed    version
@@ -154,7 +156,7 @@ def rollouts_command(*, as_json: bool, verbose: int, **given: Any) -> None:
         given[name] = _json_object(name, given[name])
     report = CommandOutput(as_json=as_json)
     with report.logging(verbose), report.failures():
-        _run(given, report)
+        _run(given, report, as_json=as_json)
 
 
 def _json_object(name: str, text: str | None) -> dict[str, Any]:
@@ -164,7 +166,7 @@ def _json_object(name: str, text: str | None) -> dict[str, Any]:
     return value
 
 
-def _run(given: dict[str, Any], report: CommandOutput) -> None:
+def _run(given: dict[str, Any], report: CommandOutput, *, as_json: bool) -> None:
     _prepare_process()
     try:
         from averaging.rl.rollouts import RolloutOptions, Rollouts, TruncatedMode
@@ -182,10 +184,12 @@ def _run(given: dict[str, Any], report: CommandOutput) -> None:
     given["store"] = Path(given["store"])
     ready = False
 
+    report.emit({"event": "loading", "environment": given["environment"]}, f"loading {given['environment']}")
+
     async def make(stop: Stop) -> None:
         nonlocal ready
         options = RolloutOptions(**given, sampling=sampling, feed_options=feed_options, engine_token=token)
-        rollouts = Rollouts(options, lambda event: _report(event, report, metrics.endpoint))
+        rollouts = Rollouts(options, lambda event: _report(event, report, metrics.endpoint, as_json=as_json))
         metrics = _metrics(metrics_listen, rollouts)
         stop.wait = rollouts.stop
         async with metrics:
@@ -232,15 +236,21 @@ def _token(path: Path | None) -> str | None:
     return tokens[0] if tokens else None
 
 
-def _report(event: Mapping[str, Any], report: CommandOutput, metrics: str) -> None:
-    text = printable(TEXTS[event["event"]](event), 2000)
-    item = (dict(event), text)
+def _report(event: Mapping[str, Any], report: CommandOutput, metrics: str, *, as_json: bool) -> None:
+    if event["event"] == "failed" and not as_json and not _is_told(event["number"]):
+        return
+    item = dict(event), printable(TEXTS[event["event"]](event), 2000)
     report.emit(*(events.with_metrics(item, metrics) if event["event"] == "ready" else item))
+
+
+def _is_told(number: int) -> bool:
+    """Whether a failure is the 1st, 10th, 100th and so on, so that many do not hide all other lines."""
+    return str(number).rstrip("0") == "1"
 
 
 def _ready_text(event: Mapping[str, Any]) -> str:
     kept = ""
-    if event["kept_groups"]:
+    if event["kept_rollouts"]:
         kept = f"; {_kept(event)} of the last start are used first"
     return f"{event['environment']}: asking {event['model']} at {event['engine']}{_at(event['version'])}{kept}"
 
@@ -271,7 +281,7 @@ def _done_text(summary: Mapping[str, Any], store: Path) -> str:
         f"{summary['stale']} too old" * bool(summary["stale"]),
         f"{summary['dropped']} dropped" * bool(summary["dropped"]),
         f"rollouts that failed: {failed}" * bool(failed),
-        f"{_kept(summary)} are in {store}; the same command goes on with them" * bool(summary["kept_groups"]),
+        f"{_kept(summary)} are in {store}; the same command goes on with them" * bool(summary["kept_rollouts"]),
     ]
     return "; ".join(filter(None, parts))
 
@@ -279,15 +289,17 @@ def _done_text(summary: Mapping[str, Any], store: Path) -> str:
 TEXTS: Mapping[str, Any] = {
     "ready": _ready_text,
     "posted": _posted_text,
-    "failed": lambda event: f"group {event['group']}: a rollout failed ({event['reason']}): {event['message']}",
+    "failed": lambda event: (
+        f"group {event['group']}: rollout {event['number']} that failed ({event['reason']}): {event['message']}"
+    ),
     "dropped": lambda event: f"group {event['group']} is dropped: {event['message']}",
     "paused": lambda event: (
         f"paused: the engine serves version {event['version']}, too old for the trainer, which is at "
         f"{event['newest_version']}"
     ),
     "resumed": lambda event: f"goes on with version {event['version']}",
-    "away": lambda event: f"the {event['what']} {event['url']} does not answer; waiting: {event['message']}",
-    "back": lambda event: f"the {event['what']} {event['url']} answers again",
+    "away": lambda event: f"waiting for the {event['what']} {event['url']}: {event['message']}",
+    "back": lambda event: f"the {event['what']} {event['url']} is back",
 }
 """The line of each event."""
 

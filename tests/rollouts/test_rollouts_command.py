@@ -112,3 +112,16 @@ def test_a_feed_that_refuses_ends_it(tmp_path: Path, engine: EngineProcess) -> N
     ):
         assert process.wait() == 1
         assert "401" in process.events("error")[0]["message"]
+
+
+def test_the_password_of_a_feed_is_not_told(tmp_path: Path, engine: EngineProcess) -> None:
+    (tmp_path / "token").write_text("a" * 64 + "\n")
+    with Feed(tmp_path / "feed.sqlite", "--token-file", str(tmp_path / "token")) as feed:
+        feed.url = feed.url.replace("http://", f"http://any:{'a' * 64}@")
+        with started(tmp_path, engine, feed) as process:
+            away = process.expect("away")  # no trainer has started
+            assert away["what"] == "feed"
+            assert "aaaa" not in str(process.seen)
+            process.signal(signal.SIGTERM)
+            assert process.wait() == 0
+            assert process.events("done")[0]["kept_rollouts"] > 0

@@ -39,6 +39,11 @@ def test_a_group_names_all_versions_that_made_it() -> None:
     assert group.version == [3, 4, 5]
 
 
+def test_of_many_versions_the_oldest_and_the_newest_are_named() -> None:
+    group = group_of([sequence(versions=[number]) for number in range(100)], TruncatedMode.DROP)
+    assert group.version == [0, *range(37, 100)]
+
+
 @pytest.mark.parametrize("mode", [TruncatedMode.MASK, TruncatedMode.TRAIN])
 def test_truncated_sequences_are_marked(mode: TruncatedMode) -> None:
     group = group_of([sequence(), sequence(truncated=True)], mode)

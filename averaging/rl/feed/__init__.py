@@ -12,6 +12,7 @@ side).
 from averaging.rl.feed.clients import Batch, BatchFeed, FeedEnvironment
 from averaging.rl.feed.connection import Connection
 from averaging.rl.feed.messages import (
+    MAX_VERSIONS,
     EnvStatus,
     Posted,
     PostedStaleness,
@@ -25,6 +26,7 @@ from averaging.rl.feed.server import FeedServer
 from averaging.rl.feed.versions import StaleMode
 
 __all__ = [
+    "MAX_VERSIONS",
     "Batch",
     "BatchFeed",
     "Connection",

@@ -37,6 +37,12 @@ HELD = frozenset({408, 425, 429, 502, 503, 504})
 MAX_FAULTS = 3
 """How often a request that the engine answers with another status from 500 on is tried."""
 
+MAX_REPLY = 64 << 20
+"""Bytes of an answer, after decompression."""
+
+MAX_ROLLOUTS = 1 << 16
+"""Rollouts whose versions are remembered; those that verifiers gives up are never asked for."""
+
 CONNECT_TIMEOUT = 10.0
 """Seconds to connect to the engine."""
 
@@ -206,7 +212,7 @@ class EngineClient:
         backoff, faults = Backoff(MIN_PAUSE, MAX_PAUSE, random.Random(), jitter=(0.5, 1.0)), 0
         while True:
             try:
-                reply = await self._client.request(method, path, json=body)
+                reply = await self._send(method, path, body)
             except httpx.TransportError as error:
                 self._note_away(str(error) or type(error).__name__)
             else:
@@ -220,6 +226,15 @@ class EngineClient:
                     raise RolloutError("engine", f"{self.url}{reason}", reply.status_code)
                 self._note_away(reason)
             await asyncio.sleep(backoff.next_delay())
+
+    async def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> httpx.Response:
+        content = bytearray()
+        async with self._client.stream(method, path, json=body) as reply:
+            async for chunk in reply.aiter_bytes():
+                content += chunk
+                if len(content) > MAX_REPLY:
+                    raise RolloutError("engine", f"{self.url}{path} answers with more than {MAX_REPLY} bytes")
+        return httpx.Response(reply.status_code, content=bytes(content))
 
     def _note_away(self, reason: str) -> None:
         changed = bool(reason) != bool(self._away)
@@ -308,6 +323,8 @@ class EngineGateway:
             return _failure(failure.status or 502, str(failure))
         completion, versions = task.result()
         self._versions.setdefault(request.headers.get(SESSION_HEADER, ""), set()).update(versions)
+        if len(self._versions) > MAX_ROLLOUTS:
+            del self._versions[next(iter(self._versions))]
         return JSONResponse(_generate_reply(completion))
 
     def _completion_request(self, asked: _GenerateRequest) -> dict[str, Any]:

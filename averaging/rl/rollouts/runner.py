@@ -52,6 +52,9 @@ LAST_POSTS = 5.0
 WAITING_GROUPS = 64
 """Complete groups that wait for the feed; then no further rollouts are made."""
 
+UNUSABLE = frozenset({400, 413, 422})
+"""Statuses with which a feed refuses a group for what is in it. Others are for whoever has started this."""
+
 RATE_WINDOW = 60.0
 """Seconds over which the rate of rollouts is measured."""
 
@@ -353,7 +356,7 @@ class Rollouts:
     async def _make_groups(self, context: ModelContext) -> None:
         """Begins one group after the other, those of the store first."""
         kept = self._count_kept()
-        self.started = True
+        self.started, self._began = True, time.monotonic()
         self._emit(
             {"event": "ready", "environment": self._options.environment, "engine": self._engine.url,
              "model": context.model, "version": self.version, "kept_groups": self._kept[0],
@@ -433,9 +436,10 @@ class Rollouts:
     def _note_failed(self, group: PendingGroup, error: RolloutError, attempt: int) -> None:
         self.tally.failed[error.reason] += 1
         self._last_failure = str(error)
+        number = self.tally.failed[error.reason]
         self._emit(
             {"event": "failed", "group": group.number, "reason": error.reason, "message": str(error),
-             "attempt": attempt}
+             "attempt": attempt, "number": number}
         )  # fmt: skip
 
     async def _until_fresh(self) -> None:
@@ -479,7 +483,7 @@ class Rollouts:
         try:
             posted = await self._until_answered(lambda: self._feed.post(data, key=group.key))
         except FeedError as error:
-            if error.status != 422:
+            if error.status not in UNUSABLE:
                 raise
             self._drop(group, str(error))
             return
@@ -508,10 +512,10 @@ class Rollouts:
             except FeedError as error:
                 if 400 <= error.status < 500 and error.status not in (404, 408, 429):
                     raise
-                self._note("feed", self._options.feed, str(error))
+                self._note("feed", self._info.url, str(error))
                 await asyncio.sleep(backoff.next_delay())
             else:
-                self._note("feed", self._options.feed, "")
+                self._note("feed", self._info.url, "")
                 return answer
 
     def _note_posted(self, group: PendingGroup, sequences: list[ScoredSequence], posted: Posted) -> None:

@@ -9,7 +9,7 @@ from enum import StrEnum
 import msgspec
 
 from averaging.errors import RolloutError
-from averaging.rl.feed import ScoredData
+from averaging.rl.feed import MAX_VERSIONS, ScoredData
 
 UNTRAINED = -100
 """The mask of a token that the model did not write."""
@@ -65,7 +65,8 @@ class ScoredSequence(msgspec.Struct, frozen=True):
 def group_of(samples: Sequence[ScoredSequence], truncated: TruncatedMode) -> ScoredData:
     """Puts the sequences of a group together, for one batch.
 
-    The group's `version` is that of all its weights, a list if they changed meanwhile.
+    The group's `version` is that of all its weights, a list if they changed meanwhile. It names at most `MAX_VERSIONS`:
+    the oldest, which counts for its age, and the newest.
     """
     versions = sorted({version for sample in samples for version in sample.versions})
     cut_off = any(sample.truncated for sample in samples)
@@ -82,7 +83,7 @@ def group_of(samples: Sequence[ScoredSequence], truncated: TruncatedMode) -> Sco
 def _version(versions: Sequence[int]) -> int | list[int] | msgspec.UnsetType:
     if not versions:
         return msgspec.UNSET
-    return versions[0] if len(versions) == 1 else list(versions)
+    return versions[0] if len(versions) == 1 else [versions[0], *versions[1:][-(MAX_VERSIONS - 1) :]]
 
 
 def _masks(sample: ScoredSequence, truncated: TruncatedMode) -> list[int]:
