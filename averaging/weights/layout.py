@@ -27,8 +27,11 @@ from averaging.tensors import (
 )
 from averaging.wire import weights_pb2 as wire
 
-PIECE_BYTES = 1 << 20
-"""Size of the pieces of a publisher."""
+PIECE_BYTES, LARGE_PIECE_BYTES = 1 << 20, 1 << 22
+"""Size of the pieces of a publisher; the second for a state of `LARGE_BYTES` or more. Smaller pieces pass sooner
+through a chain of followers. After each, the thread that computes digests waits for the one that sends."""
+
+LARGE_BYTES = 512 << 20
 
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 1 << 12, 1 << 23
 """Sizes of pieces that are accepted from others; multiples of 16."""
@@ -201,6 +204,12 @@ def spec_of(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -
 def whole_of(spec: WeightSpec) -> WeightSpec:
     """The whole tensor of which this may be a part."""
     return WeightSpec(spec.name, spec.dtype, spec.whole or spec.shape)
+
+
+def layout_for(tensors: Sequence[WeightSpec]) -> WeightLayout:
+    """The layout in which a publisher divides these tensors."""
+    large = nbytes_of(tensors) >= LARGE_BYTES
+    return WeightLayout(tuple(tensors), LARGE_PIECE_BYTES if large else PIECE_BYTES)
 
 
 def check_layout(tensors: Sequence[WeightSpec], piece_bytes: int, max_bytes: int) -> WeightLayout:

@@ -20,6 +20,7 @@ from averaging.weights.layout import (
     WeightManifest,
     WeightSpec,
     cut,
+    layout_for,
     part_of,
     put_together,
     spec_of,
@@ -171,7 +172,7 @@ class DividedSnapshot:
         return seal(view_state(dict(sorted(self.tensors().items()))), self.manifest.version, None)
 
 
-SLICE_BYTES = 1 << 20
+SLICE_BYTES = 1 << 22
 """Bytes that are copied at once, so that digests and senders can follow."""
 
 
@@ -182,12 +183,20 @@ class StateCopy:
         specs: the tensors.
         buffers: their bytes.
         sources: what to copy to the buffers; empty if they are filled.
+        near: buffers of an earlier version and a hysteresis, see `round_near`; None to round each number by itself.
 
     Attributes:
         filled_elsewhere: whether another thread than the reader's calls `fill`. If not, `wait` copies.
     """
 
-    def __init__(self, specs: Sequence[WeightSpec], buffers: Sequence[Bytes], sources: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        specs: Sequence[WeightSpec],
+        buffers: Sequence[Bytes],
+        sources: Sequence[torch.Tensor],
+        near: tuple[Sequence[Bytes], float] | None = None,
+    ) -> None:
+        self._near = near
         self.specs, self.buffers = tuple(specs), tuple(buffers)
         self.filled_elsewhere = False
         self._changed = threading.Condition()
@@ -220,6 +229,10 @@ class StateCopy:
         if self._done < (tensor, stop):
             raise TensorError("the weights could not be copied")
 
+    def _is_rounded(self, source: torch.Tensor, spec: WeightSpec) -> bool:
+        """Whether a tensor is published in a shorter dtype, near to what was published before."""
+        return self._near is not None and source.dtype.itemsize > spec.torch_dtype.itemsize == 2
+
     def _advance(self, done: tuple[int, int], *, failed: bool = False) -> None:
         with self._changed:
             self._done, self._failed = done, failed
@@ -232,15 +245,40 @@ class StateCopy:
             if not spec.nbytes:
                 continue
             target = torch.from_numpy(self.buffers[number]).view(spec.torch_dtype)
-            if source.is_contiguous():
-                flat, count = source.reshape(-1), SLICE_BYTES // spec.torch_dtype.itemsize
-                for start in range(0, len(flat), count):
-                    target[start : start + count].copy_(flat[start : start + count])
-                    yield number, min(spec.nbytes, (start + count) * spec.torch_dtype.itemsize)
-            else:
+            if not source.is_contiguous() and not self._is_rounded(source, spec):
                 target.reshape(spec.shape).copy_(source)
                 yield number, spec.nbytes
+                continue
+            flat, count = source.reshape(-1), SLICE_BYTES // spec.torch_dtype.itemsize
+            for start in range(0, len(flat), count):
+                part, there = flat[start : start + count], target[start : start + count]
+                there.copy_(part)
+                if self._near is not None and self._is_rounded(source, spec):
+                    buffers, hysteresis = self._near
+                    before = torch.from_numpy(buffers[number]).view(spec.torch_dtype)[start : start + count]
+                    round_near(part.to("cpu"), before, there, hysteresis)
+                yield number, min(spec.nbytes, (start + count) * spec.torch_dtype.itemsize)
         yield len(self.specs), 0
+
+
+def round_near(weights: torch.Tensor, before: torch.Tensor, rounded: torch.Tensor, hysteresis: float) -> None:
+    """Keeps what was published before where it is near enough to the weight.
+
+    The rounding error is then at most (0.5 + `hysteresis`) times the distance to the next number, and stays with the
+    weights: the next version is rounded from them, so errors do not add up.
+
+    Args:
+        weights: what is published, in a longer dtype.
+        before: what was published of it before, bfloat16 or float16.
+        rounded: `weights` rounded to that dtype; changed in place.
+        hysteresis: see above.
+    """
+    # Only a neighbour of the rounded number is kept. Neighbours have bit patterns that differ by one, except around 0.
+    neighbours = (before.view(torch.int16) - rounded.view(torch.int16)).abs_() == 1
+    old = before.to(weights.dtype)
+    gap = (rounded.to(weights.dtype) - old).abs_()
+    near = (weights - old).abs_() <= (0.5 + hysteresis) * gap
+    torch.where(neighbours & near & gap.isfinite(), before, rounded, out=rounded)
 
 
 def copy_state(state: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> StateCopy:
@@ -248,13 +286,20 @@ def copy_state(state: Mapping[str, torch.Tensor], dtype: torch.dtype | None = No
     return begin_copy(state, dtype).fill()
 
 
-def begin_copy(state: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> StateCopy:
+def begin_copy(
+    state: Mapping[str, torch.Tensor],
+    dtype: torch.dtype | None = None,
+    before: WeightSnapshot | None = None,
+    hysteresis: float = 0.0,
+) -> StateCopy:
     """Prepares the copy of a state dict to the CPU.
 
     Args:
         state: tensors by name, on any device; values that are no tensors are left out. Of a divided tensor, this rank's
             part is copied.
         dtype: floating-point tensors are converted to it; None keeps their dtype.
+        before: an earlier version, whose numbers are kept where they are near enough.
+        hysteresis: how near, see `round_near`.
 
     Raises:
         TensorError: a tensor cannot be published.
@@ -268,7 +313,10 @@ def begin_copy(state: Mapping[str, torch.Tensor], dtype: torch.dtype | None = No
         specs.append(spec)
         parts.append(part)
     # numpy asks the system for large pages, which are four times faster to fill for the first time.
-    return StateCopy(specs, [np.empty(spec.nbytes, np.uint8) for spec in specs], parts)
+    buffers = [np.empty(spec.nbytes, np.uint8) for spec in specs]
+    comparable = before is not None and before.manifest.layout.tensors == tuple(specs)
+    near = (before.buffers, hysteresis) if before is not None and hysteresis and comparable else None
+    return StateCopy(specs, buffers, parts, near)
 
 
 def view_state(state: Mapping[str, torch.Tensor]) -> StateCopy:
@@ -279,7 +327,7 @@ def view_state(state: Mapping[str, torch.Tensor]) -> StateCopy:
 
 def layout_of(copy: StateCopy, before: WeightSnapshot | None) -> WeightLayout:
     """The layout of a copy; that of the version before if it is equal."""
-    layout = WeightLayout(copy.specs)
+    layout = layout_for(copy.specs)
     return before.manifest.layout if before is not None and before.manifest.layout == layout else layout
 
 

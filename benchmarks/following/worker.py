@@ -90,7 +90,7 @@ class Publisher:
     async def commits(self, seconds: str, interval: str) -> dict[str, Any]:
         """Publishes at an interval, each time another step. Returns when each version was published, and the memory."""
         times: dict[str, float] = {}
-        most, loop = 0.0, asyncio.get_running_loop()
+        most, held, loop = 0.0, 0.0, asyncio.get_running_loop()
         end = loop.time() + float(seconds)
         while loop.time() < end:
             began = loop.time()
@@ -98,9 +98,14 @@ class Publisher:
             self._version += 1
             times[str(self._version)] = time.monotonic()
             await self._publisher.publish(self._state, self._version)
-            most = max(most, resident_mib())
+            most, held = max(most, resident_mib()), max(held, self._held_mib())
             await asyncio.sleep(max(0.0, began + float(interval) - loop.time()))
-        return {"times": times, "resident_mib": most}
+        return {"times": times, "resident_mib": most, "held_mib": held}
+
+    def _held_mib(self) -> float:
+        """Memory of all versions that the publisher keeps."""
+        buffers = {id(each): len(each) for kept in self._publisher._store._kept for each in kept.buffers}
+        return sum(buffers.values()) / (1 << 20)
 
     async def resident(self) -> dict[str, Any]:
         return {"resident_mib": resident_mib()}
