@@ -16,7 +16,7 @@ from averaging.peer import ExpectedPeers
 from averaging.receipts import Receipt
 from averaging.strategies.base import Strategy
 from averaging.strategies.catch_up import START_TIMEOUT
-from averaging.strategies.quorum import age_in
+from averaging.strategies.quorum import holds_state
 from averaging.training import (
     History,
     Others,
@@ -134,8 +134,8 @@ class LockstepStrategy(Strategy):
         self._alone = receipt is None
         if receipt is not None:
             present = set(receipt.members) - {dropped.endpoint for dropped in receipt.dropped}
-            # Who came late takes over the result when it can; nobody waits for that.
-            self._partners = frozenset(name for name in present if not age_in(receipt.gathered[name]))
+            # Who does not hold the state takes over the result when it can; nobody waits for that.
+            self._partners = frozenset(name for name in present if holds_state(receipt.gathered[name]))
             announcements = training.announcements.of_others(wait=False)
             self._missing = {name: progress for name, progress in announcements.items() if name not in present}
         if receipt is None:

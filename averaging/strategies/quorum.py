@@ -199,6 +199,11 @@ def late_in(user: object) -> float | None:
     return float(seconds) if is_number(seconds) and 0 <= seconds <= MAX_GRACE else None
 
 
+def holds_state(user: object) -> bool:
+    """Whether a member holds the state that its group changes, unless it says in its `gather` that it does not."""
+    return not isinstance(user, dict) or user.get("holds", True) is not False
+
+
 def age_in(user: object) -> int:
     """The age that a member states in its `gather`; 0 if it states none."""
     age = user.get("age") if isinstance(user, dict) else None

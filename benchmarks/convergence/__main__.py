@@ -123,7 +123,7 @@ def parser() -> argparse.ArgumentParser:
 
 @ending_children()
 def main() -> None:
-    """Runs what is missing and writes the page. Exits with 2 if a process was killed."""
+    """Runs what is missing and writes the page. Exits with 2 if a process was killed, and with 1 if a cell failed."""
     made = parser()
     options = made.parse_args()
     if not 1 <= options.processes <= 64:
@@ -151,7 +151,8 @@ def main() -> None:
         jobs = [Job(cell, lr) for cell in cells for lr in options.lr or [None]]
         until = begun + options.minutes * 60 if options.minutes else math.inf
         try:
-            left = Runner(recipe, results, options.output, options.processes, until, options.commit).run(jobs)
+            runner = Runner(recipe, results, options.output, options.processes, until, options.commit)
+            left = runner.run(jobs)
         except WorkerError as error:
             print(f"{error}; run the same command again to continue", file=sys.stderr)
             sys.exit(2)
@@ -161,6 +162,8 @@ def main() -> None:
     if recorded["cells"]:
         draw(recorded, options.output)
         options.output.with_suffix(".md").write_text(page(recorded, options.output))
+    if trains and runner.failed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

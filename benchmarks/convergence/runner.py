@@ -240,6 +240,9 @@ class Runner:
         until: moment of `time.monotonic` at which a cell that is not done is cut off, so none is begun that would not
             be done; infinity for no limit.
         commit: of the code; by default git is asked.
+
+    Attributes:
+        failed: cells that have raised an error.
     """
 
     def __init__(
@@ -254,6 +257,7 @@ class Runner:
         self._recipe, self._results, self._folder = recipe, results, folder
         self._processes, self._until, self._commit = processes, until, commit
         self._running: dict[Future[dict[str, Any]], Job] = {}
+        self.failed: list[Job] = []
 
     def run(self, jobs: Sequence[Job]) -> int:
         """Runs all jobs, or those for which there is time; returns the number of those that are left.
@@ -301,7 +305,14 @@ class Runner:
         done, _ = wait(self._running, limit, return_when=FIRST_COMPLETED)
         for future in done:
             job = self._running.pop(future)
-            result = future.result()
+            try:
+                result = future.result()
+            except BrokenProcessPool:
+                raise
+            except Exception as error:  # the other cells have nothing to do with it
+                self.failed.append(job)
+                say(job.key, f"failed, and begins anew the next time: {type(error).__name__}: {error}")
+                continue
             self._results.add(job.key, result)
             say(job.key, f"{result['loss']:.4f} bits per byte in {minutes(result['seconds'])}; {len(left)} to begin")
         return bool(done)

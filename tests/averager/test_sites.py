@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from averaging import Receipt
 from tests.support.conservation import TrainingLedger
-from tests.support.site_worker import model_of, strategy_of
+from tests.support.site_worker import SAMPLES, model_of, strategy_of
 from tests.support.sites import PATIENCE, Site, alike, single_processes
 from tests.support.training import Run, backward, batch_of
 
@@ -75,6 +76,28 @@ def test_a_site_and_a_single_process_send_their_largest_elements_to_each_other(s
     assert ledger.error() < 2e-6
     assert opt.last_receipt is not None
     assert len(opt.last_receipt.members) == 2
+
+
+@pytest.mark.parametrize("inside", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
+def test_a_site_weighs_as_many_samples_as_its_ranks_have_together(stack: ExitStack, inside: str) -> None:
+    """Beside a single process with the same batch as one rank; the average has the samples of three."""
+    site = Site(stack, 2, number=0, strategy="local", inside=inside, steps=4, options={"weight": "samples"})
+    single = stack.enter_context(closing(Run()))
+    seen: list[Receipt] = []
+    options = {"run_id": "run", "join": [site.endpoint], "weight": "samples", "on_round": seen.append}
+    opt = single.add(strategy_of("local", 2, 2), partial(torch.optim.AdamW, lr=0.01), model_of(1), **options)
+    assert opt.wait_for_peers(2, PATIENCE)
+    for seed in range(4):
+        backward(single.models[0], batch_of(seed, SAMPLES, torch.float64))
+        opt.step(batch_size=SAMPLES)
+    assert opt.finish(PATIENCE).alike
+    told = site.expect("done")
+    assert all(one["alike"] for one in told)
+    assert len([receipt for receipt in seen if receipt.averaged]) >= 2
+    for receipt in seen[:2]:  # of two steps each
+        weights = {account.endpoint == opt.endpoint: account.weight for account in receipt.accounts}
+        assert weights == {True: 2 * SAMPLES, False: 2 * 2 * SAMPLES}
+        assert {account.weight_unit for account in receipt.accounts} == {"samples"}
 
 
 def check_nothing_is_lost(told: list[dict[str, Any]]) -> None:

@@ -291,6 +291,7 @@ class AtOnce:
     def __init__(self, *_: object, **__: object) -> None:
         self.done: list[Job] = []
         self.hanging: set[str] = set()
+        self.failing: set[str] = set()
         self.closed = False
 
     def __enter__(self) -> AtOnce:
@@ -302,7 +303,9 @@ class AtOnce:
     def submit(self, _: object, recipe: Recipe, job: Job, *__: object) -> Future[dict[str, Any]]:
         self.done.append(job)
         future: Future[dict[str, Any]] = Future()
-        if job.key not in self.hanging:
+        if job.key in self.failing:
+            future.set_exception(RuntimeError("not all peers averaged"))
+        elif job.key not in self.hanging:
             future.set_result(dict(RESULT))
         return future
 
@@ -344,6 +347,16 @@ def test_a_cell_that_is_cut_off_loses_only_itself(tmp_path: Path, pool: AtOnce) 
     assert Runner(SMALL, results, tmp_path, 2, time.monotonic() + 0.2).run([first, second]) == 1
     assert list(results.read()["cells"]) == [first.key]
     assert pool.closed
+
+
+def test_a_cell_that_fails_keeps_no_other_from_its_end(tmp_path: Path, pool: AtOnce) -> None:
+    results = Results(tmp_path / "convergence.json", SMALL)
+    first, second = jobs(0, 1)
+    pool.failing.add(first.key)
+    runner = Runner(SMALL, results, tmp_path, 1)
+    assert runner.run([first, second]) == 0
+    assert runner.failed == [first]
+    assert list(results.read()["cells"]) == [second.key]
 
 
 def test_estimates_are_in_proportion_to_steps_and_peers() -> None:

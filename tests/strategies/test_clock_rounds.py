@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from averaging import DiLoCo, LocalSGD, Strategy
+from averaging import DecentralizedAverager, DiLoCo, LocalSGD, Strategy
 from averaging.errors import ConfigError
 from tests.support import training_run
 from tests.support.training_run import Noise, Run, Site, agree
@@ -29,15 +29,8 @@ class TwoTensors(Noise):
     """Noise for two tensors, so that a model can be cut into two fragments."""
 
     def __init__(self, rng: random.Random, batch_size: int) -> None:
-        super().__init__(rng, {})
-        self._second = torch.nn.Parameter(self._random())
-        self.optimizer = torch.optim.SGD([self._parameter, self._second], lr=0.1)
+        super().__init__(rng, {"momentum": 0.0}, tensors=2)
         self.batch_size = batch_size
-
-    def backward(self) -> None:
-        """See `Learner.backward`."""
-        super().backward()
-        self._second.grad = self._random()
 
 
 def sites(*step_seconds: float, **options: Any) -> list[Site]:
@@ -88,6 +81,37 @@ def test_a_newcomer_between_two_moments_that_makes_no_step_for_long_holds_nobody
     assert len(early) >= 4
     assert all(receipt.phases["looking"] < 0.5 and len(receipt.members) == 2 for receipt in early[1:])
     assert agree([first, second, newcomer])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: LocalSGD("10s"), lambda: DiLoCo("10s"), lambda: DiLoCo("10s", quorum=2)],
+    ids=["local", "diloco", "quorum"],
+)
+def test_a_newcomer_comes_to_the_next_moment_and_goes_on_with_the_learning_rate_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[], Strategy]
+) -> None:
+    """A schedule counts a peer's own local steps; a newcomer has those of its donor. So no rate counts as drift."""
+    rates: dict[int, list[tuple[int, float]]] = {}
+
+    def note(number: int, averager: DecentralizedAverager, step: int) -> None:
+        rates.setdefault(number, []).append((step, averager.param_groups[0]["lr"]))
+
+    halves = partial(torch.optim.lr_scheduler.StepLR, step_size=50, gamma=0.5)
+    peers = sites(0.1, 0.1, 1.0, scheduler=halves)
+    peers.append(Site("192.0.2.4:1", [FIRST], 23.0, step_seconds=0.1, scheduler=halves))
+    for number, peer in enumerate(peers):
+        peer.tamper = partial(note, number)
+    trained = run(monkeypatch, make, peers, until=45.0)
+    assert agree(trained)
+    for peer in trained:
+        averaged = [receipt for receipt in peer.receipts if receipt.averaged]
+        assert [len(receipt.members) for receipt in averaged][-2:] == [4, 4]
+        assert not any(receipt.drift for receipt in averaged)
+    assert 100 < rates[3][0][0] < 230
+    assert rates[2][-1][0] < 50
+    for seen in rates.values():
+        assert all(rate == pytest.approx(0.1 * 0.5 ** (step // 50)) for step, rate in seen)
 
 
 @pytest.mark.parametrize(("kind", "other"), [(LocalSGD, "20s"), (DiLoCo, 5)])

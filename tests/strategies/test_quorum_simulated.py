@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,8 +15,9 @@ import pytest
 
 from averaging import DecentralizedAverager, DiLoCo, Strategy
 from averaging.receipts.receipt import Receipt
+from averaging.testing.transport import MemoryTransport
 from tests.support.scripts import sleep
-from tests.support.training_run import Run, Site, agree
+from tests.support.training_run import Noise, Run, Site, agree
 
 
 class Receipts(list[Receipt]):
@@ -42,6 +44,8 @@ class Trainers:
         step_seconds: of each peer.
         pauses: by the number of a peer, after how many steps of its own it pauses, and for how many seconds.
         lives: by the number of a peer, when it starts and when it is killed, in seconds.
+        tensors: of the model.
+        options: of a peer's averager, by its number.
         stepped: steps of each peer until the end of its training.
         missed: of each peer before each step, the rounds that it says to have missed.
     """
@@ -52,6 +56,8 @@ class Trainers:
     pauses: Mapping[int, tuple[int, float]] = field(default_factory=dict)
     seed: int = 1
     lives: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    tensors: int = 1
+    options: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     stepped: Counter[str] = field(default_factory=Counter)
     paused: Counter[str] = field(default_factory=Counter)
     missed: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -67,6 +73,8 @@ class Trainers:
                 strategy=self.strategy,
                 tamper=partial(self._before_step, number),
                 receipts=Receipts(),
+                learner=lambda rng: Noise(rng, {}, self.tensors),
+                options=self.options.get(number, {}),
             )
             for number, name in enumerate(names)
         ]
@@ -176,6 +184,61 @@ def test_a_peer_that_is_killed_and_started_again_holds_nobody_up() -> None:
         gathered, stepped = trainers.gathered[site.name], trainers.stepped[site.name]
         assert 0 <= stepped - gathered <= (0 if site in survivors else 45), site.name  # of its last round and since
         assert gathered > 0
+
+
+@pytest.mark.parametrize(("fragments", "delay", "seed"), [(2, 3, 1), (3, 0, 5)])
+def test_fragments_lose_no_step_of_a_slow_peer_and_of_one_that_pauses(fragments: int, delay: int, seed: int) -> None:
+    """Each fragment has each local step once, also those of its last round, for which all wait."""
+    strategy = partial(DiLoCo, 7 * fragments, fragments=fragments, delay=delay, quorum=2)
+    trainers = Trainers(strategy, (0.1, 0.1, 1.0, 0.1), 16.0, {3: (60, 6.0)}, seed, tensors=4)
+    survivors = trainers.run.simulate()
+    assert len(survivors) == 4
+    assert agree(survivors)
+    assert min(trainers.shares[:3]) > (0.92 if delay else 0.88)  # a round of the simulation takes 50 ms
+    assert {len(groups) for groups in trainers.groups.values()} == {1}
+    assert trainers.gathered == {name: fragments * steps for name, steps in trainers.stepped.items()}
+    assert max(trainers.ages("peer-2:1")) >= 2
+
+
+def test_a_busy_donor_that_misses_rounds_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only donor that a newcomer reaches pauses, and sends it its state in the meantime, in some seconds."""
+    busy: list[tuple[float, float]] = []
+    download = MemoryTransport.download_state
+
+    async def slowly(self: MemoryTransport, endpoint: str, resume: Any = None) -> AsyncGenerator[Any, None]:
+        now, slow = asyncio.get_running_loop().time, (self.endpoint, endpoint) == ("peer-3:1", "peer-0:1") and not busy
+        began = now()
+        async with aclosing(download(self, endpoint, resume)) as messages:
+            async for message in messages:
+                await asyncio.sleep(1.5 if slow else 0.0)
+                if slow:
+                    busy[:] = [(began, now())]
+                yield message
+
+    monkeypatch.setattr(MemoryTransport, "download_state", slowly)
+    trainers = Trainers(
+        partial(DiLoCo, 20, delay=5, quorum=2),
+        (0.1,) * 4,
+        30.0,
+        {0: (100, 6.0)},
+        lives={3: (10.5, float("inf"))},
+        options={2: {"share_state": False}},
+    )
+    trainers.run.network.refuse("peer-3:1", "peer-1:1")
+
+    async def heal() -> None:
+        await asyncio.sleep(17.0)
+        trainers.run.network.heal()
+
+    survivors = trainers.run.simulate(heal)
+    assert len(survivors) == 4
+    assert agree(survivors)
+    assert busy[0][0] < 12.0
+    assert busy[0][1] - busy[0][0] >= 3.0
+    assert max(trainers.missed["peer-0:1"]) >= 1
+    assert min(trainers.shares[1:3]) > 0.97
+    assert trainers.gathered == trainers.stepped
+    assert {len(groups) for groups in trainers.groups.values()} == {1}
 
 
 def scenario(seed: int) -> tuple[Trainers, Callable[[], Coroutine[Any, Any, object]], bool]:

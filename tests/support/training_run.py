@@ -45,21 +45,22 @@ class Learner(Protocol):
 
 
 class Noise:
-    """Three parameters with random gradients."""
+    """Tensors of three parameters with random gradients; usually one."""
 
     batch_size = 4
 
-    def __init__(self, rng: random.Random, hyperparameters: Mapping[str, Any]) -> None:
+    def __init__(self, rng: random.Random, hyperparameters: Mapping[str, Any], tensors: int = 1) -> None:
         self._rng = rng
-        self._parameter = torch.nn.Parameter(self._random())
-        self.optimizer = torch.optim.SGD([self._parameter], **{"lr": 0.1, "momentum": 0.9, **hyperparameters})
+        self._parameters = [torch.nn.Parameter(self._random()) for _ in range(tensors)]
+        self.optimizer = torch.optim.SGD(self._parameters, **{"lr": 0.1, "momentum": 0.9, **hyperparameters})
 
     def _random(self) -> torch.Tensor:
         return torch.tensor([self._rng.gauss(0, 1) for _ in range(3)])
 
     def backward(self) -> None:
         """See `Learner.backward`."""
-        self._parameter.grad = self._random()
+        for parameter in self._parameters:
+            parameter.grad = self._random()
 
 
 @dataclass
