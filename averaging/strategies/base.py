@@ -371,7 +371,7 @@ class Strategy(ABC):
 
         def look() -> Others:
             others = self.others(training, training.announcements.of_others(wait=wait))
-            self._downloads.note_refused(self.announced_history(training), others)
+            self._downloads.note_refused(self.announced_history(training), others, training.monotonic())
             return others
 
         return training.site.broadcast_from_leader(look)

@@ -68,6 +68,9 @@ MAX_FURTHER = 10_000
 MAX_REFUSED = 256
 """Peers of which a peer remembers that it has warned of them."""
 
+REFUSED_SECONDS = 5.0
+"""Seconds for which a step of the own run is refused until that is worth a warning."""
+
 START_TIMEOUT = 10.0
 """Seconds for which a peer that can average with nobody waits for a download to start; then it continues alone."""
 
@@ -84,6 +87,7 @@ class CatchUp:
         self._claims = ProgressClaims()
         self._fetches: list[BackgroundDownload] = []  # in progress, the oldest first
         self._warned = False  # of a failure since the last success
+        self._refused_since: dict[str, float] = {}  # peers whose greater history is refused now
         self._refused: dict[str, str] = {}  # peers of whose history a warning was logged, and its origin
 
     @property
@@ -152,10 +156,18 @@ class CatchUp:
         else:
             logger.info("caught up from global step %d to %d", before.step, now.step)
 
-    def note_refused(self, own: History, others: Others) -> None:
-        """Warns once of the peers whose greater history is refused."""
+    def note_refused(self, own: History, others: Others, now: float) -> None:
+        """Warns once of the peers whose greater history is refused.
+
+        The members of a round announce their step one after another, so for a moment the first one stands alone behind
+        it. Only a step of this run that is refused for longer is one.
+        """
+        self._refused_since = {name: self._refused_since.get(name, now) for name in others.refused}
         new = {
-            name: history for name, history in others.refused.items() if self._refused.get(name) != history.origin.id
+            name: history
+            for name, history in others.refused.items()
+            if self._refused.get(name) != history.origin.id
+            and (history.origin.id != own.origin.id or now - self._refused_since[name] >= REFUSED_SECONDS)
         }
         if not new:
             return

@@ -392,7 +392,7 @@ class LocalSGD(Strategy):
             return None
         self._announcements = announcements
         others = self.others(training, announcements)
-        self._downloads.note_refused(self.announced_history(training), others)
+        self._downloads.note_refused(self.announced_history(training), others, training.monotonic())
         return others if others.ahead or self._downloads.busy else None
 
     def finish(self, training: StrategyContext) -> None:

@@ -84,7 +84,7 @@ def test_a_site_weighs_as_many_samples_as_its_ranks_have_together(stack: ExitSta
     site = Site(stack, 2, number=0, strategy="local", inside=inside, steps=4, options={"weight": "samples"})
     single = stack.enter_context(closing(Run()))
     seen: list[Receipt] = []
-    options = {"run_id": "run", "join": [site.endpoint], "weight": "samples", "on_round": seen.append}
+    options: dict[str, Any] = {"run_id": "run", "join": [site.endpoint], "weight": "samples", "on_round": seen.append}
     opt = single.add(strategy_of("local", 2, 2), partial(torch.optim.AdamW, lr=0.01), model_of(1), **options)
     assert opt.wait_for_peers(2, PATIENCE)
     for seed in range(4):

@@ -187,7 +187,9 @@ def test_a_peer_that_is_killed_and_started_again_holds_nobody_up() -> None:
 
 
 @pytest.mark.parametrize(("fragments", "delay", "seed"), [(2, 3, 1), (3, 0, 5)])
-def test_fragments_lose_no_step_of_a_slow_peer_and_of_one_that_pauses(fragments: int, delay: int, seed: int) -> None:
+def test_fragments_lose_no_step_of_a_slow_peer_and_of_one_that_pauses(
+    fragments: int, delay: int, seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """Each fragment has each local step once, also those of its last round, for which all wait."""
     strategy = partial(DiLoCo, 7 * fragments, fragments=fragments, delay=delay, quorum=2)
     trainers = Trainers(strategy, (0.1, 0.1, 1.0, 0.1), 16.0, {3: (60, 6.0)}, seed, tensors=4)
@@ -198,6 +200,7 @@ def test_fragments_lose_no_step_of_a_slow_peer_and_of_one_that_pauses(fragments:
     assert {len(groups) for groups in trainers.groups.values()} == {1}
     assert trainers.gathered == {name: fragments * steps for name, steps in trainers.stepped.items()}
     assert max(trainers.ages("peer-2:1")) >= 2
+    assert "too few members" not in caplog.text  # as for the moment in which the first of two has told of a step
 
 
 def test_a_busy_donor_that_misses_rounds_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
