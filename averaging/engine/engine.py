@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 
@@ -45,6 +45,18 @@ class TextModel(Protocol):
         """Generates a batch."""
 
 
+class ServedWeights(NamedTuple):
+    """What the model has.
+
+    Attributes:
+        version: its version; None if it has none.
+        digest: its digest; None if the weights are those of the folder.
+    """
+
+    version: int | None
+    digest: bytes | None
+
+
 @dataclass(frozen=True, slots=True)
 class NewWeights:
     """Weights that are here and not in the model yet.
@@ -52,12 +64,14 @@ class NewWeights:
     Attributes:
         tensors: by name.
         version: their version.
+        digest: their digest, see `WeightPublisher.digest`.
         loaded: callback in the engine's thread with the number of tensors that stay those of the folder, or with the
             error if they are not the model's.
     """
 
     tensors: Mapping[str, torch.Tensor]
     version: int
+    digest: bytes
     loaded: Callable[[int | TensorError], object]
 
 
@@ -73,11 +87,15 @@ class Engine:
         context: tokens that a sequence may have with its prompt.
         queue: requests that may wait.
         needs_version: whether nothing is generated before the weights have a version.
+
+    Attributes:
+        served: what the model has; both values change at once.
     """
 
     def __init__(self, model: TextModel, *, batch: int, context: int, queue: int, needs_version: bool = False) -> None:
         self.model = model
         self._batch, self._context, self._queue, self._needs_version = batch, context, queue, needs_version
+        self.served = ServedWeights(model.version, None)
         self._changed = threading.Condition()
         self._waiting: list[Generated] = []
         self._running: list[Generated] = []
@@ -102,7 +120,7 @@ class Engine:
     @property
     def version(self) -> int | None:
         """The version in the model; None if it has none."""
-        return self.model.version
+        return self.served.version
 
     @property
     def ready(self) -> bool:
@@ -219,6 +237,9 @@ class Engine:
 
     def _load(self, weights: NewWeights) -> None:
         try:
-            weights.loaded(self.model.load(weights.tensors, weights.version))
+            of_folder = self.model.load(weights.tensors, weights.version)
         except TensorError as error:
             weights.loaded(error)
+            return
+        self.served = ServedWeights(weights.version, weights.digest)
+        weights.loaded(of_folder)

@@ -31,13 +31,11 @@ class WeightsStatus:
         newest: the newest announced version; None before the first.
         connected: whether a publisher is connected.
         staleness: how old the weights of the engine are.
-        digest: digest of the version in the engine; None if it is that of the folder, or none.
     """
 
     newest: int | None
     connected: bool
     staleness: Staleness
-    digest: bytes | None
 
 
 class RunWeights:
@@ -56,7 +54,6 @@ class RunWeights:
         self._options, self._engine, self._on_event = options, engine, on_event
         self._receiver: ModelReceiver | None = None
         self._watch = StalenessWatch(None)
-        self._digest: bytes | None = None
         self._newest: int | None = None  # also while no publisher is connected
 
     def state(self) -> WeightsStatus:
@@ -66,7 +63,7 @@ class RunWeights:
             self._newest = receiver.announced.version
         connected = receiver is not None and receiver.connected
         staleness, _ = self._watch.look(time.monotonic(), self._engine.version, self._newest, connected=connected)
-        return WeightsStatus(self._newest, connected, staleness, self._digest)
+        return WeightsStatus(self._newest, connected, staleness)
 
     async def run(self) -> None:
         """Follows until it is cancelled.
@@ -111,18 +108,20 @@ class RunWeights:
             if not loaded.done():
                 loaded.set_result(result)
 
-        self._engine.take(
-            NewWeights(whole.tensors(), version, lambda result: loop.call_soon_threadsafe(settle, result))
-        )
+        digest = whole.manifest.digest
+
+        def report(result: int | TensorError) -> None:
+            loop.call_soon_threadsafe(settle, result)
+
+        self._engine.take(NewWeights(whole.tensors(), version, digest, report))
         result = await loaded
         if isinstance(result, TensorError):
             raise result
-        self._digest = whole.manifest.digest
         self._on_event(
             {
                 "event": "version",
                 "version": version,
-                "digest": whole.manifest.digest.hex(),
+                "digest": digest.hex(),
                 "bytes": whole.manifest.layout.nbytes,
                 "of_folder": result,
                 "seconds": round(time.monotonic() - began, 3),

@@ -367,8 +367,8 @@ class EngineRoutes:
         ]
 
     async def _weight_info(self, request: Request, body: bytearray) -> Response:
-        version = self._engine.version
-        state = WeightsStatus(version, False, Staleness(), None) if self._weights is None else self._weights.state()
+        version, digest = self._engine.served
+        state = WeightsStatus(version, False, Staleness()) if self._weights is None else self._weights.state()
         return JSONResponse(
             {
                 "weight_version": _spelled(version),
@@ -376,7 +376,7 @@ class EngineRoutes:
                 "versions_behind": state.staleness.versions,
                 "seconds_behind": round(state.staleness.seconds, 3),
                 "connected": state.connected,
-                "digest": None if state.digest is None else state.digest.hex(),
+                "digest": None if digest is None else digest.hex(),
             }
         )
 
