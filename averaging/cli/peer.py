@@ -22,7 +22,7 @@ from averaging.cli.options import (
     peer_options,
     read_config,
 )
-from averaging.common import counted, keep_freed_memory
+from averaging.common import compute_in_one_thread, counted, keep_freed_memory
 from averaging.config import NonFinite
 from averaging.errors import AveragingError, ConfigError
 from averaging.protocol import Mode, pack_gather
@@ -164,6 +164,7 @@ def _run(file: Path, output: Path | None, config: PeerConfig, given: dict[str, A
         CommandError: the round failed.
     """
     keep_freed_memory()
+    compute_in_one_thread()
     destination = Output(output, overwrite=given["overwrite"]) if output else None
     document = read(file).divided(file, given["only"], given["exclude"])
     # An auxiliary contributes no numbers.

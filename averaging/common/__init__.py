@@ -21,7 +21,14 @@ from averaging.common.addresses import (
     parse_ip,
     zone_of,
 )
-from averaging.common.event_loop_thread import EventLoopThread, InProcess, SignalSafeFuture, call_in, on_loop
+from averaging.common.event_loop_thread import (
+    EventLoopThread,
+    InProcess,
+    SignalSafeFuture,
+    call_in,
+    compute_in_one_thread,
+    on_loop,
+)
 from averaging.common.interfaces import (
     address_for_others,
     are_same,
@@ -135,6 +142,7 @@ __all__ = [
     "check_weight",
     "choice",
     "chosen_proxy",
+    "compute_in_one_thread",
     "contradict",
     "counted",
     "covers",

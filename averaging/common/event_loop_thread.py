@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -83,6 +84,22 @@ SIGNAL_PERIOD = 0.5
 
 EXIT_SECONDS = 10.0
 """Maximum seconds for which interpreter exit waits until a daemon thread has ended what it computes."""
+
+
+def compute_in_one_thread() -> None:
+    """Keeps torch's operations in the calling thread from using further threads, from now on.
+
+    Operations on parts are short: their threads wait for one another longer than they compute, and on a busy machine
+    many times as long. Other threads keep the number that they have.
+    """
+    torch = sys.modules.get("torch")  # not imported for it
+    if torch is None or (count := torch.get_num_threads()) == 1:
+        return
+    torch.set_num_threads(1)
+    # That also sets the number of all threads that compute for the first time from now on; another thread resets it.
+    resetting = threading.Thread(target=torch.set_num_threads, args=(count,))
+    resetting.start()
+    resetting.join()
 
 
 class _EventLoop(asyncio.SelectorEventLoop):
@@ -288,6 +305,7 @@ class EventLoopThread:
     # In the thread
 
     def _run_thread(self) -> None:
+        compute_in_one_thread()
         try:
             with self._runner:
                 self._runner.run(self._main())
