@@ -178,7 +178,7 @@ CHUNK_BYTES = 1 << 18
 processor time, but take longer on such a link than readers wait for a message."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class State:
     """A committed state.
 

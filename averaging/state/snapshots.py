@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,16 @@ from averaging.errors import StateError
 from averaging.protocol import DownloadData
 from averaging.state.assembler import StateAssembler
 from averaging.state.manifest import Manifest, Snapshot, State, announced, check_state, seal
-from averaging.tensors import Schema, SharedTensors, copy_to_cpu, in_thread
+from averaging.tensors import (
+    HostCopies,
+    Schema,
+    SharedTensors,
+    copy_to_cpu,
+    finish,
+    host_memory,
+    in_thread,
+    is_on_device,
+)
 
 # Checks at the donor whether newcomers would accept its state. Otherwise only their logs would show a refusal.
 
@@ -77,6 +87,37 @@ class ExtraState:
 NO_EXTRA_STATE = ExtraState({}, {})
 
 
+class _Copies:
+    """Makes the copies of states, whose memory is used again once nobody holds the state before."""
+
+    def __init__(self) -> None:
+        self._memory: list[torch.Tensor] = []
+        self._holder: Callable[[], State | None] = lambda: None
+
+    def of(self, version: int, named: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> _Copied:
+        """A copy; of what is on a device it is complete later, and the tensors may be written at once."""
+        tensors = list(named.values())
+        if not any(map(is_on_device, tensors)):
+            return _Copied(State(version, {name: copy_to_cpu(tensor) for name, tensor in named.items()}, user), None)
+        kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        if self._holder() is not None or kinds != [(memory.shape, memory.dtype) for memory in self._memory]:
+            self._memory = []  # before as much is taken again
+            self._memory = host_memory(tensors, [tensor.dtype for tensor in tensors])
+        arriving = HostCopies(tensors, self._memory)
+        arriving.begin(keep=True)
+        state = State(version, dict(zip(named, self._memory, strict=True)), user)
+        self._holder = weakref.ref(state)
+        return _Copied(state, arriving)
+
+
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    """A state, and the copies of its tensors while they come from a device."""
+
+    state: State
+    arriving: HostCopies | None
+
+
 class Snapshots:
     """The last committed state of one peer.
 
@@ -99,7 +140,8 @@ class Snapshots:
         self.version = 0
         self._committed_extras = NO_EXTRA_STATE
         self._committed_user = b""  # packed, because the application may change its dict later
-        self._copy: State | None = None
+        self._copies = _Copies()
+        self._copy: _Copied | None = None
         self._sealed: Snapshot | None = None  # possibly of an earlier copy
         self._self_check = SelfCheck(schema)
         if shared:
@@ -134,29 +176,37 @@ class Snapshots:
         Call it once at a time, so that downloads do not use up the loop's threads. If it is cancelled, the copy and the
         digests are still completed, because the reader of a large state will ask again.
         """
-        state, sealed = self._copy, self._sealed
-        if sealed is not None and sealed.state is state:
+        copy, sealed = self._copy, self._sealed
+        if copy is not None and sealed is not None and sealed.state is copy.state:
             return sealed
         nbytes = sum(tensor.nbytes for tensor in self._named().values())
-        if state is None:
-            state = await self._tensors.while_locked(self._copy_once, timeout, nbytes)
-        finish = partial(self._seal, state)
-        return await in_thread(finish) if nbytes > INLINE_BYTES else finish()
+        if copy is None:
+            copy = await self._tensors.while_locked(self._copy_for_reader, timeout, nbytes)
+        seal_it = partial(self._seal, copy)
+        return await in_thread(seal_it) if nbytes > INLINE_BYTES or copy.arriving is not None else seal_it()
 
-    def _copy_once(self) -> State:
+    def _copy_for_reader(self) -> _Copied:
+        """Copies in another thread than that of training, on whose stream the next write may come at once."""
+        self._tensors.wait_for_computed()
+        copy = self._copy_once()
+        finish(self._tensors.tensors)
+        return copy
+
+    def _copy_once(self) -> _Copied:
         if self._copy is None:
-            copies = {name: copy_to_cpu(tensor) for name, tensor in self._named().items()}
-            user = msgpack.decode(self._committed_user)
-            self._copy = State(self.version, copies, user)
+            self._copy = self._copies.of(self.version, self._named(), msgpack.decode(self._committed_user))
         return self._copy
 
     def _named(self) -> dict[str, torch.Tensor]:
         own = zip(self._tensors.names, self._tensors.tensors, strict=True)
         return dict(own) | dict(self._committed_extras.tensors)
 
-    def _seal(self, state: State) -> Snapshot:
+    def _seal(self, copy: _Copied) -> Snapshot:
+        state = copy.state
+        if copy.arriving is not None:
+            copy.arriving.wait()
         sealed = seal(state)
         self._self_check.check(Manifest(state.version, sealed.tensors, state.user))
-        if self._copy is state:  # else another state was committed meanwhile; this snapshot is still valid
+        if self._copy is copy:  # else another state was committed meanwhile; this snapshot is still valid
             self._sealed = sealed
         return sealed

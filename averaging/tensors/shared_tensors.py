@@ -148,9 +148,10 @@ class SharedTensors:
         """Called by a thread that reads the tensors from here on."""
         if self.before_reading is not None:
             self.before_reading()
-        self._wait_for_computed()
+        self.wait_for_computed()
 
-    def _wait_for_computed(self) -> None:
+    def wait_for_computed(self) -> None:
+        """What the caller's thread has the device do from now on comes after the values of `note_computed`."""
         if self._elsewhere:
             wait_for(self._computed, self.tensors)
 
@@ -236,7 +237,7 @@ class SharedTensors:
             by_tensor = {index: [] for index in range(len(self.tensors))}
         for index, start, values in changes:
             by_tensor.setdefault(index, []).append((start, values))
-        self._wait_for_computed()
+        self.wait_for_computed()
         # Copies, since writing one tied tensor changes the others.
         uses_old = how in (Write.ADD, Write.DIFFERENCE)
         tied_old = {index: self._flat(index).clone() for index in self._tied & by_tensor.keys() if uses_old}

@@ -213,7 +213,11 @@ class StagedTensor:
 
 
 def _kept(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-    """Copies on the same device, made after what it has been told to do; None if it has no memory for them."""
+    """Copies on the same device, made after what it has been told to do; None if they took half of its free memory."""
+    device, nbytes = tensors[0].device, sum(tensor.nbytes for tensor in tensors)
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if 2 * nbytes > free:  # what training may need stays
+        return None
     try:
         copies = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
     except torch.cuda.OutOfMemoryError:

@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from averaging import DiLoCo
+from averaging.weights.snapshot import copy_state
 from tests.support.device_runs import CODES, STRATEGIES, trained
-from tests.support.separate_device import moved, to_separate
+from tests.support.device_states import check_committed_states
+from tests.support.separate_device import moved, separate_device, to_separate
+from tests.support.training import Run, backward, batch_of, model_of
 
 EVERYDAY = ["gradients", "local, overlap", "diloco, fragments"]
 """Those that copy in different ways; the others take longer than they find."""
@@ -35,3 +38,34 @@ def test_the_largest_elements_only() -> None:
     strategy = partial(DiLoCo, 2, compression="top_k", density=1.0, bits=8)
     weights, on_cpu = trained(strategy, moved, to_separate), trained(strategy)
     assert torch.allclose(torch.tensor(weights), torch.tensor(on_cpu), atol=0.1)
+
+
+@pytest.mark.asyncio
+async def test_newcomers_get_what_was_committed() -> None:
+    await check_committed_states(separate_device(), 1000)
+
+
+def test_a_newcomer_takes_over_a_state() -> None:
+    run = Run()
+    try:
+        adamw = partial(torch.optim.AdamW, lr=0.01)
+        run.add(DiLoCo(2), adamw, moved(model_of(0)))
+        for seed in range(4):
+            backward(run.models[0], tuple(map(to_separate, batch_of(seed, 4))))  # type: ignore[arg-type]
+            run.averagers[0].step()
+        newcomer = run.add(DiLoCo(2), adamw, moved(model_of(1)))
+        assert newcomer.global_step == run.averagers[0].global_step == 2
+        assert all(map(equal_on_cpu, *(model.parameters() for model in run.models)))
+    finally:
+        run.close()
+
+
+def equal_on_cpu(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.detach().cpu(), other.detach().cpu())
+
+
+def test_what_is_sent_to_followers() -> None:
+    model = moved(model_of(0))
+    published = copy_state(model.state_dict())
+    for spec, buffer, tensor in zip(published.specs, published.buffers, model.state_dict().values(), strict=True):
+        assert torch.equal(spec.over(buffer.data), tensor.cpu())

@@ -11,6 +11,7 @@ from averaging.protocol import CompressionType
 from averaging.tensors import HostCopies, SharedTensors, StagedTensor, Write, encode, host_memory, sent
 from averaging.tensors.staging import CHUNK_BYTES
 from tests.support.device_runs import CODES
+from tests.support.device_states import check_committed_states
 
 pytestmark = pytest.mark.gpu
 
@@ -162,3 +163,8 @@ def test_memory_is_freed() -> None:
         copies.wait()
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() <= before
+
+
+@pytest.mark.asyncio
+async def test_newcomers_get_what_was_committed() -> None:
+    await check_committed_states(GPU, 3 * CHUNK_BYTES // 4 + 1)

@@ -1,0 +1,48 @@
+"""The state that a peer shares, of tensors on a device: what newcomers get is what was committed."""
+
+from __future__ import annotations
+
+import torch
+
+from averaging.protocol import CompressionType
+from averaging.state.snapshots import ExtraState, Snapshots
+from averaging.tensors import SharedTensors, describe
+
+
+async def check_committed_states(put_on: torch.device, count: int) -> None:
+    """Commits, and writes right after; then again while a reader holds the state before, and while nobody does."""
+    weight, moment = (torch.zeros(count).to(put_on) for _ in range(2))
+    shared = SharedTensors({"w": weight})
+    schema = describe(["w"], [weight], compression=CompressionType.NONE, part_size_bytes=1 << 19)
+    snapshots = Snapshots(shared, lambda: ExtraState({"moment": moment}, {}), schema, shared=True)
+
+    def write(value: float) -> None:
+        with shared.locked():
+            weight.fill_(value)
+            moment.fill_(10 * value)
+
+    def commit(version: int) -> None:
+        with shared.locked(keep=False):
+            snapshots.commit(version)
+
+    def values(state: object) -> list[set[float]]:
+        return [set(tensor.tolist()) for tensor in state.tensors.values()]  # type: ignore[attr-defined]
+
+    commit(0)
+    write(1.0)
+    commit(1)
+    write(2.0)  # copies what was committed
+    held = (await snapshots.latest(10.0)).state
+    assert values(held) == [{1.0}, {10.0}]
+    commit(2)
+    write(3.0)
+    second = (await snapshots.latest(10.0)).state
+    assert values(second) == [{2.0}, {20.0}]
+    assert values(held) == [{1.0}, {10.0}], "the memory of a state that is read was used again"
+    memory = second.tensors["w"].data_ptr()
+    del held, second
+    commit(3)
+    third = (await snapshots.latest(10.0)).state  # the reader makes the copy
+    write(4.0)
+    assert values(third) == [{3.0}, {30.0}]
+    assert third.tensors["w"].data_ptr() == memory
