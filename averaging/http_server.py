@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from averaging.common import is_loopback, loopback_here, parse_address, parse_ip
+from averaging.common import is_loopback, loopback_here, parse_address, parse_ip, spelled
 from averaging.config import FilePath
 from averaging.errors import ConfigError, ListenError
 from averaging.security import read_tls, read_tokens
@@ -280,7 +280,8 @@ def http_access(
     if not (tls or insecure or is_loopback(host)):
         raise ConfigError(
             f"other machines can reach {listen}, and without TLS anybody in between can read and change requests; "
-            "give tls_ca, tls_cert and tls_key (`averaging ca` makes them), or insecure=True in a trusted network"
+            f"give {spelled('tls_ca')}, {spelled('tls_cert')} and {spelled('tls_key')} (`averaging ca` makes them), or "
+            f"{spelled('insecure', True)} in a trusted network"
         )
     files: dict[str, Any] = {}
     if tls:

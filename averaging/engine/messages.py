@@ -18,6 +18,9 @@ from averaging.errors import EngineError
 MAX_STOPS, MAX_STOP_TOKENS, MAX_TOP, MAX_MESSAGES = 16, 64, 20, 4096
 """Stop strings and stop tokens of a request, tokens whose log-probabilities are given, messages of a conversation."""
 
+CHARACTERS_PER_TOKEN = 64
+"""More than tokens have on average in any text; only long runs of spaces come near it."""
+
 COMPLETION_TOKENS = 16
 """The limit of a completion that names none, as OpenAI has it."""
 
@@ -234,6 +237,22 @@ class RequestLimits:
     max_tokens: int
     context: int
     vocabulary: int
+
+
+def check_length(characters: int, limits: RequestLimits, parameter: str) -> None:
+    """Refuses a text that is too long before it is turned into tokens, which would take seconds.
+
+    Raises:
+        EngineError: it has more characters than all tokens of a sequence could have.
+    """
+    most = limits.context * CHARACTERS_PER_TOKEN
+    if characters > most:
+        raise EngineError(
+            f"the prompt has {characters} characters, and {limits.context} tokens have at most {most}",
+            400,
+            parameter,
+            code="context_length_exceeded",
+        )
 
 
 def generation_of(

@@ -13,7 +13,7 @@ from averaging.common import Backoff
 from averaging.engine.engine import Engine, NewWeights
 from averaging.errors import AveragingError, PeerUnreachableError, StateError, TensorError
 from averaging.tensors import in_thread
-from averaging.weights import FollowerOptions, ModelReceiver, Staleness, StalenessWatch, WeightSnapshot
+from averaging.weights import DividedSnapshot, FollowerOptions, ModelReceiver, Staleness, StalenessWatch, WeightSnapshot
 
 logger = logging.getLogger("averaging.engine")
 
@@ -95,12 +95,12 @@ class RunWeights:
             while True:
                 if await receiver.wait_newer(self._engine.version, None) and receiver.newest is not None:
                     began, received = time.monotonic(), receiver.newest
-                    await self._load(await in_thread(received.whole), began)
+                    await self._load(received, await in_thread(received.whole), began)
                     backoff.reset()
                 elif receiver.failure is not None:
                     raise receiver.failure
 
-    async def _load(self, whole: WeightSnapshot, began: float) -> None:
+    async def _load(self, received: WeightSnapshot | DividedSnapshot, whole: WeightSnapshot, began: float) -> None:
         loop, version = asyncio.get_running_loop(), whole.manifest.version
         loaded: asyncio.Future[int | TensorError] = loop.create_future()
 
@@ -108,7 +108,8 @@ class RunWeights:
             if not loaded.done():
                 loaded.set_result(result)
 
-        digest = whole.manifest.digest
+        # That of the publisher; in `whole` the tensors are in another order.
+        digest = (received if isinstance(received, WeightSnapshot) else whole).manifest.digest
 
         def report(result: int | TensorError) -> None:
             loop.call_soon_threadsafe(settle, result)

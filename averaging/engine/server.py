@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from averaging.common import loopback_here, parse_address
+from averaging.common import loopback_here, parse_address, spelled
 from averaging.config import FilePath
 from averaging.engine.batching import Generated, GenerationRequest, TextPiece
 from averaging.engine.engine import Engine, TextModel
@@ -34,6 +34,7 @@ from averaging.engine.messages import (
     RequestFields,
     RequestLimits,
     ServedName,
+    check_length,
     error_body,
     generation_of,
     messages_of,
@@ -290,6 +291,7 @@ class EngineRoutes:
         asked = parse_request(body, ChatRequest)
         version = self._name.version_in(asked.model)
         messages, options = messages_of(asked), template_options(asked)
+        check_length(sum(len(message["content"]) for message in messages), self._limits, "messages")
         prompt = await self._encoded(lambda: self._engine.model.encode_chat(messages, options))
         return await self._answer(request, asked, [prompt], version, ChatForm)
 
@@ -298,6 +300,7 @@ class EngineRoutes:
         version, special = self._name.version_in(asked.model), asked.add_special_tokens is not False
 
         def encode(text: str) -> tuple[int, ...]:
+            check_length(len(text), self._limits, "prompt")
             return self._engine.model.encode(text, special=special)
 
         prompts = await self._encoded(lambda: prompts_of(asked, encode, self._limits.sequences))
@@ -524,5 +527,5 @@ def _spelled(version: int | None) -> str | None:
 def _context(wanted: int | None, of_model: int) -> int:
     """Tokens that a sequence may have."""
     if wanted is not None and 0 < of_model < wanted:
-        raise ConfigError(f"max_model_len is {wanted}, and the model is made for {of_model} tokens")
+        raise ConfigError(f"{spelled('max_model_len', wanted)}: the model is made for {of_model} tokens")
     return wanted or of_model or UNKNOWN_CONTEXT

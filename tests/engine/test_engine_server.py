@@ -104,7 +104,7 @@ async def test_versions_change_between_requests_and_answers_name_theirs() -> Non
             assert (early.status_code, early.headers["retry-after"]) == (503, "1")
             assert early.json()["error"]["code"] == "no_version"
             assert (await client.get("/health")).status_code == 503
-            await publisher.publish({"w": torch.zeros(3)}, 4)
+            await publisher.publish({"w": torch.zeros(3), "b": torch.zeros(2)}, 4)
             await until(lambda: model.version == 4)
             model.go.clear()
             running = asyncio.create_task(client.post("/v1/completions", json=ABC))
@@ -112,7 +112,7 @@ async def test_versions_change_between_requests_and_answers_name_theirs() -> Non
             pinned = asyncio.create_task(client.post("/v1/completions", json=ABC | {"model": "m@4"}))
             later = asyncio.create_task(client.post("/v1/completions", json=ABC))
             await until(lambda: client.server._engine.waiting == 2)  # type: ignore[attr-defined]
-            await publisher.publish({"w": torch.ones(3)}, 5)
+            await publisher.publish({"w": torch.ones(3), "b": torch.zeros(2)}, 5)
             await until(lambda: client.server._engine._weights is not None)  # type: ignore[attr-defined]
             info = (await client.get("/weight_info")).json()
             assert (info["weight_version"], info["newest"], info["versions_behind"]) == ("4", "5", 1)
@@ -213,6 +213,7 @@ REFUSED: list[tuple[dict[str, Any], int, str | None]] = [
     ({"prompt": [True]}, 400, "prompt"),
     ({"prompt": [128]}, 400, "prompt"),
     ({"prompt": "a" * 64}, 400, "prompt"),
+    ({"prompt": "a" * 4000}, 400, "prompt"),
     ({"temperature": -1}, 400, None),
     ({"top_p": 0}, 400, "top_p"),
     ({"logprobs": 21}, 400, None),
@@ -227,7 +228,7 @@ REFUSED: list[tuple[dict[str, Any], int, str | None]] = [
 
 @pytest.mark.asyncio
 async def test_what_is_not_served_is_refused_in_the_form_of_openai() -> None:
-    async with serving(CountingModel(), limits=EngineLimits(body_bytes=4096)) as client:
+    async with serving(CountingModel(), limits=EngineLimits(body_bytes=8192)) as client:
         for change, status, parameter in REFUSED:
             answer = await client.post("/v1/completions", json=ABC | change)
             assert answer.status_code == status, change
@@ -248,7 +249,7 @@ async def test_what_is_not_served_is_refused_in_the_form_of_openai() -> None:
         ]
         for more in wrong:
             assert (await client.post("/v1/chat/completions", json=chat | more)).status_code == 400, more
-        assert (await client.post("/v1/completions", content=b" " * 5000)).status_code == 413
+        assert (await client.post("/v1/completions", content=b" " * 9000)).status_code == 413
         assert (await client.get("/v1/nothing")).json()["error"]["message"]
         assert (await client.get("/v1/completions")).status_code == 405
         neutral = {"presence_penalty": 0, "response_format": {"type": "text"}, "user": "me", "seed": None, "stop": None}
