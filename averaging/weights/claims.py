@@ -67,9 +67,19 @@ class Claims:
         self._claims[follower] = _Claim(taken, now + CLAIM_SECONDS + nbytes / CLAIM_RATE, slow)
         return taken
 
-    def claimed(self, kept: Collection[int], now: float) -> set[int]:
-        """The versions to keep besides `kept`, which remain claimed; the claims of others are over."""
+    def claimed(self, kept: Collection[int], here: Collection[int], now: float) -> set[int]:
+        """The versions to keep besides `kept`; the claims of others are over.
+
+        Args:
+            kept: versions that stay in any case.
+            here: all versions that are here.
+            now: seconds of a monotonic clock.
+        """
         chosen: set[int] = set()
+        # Who claims a version that was given up has not asked again yet, and is slow.
+        for claim in self._valid(now):
+            if claim.version not in here and claim.version not in kept:
+                claim.until, claim.slow = now, True
         # Slow followers first, as they have been promised theirs, also if it is among `kept` still. Of the others, who
         # show only now that they are slow, those with the oldest version, which they have received most of.
         for claim in sorted(self._valid(now), key=lambda each: (not each.slow, each.version)):

@@ -214,7 +214,9 @@ class WeightPublisher:
         self._model, self._run_id, self._dtype, self._hysteresis = model, run_id, dtype, hysteresis
         self._copies, self._fan_out = copies, fan_out
         self._claims = Claims()
-        self._store = Store(bases, max_bytes, retain=lambda kept: self._claims.claimed(kept, time.monotonic()))
+        self._store = Store(
+            bases, max_bytes, retain=lambda kept, here: self._claims.claimed(kept, here, time.monotonic())
+        )
         self._places = SlotTable("followers", MAX_FOLLOWERS, MAX_FOLLOWERS_PER_HOST, MAX_FOLLOWERS_PER_CONNECTION)
         self._publishing = threading.Lock()
         self._followers: dict[bytes, str] = {}  # endpoints of those that follow now
@@ -486,9 +488,11 @@ class WeightPublisher:
         asked = self._store.find(request.name)
         if request.follower in self._followers and asked is not None:
             self._rates[request.follower] = float(request.rate)
-            while (taken := self._take(request)) is None:
+            taken = self._take(request, asked)
+            while taken is None:
                 yield wire.Digests()
                 await asyncio.sleep(ASK_AGAIN_SECONDS)
+                taken = self._take(request, self._store.latest)
             self._asked_for[request.follower] = taken.manifest.version
             if taken.manifest.version != asked.manifest.version:
                 yield wire.Digests(instead=version_message(taken.manifest))
@@ -497,12 +501,10 @@ class WeightPublisher:
             async for message in messages:
                 yield message
 
-    def _take(self, request: wire.DescribeRequest) -> WeightPieces | None:
+    def _take(self, request: wire.DescribeRequest, asked: WeightPieces | None) -> WeightPieces | None:
         """The version that a follower takes now; None if it has to wait for one."""
-        latest = self._store.latest
-        if latest is None or request.follower not in self._followers:
+        if asked is None or request.follower not in self._followers:
             raise StateError("you follow no versions here any more")
-        asked = self._store.find(request.name) or latest  # it may be gone while the follower waits
         version, nbytes = asked.manifest.version, asked.manifest.layout.nbytes
         now, usual = time.monotonic(), self._store.usual
         taken = self._claims.ask(request.follower, request.has, version, usual, nbytes, now)

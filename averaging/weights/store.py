@@ -24,7 +24,7 @@ BATCH_BYTES = 4 << 20
 MESSAGE_BYTES = 1 << 20
 """Pieces are sent together up to this size."""
 
-WAITING_SECONDS = 1.0
+WAITING_SECONDS = 0.25
 """A caller that waits for pieces that are still on their way here gets an empty message after this time."""
 
 MAX_SENDING, MAX_SENDING_PER_HOST, MAX_SENDING_PER_CONNECTION = 64, 48, 8
@@ -88,7 +88,8 @@ class Store:
         bases: number of versions before the newest one that are kept.
         max_bytes: earlier versions are dropped if all together have more; None for no limit.
         changes: shared with other stores; None for its own.
-        retain: returns the versions to keep besides those with these numbers. What is not kept is sent no further;
+        retain: returns the versions to keep besides the first ones, of all that are here. What is not kept is sent no
+            further;
             None if it is sent to its end.
 
     Attributes:
@@ -101,7 +102,7 @@ class Store:
         bases: int,
         max_bytes: int | None = None,
         changes: Changes | None = None,
-        retain: Callable[[Collection[int]], Collection[int]] | None = None,
+        retain: Callable[[Collection[int], Collection[int]], Collection[int]] | None = None,
     ) -> None:
         self._bases, self._max_bytes, self._retain = bases, max_bytes, retain
         self._kept: tuple[WeightSnapshot, ...] = ()  # newest first; replaced, never changed
@@ -148,7 +149,8 @@ class Store:
         """Makes a version the newest one."""
         kept, total = [snapshot], snapshot.manifest.layout.nbytes
         usual = {snapshot.manifest.version, *(each.manifest.version for each in self._kept[: self._bases])}
-        retained = self._retain(usual) if self._retain else ()
+        here = [each.manifest.version for each in self._kept]
+        retained = self._retain(usual, here) if self._retain else ()
         for place, earlier in enumerate(self._kept):
             if place >= self._bases and earlier.manifest.version not in retained:
                 continue

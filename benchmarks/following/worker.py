@@ -143,9 +143,19 @@ class Follower:
         return {"time": time.monotonic(), "received": self._tasks.bytes_received}
 
     async def watch(self, seconds: str) -> dict[str, Any]:
-        """When each version was complete here, for some seconds."""
+        """When each version was complete here, for some seconds, and how long it took."""
         held: dict[str, float] = {}
         version: int | None = None
+        begun: dict[int, float] = {}
+
+        async def look() -> None:
+            while True:
+                incoming = self._tasks._incoming
+                if incoming is not None:
+                    begun.setdefault(incoming.manifest.version, time.monotonic())
+                await asyncio.sleep(0.02)
+
+        looking = asyncio.create_task(look())
         with suppress(TimeoutError):
             async with asyncio.timeout(float(seconds)):
                 while True:
@@ -153,7 +163,9 @@ class Follower:
                     newest = self._tasks.newest
                     version = None if newest is None else newest.manifest.version
                     held[str(version)] = time.monotonic()
-        return {"held": held, "retries": self._tasks.retries}
+        looking.cancel()
+        took = [end - begun[int(number)] for number, end in held.items() if number != "None" and int(number) in begun]
+        return {"held": held, "retries": self._tasks.retries, "took": took}
 
     async def leave(self) -> dict[str, Any]:
         await self._stack.aclose()

@@ -35,7 +35,7 @@ class Run:
 
     def commit(self, version: int) -> None:
         now, usual = version * INTERVAL, set(range(max(0, version - BASES), version + 1))
-        self.kept = usual | (self.claims.claimed(usual, now) & self.kept)
+        self.kept = usual | (self.claims.claimed(usual, self.kept, now) & self.kept)
         self.most = max(self.most, len(self.kept))
         for number, transfer in enumerate(self.transfers):
             if now < self.next[number]:
@@ -43,6 +43,8 @@ class Run:
             if self.takes[number] >= 0 and self.takes[number] not in self.kept:
                 self.lost[number] += 1  # its source has ended the transfer
                 self.takes[number] = -1
+                self.next[number] = now + 1.0  # it asks again after a pause
+                continue
             if self.takes[number] >= 0:
                 if now < self.began[number] + transfer:
                     continue
@@ -76,13 +78,24 @@ def test_followers_of_any_speed_finish_versions_and_few_are_kept(seed: int, tran
     assert all(has >= 0 for has in run.has)
 
 
+def test_a_version_that_was_given_up_takes_no_room() -> None:
+    claims = Claims()
+    for number in range(3):
+        assert claims.ask(b"%d" % number, -1, number, {number}, 0, 0.0) == number
+    assert claims.claimed({9}, {0, 1, 2, 9}, 1.0) == {0, 1}, "those who have received most"
+    assert claims.claimed({9}, {0, 1, 9}, 2.0) == {0, 1}
+    claims.leave(b"0")
+    assert claims.claimed({9}, {1, 9}, 3.0) == {1}
+    assert claims.ask(b"2", -1, 9, {9}, 0, 4.0) == 9, "there is room now"
+
+
 def test_nobody_holds_a_version_for_ever() -> None:
     claims = Claims()
     for number in range(MOST_CLAIMED):
         assert claims.ask(b"%d" % number, -1, number, {number}, 1000, 0.0) == number
     ends = CLAIM_SECONDS + 1000 / CLAIM_RATE
-    assert claims.claimed({9}, ends - 1) == {0, 1}
-    assert claims.claimed({9}, ends + 1) == set()
+    assert claims.claimed({9}, {0, 1, 9}, ends - 1) == {0, 1}
+    assert claims.claimed({9}, {0, 1, 9}, ends + 1) == set()
     claims.leave(b"0")
     claims.leave(b"0")
 
