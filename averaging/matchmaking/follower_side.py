@@ -274,7 +274,7 @@ class FollowerSide:
         if self._history.standing(suggested, asyncio.get_running_loop().time()) is LeaderStanding.REPEAT_DESERTER:
             return None
         entry = self._discovery.get(context.key).get(suggested)
-        declaration = Declaration(entry.expiration if entry else own.expiration, suggested)
+        declaration = Declaration.of(suggested, entry) if entry else Declaration(own.expiration, suggested)
         return declaration if entry is None or declaration < own else None
 
     async def _ask(self, context: _Context, candidate: Declaration, request: OpenRequest) -> tuple[MessageCode, str]:
@@ -286,7 +286,8 @@ class FollowerSide:
         message = JoinRequest(
             endpoint=self._endpoint,
             schema_hash=self._schema.hash,
-            expiration=context.own.expiration,
+            # In discovery's order a peer may lead whose declaration expires later. Its rule is that of the wire.
+            expiration=max(context.own.expiration, candidate.expiration),
             gather=search.gather,
             client_mode=search.state.member.mode is Mode.CLIENT,
             min_group_size=self._min_group_size,

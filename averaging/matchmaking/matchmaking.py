@@ -208,6 +208,7 @@ class Matchmaking:
                         reason = search.explain(self.group_key, self._min_group_size, self._discovery.diagnose())
                         raise NoGroupError(reason + self._explain_exclusions(search))
                     if not search.seen and self._dropped_bits < len(self.group_bits):
+                        self._discovery.leave_place(self.group_key, began=False, full=False)
                         self._dropped_bits += 1
                         logger.info("no other peer was seen; looking under %s now", self.group_key)
                     search.begin_declaration()
@@ -217,6 +218,7 @@ class Matchmaking:
             try:
                 await self._declare_looking(search, False)
             finally:
+                self._leave_place(search)
                 # Last, with no await after it: a caller of `assembling` continues only when the round has been made.
                 self._search = None
                 self._idle.set()
@@ -300,17 +302,20 @@ class Matchmaking:
         """Searches for one declaration; None if it expired and there were too few peers."""
         loop = asyncio.get_running_loop()
         deadline = self._clock() + left.seconds
+        key = search.key = await self._take_place(search)
         seconds = rules.declaration_seconds(self._group_wait, search.had_too_few)
         expiration = min(self._clock() + seconds, deadline)
         if search.state.leads:
             search.state.declared = expiration
             await self._declare_looking(search, True)
-        elif self._dropped_bits == len(self.group_bits):
+            await self._discovery.until_stored(key, self._endpoint)
+        elif self._dropped_bits == len(self.group_bits) and key == self.group_key:
             expiration = deadline  # a client has no record to renew, and there is no other key to look under
         loop_expiration = self._latest_loop_time(expiration)
         async with asyncio.TaskGroup() as tasks:
-            own = Declaration(expiration, self._endpoint)
-            asking = tasks.create_task(self._follower_side.ask(search, own, self.group_key))
+            declared = self._discovery.get(key).get(self._endpoint) if search.state.leads else None
+            own = Declaration(expiration, self._endpoint, (declared.created if declared else 0) or rules.UNORDERED)
+            asking = tasks.create_task(self._follower_side.ask(search, own, key))
             while search.group is None:
                 search.changed.clear()
                 remaining = min(expiration - self._clock(), loop_expiration - loop.time())
@@ -334,6 +339,21 @@ class Matchmaking:
             asking.cancel()
         return search.group
 
+    async def _take_place(self, search: SearchState) -> str:
+        """The key under which it declares itself: not the group key if more peers look there than fit in one group.
+
+        Peers that all want to be in one group look under the group key itself.
+        """
+        target = search.state.target_contributors
+        if search.state.quorum is not None or (target is not None and target <= self._group_size):
+            return self.group_key
+        return await self._discovery.take_place(self.group_key, self._group_size)
+
+    def _leave_place(self, search: SearchState) -> None:
+        group = search.group
+        full = group is not None and (len(group.members) >= self._group_size or group.leader != self._endpoint)
+        self._discovery.leave_place(self.group_key, began=group is not None, full=full)
+
     def _latest_loop_time(self, moment: float) -> float:
         """The loop's time at which `moment` has come at the latest, even if the clock is set back meanwhile."""
         return asyncio.get_running_loop().time() + moment - self._clock() + rules.CLOCK_TOLERANCE
@@ -351,7 +371,7 @@ class Matchmaking:
             # As long as the group may average: a peer that comes meanwhile must know it.
             value, until = rules.pack_in_group(self._clock()), self._clock() + self._in_group_lifetime
         try:
-            await self._discovery.store(self.group_key, self._endpoint, value, until)
+            await self._discovery.store(search.key, self._endpoint, value, until)
         except AveragingError as error:
             if until > self._clock():  # otherwise the declaration that it would replace has expired as well
                 logger.warning("could not store the declaration of %s in discovery: %s", self._endpoint, error)

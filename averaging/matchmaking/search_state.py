@@ -125,6 +125,7 @@ class SearchState:
         refusals: the last refusal of each peer that was asked.
         differing: peers with another schema; None until that schema has been requested.
         ending: whether it takes no followers and asks no leaders any more; an accepted request may still begin a group.
+        key: the key of discovery under which it declares itself now.
         others_in_group: other peers that are in a group under this key, which may have no second one.
     """
 
@@ -140,6 +141,7 @@ class SearchState:
         self.state, self.arrivals, self.gather = state, arrivals, gather
         self.group: Group | None = None
         self.ending = False
+        self.key = ""
         self.open_requests: dict[str, OpenRequest] = {}
         self.leaders: dict[Declaration, OpenRequest] = {}
         self.changed = asyncio.Event()

@@ -122,6 +122,9 @@ class MemoryDiscovery:
         self._publish(record)
         self._own[key, subkey] = record
 
+    async def until_stored(self, key: str, subkey: str) -> None:
+        """See `Discovery.until_stored`; there is no order that all peers see alike."""
+
     async def withdraw(self, key: str, subkey: str) -> None:
         """See `Discovery.withdraw`."""
         last = self._last(key, subkey)
@@ -152,6 +155,13 @@ class MemoryDiscovery:
     def watch(self, key: str) -> AsyncGenerator[Mapping[str, Entry], None]:
         """See `Discovery.watch`."""
         return self._watchers.watch(key)
+
+    async def take_place(self, key: str, size: int) -> str:
+        """See `Discovery.take_place`; there is no order that all peers see alike."""
+        return key
+
+    def leave_place(self, key: str, *, began: bool, full: bool) -> None:
+        """See `Discovery.leave_place`."""
 
     def knows(self, endpoint: str) -> bool:
         """See `Discovery.knows`."""

@@ -10,6 +10,7 @@ import random
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping
+from itertools import takewhile
 
 from averaging.errors import PeerUnreachableError
 from averaging.transport import CompactedError, LeaseEndedError, StoredChanges, StoredValue, StoredValues
@@ -172,9 +173,10 @@ class MemoryEtcd:
         if after < self.compacted:
             raise CompactedError(f"the changes before revision {self.compacted} are forgotten")
         queue: asyncio.Queue[Change | None] = asyncio.Queue()
-        for change in self._history:
+        missed = list(takewhile(lambda change: change[0] > after, reversed(self._history)))
+        for change in reversed(missed):
             key = change[1] if isinstance(change[1], bytes) else change[1].key
-            if change[0] > after and key.startswith(prefix):
+            if key.startswith(prefix):
                 queue.put_nowait(change)
         self._watches.setdefault(prefix, set()).add(queue)
         self._lengths[len(prefix)] = self._lengths.get(len(prefix), 0) + 1

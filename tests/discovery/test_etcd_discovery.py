@@ -134,6 +134,7 @@ def test_a_record_that_a_stranger_deletes_comes_back() -> None:
     async def main(cluster: Cluster) -> None:
         one, other = await cluster.peer("a:1"), await cluster.peer("b:1")
         await one.store(KEY, "a:1", b"1", later(300))
+        await settle()
         stored = (await cluster.etcd.client().list_values(prefix_of("run", KEY), 9)).values
         await cluster.etcd.client().change({stored[0].key: None}, 0)
         await settle()
@@ -311,6 +312,7 @@ def test_a_record_that_was_withdrawn_does_not_come_back() -> None:
     async def main(cluster: Cluster) -> None:
         one, other = await cluster.peer("a:1"), await cluster.peer("b:1")
         await one.store(KEY, "a:1", b"1", later(300))
+        await settle()
         stored = (await cluster.etcd.client().list_values(prefix_of("run", KEY), 9)).values[0]
         await one.withdraw(KEY, "a:1")
         await settle()

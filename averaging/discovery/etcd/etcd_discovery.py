@@ -18,6 +18,7 @@ from averaging.discovery.etcd.contact import Contact
 from averaging.discovery.etcd.followed_key import FollowedKey
 from averaging.discovery.etcd.layout import RecordSeal, name_of
 from averaging.discovery.etcd.own_records import MAX_BACKOFF, MIN_BACKOFF, OwnRecords
+from averaging.discovery.etcd.places import GroupPlace, GroupPlaces
 from averaging.discovery.gossip import (
     Author,
     CertifiedIdentity,
@@ -42,7 +43,7 @@ from averaging.errors import (
 from averaging.protocol import Digest, ExchangeReply, Record, Refusal, Rumour
 from averaging.security import Credentials, read_tls
 from averaging.timing import Deadline, FairTimeout
-from averaging.transport import KeyValueStore
+from averaging.transport import KeyValueStore, LeaseEndedError
 from averaging.transport.grpc import EtcdCluster, RpcChannel
 
 
@@ -136,6 +137,7 @@ class EtcdDiscovery:
         self._followed: dict[str, FollowedKey] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._neighbours: FollowedKey | None = None
+        self._places = GroupPlaces(run_id, store)
         self._offsets = ClockOffsets(settings.limits.clock_tolerance, settings.wait)
         self._withdrew: dict[str, None] = {}  # peers that have withdrawn all that this peer held of them
         self._group = asyncio.TaskGroup()
@@ -175,15 +177,20 @@ class EtcdDiscovery:
     # Discovery
 
     async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> None:
-        """See `Discovery.store`. Waits until etcd has the record, if it answers."""
+        """See `Discovery.store`."""
         if not self._entered or self._leaving:
             raise ClosedError("this peer is not in the run: enter its discovery with `async with` first")
-        name = self._put(self._records.write(key, subkey, value, expiration))
-        if self._contact.lost_seconds is not None:
+        self._put(self._records.write(key, subkey, value, expiration))
+
+    async def until_stored(self, key: str, subkey: str) -> None:
+        """See `Discovery.until_stored`."""
+        record = self._records.table().claim(key, subkey, self._author.owner)
+        if record is None or self._contact.lost_seconds is not None:
             return
-        revision = await self._own.until_written(name, self._settings.wait)
-        if revision and key in self._followed:
-            await self._followed[key].until_revision(revision, self._settings.wait)
+        followed = self._follow(key)
+        revision = await self._own.until_written(name_of(self._run_id, record), self._settings.wait)
+        if revision and followed is not None:
+            await followed.until_revision(revision, self._settings.wait)
 
     async def withdraw(self, key: str, subkey: str) -> None:
         """See `Discovery.withdraw`."""
@@ -216,6 +223,36 @@ class EtcdDiscovery:
             if followed is not None:
                 followed.readers -= 1
                 followed.used = asyncio.get_running_loop().time()
+
+    async def take_place(self, key: str, size: int) -> str:
+        """See `Discovery.take_place`."""
+        if not self._own.lease or self._contact.lost_seconds is not None or self._fits_one_group(size):
+            return key
+        try:
+            place = await self._places.take(key, size, self._own.lease)
+        except LeaseEndedError:
+            self._own.note_lease_end()
+            return key
+        except AveragingError as error:
+            self._contact.note_failure(error)
+            return key
+        self._follow(place.key)
+        return place.key
+
+    def leave_place(self, key: str, *, began: bool, full: bool) -> None:
+        """See `Discovery.leave_place`."""
+        place = self._places.leave(key, began=began)
+        if place is not None and began and not full and not self._leaving:
+            self._spawn(self._close_place(place))
+
+    async def _close_place(self, place: GroupPlace) -> None:
+        with suppress(AveragingError):  # otherwise the next search under the key closes it
+            await self._places.close(place)
+
+    def _fits_one_group(self, size: int) -> bool:
+        """Whether all peers of the run, as far as this one knows, may be in one group."""
+        neighbours = self._neighbours
+        return neighbours is None or (neighbours.complete and len(self.endpoints()) <= size)
 
     def knows(self, endpoint: str) -> bool:
         """See `Discovery.knows`."""

@@ -47,6 +47,7 @@ class FollowedKey:
         pinned: whether the key is followed until this peer leaves.
         used: the loop's time of the last read.
         loaded: event that is set when the records are there.
+        complete: whether these are all, as of the last read.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class FollowedKey:
         self._held: dict[bytes, HeldRecord] = {}
         self._revision = 0
         self._advanced, self._soon = asyncio.Event(), asyncio.Event()
-        self.readers, self.pinned = 0, False
+        self.readers, self.pinned, self.complete = 0, False, True
         self.used = asyncio.get_running_loop().time()
         self.loaded = asyncio.Event()
 
@@ -151,6 +152,7 @@ class FollowedKey:
             before, _ = await self._read_from(self._prefix, self._most - len(values), self._start)
             values += before
         self._contact.note_answer()
+        self.complete = len(values) < self._most
         present = {value.key for value in values}
         for name in [name for name in self._held if name not in present]:
             self._remove(name)

@@ -164,7 +164,7 @@ class OwnRecords:
         self._revision = max(self._revision, revision)
         for key, value in changes.items():
             if self._kept.get(key) is value:
-                del self._pending[key]
+                self._pending.pop(key, None)  # it may be leaving
             if value is None:
                 self._created.discard(key)
             elif key not in self._created:

@@ -136,6 +136,9 @@ class GossipDiscovery:
             raise ClosedError("this peer is not in the run: enter its discovery with `async with` first")
         self._publish(self._records.write(key, subkey, value, expiration))
 
+    async def until_stored(self, key: str, subkey: str) -> None:
+        """See `Discovery.until_stored`; there is no order that all peers see alike."""
+
     async def withdraw(self, key: str, subkey: str) -> None:
         """See `Discovery.withdraw`."""
         withdrawal = self._records.withdraw(key, subkey)
@@ -152,6 +155,13 @@ class GossipDiscovery:
     def watch(self, key: str) -> AsyncGenerator[Mapping[str, Entry], None]:
         """See `Discovery.watch`."""
         return self._records.watch(key)
+
+    async def take_place(self, key: str, size: int) -> str:
+        """See `Discovery.take_place`; there is no order that all peers see alike."""
+        return key
+
+    def leave_place(self, key: str, *, began: bool, full: bool) -> None:
+        """See `Discovery.leave_place`."""
 
     def knows(self, endpoint: str) -> bool:
         """See `Discovery.knows`."""
