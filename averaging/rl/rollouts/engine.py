@@ -134,6 +134,7 @@ class EngineClient:
         self._away = ""
         self._asks_version = True
         self._version: int | None = None
+        self._lengths: dict[str, int | None] = {}
         token = token or in_url
         try:
             context = ssl.create_default_context(cafile=tls_ca)
@@ -165,7 +166,13 @@ class EngineClient:
 
     async def models(self) -> list[EngineModel]:
         """Asks for the engine's models, the one that it serves first."""
-        return _decoded((await self._request("GET", "/v1/models")).content, _Models, self.url).data
+        models = _decoded((await self._request("GET", "/v1/models")).content, _Models, self.url).data
+        self._lengths = {model.id: model.max_model_len for model in models}
+        return models
+
+    def length_of(self, model: str) -> int | None:
+        """Returns how many tokens prompt and reply of a model may have together; None if `models` has not told."""
+        return self._lengths.get(model)
 
     async def ask_version(self) -> int | None:
         """Asks which version of the weights the engine serves; None if it does not tell."""
@@ -267,7 +274,6 @@ class EngineGateway:
         self._engine = engine
         self._versions: dict[str, set[int]] = {}
         self._running: set[asyncio.Task[tuple[Completion, list[int]]]] = set()
-        self._lengths: dict[str, int | None] = {}
         self._stack = AsyncExitStack()
         self.secret = secrets.token_hex(16)
         self.url = ""
@@ -300,7 +306,6 @@ class EngineGateway:
             models = await self._engine.models()
         except RolloutError as error:
             return _failure(error.status or 502, str(error))
-        self._lengths = {model.id: model.max_model_len for model in models}
         return JSONResponse({"object": "list", "data": msgspec.to_builtins(models)})
 
     async def _generate(self, request: Request) -> Response:
@@ -329,7 +334,7 @@ class EngineGateway:
 
     def _completion_request(self, asked: _GenerateRequest) -> dict[str, Any]:
         parameters = {name: value for name, value in asked.sampling_params.items() if name not in OWN_PARAMETERS}
-        if parameters.get("max_tokens") is None and (length := self._lengths.get(asked.model)) is not None:
+        if parameters.get("max_tokens") is None and (length := self._engine.length_of(asked.model)) is not None:
             parameters["max_tokens"] = max(1, length - len(asked.token_ids))
         fixed = {"model": asked.model, "prompt": asked.token_ids, "logprobs": 1, "return_token_ids": True}
         return parameters | fixed

@@ -6,6 +6,7 @@ tokenized a second time: what the model has written is known token by token, in 
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import itertools
 import json
@@ -134,10 +135,13 @@ def model_context(
     model: str, gateway: EngineGateway, sampling: Mapping[str, Any], tokenizer: str, renderer: str | None
 ) -> ModelContext:
     """Returns what verifiers needs to ask the model: name, client, sampling and the tokenizer."""
+    import renderers.client
     import verifiers.v1 as vf
 
     from averaging.rl.rollouts.engine import SECRET_HEADER
 
+    # renderers has one lock for the process, which belongs to the first event loop in which somebody waits for it.
+    renderers.client._max_prompt_len_lock = asyncio.Lock()
     try:
         client = vf.TrainClientConfig(
             base_url=f"{gateway.url}/v1",

@@ -147,7 +147,8 @@ class RolloutTally:
         posted_groups, posted_rollouts, stale_groups: what the feed has acknowledged; stale ones are too old for the
             trainer.
         dropped_groups: groups that were not posted.
-        dropped_in_a_row: those since the last group that was complete.
+        failed_in_a_row: groups that were dropped since the last one that was complete.
+        refused_in_a_row: groups that the feed has refused since the last one that it took.
         scored: rollouts that were scored.
         failed: rollouts that were no sample, by reason.
         score: mean score of the last group; None before the first.
@@ -158,7 +159,8 @@ class RolloutTally:
     posted_rollouts: int = 0
     stale_groups: int = 0
     dropped_groups: int = 0
-    dropped_in_a_row: int = 0
+    failed_in_a_row: int = 0
+    refused_in_a_row: int = 0
     scored: int = 0
     failed: Counter[str] = field(default_factory=Counter)
     score: float | None = None
@@ -185,6 +187,9 @@ class _FeedInfo(msgspec.Struct, frozen=True):
 
 class Rollouts:
     """Makes rollouts of an environment of verifiers and posts them to a feed.
+
+    verifiers' client reads HTTP_PROXY and its like. If one is set, NO_PROXY must name 127.0.0.1; the command
+    `averaging rollouts` sees to that.
 
     Args:
         options: what is made, and where.
@@ -285,8 +290,9 @@ class Rollouts:
             finally:
                 for task in (making, posting, stopping):
                     await _cancelled(task)
-            for task in (making, posting):
-                _raise_error_of(task)
+            errors = [error for task in (making, posting) if (error := _error_of(task)) is not None]
+            if errors:
+                raise errors[0]
 
     def summary(self) -> dict[str, Any]:
         """Returns what was made since the start, as the event `done` has it."""
@@ -394,9 +400,10 @@ class Rollouts:
 
     async def _finish(self, group: PendingGroup, made: list[asyncio.Task[bool]]) -> None:
         if all([await each for each in made]):
-            self.tally.dropped_in_a_row = 0
+            self.tally.failed_in_a_row = 0
             await self._complete.put(group)
         else:
+            self.tally.failed_in_a_row += 1
             self._drop(group, f"a rollout of it failed each time: {self._last_failure}")
 
     async def _fill(self, group: PendingGroup, member: int, task: Task, context: ModelContext) -> bool:
@@ -477,6 +484,7 @@ class Rollouts:
     async def _post(self, group: PendingGroup) -> None:
         sequences = group.sequences()
         if (longest := await self._learn_longest()) and any(len(each.tokens) >= longest for each in sequences):
+            self.tally.refused_in_a_row += 1
             self._drop(group, f"a sequence has {longest} tokens or more, the trainer's limit")
             return
         data = group_of(sequences, self._options.truncated)
@@ -485,6 +493,7 @@ class Rollouts:
         except FeedError as error:
             if error.status not in UNUSABLE:
                 raise
+            self.tally.refused_in_a_row += 1
             self._drop(group, str(error))
             return
         self._store.forget(group)
@@ -522,6 +531,7 @@ class Rollouts:
         tally, now = self.tally, time.monotonic()
         scores = [each.score for each in sequences]
         tally.posted_groups += 1
+        tally.refused_in_a_row = 0
         tally.posted_rollouts += len(group.rollouts)
         tally.stale_groups += posted.stale
         tally.score = mean(scores)
@@ -538,10 +548,9 @@ class Rollouts:
     def _drop(self, group: PendingGroup, reason: str) -> None:
         self._store.forget(group)
         self.tally.dropped_groups += 1
-        self.tally.dropped_in_a_row += 1
         self._emit({"event": "dropped", "group": group.number, "message": reason})
         self._end_group()
-        if self.tally.dropped_in_a_row >= MAX_DROPPED:
+        if max(self.tally.failed_in_a_row, self.tally.refused_in_a_row) >= MAX_DROPPED:
             failed = named(self.tally.failed) or "no rollout"
             raise RolloutError(
                 "dropped", f"{MAX_DROPPED} groups were dropped one after the other ({failed} failed): {reason}"
@@ -560,13 +569,12 @@ class Rollouts:
         self._emit({"event": "away" if reason else "back", "what": what, "url": url, "message": reason})
 
 
-def _raise_error_of(task: asyncio.Task[None]) -> None:
-    """Raises what a task has raised; of several errors at one time the first."""
+def _error_of(task: asyncio.Task[None]) -> BaseException | None:
+    """Returns what a task has raised; of several errors at one time the first."""
     error = None if task.cancelled() else task.exception()
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    if error is not None:
-        raise error
+    return error
 
 
 async def _cancelled(task: asyncio.Task[Any]) -> None:

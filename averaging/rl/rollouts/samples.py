@@ -121,7 +121,7 @@ def wanted_version(newest: int | None, max_staleness: int | None) -> WantedVersi
     """Reads from a feed's answer which versions it takes; None if it takes any."""
     if newest is None or max_staleness is None:
         return None
-    return WantedVersion(max(0, newest - max_staleness), newest)
+    return WantedVersion(max(0, newest - max(0, max_staleness)), newest)
 
 
 def mean(numbers: Sequence[float]) -> float:
