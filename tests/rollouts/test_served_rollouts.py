@@ -16,7 +16,7 @@ from tests.support.language_models import language_model, save_language_model
 from tests.support.processes import averaging_process
 from tests.weights.test_weights import Publishing
 
-pytestmark = [pytest.mark.integrations, pytest.mark.asyncio]
+pytestmark = [pytest.mark.integrations, pytest.mark.asyncio, pytest.mark.timeout(300)]
 
 GROUPS = 3
 
@@ -56,7 +56,8 @@ async def test_each_sample_has_the_version_and_the_logprobs_of_the_weights_that_
                 max_groups=GROUPS,
                 attempts=20,
                 truncated=TruncatedMode.TRAIN,
-                sampling={"max_tokens": 3, "temperature": 1.0},
+                # A byte that is no text by itself is another token in the next prompt; such rollouts are repeated.
+                sampling={"max_tokens": 1, "temperature": 1.0},
             )
             await Rollouts(options).run()
         groups = trainer.wait(2 * GROUPS)
