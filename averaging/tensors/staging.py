@@ -137,11 +137,9 @@ class HostCopies:
         side.wait_stream(compute)
         with torch.cuda.stream(side):
             for piece in _chunks_of(flat, CHUNK_BYTES):
-                into = [self.copies[numbers[place]].view(-1)[start:stop] for place, start, stop in piece]
-                elements = [
-                    flat[place][start:stop].to(one.dtype) for (place, start, stop), one in zip(piece, into, strict=True)
-                ]
-                torch._foreach_copy_(into, elements, non_blocking=True)
+                for place, start, stop in piece:
+                    target = self.copies[numbers[place]].view(-1)[start:stop]
+                    target.copy_(flat[place][start:stop].to(target.dtype), non_blocking=True)
                 arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
                 arrived.record(side)
                 for place, _, stop in piece:

@@ -11,7 +11,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -124,7 +125,8 @@ class _CollectiveMember:
             return c10d.ProcessGroupGloo(store, rank, world_size, gloo)
         options = c10d.ProcessGroupNCCL.Options()
         options._timeout = limit + _NCCL_PATIENCE  # after which it would end this process
-        return c10d.ProcessGroupNCCL(store, rank, world_size, options)
+        with _errors_stay_here():
+            return c10d.ProcessGroupNCCL(store, rank, world_size, options)
 
     async def teardown_weight_sync_group(self) -> None:
         """Leaves the group. A set-up or a transfer in progress ends with an error."""
@@ -290,6 +292,21 @@ async def _interruptible(action: Callable[[], T], leaving: threading.Event) -> T
     if isinstance(result, Exception):
         raise result
     return result[0]
+
+
+@contextmanager
+def _errors_stay_here() -> Iterator[None]:
+    """Inside, a group of NCCL is made that only tells its errors: else torch ends the process when a member is lost."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _free_port() -> int:
