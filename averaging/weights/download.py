@@ -162,11 +162,10 @@ class Downloads:
             self._warming.cancel()
         try:
             async with asyncio.TaskGroup() as tasks:
-                if not incoming.manifest.is_described:
-                    granted = asyncio.Event()
-                    tasks.create_task(self._learn(incoming, publisher, arrived, granted, has))
-                    if planned is None:
-                        await granted.wait()
+                granted = asyncio.Event()
+                tasks.create_task(self._learn(incoming, publisher, arrived, granted, has))
+                if planned is None:
+                    await granted.wait()
                 await self._receive_pieces(incoming, publisher, arrived, planned)
         except BaseExceptionGroup as group:
             error = _worst(group)
@@ -192,7 +191,7 @@ class Downloads:
     async def _learn(
         self, incoming: Incoming, publisher: Publisher, arrived: Callable[[], None], granted: asyncio.Event, has: int
     ) -> None:
-        """Receives the digests of a version that was announced before they were known.
+        """Asks for a version, and receives the digests that were not known when it was announced.
 
         `granted` is set when the publisher agrees that this version is received.
         """
@@ -207,14 +206,16 @@ class Downloads:
         clock = asyncio.get_running_loop().time
         last = clock()
         async with aclosing(publisher.channel.stream(DESCRIBE, request)) as messages:
-            while not incoming.manifest.is_described:
+            while not granted.is_set() or not incoming.manifest.is_described:
                 message = await self._next(messages)
                 if message is None:
                     raise StateError("it ended the digests of a version")
                 if message.HasField("instead"):
                     raise OtherVersionError(message.instead)
                 if message.digest:
-                    incoming.describe(message.digest)
+                    if not incoming.manifest.is_described:
+                        incoming.describe(message.digest)
+                    granted.set()
                 elif message.pieces:
                     granted.set()
                     missing = incoming.manifest.layout.count - len(incoming.digests)

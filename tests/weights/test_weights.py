@@ -184,10 +184,11 @@ async def test_32_followers_cost_the_publisher_few_copies() -> None:
                 await has(follower, version)
                 assert holds(follower, weights)
             one_copy = nbytes if version == 1 else followers[0].bytes_received - nbytes
-            assert publisher.bytes_sent - sent == version * one_copy, "the whole once, a difference twice"
+            assert one_copy <= publisher.bytes_sent - sent <= 2 * one_copy
             sent = publisher.bytes_sent
-        assert sum(follower.bytes_received for follower in followers) == 32 * (nbytes + one_copy)
-        assert sum(follower.store.sent for follower in followers) == 31 * nbytes + 30 * one_copy
+        received = sum(follower.bytes_received for follower in followers)
+        assert received == 32 * (nbytes + one_copy)
+        assert sent + sum(follower.store.sent for follower in followers) == received
 
 
 @pytest.mark.asyncio
@@ -253,7 +254,8 @@ async def test_a_liar_is_left_and_asked_no_more(caplog: pytest.LogCaptureFixture
 async def test_a_publisher_that_lies_is_given_up() -> None:
     class LyingPublisher(WeightPublisher):
         def rpc_handlers(self) -> Iterable[RpcHandler]:
-            return [next(iter(super().rpc_handlers())), *Liar().rpc_handlers()]
+            follow, _, *others = super().rpc_handlers()
+            return [follow, *Liar().rpc_handlers(), *others]
 
     publisher = LyingPublisher()
     await publisher.publish(state(), 1)
