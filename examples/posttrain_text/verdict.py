@@ -96,10 +96,11 @@ def on_versions(steps: Sequence[Step]) -> Finding:
     unversioned = sum(step.unversioned for step in steps)
     ages = [age for step in steps for age in step.ages]
     oldest = max(ages, default=0)
-    numbers = [step.step for step in steps]
-    in_order = numbers == list(range(1, len(steps) + 1))
+    # A site that was started again makes the steps since its checkpoint once more.
+    numbers = {step.step for step in steps}
+    complete = numbers == set(range(1, max(numbers, default=0) + 1))
     return Finding(
-        unversioned == 0 and bool(ages) and oldest <= MAX_STALENESS and in_order,
+        unversioned == 0 and bool(ages) and oldest <= MAX_STALENESS and complete,
         f"{len(ages)} groups in {len(steps)} steps: {unversioned} without a version, the oldest "
         f"{oldest} versions behind (at most {MAX_STALENESS})",
     )
