@@ -1,23 +1,28 @@
 """Measures what unequal machines cost: the share of its time that a fast peer trains, and whose samples count.
 
 Processes train a small classifier of handwritten digits. A step takes the time that a machine would need: two fast
-peers, one that needs ten times as long, one that pauses for 30 s in every 5 minutes, and one that trains for a minute,
-leaves, and comes back. All times are divided by `--scale`. Each row is one strategy:
+peers, one that needs ten times as long, one that pauses for 30 s, and one whose process is killed after a minute and
+started again a minute later. Each row is one strategy:
 
     alone       one fast peer without others: what the machine's own load and the library cost (the calibration)
-    equal       as many fast peers as the others have (the loss to compare with)
+    equal       as many fast peers as the others have, whose averages have as many samples, and that keep the local
+                steps made during a round, as all do with a quorum (the loss to compare with)
     today       unequal peers that wait for each other, as without `quorum`
     quorum      unequal peers with `quorum=2`
 
     share       seconds in which a fast peer computes, of all its seconds; and the same divided by that of `alone`
-    samples     local steps in the averages (by the receipts), of all local steps that were made
-    loss        of the final model on held-out digits, and that of `equal` after as many samples
+    waiting     seconds in which it stands still in the averager, of all its seconds, less those of `alone`
+    samples     local steps in the averages (by the receipts), of all local steps that were made; those of a killed
+                process since its last round, which are gone with it, are counted apart
+    loss        on held-out digits beside that of `equal` after as many samples, on average over the second half
 
-The exit code is 1 if a peer failed or its samples are not in the averages. The results go to `unequal.json`.
+The defaults take about 10 minutes; the targets are printed beside the figures, and all goes to `unequal.json`. The exit
+code is 1 if a peer failed or its samples are not in the averages. `--scale 20 --seconds 20` is a quick look, with
+pauses and absences of seconds.
 
 With `--loss` the real strategies train on virtual time instead, which needs the packages of the tests. The rows say by
-how much the loss is above that of as many equal machines, and above that of the two fast ones without the others, each
-after as many samples in averages (`unequal_loss.json`).
+how much the loss is above that of as many equal machines, of equal machines with as many samples in each average, and
+of the two fast ones without the others, each after as many samples in averages (`unequal_loss.json`).
 """
 
 from __future__ import annotations
@@ -26,11 +31,15 @@ import argparse
 import multiprocessing
 import statistics
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from multiprocessing.connection import Connection
+from itertools import pairwise
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -46,18 +55,24 @@ from examples.digits import Digits
 ROOT = Path(__file__).parent.parent
 
 BATCH = 16
-PAUSE, EVERY = 30.0, 300.0
-"""Seconds of a pause, and from the end of one pause to the next."""
+PAUSE, FIRST, EVERY = 30.0, 75.0, 300.0
+"""Seconds of a pause, from the start to the first one, and from the end of one to the next."""
 
 STAYS, AWAY = 60.0, 60.0
-"""Seconds for which the peer that comes and goes trains, and is away."""
+"""Seconds for which a process trains until it is killed, and until it is started again."""
+
+LEAST_SHARE, MOST_WAITING, MOST_LOSS = 0.97, 0.03, 0.02
+"""The targets: a fast peer's time beside that of one alone, its waiting, and the loss above that of equal machines."""
+
+PLACES = 20
+"""Numbers of samples at which two losses are compared."""
 
 PATIENCE = 120.0
 """Seconds within which all peers must meet and finish."""
 
 OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.6, nesterov=True)
 
-STRATEGIES: dict[str, Callable[[int, bool], Strategy]] = {
+STRATEGIES: dict[str, Callable[[int, int], Strategy]] = {
     "LocalSGD": lambda steps, quorum: LocalSGD(steps, **_quorum(quorum)),
     "LocalSGD overlap": lambda steps, quorum: LocalSGD(steps, overlap=True, **_quorum(quorum)),
     "DiLoCo": lambda steps, quorum: DiLoCo(steps, outer=OUTER, **_quorum(quorum)),
@@ -65,8 +80,9 @@ STRATEGIES: dict[str, Callable[[int, bool], Strategy]] = {
 }
 
 
-def _quorum(used: bool) -> dict[str, Any]:
-    return {"quorum": 2} if used else {}
+def _quorum(count: int) -> dict[str, Any]:
+    """The options for a quorum of so many peers; none for 0."""
+    return {"quorum": count} if count else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +91,19 @@ class Machine:
 
     Attributes:
         step: seconds of a step.
+        speed: its steps in the time in which a fast machine makes one.
         pause: seconds of each pause; 0 for none.
+        first: seconds until the first pause.
         every: seconds between two pauses.
-        stays: seconds for which it trains until it leaves; 0 for ever.
-        away: seconds until it comes back.
+        stays: seconds for which it trains until it is killed; 0 for ever.
+        away: seconds until it is started again.
     """
 
     kind: str
     step: float
+    speed: float = 1.0
     pause: float = 0.0
+    first: float = 0.0
     every: float = 0.0
     stays: float = 0.0
     away: float = 0.0
@@ -96,9 +116,12 @@ class Trained:
     Attributes:
         steps: local steps.
         computing: seconds in which it computed.
-        seconds: seconds from its first step to its last one, without pauses and absence.
+        waiting: seconds in which it stood still in the averager.
+        seconds: seconds from its first step to its last one, without pauses.
         rounds: local steps of each member in each average, by the id of the group.
+        curve: samples in the averages that it knows of, and the loss on held-out digits after them.
         loss: of the final model on held-out digits.
+        killed: whether its process was killed.
         failed: why it ended early; empty if it did not.
     """
 
@@ -106,17 +129,20 @@ class Trained:
     endpoint: str = ""
     steps: int = 0
     computing: float = 0.0
+    waiting: float = 0.0
     seconds: float = 0.0
     rounds: dict[str, dict[str, int]] = field(default_factory=dict)
     ages: list[int] = field(default_factory=list)
+    curve: list[tuple[int, float]] = field(default_factory=list)
     loss: float = 0.0
+    killed: bool = False
     failed: str = ""
 
 
 class Trainer:
     """Trains one peer in this process."""
 
-    def __init__(self, machine: Machine, strategy: str, quorum: bool, sync_every: int, seed: int) -> None:
+    def __init__(self, machine: Machine, strategy: str, quorum: int, sync_every: int, seed: int) -> None:
         torch.set_num_threads(1)
         self._machine, self._strategy, self._quorum, self._sync_every = machine, strategy, quorum, sync_every
         self._digits = Digits.load()
@@ -136,35 +162,35 @@ class Trainer:
             strategy=STRATEGIES[self._strategy](self._sync_every, self._quorum),
             join=[join] if join else [],
             group_wait=5.0,
+            weight="samples",
             on_round=self._note,
         )
 
     def _note(self, receipt: Receipt) -> None:
         if receipt.averaged:
             users = receipt.gathered.items()
-            steps = {name: int(user["steps"]) for name, user in users if isinstance(user, dict) and "steps" in user}
+            steps = {
+                name: int(user["steps"] if "steps" in user else user["samples"] // BATCH)
+                for name, user in users
+                if isinstance(user, dict) and ("steps" in user or "samples" in user)
+            }
             self.done.rounds[receipt.group_id.hex()] = steps
             self.done.ages += [account.age for account in receipt.accounts if account.age is not None]
 
-    def train(self, seconds: float, join: str) -> None:
-        """Trains for so many seconds, pauses and absence included."""
-        began = segment = time.perf_counter()
-        end = began + seconds
-        resumed = came = began
-        while (now := time.perf_counter()) < end:
-            if self._machine.stays and now - came >= self._machine.stays:
-                self.done.seconds += now - segment
-                self.averager.finish(1.0)
-                self.averager.close()
-                time.sleep(min(self._machine.away, max(0.0, end - time.perf_counter())))
-                self.start(join)
-                segment = came = time.perf_counter()
-            elif self._machine.pause and now - resumed >= self._machine.every:
+    def train(self, seconds: float, tell: Callable[[Trained], None]) -> None:
+        """Trains for so many seconds, pauses included; tells every second what it has done, since it may be killed."""
+        began = segment = told = time.perf_counter()
+        pauses = began + self._machine.first
+        while (now := time.perf_counter()) < began + seconds:
+            if self._machine.pause and now >= pauses:
                 self.done.seconds += now - segment
                 time.sleep(self._machine.pause)
-                segment = resumed = time.perf_counter()
-            else:
-                self._step()
+                segment = time.perf_counter()
+                pauses = segment + self._machine.every
+            self._step()
+            if self._machine.stays and now - told >= 1.0:
+                tell(self.done)
+                told = now
         self.done.seconds += time.perf_counter() - segment
 
     def _step(self) -> None:
@@ -174,120 +200,299 @@ class Trainer:
         loss = torch.nn.functional.cross_entropy(self._model(self._digits.images[places]), self._digits.labels[places])
         loss.backward()  # type: ignore[no-untyped-call]
         time.sleep(max(0.0, self._machine.step - (time.perf_counter() - began)))
-        self.done.computing += time.perf_counter() - began
-        self.averager.step()
+        computed = time.perf_counter()
+        self.done.computing += computed - began
+        known = len(self.done.rounds)
+        self.averager.step(batch_size=BATCH)
         self.done.steps += 1
+        self.done.waiting += time.perf_counter() - computed
+        if len(self.done.rounds) > known:
+            self.done.curve.append((BATCH * sum(map(_total, self.done.rounds.values())), self._loss()))
 
     def finish(self) -> Trained:
         """Ends the training together with the others."""
         finish = self.averager.finish(PATIENCE / 2)
         if finish.receipt is not None:
             self._note(finish.receipt)
-        with torch.no_grad():
-            scores = self._model(self._digits.held_out_images)
-        self.done.loss = float(torch.nn.functional.cross_entropy(scores, self._digits.held_out_labels))
+        self.done.loss = self._loss()
         self.averager.close()
         return self.done
 
+    @torch.no_grad()
+    def _loss(self) -> float:
+        scores = self._model(self._digits.held_out_images)
+        return float(torch.nn.functional.cross_entropy(scores, self._digits.held_out_labels))
+
+
+def _total(steps: Mapping[str, int]) -> int:
+    return sum(steps.values())
+
 
 def worker(
-    pipe: Connection, join: str, machine: Machine, strategy: str, quorum: bool, sync_every: int, seed: int
+    pipe: Connection, join: str, machine: Machine, strategy: str, quorum: int, sync_every: int, seed: int
 ) -> None:
     """A peer's process: starts, waits for the word, trains, finishes."""
     trainer = Trainer(machine, strategy, quorum, sync_every, seed)
     try:
         trainer.start(join)
+        trainer.done.endpoint = trainer.averager.endpoint
         pipe.send(trainer.averager.endpoint)
         peers, seconds = pipe.recv()
         trainer.averager.wait_for_peers(peers, PATIENCE)
         pipe.send("ready")
         pipe.recv()
-        trainer.train(seconds, join or trainer.averager.endpoint)
+        trainer.train(seconds, lambda done: pipe.send(asdict(done)))
         trainer.finish()
     except Exception as error:
         trainer.done.failed = f"{type(error).__name__}: {error}"
-    pipe.send(asdict(trainer.done))
+    pipe.send(asdict(trainer.done) | {"ended": True})
+
+
+class Row:
+    """The processes of one row.
+
+    Args:
+        seconds: for which they train.
+    """
+
+    def __init__(
+        self, machines: Sequence[Machine], strategy: str, quorum: int, sync_every: int, seconds: float
+    ) -> None:
+        self._machines, self._seconds = machines, seconds
+        self._options = strategy, quorum, sync_every
+        self._spawn = multiprocessing.get_context("spawn")
+        self._processes: list[BaseProcess] = []
+        self._lock = threading.Lock()
+        self._first = ""  # endpoint of the peer through which the others join
+        self._lives: list[dict[str, Any]] = []  # what killed processes had done
+        self._began = 0.0
+
+    def measure(self) -> list[dict[str, Any]]:
+        """Runs the row; what each process has done."""
+        try:
+            started = [self._start(self._machines[0])]
+            self._first = self._endpoint(started[0][1])
+            started += [self._start(machine) for machine in self._machines[1:]]
+            for _, pipe in started[1:]:
+                self._endpoint(pipe)
+            for _, pipe in started:
+                pipe.send((len(self._machines), self._seconds))
+            if any(pipe.recv() != "ready" for _, pipe in started):
+                return [{"kind": "", "failed": "a peer did not start"}]
+            for _, pipe in started:
+                pipe.send("go")
+            self._began = time.perf_counter()
+            threads = []
+            for machine, (process, pipe) in zip(self._machines, started, strict=True):
+                if machine.stays:
+                    threads.append(threading.Thread(target=self._come_and_go, args=(machine, process, pipe)))
+                    threads[-1].start()
+            ends = [
+                self._end(pipe) for machine, (_, pipe) in zip(self._machines, started, strict=True) if not machine.stays
+            ]
+            for thread in threads:
+                thread.join()
+            return [*ends, *self._lives]
+        finally:
+            for process in self._processes:
+                process.join(5)
+                process.kill()
+
+    def _start(self, machine: Machine) -> tuple[BaseProcess, Connection]:
+        """Starts a process."""
+        pipe, theirs = self._spawn.Pipe()
+        with self._lock:
+            arguments = (theirs, self._first, machine, *self._options, len(self._processes))
+            process = self._spawn.Process(target=worker, args=arguments, daemon=True)
+            self._processes.append(process)
+            # Only the main thread may do so; the others start processes while nobody interrupts.
+            with without_interrupts() if threading.current_thread() is threading.main_thread() else nullcontext():
+                process.start()
+        theirs.close()
+        return process, pipe
+
+    def _endpoint(self, pipe: Connection) -> str:
+        """Waits until a process has its part in the run; returns its endpoint.
+
+        Raises:
+            RuntimeError: it has failed.
+        """
+        answer = pipe.recv()
+        if not isinstance(answer, str):
+            raise RuntimeError(f"{answer['kind']}: {answer['failed']}")
+        return answer
+
+    def _come_and_go(self, machine: Machine, process: BaseProcess, pipe: Connection) -> None:
+        """Kills a process after a while, and starts another one after a while, until the row ends."""
+        while self._left > machine.stays:
+            done = self._last(pipe, machine.stays)
+            process.kill()
+            process.join()
+            self._lives.append(done | {"killed": True})
+            time.sleep(min(machine.away, max(0.0, self._left)))
+            if self._left < machine.stays / 2:
+                return
+            process, pipe = self._start(machine)
+            self._endpoint(pipe)
+            pipe.send((2, self._left))
+            pipe.recv()
+            pipe.send("go")
+        self._lives.append(self._end(pipe))
+
+    @property
+    def _left(self) -> float:
+        return self._seconds - (time.perf_counter() - self._began)
+
+    @staticmethod
+    def _last(pipe: Connection, seconds: float) -> dict[str, Any]:
+        """What a process tells last within so many seconds."""
+        until = time.perf_counter() + seconds
+        done = asdict(Trained(""))
+        while (left := until - time.perf_counter()) > 0:
+            if wait([pipe], left):
+                done = pipe.recv()
+        return done
+
+    @staticmethod
+    def _end(pipe: Connection) -> dict[str, Any]:
+        while "ended" not in (done := pipe.recv()):
+            continue
+        return dict(done)
 
 
 def measure(
-    machines: Sequence[Machine], strategy: str, quorum: bool, sync_every: int, seconds: float
+    machines: Sequence[Machine], strategy: str, quorum: int, sync_every: int, seconds: float
 ) -> list[dict[str, Any]]:
-    """Runs one row; what each peer has done."""
-    spawn = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
-    join = ""
+    """Runs one row; what each process has done."""
     try:
-        for number, machine_ in enumerate(machines):
-            pipe, theirs = spawn.Pipe()
-            arguments = (theirs, join, machine_, strategy, quorum, sync_every, number)
-            processes.append(spawn.Process(target=worker, args=arguments, daemon=True))
-            with without_interrupts():
-                processes[-1].start()
-            theirs.close()
-            pipes.append(pipe)
-            answer = pipe.recv()
-            if not isinstance(answer, str):
-                return [answer]
-            join = join or answer
-        for pipe in pipes:
-            pipe.send((len(machines), seconds))
-        if any(pipe.recv() != "ready" for pipe in pipes):
-            return [{"kind": "", "failed": "a peer did not start"}]
-        for pipe in pipes:
-            pipe.send("go")
-        return [pipe.recv() for pipe in pipes]
-    finally:
-        for process in processes:
-            process.join(5)
-            process.kill()
+        return Row(machines, strategy, quorum, sync_every, seconds).measure()
+    except (RuntimeError, EOFError) as error:
+        return [{"kind": "", "failed": str(error) or "a process has ended without a word"}]
 
 
-def summary(done: Sequence[dict[str, Any]], alone: float) -> dict[str, Any]:
+def summary(done: Sequence[dict[str, Any]], alone: Mapping[str, Any], equal: Mapping[str, Any]) -> dict[str, Any]:
     """The figures of one row.
 
     Args:
-        done: what each peer has done.
-        alone: share of a fast peer that trains alone; 1 for that row itself.
+        done: what each process has done.
+        alone: figures of a fast peer that trains alone; empty for that row itself.
+        equal: figures of equal machines; empty if they come later.
     """
     if failed := [peer for peer in done if peer["failed"]]:
         return {"failed": "; ".join(f"{peer['kind']}: {peer['failed']}" for peer in failed)}
-    shares = [peer["computing"] / peer["seconds"] for peer in done if peer["kind"] == "fast"]
+    fast = [peer for peer in done if peer["kind"] == "fast"]
+    share = statistics.mean(peer["computing"] / peer["seconds"] for peer in fast)
+    waiting = statistics.mean(peer["waiting"] / peer["seconds"] for peer in fast)
     rounds: dict[str, dict[str, int]] = {}
     for peer in done:
         rounds |= peer["rounds"]
-    averaged = sum(sum(steps.values()) for steps in rounds.values())
-    stepped = sum(peer["steps"] for peer in done)
+    averaged: dict[str, int] = {}
+    for steps in rounds.values():
+        for name, count in steps.items():
+            averaged[name] = averaged.get(name, 0) + count
+    names = {
+        f"{number} {peer['kind']}" + (" (killed)" if peer["killed"] else ""): peer for number, peer in enumerate(done)
+    }
+    survivors = [peer for peer in done if not peer["killed"]]
+    curve = max((peer["curve"] for peer in fast), key=len)
     return {
         "failed": "",
-        "share": statistics.mean(shares),
-        "share_of_alone": statistics.mean(shares) / alone,
-        "steps": {f"{number} {peer['kind']}": peer["steps"] for number, peer in enumerate(done)},
-        "steps_made": stepped,
-        "steps_averaged": averaged if averaged else None,
+        "share": share,
+        "share_of_alone": share / alone.get("share", share),
+        "waiting": waiting,
+        "waiting_beyond_alone": waiting - alone.get("waiting", waiting),
+        "steps": {name: peer["steps"] for name, peer in names.items()},
+        "averaged": {name: averaged.get(peer["endpoint"], 0) for name, peer in names.items()},
+        "steps_made": sum(peer["steps"] for peer in survivors),
+        "steps_averaged": sum(averaged.get(peer["endpoint"], 0) for peer in survivors) if rounds else None,
+        "steps_lost_by_kills": sum(
+            max(0, peer["steps"] - averaged.get(peer["endpoint"], 0)) for peer in done if peer["killed"]
+        ),
         "rounds": len(rounds),
+        "steps_per_average": statistics.mean(map(_total, rounds.values())) if rounds else None,
         "latest": max((max(peer["ages"], default=0) for peer in done), default=0),
-        "loss": statistics.mean(peer["loss"] for peer in done if peer["kind"] == "fast"),
+        "loss": statistics.mean(peer["loss"] for peer in fast),
+        "curve": curve,
+        "loss_above_equal": above(curve, equal["curve"]) if equal.get("curve") else None,
     }
+
+
+def above(curve: Sequence[tuple[int, float]], reference: Sequence[tuple[int, float]]) -> float | None:
+    """By what share the loss is above a reference after as many samples, on average; None if there are too few."""
+    if min(len(curve), len(reference)) < 4:
+        return None
+    most = min(curve[-1][0], reference[-1][0])
+    places = [most * (0.5 + 0.5 * number / PLACES) for number in range(1, PLACES + 1)]
+    found = [at(curve, place) / at(reference, place) for place in places]
+    return statistics.mean(found) - 1
+
+
+def at(curve: Sequence[tuple[int, float]], samples: float) -> float:
+    """The loss after so many samples, interpolated."""
+    for (before, first), (after, second) in pairwise(curve):
+        if samples <= after:
+            return first + (second - first) * max(0.0, samples - before) / max(1, after - before)
+    return curve[-1][1]
 
 
 def row(name: str, figures: dict[str, Any]) -> str:
     """One row of the table."""
     if figures["failed"]:
         return f"| {name} | failed: {figures['failed']} |"
-    averaged = figures["steps_averaged"]
-    counted = "" if averaged is None else f"{averaged} of {figures['steps_made']}"
-    return (
-        f"| {name} | {figures['share']:.1%} | {figures['share_of_alone']:.1%} | {counted or figures['steps_made']} | "
-        f"{figures['rounds']} | {figures['latest']} | {figures['loss']:.4f} |"
+    averaged, over = figures["steps_averaged"], figures["loss_above_equal"]
+    cells = (
+        name,
+        f"{figures['share']:.1%}",
+        f"{figures['share_of_alone']:.1%}",
+        f"{figures['waiting_beyond_alone']:+.1%}",
+        f"{figures['steps_made']}" if averaged is None else f"{averaged} of {figures['steps_made']}",
+        f"{figures['steps_lost_by_kills']}",
+        f"{figures['rounds']}",
+        f"{figures['latest']}",
+        f"{figures['loss']:.4f}",
+        "-" if over is None else f"{over:+.1%}",
     )
+    return f"| {' | '.join(cells)} |"
+
+
+def targets(figures: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
+    """Each target of the row with a quorum: what is wanted, what was measured, and whether that is enough."""
+    made, averaged, over = figures["steps_made"], figures["steps_averaged"], figures["loss_above_equal"]
+    others = ", ".join(
+        f"{name} {figures['averaged'][name]} of {steps}"
+        for name, steps in figures["steps"].items()
+        if "fast" not in name
+    )
+    return [
+        (
+            f"fast peers train at least {LEAST_SHARE:.0%} of the time that one alone does",
+            f"{figures['share_of_alone']:.1%}",
+            figures["share_of_alone"] >= LEAST_SHARE,
+        ),
+        (
+            f"they wait at most {MOST_WAITING:.0%} of the time more than one alone",
+            f"{figures['waiting_beyond_alone']:.1%}",
+            figures["waiting_beyond_alone"] <= MOST_WAITING,
+        ),
+        (
+            "all samples of peers that live are in the averages",
+            f"{averaged} of {made} steps ({others}); {figures['steps_lost_by_kills']} gone with killed processes",
+            averaged == made,
+        ),
+        (
+            f"the loss is at most {MOST_LOSS:.0%} above that of equal machines after as many samples",
+            "too few rounds" if over is None else f"{over:+.1%}",
+            over is not None and over <= MOST_LOSS,
+        ),
+    ]
 
 
 SIMULATED = 80.0
 """Seconds of virtual time of each run with `--loss`."""
 
 LOSS_HEADER = (
-    "| | share of a fast peer | lost samples | above as many equal machines | above the fast ones alone |\n"
-    "|---|---|---|---|---|"
+    "| | share of a fast peer | lost samples | above equal machines, as many samples an average | above as many equal "
+    "machines | above the fast ones alone |\n|---|---|---|---|---|---|"
 )
 
 
@@ -301,7 +506,8 @@ def measure_loss(seeds: Sequence[int], path: Path) -> int:
     def show(name: str, figures: dict[str, Any]) -> None:
         rows[name] = figures
         print(
-            f"| {name} | {figures['share']:.1%} | {figures['lost']:g} | {figures['above_equal']:+.1%} | "
+            f"| {name} | {figures['share']:.1%} | {figures['lost']:g} | {figures['above_same_rounds']:+.1%} | "
+            f"{figures['above_equal']:+.1%} | "
             f"{figures['above_fast_alone']:+.1%} |",
             flush=True,
         )
@@ -316,8 +522,8 @@ def measure_loss(seeds: Sequence[int], path: Path) -> int:
 
 
 HEADER = (
-    "| | share of a fast peer | of that alone | steps in averages | rounds | latest, rounds | loss |\n"
-    "|---|---|---|---|---|---|---|"
+    "| | share of a fast peer | of that alone | waiting, beyond alone | steps in averages | gone with kills | rounds | "
+    "latest, rounds | loss | above equal |\n|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -327,9 +533,16 @@ def main() -> None:
     parser.add_argument("--step", type=float, default=0.01, help="seconds of a step of a fast peer (0.01)")
     parser.add_argument("--slower", type=float, default=10.0, help="how many times as long the slow one needs (10)")
     parser.add_argument("--sync-every", type=int, default=200, help="steps between two rounds (200)")
-    parser.add_argument("--seconds", type=float, default=40.0, help="of training in each row (40)")
-    parser.add_argument("--scale", type=float, default=20.0, help="by which pauses and absences are shortened (20)")
-    parser.add_argument("--strategies", nargs="+", choices=list(STRATEGIES), default=list(STRATEGIES), metavar="NAME")
+    parser.add_argument("--seconds", type=float, default=150.0, help="of training in each row but `alone` (150)")
+    parser.add_argument("--scale", type=float, default=1.0, help="by which pauses and absences are shortened (1)")
+    parser.add_argument(
+        "--strategies",
+        nargs="+",
+        choices=list(STRATEGIES),
+        default=["DiLoCo delay"],
+        metavar="NAME",
+        help=f"some of {', '.join(STRATEGIES)} (DiLoCo delay)",
+    )
     parser.add_argument(
         "--peers", choices=["slow", "all"], default="all", help="two fast ones and the slow one, or all"
     )
@@ -346,27 +559,38 @@ def main() -> None:
         parser.error("times and --scale must be above 0, --slower at least 1, and --sync-every at least 4")
     make_folder(parser, options.output)
     fast = Machine("fast", options.step)
-    unequal = [fast, fast, Machine("slow", options.step * options.slower)]
+    unequal = [fast, fast, Machine("slow", options.step * options.slower, 1 / options.slower)]
     if options.peers == "all":
-        unequal.append(Machine("pauses", options.step, PAUSE / options.scale, EVERY / options.scale))
-        unequal.append(Machine("comes and goes", options.step, stays=STAYS / options.scale, away=AWAY / options.scale))
+        pause, first, every, stays, away = (seconds / options.scale for seconds in (PAUSE, FIRST, EVERY, STAYS, AWAY))
+        unequal.append(Machine("pauses", options.step, 1.0, pause, first, every))
+        unequal.append(Machine("killed and restarted", options.step, stays=stays, away=away))
     rows: dict[str, Any] = {}
     path = options.output / "unequal.json"
 
-    def run(name: str, machines: Sequence[Machine], strategy: str, quorum: bool, alone: float) -> dict[str, Any]:
-        print(f"  {name}: {options.seconds:g} s", file=sys.stderr, flush=True)
-        done = measure(machines, strategy, quorum, options.sync_every, options.seconds)
-        figures = rows[name] = summary(done, alone)
+    def run(
+        name: str, machines: Sequence[Machine], strategy: str, quorum: int, sync_every: int, seconds: float
+    ) -> dict[str, Any]:
+        print(f"  {name}: {seconds:g} s", file=sys.stderr, flush=True)
+        done = measure(machines, strategy, quorum, sync_every, seconds)
+        figures = rows[name] = summary(done, rows.get(f"{strategy}, alone", {}), rows.get(f"{strategy}, equal", {}))
         print(row(name, figures), flush=True)
         write(path, machine(ROOT) | {"options": {**vars(options), "output": ""}, "rows": rows})
         return figures
 
     print(HEADER, flush=True)
     for strategy in options.strategies:
-        alone = run(f"{strategy}, alone", [fast], strategy, False, 1.0).get("share", 1.0)
-        run(f"{strategy}, equal", [fast] * len(unequal), strategy, False, alone)
-        run(f"{strategy}, today", unequal, strategy, False, alone)
-        run(f"{strategy}, quorum", unequal, strategy, True, alone)
+        run(f"{strategy}, alone", [fast], strategy, 0, options.sync_every, min(60.0, options.seconds))
+        # With as many samples in an average as the unequal peers have, so with as many outer steps for as many samples.
+        per_average = options.sync_every * sum(work(machine_, options.seconds) for machine_ in unequal)
+        alike = max(4, round(per_average / len(unequal)))
+        run(f"{strategy}, equal", [fast] * len(unequal), strategy, len(unequal), alike, options.seconds)
+        run(f"{strategy}, today", unequal, strategy, 0, options.sync_every, options.seconds)
+        quorum = run(f"{strategy}, quorum", unequal, strategy, 2, options.sync_every, options.seconds)
+        if not quorum["failed"]:
+            rows[f"{strategy}, quorum"]["targets"] = targets(quorum)
+            write(path, machine(ROOT) | {"options": {**vars(options), "output": ""}, "rows": rows})
+            for wanted, measured, met in targets(quorum):
+                print(f"{'met   ' if met else 'MISSED'} {wanted}: {measured}")
     lost = [
         name
         for name, figures in rows.items()
@@ -375,6 +599,14 @@ def main() -> None:
     if lost:
         print(f"failed, or not all samples are in the averages: {', '.join(lost)}", file=sys.stderr)
     sys.exit(1 if lost else 0)
+
+
+def work(machine: Machine, seconds: float) -> float:
+    """The steps of a machine in a row, of those of a fast one."""
+    if machine.pause:
+        pauses = 0 if seconds < machine.first else 1 + int((seconds - machine.first) / (machine.pause + machine.every))
+        return max(0.0, 1 - pauses * machine.pause / seconds)
+    return machine.stays / (machine.stays + machine.away) if machine.stays else machine.speed
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -191,6 +191,12 @@ class Receipts(list[Receipt]):
         self._note(receipt)
 
 
+def same_rounds(curve: Curve, peers: int) -> int:
+    """Local steps between two rounds with which so many equal machines have as many samples in an average."""
+    per_average = curve.samples[-1] / (BATCH * len(curve.samples))
+    return max(4, round(per_average / peers))
+
+
 def excess(curve: Curve, reference: Curve) -> float:
     """By what share the loss is above that of a reference after as many samples, on average."""
     most = min(curve.samples[-1], reference.samples[-1])
@@ -239,15 +245,29 @@ def measure(
         note: called with what is measured next.
     """
     logging.getLogger("averaging").setLevel(logging.ERROR)
+
+    @cache
+    def equal_machines(count: int, sync_every: int, seed: int, quorum: bool = False) -> Curve:
+        """A quorum of all waits for all, but keeps the local steps that are made during a round."""
+        options = {"quorum": count} if quorum else {}
+        return Simulation([FAST] * count, strategy(sync_every, **options), seed, seconds, "samples").simulate()
+
     for scenario, speeds in SCENARIOS.items():
         note(f"{scenario}: the references, {len(seeds)} seeds")
-        equal = [Simulation([FAST] * len(speeds), strategy(), seed, seconds, "samples").simulate() for seed in seeds]
-        only = [Simulation([FAST] * 2, strategy(), seed, seconds, "samples").simulate() for seed in seeds]
+        count = len(speeds)
+        equal = [equal_machines(count, SYNC_EVERY, seed) for seed in seeds]
+        only = [equal_machines(2, SYNC_EVERY, seed) for seed in seeds]
         for name, (options, weight) in VARIANTS.items():
             if scenario != "all" and name not in USUAL:
                 continue
             note(f"{scenario}, {name}")
             curves = [Simulation(speeds, strategy(**options), seed, seconds, weight).simulate() for seed in seeds]
+            # The fair ones: as many samples in as many outer steps, and the same steps kept.
+            alike = [
+                equal_machines(count, same_rounds(curve, count), seed, bool(options))
+                for curve, seed in zip(curves, seeds, strict=True)
+            ]
+            above_alike = [excess(curve, reference) for curve, reference in zip(curves, alike, strict=True)]
             above = [excess(curve, reference) for curve, reference in zip(curves, equal, strict=True)]
             above_only = [excess(curve, reference) for curve, reference in zip(curves, only, strict=True)]
             show(
@@ -256,6 +276,9 @@ def measure(
                     "share": statistics.mean(curve.share for curve in curves),
                     "lost": max(curve.lost for curve in curves),
                     "samples": statistics.mean(curve.samples[-1] for curve in curves),
+                    "above_same_rounds": statistics.mean(above_alike),
+                    "above_same_rounds_of_each": above_alike,
+                    "steps_of_equal_machines": [same_rounds(curve, count) for curve in curves],
                     "above_equal": statistics.mean(above),
                     "above_equal_of_each": above,
                     "above_fast_alone": statistics.mean(above_only),
