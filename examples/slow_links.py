@@ -355,7 +355,7 @@ def parse_arguments(given: list[str] | None) -> argparse.Namespace:
     """Parses the command line."""
     name = "python -m examples.slow_links"
     parser = argparse.ArgumentParser(prog=name, usage=f"{name} [options]", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--steps", type=positive, default=200, help="steps of each peer (200)")
+    parser.add_argument("--steps", type=positive, default=120, help="steps of each peer (120)")
     parser.add_argument("--sync-every", type=positive, default=10, help="steps between two rounds (10)")
     parser.add_argument("--start-steps", type=positive, default=150, help="steps of the process before them (150)")
     parser.add_argument("--mbit", type=number_above_0, default=10.0, help="Mbit/s of each peer's link (10)")
