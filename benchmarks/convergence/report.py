@@ -28,6 +28,9 @@ MBITS = (10, 100, 1000)
 STEP_SECONDS = 0.008
 """Seconds of a step of one peer with a core of its own, rounded."""
 
+UNEQUAL = 0.02
+"""Relative excess of the loss of unequal machines that is allowed."""
+
 SAME = 5e-4
 """Relative difference below which two losses are equal to 4 digits."""
 
@@ -128,7 +131,16 @@ class Recorded:
 
 def wire(case: Case) -> tuple[object, ...]:
     """What the bytes of a round depend on."""
-    return case.codec, case.keeps, case.bits, case.fragments, case.in_step, bool(case.every)
+    return (
+        case.codec,
+        case.keeps,
+        case.bits,
+        case.fragments,
+        case.in_step,
+        bool(case.every),
+        case.last_speed,
+        case.quorum,
+    )
 
 
 LIMITS = (("int8", 120, 0.025), ("top_k", 1000, 0.03), ("top_k", 2000, 0.045), ("top_k", 4000, 0.07))
@@ -143,6 +155,14 @@ def verdicts(recorded: Recorded) -> list[Verdict]:
             over, row = best
             wanted = f"{codec.replace('_', '-')}, 1/{at_least:,} of float32 gradients: at most {most:.1%} above joined"
             found.append(Verdict(wanted, f"{over:+.2%} ({row.case.title}, 1/{row.case.ratio:,.0f})", over <= most))
+    for name, row in rows.items():
+        above = row.excess(rows.get(name.replace("quorum", "diloco"))) if row.case.quorum else None
+        if above is not None:
+            wanted = (
+                f"one peer at a tenth of the speed, a quorum of the others, H={row.case.every}: the loss after as many "
+            )
+            wanted += f"samples is at most {UNEQUAL:.0%} above that of equal machines"
+            found.append(Verdict(wanted, f"{above:+.2%}", above <= UNEQUAL))
     pairs = list(differences(recorded))
     wanted = f"the library ends at the loss of plain torch to 4 digits (within {SAME:.2%})"
     again = [abs(replayed) for _, _, _, replayed in pairs if replayed is not None]

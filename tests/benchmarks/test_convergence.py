@@ -402,6 +402,14 @@ def test_verdicts_are_of_the_best_row_that_sends_so_little(loss: float, met: boo
     assert found["top-k, 1/4,000"].measured == "+25.00% (top-k 1/128, 2 bit, H=15, 1/4,389)"
 
 
+@pytest.mark.parametrize(("loss", "met"), [(2.13, True), (2.15, False)])
+def test_a_quorum_is_compared_with_equal_machines(loss: float, met: bool) -> None:
+    losses = {"plain/diloco-h30/0": 2.1, "library/quorum-h30/0": loss}
+    (found,) = verdicts(Recorded(recorded({f"trained/4/{name}": one for name, one in losses.items()})))
+    assert "quorum of the others, H=30" in found.wanted
+    assert found.met is met
+
+
 def test_losses_are_compared_seed_by_seed() -> None:
     losses = {"joined/0": 2.0, "joined/1": 3.0, "int8-h30/1": 3.03, "diloco-h30/2": 1.0}
     results = recorded({f"trained/4/plain/{name}": one for name, one in losses.items()})
