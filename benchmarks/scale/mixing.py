@@ -19,6 +19,7 @@ import random
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -52,7 +53,7 @@ async def mix(swarm: EtcdSwarm, side: int, rounds: int, dying: float, *, one_key
     """Runs the rounds and prints a line for each."""
     count, digits = side**3, (side * side - 1).bit_length()
     size = ONE_KEY_GROUP if one_key else side
-    options = {"group_size": size, "round_timeout": 20.0}
+    options: dict[str, Any] = {"group_size": size, "round_timeout": 20.0}
     async with swarm.peers(
         count, lambda n: "" if one_key else format(n // side, f"0{digits}b"), seconds=2.0, **options
     ) as peers:

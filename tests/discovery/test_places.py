@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -149,5 +150,18 @@ def test_a_run_that_fits_in_one_group_meets_under_the_key_itself() -> None:
                 receipts = await asyncio.gather(*(peer.average() for peer in peers))
                 assert [len(receipt.members) for receipt in receipts] == [5] * 5
         assert "draw" not in swarm.etcd.calls
+
+    virtual_time.run(main())
+
+
+def test_peers_that_entered_first_learn_of_the_others_before_they_decide() -> None:
+    """Otherwise they would look under the key itself, and the others in places, until the next look at neighbours."""
+    swarm = EtcdSwarm(seed=3)
+
+    async def main() -> None:
+        options: dict[str, Any] = {"group_size": 4, "group_wait": 2.0, "seconds": 1.0}
+        async with swarm.peers(3, **options) as early, swarm.peers(13, first=3, **options) as others:
+            receipts = await asyncio.gather(*(peer.average() for peer in [*early, *others]))
+            assert [len(receipt.members) for receipt in receipts] == [4] * 16
 
     virtual_time.run(main())

@@ -33,13 +33,20 @@ class EtcdSwarm:
 
     @asynccontextmanager
     async def peers(
-        self, count: int, bits: Callable[[int], str] = lambda _: "", *, seconds: float = 40.0, **options: Any
+        self,
+        count: int,
+        bits: Callable[[int], str] = lambda _: "",
+        *,
+        first: int = 0,
+        seconds: float = 40.0,
+        **options: Any,
     ) -> AsyncIterator[Sequence[Peer]]:
         """Peers that are entered; each has its number as its tensor.
 
         Args:
             count: number of peers.
             bits: returns the group bits of each.
+            first: number of the first.
             seconds: time until they average; after 30 s all have looked again who else is in the run.
             options: of each.
         """
@@ -56,7 +63,7 @@ class EtcdSwarm:
                     share_state=False,
                     **options,
                 )
-                for number in range(count)
+                for number in range(first, first + count)
             ]
             await asyncio.gather(*(stack.enter_async_context(peer) for peer in peers))
             await asyncio.sleep(seconds)

@@ -226,9 +226,13 @@ class EtcdDiscovery:
 
     async def take_place(self, key: str, size: int) -> str:
         """See `Discovery.take_place`."""
-        if not self._own.lease or self._contact.lost_seconds is not None or self._fits_one_group(size):
+        if not self._own.lease or self._contact.lost_seconds is not None or self._neighbours is None:
             return key
         try:
+            if self._fits_one_group(size):  # perhaps no longer: all must decide alike
+                await self._neighbours.read()
+            if self._fits_one_group(size):
+                return key
             place = await self._places.take(key, size, self._own.lease)
         except LeaseEndedError:
             self._own.note_lease_end()
