@@ -235,17 +235,15 @@ class DownloadData:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """What a newcomer already has of a state, and in which form it takes the rest.
+    """Where to resume the download of a state.
 
     Attributes:
-        offset: number of bytes of the tensors, in order, that it has.
+        offset: number of bytes of the tensors, in order, that the newcomer already has.
         fingerprint: fingerprint of the tensors to which they belong, see `averaging.state.manifest`.
-        joins: whether a message may have several small tensors.
     """
 
-    offset: int = 0
-    fingerprint: bytes = b""
-    joins: bool = False
+    offset: int
+    fingerprint: bytes
 
 
 @dataclass(frozen=True, slots=True)
