@@ -45,6 +45,7 @@ async def test_newcomers_get_what_was_committed() -> None:
     await check_committed_states(separate_device(), 1000)
 
 
+@pytest.mark.long  # by itself: torch counts devices once in a process
 def test_a_newcomer_takes_over_a_state() -> None:
     run = Run()
     try:
