@@ -21,8 +21,8 @@ PUBLISHER: Follower = b""
 
 
 HOP_SECONDS = 0.25
-"""How much later a version ends at a follower than at its source: the messages under way, and the way itself. Measured
-were 0.15 s between machines that are idle, and 0.4 s where many processes share two cores."""
+"""How much later a version ends at a follower than at its source: the messages under way, and the way itself. On
+emulated links of 100 Mbit/s, with two busy cores for all, it was 0.16 s with 8 followers and 0.4 s with 32."""
 
 FAN_OUTS = (1, 2, 4)
 
