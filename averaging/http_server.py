@@ -102,9 +102,16 @@ class HttpServer:
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
-    async def wait(self) -> None:
-        """Waits until the server ends. It ends only if it fails."""
-        await asyncio.shield(self._serving)
+    async def wait(self, *beside: asyncio.Task[None]) -> None:
+        """Waits until the server ends, or one of the tasks that it needs. They end only if they fail."""
+        done, _ = await asyncio.wait({self._serving, *beside}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+
+    def url(self, listen: str) -> str:
+        """The address of the server, given that at which it was told to listen."""
+        scheme = "https" if self._config.is_ssl else "http"
+        return f"{scheme}://{parse_address(listen)[0]}:{self._listener.getsockname()[1]}"
 
     async def _end(self, server: uvicorn.Server) -> None:
         server.should_exit = True

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli.exits import WRONG_USAGE, CommandError, Stop, Stopped, failure_of, run
+from averaging.cli.exits import WRONG_USAGE, CommandError, serve
 from averaging.cli.options import (
     JOINED,
     flag,
@@ -18,6 +17,8 @@ from averaging.cli.options import (
 from averaging.cli.top import collector_of, service_options
 
 if TYPE_CHECKING:
+    from contextlib import AsyncExitStack
+
     from averaging.cli.output import CommandOutput
 
 PAGE_OPTIONS = ("hosts", "password_file", "https_cert", "https_key", "insecure")
@@ -101,28 +102,15 @@ def _run(given: tuple[str, ...], listen: str, more: dict[str, Any], report: Comm
     except ModuleNotFoundError as error:
         text = f"{error.name} is not installed; run: pip install 'averaging[dashboard]'"
         raise CommandError(text, WRONG_USAGE) from None
-    from averaging.errors import AveragingError
 
-    ready = False
-
-    async def serve(_: Stop) -> None:
-        nonlocal ready
+    async def start(stack: AsyncExitStack) -> DashboardServer:
         page = {name: more[name] for name in PAGE_OPTIONS}
-        async with AsyncExitStack() as stack:
-            collector = await collector_of(given, more, receipts=RECEIPTS)
-            server = DashboardServer(views_of(collector), listen=listen, **page)
-            await stack.enter_async_context(collector)
-            await stack.enter_async_context(server)
-            ready = True
-            text = f"serving the page at {server.url} ({server.readers}); Ctrl+C ends this"
-            report.emit({"event": "ready", "url": server.url, "readers": server.readers}, text)
-            await server.wait()
+        collector = await collector_of(given, more, receipts=RECEIPTS)
+        server = DashboardServer(views_of(collector), listen=listen, **page)
+        await stack.enter_async_context(collector)
+        await stack.enter_async_context(server)
+        text = f"serving the page at {server.url} ({server.readers}); Ctrl+C ends this"
+        report.emit({"event": "ready", "url": server.url, "readers": server.readers}, text)
+        return server
 
-    try:
-        run(serve)
-    except Stopped as stop:
-        if not ready:
-            raise CommandError("stopped during the start", 128 + stop.number) from None
-    except AveragingError as error:
-        raise failure_of(error) from None
-    report.emit({"event": "done"}, "stopped")
+    serve(report, start)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from contextlib import AsyncExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import click
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
     from types import FrameType
 
+    from averaging.cli.output import CommandOutput
     from averaging.errors import AveragingError
 
 T = TypeVar("T")
@@ -118,6 +119,13 @@ class Stop:
             self._task.cancel()
 
 
+class Server(Protocol):
+    """What `serve` waits for."""
+
+    async def wait(self) -> None:
+        """Waits until the server ends. It ends only if it fails."""
+
+
 def run(main: Callable[[Stop], Awaitable[T]], leave_on: Collection[str] = ()) -> T:
     """Runs `main` on a new event loop. Signals cancel it, see `Stop`.
 
@@ -129,6 +137,37 @@ def run(main: Callable[[Stop], Awaitable[T]], leave_on: Collection[str] = ()) ->
         Stopped: a signal cancelled it.
     """
     return asyncio.run(_run(main, leave_on))
+
+
+def serve(report: CommandOutput, start: Callable[[AsyncExitStack], Awaitable[Server]]) -> None:
+    """Runs a server until a signal ends the command, which is no failure once the server is ready.
+
+    Args:
+        report: prints what happens.
+        start: enters the server, and what it needs, says that it is ready, and returns it.
+
+    Raises:
+        CommandError: a signal came before, or the server failed.
+    """
+    from averaging.errors import AveragingError
+
+    ready = False
+
+    async def main(_: Stop) -> None:
+        nonlocal ready
+        async with AsyncExitStack() as stack:
+            server = await start(stack)
+            ready = True
+            await server.wait()
+
+    try:
+        run(main)
+    except Stopped as stop:
+        if not ready:
+            raise CommandError("stopped during the start", SIGNALLED + stop.number) from None
+    except AveragingError as error:
+        raise failure_of(error) from None
+    report.emit({"event": "done"}, "stopped")
 
 
 async def _run(main: Callable[[Stop], Awaitable[T]], leave_on: Collection[str]) -> T:

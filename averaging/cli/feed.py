@@ -8,12 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli.exits import WRONG_USAGE, CommandError, Stop, Stopped, failure_of, run
-from averaging.cli.options import DURATION, flag, insecure_option, output_options, security_options
+from averaging.cli.exits import WRONG_USAGE, CommandError, serve
+from averaging.cli.options import (
+    DURATION,
+    flag,
+    hosts_option,
+    insecure_option,
+    output_options,
+    request_timeout_option,
+    security_options,
+)
 from averaging.errors import printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from contextlib import AsyncExitStack
 
     from averaging.cli.output import CommandOutput
 
@@ -47,13 +56,7 @@ def event_text(event: Mapping[str, Any]) -> str:
 @click.option("--fsync", is_flag=True, help="Wait for the disk before each answer, to survive a power failure too.")
 @security_options
 @insecure_option
-@click.option(
-    "--allow-host",
-    "hosts",
-    multiple=True,
-    metavar="NAME",
-    help="DNS name of this server, needed if clients use it without TLS and token; repeatable.",
-)
+@hosts_option
 @click.option(
     "--queue-bytes",
     default=4 << 30,
@@ -85,14 +88,7 @@ def event_text(event: Mapping[str, Any]) -> str:
     metavar="N",
     help="Maximum number of JSON values in a request; an array or object counts 16.",
 )
-@click.option(
-    "--request-timeout",
-    "seconds",
-    default=60.0,
-    type=DURATION,
-    metavar="SECONDS",
-    help="Time limit for a request to arrive.",
-)
+@request_timeout_option
 @click.option(
     "--env-timeout",
     default=300.0,
@@ -169,7 +165,6 @@ def _run(listen: str, store: str, given: dict[str, Any], report: CommandOutput) 
         from averaging.rl.feed import FeedServer, ServerLimits
     except ModuleNotFoundError as error:
         raise CommandError(f"{error.name} is not installed; run: pip install 'averaging[rl]'", WRONG_USAGE) from None
-    from averaging.errors import AveragingError
 
     limits = ServerLimits(
         **{field.name: given.pop(field.name) for field in fields(ServerLimits) if field.name in given}
@@ -178,23 +173,13 @@ def _run(listen: str, store: str, given: dict[str, Any], report: CommandOutput) 
         "on_event": lambda event: report.emit(event, event_text(event)),
         "limits": limits,
     }
-    ready = False
 
-    async def serve(_: Stop) -> None:
-        nonlocal ready
-        async with FeedServer(store, listen=listen, **given, **settings) as server:
-            ready = True
-            report.emit(
-                {"event": "ready", "url": server.url, "store": store},
-                f"serving at {server.url}, keeping the run in {shlex.quote(store)}; Ctrl+C ends this",
-            )
-            await server.wait()
+    async def start(stack: AsyncExitStack) -> FeedServer:
+        server = await stack.enter_async_context(FeedServer(store, listen=listen, **given, **settings))
+        report.emit(
+            {"event": "ready", "url": server.url, "store": store},
+            f"serving at {server.url}, keeping the run in {shlex.quote(store)}; Ctrl+C ends this",
+        )
+        return server
 
-    try:
-        run(serve)
-    except Stopped as stop:
-        if not ready:
-            raise CommandError("stopped during the start", 128 + stop.number) from None
-    except AveragingError as error:
-        raise failure_of(error) from None
-    report.emit({"event": "done"}, "stopped")
+    serve(report, start)

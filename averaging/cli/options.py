@@ -155,6 +155,20 @@ def insecure_option(command: Command) -> Command:
     return click.option("--insecure", is_flag=True, help=text)(command)
 
 
+def hosts_option(command: Command) -> Command:
+    """Adds --allow-host, for HTTP servers."""
+    text = "DNS name of this server, needed if clients use it without TLS and token; repeatable."
+    return click.option("--allow-host", "hosts", multiple=True, metavar="NAME", help=text)(command)
+
+
+def request_timeout_option(command: Command) -> Command:
+    """Adds --request-timeout, for HTTP servers."""
+    text = "Time limit for a request to arrive, and for a client that does not read its answer."
+    return click.option("--request-timeout", "seconds", default=60.0, type=DURATION, metavar="SECONDS", help=text)(
+        command
+    )
+
+
 def output_options(command: Command) -> Command:
     """Adds --json and --verbose."""
     command = click.option("-v", "--verbose", count=True, show_default=False, help="Log to stderr; -vv logs all.")(

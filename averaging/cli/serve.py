@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli.exits import WRONG_USAGE, CommandError, Stop, Stopped, failure_of, run
+from averaging.cli.exits import WRONG_USAGE, CommandError, failure_of, serve
 from averaging.cli.options import (
     DURATION,
     JOINED,
     CheckedPath,
     credentials_of,
     flag,
+    hosts_option,
     insecure_option,
     output_options,
+    request_timeout_option,
     security_options,
 )
 from averaging.common import counted, size
@@ -24,6 +26,7 @@ from averaging.errors import printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from contextlib import AsyncExitStack
 
     from averaging.cli.output import CommandOutput
     from averaging.engine import EngineServer
@@ -83,14 +86,7 @@ POSITIVE = click.IntRange(min=1)
     metavar="BYTES",
     help="Maximum size of a request.",
 )
-@click.option(
-    "--request-timeout",
-    "seconds",
-    default=60.0,
-    type=DURATION,
-    metavar="SECONDS",
-    help="Time limit for a request to arrive, and for a client that does not read its answer.",
-)
+@request_timeout_option
 @click.option(
     "--timeout",
     default=10.0,
@@ -105,13 +101,7 @@ POSITIVE = click.IntRange(min=1)
     metavar="BYTES",
     help="With --follow: refuse larger weights, because two to three copies are kept in memory.",
 )
-@click.option(
-    "--allow-host",
-    "hosts",
-    multiple=True,
-    metavar="NAME",
-    help="DNS name of this server, needed if clients use it without TLS and token; repeatable.",
-)
+@hosts_option
 @security_options
 @insecure_option
 @output_options
@@ -212,31 +202,18 @@ def _run(folder: Path, addresses: list[str], given: dict[str, Any], report: Comm
 
 
 def _serve(server: EngineServer, name: str, addresses: list[str], report: CommandOutput) -> None:
-    from averaging.errors import AveragingError
+    async def start(stack: AsyncExitStack) -> EngineServer:
+        await stack.enter_async_context(server)
+        event = {"event": "ready", "url": server.url, "model": name, "version": server.version}
+        following = f", following {', '.join(addresses)}" if addresses else ""
+        report.emit(
+            {**event, "following": addresses},
+            f"serving {printable(name)} at {server.url}/v1{following}; Ctrl+C ends this",
+        )
+        await stack.enter_async_context(report.waiting(server.describe))
+        return server
 
-    ready = False
-
-    async def serve(_: Stop) -> None:
-        nonlocal ready
-        async with server:
-            ready = True
-            event = {"event": "ready", "url": server.url, "model": name, "version": server.version}
-            following = f", following {', '.join(addresses)}" if addresses else ""
-            report.emit(
-                {**event, "following": addresses},
-                f"serving {printable(name)} at {server.url}/v1{following}; Ctrl+C ends this",
-            )
-            async with report.waiting(server.describe):
-                await server.wait()
-
-    try:
-        run(serve)
-    except Stopped as stop:
-        if not ready:
-            raise CommandError("stopped during the start", 128 + stop.number) from None
-    except AveragingError as error:
-        raise failure_of(error) from None
-    report.emit({"event": "done"}, "stopped")
+    serve(report, start)
 
 
 def _follower_options(addresses: list[str], given: dict[str, Any]) -> FollowerOptions:

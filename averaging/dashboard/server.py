@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from averaging.common import loopback_here, parse_address
+from averaging.common import loopback_here
 from averaging.dashboard.access import PageGuard, check_https, page_access
 from averaging.dashboard.history import Json, RunHistory
 from averaging.http_server import HttpServer, listening
@@ -150,8 +150,7 @@ class DashboardServer:
             self._server = await stack.enter_async_context(self._http_server(listener))
             self._following = asyncio.create_task(self._follow())
             stack.push_async_callback(self._end)
-            host = parse_address(self._listen)[0]
-            self.url = f"{'https' if self._https else 'http'}://{host}:{listener.getsockname()[1]}/"
+            self.url = f"{self._server.url(self._listen)}/"
             self._stack = stack.pop_all()
         return self
 
@@ -160,13 +159,7 @@ class DashboardServer:
 
     async def wait(self) -> None:
         """Waits until the server ends. It ends only if it fails."""
-        serving = asyncio.create_task(self._server.wait())
-        try:
-            done, _ = await asyncio.wait({serving, self._following}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            serving.cancel()
-        for task in done:
-            task.result()
+        await self._server.wait(self._following)
 
     async def _follow(self) -> None:
         """Sends each view of the run to all pages."""

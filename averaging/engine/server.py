@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from averaging.common import loopback_here, parse_address, spelled
+from averaging.common import loopback_here, spelled
 from averaging.config import FilePath
 from averaging.engine.batching import Generated, GenerationRequest, TextPiece
 from averaging.engine.engine import Engine, TextModel
@@ -159,7 +159,7 @@ class EngineServer:
             self._engine.__enter__()
             routes = EngineRoutes(self._engine, self._weights, self._name, self._request_limits)
             stack.callback(routes.close)
-            self._following = asyncio.create_task(self._weights.run() if self._weights else asyncio.Event().wait())
+            self._following = [] if self._weights is None else [asyncio.create_task(self._weights.run())]
             stack.push_async_callback(self._end_following)
             application = Starlette(
                 routes=[
@@ -178,8 +178,7 @@ class EngineServer:
                 tls=self._access.tls,
             )
             self._server = await stack.enter_async_context(server)
-            host = parse_address(self._listen)[0]
-            self.url = f"{'https' if self._access.tls else 'http'}://{host}:{listener.getsockname()[1]}"
+            self.url = self._server.url(self._listen)
             self._stack = stack.pop_all()
         return self
 
@@ -192,13 +191,7 @@ class EngineServer:
         Raises:
             AveragingError: before the first version: the publishers refuse this follower, or publish another model.
         """
-        serving = asyncio.create_task(self._server.wait())
-        try:
-            done, _ = await asyncio.wait({serving, self._following}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            serving.cancel()
-        for task in done:
-            task.result()
+        await self._server.wait(*self._following)
 
     @property
     def version(self) -> int | None:
@@ -220,8 +213,9 @@ class EngineServer:
         return f"serving {served}{behind}: {work}{lost}"
 
     async def _end_following(self) -> None:
-        self._following.cancel()
-        await asyncio.wait({self._following})
+        for task in self._following:
+            task.cancel()
+            await asyncio.wait({task})
 
     def _endpoint(self, path: str, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:

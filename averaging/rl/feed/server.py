@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from averaging.common import is_count, loopback_here, parse_address
+from averaging.common import is_count, loopback_here
 from averaging.errors import ConfigError, FeedError
 from averaging.http_server import HttpAccess, HttpServer, http_access, listening, network_of
 from averaging.rl.feed.database import Database, DatabaseThread
@@ -114,8 +114,7 @@ class FeedServer:
             routes = Routes(database, self._limits.body_objects, self._on_event)
             gate = Gate(routes, self._access, self._limits)
             self._server = await stack.enter_async_context(self._http_server(gate, listener))
-            host = parse_address(self._listen)[0]
-            self.url = f"{'https' if self._access.tls else 'http'}://{host}:{listener.getsockname()[1]}"
+            self.url = self._server.url(self._listen)
             self._stack = stack.pop_all()
         return self
 
