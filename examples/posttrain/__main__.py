@@ -10,8 +10,6 @@ explorer, a rank, a whole node and a feed are killed. At the end the promises ar
 from __future__ import annotations
 
 import argparse
-import io
-import sys
 import time
 from pathlib import Path
 
@@ -22,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from examples.children import ending_children
 from examples.command_line import positive
-from examples.outputs import claim, clear, write_plot
+from examples.outputs import write_plot
 from examples.posttrain.alone import train_alone
 from examples.posttrain.explorer import digest_of
 from examples.posttrain.kills import Kills
@@ -32,6 +30,7 @@ from examples.posttrain.processes import EXPLORERS, Processes
 from examples.posttrain.record import Record
 from examples.posttrain.screen import Screen
 from examples.posttrain.story import Story, free_sites, local
+from examples.posttrain.telling import StoryError, tell_in
 from examples.posttrain.verdict import Finding, on_accuracy, on_groups, on_kills, on_versions, on_weights
 
 SITES = 2
@@ -44,10 +43,6 @@ TESTED = 1000
 
 PATIENCE = 150.0
 """Seconds without a step of any site, or without the end of what was killed, after which the story fails."""
-
-
-class StoryError(Exception):
-    """The story cannot go on."""
 
 
 @ending_children()
@@ -64,34 +59,14 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.quick:
         options.steps, options.sync_every = 160, 5
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # some terminals' encodings lack "…"
     torch.set_num_threads(1)
-    console = Console(highlight=False)
     directory = options.directory.resolve()
-    try:
-        claim(directory)
-        if (directory / "story.json").exists():
-            clear(directory)
-        for name in ("events", "logs"):
-            (directory / name).mkdir(parents=True)
-    except OSError as error:
-        sys.exit(f"{parser.prog}: cannot write to {directory}: {error.strerror}; give another --directory")
-    story = Story(str(directory), options.steps, options.sync_every, options.seed, free_sites(SITES))
-    try:
-        findings = tell(story, console)
-    except KeyboardInterrupt:
-        console.print("Stopped; all processes have ended.")
-        sys.exit(130)
-    except StoryError as error:
-        sys.exit(f"{parser.prog}: {error}")
-    console.print()
-    for finding in findings:
-        console.print(
-            f"{'kept  ' if finding.kept else 'BROKEN'}  {finding.text}", style="" if finding.kept else "bold red"
-        )
-    console.print(f"plot: {directory / 'posttrain.png'}")
-    sys.exit(not all(finding.kept for finding in findings))
+
+    def tell_it(console: Console) -> list[Finding]:
+        sites = free_sites(SITES)
+        return tell(Story(str(directory), options.steps, options.sync_every, options.seed, sites), console)
+
+    tell_in(directory, parser.prog, tell_it, f"plot: {directory / 'posttrain.png'}")
 
 
 def tell(story: Story, console: Console) -> list[Finding]:

@@ -39,7 +39,7 @@ def main() -> None:
     story, site, number, life = Story.read(sys.argv[1]), *map(int, sys.argv[2:5])
     torch.set_num_threads(1)
     name = f"{site + 1}.{number}"
-    events, addresses = Events(story, f"site-{site + 1}-explorer-{number}"), story.sites[site]
+    events, addresses = Events(story.path, f"site-{site + 1}-explorer-{number}"), story.sites[site]
     generator = torch.Generator().manual_seed(1000 * (10 * site + number) + life)
     policy = Policy(story.seed)
     config = RegisterEnv(max_token_length=LENGTH + 1, desired_name=name, weight=1.0, group_size=GROUP_SIZE)

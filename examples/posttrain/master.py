@@ -33,7 +33,7 @@ def plan_of(actor: str, reward: str) -> Plan:
 def main() -> None:
     """Makes steps until the actor has made all of its own."""
     story, site = Story.read(sys.argv[1]), int(sys.argv[2])
-    events, addresses = Events(story, f"site-{site + 1}-master"), story.sites[site]
+    events, addresses = Events(story.path, f"site-{site + 1}-master"), story.sites[site]
     with MasterWorker(plan_of(local(addresses.actor), local(addresses.reward)), attach_timeout=120.0) as master:
         while True:
             try:

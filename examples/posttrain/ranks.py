@@ -42,7 +42,7 @@ class Trainer:
     def __init__(self, story: Story, site: int) -> None:
         self.story, self.site = story, site
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.events = Events(story, f"site-{site + 1}-rank-{self.rank}")
+        self.events = Events(story.path, f"site-{site + 1}-rank-{self.rank}")
         self.policy = Policy(story.seed)
         self.policy.load_state_dict(load_file(story.warm))
         mesh = init_device_mesh("cpu", (self.size // SHARDS, SHARDS), mesh_dim_names=("replicate", "shard"))

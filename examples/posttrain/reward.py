@@ -95,7 +95,7 @@ def main() -> None:
     story, site = Story.read(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     addresses = story.sites[site]
-    dataset = FeedDataset(f"http://{local(addresses.feed)}", Events(story, f"site-{site + 1}-reward"))
+    dataset = FeedDataset(f"http://{local(addresses.feed)}", Events(story.path, f"site-{site + 1}-reward"))
     ModelWorker("reward", {"reward": Rule()}, dataset=dataset, listen=local(addresses.reward)).run()
 
 

@@ -87,8 +87,8 @@ class Story:
 class Events:
     """Writes what one process has to report, as lines of JSON that outlive a kill."""
 
-    def __init__(self, story: Story, process: str) -> None:
-        self._file = (story.path / "events" / f"{process}.jsonl").open("a", buffering=1)
+    def __init__(self, directory: Path, process: str) -> None:
+        self._file = (directory / "events" / f"{process}.jsonl").open("a", buffering=1)
 
     def add(self, event: str, **values: Any) -> None:
         """Adds one event."""

@@ -10,9 +10,7 @@ verifiers and scores the answers, and `averaging feed` hands them to the site in
 from __future__ import annotations
 
 import argparse
-import io
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -25,11 +23,12 @@ from rich.text import Text
 
 from examples.children import ending_children
 from examples.command_line import positive
-from examples.outputs import claim, clear
+from examples.posttrain.story import local
+from examples.posttrain.telling import StoryError, tell_in
 from examples.posttrain.verdict import Finding
 from examples.posttrain_text.model import write_model
 from examples.posttrain_text.processes import ENGINE, TextProcesses
-from examples.posttrain_text.story import MAX_STALENESS, MODEL_NAME, Story, local, new_ports
+from examples.posttrain_text.story import MAX_STALENESS, MODEL_NAME, Story, new_ports
 from examples.posttrain_text.verdict import Step, findings_of
 
 PATIENCE = 120.0
@@ -43,10 +42,6 @@ PROGRESS = 5.0
 
 AWAY = 3.0
 """Seconds until the killed engine is started again."""
-
-
-class StoryError(Exception):
-    """The story cannot go on."""
 
 
 @dataclass
@@ -73,31 +68,13 @@ def main(arguments: list[str] | None = None) -> None:
         "--directory", type=Path, default=Path("runs/posttrain_text"), help="for logs and weights (%(default)s)"
     )
     options = parser.parse_args(arguments)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # some terminals' encodings lack "…"
-    console = Console(highlight=False)
     directory = options.directory.resolve()
-    try:
-        claim(directory)
-        if (directory / "story.json").exists():
-            clear(directory)
-        for name in ("events", "logs"):
-            (directory / name).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        sys.exit(f"{parser.prog}: cannot write to {directory}: {error.strerror}; give another --directory")
-    story = Story(str(directory), 50 if options.quick else options.steps, options.seed, new_ports())
-    try:
-        findings = Telling(story, console).tell()
-    except KeyboardInterrupt:
-        console.print("Stopped; all processes have ended.")
-        sys.exit(130)
-    except StoryError as error:
-        sys.exit(f"{parser.prog}: {error}")
-    console.print()
-    for finding in findings:
-        verdict = "kept  " if finding.kept else "BROKEN"
-        console.print(f"{verdict}  {finding.text}", style="" if finding.kept else "bold red")
-    sys.exit(not all(finding.kept for finding in findings))
+    steps = 50 if options.quick else options.steps
+
+    def tell(console: Console) -> list[Finding]:
+        return Telling(Story(str(directory), steps, options.seed, new_ports()), console).tell()
+
+    tell_in(directory, parser.prog, tell)
 
 
 class Telling:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from examples.posttrain.processes import ChildProcesses
+from examples.posttrain.story import local
 from examples.posttrain_text.story import (
     ANSWER_TOKENS,
     ENVIRONMENT,
@@ -11,7 +12,6 @@ from examples.posttrain_text.story import (
     MODEL_NAME,
     RUN_ID,
     Story,
-    local,
 )
 
 RANKS = 2

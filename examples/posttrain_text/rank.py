@@ -25,8 +25,9 @@ from transformers import AutoModelForCausalLM
 from averaging import DecentralizedAverager, LocalSGD, WeightPublisher
 from averaging.rl.feed import Batch, BatchFeed, Registration
 from averaging.rpc import EventLoopThread, RpcServer
+from examples.posttrain.story import Events, local
 from examples.posttrain_text.model import policy_loss, tensors_of
-from examples.posttrain_text.story import CHECKPOINT_STEPS, GROUP_SIZE, GROUPS, MAX_TOKENS, RUN_ID, Events, Story, local
+from examples.posttrain_text.story import CHECKPOINT_STEPS, GROUP_SIZE, GROUPS, MAX_TOKENS, RUN_ID, Story
 
 
 class Trainer:
@@ -101,7 +102,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     trainer = Trainer(story)
-    events = Events(story, f"rank-{trainer.rank}")
+    events = Events(story.path, f"rank-{trainer.rank}")
     publisher = WeightPublisher(run_id=RUN_ID)
     weights = trainer.weights()
     server = None

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from examples.ports import free_ports
 
@@ -93,22 +91,6 @@ class Story:
         document = json.loads(file.read_text())
         document["ports"] = Ports(**document["ports"])
         return cls(**document)
-
-
-class Events:
-    """Writes what one process has to report, as lines of JSON that outlive a kill."""
-
-    def __init__(self, story: Story, process: str) -> None:
-        self._file = (story.path / "events" / f"{process}.jsonl").open("a", buffering=1)
-
-    def add(self, event: str, **values: Any) -> None:
-        """Adds one event."""
-        self._file.write(json.dumps({"at": time.time(), "event": event, **values}) + "\n")
-
-
-def local(port: int) -> str:
-    """`host:port` on this machine."""
-    return f"127.0.0.1:{port}"
 
 
 def new_ports() -> Ports:
