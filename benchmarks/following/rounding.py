@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,16 +17,8 @@ import torch
 from averaging.weights.differences import Bytes, encode
 from averaging.weights.layout import PIECE_BYTES
 from averaging.weights.snapshot import round_near
-from examples.posttrain.policy import (
-    Policy,
-    advantages_of,
-    generate,
-    logprobs_of,
-    policy_loss,
-    prompts_of,
-    rewards_of,
-    warm_up,
-)
+from examples.posttrain.alone import steps_alone
+from examples.posttrain.policy import Policy, warm_up
 
 LEARNING_RATES = (1e-6, 1e-5, 1e-4)
 GROUPS, GROUP_SIZE = 8, 8
@@ -51,23 +43,6 @@ def near(weights: torch.Tensor, before: torch.Tensor | None, hysteresis: float) 
     return rounded
 
 
-def steps(policy: Policy, learning_rate: float, seed: int) -> Iterator[None]:
-    """Trains the policy."""
-    generator = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=learning_rate)
-    while True:
-        prompts = prompts_of(GROUPS, generator).repeat_interleave(GROUP_SIZE, dim=0)
-        sequences = generate(policy, prompts, generator)
-        with torch.no_grad():
-            old = logprobs_of(policy, sequences)
-        rewards = rewards_of(sequences).view(GROUPS, GROUP_SIZE)
-        loss = policy_loss(policy, sequences, old, advantages_of(rewards).flatten())
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        yield
-
-
 def difference(new: torch.Tensor, old: torch.Tensor) -> int:
     """Bytes of the encoded difference of a tensor."""
     after, before = (each.reshape(-1).view(torch.uint8).numpy() for each in (new, old))
@@ -90,7 +65,9 @@ def measure_rounding(seed: int = 0) -> list[dict[str, Any]]:
         lengths: dict[str, list[int]] = {name: [] for name in ROUNDINGS}
         changed: dict[str, list[int]] = {name: [] for name in ROUNDINGS}
         elements = sum(each.numel() for each in policy.parameters())
-        for number, _ in zip(range(SETTLING + STEPS), steps(policy, rate, seed), strict=False):
+        for number, _ in zip(
+            range(SETTLING + STEPS), steps_alone(policy, GROUPS, GROUP_SIZE, rate, seed), strict=False
+        ):
             for name, rounding in ROUNDINGS.items():
                 before = published[name]
                 now = {key: rounding(each.detach(), before.get(key)) for key, each in policy.named_parameters()}

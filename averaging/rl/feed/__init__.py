@@ -10,7 +10,7 @@ side).
 """
 
 from averaging.rl.feed.clients import Batch, BatchFeed, FeedEnvironment
-from averaging.rl.feed.connection import Connection
+from averaging.rl.feed.connection import Connection, split_url
 from averaging.rl.feed.messages import (
     MAX_VERSIONS,
     EnvStatus,
@@ -41,4 +41,5 @@ __all__ = [
     "ScoredData",
     "ServerLimits",
     "StaleMode",
+    "split_url",
 ]

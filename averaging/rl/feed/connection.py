@@ -97,7 +97,7 @@ class Connection:
         retry_timeout: float = 300.0,
         max_bytes: int = 1 << 30,
     ) -> None:
-        self.url, user = _without_user(url)
+        self.url, user = split_url(url, "a feed")
         tokens, tls = read_tokens(token_file), read_tls(tls_ca, tls_cert, tls_key, time.time)
         context = ssl.create_default_context(cadata=tls.ca_pem.decode() if tls else None)
         if tls and tls_cert and tls_key:
@@ -175,11 +175,15 @@ class Connection:
         raise FeedError(message, response.status_code)
 
 
-def _without_user(url: str) -> tuple[str, tuple[str, str] | None]:
-    """Splits an address into one that errors may show, and the user and password in it.
+def split_url(url: str, of: str) -> tuple[str, tuple[str, str] | None]:
+    """Splits an HTTP address into one that errors may show, and the user and password in it; None if there are none.
+
+    Args:
+        url: the address.
+        of: whose address it should be, for errors.
 
     Raises:
-        ConfigError: it is not the address of a feed.
+        ConfigError: it is no address.
     """
     try:
         parsed = httpx.URL(url)
@@ -188,7 +192,7 @@ def _without_user(url: str) -> tuple[str, tuple[str, str] | None]:
         valid = False
     if not valid:
         shown = printable(url.rpartition("@")[2])
-        raise ConfigError(f"{shown!r} is not the address of a feed; give http://HOST:PORT or https://HOST:PORT")
+        raise ConfigError(f"{shown!r} is not the address of {of}; give http://HOST:PORT or https://HOST:PORT")
     user = (parsed.username, parsed.password) if parsed.userinfo else None
     return str(parsed.copy_with(userinfo=b"")).rstrip("/"), user
 

@@ -25,6 +25,7 @@ from starlette.routing import Route
 from averaging.common import Backoff, chosen_proxy, proxy_for
 from averaging.errors import ConfigError, RolloutError, printable
 from averaging.http_server import HttpServer, listening
+from averaging.rl.feed import split_url
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +130,8 @@ class EngineClient:
         timeout: float = 600.0,
         on_away: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        self.url, in_url = _without_password(url)
+        shown, user = split_url(url, "an engine")
+        self.url, in_url = shown.removesuffix("/v1"), user[1] if user else ""
         self._on_away = on_away
         self._away = ""
         self._asks_version = True
@@ -373,16 +375,3 @@ def _message(reply: httpx.Response) -> str:
         return printable(str(failure.get("message") if isinstance(failure, dict) else failure), 500)
     except (msgspec.MsgspecError, AttributeError, RecursionError):
         return printable(reply.text[:200])
-
-
-def _without_password(url: str) -> tuple[str, str]:
-    """Splits an engine's address into one that errors may show, and the password in it."""
-    try:
-        parsed = httpx.URL(url)
-        valid = parsed.scheme in ("http", "https") and bool(parsed.host)
-    except (httpx.InvalidURL, TypeError):
-        valid = False
-    if not valid:
-        shown = printable(url.rpartition("@")[2])
-        raise ConfigError(f"{shown!r} is not the address of an engine; give http://HOST:PORT or https://HOST:PORT")
-    return str(parsed.copy_with(userinfo=b"")).rstrip("/").removesuffix("/v1"), parsed.password
