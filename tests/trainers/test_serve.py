@@ -120,7 +120,7 @@ async def test_seeds_repeat_streams_agree_and_stop_strings_end(tmp_path: Path) -
 
 
 @pytest.mark.asyncio
-async def test_versions_of_a_run_are_served_bit_by_bit(tmp_path: Path) -> None:
+async def test_versions_of_a_run_are_served_by_their_name(tmp_path: Path) -> None:
     save_language_model(tmp_path / "tiny", seed=0)
     (tmp_path / "tiny" / "model.safetensors").unlink()  # all weights come from the run
     publisher = WeightPublisher(dtype=torch.bfloat16)
