@@ -235,15 +235,17 @@ class DownloadData:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Where to resume the download of a state.
+    """What a newcomer already has of a state, and in which form it takes the rest.
 
     Attributes:
-        offset: number of bytes of the tensors, in order, that the newcomer already has.
+        offset: number of bytes of the tensors, in order, that it has.
         fingerprint: fingerprint of the tensors to which they belong, see `averaging.state.manifest`.
+        joins: whether a message may have several small tensors.
     """
 
-    offset: int
-    fingerprint: bytes
+    offset: int = 0
+    fingerprint: bytes = b""
+    joins: bool = False
 
 
 @dataclass(frozen=True, slots=True)

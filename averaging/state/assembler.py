@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -93,9 +93,10 @@ class ReceivedState:
         return offset
 
     @property
-    def resume(self) -> Resume | None:
-        """The request to a donor to begin at `offset`; None if nothing was received."""
-        return resume_at(self.announced, self.offset) if self.offset else None
+    def resume(self) -> Resume:
+        """The request to a donor to begin at `offset`, and to send several small tensors in a message."""
+        resume = resume_at(self.announced, self.offset) if self.offset else Resume()
+        return replace(resume, joins=True)
 
 
 def accept_all(_: Mapping[str, Any]) -> None:
@@ -194,7 +195,10 @@ class StateAssembler:
             return
         if wire.dtype:
             self._start_tensor(wire)
-        self._add_chunk(wire.buffer)
+        if self._incoming is None:
+            self._add_joined(wire.buffer)
+        else:
+            self._add_chunk(self._incoming, wire.buffer)
 
     def finish(self) -> State:
         """Returns the state after the end of the stream."""
@@ -270,10 +274,22 @@ class StateAssembler:
         data = None if tensor in self._before.tensors else bytearray() if self._resumed is None else self._resumed
         self._incoming = TensorBuffer(tensor.nbytes, data, max(1, wire.chunks))
 
-    def _add_chunk(self, piece: Buffer) -> None:
-        incoming = self._incoming
-        if incoming is None:
+    def _add_joined(self, piece: Buffer) -> None:
+        """Takes a message with one or several whole tensors, which it does not describe."""
+        place, count = 0, len(self._done)
+        while not self.complete and self._resumed is None:
+            tensor = self._announced[len(self._done)]
+            if place + tensor.nbytes > len(piece):
+                break
+            before = self._before.tensors.get(tensor)
+            data = bytearray(piece[place : place + tensor.nbytes])
+            self._done.append(self._verified(tensor, data) if before is None else before)
+            place += tensor.nbytes
+        if place < len(piece) or len(self._done) == count:
             raise StateError("it sent a chunk that belongs to no tensor")
+        self.received += place
+
+    def _add_chunk(self, incoming: TensorBuffer, piece: Buffer) -> None:
         tensor = self._announced[len(self._done)]
         try:
             complete = incoming.add(piece)

@@ -9,7 +9,7 @@ Pure.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,7 +130,7 @@ def can_skip(tensors: Sequence[StateTensor], resume: Resume | None) -> int:
     """Returns how many of the first bytes can be skipped for a reader with this request."""
     if resume is None or not 0 < resume.offset <= nbytes_of(tensors):
         return 0
-    return resume.offset if resume == resume_at(tensors, resume.offset) else 0
+    return resume.offset if resume.fingerprint == resume_at(tensors, resume.offset).fingerprint else 0
 
 
 def _text(text: object) -> str:
@@ -248,16 +248,40 @@ def pack(snapshot: Snapshot, resume: Resume | None = None) -> Iterator[DownloadD
 
     Args:
         snapshot: the state to send.
-        resume: the part that the reader has. It is skipped if this state begins with the same.
+        resume: the part that the reader has. It is skipped if this state begins with the same. If the reader takes
+            several tensors in a message, whole ones of at most `CHUNK_BYTES` together travel so, without a description.
     """
     state, tensors = snapshot.state, snapshot.tensors
     skipped = can_skip(tensors, resume)
     metadata = Manifest(state.version, tensors, state.user, skipped).pack()
     whole, inside = covered(tensors, skipped) if skipped else (0, 0)
-    for info, tensor in list(zip(tensors, state.tensors.values(), strict=True))[whole:]:
-        for wire in chunks_of(WireTensor(view_memory(tensor)[inside:], info.shape, info.dtype), CHUNK_BYTES):
-            yield DownloadData(metadata, wire)
-            metadata = b""
-        inside = 0
+    rest = list(zip(tensors, state.tensors.values(), strict=True))[whole:]
+    for wire in _wires(rest, inside, joins=resume is not None and resume.joins):
+        yield DownloadData(metadata, wire)
+        metadata = b""
     if metadata:
         yield DownloadData(metadata)
+
+
+MAX_JOINED = 512
+"""Tensors in one message at most, so that reading it does not keep the reader's event loop for long."""
+
+
+def _wires(tensors: Iterable[tuple[StateTensor, torch.Tensor]], skipped: int, *, joins: bool) -> Iterator[WireTensor]:
+    """The messages of tensors, of the first one without its first bytes."""
+    joined: list[memoryview] = []
+    nbytes = 0
+    for info, tensor in tensors:
+        memory = view_memory(tensor)
+        small = joins and not skipped and info.nbytes < CHUNK_BYTES
+        if joined and not (small and nbytes + info.nbytes <= CHUNK_BYTES and len(joined) < MAX_JOINED):
+            yield WireTensor(b"".join(joined))
+            joined, nbytes = [], 0
+        if small:
+            joined.append(memory)
+            nbytes += info.nbytes
+            continue
+        yield from chunks_of(WireTensor(memory[skipped:], info.shape, info.dtype), CHUNK_BYTES)
+        skipped = 0
+    if joined:
+        yield WireTensor(b"".join(joined))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 from unittest.mock import Mock
@@ -151,7 +151,8 @@ async def test_another_state_is_not_mixed_with_what_was_kept() -> None:
 
 
 @pytest.mark.asyncio
-async def test_one_donor_that_leaves_out_what_is_there_delivers_all_in_the_end() -> None:
+async def test_one_donor_that_leaves_out_what_is_there_delivers_all_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("averaging.state.manifest.MAX_JOINED", 1)
     donors = Donors({"x:1": [state(1)]}, cuts={"x:1": [1, 1, 2, 99]}, resumes=True)
     found, _ = await donors.fetch()
     assert equal(found, state(1))
@@ -178,6 +179,44 @@ def test_whatever_is_cut_and_resumed_comes_whole_and_once(sizes: list[int], cuts
     found = reader.finish()
     assert all(torch.equal(found.tensors[name], tensor) for name, tensor in sealed.state.tensors.items())
     assert received == reader.received == sum(sizes)
+
+
+def test_small_tensors_come_together_and_large_ones_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("averaging.state.manifest.CHUNK_BYTES", 100)
+    monkeypatch.setattr("averaging.state.manifest.MAX_JOINED", 4)
+    sizes = [0, 10, 20, 0, 30, 60, 60, 250, 0, 100, 99, 1, *[1] * 9, 0]
+    sealed = seal(State(1, {f"t{n}": torch.full((size,), n, dtype=torch.uint8) for n, size in enumerate(sizes)}))
+    messages = list(pack(sealed, Resume(joins=True)))
+    lengths = [len(message.tensor_part.buffer) for message in messages if message.tensor_part is not None]
+    assert lengths == [30, 90, 60, 100, 100, 50, 0, 100, 100, 4, 4, 1]
+    reader = StateAssembler(None)
+    for message in messages:
+        reader.feed(message)
+    found = reader.finish()
+    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in sealed.state.tensors.items())
+    assert reader.received == sum(sizes)
+    # A reader that does not ask for it, such as one of other software, gets each tensor with its description.
+    assert all(m.tensor_part is not None and m.tensor_part.dtype for m in pack(sealed) if m.tensor_part.chunks)  # type: ignore[union-attr]
+    assert len(list(pack(sealed))) == len(sizes) + 2
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda buffer: bytes([buffer[0] ^ 1]) + buffer[1:], "'t0' does not match its digest"),
+        (lambda buffer: buffer[:-1], "belongs to no tensor"),
+        (lambda buffer: buffer + b"x", "belongs to no tensor"),
+        (lambda buffer: b"", "belongs to no tensor"),
+    ],
+)
+def test_tensors_that_came_together_are_each_verified(change: Callable[[bytes], bytes], error: str) -> None:
+    sealed = seal(State(1, {f"t{n}": torch.full((3,), float(n)) for n in range(3)}))
+    (message,) = pack(sealed, Resume(joins=True))
+    assert message.tensor_part is not None
+    wrong = message.tensor_part.with_buffer(change(bytes(message.tensor_part.buffer)))
+    reader = StateAssembler(None)
+    with pytest.raises(StateError, match=error):
+        reader.feed(replace(message, tensor_part=wrong))
 
 
 def with_skipped(message: DownloadData, skipped: object) -> DownloadData:

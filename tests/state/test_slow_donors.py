@@ -240,7 +240,7 @@ def test_tensors_without_bytes_do_not_let_a_donor_go_on_for_ever() -> None:
     @dataclass
     class Drip(Donor):
         async def send(self, endpoint: str, resume: Resume | None) -> AsyncGenerator[DownloadData, None]:
-            for message in pack(self.state, resume):
+            for message in pack(self.state):  # without joining them
                 await asyncio.sleep(20.0)
                 yield message
 

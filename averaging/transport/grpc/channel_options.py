@@ -198,24 +198,34 @@ MIN_GROUP_SIZE = "averaging-min-group-size"
 NAMES = "averaging-names"
 """What the caller's tensors are named: number of names, a dash, a digest of 16 hexadecimal digits."""
 
+JOINS_TENSORS = "averaging-joins-tensors"
+"""`1` if the caller takes several small tensors of a state in one message."""
+
 JOINS_PARTS = "averaging-joins-parts"
 """`1` if the caller can send several small slices of tensors as one part."""
 
 _RESUME = re.compile(r"([0-9]{1,18}) ([0-9a-f]{64})")
 _NUMBER = re.compile(r"[1-9][0-9]{0,3}")
 _NAMES = re.compile(r"[1-9][0-9]{0,8}-[0-9a-f]{16}")
-_JOINS_PARTS = re.compile("1")
+_JOINS = re.compile("1")
 
 
 def of_resume(resume: Resume | None) -> tuple[tuple[str, str], ...]:
     """Returns the headers of a download."""
-    return ((RESUME, f"{resume.offset} {resume.fingerprint.hex()}"),) if resume else ()
+    if resume is None:
+        return ()
+    has = ((RESUME, f"{resume.offset} {resume.fingerprint.hex()}"),) if resume.offset else ()
+    return (*has, (JOINS_TENSORS, "1")) if resume.joins else has
 
 
 def read_resume(headers: Iterable[tuple[str, str | bytes]]) -> Resume | None:
-    """Reads the part of the state that the caller has; None if the header is missing or malformed."""
+    """Reads what the caller has of the state and in which form it takes the rest; None without a valid header."""
+    headers = list(headers)
+    joins = _match(_JOINS, JOINS_TENSORS, headers) is not None
     match = _match(_RESUME, RESUME, headers)
-    return Resume(int(match[1]), bytes.fromhex(match[2])) if match else None
+    if match is None:
+        return Resume(joins=True) if joins else None
+    return Resume(int(match[1]), bytes.fromhex(match[2]), joins)
 
 
 def of_join(request: JoinRequest) -> tuple[tuple[str, str], ...]:
@@ -233,7 +243,7 @@ def read_names(headers: Iterable[tuple[str, str | bytes]]) -> str:
 
 def read_joins_parts(headers: Iterable[tuple[str, str | bytes]]) -> bool:
     """Reads whether the caller joins parts; False if the header is missing or malformed."""
-    return _match(_JOINS_PARTS, JOINS_PARTS, headers) is not None
+    return _match(_JOINS, JOINS_PARTS, headers) is not None
 
 
 def read_min_group_size(headers: Iterable[tuple[str, str | bytes]]) -> int:
