@@ -75,7 +75,8 @@ def test_a_newcomer_between_two_moments_that_makes_no_step_for_long_holds_nobody
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     peers = sites(0.1, 0.1)
-    peers.append(Site("192.0.2.3:1", [FIRST], 23.0, step_seconds=25.0))
+    # Its steps end at about 52, 77 and 102 s, the last one long before the others stop to wait for it.
+    peers.append(Site("192.0.2.3:1", [FIRST], 27.0, step_seconds=25.0))
     first, second, newcomer = run(monkeypatch, MAKERS["local"], peers, until=100.0)
     early = [receipt for receipt in first.receipts if receipt.averaged and receipt.started % 1000 < 47]
     assert len(early) >= 4
