@@ -119,7 +119,7 @@ class Stop:
             self._task.cancel()
 
 
-class Server(Protocol):
+class ServedUntilStopped(Protocol):
     """What `serve` waits for."""
 
     async def wait(self) -> None:
@@ -139,7 +139,7 @@ def run(main: Callable[[Stop], Awaitable[T]], leave_on: Collection[str] = ()) ->
     return asyncio.run(_run(main, leave_on))
 
 
-def serve(report: CommandOutput, start: Callable[[AsyncExitStack], Awaitable[Server]]) -> None:
+def serve(report: CommandOutput, start: Callable[[AsyncExitStack], Awaitable[ServedUntilStopped]]) -> None:
     """Runs a server until a signal ends the command, which is no failure once the server is ready.
 
     Args:
