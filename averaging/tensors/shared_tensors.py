@@ -110,7 +110,8 @@ class SharedTensors:
         self._views = [
             tensor.view(-1) if _is_dense(tensor) and tensor.is_contiguous() else None for tensor in self.tensors
         ]
-        self._elsewhere = [number for number, tensor in enumerate(self.tensors) if is_on_device(tensor)]
+        on_device = [number for number, tensor in enumerate(self.tensors) if is_on_device(tensor)]
+        self._elsewhere = {number: place for place, number in enumerate(on_device)}  # and its place in `_host`
         self._host: HostCopies | None = None  # of those, from the first round on
         self._computed: list[torch.cuda.Event] = []
         self.nbytes = sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
@@ -202,7 +203,7 @@ class SharedTensors:
         host = self._copies()
         if host is not None:
             host.begin()
-        places = {number: place for place, number in enumerate(self._elsewhere)}
+        places = self._elsewhere
         return [
             self._flat(number) if host is None or number not in places else StagedTensor(host, places[number])
             for number in range(len(self.tensors))
@@ -262,7 +263,7 @@ class SharedTensors:
         host = self._copies()
         if host is None or index not in self._elsewhere:
             return pieces
-        return host.send_back(self._elsewhere.index(index), pieces)
+        return host.send_back(self._elsewhere[index], pieces)
 
     def _replace_in_views(
         self, changes: Iterable[tuple[int, int, torch.Tensor]]
@@ -317,45 +318,16 @@ class SharedTensors:
             TensorError: a tensor contains one; the error names the tensor and the first index.
         """
         self._for_reading()
-        for name, tensor in self._possibly_not_finite():
-            if not all_finite(tensor):
-                values = on_cpu(tensor).reshape(-1)
-                place = (~torch.isfinite(values)).nonzero()[0].item()
-                allow = spelled("non_finite", "allow")
-                raise TensorError(
-                    f"tensor {name!r} holds {values[int(place)].item()} at flat index {place}; fix it, leave it out if "
-                    f"that is intended (a mask, for example), or set {allow}, which spreads the value to all members"
-                )
-
-    def _possibly_not_finite(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors by name, except small ones that were found to be finite together."""
-        named = list(zip(self.names, self.tensors, strict=True))
-        for tensors in _batches(pair for pair in named if not is_on_device(pair[1])):
-            if len(tensors) == 1 or not all_finite(torch.cat([tensor.reshape(-1) for _, tensor in tensors])):
-                yield from tensors
-        number = first_not_finite([self.tensors[number] for number in self._elsewhere])
+        number = first_not_finite(self.tensors)
         if number is not None:
-            yield named[self._elsewhere[number]]
-
-
-BATCH_BYTES = 1 << 20
-"""Tensors are looked at together up to this size."""
-
-
-def _batches(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Consecutive tensors of one dtype and device, up to `BATCH_BYTES` at a time if they are small."""
-    batch: list[tuple[str, torch.Tensor]] = []
-    kind: tuple[torch.dtype, torch.device] | None = None
-    nbytes = 0
-    for name, tensor in tensors:
-        size, own = tensor.numel() * tensor.element_size(), (tensor.dtype, tensor.device)
-        if batch and (own != kind or nbytes + size > BATCH_BYTES):
-            yield batch
-            batch, nbytes = [], 0
-        batch.append((name, tensor))
-        kind, nbytes = own, nbytes + size
-    if batch:
-        yield batch
+            values = on_cpu(self.tensors[number]).reshape(-1)
+            place = (~torch.isfinite(values)).nonzero()[0].item()
+            allow = spelled("non_finite", "allow")
+            raise TensorError(
+                f"tensor {self.names[number]!r} holds {values[int(place)].item()} at flat index {place}; fix it, leave "
+                f"it out if that is intended (a mask, for example), or set {allow}, which spreads the value to all "
+                "members"
+            )
 
 
 def sharing_memory(tensors: Sequence[torch.Tensor]) -> frozenset[int]:
@@ -407,23 +379,43 @@ def finite_as(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     return all_finite(tensor if tensor.dtype == dtype else tensor.to(dtype))
 
 
+BATCH_BYTES = 1 << 20
+"""Small tensors are looked at together up to this size."""
+
+
 def first_not_finite(tensors: Sequence[torch.Tensor]) -> int | None:
     """The place of the first tensor that holds NaN or infinity; None if all elements of all are finite.
 
     Each device is waited for once, not once for each tensor.
     """
     on_device: dict[torch.device, list[int]] = {}
-    suspects = []
-    for place, tensor in enumerate(tensors):
-        if is_on_device(tensor):
-            on_device.setdefault(tensor.device, []).append(place)
-        elif not all_finite(tensor):
-            suspects.append(place)
+    suspects: list[int] = []
+    for places in _batches(tensors):
+        batch = [tensors[place] for place in places]
+        if is_on_device(batch[0]):
+            on_device.setdefault(batch[0].device, []).extend(places)
+        elif not all_finite(batch[0] if len(batch) == 1 else torch.cat([tensor.reshape(-1) for tensor in batch])):
+            suspects += places
     for places in on_device.values():
         sums = torch.stack([tensors[place].sum(dtype=torch.float32) for place in places])
-        ends = zip(places, torch.isfinite(sums).tolist(), strict=True)
-        suspects += [place for place, finite in ends if not finite and not all_finite(tensors[place])]
-    return min(suspects, default=None)
+        suspects += [place for place, finite in zip(places, torch.isfinite(sums).tolist(), strict=True) if not finite]
+    return next((place for place in sorted(suspects) if not all_finite(tensors[place])), None)
+
+
+def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[int]]:
+    """The places of consecutive tensors of one dtype and device, up to `BATCH_BYTES` at a time if they are small."""
+    batch: list[int] = []
+    kind: tuple[torch.dtype, torch.device] | None = None
+    nbytes = 0
+    for place, tensor in enumerate(tensors):
+        size, own = tensor.numel() * tensor.element_size(), (tensor.dtype, tensor.device)
+        if batch and (own != kind or nbytes + size > BATCH_BYTES):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(place)
+        kind, nbytes = own, nbytes + size
+    if batch:
+        yield batch
 
 
 def all_finite(tensor: torch.Tensor) -> bool:
