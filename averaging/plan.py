@@ -20,7 +20,7 @@ from averaging.common import duration, size
 from averaging.errors import ConfigError
 from averaging.protocol import MAX_GROUP_SIZE, CompressionType, TopK
 from averaging.receipts import Receipt
-from averaging.tensors import AVERAGED_DTYPES, bytes_per_element
+from averaging.tensors import AVERAGED_DTYPES, codec_of
 
 DAY = 86_400.0
 
@@ -216,7 +216,7 @@ class RunPlan:
         """Bytes of what one peer contributes to a round, on the wire."""
         if self.is_sparse:
             return self._as_they_came / self.peers
-        coded = self.parameters * bytes_per_element(self.compression, self.averaged_dtype)
+        coded = self.parameters * codec_of(self.compression, self.averaged_dtype).bytes_per_element
         exact = self.parameters * self.statistics * self.statistics_averaged * self.averaged_dtype.itemsize
         return (coded + exact) / self.fragments
 

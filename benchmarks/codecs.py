@@ -34,7 +34,7 @@ from rich.table import Table
 
 from averaging.config import DEFAULT_PART_SIZE_BYTES
 from averaging.protocol.messages import COMPRESSIONS, CompressionType, TopK
-from averaging.tensors.compression import bytes_per_element, decode, encode
+from averaging.tensors.compression import codec_of, decode, encode
 from averaging.tensors.sparse import (
     BLOCK_ELEMENTS,
     BlockLayout,
@@ -186,7 +186,7 @@ def measure_sparse(mib: int, passes: int) -> dict[str, Any]:
 
 def speeds(values: torch.Tensor, code: CompressionType, passes: int) -> tuple[float, float]:
     """Returns GB of float32 per second for encoding and decoding."""
-    size = DEFAULT_PART_SIZE_BYTES // bytes_per_element(code, values.dtype)
+    size = DEFAULT_PART_SIZE_BYTES // codec_of(code, values.dtype).bytes_per_element
     parts = list(torch.split(values, size))
     packed = [encode(part, code) for part in parts]
     amount = values.numel() * FLOAT_BYTES / 1e9
@@ -198,7 +198,7 @@ def speeds(values: torch.Tensor, code: CompressionType, passes: int) -> tuple[fl
 def measure(code: CompressionType, threads: Sequence[int], mib: int, passes: int) -> dict[str, Any]:
     """Returns all figures of one compression."""
     data = samples(mib << 18)
-    per_element = bytes_per_element(code, torch.float32)
+    per_element = codec_of(code, torch.float32).bytes_per_element
     found: dict[str, Any] = {"code": code.name, "bytes_per_element": per_element, "threads": {}, "errors": {}}
     for count in threads:
         torch.set_num_threads(count)

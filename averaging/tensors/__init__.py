@@ -9,7 +9,6 @@ each block).
 from averaging.tensors.compression import (
     Codec,
     Raw,
-    bytes_per_element,
     codec_of,
     decode,
     decode_as,
@@ -96,7 +95,6 @@ __all__ = [
     "TensorSpec",
     "Write",
     "all_finite",
-    "bytes_per_element",
     "check_size",
     "check_tensors",
     "chunks_of",

@@ -491,15 +491,6 @@ def decode_slices(wire: WireTensor, dtype: torch.dtype, lengths: Sequence[int]) 
     return torch.cat([codec.unpack(piece, (length,)) for piece, length in zip(pieces, lengths, strict=True)])
 
 
-def bytes_per_element(compression: CompressionType, dtype: torch.dtype) -> int:
-    """Bytes of one element on the wire, without the overhead per tensor, row or block.
-
-    Raises:
-        TensorError: `dtype` cannot be averaged.
-    """
-    return codec_of(compression, dtype).bytes_per_element
-
-
 def codec_of(compression: CompressionType, dtype: torch.dtype) -> Codec:
     """The codec that encodes tensors of that dtype.
 

@@ -19,7 +19,7 @@ from hypothesis.extra import numpy as hnp
 
 from averaging.errors import ProtocolViolationError, TensorError
 from averaging.protocol.messages import CompressionType, WireTensor
-from averaging.tensors.compression import bytes_per_element, decode, encode
+from averaging.tensors.compression import codec_of, decode, encode
 from averaging.tensors.manifest import AVERAGED_DTYPES
 from tests.support.selection import examples
 
@@ -151,14 +151,14 @@ def test_integers_are_refused() -> None:
         with pytest.raises(TensorError):
             encode(torch.zeros(3, dtype=torch.int32), code)
         with pytest.raises(TensorError):
-            bytes_per_element(code, torch.int64)
+            codec_of(code, torch.int64)
 
 
 def test_bytes_per_element() -> None:
-    sizes = {dtype: bytes_per_element(CompressionType.NONE, dtype) for dtype in AVERAGED_DTYPES.values()}
+    sizes = {dtype: codec_of(CompressionType.NONE, dtype).bytes_per_element for dtype in AVERAGED_DTYPES.values()}
     assert sizes == {torch.float16: 2, torch.bfloat16: 2, torch.float32: 4, torch.float64: 8}
     for dtype in AVERAGED_DTYPES.values():
-        assert {code: bytes_per_element(code, dtype) for code in LOSSY} == {
+        assert {code: codec_of(code, dtype).bytes_per_element for code in LOSSY} == {
             CompressionType.MEANSTD_16BIT: 2,
             CompressionType.FLOAT16: 2,
             CompressionType.QUANTILE_8BIT: 1,
