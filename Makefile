@@ -23,7 +23,7 @@ demo: $(VENV)/installed ## train in four processes that average, and kill one of
 posttrain: $(VENV)/installed ## reinforcement learning at two elastic sites, of which parts are killed; about 6 minutes
 	$(BIN)/python -m examples.posttrain
 
-posttrain-text: $(VENV)/integrations ## a random language model learns from an environment of verifiers, and its engine is killed; about 3 minutes
+posttrain-text: $(VENV)/integrations ## a random language model learns from an environment of verifiers, and its engine is killed; about 2 minutes
 	$(BIN)/python -m examples.posttrain_text
 
 # Each process would otherwise rewrite the assertions of 300 files again: 9 s of a processor.
