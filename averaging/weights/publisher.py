@@ -535,10 +535,27 @@ class WeightPublisher:
         failed = set(request.failed[:MAX_FAILED])
         names = {name for name, endpoint in self._followers.items() if endpoint in failed}
         able = self._able(request.local)
-        # A follower that has no base gets the whole, of which a source sends no more copies than a link carries.
-        fan_out = shaped.fan_out if self._fan_out or self._store.holds(request.base) else UNKNOWN_WHOLE
+        # A follower whose base is no recent version gets the whole, at least from other followers, which have left that
+        # base behind; of the whole a source sends no more copies than a link carries, of all versions together.
+        base = self._store.find(request.base)
+        fan_out = shaped.fan_out
+        if not self._fan_out and (base is None or base.manifest.version not in self._store.usual):
+            fan_out = UNKNOWN_WHOLE
+            busy = self._sending(pieces) - {shaped.tree.sources.get(request.follower)}
+            able = {each: endpoint for each, endpoint in able.items() if each not in busy}
         chosen = shaped.tree.source_of(request.follower, able, names, fan_out)
         return "" if chosen == PUBLISHER else able[chosen]
+
+    def _sending(self, other: WeightPieces) -> set[bytes]:
+        """The followers from which others receive a version now that is not this one."""
+        sending: set[bytes] = set()
+        for name, shaped in self._trees.items():
+            pieces = self._store.find(name)
+            if pieces is not None and pieces is not other:
+                version = pieces.manifest.version
+                sources = shaped.tree.sources.items()
+                sending |= {source for follower, source in sources if self._asked_for.get(follower) == version}
+        return sending
 
     async def _warm(self, request: wire.WarmRequest) -> AsyncGenerator[wire.Filler, None]:
         self._check_run(request.run_id)

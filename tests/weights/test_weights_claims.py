@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from contextlib import AsyncExitStack
 
@@ -13,6 +14,7 @@ from averaging import WeightPublisher
 from averaging.rpc import RpcServer
 from averaging.weights.claims import CLAIM_RATE, CLAIM_SECONDS, MOST_CLAIMED, Claims
 from averaging.weights.receiver import FollowerOptions, VersionReceiver
+from averaging.wire import weights_pb2 as wire
 from tests.support.fault_proxy import FaultProxy
 from tests.support.weights_worker import weights_of
 from tests.weights.test_weights import LIMIT, same
@@ -123,3 +125,24 @@ async def test_slow_followers_finish_versions_while_newer_ones_come() -> None:
                 assert await each.wait_newer(version - 1, LIMIT), "at last all have the newest"
                 assert each.newest is not None
                 assert same(each.newest.tensors(), weights_of(version))
+
+
+def test_a_follower_that_sends_a_whole_version_to_a_slow_one_sends_no_second_one_at_the_same_time() -> None:
+    publisher = WeightPublisher(copies=1)
+    names = [b"first", b"slow", b"next"]
+    publisher._followers.update({name: f"127.0.0.1:{number}" for number, name in enumerate(names, 1)})
+
+    def ask(follower: bytes, version: int) -> str:
+        pieces = publisher._store.with_number(version)
+        assert pieces is not None
+        publisher._asked_for[follower] = version
+        return publisher._source_for(wire.FetchRequest(name=pieces.manifest.name, follower=follower, local=True))
+
+    first = publisher._followers[names[0]]
+    asyncio.run(publisher.publish(weights_of(1), 1))
+    assert [ask(names[0], 1), ask(names[1], 1)] == ["", first]
+    for version in (2, 3):
+        asyncio.run(publisher.publish(weights_of(version), version))
+    assert [ask(names[0], 3), ask(names[2], 3)] == ["", ""], "the slow one receives version 1 from the first one still"
+    asyncio.run(publisher.publish(weights_of(4), 4))
+    assert [ask(names[0], 4), ask(names[1], 4)] == ["", first], "which is free now"
