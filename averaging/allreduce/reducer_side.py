@@ -101,7 +101,9 @@ class ReducerSide:
         self._senders = {member.endpoint: _Sender(SendWindow(send_limits)) for member in senders}
         weights = {member.endpoint: member.weight for member in senders}
         sizes = [part.numel for part in parts]
-        self._reducer = ShardReducer(sizes, weights, lambda number: self._form(number).reducer())
+        # Not `self._form`: a reference cycle would keep the averages of the round until Python's garbage collector
+        # runs, some rounds later.
+        self._reducer = ShardReducer(sizes, weights, lambda number: forms[parts[number].tensor].reducer())
         self._over = False
         self._failure: LyingLeaderError | None = None
 

@@ -18,6 +18,10 @@ import torch
 
 from averaging import CompressionType, Mode, Outcome, Peer
 from averaging.allreduce import AllReduce, RoundResult
+from averaging.allreduce.reducer_side import ReducerSide
+from averaging.allreduce.round_tally import RoundTally
+from averaging.allreduce.sender_side import SenderSide
+from averaging.allreduce.shard_reducer import ShardReducer
 from averaging.config import NonFinite
 from averaging.errors import (
     ClosedError,
@@ -159,7 +163,8 @@ async def test_a_round_is_gone_without_the_garbage_collector(
 
 
 def rounds_in_memory() -> set[int]:
-    return {id(found) for found in gc.get_objects() if type(found) in (AllReduce, RoundResult)}
+    kinds = (AllReduce, RoundResult, RoundTally, ReducerSide, SenderSide, ShardReducer)
+    return {id(found) for found in gc.get_objects() if type(found) in kinds}
 
 
 @pytest.mark.asyncio
