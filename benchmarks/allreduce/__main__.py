@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.allreduce.report import draw, machine, show
+from benchmarks.allreduce.shapes import size
 from benchmarks.allreduce.systems import SYSTEMS, write_certificates
 from benchmarks.allreduce.worker import error_bound
 from benchmarks.output import make_folder, write
@@ -48,13 +49,13 @@ class Case:
     """Number of peers, size, tensors and compression of one case."""
 
     peers: int
-    mib: int
+    kib: int
     tensors: str
     codec: str
 
     def __str__(self) -> str:
         tensors = "GPT-2's tensors" if self.tensors == "gpt2" else f"{self.tensors} tensors"
-        return f"{self.peers} peers, {self.mib} MiB in {tensors}, {self.codec}"
+        return f"{self.peers} peers, {size(self.kib)} in {tensors}, {self.codec}"
 
 
 @asynccontextmanager
@@ -64,7 +65,7 @@ async def system(name: str, case: Case, python: str) -> AsyncIterator[list[Worke
         async with crew() as started:
 
             async def start(rank: int, join: str) -> Worker:
-                arguments = ["--rank", rank, "--peers", case.peers, "--mib", case.mib]
+                arguments = ["--rank", rank, "--peers", case.peers, "--kib", case.kib]
                 arguments += ["--tensors", case.tensors, "--codec", case.codec, "--join", join, "--files", scratch]
                 return await started.start(python, "-m", "benchmarks.allreduce.worker", name, *arguments)
 
@@ -128,14 +129,14 @@ async def measure(case: Case, pythons: Mapping[str, str], rounds: int) -> dict[s
                 systems[name]["rounds"].append({"warm_up": number == 0} | done)
                 say(
                     f"  {f'round {number}' if number else 'warm-up'}, {name}: {done['seconds']:.3f} s, "
-                    f"{done['cpu_seconds']:.2f} CPU s {done['failure']}"
+                    f"{done['cpu_seconds']:.3f} CPU s {done['failure']}"
                 )
                 if done["failure"] and before and before[0]["failure"]:
                     broke(name, WorkerError(f"two rounds failed, the last one with {done['failure']}"))
                     del running[name]
     return {
         "peers": case.peers,
-        "mib": case.mib,
+        "kib": case.kib,
         "tensors": case.tensors,
         "codec": case.codec,
         "error_bound": bound,
@@ -148,6 +149,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=int, nargs="+", default=[2, 4, 8], help="number of peers (2 4 8)")
     parser.add_argument("--mib", type=int, nargs="+", default=[64, 256], help="MiB of float32 at each peer (64 256)")
+    parser.add_argument(
+        "--kib", type=int, nargs="+", help="KiB of float32 at each peer instead; 1 shows the fixed cost of a round"
+    )
     parser.add_argument(
         "--tensors",
         nargs="+",
@@ -170,14 +174,18 @@ def main() -> None:
         "--output", type=Path, default=Path("runs/benchmarks"), help="folder of the results (runs/benchmarks)"
     )
     options = parser.parse_args()
-    if min(options.peers) < 2 or min(options.mib) < 1 or options.rounds < 1:
-        parser.error("there must be at least 2 peers, 1 MiB and 1 round")
+    sizes = options.kib or [mib * 1024 for mib in options.mib]
+    if min(options.peers) < 2 or min(sizes) < 1 or options.rounds < 1:
+        parser.error("there must be at least 2 peers, 1 MiB or 1 KiB, and 1 round")
+    for tensors in options.tensors:
+        if min(sizes) * 256 < (int(tensors) if tensors != "gpt2" else 256 * 1024):
+            parser.error(f"{size(min(sizes))} is too little for --tensors {tensors}: choose another division")
     if options.hivemind and not shutil.which(options.hivemind):
         parser.error(f"--hivemind {options.hivemind}: there is no such program")
     make_folder(parser, options.output)
     results: dict[str, Any] = machine(ROOT) | {"rounds": options.rounds, "cases": []}
-    for peers, mib, tensors, codec in product(options.peers, options.mib, options.tensors, options.codecs):
-        case = Case(peers, mib, tensors, codec)
+    for peers, kib, tensors, codec in product(options.peers, sizes, options.tensors, options.codecs):
+        case = Case(peers, kib, tensors, codec)
         say(str(case))
         ours = [name for name in options.systems if codec == "none" or name != "bare"]
         ours = [*ours, "gloo"]

@@ -57,7 +57,7 @@ class Bare:
     packages = ("grpcio",)
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.tensors = [torch.empty(shape) for shape in shapes(options.tensors, options.mib)]
+        self.tensors = [torch.empty(shape) for shape in shapes(options.tensors, options.kib)]
         self._rank, self._count, self.address = options.rank, options.peers, options.join
         parts = [part for tensor in self.tensors for part in torch.split(tensor.view(-1), PART)]
         bounds = [rank * len(parts) // self._count for rank in range(self._count + 1)]

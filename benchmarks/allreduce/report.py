@@ -22,6 +22,8 @@ from matplotlib.patches import Patch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.allreduce.shapes import size
+
 COLOURS = {
     "averaging": "#0072B2",
     "direct": "#56B4E9",
@@ -114,7 +116,7 @@ def _row(
         _times(ratio(case, system, "seconds")),
         "" if name == "gloo" else _spread(good, "allreduce_seconds"),
         "" if name == "gloo" else _times(ratio(case, system, "allreduce_seconds")),
-        f"{statistics.median(one['cpu_seconds'] for one in good):.2f}",
+        f"{statistics.median(one['cpu_seconds'] for one in good):.3f}",
         f"{max(one['peak_bytes'] for one in good) / MIB:.0f}",
         f"{max(one['error'] for one in good):.1g}",
         f"{len(good)} of {rounds}",
@@ -135,7 +137,7 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
     panels: dict[str, list[Mapping[str, Any]]] = {}
     for case in results["cases"]:
         tensors = "4 tensors" if case["tensors"] == "4" else "the tensors of a GPT-2"
-        load = f"{case['mib']} MiB of float32 in {tensors}"
+        load = f"{size(case['kib'])} of float32 in {tensors}"
         panels.setdefault(load, []).append(case)
     columns = min(2, len(panels))
     rows = math.ceil(len(panels) / columns)

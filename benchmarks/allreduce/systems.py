@@ -58,7 +58,7 @@ class Averaging:
         from averaging.peer.peer import Peer
 
         keep_freed_memory()  # as `averaging peer` does
-        self.tensors = [torch.empty(shape) for shape in shapes(options.tensors, options.mib)]
+        self.tensors = [torch.empty(shape) for shape in shapes(options.tensors, options.kib)]
         self._count = options.peers
         self._peer = Peer(
             self.tensors,
@@ -140,7 +140,7 @@ class Gloo:
     packages = ()
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.tensors = [torch.empty(shape) for shape in shapes(options.tensors, options.mib)]
+        self.tensors = [torch.empty(shape) for shape in shapes(options.tensors, options.kib)]
         self._count, self._rank, self.address = options.peers, options.rank, options.join
 
     async def __aenter__(self) -> Self:
@@ -182,7 +182,7 @@ class Hivemind:
         )
         self.address = str(self._dht.get_visible_maddrs()[0])
         self._averager: Any = hivemind.averaging.DecentralizedAverager(
-            [torch.zeros(shape) for shape in shapes(options.tensors, options.mib)],
+            [torch.zeros(shape) for shape in shapes(options.tensors, options.kib)],
             self._dht,
             prefix="benchmark",
             target_group_size=options.peers,

@@ -87,30 +87,42 @@ def process_tree() -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
-    """Returns the CPU seconds and memory of the process and its descendants, without files and shared memory."""
+class Memory:
+    """Memory of the process and its descendants, without files and shared memory."""
 
-    cpu_seconds: float
     held: int
     peak: int
 
     @classmethod
-    def now(cls) -> Usage:
-        cpu_seconds, held, peak = time.process_time(), 0, 0  # first, because the rest costs CPU time itself
+    def now(cls) -> Memory:
+        held, peak = 0, 0
         for pid in process_tree():
-            if pid != os.getpid():
-                cpu_seconds += time.clock_gettime((~pid << 3) | 2)  # the clock id of clock_getcpuclockid(3)
             status = Path(f"/proc/{pid}/status").read_text()
             kib = {name: int(size) for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", status, re.MULTILINE)}
             if kib:  # a process that has just ended has none
                 held += kib["RssAnon"] * 1024
                 peak += (kib["VmHWM"] - kib["RssFile"] - kib["RssShmem"]) * 1024
-        return cls(cpu_seconds, held, peak)
+        return cls(held, peak)
 
     @staticmethod
     def forget_peak() -> None:
         for pid in process_tree():
             Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+class CpuTime:
+    """CPU time of the process and its descendants since now; to look for them costs more than a small round."""
+
+    def __init__(self) -> None:
+        self._processes = process_tree()
+        self._before = self._total()
+
+    @property
+    def seconds(self) -> float:
+        return self._total() - self._before
+
+    def _total(self) -> float:
+        return sum(time.clock_gettime((~pid << 3) | 2) for pid in self._processes)  # see clock_getcpuclockid(3)
 
 
 async def work(system: System, options: argparse.Namespace, out: TextIO) -> None:
@@ -123,15 +135,16 @@ async def work(system: System, options: argparse.Namespace, out: TextIO) -> None
     async with system:
         versions = {name: version(name) for name in ("torch", *system.packages)}
         say(event="started", address=system.address, versions={"python": platform.python_version(), **versions})
-        idle: Usage | None = None
+        idle: Memory | None = None
         async for command in commands:
             match command.decode().strip():
                 case "fill":
                     with system.writing():
                         truth.fill(system.tensors, options.rank)
-                    Usage.forget_peak()
-                    before = Usage.now()
+                    Memory.forget_peak()
+                    before = Memory.now()
                     idle = idle or before
+                    cpu = CpuTime()
                     say(event="filled")
                 case "average":
                     failure, allreduce_seconds, begun = "", 0.0, time.perf_counter()
@@ -143,10 +156,10 @@ async def work(system: System, options: argparse.Namespace, out: TextIO) -> None
                     seconds = time.perf_counter() - begun
                     say(event="averaged", seconds=seconds, allreduce_seconds=allreduce_seconds, failure=failure)
                 case "check" if idle is not None:  # all peers have finished, so this includes the whole round
-                    after = Usage.now()
+                    cpu_seconds, after = cpu.seconds, Memory.now()
                     say(
                         event="checked",
-                        cpu_seconds=after.cpu_seconds - before.cpu_seconds,
+                        cpu_seconds=cpu_seconds,
                         peak_bytes=after.peak - idle.held,
                         peak_bytes_over_former=after.peak - before.held,
                         error=truth.error(system.tensors),
@@ -158,7 +171,7 @@ async def work(system: System, options: argparse.Namespace, out: TextIO) -> None
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("system", choices=SYSTEMS)
-    for name in ("rank", "peers", "mib"):
+    for name in ("rank", "peers", "kib"):
         parser.add_argument(f"--{name}", type=int, required=True)
     for name in ("tensors", "codec"):
         parser.add_argument(f"--{name}", required=True)

@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--bandwidth", type=float, help="that this peer states, in bytes/s")
     parser.add_argument("--parts", nargs="+", type=float, help="of the bytes that each peer reduces, for raw")
     options = parser.parse_args()
+    options.kib = 1024 * options.mib  # what the systems read
     torch.set_num_threads(1)
     # Only answers may be on stdout; libraries may print there, too.
     out = os.fdopen(os.dup(1), "w")

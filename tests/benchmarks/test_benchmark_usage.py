@@ -26,7 +26,7 @@ import benchmarks.wan.__main__ as wan
 from averaging.testing import virtual_time
 from averaging.testing.transport import MemoryNetwork
 from benchmarks import codecs, feed, gossip, gpu, output, overlap, recovery, site_memory
-from benchmarks.allreduce.worker import Usage, process_tree
+from benchmarks.allreduce.worker import Memory, process_tree
 from benchmarks.convergence import runner as convergence_runner
 from benchmarks.convergence.cases import Cell
 from benchmarks.convergence.train import Recipe
@@ -56,6 +56,8 @@ from benchmarks.workers import ROOT, without_interrupts
         (recovery, ["--kills", "0"], "at least 1 kill"),
         (recovery, ["--group-wait", "0"], "--group-wait above 0"),
         (recovery, ["--hivemind", "/none/python"], "/none/python: there is no such program"),
+        (allreduce, ["--kib", "0"], "1 MiB or 1 KiB"),
+        (allreduce, ["--kib", "1"], "1 KiB is too little for --tensors gpt2"),
         (gpu, ["--mib", "100"], "--mib must be a multiple of 64"),
         (gpu, ["--steps", "1"], "--steps at least 5"),
         (feed, ["--environments", "8", "0"], "at least 1 environment"),
@@ -264,7 +266,7 @@ def test_a_child_that_has_just_ended_holds_no_memory() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as child:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # its parent has not asked for its status yet
         assert child.pid in process_tree()
-        assert Usage.now().held > 0
+        assert Memory.now().held > 0
 
 
 def test_the_feeds_table_has_medians_and_ratios() -> None:
