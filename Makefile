@@ -12,7 +12,7 @@ TORCH ?= torch==2.13.0
 # Two workers more than cores, because tests with processes are idle much of the time.
 WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 2 )))
 
-.PHONY: test-prometheus help demo posttrain posttrain-text test test-long test-examples test-etcd test-network test-deploy test-dashboard test-slurm test-integrations test-posttrain-text test-optimizers test-gpu test-vllm test-feed test-synchronizer check lint docs reference dist installable bench bench-hivemind bench-convergence proto soak clean
+.PHONY: test-prometheus help demo posttrain posttrain-text test test-long test-examples test-etcd test-network test-deploy test-dashboard test-slurm test-integrations test-posttrain-text test-optimizers test-gpu test-vllm test-feed test-synchronizer check lint docs reference dist installable bench bench-hivemind bench-convergence proto soak endurance clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -31,7 +31,7 @@ test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/installed ## all tests except those of the targets test-… below
 	$(BIN)/python -m pytest -m "not long and not interop and not etcd and not network and not deploy and not browser and not prometheus and not slurm and not gpu" --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
-test-long: $(VENV)/installed ## the long tests, and the fuzz tests with eight times as many examples; about 20 minutes
+test-long: $(VENV)/installed ## the long tests, and the fuzz tests with eight times as many examples; about 30 minutes
 	LONG_TESTS=1 $(BIN)/python -m pytest -m long --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 	LONG_TESTS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) tests/fuzz tests/tensors/test_compression.py
 
@@ -192,6 +192,9 @@ $(SYNCHRONIZER)/installed:
 
 soak: $(VENV)/installed ## run eight peers under faults: MINUTES=2 SEED=1
 	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),2) --seed $(or $(SEED),1)
+
+endurance: $(VENV)/installed ## run everything at once under faults: HOURS=2 (or MINUTES=10) SEED=1, or LOG=FILE to repeat the faults of a run
+	$(BIN)/python -m tests.endurance $(if $(LOG),--replay $(LOG),$(if $(MINUTES),--minutes $(MINUTES),--hours $(or $(HOURS),2)) --seed $(or $(SEED),1))
 
 clean: ## remove all environments and build outputs
 	rm -rf $(VENV) $(HIVEMIND) $(FEED) $(SYNCHRONIZER) $(VLLM) build dist runs averaging/wire/*_pb2*

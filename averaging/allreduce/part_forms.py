@@ -18,7 +18,6 @@ from averaging.allreduce.shard_reducer import MeanReducer, PartReducer, RobustRe
 from averaging.errors import ConfigError
 from averaging.protocol import MEAN, Aggregation, AggregationKind, CompressionType, TopK, WireTensor
 from averaging.tensors import (
-    OBJECTS_AT_ONCE,
     BlockLayout,
     Contribution,
     Schema,
@@ -98,13 +97,7 @@ class Part:
         if len(self.slices) == 1:
             yield self.slices[0], values
             return
-        start = 0
-        for first in range(0, len(self.slices), OBJECTS_AT_ONCE):
-            slices = self.slices[first : first + OBJECTS_AT_ONCE]
-            lengths = [piece.numel for piece in slices]
-            stop = start + sum(lengths)
-            yield from zip(slices, torch.split(values[start:stop], lengths), strict=True)
-            start = stop
+        yield from zip(self.slices, torch.split(values, _lengths(self)), strict=True)
 
 
 def have_arrived(tensors: Sequence[Prepared], part: Part) -> bool:
@@ -225,11 +218,8 @@ class DenseForm(PartForm["torch.Tensor | StagedTensor", torch.Tensor, torch.Tens
 
     def own(self, tensors: Sequence[torch.Tensor | StagedTensor], part: Part) -> torch.Tensor:
         """A view of the tensor, or a copy of several slices."""
-        pieces = []
-        for first in range(0, len(part.slices), OBJECTS_AT_ONCE):
-            slices = part.slices[first : first + OBJECTS_AT_ONCE]
-            pieces.append(_joined([tensors[piece.tensor][piece.start : piece.stop] for piece in slices]))
-        return _joined(pieces)
+        pieces = [tensors[piece.tensor][piece.start : piece.stop] for piece in part.slices]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def decode(self, wire: WireTensor, part: Part) -> torch.Tensor:
         """See `PartForm`."""
@@ -256,10 +246,6 @@ class DenseForm(PartForm["torch.Tensor | StagedTensor", torch.Tensor, torch.Tens
     def is_finite(self, values: torch.Tensor) -> bool:
         """See `PartForm`."""
         return finite_as(values, self._dtype)
-
-
-def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
 
 
 def _lengths(part: Part) -> list[int]:

@@ -35,7 +35,6 @@ from averaging.tensors.manifest import (
 )
 from averaging.tensors.schema import Schema, TensorSpec, describe, first_difference
 from averaging.tensors.shared_tensors import (
-    OBJECTS_AT_ONCE,
     SharedTensors,
     Write,
     all_finite,
@@ -77,7 +76,6 @@ __all__ = [
     "AVERAGED_DTYPES",
     "BLOCK_ELEMENTS",
     "DTYPES",
-    "OBJECTS_AT_ONCE",
     "STATE_DTYPES",
     "WEIGHT_DTYPES",
     "BlockLayout",

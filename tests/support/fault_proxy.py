@@ -27,6 +27,8 @@ class Fault(Enum):
     """Everything is read and discarded silently."""
     CORRUPT = "corrupt"
     """All bytes become 0xff, which is neither an HTTP/2 frame nor a number."""
+    FLIP = "flip"
+    """One bit of one byte changes; everything else passes."""
 
 
 class FaultProxy:
@@ -34,6 +36,7 @@ class FaultProxy:
 
     Args:
         rate: bytes per second in each direction of each connection; None for as fast as it goes.
+        host: where it and the peer behind it listen.
 
     Attributes:
         port: to be advertised.
@@ -41,10 +44,10 @@ class FaultProxy:
         struck: set when the fault has begun.
     """
 
-    def __init__(self, rate: float | None = None) -> None:
+    def __init__(self, rate: float | None = None, host: str = "127.0.0.1") -> None:
         self.port, self.target = 0, free_port()
         self.struck = threading.Event()
-        self._rate = rate
+        self._rate, self._host = rate, host
         self._fault, self._left = Fault.NONE, 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -85,7 +88,7 @@ class FaultProxy:
         self._main = main
         self._normal = asyncio.Event()
         self._normal.set()
-        server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        server = await asyncio.start_server(self._connected, self._host, 0)
         self.port = server.sockets[0].getsockname()[1]
         self._ready.set()
         try:
@@ -122,7 +125,7 @@ class FaultProxy:
         connection.add_done_callback(self._connections.discard)
         self._writers.add(writer)
         try:
-            there, back = await asyncio.open_connection("127.0.0.1", self.target)
+            there, back = await asyncio.open_connection(self._host, self.target)
         except (OSError, asyncio.CancelledError):  # asyncio's own callback treats a cancelled task as an error
             self._writers.discard(writer)
             writer.close()
@@ -170,5 +173,8 @@ class FaultProxy:
                 return b""
             case Fault.HALF_OPEN:
                 return b""
+            case Fault.FLIP:
+                self._fault = Fault.NONE
+                return data[:-1] + bytes([data[-1] ^ 1])
             case _:
                 return b"\xff" * len(data)

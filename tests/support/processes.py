@@ -47,6 +47,10 @@ class JsonProcess:
     def stderr(self) -> str:
         return "".join(self._errors)
 
+    def poll(self) -> int | None:
+        """Its exit code; None if it still runs."""
+        return self._process.poll()
+
     def expect(self, event: str | None, timeout: float = DEADLINE) -> dict[str, Any]:
         """The next event of that name, None for without one; others before are passed over (they stay in `seen`)."""
         deadline = time.monotonic() + timeout
