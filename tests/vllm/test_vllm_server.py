@@ -104,7 +104,8 @@ class Follow:
             found: dict[str, Any] = json.loads(line)
             if found["event"] == event:
                 return found
-        pytest.fail(f"no event {event!r}")
+        _, errors = self.process.communicate(timeout=30)
+        pytest.fail(f"no event {event!r}; the process ended with {self.process.returncode}: {errors}")
 
     def close(self) -> int:
         self.process.terminate()
