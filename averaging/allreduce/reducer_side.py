@@ -215,7 +215,7 @@ class ReducerSide:
         sender.opened = True
         self._monitor.end(name, Phase.OPENING)
         self._monitor.done(name, Phase.OPENING)
-        reply_overdue = self._overdue(name, Phase.TAKING, "took no reply")
+        taking = self._monitor.wait(name, Phase.TAKING, self._overdue(name, Phase.TAKING, "took no reply"))
         # Parts are read and averages sent at the same time: a sender that waits for averages before it sends more would
         # otherwise stop both. The window keeps the reading at most so many parts ahead of the averages.
         reading = asyncio.create_task(self._read_parts(name, sender, first, values, messages))
@@ -231,9 +231,9 @@ class ReducerSide:
                 replies_sent += 1
                 self._tally.sent_average(name, len(reply.tensor_part.buffer))
                 # The generator resumes when the transport has room for the next message, that is when the sender reads.
-                self._monitor.begin(name, Phase.TAKING, reply_overdue)
+                taking.begin()
                 yield self._with_metadata(reply, first) if replies_sent == 1 else reply
-                self._monitor.end(name, Phase.TAKING)
+                taking.end()
                 sender.window.answered()
         finally:
             # Before any await: gRPC may cancel the call a second time while it waits below.
@@ -293,21 +293,22 @@ class ReducerSide:
     ) -> None:
         """Reads the parts of one sender as fast as the sender takes its replies."""
         message: AveragingData | None = first
-        overdue = self._overdue(name, Phase.PART, "sent nothing")
+        arriving = self._monitor.wait(name, Phase.PART, self._overdue(name, Phase.PART, "sent nothing"))
         try:
             for number in range(len(self._parts)):
                 await sender.window.wait(number)
                 if number and not sender.done.is_set():
-                    self._monitor.begin(name, Phase.PART, overdue)
+                    arriving.begin()
                     message = await anext(messages, None)
                 if sender.done.is_set():
                     return
-                if number:
-                    self._monitor.end(name, Phase.PART, received=message is not None)
                 if message is None:
+                    self._monitor.forget(name, Phase.PART)
                     reason = f"ended its stream after {number} of {len(self._parts)} parts"
                     self._drop(sender.leave_notice or Dropped(name, reason, DropCode.CONNECTION_LOST))
                     return
+                if number:
+                    arriving.end()
                 if message.code in (MessageCode.CANCELLED, MessageCode.INTERNAL_ERROR):
                     self._drop(_left(name, message.code))
                     return

@@ -48,9 +48,10 @@ class ReducerLiveness:
 
     def __init__(self, name: str, transport: Transport, monitor: WaitMonitor, limit: asyncio.Timeout) -> None:
         self._name, self._transport, self._monitor, self._limit = name, transport, monitor, limit
-        # Waits that passed their deadline: progress count at the time, and seconds waited.
-        self._overdue: asyncio.Queue[tuple[int, float]] = asyncio.Queue()
         self._progressed = 0
+        # Waits that passed their deadline: progress count at the time, and seconds waited; and the task that sees to them.
+        self._late: list[tuple[int, float]] = []
+        self._watching: asyncio.Task[None] | None = None
         self.symptom, self.seconds, self.deadline, self.hold_up = "no reply", 0.0, (0.0, ""), ""
 
     async def __aenter__(self) -> Self:
@@ -61,67 +62,74 @@ class ReducerLiveness:
         # Early enough that the answer to the ping is due at the learned deadline.
         early = max(deadlines.lower, self._learned.seconds - self._ping_deadline.seconds)
         self._until_ping = Deadline(early, self._learned.basis)
-        self.progress()
-        self._watching = asyncio.create_task(self._watch())
+        self._wait = self._monitor.wait(self._name, Phase.REPLY, self._overdue, self._until_ping)
+        self._wait.begin()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._monitor.forget(self._name, Phase.REPLY, Phase.ANSWER)
-        self._watching.cancel()
-        await asyncio.gather(self._watching, return_exceptions=True)
+        self._wait.overdue = None  # it refers to this object, which refers to it
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
 
     def progress(self) -> None:
         """Records that the reducer took a part or answered one, and starts the next wait."""
-        if self._progressed:
-            self._monitor.end(self._name, Phase.REPLY)
         self._progressed += 1
         self.seconds = 0.0
-        self._wait(self._until_ping)
+        self._wait.deadline = self._until_ping
+        self._wait.again()
 
     def answered_all(self) -> None:
         """Waits only for the end of the stream from now on, and no longer than the shortest deadline."""
-        self._monitor.begin(self._name, Phase.REPLY, lambda *_: expire(self._limit), self._monitor.deadlines.shortest)
+        self._wait.deadline, self._wait.overdue = self._monitor.deadlines.shortest, lambda *_: expire(self._limit)
+        self._wait.begin()
 
     def give_up(self, reason: str) -> None:
         """Gives up a reducer that replies in time, but holds the round up."""
         self.hold_up = reason
         expire(self._limit)
 
-    def _wait(self, deadline: Deadline) -> None:
-        """Starts or continues a wait. What is learned from it is the whole time without progress, pings included."""
-
-        def overdue(waited: float, _: Deadline) -> None:
-            self._overdue.put_nowait((self._progressed, waited))
-
-        self._monitor.begin(self._name, Phase.REPLY, overdue, deadline, waited=self.seconds)
+    def _overdue(self, waited: float, _: Deadline) -> None:
+        self._late.append((self._progressed, waited))
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
+        while self._late:
+            progressed, waited = self._late.pop(0)
+            if progressed == self._progressed and await self._is_lost(progressed, waited):
+                self._monitor.record_miss(self._name, Phase.REPLY)
+                expire(self._limit)
+                return
+
+    async def _is_lost(self, progressed: int, waited: float) -> bool:
+        """Whether the reducer is given up after a wait of so many seconds; if not, the wait goes on."""
+        self.seconds = waited
         now = asyncio.get_running_loop().time
         longest = Deadline(2 * self._monitor.deadlines.upper, "2 × stall_timeout")
-        while True:
-            progressed, waited = await self._overdue.get()
-            if progressed != self._progressed:
-                continue
-            self.seconds = waited
-            if waited >= longest.seconds:
-                self.deadline = longest.seconds, longest.basis
-                break
-            self._wait(longest)
-            pinged = now()
-            alive = await self._is_alive()
-            if progressed != self._progressed:
-                continue
-            self.seconds += now() - pinged
-            if not alive:
-                self.symptom = "no reply and no answer to a ping"
-                self.deadline = self._learned.seconds, self._learned.basis
-                break
-            again = min(self.seconds + self._until_ping.seconds, longest.seconds)
-            self._wait(Deadline(again, longest.basis))
-        self._monitor.record_miss(self._name, Phase.REPLY)
-        expire(self._limit)
+        if self.seconds >= longest.seconds:
+            self.deadline = longest.seconds, longest.basis
+            return True
+        self._continue(longest)
+        pinged = now()
+        alive = await self._is_alive()
+        if progressed != self._progressed:
+            return False
+        self.seconds += now() - pinged
+        if not alive:
+            self.symptom = "no reply and no answer to a ping"
+            self.deadline = self._learned.seconds, self._learned.basis
+            return True
+        self._continue(Deadline(min(self.seconds + self._until_ping.seconds, longest.seconds), longest.basis))
+        return False
+
+    def _continue(self, deadline: Deadline) -> None:
+        """Continues the wait. What is learned from it is the whole time without progress, pings included."""
+        self._wait.deadline = deadline
+        self._wait.begin(self.seconds)
 
     async def _is_alive(self) -> bool:
         """Whether the reducer answers a ping in time."""

@@ -6,7 +6,6 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 from averaging.timing import Deadline, Deadlines, FairClock, Phase, interval_of
 
@@ -24,11 +23,72 @@ Overdue = Callable[[float, Deadline], None]
 """Called with the seconds waited and the deadline that passed."""
 
 
-@dataclass(slots=True)
-class _Wait:
-    since: float  # in fair seconds
-    deadline: Deadline
-    overdue: Overdue
+class RoundClock:
+    """Fair seconds since the start of a round, see `FairClock`.
+
+    Attributes:
+        clock: what counts them; None before the round has started.
+        any_received: whether something that was waited for has come since the last tick.
+    """
+
+    __slots__ = ("any_received", "clock")
+
+    def __init__(self) -> None:
+        self.clock: FairClock | None = None
+        self.any_received = False
+
+    def now(self) -> float:
+        """Fair seconds; 0 before the start."""
+        return 0.0 if self.clock is None else self.clock.at(_now())
+
+
+class StreamWait:
+    """A wait for one member in one phase, which comes again with each part of its stream.
+
+    It is only a moment and a deadline: the monitor looks at all of them at each tick of its clock. Nothing is armed or
+    cancelled for a part.
+
+    Args:
+        clock: the round's.
+        deadline: how long it may last.
+        overdue: called once if that passes; None while nobody waits.
+
+    Attributes:
+        since: when it began, in fair seconds; None while there is none.
+        longest: seconds of the longest one that has ended; None before the first.
+    """
+
+    __slots__ = ("_clock", "deadline", "longest", "overdue", "since")
+
+    def __init__(self, clock: RoundClock, deadline: Deadline, overdue: Overdue | None = None) -> None:
+        self._clock, self.deadline, self.overdue = clock, deadline, overdue
+        self.since: float | None = None
+        self.longest: float | None = None
+
+    def begin(self, waited: float = 0.0) -> None:
+        """Begins or restarts it.
+
+        Args:
+            waited: seconds that count as waited already.
+        """
+        self.since = self._clock.now() - waited
+
+    def end(self) -> None:
+        """Ends it, with what was waited for."""
+        self._ended(self._clock.now())
+        self.since = None
+
+    def again(self) -> None:
+        """Ends it with what was waited for, and begins the next one."""
+        now = self._clock.now()
+        self._ended(now)
+        self.since = now
+
+    def _ended(self, now: float) -> None:
+        self._clock.any_received = True
+        waited = 0.0 if self.since is None else now - self.since
+        if self.longest is None or waited > self.longest:
+            self.longest = waited
 
 
 class WaitMonitor:
@@ -44,12 +104,10 @@ class WaitMonitor:
         self.deadlines = deadlines
         self._size, self._senders = size, senders
         self._interval = interval_of(deadlines.lower)
-        self._clock: FairClock | None = None  # None until `running`
-        self._waits: dict[tuple[str, Phase], _Wait] = {}
-        self._longest: dict[tuple[str, Phase], float] = {}
+        self._clock = RoundClock()
+        self._waits: dict[tuple[str, Phase], StreamWait] = {}
         # Cached: what is learned during a round does not change its deadlines.
         self._learned: dict[tuple[str, Phase], Deadline] = {}
-        self._any_received = False
         self._checks: list[Callable[[float], None]] = []
 
     @asynccontextmanager
@@ -72,19 +130,28 @@ class WaitMonitor:
         """Calls `check` at every tick of the clock from now on, with the fair seconds since the start of the round."""
         self._checks.append(check)
 
-    def begin(
-        self, name: str, phase: Phase, overdue: Overdue, deadline: Deadline | None = None, *, waited: float = 0.0
-    ) -> None:
-        """Begins, restarts or continues a wait.
+    def wait(
+        self, name: str, phase: Phase, overdue: Overdue | None = None, deadline: Deadline | None = None
+    ) -> StreamWait:
+        """The wait for a member in a phase, which replaces an earlier one and has not begun yet.
 
         Args:
             name: the member that is waited for.
             phase: what it must do.
             overdue: called once if the deadline passes.
             deadline: None: the learned one.
-            waited: seconds that count as waited already.
         """
-        self._waits[name, phase] = _Wait(self._fair() - waited, deadline or self.deadline(name, phase), overdue)
+        wait = self._waits[name, phase] = StreamWait(self._clock, deadline or self.deadline(name, phase), overdue)
+        return wait
+
+    def begin(self, name: str, phase: Phase, overdue: Overdue, deadline: Deadline | None = None) -> None:
+        """Begins a wait that does not come again; see `wait`."""
+        self.wait(name, phase, overdue, deadline).begin()
+
+    def end(self, name: str, phase: Phase) -> None:
+        """Ends a wait with what was waited for, even if that came before the wait had begun."""
+        wait = self._waits.get((name, phase)) or self.wait(name, phase)
+        wait.end()
 
     def shorten(self, name: str, phase: Phase, action: str, size_ratio: float) -> None:
         """Limits a wait to `FOLLOW_UP_FACTOR` times the duration of another action, which the member has completed.
@@ -96,9 +163,9 @@ class WaitMonitor:
             size_ratio: size of what is still awaited, relative to that action.
         """
         wait = self._waits.get((name, phase))
-        if wait is None:
+        if wait is None or wait.since is None:
             return
-        waited, shortest = self._fair() - wait.since, self.deadlines.shortest
+        waited, shortest = self._clock.now() - wait.since, self.deadlines.shortest
         unit, basis = (waited, f"{waited:.2g} s") if waited > shortest.seconds else (shortest.seconds, shortest.basis)
         factor = FOLLOW_UP_FACTOR * max(1.0, size_ratio)
         if waited + factor * unit < wait.deadline.seconds:
@@ -113,31 +180,24 @@ class WaitMonitor:
             deadline = self._learned[name, phase] = max(learned, key=lambda candidate: candidate.seconds)
         return deadline
 
-    def end(self, name: str, phase: Phase, *, received: bool = True) -> None:
-        """Ends a wait. `received` is False if it ended without what was waited for."""
-        wait = self._waits.pop((name, phase), None)
-        if received:
-            self._any_received = True
-            waited = self._fair() - wait.since if wait else 0.0
-            self._longest[name, phase] = max(waited, self._longest.get((name, phase), 0.0))
-
     def forget(self, name: str, *phases: Phase) -> None:
         """Cancels waits for a member without learning from them."""
         for phase in phases:
-            self._waits.pop((name, phase), None)
+            if (wait := self._waits.get((name, phase))) is not None:
+                wait.since = None
 
     def done(self, name: str, *phases: Phase) -> None:
         """Records that a member has completed these phases in this round; learns the longest wait of each."""
         for phase in phases:
-            self._waits.pop((name, phase), None)
-            longest = self._longest.pop((name, phase), None)
-            if longest is not None:
-                self.deadlines.record(name, phase, self._size, longest, _now())
+            wait = self._waits.pop((name, phase), None)
+            if wait is not None and wait.longest is not None:
+                self.deadlines.record(name, phase, self._size, wait.longest, _now())
 
     def waiting_for(self, least: float) -> list[str]:
         """The members whose present wait has lasted at least this many seconds."""
-        now = self._fair()
-        return sorted({name for (name, _), wait in self._waits.items() if now - wait.since >= least})
+        now = self._clock.now()
+        waits = ((name, wait.since) for (name, _), wait in self._waits.items())
+        return sorted({name for name, since in waits if since is not None and now - since >= least})
 
     def record_miss(self, name: str, phase: Phase) -> None:
         """Records that a member missed its deadline."""
@@ -151,24 +211,22 @@ class WaitMonitor:
         """Whether a member has held a whole round up lately."""
         return self.deadlines.probation.includes(name, _now())
 
-    def _fair(self) -> float:
-        return self._clock.at(_now()) if self._clock else 0.0
-
     def _check(self, clock: FairClock) -> None:
-        pending = {name for name, phase in self._waits if phase in _OF_SENDERS}
-        isolated = not self._any_received and len(pending) >= 2 and 2 * len(pending) > self._senders
-        self._any_received = False
+        pending = {name for (name, phase), wait in self._waits.items() if phase in _OF_SENDERS and wait.since is not None}
+        isolated = not self._clock.any_received and len(pending) >= 2 and 2 * len(pending) > self._senders
+        self._clock.any_received = False
         now = clock.tick(_now(), isolated=isolated)
         for key, wait in list(self._waits.items()):
-            waited = now - wait.since
-            if waited >= wait.deadline.seconds and self._waits.get(key) is wait:
-                del self._waits[key]
-                wait.overdue(waited, wait.deadline)
+            # What one of them calls may end, restart or replace another.
+            if wait.since is not None and now - wait.since >= wait.deadline.seconds and self._waits.get(key) is wait:
+                waited, wait.since = now - wait.since, None
+                if wait.overdue is not None:
+                    wait.overdue(waited, wait.deadline)
         for check in self._checks:
             check(now)
 
     async def _tick(self, clock: FairClock) -> None:
-        self._clock = clock
+        self._clock.clock = clock
         while True:
             await asyncio.sleep(self._interval)
             self._check(clock)

@@ -56,7 +56,10 @@ class FairClock:
         return self._fair + self._passed(now)
 
     def _passed(self, now: float) -> float:
-        return min(max(0.0, now - self._last), self.interval)
+        passed, interval = now - self._last, self.interval
+        if passed < interval:
+            return passed if passed > 0 else 0.0
+        return interval
 
 
 # Ends the body of a timeout before its time.

@@ -16,7 +16,9 @@ import struct
 import sys
 from enum import IntEnum
 from hashlib import sha256
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
 
 from averaging.errors import ProtocolViolationError
 from averaging.protocol import Buffer
@@ -148,6 +150,9 @@ KEPT_BYTES = 16 << 20
 _UNUSED = 2
 """`sys.getrefcount` of an idle buffer: the list's reference and the argument's."""
 
+Room: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint8]]"
+"""Memory for a frame. A `bytearray` would be filled with zeros first, which took 4 % of a round."""
+
 
 _KEPT_FROM = 64 << 10
 """Smaller buffers are not kept: memory for them is not fresh, and to search among many would cost more."""
@@ -159,7 +164,8 @@ _STEP = 4096
 class BufferPool:
     """The buffers of one transport.
 
-    A view of a buffer, and a tensor that shares its memory, refer to it. So it is free when only this object does.
+    A view of a buffer, and a tensor that shares its memory, refer to it. So it is free when only this object does. The
+    holder of a view may write to it.
     Buffers beyond the limit are not kept, and are freed like any object.
 
     Args:
@@ -168,21 +174,21 @@ class BufferPool:
 
     def __init__(self, limit: int = KEPT_BYTES) -> None:
         self._limit = limit
-        self._kept: list[bytearray] = []
+        self._kept: list[Room] = []
         self._nbytes = 0
         self._next = 0  # where the search begins: buffers mostly become free in the order in which they were taken
 
-    def take(self, nbytes: int) -> bytearray:
+    def take(self, nbytes: int) -> Room:
         """Returns a buffer of at least `nbytes` bytes; its content is arbitrary."""
         if nbytes < _KEPT_FROM:
-            return bytearray(nbytes)
+            return np.empty(nbytes, np.uint8)
         kept = self._kept
         for place in range(self._next, self._next + len(kept)):
             index = place % len(kept)
             if nbytes <= len(kept[index]) <= 2 * nbytes and sys.getrefcount(kept[index]) == _UNUSED:
                 self._next = index + 1
                 return kept[index]
-        buffer = bytearray(-(-nbytes // _STEP) * _STEP)
+        buffer: Room = np.empty(-(-nbytes // _STEP) * _STEP, np.uint8)
         if self._make_room(len(buffer)):
             kept.append(buffer)
             self._nbytes += len(buffer)

@@ -115,6 +115,8 @@ class Link:
         watcher: DisconnectWatcher | None = None,
     ) -> None:
         self._socket, self.name = sock, name
+        # The event loop puts the text of what it does not watch into an exception, which for a socket asks the system.
+        self._descriptor = sock.fileno()
         self._loop = asyncio.get_running_loop()
         self._accepted, self._max_body = accepted, max_body
         self._buffers, self._ciphers = buffers, ciphers
@@ -130,7 +132,6 @@ class Link:
         self._header_view = memoryview(self._header)
         self._header_got = 0
         self._sizes: Sizes | None = None  # of the frame that is being received
-        self._buffer: bytearray | None = None
         self._room: memoryview | None = None
         self._missing = 0  # bytes of its payload
         self._frames: deque[Frame] = deque()
@@ -285,11 +286,11 @@ class Link:
         if self._header_got == HEADER.size:
             self._begin_frame()
         if not self.lost and self._reading:
-            self._loop.add_reader(self._socket, self._readable)
+            self._loop.add_reader(self._descriptor, self._readable)
 
     def _pause(self) -> None:
         self._reading = False
-        self._loop.remove_reader(self._socket)
+        self._loop.remove_reader(self._descriptor)
         if self._watcher is not None:
             self._watcher.watch(self._socket, self._lose)
 
@@ -332,8 +333,7 @@ class Link:
         if not payload:
             self._complete()
             return
-        self._buffer = self._buffers.take(payload)
-        self._room = memoryview(self._buffer)[:payload]
+        self._room = self._buffers.take(payload).data[:payload]
         self._missing = payload
         self._wake(self._reader)
 
@@ -342,7 +342,7 @@ class Link:
         sizes, room = self._sizes, self._room
         if sizes is None:
             return
-        self._sizes = self._buffer = self._room = None
+        self._sizes = self._room = None
         body: Buffer = b""
         head = b""
         if room is not None:
@@ -384,7 +384,7 @@ class Link:
     async def _wait_for_writer(self, limit: float) -> None:
         """Waits until the socket takes more; at the time `limit` of the loop the connection ends."""
         self._writer = writer = self._loop.create_future()
-        self._loop.add_writer(self._socket, self._wake, writer)
+        self._loop.add_writer(self._descriptor, self._wake, writer)
         alarm = None if limit == math.inf else self._loop.call_at(limit, self._fail, UNREAD)
         try:
             await writer
@@ -393,7 +393,7 @@ class Link:
             if alarm is not None:
                 alarm.cancel()
             if not self.lost:
-                self._loop.remove_writer(self._socket)
+                self._loop.remove_writer(self._descriptor)
 
     def _tell_waiters(self) -> None:
         for waiter in self._alive_waiters:
@@ -421,10 +421,10 @@ class Link:
         self._reading = False
         if self._watcher is not None:
             self._watcher.forget(self._socket)
-        self._loop.remove_reader(self._socket)
-        self._loop.remove_writer(self._socket)
+        self._loop.remove_reader(self._descriptor)
+        self._loop.remove_writer(self._descriptor)
         self._socket.close()
-        self._sizes = self._buffer = self._room = None
+        self._sizes = self._room = None
         self._missing = 0
         self._wake(self._reader)
         self._wake(self._writer)
