@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -73,24 +73,22 @@ class Part:
 
     Attributes:
         slices: at least one; their elements follow one another in the part.
+        tensor: index of the first tensor, whose form all others have as well.
+        numel: number of elements.
     """
 
     slices: tuple[Slice, ...]
+    tensor: int = field(init=False, compare=False, repr=False)
+    numel: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tensor", self.slices[0].tensor)
+        object.__setattr__(self, "numel", sum(piece.stop - piece.start for piece in self.slices))
 
     @classmethod
     def of(cls, tensor: int, start: int, stop: int) -> Part:
         """A part of one slice."""
         return cls((Slice(tensor, start, stop),))
-
-    @property
-    def tensor(self) -> int:
-        """Index of the first tensor, whose form all others have as well."""
-        return self.slices[0].tensor
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return sum(piece.stop - piece.start for piece in self.slices)
 
     def divide(self, values: torch.Tensor) -> Iterator[tuple[Slice, torch.Tensor]]:
         """Each slice with its elements, given those of the part in 1-D."""
@@ -102,8 +100,11 @@ class Part:
 
 def have_arrived(tensors: Sequence[Prepared], part: Part) -> bool:
     """Whether this member's elements of a part are here, which may come from a device."""
-    staged = ((tensors[piece.tensor], piece.stop) for piece in part.slices)
-    return all(tensor.has(stop) for tensor, stop in staged if isinstance(tensor, StagedTensor))
+    for number, _, stop in part.slices:
+        tensor = tensors[number]
+        if isinstance(tensor, StagedTensor) and not tensor.has(stop):
+            return False
+    return True
 
 
 class PartForm(ABC, Generic[Tensor, Contributed, Average, Result]):
@@ -214,15 +215,30 @@ class DenseForm(PartForm["torch.Tensor | StagedTensor", torch.Tensor, torch.Tens
 
     def encode(self, tensors: Sequence[torch.Tensor | StagedTensor], part: Part) -> WireTensor:
         """See `PartForm`."""
-        return encode_slices(self.own(tensors, part), self._spec.compression, _lengths(part))
+        return self._encode(self.own(tensors, part), part)
+
+    def _encode(self, values: torch.Tensor, part: Part) -> WireTensor:
+        codec, compression = self._codec, self._spec.compression
+        if len(part.slices) == 1 or codec.elementwise:
+            return WireTensor(codec.pack(values), (part.numel,), codec.wire_dtype, compression)
+        return encode_slices(values, compression, _lengths(part))
 
     def own(self, tensors: Sequence[torch.Tensor | StagedTensor], part: Part) -> torch.Tensor:
         """A view of the tensor, or a copy of several slices."""
-        pieces = [tensors[piece.tensor][piece.start : piece.stop] for piece in part.slices]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        if len(part.slices) == 1:
+            ((number, start, stop),) = part.slices
+            return tensors[number][start:stop]
+        return torch.cat([tensors[number][start:stop] for number, start, stop in part.slices])
 
     def decode(self, wire: WireTensor, part: Part) -> torch.Tensor:
         """See `PartForm`."""
+        codec = self._codec
+        as_usual = wire.compression == self._spec.compression and wire.dtype == codec.wire_dtype
+        if as_usual and (codec.elementwise or len(part.slices) == 1):
+            size = (part.numel,)
+            if len(wire.buffer) == codec.nbytes(size):
+                return codec.unpack(wire.buffer, size)
+        # From other software, or invalid.
         return decode_slices(wire, self._dtype, _lengths(part))
 
     def reducer(self) -> PartReducer[torch.Tensor, torch.Tensor]:
@@ -234,14 +250,15 @@ class DenseForm(PartForm["torch.Tensor | StagedTensor", torch.Tensor, torch.Tens
     ) -> tuple[WireTensor, torch.Tensor]:
         """Converts only uncompressed values to the dtype of the tensor."""
         values = average.to(self._dtype) if compression is CompressionType.NONE else average
-        wire = encode_slices(values, compression, _lengths(part))
+        usual = compression is self._spec.compression
+        wire = self._encode(values, part) if usual else encode_slices(values, compression, _lengths(part))
         if compression is CompressionType.NONE:
             return wire, values
-        return wire, decode_slices(wire, self._dtype, _lengths(part))
+        return wire, self.decode(wire, part)
 
     def decode_answer(self, wire: WireTensor, part: Part) -> torch.Tensor:
         """See `PartForm`."""
-        return decode_slices(wire, self._dtype, _lengths(part))
+        return self.decode(wire, part)
 
     def is_finite(self, values: torch.Tensor) -> bool:
         """See `PartForm`."""

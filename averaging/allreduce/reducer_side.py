@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -45,13 +46,30 @@ class _Sender:
     window: SendWindow
     """Bounds how far its parts are read ahead of the replies it has taken, and so the memory of a round. Beyond it the
     transport's flow control stops the sender."""
-    replies: asyncio.Queue[AveragingData] = field(default_factory=asyncio.Queue)
+    replies: deque[AveragingData] = field(default_factory=deque)
+    answered: asyncio.Future[None] | None = None  # while its stream waits for a reply
     opened: bool = False
     suspected: bool = False
     leave_notice: Dropped | None = None  # from a second stream in its name
-    done: asyncio.Event = field(default_factory=asyncio.Event)
+    done: bool = False
     count: int = 0  # delivered parts
     delivered: dict[int, _Delivered] = field(default_factory=dict)
+
+    def answer(self, reply: AveragingData) -> None:
+        """Adds a reply, which its stream sends when it has sent those before."""
+        self.replies.append(reply)
+        if self.answered is not None and not self.answered.done():
+            self.answered.set_result(None)
+
+    async def next_reply(self) -> AveragingData:
+        """Waits for a reply and takes it."""
+        while not self.replies:
+            self.answered = asyncio.get_running_loop().create_future()
+            try:
+                await self.answered
+            finally:
+                self.answered = None
+        return self.replies.popleft()
 
 
 _NOTHING = torch.empty(0, device="cpu")
@@ -104,13 +122,16 @@ class ReducerSide:
         # Not `self._form`: a reference cycle would keep the averages of the round until Python's garbage collector
         # runs, some rounds later.
         self._reducer = ShardReducer(sizes, weights, lambda number: forms[parts[number].tensor].reducer())
+        self._all_done = asyncio.Event()
+        if not self._senders:
+            self._all_done.set()
         self._over = False
         self._failure: LyingLeaderError | None = None
 
     @property
     def unfinished(self) -> list[str]:
         """The senders that have not sent all parts or have not taken all averages."""
-        return [name for name, sender in self._senders.items() if not sender.done.is_set()]
+        return [name for name, sender in self._senders.items() if not sender.done]
 
     def drop_delaying(self, delays: DelayBudget, now: float) -> None:
         """Drops the senders for which others have waited for too long, `now` seconds after the start of the round."""
@@ -129,7 +150,7 @@ class ReducerSide:
     def begin(self) -> None:
         """Starts the deadlines of the senders. Parts are accepted from now on, but not answered before `run`."""
         for name, sender in self._senders.items():
-            if not sender.opened and not sender.suspected and not sender.done.is_set():
+            if not sender.opened and not sender.suspected and not sender.done:
                 self._monitor.begin(name, Phase.OPENING, self._overdue(name, Phase.OPENING, "sent nothing"))
 
     async def run(self, tensors: Sequence[Prepared]) -> None:
@@ -144,8 +165,7 @@ class ReducerSide:
         if self._failure is None:
             self._tensors = tensors
             self._answer_complete()
-            for sender in self._senders.values():
-                await sender.done.wait()
+            await self._all_done.wait()
         if self._failure is not None:
             raise self._failure
 
@@ -156,7 +176,7 @@ class ReducerSide:
         its leader died. Also called when an unproven stream in its name was invalid or announced that it leaves.
         """
         sender = self._senders.get(dropped.endpoint)
-        if sender is not None and not sender.opened and not sender.suspected and not sender.done.is_set():
+        if sender is not None and not sender.opened and not sender.suspected and not sender.done:
             sender.suspected = True  # later suspicions do not restart the deadline
             shortest = self._monitor.deadlines.shortest
             self._monitor.begin(dropped.endpoint, Phase.OPENING, lambda *_: self._drop(dropped), shortest)
@@ -181,8 +201,8 @@ class ReducerSide:
         """Ends the round: open and later streams are answered with `code`."""
         self._over = True
         for sender in self._senders.values():
-            if not sender.done.is_set():
-                sender.replies.put_nowait(AveragingData(code=code))
+            if not sender.done:
+                sender.answer(AveragingData(code=code))
 
     async def serve(
         self, first: AveragingData, messages: AsyncIterator[AveragingData]
@@ -197,7 +217,7 @@ class ReducerSide:
         if sender is None or sender.opened:
             yield self._refusal(MessageCode.PROTOCOL_VIOLATION, first)
             return
-        if self._over or sender.done.is_set():
+        if self._over or sender.done:
             yield self._refusal(MessageCode.CANCELLED, first)
             return
         try:
@@ -223,7 +243,7 @@ class ReducerSide:
         dropped = Dropped(name, "connection lost", DropCode.CONNECTION_LOST)
         try:
             while replies_sent < len(self._parts):
-                reply = await sender.replies.get()
+                reply = sender.replies.popleft() if sender.replies else await sender.next_reply()
                 if reply.tensor_part is None:
                     dropped = Dropped(name, f"got the answer {reply.code.name}", DropCode.INTERNAL_ERROR)
                     yield self._with_metadata(reply, first)
@@ -238,7 +258,7 @@ class ReducerSide:
         finally:
             # Before any await: gRPC may cancel the call a second time while it waits below.
             if replies_sent == len(self._parts):
-                sender.done.set()
+                self._finish(sender)
                 self._monitor.done(name, Phase.TAKING)
             else:
                 self._drop(sender.leave_notice or dropped)
@@ -280,8 +300,14 @@ class ReducerSide:
         """Ends the round at this member without a result."""
         self._failure, self._over = error, True
         for sender in self._senders.values():
-            sender.replies.put_nowait(AveragingData(code=MessageCode.CANCELLED))
-            sender.done.set()
+            sender.answer(AveragingData(code=MessageCode.CANCELLED))
+            self._finish(sender)
+
+    def _finish(self, sender: _Sender) -> None:
+        """Nothing more is expected of a sender."""
+        sender.done = True
+        if not self.unfinished:
+            self._all_done.set()
 
     async def _read_parts(
         self,
@@ -296,11 +322,12 @@ class ReducerSide:
         arriving = self._monitor.wait(name, Phase.PART, self._overdue(name, Phase.PART, "sent nothing"))
         try:
             for number in range(len(self._parts)):
-                await sender.window.wait(number)
-                if number and not sender.done.is_set():
+                if sender.window.holds(number):
+                    await sender.window.wait(number)
+                if number and not sender.done:
                     arriving.begin()
                     message = await anext(messages, None)
-                if sender.done.is_set():
+                if sender.done:
                     return
                 if message is None:
                     self._monitor.forget(name, Phase.PART)
@@ -357,25 +384,35 @@ class ReducerSide:
 
     def _take(self, name: str, sender: _Sender, number: int, message: AveragingData, values: Any) -> None:
         wire = message.tensor_part or WireTensor()
-        self._reducer.add(name, values)
+        self._reducer.add(name, values, spare=self._is_spare(wire))
         sender.count += 1
         self._tally.received_part(name, len(wire.buffer))
         kept = values if self._schema.reply is ReplyForm.DELTA else _NOTHING
         sender.delivered[number] = _Delivered(CompressionType(wire.compression), kept)
         self._answer_complete()
 
+    def _is_spare(self, wire: WireTensor) -> bool:
+        """Whether nobody else reads the values of a part, so that the sum may be made in their place.
+
+        They are a copy, or in the buffer in which they were received: a transport that passes on memory of others, or
+        what Python takes for constant, makes it read-only.
+        """
+        if self._schema.reply is ReplyForm.DELTA:
+            return False
+        return wire.compression != CompressionType.NONE or not memoryview(wire.buffer).readonly
+
     def _drop(self, dropped: Dropped, code: MessageCode = MessageCode.CANCELLED) -> None:
         """Drops a sender; parts that waited only for it become complete."""
         name = dropped.endpoint
         sender = self._senders[name]
-        if sender.done.is_set():
+        if sender.done:
             return
         # In a run without certificates another member could have caused the drop.
         self._tally.drop(dropped, proven=self._proven(name))
-        sender.done.set()
+        self._finish(sender)
         self._monitor.forget(name, Phase.OPENING, Phase.PART, Phase.TAKING)
         sender.delivered.clear()
-        sender.replies.put_nowait(AveragingData(code=code))
+        sender.answer(AveragingData(code=code))
         self._reducer.drop(name)
         self._answer_complete()
 
@@ -394,7 +431,7 @@ class ReducerSide:
             ]
             if average is None:
                 for sender, _ in waiting:
-                    sender.replies.put_nowait(_NO_AVERAGE)
+                    sender.answer(_NO_AVERAGE)
             elif self._schema.reply is ReplyForm.DELTA:
                 self._answer_with_deltas(number, average, local, waiting)
             else:
@@ -418,7 +455,7 @@ class ReducerSide:
                 if self._me.sends:
                     self._tally.put(part, kept)
         for sender, delivered in waiting:
-            sender.replies.put_nowait(replies[delivered.compression])
+            sender.answer(replies[delivered.compression])
 
     def _answer_with_deltas(
         self, number: int, average: torch.Tensor, local: torch.Tensor | None, waiting: _Waiting
@@ -436,7 +473,7 @@ class ReducerSide:
             if self._is_usable("a delta", number, delivered.values + kept):
                 self._tally.averaged = True
                 reply = AveragingData(MessageCode.AVERAGED_PART, tensor_part=wire)
-            sender.replies.put_nowait(reply)
+            sender.answer(reply)
 
     def _is_usable(self, what: str, number: int, result: Averaged) -> bool:
         """Whether a result may be adopted and sent: the average of finite contributions can overflow its dtype."""

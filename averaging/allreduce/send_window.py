@@ -55,25 +55,28 @@ class SendWindow:
     def __init__(self, send_limits: Sequence[int], max_hold: float | None = None) -> None:
         self._send_limits, self._max_hold = send_limits, max_hold
         self._answered = 0
-        self._moved = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None  # of the part that must wait
         self._enforced = True
 
+    def holds(self, number: int) -> bool:
+        """Whether part `number` must wait."""
+        return self._enforced and number >= self._send_limits[self._answered]
+
     async def wait(self, number: int) -> None:
-        """Returns when part `number` may be sent or read."""
-        if not self._holds(number):
-            return
+        """Returns when part `number` may be sent or read. Only one part waits at a time."""
         try:
             async with asyncio.timeout(self._max_hold):
-                while self._holds(number):
-                    self._moved.clear()
-                    await self._moved.wait()
+                while self.holds(number):
+                    self._waiter = asyncio.get_running_loop().create_future()
+                    await self._waiter
         except TimeoutError:
             self._enforced = False
-
-    def _holds(self, number: int) -> bool:
-        return self._enforced and number >= self._send_limits[self._answered]
+        finally:
+            self._waiter = None
 
     def answered(self) -> None:
         """Records that one more part has its average."""
         self._answered += 1
-        self._moved.set()
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)

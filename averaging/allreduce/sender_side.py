@@ -49,7 +49,8 @@ class ReducerLiveness:
     def __init__(self, name: str, transport: Transport, monitor: WaitMonitor, limit: asyncio.Timeout) -> None:
         self._name, self._transport, self._monitor, self._limit = name, transport, monitor, limit
         self._progressed = 0
-        # Waits that passed their deadline: progress count at the time, and seconds waited; and the task that sees to them.
+        # Waits that passed their deadline, as the progress count at the time and the seconds waited, and what handles
+        # them.
         self._late: list[tuple[int, float]] = []
         self._watching: asyncio.Task[None] | None = None
         self.symptom, self.seconds, self.deadline, self.hold_up = "no reply", 0.0, (0.0, ""), ""
@@ -269,7 +270,8 @@ class SenderSide:
     ) -> AsyncGenerator[AveragingData, None]:
         """The messages of one stream to a reducer; only the first names the group and the sender."""
         for number, part in enumerate(parts):
-            await window.wait(number)
+            if window.holds(number):
+                await window.wait(number)
             progress()
             # What is on a device comes at the speed of the bus.
             while not have_arrived(tensors, part):  # noqa: ASYNC110

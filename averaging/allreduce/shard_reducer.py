@@ -23,13 +23,15 @@ class PartReducer(ABC, Generic[Contributed, Average]):
     """The contributions to one part, until all have arrived."""
 
     @abstractmethod
-    def add(self, values: Contributed, weight: float, place: int) -> None:
+    def add(self, values: Contributed, weight: float, place: int, *, spare: bool = False) -> None:
         """Adds a contribution.
 
         Args:
-            values: may be kept until `finish`, so the caller must not write to them. Nor does the reducer.
+            values: may be kept until `finish`, so the caller must not write to them. Nor does the reducer, unless they
+                are spare.
             weight: its weight, above 0.
             place: place of its member in the group's order, this peer last.
+            spare: whether the reducer may write to `values`, and return them as the average.
         """
 
     @abstractmethod
@@ -63,14 +65,15 @@ class ShardReducer:
         self._parts: dict[int, PartReducer[Any, Any]] = {}  # those with a contribution
         self._completed = 0
 
-    def add(self, sender: str, values: Any) -> None:
+    def add(self, sender: str, values: Any, *, spare: bool = False) -> None:
         """Adds the next part of `sender`.
 
         Args:
             sender: a name in `weights` that has not been dropped.
             values: of the part's size, as its `PartReducer` takes them, such as a 1-D tensor of any floating-point
                 dtype. The reducer may keep a reference until the part is finished, so the caller must not write to it.
-                The reducer does not write to it either.
+                The reducer does not write to it either, unless it is spare.
+            spare: whether it may be overwritten and become the average.
 
         Raises:
             ProtocolViolationError: the shape is wrong, or the shard has no further part.
@@ -83,7 +86,7 @@ class ShardReducer:
                 f"{sender} sent part {number} with shape {list(values.shape)} instead of [{self._sizes[number]}]"
             )
         self._next[sender] = number + 1
-        self._add(number, values, self._weights[sender], self._places[sender])
+        self._add(number, values, self._weights[sender], self._places[sender], spare)
 
     def drop(self, sender: str) -> None:
         """Stops waiting for `sender`."""
@@ -114,13 +117,13 @@ class ShardReducer:
         part = self._parts.pop(number, None)
         return None if part is None else part.finish()
 
-    def _add(self, number: int, values: Any, weight: float, place: int) -> None:
+    def _add(self, number: int, values: Any, weight: float, place: int, spare: bool = False) -> None:
         if weight == 0:
             return  # 0 times NaN would be NaN
         part = self._parts.get(number)
         if part is None:
             part = self._parts[number] = self._reducer_of(number)
-        part.add(values, weight, place)
+        part.add(values, weight, place, spare=spare)
 
 
 class MeanReducer(PartReducer[torch.Tensor, torch.Tensor]):
@@ -133,16 +136,17 @@ class MeanReducer(PartReducer[torch.Tensor, torch.Tensor]):
         # of the members, so this must not depend on the weight of a member that has delivered nothing.
         self._unit, self._relative_weight = 0.0, 0.0
 
-    def add(self, values: torch.Tensor, weight: float, place: int) -> None:
+    def add(self, values: torch.Tensor, weight: float, place: int, *, spare: bool = False) -> None:
         """See `PartReducer`."""
         if values.dtype not in (torch.float32, torch.float64):
-            values = values.to(torch.float32)
+            values, spare = values.to(torch.float32), True
         total, unit = self._sum, self._unit
         if total is None:
-            # The next addition allocates the sum, which saves a copy here.
-            self._sum, self._unit, self._relative_weight = values, weight, 1.0
+            # If it is not spare, the next addition allocates the sum, which saves a copy here.
+            self._sum, self._unit, self._relative_weight, self._is_borrowed = values, weight, 1.0, not spare
             return
-        out = None if self._is_borrowed else total
+        # In memory that is in the processor's cache already, and was not taken for the sum alone.
+        out = total if not self._is_borrowed else values if spare else None
         self._is_borrowed = False
         if weight <= unit:
             self._sum = torch.add(total, values, alpha=weight / unit, out=out)
@@ -176,7 +180,7 @@ class SparseReducer(PartReducer[Contribution, list[Contribution]]):
     def __init__(self) -> None:
         self._kept: dict[int, tuple[Contribution, float]] = {}
 
-    def add(self, values: Contribution, weight: float, place: int) -> None:
+    def add(self, values: Contribution, weight: float, place: int, *, spare: bool = False) -> None:
         """See `PartReducer`."""
         self._kept[place] = values, weight
 
@@ -234,7 +238,7 @@ class RobustReducer(PartReducer[torch.Tensor, torch.Tensor]):
         self._aggregation = aggregation
         self._kept: list[tuple[float, torch.Tensor]] = []
 
-    def add(self, values: torch.Tensor, weight: float, place: int) -> None:
+    def add(self, values: torch.Tensor, weight: float, place: int, *, spare: bool = False) -> None:
         """See `PartReducer`."""
         values = values if values.dtype == torch.float64 else values.to(torch.float32)
         self._kept.append((weight, values))

@@ -123,6 +123,8 @@ class WaitMonitor:
             finally:
                 ticking.cancel()
                 self._checks.clear()  # they refer to the round, which would otherwise be a reference cycle
+                for wait in self._waits.values():
+                    wait.overdue = None  # for the same reason
         if failure is not None:
             raise failure
 
@@ -212,7 +214,9 @@ class WaitMonitor:
         return self.deadlines.probation.includes(name, _now())
 
     def _check(self, clock: FairClock) -> None:
-        pending = {name for (name, phase), wait in self._waits.items() if phase in _OF_SENDERS and wait.since is not None}
+        pending = {
+            name for (name, phase), wait in self._waits.items() if phase in _OF_SENDERS and wait.since is not None
+        }
         isolated = not self._clock.any_received and len(pending) >= 2 and 2 * len(pending) > self._senders
         self._clock.any_received = False
         now = clock.tick(_now(), isolated=isolated)

@@ -175,11 +175,11 @@ class Raw(Codec):
         return prod(size) * self._dtype.itemsize
 
     def pack(self, tensor: torch.Tensor) -> Buffer:
-        """The tensor's own memory if it is contiguous; the caller sends it before the tensor changes."""
-        return view_memory(tensor)
+        """The tensor's own memory if it is contiguous, read-only; the caller sends it before the tensor changes."""
+        return view_memory(tensor).toreadonly()
 
     def unpack(self, buffer: Buffer, size: tuple[int, ...]) -> torch.Tensor:
-        """A view into `buffer`; it must not be written."""
+        """A view into `buffer`; it must not be written unless `buffer` may be."""
         flat = view_bytes(buffer, self._dtype)
         return flat if len(size) == 1 else flat.view(size)
 

@@ -179,7 +179,7 @@ async def test_our_peer_breaks_down(foreign: Foreign, monkeypatch: pytest.Monkey
     def break_down(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("averaging.allreduce.part_forms.encode_slices", break_down)
+    monkeypatch.setattr("averaging.allreduce.part_forms.DenseForm.encode", break_down)
     bad = await foreign.peer()
     await bad.answer_parts(replies=[])
     async with our_peer([values(1)], part_size_bytes=PART) as us:

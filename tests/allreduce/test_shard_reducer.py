@@ -31,6 +31,7 @@ def test_every_part_is_the_average_of_the_senders_that_delivered_it(
         (s, p): torch.tensor([rng.uniform(-9, 9) for _ in range(sizes[p])]) for s in weights for p in range(parts)
     }
     local = [torch.tensor([rng.uniform(-9, 9) for _ in range(size)]) for size in sizes]
+    before = {place: tensor.clone() for place, tensor in values.items()}
 
     reducer = ShardReducer(sizes, weights)
     delivered: dict[str, int] = dict.fromkeys(weights, 0)
@@ -51,10 +52,17 @@ def test_every_part_is_the_average_of_the_senders_that_delivered_it(
             alive.discard(sender)
             reducer.drop(sender)
         else:
-            reducer.add(sender, values[sender, delivered[sender]])
+            sent = values[sender, delivered[sender]]
+            if rng.random() < 0.5:
+                reducer.add(sender, sent.clone(), spare=True)
+            else:
+                reducer.add(sender, sent)
             delivered[sender] += 1
         take()
 
+    assert all(
+        torch.equal(values[place], tensor) for place, tensor in before.items()
+    )  # what is not spare is not written
     for number, result in results.items():
         terms = [(weights[s], values[s, number]) for s in contributors[number]]
         if with_local:

@@ -149,8 +149,8 @@ async def group_with(
         group.announced = await us.begins(good, bad)
         add = ShardReducer.add
 
-        def watched(self: ShardReducer, sender: str, values: torch.Tensor) -> None:
-            add(self, sender, values)
+        def watched(self: ShardReducer, sender: str, values: torch.Tensor, *, spare: bool = False) -> None:
+            add(self, sender, values, spare=spare)
             group.take(sender)
 
         with pytest.MonkeyPatch.context() as patch:

@@ -218,10 +218,7 @@ class Link:
             except OSError:
                 self._lose()
                 continue
-            while pieces and sent >= len(pieces[0]):
-                sent -= len(pieces.pop(0))
-            if pieces:
-                pieces[0] = pieces[0][sent:]
+            pieces = _rest(pieces, sent)
         self._sending = False
         if self._alive_wanted:
             self.tell_alive()
@@ -429,6 +426,15 @@ class Link:
         self._wake(self._reader)
         self._wake(self._writer)
         self._tell_waiters()
+
+
+def _rest(pieces: list[memoryview], sent: int) -> list[memoryview]:
+    """What is left of a frame after so many bytes of it."""
+    for place, piece in enumerate(pieces):
+        if sent < len(piece):
+            return [piece[sent:], *pieces[place + 1 :]]
+        sent -= len(piece)
+    return []
 
 
 def set_options(sock: socket.socket) -> None:

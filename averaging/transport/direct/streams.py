@@ -25,7 +25,7 @@ from averaging.errors import (
     printable,
     refusal_cause,
 )
-from averaging.protocol import AveragingData, Buffer
+from averaging.protocol import AveragingData, Buffer, MessageCode, WireTensor
 from averaging.transport import AveragingService, linger, parse
 from averaging.transport.direct.frames import MAX_HEAD_BYTES, FrameKind
 from averaging.transport.direct.link import FRAMES_AHEAD, Link
@@ -59,15 +59,24 @@ def encode_head(data: AveragingData) -> bytes:
         ProtocolViolationError: the result is longer than other peers accept.
     """
     tensor = data.tensor_part
-    head = _encode(data.with_tensor(None if tensor is None else tensor.with_buffer(b"")))
-    if len(head) > MAX_HEAD_BYTES:
-        raise ProtocolViolationError(f"a message with {len(head)} bytes besides its tensor; at most {MAX_HEAD_BYTES}")
-    return head
+    if tensor is None or data.endpoint:  # the first or the last message of a stream
+        return _encode(data)
+    return _encode_usual(data.code, data.group_id, data.metadata, tensor.size, tensor.dtype, tensor.compression)
 
 
 @lru_cache(maxsize=MAX_HEADS)
+def _encode_usual(
+    code: MessageCode, group_id: bytes, metadata: bytes, size: tuple[int, ...], dtype: str, compression: int
+) -> bytes:
+    return _encode(AveragingData(code, group_id, "", WireTensor(b"", size, dtype, compression), metadata))
+
+
 def _encode(data: AveragingData) -> bytes:
-    return AVERAGING_DATA.SerializeToString(data)
+    tensor = data.tensor_part
+    head = AVERAGING_DATA.SerializeToString(data.with_tensor(None if tensor is None else tensor.with_buffer(b"")))
+    if len(head) > MAX_HEAD_BYTES:
+        raise ProtocolViolationError(f"a message with {len(head)} bytes besides its tensor; at most {MAX_HEAD_BYTES}")
+    return head
 
 
 class HeaderCache:
