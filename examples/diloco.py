@@ -68,8 +68,8 @@ def main(arguments: list[str] | None = None) -> None:
         metavar="CODE",
         help="compression, the same at all peers: %(choices)s (none)",
     )
-    parser.add_argument("--density", type=share, default=1 / 64, help="share of the changes that top_k sends (1/64)")
-    parser.add_argument("--bits", type=int, choices=KEPT_BITS, default=2, help="bits of each of them: %(choices)s (2)")
+    parser.add_argument("--density", type=share, help="share of the changes that top_k sends (1/64)")
+    parser.add_argument("--bits", type=int, choices=KEPT_BITS, help="bits of each of them: %(choices)s (2)")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="inner optimizer: %(choices)s (adamw)")
     parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="write losses and rounds here")
     options = parse(parser, arguments)

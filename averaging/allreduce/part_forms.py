@@ -18,6 +18,7 @@ from averaging.allreduce.shard_reducer import MeanReducer, PartReducer, RobustRe
 from averaging.errors import ConfigError
 from averaging.protocol import MEAN, Aggregation, AggregationKind, CompressionType, TopK, WireTensor
 from averaging.tensors import (
+    OBJECTS_AT_ONCE,
     BlockLayout,
     Contribution,
     Schema,
@@ -95,7 +96,13 @@ class Part:
         if len(self.slices) == 1:
             yield self.slices[0], values
             return
-        yield from zip(self.slices, torch.split(values, _lengths(self)), strict=True)
+        start = 0
+        for first in range(0, len(self.slices), OBJECTS_AT_ONCE):
+            slices = self.slices[first : first + OBJECTS_AT_ONCE]
+            lengths = [piece.numel for piece in slices]
+            stop = start + sum(lengths)
+            yield from zip(slices, torch.split(values[start:stop], lengths), strict=True)
+            start = stop
 
 
 def have_arrived(tensors: Sequence[Prepared], part: Part) -> bool:
@@ -228,7 +235,11 @@ class DenseForm(PartForm["torch.Tensor | StagedTensor", torch.Tensor, torch.Tens
         if len(part.slices) == 1:
             ((number, start, stop),) = part.slices
             return tensors[number][start:stop]
-        return torch.cat([tensors[number][start:stop] for number, start, stop in part.slices])
+        pieces = []
+        for first in range(0, len(part.slices), OBJECTS_AT_ONCE):
+            slices = part.slices[first : first + OBJECTS_AT_ONCE]
+            pieces.append(_joined([tensors[number][start:stop] for number, start, stop in slices]))
+        return _joined(pieces)
 
     def decode(self, wire: WireTensor, part: Part) -> torch.Tensor:
         """See `PartForm`."""
@@ -263,6 +274,10 @@ class DenseForm(PartForm["torch.Tensor | StagedTensor", torch.Tensor, torch.Tens
     def is_finite(self, values: torch.Tensor) -> bool:
         """See `PartForm`."""
         return finite_as(values, self._dtype)
+
+
+def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
 
 
 def _lengths(part: Part) -> list[int]:

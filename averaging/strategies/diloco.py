@@ -117,11 +117,13 @@ class DiLoCo(LockstepStrategy):
             is the weight of the local steps made meanwhile: `global + alpha * (local - local at the round's start)`,
             since what was not sent stays in the residual.
         compression: see `Strategy`; `"top_k"` sends the largest elements only.
-        density: with `top_k`, the share of the elements of each block that is sent; the same at all peers.
-        bits: with `top_k`, bits of each value that is sent, 2, 4 or 8; the same at all peers.
-        decay: with `top_k`, factor of the residual in each round, from 0 to 1; this peer's own. 1 forgets nothing.
-        mean_over: with `top_k`, whether an element is averaged over the `"senders"` that sent it, or over `"all"`
-            members of the round, of which the others count as 0; the same at all peers.
+        density: with `top_k`, the share of the elements of each block that is sent, by default 1/64; the same at all
+            peers.
+        bits: with `top_k`, bits of each value that is sent, 2 (the default), 4 or 8; the same at all peers.
+        decay: with `top_k`, factor of the residual in each round, from 0 to 1, by default 0.95; this peer's own. 1
+            forgets nothing.
+        mean_over: with `top_k`, whether an element is averaged over the `"senders"` that sent it, as by default, or
+            over `"all"` members of the round, of which the others count as 0; the same at all peers.
         error_feedback: see `Strategy`; `top_k` has its own.
         max_norm: limit for the gradients of each local step and for the pseudo-gradient, see `Strategy`.
         quorum: see `Strategy`. A peer that has missed a round trains on, sends the change of its local steps to the
@@ -144,10 +146,10 @@ class DiLoCo(LockstepStrategy):
         delay: int = 0,
         alpha: float = 0.0,
         compression: CompressionType | str | None = None,
-        density: float = 1 / 64,
-        bits: int = 2,
-        decay: float = 0.95,
-        mean_over: MeanOver | str = MeanOver.SENDERS,
+        density: float | None = None,
+        bits: int | None = None,
+        decay: float | None = None,
+        mean_over: MeanOver | str | None = None,
         error_feedback: bool = False,
         max_norm: float | None = None,
         quorum: int | float | None = None,
@@ -177,8 +179,8 @@ class DiLoCo(LockstepStrategy):
                 "alpha does not go with quorum: there the local steps made during a round stay on top of its result "
                 "and are sent with the next one; leave alpha out"
             )
-        self.top_k = self._top_k({"density": density, "bits": bits, "decay": decay, "mean_over": mean_over})
-        self.decay = decay
+        given = {"density": density, "bits": bits, "decay": decay, "mean_over": mean_over}
+        self.top_k, self.decay = self._top_k({name: value for name, value in given.items() if value is not None})
         outer = outer or (PLAIN if self.top_k else NESTEROV)
         if not callable(outer):
             raise ConfigError(
@@ -209,20 +211,18 @@ class DiLoCo(LockstepStrategy):
             sparse += f", decay={self.decay:g}, mean_over={self.top_k.mean_over.value}"
         return f"DiLoCo(sync_every={self.sync_every!r}{options}{self._options()}{sparse})"
 
-    def _top_k(self, options: Mapping[str, Any]) -> TopK | None:
-        """The options of `top_k`, checked; None with another compression.
+    def _top_k(self, given: Mapping[str, Any]) -> tuple[TopK | None, float]:
+        """The options of `top_k` and the decay of its residual, checked; None with another compression.
 
         Raises:
             ConfigError: one of them is invalid, or was given with another compression.
         """
-        changed = [name for name, value in options.items() if value != TOP_K_DEFAULTS[name]]
-        if self.compression is not CompressionType.TOP_K:
-            if changed:
-                raise ConfigError(
-                    f"{changed[0]} is an option of compression='top_k'; set that, or leave {changed[0]} out"
-                )
-            return None
+        options = {**TOP_K_DEFAULTS, **given}
         decay = options["decay"]
+        if self.compression is not CompressionType.TOP_K:
+            for name in given:
+                raise ConfigError(f"{name} is an option of compression='top_k'; set that, or leave {name} out")
+            return None, decay
         if not (is_finite(decay) and 0 <= decay <= 1):
             raise ConfigError(f"decay, the factor of the residual in each round, must be from 0 to 1, not {decay!r}")
         if self.error_feedback:
@@ -230,7 +230,7 @@ class DiLoCo(LockstepStrategy):
                 "error_feedback does not go with compression='top_k', which has its own: what was not sent is kept in "
                 "the residual; leave error_feedback out, and set decay instead"
             )
-        return TopK(options["density"], options["bits"], one_of(MeanOver, options["mean_over"], "mean_over"))
+        return TopK(options["density"], options["bits"], one_of(MeanOver, options["mean_over"], "mean_over")), decay
 
     @property
     def samples(self) -> float:

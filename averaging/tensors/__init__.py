@@ -35,6 +35,7 @@ from averaging.tensors.manifest import (
 )
 from averaging.tensors.schema import Schema, TensorSpec, describe, first_difference
 from averaging.tensors.shared_tensors import (
+    OBJECTS_AT_ONCE,
     SharedTensors,
     Write,
     all_finite,
@@ -76,6 +77,7 @@ __all__ = [
     "AVERAGED_DTYPES",
     "BLOCK_ELEMENTS",
     "DTYPES",
+    "OBJECTS_AT_ONCE",
     "STATE_DTYPES",
     "WEIGHT_DTYPES",
     "BlockLayout",

@@ -85,11 +85,11 @@ def train_joined(
     recipe: Recipe, case: Case, model: LanguageModel, steps: int, peers: int, seed: int, say: Say
 ) -> Trained:
     """Trains one model with the batches of all peers."""
-    inner, curve = Inner(model, case.muon), Curve(recipe, steps)
+    inner, curve = Inner(model, case.lr, case.muon), Curve(recipe, steps)
     parts = [batches(recipe, peers, part, seed) for part in range(peers)]
     for step in range(steps):
         joined = torch.cat([next(part) for part in parts])
-        train_step(recipe, model, inner, joined, case.lr * recipe.lr_factor(step, steps))
+        train_step(recipe, model, inner, joined, recipe.lr_factor(step, steps))
         curve.trained.samples += len(joined)
         curve.note([model], step, step + 1)
         if (step + 1) % 100 == 0:
@@ -118,16 +118,16 @@ def train_replicas(
     replicas = [LanguageModel(recipe.size) for _ in range(peers)]
     for replica in replicas:
         replica.load_state_dict(model.state_dict())
-    inners = [Inner(replica, case.muon) for replica in replicas]
-    outer = Outer(case, replicas, orders)
+    inners = [Inner(replica, case.lr, case.muon) for replica in replicas]
+    outer = Outer(case, [inner.parameters for inner in inners], orders)
     curve = Curve(recipe, steps)
     parts = [batches(recipe, peers, part, seed) for part in range(peers)]
     speeds, ticks = case.speeds(peers), case.ticks(steps, peers)
     for tick in range(ticks):
-        lr = case.lr * recipe.lr_factor(tick, ticks)
+        factor = recipe.lr_factor(tick, ticks)
         for peer, speed in enumerate(speeds):
             if steps_in(tick, speed):
-                train_step(recipe, replicas[peer], inners[peer], next(parts[peer]), lr)
+                train_step(recipe, replicas[peer], inners[peer], next(parts[peer]), factor)
                 outer.steps[peer] += 1
                 curve.trained.samples += recipe.batch
         outer.after(tick + 1, last=tick + 1 == ticks)
@@ -142,15 +142,20 @@ def train_replicas(
 class Outer:
     """The outer side of all peers: which tensors are averaged after which step, and what becomes of the average.
 
+    Args:
+        replicas: the parameters of each peer.
+        orders: see `train_replicas`.
+
     Attributes:
         steps: local steps of each peer since the last round, the weights of a round.
         rounds: number of rounds so far.
         bits: contributed by each peer so far.
     """
 
-    def __init__(self, case: Case, replicas: Sequence[LanguageModel], orders: Sequence[Sequence[int]] = ()) -> None:
-        self._case, self._orders = case, orders
-        self._replicas = [list(replica.parameters()) for replica in replicas]
+    def __init__(
+        self, case: Case, replicas: Sequence[Sequence[torch.nn.Parameter]], orders: Sequence[Sequence[int]] = ()
+    ) -> None:
+        self._case, self._orders, self._replicas = case, orders, replicas
         anchors = [torch.nn.Parameter(parameter.detach().clone()) for parameter in self._replicas[0]]
         sizes = [anchor.numel() for anchor in anchors]
         self._anchors = anchors

@@ -155,12 +155,12 @@ def new_model(recipe: Recipe, seed: int) -> LanguageModel:
         return LanguageModel(recipe.size)
 
 
-def train_step(recipe: Recipe, model: LanguageModel, inner: Inner, batch: torch.Tensor, lr: float) -> None:
-    """One step of the inner optimizer with clipped gradients."""
+def train_step(recipe: Recipe, model: LanguageModel, inner: Inner, batch: torch.Tensor, factor: float) -> None:
+    """One step of the inner optimizer with clipped gradients, at this fraction of its maximum learning rate."""
     inner.zero_grad()
     model.loss(batch).backward()  # type: ignore[no-untyped-call]
     clip_grad_norm_(model.parameters(), recipe.max_norm)
-    inner.step(lr)
+    inner.step(factor)
 
 
 class Inner:
@@ -168,24 +168,30 @@ class Inner:
 
     Args:
         model: the model to train.
+        lr: maximum learning rate of AdamW.
         muon: learning rate of Muon in proportion to that of AdamW; None is AdamW alone.
     """
 
-    def __init__(self, model: LanguageModel, muon: float | None = None) -> None:
+    def __init__(self, model: LanguageModel, lr: float, muon: float | None = None) -> None:
         matrices = [parameter for parameter in model.blocks.parameters() if parameter.dim() == 2]
         inside = {id(matrix) for matrix in matrices} if muon is not None else set()
         others = [parameter for parameter in model.parameters() if id(parameter) not in inside]
-        self._pairs: list[tuple[torch.optim.Optimizer, float]] = [(adamw(others), 1.0)]
+        self._pairs: list[tuple[torch.optim.Optimizer, float]] = [(adamw(others), lr)]
         if muon is not None:
-            self._pairs.append((torch.optim.Muon(matrices, lr=0.0, weight_decay=0.0), muon))
+            self._pairs.insert(0, (torch.optim.Muon(matrices, lr=0.0, weight_decay=0.0), lr * muon))
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """All parameters in the order in which the library averages them: that of an optimizer's groups."""
+        return [one for optimizer, _ in self._pairs for group in optimizer.param_groups for one in group["params"]]
 
     def zero_grad(self) -> None:
         for optimizer, _ in self._pairs:
             optimizer.zero_grad()
 
-    def step(self, lr: float) -> None:
-        """One step with this learning rate of AdamW."""
-        for optimizer, factor in self._pairs:
+    def step(self, factor: float) -> None:
+        """One step at this fraction of the maximum learning rates, rounded as a scheduler of torch rounds it."""
+        for optimizer, lr in self._pairs:
             for group in optimizer.param_groups:
                 group["lr"] = lr * factor
             optimizer.step()
@@ -216,11 +222,11 @@ def start_model(recipe: Recipe, start: str, seed: int, cache_folder: Path, say: 
 
 def train_start(recipe: Recipe, model: LanguageModel, seed: int) -> None:
     """Trains a random model with joined batches."""
-    inner = Inner(model)
+    inner = Inner(model, START_LR)
     parts = [batches(recipe, recipe.joint_peers, part, seed + 500) for part in range(recipe.joint_peers)]
     for step in range(recipe.joint_steps):
         rise = min(1.0, (step + 1) / (recipe.warm_up * recipe.joint_steps))
-        train_step(recipe, model, inner, torch.cat([next(part) for part in parts]), START_LR * rise)
+        train_step(recipe, model, inner, torch.cat([next(part) for part in parts]), rise)
 
 
 @contextmanager

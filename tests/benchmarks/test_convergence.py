@@ -125,9 +125,17 @@ def test_peers_of_unequal_speed_train_on_as_many_samples() -> None:
     assert trained.rounds == 1
 
 
-@pytest.mark.parametrize(("case", "apart"), [(diloco(4, "int8"), 1e-5), (top_k(4, 16, 2), 0.0)], ids=["int8", "top-k"])
+@pytest.mark.parametrize(
+    ("case", "apart"),
+    [
+        (diloco(4, "int8"), 1e-5),
+        (top_k(4, 16, 2), 0.0),
+        (replace(all_cases()["muon-top-k-32-2bit-h15"], every=4), 0.0),
+    ],
+    ids=["int8", "top-k", "Muon, top-k"],
+)
 def test_the_library_and_the_reference_end_alike_if_the_members_have_the_same_order(case: Case, apart: float) -> None:
-    """With top-k to the last bit; sums of int8 are rounded in another way."""
+    """With top-k to the last bit; dense values are summed in the order in which they arrive."""
     model = new_model(SMALL, 0)
     library = train_with_library(SMALL, case, model, 8, 3, 0, lambda _: None)
     mine = plain.train_replicas(SMALL, case, model, 8, 3, 0, lambda _: None, library.orders)

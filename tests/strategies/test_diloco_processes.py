@@ -413,9 +413,10 @@ def test_a_newcomer_with_another_strategy_is_refused(start: Start) -> None:
         ({"sync_every": 10, "compression": "top_k", "decay": -0.1}, "decay.* must be from 0 to 1, not -0.1"),
         ({"sync_every": 10, "compression": "top_k", "mean_over": "some"}, "mean_over .* senders, all"),
         ({"sync_every": 10, "compression": "top_k", "error_feedback": True}, "leave error_feedback out"),
-        ({"sync_every": 10, "density": 0.1}, "density is an option of compression='top_k'; set that"),
+        ({"sync_every": 10, "density": 1 / 64}, "density is an option of compression='top_k'; set that"),
         ({"sync_every": 10, "compression": "int8", "bits": 4}, "bits is an option of compression='top_k'"),
         ({"sync_every": 10, "decay": 1.0}, "decay is an option of compression='top_k'"),
+        ({"sync_every": 10, "compression": "int8", "bits": 2}, "bits is an option of compression='top_k'"),
         ({"sync_every": 10, "mean_over": "all"}, "mean_over is an option of compression='top_k'"),
     ],
 )

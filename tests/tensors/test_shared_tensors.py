@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
 
+from averaging.allreduce.part_forms import Part, Slice, forms_of
 from averaging.errors import RoundError, TensorError
+from averaging.tensors.schema import describe
 from averaging.tensors.shared_tensors import SharedTensors, Write
 
 
@@ -141,3 +145,34 @@ def test_a_tied_tensor_waits_until_the_other_one_has_been_sent() -> None:
 def test_an_empty_collection_is_refused() -> None:
     with pytest.raises(TensorError, match="there are no tensors to average"):
         SharedTensors({})
+
+
+def collections(action: Callable[[], object]) -> int:
+    """How often the garbage collector looks for young objects while `action` runs."""
+    begun = 0
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        nonlocal begun
+        begun += phase == "start"
+
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        action()
+    finally:
+        gc.callbacks.remove(note)
+    return begun
+
+
+def test_the_collector_does_not_run_because_there_are_many_small_tensors() -> None:
+    """It walks all objects of the process if it runs often."""
+    tensors = SharedTensors([torch.zeros(3) for _ in range(20_000)])
+    part, values = Part(tuple(Slice(number, 0, 3) for number in range(20_000))), torch.arange(60_000.0)
+    form = forms_of(describe(tensors.names[:1], tensors.tensors[:1], part_size_bytes=1 << 20))[0]
+    changes = ((piece.tensor, piece.start, elements) for piece, elements in part.divide(values))
+    assert collections(lambda: tensors.write(changes)) <= 2
+    assert torch.equal(torch.cat(tensors.tensors), values)
+    assert collections(tensors.check_finite) <= 2
+    flat = tensors.flat()
+    assert collections(lambda: form.own(flat, part)) <= 2
+    assert torch.equal(form.own(flat, part), values)

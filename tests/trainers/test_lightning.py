@@ -29,6 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*exists and is not empty"),
+    pytest.mark.filterwarnings("ignore:The `srun` command"),
 ]
 
 
