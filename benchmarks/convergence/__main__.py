@@ -2,7 +2,9 @@
 
 `python -m benchmarks.convergence` trains a small byte-level transformer on the Python standard library's sources: with
 the joined batch in one process, and with peers that average rarely and with few bits. Each way is trained in plain
-PyTorch (`plain`) and with the library (`library`), from a start that is trained already and from a random one.
+PyTorch (`plain`) and with the library (`library`), from a start that is trained already and from a random one. Plain
+PyTorch trains again with the orders of the library's groups (`replayed`), and the bytes of what the library does not
+train to the end are those of two rounds (`receipts`).
 
 The whole takes days, so it is made of cells that are run in pieces, the most telling first; `--rows page` are those
 that the page needs. A cell is recorded as soon as it is done, and is not run again. One that is cut off by `--minutes`
@@ -103,7 +105,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--peers", type=listed(PEERS), default=PEERS, metavar="N,…", help="4,8 (both)")
     made.add_argument("--seeds", type=listed(SEEDS), default=SEEDS, metavar="N,…", help="0,1 (both)")
     made.add_argument(
-        "--by", type=listed(SYSTEMS), default=SYSTEMS, metavar="NAME,…", help="plain,library,replayed (all)"
+        "--by", type=listed(SYSTEMS), default=SYSTEMS, metavar="NAME,…", help="plain,library,replayed,receipts (all)"
     )
     made.add_argument("--lr", type=positive, nargs="+", help="try these inner learning rates instead of the cases' own")
     made.add_argument("--minutes", type=positive, help="end then, without the cells that are not done (no limit)")

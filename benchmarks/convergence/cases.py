@@ -76,7 +76,7 @@ class Case:
         if not self.every or self.codec == "two_bit" or (self.every * self.last_speed) % 1:
             return ("plain",)
         # Rounds beside the training end when they end, so there is no order to replay.
-        return SYSTEMS if self.last_speed == 1 and not self.delay else ("plain", "library")
+        return ("plain", "library", "replayed") if self.last_speed == 1 and not self.delay else ("plain", "library")
 
     def speeds(self, peers: int) -> list[float]:
         """Local steps of each peer in one step of the others."""
@@ -190,7 +190,8 @@ class Cell:
     Attributes:
         start: `trained` or `random`.
         peers: number of peers; the joined batch has the batches of as many.
-        by: `plain` torch in one process, the `library`, or plain torch that has `replayed` the library's orders.
+        by: `plain` torch in one process, the `library`, plain torch that has `replayed` the library's orders, or
+            `receipts`, the library for two rounds.
         case: name of the case.
         seed: of the model and of the order of its text.
     """
@@ -201,6 +202,10 @@ class Cell:
     case: str
     seed: int
 
+    def steps(self, whole: int) -> int:
+        """Steps of each peer, of `whole` in a whole training."""
+        return RECEIPT_ROUNDS * all_cases()[self.case].every if self.by == "receipts" else whole
+
     @property
     def row(self) -> str:
         """Key of the cells that differ in the seed alone."""
@@ -210,7 +215,16 @@ class Cell:
         return f"{self.row}/{self.seed}"
 
 
-STARTS, PEERS, SEEDS, SYSTEMS = ("trained", "random"), (4, 8), (0, 1), ("plain", "library", "replayed")
+STARTS, PEERS, SEEDS = ("trained", "random"), (4, 8), (0, 1)
+SYSTEMS = ("plain", "library", "replayed", "receipts")
+
+RECEIPTS = {
+    4: ("top-k-128-2bit-h15", "top-k-32-4bit-h15", "top-k-32-8bit-h15"),
+    8: ("diloco-h30", "int8-h30", "top-k-32-2bit-h30", "top-k-64-2bit-h30"),
+}
+"""Cases whose bytes two rounds of the library tell, by the number of peers; it trains none of them to the end."""
+
+RECEIPT_ROUNDS = 2
 
 MAIN = (
     "diloco-h{}", "int8-h{}", "top-k-32-2bit-h{}", "top-k-64-2bit-h{}", "top-k-128-2bit-h{}", "top-k-32-4bit-h{}",
@@ -241,13 +255,14 @@ def page_cells() -> list[Cell]:
         trained(4, "plain", (*JOINED, *often, *seldom), first),
         trained(4, "plain", (*JOINED, *often), second),
         _cells("random", 4, "plain", ("joined", *few), first),
-        trained(8, "plain", ("joined", *few), first),
+        trained(8, "plain", ("joined", *few, "top-k-32-2bit-h15", "top-k-64-2bit-h15"), first),
         trained(4, "library", IN_LIBRARY, first),
         trained(4, "replayed", IN_LIBRARY, first),
         trained(4, "plain", seldom, second),
         trained(4, "plain", MUON_COMPRESSED, SEEDS),
         trained(4, "library", IN_LIBRARY, second),
         trained(4, "replayed", IN_LIBRARY, second),
+        (Cell("trained", peers, "receipts", name, 0) for peers, names in RECEIPTS.items() for name in names),
     )
     return list(itertools.chain.from_iterable(tiers))
 

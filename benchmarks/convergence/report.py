@@ -122,10 +122,11 @@ class Recorded:
         """
         for other in [row, *self.rows.values()]:
             if wire(other.case) == wire(row.case) and other.peers == row.peers:
-                for cell in other.cells["library"].values():
+                for cell in (*other.cells["library"].values(), *other.cells["receipts"].values()):
                     pause = row.case.every / other.case.every if row.case.every and other.case.every else 1.0
-                    steps = self.steps(row.start) / self.steps(other.start)
-                    return float(cell["sent"]) * steps / pause
+                    steps = self.steps(row.start) / cell.get("steps", self.steps(other.start))
+                    sent: float = cell["sent"] * steps / pause
+                    return sent
         return None
 
 

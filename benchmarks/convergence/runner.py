@@ -53,7 +53,7 @@ class Job:
 
     def work(self, recipe: Recipe) -> float:
         """Steps of all peers together, to which the seconds are in proportion."""
-        return recipe.steps_from(self.cell.start) * self.cell.peers
+        return self.cell.steps(recipe.steps_from(self.cell.start)) * self.cell.peers
 
 
 def run(
@@ -72,18 +72,18 @@ def run(
         _prepared.append(folder)
     cell, case = job.cell, job.case
     tell = partial(say, job.key)
-    steps = recipe.steps_from(cell.start)
+    steps = cell.steps(recipe.steps_from(cell.start))
     model = start_model(recipe, cell.start, cell.seed, folder, tell)
     begun = time.perf_counter()
     arguments = (recipe, case, model, steps, cell.peers, cell.seed, tell)
-    if cell.by == "library":
+    if cell.by in ("library", "receipts"):
         from benchmarks.convergence.library import train_with_library  # plain torch needs no gRPC
 
         trained = train_with_library(*arguments)
     else:
         trained = train_replicas(*arguments, orders) if case.every else train_joined(*arguments)
     seconds = time.perf_counter() - begun
-    return {"lr": case.lr, **asdict(trained), "seconds": round(seconds, 1)} | provenance(commit)
+    return {"lr": case.lr, "steps": steps, **asdict(trained), "seconds": round(seconds, 1)} | provenance(commit)
 
 
 _prepared: list[Path] = []
@@ -211,14 +211,14 @@ def rates(recipe: Recipe, cells: Mapping[str, Mapping[str, Any]], library: bool)
     found, here = [], this_machine()
     for key, cell in cells.items():
         start, peers, system, _, _ = key.split("/")
-        if (system == "library") == library and cell.get("machine", here) == here:
+        if system != "receipts" and (system == "library") == library and cell.get("machine", here) == here:
             found.append(cell["seconds"] / (recipe.steps_from(start) * int(peers)))
     return found
 
 
 def estimate(recipe: Recipe, cells: Mapping[str, Mapping[str, Any]], job: Job) -> float:
     """Seconds that a cell probably takes, by the median of those recorded on this machine; 0 if there are none."""
-    known = rates(recipe, cells, job.cell.by == "library") or rates(recipe, cells, library=False)
+    known = rates(recipe, cells, job.cell.by in ("library", "receipts")) or rates(recipe, cells, library=False)
     return statistics.median(known) * job.work(recipe) if known else 0.0
 
 
