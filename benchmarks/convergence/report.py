@@ -15,6 +15,7 @@ mpl.use("Agg")  # before pyplot, because there may be no display
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 
 from benchmarks.convergence.cases import SYSTEMS, Case, all_cases, all_cells, page_cells
 from benchmarks.convergence.runner import landed
@@ -377,12 +378,14 @@ def draw(results: Mapping[str, Any], folder: Path) -> None:
     decorate(axes, "contributed by a peer, of float32 gradients at every step")
     scatter(axes, rows, lambda row: 1 / row.case.ratio if row.case.ratio else None)
     axes.set_xscale("log")
+    explain_points(figure, rows)
     save(figure, folder / "bytes.png")
 
     figure, parts = plt.subplots(1, len(MBITS), figsize=(15, 5), layout="constrained", sharey=True)
     for axes, mbit in zip(parts, MBITS, strict=True):
         decorate(axes, f"seconds of training at {mbit} Mbit/s")
         scatter(axes, rows, partial(seconds, recorded, mbit))
+    explain_points(figure, rows)
     save(figure, folder / "seconds.png")
 
 
@@ -392,17 +395,70 @@ def seconds(recorded: Recorded, mbit: float, row: Row) -> float | None:
     return None if sent is None else recorded.steps(row.start) * STEP_SECONDS + sent * 8 / (mbit * 1e6)
 
 
+FAMILIES: Mapping[str, str] = {
+    "DiLoCo, float32": "#0072B2",
+    "int8": "#009E73",
+    "top-k 1/16": "#F4A582",
+    "top-k 1/32": "#D55E00",
+    "top-k 1/64": "#E69F00",
+    "top-k 1/128": "#8C564B",
+    "Streaming DiLoCo": "#56B4E9",
+    "Muon inside": "#CC79A7",
+    "Muon inside, compressed": "#7A3E8F",
+    "one slow peer": "#7F7F7F",
+}
+"""Colours of the points."""
+
+MARKERS = {15: "o", 30: "s", 50: "^", 100: "D"}
+"""By the number of local steps between two rounds."""
+
+
+def family(case: Case) -> str:
+    """What a case has its colour from."""
+    if case.last_speed != 1:
+        return "one slow peer"
+    if case.muon is not None:
+        return "Muon inside" if case.codec == "none" else "Muon inside, compressed"
+    if case.codec == "top_k":
+        return f"top-k 1/{case.keeps}"
+    return "int8" if case.codec == "int8" else "Streaming DiLoCo" if case.fragments > 1 else "DiLoCo, float32"
+
+
+def is_variant(case: Case) -> bool:
+    """Whether a case differs from its neighbour in the values or the residual alone; its point is hollow."""
+    return case.codec == "top_k" and (case.bits != 2 or case.decay == 1)
+
+
 def scatter(axes: Axes, rows: Mapping[str, Row], x: Callable[[Row], float | None]) -> None:
     """Draws a point for each row that has this x, and the joined batch as a line."""
     for name, row in rows.items():
-        place = x(row)
+        place, case = x(row), row.case
         if name == "joined":
-            axes.axhline(row.loss, color="black", linestyle="--", label=row.case.title)
-            axes.legend(fontsize=8)
-        elif place is not None:
-            axes.plot(place, row.loss, "o", color=COLOURS[row.case.codec])
-            axes.annotate(row.case.title, (place, row.loss), xytext=(5, 3), textcoords="offset points", fontsize=6)
-    axes.margins(x=0.3)
+            axes.axhline(row.loss, color="black", linestyle="--")
+        elif place is not None and case.every:
+            colour = FAMILIES[family(case)]
+            axes.plot(
+                place, row.loss, MARKERS[case.every], color=colour, mfc="none" if is_variant(case) else colour, ms=6
+            )
+
+
+def explain_points(figure: Any, rows: Mapping[str, Row]) -> None:
+    """Adds the legend of the points of these rows."""
+    there = {family(row.case) for row in rows.values() if row.case.every}
+    marks = [Line2D([], [], color="black", linestyle="--", label="one process, joined batch")]
+    marks += [
+        Line2D([], [], linestyle="", marker="o", color=colour, label=name)
+        for name, colour in FAMILIES.items()
+        if name in there
+    ]
+    marks += [
+        Line2D([], [], linestyle="", marker=marker, color="black", label=f"H={every}")
+        for every, marker in MARKERS.items()
+    ]
+    marks.append(
+        Line2D([], [], linestyle="", marker="o", color="black", mfc="none", label="4 or 8 bit, or without decay")
+    )
+    figure.legend(handles=marks, loc="outside right center", fontsize=8)
 
 
 def save(figure: Any, file: Path) -> None:
