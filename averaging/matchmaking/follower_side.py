@@ -13,6 +13,7 @@ from averaging.discovery import Discovery
 from averaging.errors import AveragingError, ProtocolViolationError, TransportError, ViolationKind
 from averaging.matchmaking import rules
 from averaging.matchmaking.conduct import Exclusions, LeaderStanding, ResponseHistory
+from averaging.matchmaking.last_group import LastGroup
 from averaging.matchmaking.rules import Declaration
 from averaging.matchmaking.search_state import NoGroupError, OpenRequest, SearchState
 from averaging.protocol import Group, JoinRequest, MessageCode, MessageFromLeader, Mode
@@ -108,6 +109,7 @@ class FollowerSide:
     Args:
         endpoint: this peer's name.
         differences: explains why a leader answered BAD_SCHEMA_HASH.
+        last: the last group of this peer.
         min_group_size: see `Matchmaking`; it is sent to leaders.
         group_wait: see `Matchmaking`.
         known_members_only: see `Matchmaking`.
@@ -125,6 +127,7 @@ class FollowerSide:
         transport: Transport,
         discovery: Discovery,
         differences: SchemaDifferences,
+        last: LastGroup,
         *,
         min_group_size: int,
         group_wait: float,
@@ -137,23 +140,37 @@ class FollowerSide:
     ) -> None:
         self._endpoint, self._schema = endpoint, schema
         self._transport, self._discovery, self._differences = transport, discovery, differences
+        self._last = last
         self._min_group_size = min_group_size
         self._group_wait, self._known_members_only = group_wait, known_members_only
         self._exclusions, self._history, self._deadlines = exclusions, history, deadlines
         self._clock, self._rng = clock, rng
 
-    async def ask(self, search: SearchState, own: Declaration, key: str) -> None:
+    def trusts(self, leader: str) -> bool:
+        """Whether the leader of the last group may be asked without a search."""
+        good = self._history.standing(leader, asyncio.get_running_loop().time()) is LeaderStanding.GOOD
+        return good and self._discovery.knows(leader) and rules.can_lead(leader)
+
+    def ask_last_leader(
+        self, search: SearchState, own: Declaration, leader: str, tasks: asyncio.TaskGroup, wake_up: asyncio.Event
+    ) -> None:
+        """Asks the leader of the last group, whose declaration this peer does not know."""
+        candidate = Declaration(own.expiration, leader)
+        request = self._open_request(search, candidate)
+        context = _Context(search, own, search.key, own.expiration, tasks, wake_up)
+        request.task = tasks.create_task(self._ask_and_follow_suggestions(context, candidate, request))
+
+    async def ask(self, search: SearchState, own: Declaration, key: str, wake_up: asyncio.Event) -> None:
         """Asks peers under `key` to lead, in the order of `rules.candidates`, until cancelled.
 
-        While peers do not answer, it asks more and more of them at the same time.
+        While peers do not answer, it asks more and more of them at the same time. It looks again when `wake_up` is set.
         """
         until, began = own.expiration, self._clock()
-        wake_up = asyncio.Event()
 
         async def watch() -> None:
             async with aclosing(self._discovery.watch(key)) as changes:
                 async for entries in changes:
-                    search.observe(entries)
+                    search.observe(self._last.read(entries))
                     wake_up.set()
 
         async with asyncio.TaskGroup() as tasks:
@@ -192,9 +209,10 @@ class FollowerSide:
     ) -> tuple[list[Declaration], float | None]:
         """See `rules.candidates`; peers with an open request are left out."""
         moment = asyncio.get_running_loop().time()
+        declared = self._last.read(self._discovery.get(key), surely=True)
         return rules.candidates(
             own,
-            {name: entry for name, entry in self._discovery.get(key).items() if name not in search.open_requests},
+            {name: entry for name, entry in declared.items() if name not in search.open_requests},
             search.refusals,
             now,
             standing=lambda name: self._history.standing(name, moment),

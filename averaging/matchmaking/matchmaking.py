@@ -7,6 +7,7 @@ import logging
 import math
 import random
 from collections.abc import AsyncGenerator, Callable, Container
+from contextlib import suppress
 
 from averaging.discovery import Discovery
 from averaging.errors import AveragingError
@@ -14,6 +15,7 @@ from averaging.matchmaking import rules
 from averaging.matchmaking.arrivals import Arrivals
 from averaging.matchmaking.conduct import Exclusions, ResponseHistory
 from averaging.matchmaking.follower_side import FollowerSide, LoggedDifferences, SchemaDifferences
+from averaging.matchmaking.last_group import LEAD_SECONDS, QUIET_SECONDS, LastGroup
 from averaging.matchmaking.rules import Declaration, LeaderCandidate, Quorum
 from averaging.matchmaking.search_state import NoGroupError, SearchDeadline, SearchState
 from averaging.protocol import (
@@ -30,6 +32,8 @@ from averaging.timing import VERDICT_SECONDS, Deadline, Deadlines, FairTimeout
 from averaging.transport import Transport
 
 logger = logging.getLogger(__name__)
+
+_TOO_LATE = frozenset({MessageCode.NOT_LOOKING_FOR_GROUP, MessageCode.GROUP_IS_FULL})
 
 _NO_DEADLINE = Deadline(math.inf, "none: the search has its own")
 
@@ -90,6 +94,10 @@ class Matchmaking:
         self._in_group_lifetime = in_group_lifetime
         self._clock, self._rng = clock, rng
         self._exclusions = exclusions or Exclusions()
+        self._last = LastGroup(endpoint)
+        self._early: set[str] = set()  # members of it that ask before this peer looks
+        self._accepting = asyncio.Event()  # this peer looks, and has a declaration
+        self._yields_until = 0.0  # loop's time at which members of it may follow this peer again
         self._differences = SchemaDifferences(schema, transport, discovery, logged or LoggedDifferences())
         self._follower_side = FollowerSide(
             endpoint,
@@ -97,6 +105,7 @@ class Matchmaking:
             transport,
             discovery,
             self._differences,
+            self._last,
             min_group_size=min_group_size,
             group_wait=group_wait,
             known_members_only=known_members_only,
@@ -131,7 +140,7 @@ class Matchmaking:
         """The latest expiration that the peers in `of` declared under its key, in seconds since the epoch, if any."""
         waiting = [
             entry.expiration
-            for name, entry in self._discovery.get(self.group_key).items()
+            for name, entry in self._last.read(self._discovery.get(self.group_key)).items()
             if name in of and name != self._endpoint and rules.unpack_looking(entry.value)
         ]
         return max(waiting, default=None)
@@ -215,8 +224,12 @@ class Matchmaking:
         finally:
             search.disband("")
             search.state.assembled = True
+            self._accepting.clear()
+            if search.group is not None:
+                self._last.note_begin(search.group, self._discovery.get(self.group_key))
             try:
-                await self._declare_looking(search, False)
+                if search.declared and not self._all_know_the_end(search):
+                    await self._declare_looking(search, False)
             finally:
                 self._leave_place(search)
                 # Last, with no await after it: a caller of `assembling` continues only when the round has been made.
@@ -239,6 +252,10 @@ class Matchmaking:
         place = group.index(self._endpoint)
         if len(group.members) <= self._group_size:
             self.group_bits = next_group_bits(self.group_bits, group, place, self._group_size)
+
+    def note_end(self, whole: bool) -> None:
+        """The round of the last group is over; `whole` if it averaged and lost no member."""
+        self._last.note_end(self._discovery.get(self.group_key), whole)
 
     async def assembling(self) -> None:
         """Waits until no group with this peer in it is being assembled."""
@@ -278,10 +295,15 @@ class Matchmaking:
 
     async def join_group(self, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
         """Answers a request to join: the verdict and, if that is ACCEPTED, the decision about the group."""
+        await self._until_accepting(request)
         search = self._search
         excluded = self._exclusions.excluded(self._clock())
         takes_part = search is not None and not search.ending
         code, suggested_leader = rules.verdict(request, search.state if search and takes_part else None, excluded)
+        if code is MessageCode.ACCEPTED and self._yields_to_others(request.endpoint):
+            code = MessageCode.NOT_DECLARED
+        if code in _TOO_LATE and request.schema_hash == self.schema.hash and request.endpoint not in excluded:
+            self._last.note_asked(request.endpoint)
         logger.debug("%s answers %s to %.80r", self._endpoint, code.name, request.endpoint)
         if search is None or code is not MessageCode.ACCEPTED:
             # Peers that discovery does not know say nothing about the run. With a topic, another hash is another phase.
@@ -298,46 +320,121 @@ class Matchmaking:
         finally:
             search.release(request.endpoint, decision)
 
+    async def _until_accepting(self, request: JoinRequest) -> None:
+        """Has a member of the group that this peer led last wait a moment, if this peer does not look for one yet."""
+        if self._accepting.is_set() or not self._last.may_return(request.endpoint) or request.endpoint in self._early:
+            return
+        self._early.add(request.endpoint)
+        try:
+            async with asyncio.timeout(QUIET_SECONDS):
+                await self._accepting.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._early.discard(request.endpoint)
+
+    def _yields_to_others(self, endpoint: str) -> bool:
+        """Whether a member of the last group has to wait for those outside it, who have asked in vain."""
+        return asyncio.get_running_loop().time() < self._yields_until and self._last.is_member(endpoint)
+
     async def _search_once(self, search: SearchState, left: SearchDeadline) -> Group | None:
         """Searches for one declaration; None if it expired and there were too few peers."""
-        loop = asyncio.get_running_loop()
-        deadline = self._clock() + left.seconds
+        deadline, first = self._clock() + left.seconds, not search.key
         key = search.key = await self._take_place(search)
+        leader = self._last_leader(search) if first else ""
         seconds = rules.declaration_seconds(self._group_wait, search.had_too_few)
+        seconds += LEAD_SECONDS if leader not in ("", self._endpoint) else 0.0
         expiration = min(self._clock() + seconds, deadline)
-        if search.state.leads:
-            search.state.declared = expiration
-            await self._declare_looking(search, True)
-            await self._discovery.until_stored(key, self._endpoint)
-        elif self._dropped_bits == len(self.group_bits) and key == self.group_key:
+        if not search.state.leads and self._dropped_bits == len(self.group_bits) and key == self.group_key:
             expiration = deadline  # a client has no record to renew, and there is no other key to look under
-        loop_expiration = self._latest_loop_time(expiration)
+        wake_up = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
-            declared = self._discovery.get(key).get(self._endpoint) if search.state.leads else None
-            own = Declaration(expiration, self._endpoint, (declared.created if declared else 0) or rules.UNORDERED)
-            asking = tasks.create_task(self._follower_side.ask(search, own, key))
-            while search.group is None:
-                search.changed.clear()
-                remaining = min(expiration - self._clock(), loop_expiration - loop.time())
-                undecided = bool(search.state.leader) or search.has_pending_request
-                grace = search.grace_left(loop.time())
-                if not undecided and grace <= 0 and search.begin(self._min_group_size):
-                    continue
-                if not undecided and remaining <= 0:
-                    if search.state.leads and search.begin(self._min_group_size):
-                        continue
-                    search.had_too_few = bool(search.state.followers)
-                    if not search.open_requests or search.had_too_few:
-                        break
-                    undecided = True  # without followers, only this peer waits for late answers
-                try:
-                    # While another peer decides about this one, the task that asked it has the timeout.
-                    async with asyncio.timeout(None if undecided else min(remaining, max(0.0, grace))):
-                        await search.changed.wait()
-                except TimeoutError:
-                    continue
-            asking.cancel()
+            if leader:
+                await self._form_again(search, leader, expiration, tasks, wake_up)
+            if search.group is None:
+                own = await self._declare(search, expiration)
+                asking = tasks.create_task(self._follower_side.ask(search, own, key, wake_up))
+                await self._until_group(search, expiration)
+                asking.cancel()
         return search.group
+
+    def _last_leader(self, search: SearchState) -> str:
+        """The leader of the last group, if that forms again; empty if this peer searches."""
+        quorum, now = search.state.quorum, asyncio.get_running_loop().time()
+        if self._last.take_asked():
+            self._yields_until = now + QUIET_SECONDS
+            return ""
+        if search.key != self.group_key or self.group_bits or (quorum is not None and quorum.once):
+            return ""
+        leader = self._last.leader(self._discovery.get(search.key), self._discovery.endpoints(), self._clock())
+        if leader == self._endpoint:
+            return leader if search.state.leads else ""
+        good = leader and self._follower_side.trusts(leader)
+        return leader if good and not self._exclusions.excludes(leader, self._clock()) else ""
+
+    async def _form_again(
+        self, search: SearchState, leader: str, expiration: float, tasks: asyncio.TaskGroup, wake_up: asyncio.Event
+    ) -> None:
+        """Waits a moment for the last group, to which this peer does not declare itself.
+
+        The order of declarations holds all the same: this peer sends, or accepts, the expiration that it declares if
+        the search goes on. So no two peers can follow each other, even while a request is still open.
+        """
+        loop = asyncio.get_running_loop()
+        if leader == self._endpoint:
+            self._accept(search, expiration)
+        else:
+            own = Declaration(expiration, self._endpoint)
+            self._follower_side.ask_last_leader(search, own, leader, tasks, wake_up)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(QUIET_SECONDS):
+                while search.group is None and search.grace_left(loop.time()) > 0:
+                    if leader != self._endpoint and not search.open_requests and not search.state.leader:
+                        return  # it refused
+                    search.changed.clear()
+                    await search.changed.wait()
+
+    def _accept(self, search: SearchState, expiration: float) -> None:
+        """Begins to accept followers whose declarations expire later."""
+        search.state.declared = expiration
+        self._accepting.set()
+
+    async def _declare(self, search: SearchState, expiration: float) -> Declaration:
+        """Declares in discovery that this peer looks for a group, unless it only follows."""
+        self._last.note_declaration(min(expiration, self._clock() + self._group_wait))
+        if not search.state.leads:
+            return Declaration(expiration, self._endpoint)
+        self._accept(search, expiration)
+        search.declared = True
+        await self._declare_looking(search, True)
+        await self._discovery.until_stored(search.key, self._endpoint)
+        declared = self._discovery.get(search.key).get(self._endpoint)
+        return Declaration(expiration, self._endpoint, (declared.created if declared else 0) or rules.UNORDERED)
+
+    async def _until_group(self, search: SearchState, expiration: float) -> None:
+        """Waits for a group, which this peer begins itself if its followers are enough, until `expiration`."""
+        loop = asyncio.get_running_loop()
+        loop_expiration = self._latest_loop_time(expiration)
+        while search.group is None:
+            search.changed.clear()
+            remaining = min(expiration - self._clock(), loop_expiration - loop.time())
+            undecided = bool(search.state.leader) or search.has_pending_request
+            grace = search.grace_left(loop.time())
+            if not undecided and grace <= 0 and search.begin(self._min_group_size):
+                continue
+            if not undecided and remaining <= 0:
+                if search.state.leads and search.begin(self._min_group_size):
+                    continue
+                search.had_too_few = bool(search.state.followers)
+                if not search.open_requests or search.had_too_few:
+                    break
+                undecided = True  # without followers, only this peer waits for late answers
+            try:
+                # While another peer decides about this one, the task that asked it has the timeout.
+                async with asyncio.timeout(None if undecided else min(remaining, max(0.0, grace))):
+                    await search.changed.wait()
+            except TimeoutError:
+                continue
 
     async def _take_place(self, search: SearchState) -> str:
         """The key under which it declares itself: not the group key if more peers look there than fit in one group.
@@ -375,6 +472,18 @@ class Matchmaking:
         except AveragingError as error:
             if until > self._clock():  # otherwise the declaration that it would replace has expired as well
                 logger.warning("could not store the declaration of %s in discovery: %s", self._endpoint, error)
+
+    def _all_know_the_end(self, search: SearchState) -> bool:
+        """Whether nobody has to be told that the search is over: discovery knows only members of the group.
+
+        Under the key of a single phase it is said in any case, since that record is kept for less time.
+        """
+        quorum = search.state.quorum
+        if search.group is None or search.key != self.group_key or self._ended_lifetime is not None:
+            return False
+        if quorum is not None and quorum.once:
+            return False
+        return self._last.is_all(self._discovery.get(search.key), self._discovery.endpoints())
 
     def _explain_exclusions(self, search: SearchState) -> str:
         """The excluded peers among those that were seen, as text for the user; empty if there are none."""

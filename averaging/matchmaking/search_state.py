@@ -126,6 +126,7 @@ class SearchState:
         differing: peers with another schema; None until that schema has been requested.
         ending: whether it takes no followers and asks no leaders any more; an accepted request may still begin a group.
         key: the key of discovery under which it declares itself now.
+        declared: whether it has declared itself in discovery.
         others_in_group: other peers that are in a group under this key, which may have no second one.
     """
 
@@ -142,6 +143,7 @@ class SearchState:
         self.group: Group | None = None
         self.ending = False
         self.key = ""
+        self.declared = False
         self.open_requests: dict[str, OpenRequest] = {}
         self.leaders: dict[Declaration, OpenRequest] = {}
         self.changed = asyncio.Event()

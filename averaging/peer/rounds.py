@@ -324,15 +324,20 @@ class Rounds:
             allreduce = round_.allreduce = self._service.round = self._new_round(round_, group)
         except AveragingError as error:
             raise _NotAveragedError(Outcome.FAILED, str(error)) from error
+        averaged = False
         try:
             yield allreduce
+            averaged = True
         except RoundError as error:
             if isinstance(error, LyingLeaderError):
                 self.conduct.note(group.leader, DropCode.PROTOCOL_VIOLATION, self._clock())
             raise _NotAveragedError(Outcome.FAILED, str(error)) from error
         finally:
             self._service.round = None
-            self.conduct.note_dropped(allreduce.result().proven_drops, self._clock())
+            result = allreduce.result()
+            self.conduct.note_dropped(result.proven_drops, self._clock())
+            if self._service.matchmaking is not None:
+                self._service.matchmaking.note_end(whole=averaged and not result.dropped)
 
     def _too_small(self, group: Group) -> str:
         """Why this peer leaves a group that is too small; empty if it is large enough."""
