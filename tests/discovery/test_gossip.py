@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from contextlib import aclosing
 
 import pytest
 
-from averaging.discovery.gossip.identity import Ed25519Identity
+from averaging.discovery.gossip.identity import Ed25519Identity, UnsignedIdentity
 from averaging.discovery.gossip.record import GossipSettings
 from averaging.errors import ClosedError
-from averaging.protocol.messages import Rumour
+from averaging.protocol.messages import Record, Rumour
 from averaging.testing import virtual_time
 from tests.support.gossip_swarm import KEY, PEERS, RUN, GossipSwarm, everywhere, in_an_hour, joined, now, until
 from tests.support.selection import rest_is_long
@@ -32,6 +33,32 @@ def test_a_new_record_reaches_every_peer_with_one_message_each(count: int) -> No
         hops = math.ceil(math.log(count, swarm.settings.fanout)) + 1
         assert seconds <= hops * (0.04 + swarm.settings.tick) + 0.01
         assert swarm.network.calls["push"] - before == count - 1
+
+    swarm.simulate(main())
+
+
+def test_each_peer_checks_a_signature_once_and_its_author_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: Counter[tuple[int, int]] = Counter()  # by peer and version
+
+    def verify(identity: UnsignedIdentity, run_id: str, record: Record) -> bool:
+        if record.key == KEY:
+            checked[id(identity), record.version] += 1
+        return True
+
+    monkeypatch.setattr(UnsignedIdentity, "verify", verify)
+    swarm = GossipSwarm(1, settings=GossipSettings(exchange_interval=0.05))
+
+    async def main() -> None:
+        peers = await swarm.grow(8)
+        for value in (b"one", b"two"):
+            await peers[3].store(KEY, "a:1", value, in_an_hour())
+            await asyncio.sleep(1.0)  # exchanges offer it again and again
+        assert everywhere(peers, KEY, {"a:1"})()
+        assert set(checked.values()) == {1}
+        assert len(checked) == 2 * 7
+        await peers[3].withdraw(KEY, "a:1")
+        await asyncio.sleep(1.0)
+        assert len(checked) == 3 * 7
 
     swarm.simulate(main())
 

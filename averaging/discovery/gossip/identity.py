@@ -42,6 +42,10 @@ class Identity(Protocol):
         """Whether `record` is signed by its owner, in this run."""
         ...
 
+    def may_sign(self, run_id: str, record: Record) -> bool:
+        """Whether other peers accept a record of this owner that it has signed itself."""
+        ...
+
     def holder(self, run_id: str, record: Record) -> str:
         """The certificate with which a verified record was written; empty in a run without certificates."""
         ...
@@ -75,6 +79,10 @@ class Ed25519Identity:
             return False
         return True
 
+    def may_sign(self, run_id: str, record: Record) -> bool:
+        """Returns True."""
+        return True
+
     def holder(self, run_id: str, record: Record) -> str:
         """Returns an empty string."""
         return ""
@@ -96,6 +104,10 @@ class UnsignedIdentity:
         return b""
 
     def verify(self, run_id: str, record: Record) -> bool:
+        """Returns True."""
+        return True
+
+    def may_sign(self, run_id: str, record: Record) -> bool:
         """Returns True."""
         return True
 
@@ -127,6 +139,10 @@ class Author:
     def verify(self, record: Record) -> bool:
         """Whether `record` is signed by its owner."""
         return self._identity.verify(self._run_id, record)
+
+    def may_write(self, record: Record) -> bool:
+        """Whether other peers accept `record`, which this author has just signed."""
+        return self._identity.may_sign(self._run_id, record)
 
     def holder(self, record: Record) -> str:
         """The certificate with which a verified record was written, see `Identity.holder`."""
@@ -240,10 +256,13 @@ class CertifiedIdentity:
 
     def verify(self, run_id: str, record: Record) -> bool:
         """Whether `record` is signed by its owner, who has a valid certificate for the host of its endpoint."""
-        signature, proof = record.signature[:SIGNATURE_BYTES], record.signature[SIGNATURE_BYTES:]
+        plain = replace(record, signature=record.signature[:SIGNATURE_BYTES])
+        return self._plain.verify(run_id, plain) and self.may_sign(run_id, record)
+
+    def may_sign(self, run_id: str, record: Record) -> bool:
+        """Whether the owner of `record` has a valid certificate for the host of its endpoint."""
+        proof = record.signature[SIGNATURE_BYTES:]
         if not proof or len(proof) > MAX_PROOF_BYTES:
-            return False
-        if not self._plain.verify(run_id, replace(record, signature=signature)):
             return False
         holder = self._holder(run_id, record.owner, proof)
         if holder is None or validity_problem(holder.certificate, self._clock()):
