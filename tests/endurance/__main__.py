@@ -191,7 +191,8 @@ class Endurance:
                     self.judge.recovery.hit(run, name)
                 if strike.kind not in (FaultKind.CLOCK,):
                     calm = {actor.name for actor in members if actor.calm and actor.name not in hit}
-                    self.judge.recovery.strike(strike, run, calm if len(calm) > 1 else (), now)
+                    hits = sum(actor.plane == run for actor in actors)
+                    self.judge.recovery.strike(strike, run, calm if len(calm) > 1 else (), now, hit=hits)
         if strike.seconds:
             self.open.append((now + strike.seconds, strike))
         else:

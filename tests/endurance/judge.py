@@ -77,12 +77,12 @@ class Recovery:
         """Seconds between two rounds of a peer, while its run has no fault; the median."""
         return statistics.median(self._usual[run]) if self._usual[run] else 0.0
 
-    def strike(self, strike: Strike, run: str, others: Collection[str], now: float) -> None:
-        """Notes a fault, and the peers of the run that have none."""
+    def strike(self, strike: Strike, run: str, others: Collection[str], now: float, *, hit: int = 1) -> None:
+        """Notes a fault, the peers of the run that have none, and how many it hits: several are several faults."""
         for window in self._windows[run]:
             window.mixed = True
         if others:
-            mixed = bool(self._windows[run])
+            mixed = bool(self._windows[run]) or hit > 1
             window = Window(strike, now, set(others), self.usual(run), self._deadlines(strike.kind), mixed)
             self._windows[run].append(window)
 
@@ -251,6 +251,17 @@ class Judge:
             "versions": sum(self.versions.values()),
             "usual_round": {run: round(self.recovery.usual(run), 2) for run in ("gradients", "local", "sites")},
             "recoveries": len(self.recovery.done),
+            "judged": len(clean),
+            "all_median": round(statistics.median(one.seconds for one in self.recovery.done), 2) if clean else None,
+            "all_most": round(max((one.seconds for one in self.recovery.done), default=0.0), 2),
+            "fits": {
+                what: {
+                    "lives": len(lines),
+                    "most_grown": round(max((line.grown for line in lines), default=0.0)),
+                }
+                for what in Growth.ALLOWED
+                for lines in [[fits[what] for fits in self.growth.fits.values() if what in fits]]
+            },
             "recovery_median": round(statistics.median(one.seconds for one in clean), 2) if clean else None,
             "recovery_most": round(max((one.seconds for one in clean), default=0.0), 2),
             "over_bound": sum(one.seconds > one.bound for one in clean),

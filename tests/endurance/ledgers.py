@@ -324,37 +324,51 @@ def fit(points: Sequence[tuple[float, float]]) -> Fit:
     return Fit(slope, slope * lasted, level, error)
 
 
-class Growth:
-    """Memory and descriptors of each life of a process: flat, by a linear fit over its second half of at least minutes.
+@dataclass(frozen=True)
+class Flat:
+    """What is still flat.
 
-    Args:
+    Attributes:
         warm: seconds after the start of a process that do not count, since allocators and caches fill.
         least: seconds that a fit needs.
+        number: growth over the fitted time that is allowed,
+        share: and as a share of the mean, if that is more.
     """
 
-    ALLOWED: Mapping[str, tuple[float, float]] = {"memory": (24 << 20, 0.10), "descriptors": (8.0, 0.15)}
-    """Growth over the fitted time that is still flat: the greater of a number and a share of the mean."""
+    warm: float
+    least: float
+    number: float
+    share: float
 
-    def __init__(self, warm: float = 120.0, least: float = 240.0) -> None:
-        self.warm, self.least = warm, least
+
+class Growth:
+    """Memory and descriptors of each life of a process: flat, by a line through all of its measurements."""
+
+    ALLOWED: Mapping[str, Flat] = {
+        "memory": Flat(120.0, 240.0, 24 << 20, 0.10),
+        # A connection without calls, for example from an address that is gone, is closed after ten minutes only.
+        "descriptors": Flat(660.0, 600.0, 8.0, 0.15),
+    }
+
+    def __init__(self) -> None:
         self.fits: dict[str, dict[str, Fit]] = {}
         self._points: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
         self._reported: set[tuple[str, str]] = set()
 
     def note(self, who: str, age: float, values: Mapping[str, float]) -> Iterator[str]:
         """Notes a measurement of one life of a process, `age` seconds after its start."""
-        if age < self.warm:
-            return
         for what, value in values.items():
-            points = self._points[who, what]
+            flat, points = self.ALLOWED[what], self._points[who, what]
+            if age < flat.warm:
+                continue
             points.append((age, value))
-            if len(points) % 20 or age - points[0][0] < self.least:
+            if len(points) % 20 or age - points[0][0] < flat.least:
                 continue
             line = fit(points)
             self.fits.setdefault(who, {})[what] = line
-            number, share = self.ALLOWED[what]
-            allowed = max(number, share * line.level)
-            if line.grown - 2 * line.error > allowed and (who, what) not in self._reported:
+            if line.grown - 2 * line.error > max(flat.number, flat.share * line.level) and (
+                (who, what) not in self._reported
+            ):
                 self._reported.add((who, what))
                 lasted = age - points[0][0]
                 yield f"the {what} of {who} grew by {line.grown:,.0f} in {lasted:.0f} s (mean {line.level:,.0f})"

@@ -183,14 +183,19 @@ class Roster:
         self._add("auxiliary", "local", command, proxies=proxies)
 
     def _sites(self) -> None:
-        addresses = {site: self._consecutive() for site in ("s0", "s1")}
+        # Of each rank the port of gRPC and that of direct connections, in front of a proxy and behind it.
+        addresses = {site: [self._consecutive() for _ in range(4)] for site in ("s0", "s1")}
 
         def command_of(site: str, slot: int) -> Command:
             def command(life: int) -> Sequence[tuple[Sequence[str], Mapping[str, str]]]:
-                other = addresses["s1" if site == "s0" else "s0"]
+                home, (advertise, direct_advertise, listen, direct_listen) = self._hosts.home, addresses[site]
+                other = addresses["s1" if site == "s0" else "s0"][0]
                 averager = self._averager(
-                    listen=f"{self._hosts.home}:{addresses[site]}",
-                    join=[f"{self._hosts.home}:{other}"] if (site, life) != ("s0", 1) else [],
+                    listen=f"{home}:{listen}",
+                    advertise=f"{home}:{advertise}",
+                    direct_listen=f"{home}:{direct_listen}",
+                    direct_advertise=direct_advertise,
+                    join=[f"{home}:{other}"] if (site, life) != ("s0", 1) else [],
                 )
                 options = {
                     "slot": slot,
@@ -219,8 +224,13 @@ class Roster:
 
             return command
 
-        for slot, site in enumerate(addresses):
-            self._add(site, "sites", command_of(site, slot), slot=slot)
+        for slot, (site, (advertise, direct_advertise, listen, direct_listen)) in enumerate(addresses.items()):
+            proxies = [
+                self._stack.enter_context(FaultProxy(host=self._hosts.home, port=front + rank, target=behind + rank))
+                for front, behind in ((advertise, listen), (direct_advertise, direct_listen))
+                for rank in range(2)
+            ]
+            self._add(site, "sites", command_of(site, slot), slot=slot, proxies=proxies)
 
     @staticmethod
     def _consecutive() -> int:

@@ -199,6 +199,7 @@ def test_what_grows_is_found_and_what_swings_is_not() -> None:
     assert len(found) == 1
     assert "the memory of p grew" in found[0]
     assert swinging == []
+    assert set(level.fits["p"]) == {"memory", "descriptors"}
 
 
 def test_a_line_is_fitted() -> None:

@@ -37,15 +37,19 @@ class FaultProxy:
     Args:
         rate: bytes per second in each direction of each connection; None for as fast as it goes.
         host: where it and the peer behind it listen.
+        port: to listen on; 0 for a free one.
+        target: port of the peer behind it; None for a free one.
 
     Attributes:
         port: to be advertised.
-        target: port of the peer behind it, which is free when this starts.
+        target: port of the peer behind it.
         struck: set when the fault has begun.
     """
 
-    def __init__(self, rate: float | None = None, host: str = "127.0.0.1") -> None:
-        self.port, self.target = 0, free_port()
+    def __init__(
+        self, rate: float | None = None, host: str = "127.0.0.1", *, port: int = 0, target: int | None = None
+    ) -> None:
+        self.port, self.target = port, free_port() if target is None else target
         self.struck = threading.Event()
         self._rate, self._host = rate, host
         self._fault, self._left = Fault.NONE, 0
@@ -88,7 +92,7 @@ class FaultProxy:
         self._main = main
         self._normal = asyncio.Event()
         self._normal.set()
-        server = await asyncio.start_server(self._connected, self._host, 0)
+        server = await asyncio.start_server(self._connected, self._host, self.port)
         self.port = server.sockets[0].getsockname()[1]
         self._ready.set()
         try:
