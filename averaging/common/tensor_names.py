@@ -28,13 +28,18 @@ def without_wrappers(names: Iterable[str]) -> list[str]:
     Args:
         names: names of all tensors of a model, with dots between modules. What stands before the last slash is kept.
     """
+    return list(_without_wrappers(tuple(names)))
+
+
+@lru_cache(maxsize=32)  # the names of a model are asked for again with each version of its weights
+def _without_wrappers(names: tuple[str, ...]) -> tuple[str, ...]:
     split = [name.rpartition("/") for name in names]
     paths = [[part for part in path.split(".") if part not in _WRAPPED] for _, _, path in split]
     beside: dict[tuple[str, ...], set[str]] = {}
     for path in paths:
         for depth, part in enumerate(path):
             beside.setdefault(tuple(path[:depth]), set()).add(part)
-    return [
+    return tuple(
         prefix
         + slash
         + ".".join(
@@ -43,7 +48,7 @@ def without_wrappers(names: Iterable[str]) -> list[str]:
             if part != "module" or depth == len(path) - 1 or len(beside[tuple(path[:depth])]) > 1
         )
         for (prefix, slash, _), path in zip(split, paths, strict=True)
-    ]
+    )
 
 
 def plain_state(state: Mapping[str, T]) -> dict[str, T]:

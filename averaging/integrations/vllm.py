@@ -7,6 +7,7 @@ worker load each version, through the server's routes for weight transfer.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -227,11 +228,15 @@ def register() -> None:
 
 
 def _digests(snapshot: WeightSnapshot) -> Iterator[tuple[str, tuple[bytes, ...]]]:
-    """The digests of the pieces of each tensor, by name."""
-    manifest = snapshot.manifest
-    for number, spec in enumerate(manifest.layout.tensors):
-        pieces = manifest.layout.of_tensor(number)
-        yield spec.name, manifest.piece_digests[pieces.start : pieces.stop]
+    """What identifies the bytes of each tensor, by name: the digests of its pieces, or its own if it shares one."""
+    manifest, layout = snapshot.manifest, snapshot.manifest.layout
+    for number, spec in enumerate(layout.tensors):
+        bucket = layout.places[number].bucket
+        if len(layout.in_bucket(bucket)) > 1:
+            yield spec.name, (hashlib.sha256(snapshot.of_tensor(number).data).digest(),)
+        else:
+            pieces = layout.of_bucket(bucket)
+            yield spec.name, manifest.piece_digests[pieces.start : pieces.stop]
 
 
 def _named(version: int | None) -> str:

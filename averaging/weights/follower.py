@@ -21,7 +21,7 @@ from averaging.metrics import MetricsListener, Samples
 from averaging.rpc import EventLoopThread, read_credentials
 from averaging.tensors import in_thread
 from averaging.weights.follower_metrics import FOLLOWER_METRICS, follower_samples
-from averaging.weights.layout import WeightSpec, check_own, part_of, write_part
+from averaging.weights.layout import WeightSpec, check_own, part_of, write_parts
 from averaging.weights.model_receiver import ModelReceiver
 from averaging.weights.receiver import FollowerOptions
 from averaging.weights.snapshot import DividedSnapshot, WeightSnapshot
@@ -318,10 +318,7 @@ class WeightFollower:
                 check_own(
                     [spec for spec, _ in own.values()], manifest, is_part=not isinstance(received, WeightSnapshot)
                 )
-            for spec, part in received.parts():
-                if spec.name in own:
-                    mine, tensor = own[spec.name]
-                    write_part(tensor, mine, part, spec)
+            write_parts(own, received.parts())
             self.version = received.manifest.version
         self._look()
         return True

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from averaging.common import CLIENT_PREFIX, is_count, is_endpoint, pack, spelled
 from averaging.errors import ProtocolViolationError, TensorError
 from averaging.rpc import RpcMethod
 from averaging.tensors import (
+    OBJECTS_AT_ONCE,
     WEIGHT_DTYPES,
     TensorInfo,
     check_size,
@@ -64,10 +65,26 @@ class WeightSpec(TensorInfo):
         return f"{TensorInfo.__str__(self)}{part}"
 
 
-class Piece(NamedTuple):
-    """A range of bytes of one tensor."""
+class Bucket(NamedTuple):
+    """Successive tensors whose bytes follow one another in one buffer: a single one, or several small ones.
 
-    tensor: int
+    Attributes:
+        first: the first tensor.
+        stop: one after the last one.
+        nbytes: bytes of all.
+        itemsize: bytes of an element, the same for all.
+    """
+
+    first: int
+    stop: int
+    nbytes: int
+    itemsize: int
+
+
+class Piece(NamedTuple):
+    """A range of bytes of one bucket."""
+
+    bucket: int
     start: int
     stop: int
 
@@ -78,25 +95,50 @@ class WeightLayout:
 
     Attributes:
         tensors: names are unique, except for parts of one tensor.
-        piece_bytes: size of a piece; the last one of a tensor may be smaller.
+        piece_bytes: size of a piece; the last one of a bucket may be smaller.
     """
 
     tensors: tuple[WeightSpec, ...]
     piece_bytes: int = PIECE_BYTES
 
     @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """All buckets in order. Successive tensors share one if their elements have one size and all fit in a piece."""
+        buckets: list[Bucket] = []
+        for number, spec in enumerate(self.tensors):
+            itemsize, nbytes = spec.torch_dtype.itemsize, spec.nbytes
+            if buckets:
+                last = buckets[-1]
+                if last.itemsize == itemsize and last.nbytes + nbytes <= self.piece_bytes:
+                    buckets[-1] = Bucket(last.first, number + 1, last.nbytes + nbytes, itemsize)
+                    continue
+            buckets.append(Bucket(number, number + 1, nbytes, itemsize))
+        return tuple(buckets)
+
+    @cached_property
+    def places(self) -> tuple[Piece, ...]:
+        """The bytes of each tensor: its bucket, and where in that it begins and ends."""
+        places = []
+        for number, bucket in enumerate(self.buckets):
+            end = 0
+            for spec in self.tensors[bucket.first : bucket.stop]:
+                start, end = end, end + spec.nbytes
+                places.append(Piece(number, start, end))
+        return tuple(places)
+
+    @cached_property
     def _ends(self) -> list[int]:
-        """Number of pieces up to and including each tensor."""
-        return list(accumulate(-(-spec.nbytes // self.piece_bytes) for spec in self.tensors))
+        """Number of pieces up to and including each bucket."""
+        return list(accumulate(-(-bucket.nbytes // self.piece_bytes) for bucket in self.buckets))
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """All pieces in order."""
         size = self.piece_bytes
         return tuple(
-            Piece(number, start, min(start + size, spec.nbytes))
-            for number, spec in enumerate(self.tensors)
-            for start in range(0, spec.nbytes, size)
+            Piece(number, start, min(start + size, bucket.nbytes))
+            for number, bucket in enumerate(self.buckets)
+            for start in range(0, bucket.nbytes, size)
         )
 
     @cached_property
@@ -104,14 +146,23 @@ class WeightLayout:
         """Bytes of all tensors."""
         return nbytes_of(self.tensors)
 
+    @cached_property
+    def has_parts(self) -> bool:
+        """Whether a tensor is only a part of the model's."""
+        return any(spec.whole for spec in self.tensors)
+
     @property
     def count(self) -> int:
         """Number of pieces."""
         return self._ends[-1] if self._ends else 0
 
-    def of_tensor(self, tensor: int) -> range:
-        """The indices of the pieces of one tensor."""
-        return range(self._ends[tensor - 1] if tensor else 0, self._ends[tensor])
+    def of_bucket(self, bucket: int) -> range:
+        """The indices of the pieces of one bucket."""
+        return range(self._ends[bucket - 1] if bucket else 0, self._ends[bucket])
+
+    def in_bucket(self, bucket: int) -> tuple[WeightSpec, ...]:
+        """The tensors of one bucket."""
+        return self.tensors[self.buckets[bucket].first : self.buckets[bucket].stop]
 
     @cached_property
     def packed(self) -> bytes:
@@ -172,7 +223,7 @@ class WeightManifest:
     @property
     def has_parts(self) -> bool:
         """Whether a tensor of it is only a part of the model's."""
-        return any(spec.whole for spec in self.layout.tensors)
+        return self.layout.has_parts
 
     @property
     def is_divided(self) -> bool:
@@ -198,12 +249,17 @@ def spec_of(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -
     """
     if objection := objection_to(tensor, WEIGHT_DTYPES, "published", dtype):
         raise TensorError(f"{name!r} {objection}; leave it out")
-    return WeightSpec(name, dtype_name(dtype or tensor.dtype), tuple(tensor.shape))
+    return _spec_of(name, dtype or tensor.dtype, tuple(tensor.shape))
+
+
+@lru_cache(maxsize=1 << 16)  # the same for each version; equal ones that are the same object compare faster
+def _spec_of(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> WeightSpec:
+    return WeightSpec(name, dtype_name(dtype), shape)
 
 
 def whole_of(spec: WeightSpec) -> WeightSpec:
     """The whole tensor of which this may be a part."""
-    return WeightSpec(spec.name, spec.dtype, spec.whole or spec.shape)
+    return WeightSpec(spec.name, spec.dtype, spec.whole) if spec.whole else spec
 
 
 def layout_for(tensors: Sequence[WeightSpec]) -> WeightLayout:
@@ -252,7 +308,7 @@ def first_difference(
     for name, spec in ours.items():
         if name not in theirs:
             return f"tensor {name!r} ({spec}) is only {name_here}"
-        if spec != theirs[name]:
+        if spec is not theirs[name] and spec != theirs[name]:
             return f"tensor {name!r} is {spec} {name_here} and {theirs[name]} {name_there}"
     extra = next((spec for name, spec in theirs.items() if name not in ours), None)
     return None if extra is None else f"tensor {extra.name!r} ({extra}) is only {name_there}"
@@ -409,6 +465,28 @@ def put_together(parts: Iterable[tuple[WeightSpec, torch.Tensor]]) -> dict[str, 
             wholes[spec.name] = torch.empty(whole.shape, dtype=whole.torch_dtype, device="cpu")
         write_part(wholes[spec.name], whole, part, spec)
     return wholes
+
+
+def write_parts(
+    own: Mapping[str, tuple[WeightSpec, torch.Tensor]], parts: Iterable[tuple[WeightSpec, torch.Tensor]]
+) -> None:
+    """Copies tensors, or parts of them, into what the follower holds, by name; many in one call."""
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    for spec, part in parts:
+        if spec.name not in own:
+            continue
+        mine, tensor = own[spec.name]
+        if mine != spec:
+            write_part(tensor, mine, part, spec)
+            continue
+        targets.append(tensor)
+        sources.append(part)
+        if len(targets) == OBJECTS_AT_ONCE:
+            torch._foreach_copy_(targets, sources)
+            targets, sources = [], []
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 def write_part(target: torch.Tensor, own: WeightSpec, part: torch.Tensor, spec: WeightSpec) -> None:

@@ -10,7 +10,16 @@ from functools import partial
 
 from averaging.common import Backoff, spelled
 from averaging.errors import AveragingError, ProtocolViolationError, TensorError
-from averaging.weights.layout import Shard, WeightManifest, WeightSpec, check_own, is_wanted, missing_part, whole_of
+from averaging.weights.layout import (
+    Shard,
+    WeightLayout,
+    WeightManifest,
+    WeightSpec,
+    check_own,
+    is_wanted,
+    missing_part,
+    whole_of,
+)
 from averaging.weights.receiver import MAX_PAUSE, MIN_PAUSE, FollowerOptions, VersionReceiver
 from averaging.weights.snapshot import DividedSnapshot, WeightSnapshot
 
@@ -44,6 +53,7 @@ class ModelReceiver(VersionReceiver):
     ) -> None:
         super().__init__(options, self._note, base, partial(self._advance, ""), wanted=self._is_wanted)
         self._own, self._report = own, on_progress
+        self._checked: WeightLayout | None = None  # of the last version that fitted the model when it was announced
         self._progress: dict[str, tuple[int, int]] = {}  # by the endpoint of the part; that of the first is ""
         # The rest is used for a model in parts only.
         self._announced: deque[WeightManifest] = deque(maxlen=REMEMBERED)  # the newest last
@@ -92,8 +102,9 @@ class ModelReceiver(VersionReceiver):
 
     def _note(self, manifest: WeightManifest) -> None:
         """Checks a version that the joined publisher announces, and remembers it if it is a part."""
-        if self._own is not None:
+        if self._own is not None and manifest.layout is not self._checked:
             check_own(self._own(), manifest, is_part=manifest.is_divided)
+            self._checked = manifest.layout
         if not manifest.shards and manifest.has_parts:
             raise TensorError(
                 f"{', '.join(self._options.join)} publishes a part of a model, and names no others; join the publisher "

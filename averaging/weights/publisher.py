@@ -575,8 +575,10 @@ class _Shaped:
 
 
 def _check_same_layout(newest: WeightSnapshot, copy: StateCopy) -> None:
+    if newest.manifest.layout is copy.layout:
+        return
     names = f"in version {newest.manifest.version}", "now"
-    difference = first_difference(newest.manifest.layout.tensors, copy.specs, names)
+    difference = first_difference(newest.manifest.layout.tensors, copy.layout.tensors, names)
     if difference is not None:
         raise TensorError(f"the weights differ from the last version: {difference}; use a new publisher")
 

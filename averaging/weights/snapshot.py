@@ -33,7 +33,7 @@ class WeightPieces:
 
     Attributes:
         manifest: what identifies the version.
-        buffers: the bytes of each tensor.
+        buffers: the bytes of each bucket.
     """
 
     manifest: WeightManifest
@@ -54,8 +54,8 @@ class WeightPieces:
 
     def piece(self, index: int) -> Bytes:
         """The bytes of a piece that is here, as a view."""
-        tensor, start, stop = self.manifest.layout.pieces[index]
-        return self.buffers[tensor][start:stop]
+        bucket, start, stop = self.manifest.layout.pieces[index]
+        return self.buffers[bucket][start:stop]
 
     def encoded(self, index: int, base: bytes) -> tuple[Coding, bytes] | None:
         """A piece as it was received, if it is a difference to the version with the digest `base`."""
@@ -68,7 +68,7 @@ class WeightSnapshot(WeightPieces):
 
     Attributes:
         manifest: what identifies them.
-        buffers: the bytes of each tensor. Versions share the buffers of tensors that are equal.
+        buffers: the bytes of each bucket. Versions share the buffers of buckets that are equal.
     """
 
     manifest: WeightManifest
@@ -104,32 +104,55 @@ class WeightSnapshot(WeightPieces):
         They are unchanged if the layout has other tensors.
         """
         own = self.manifest.layout
-        places = {(spec.name, spec.offset): number for number, spec in enumerate(own.tensors)}
+        numbers = {(spec.name, spec.offset): number for number, spec in enumerate(own.tensors)}
         divided = any(spec.whole for spec in layout.tensors)
-        if own.piece_bytes != layout.piece_bytes or (len(layout.tensors) != len(places) and not divided):
+        if own.piece_bytes != layout.piece_bytes or (len(layout.tensors) != len(numbers) and not divided):
             return self
         buffers: list[Bytes] = []
         digests: list[bytes] = []
-        for number, spec in enumerate(layout.tensors):
-            place = places.get((spec.name, spec.offset))
-            if place is not None and own.tensors[place] == spec:
-                buffers.append(self.buffers[place])
-                digests.extend(self.manifest.piece_digests[index] for index in own.of_tensor(place))
+        for number, bucket in enumerate(layout.buckets):
+            specs = layout.in_bucket(number)
+            first = numbers.get((specs[0].name, specs[0].offset))
+            same = None if first is None else own.places[first].bucket
+            if same is not None and own.in_bucket(same) == specs:
+                buffers.append(self.buffers[same])
+                digests.extend(self.manifest.piece_digests[index] for index in own.of_bucket(same))
                 continue
-            place = places.get((spec.name, ()))
-            if place is None or own.tensors[place] != whole_of(spec):
+            parts = [self._part(numbers, spec) for spec in specs]
+            if any(part is None for part in parts):
                 return self
-            part = _bytes(cut(own.tensors[place].over(self.buffers[place].data), spec))
-            pieces = (layout.pieces[index] for index in layout.of_tensor(number))
-            buffers.append(part)
-            digests.extend(_sha256(part[piece.start : piece.stop]) for piece in pieces)
+            joined = np.concatenate([part for part in parts if part is not None])
+            starts = range(0, bucket.nbytes, layout.piece_bytes)
+            buffers.append(joined)
+            digests.extend(_sha256(joined[start : start + layout.piece_bytes]) for start in starts)
         manifest = WeightManifest(self.manifest.version, layout, tuple(digests), self.manifest.shards)
         return WeightSnapshot(manifest, tuple(buffers))
 
+    def _part(self, numbers: Mapping[tuple[str, tuple[int, ...]], int], spec: WeightSpec) -> Bytes | None:
+        """The bytes of a tensor, or of a part of one; None if they are not here.
+
+        Args:
+            numbers: the number of each tensor by name and offset.
+            spec: its description.
+        """
+        own = self.manifest.layout.tensors
+        number = numbers.get((spec.name, spec.offset))
+        if number is not None and own[number] == spec:
+            return self.of_tensor(number)
+        number = numbers.get((spec.name, ()))
+        if number is None or own[number] != whole_of(spec):
+            return None
+        return _bytes(cut(own[number].over(self.of_tensor(number).data), spec))
+
+    def of_tensor(self, number: int) -> Bytes:
+        """The bytes of a tensor, as a view."""
+        bucket, start, stop = self.manifest.layout.places[number]
+        return self.buffers[bucket][start:stop]
+
     def parts(self) -> Iterator[tuple[WeightSpec, torch.Tensor]]:
         """Each tensor or part of one with its description; not to be written, as with `tensors`."""
-        for spec, buffer in zip(self.manifest.layout.tensors, self.buffers, strict=True):
-            yield spec, spec.over(buffer.data)
+        for number, spec in enumerate(self.manifest.layout.tensors):
+            yield spec, spec.over(self.of_tensor(number).data)
 
     def whole(self) -> WeightSnapshot:
         """The same weights with the tensors sorted by name."""
@@ -180,8 +203,8 @@ class StateCopy:
     """A copy of a state dict, without digests yet. It is made in slices, so that a reader need not wait for all of it.
 
     Args:
-        specs: the tensors.
-        buffers: their bytes.
+        layout: the tensors.
+        buffers: the bytes of each bucket.
         sources: what to copy to the buffers; empty if they are filled.
         near: buffers of an earlier version and a hysteresis, see `round_near`; None to round each number by itself.
 
@@ -191,16 +214,16 @@ class StateCopy:
 
     def __init__(
         self,
-        specs: Sequence[WeightSpec],
+        layout: WeightLayout,
         buffers: Sequence[Bytes],
         sources: Sequence[torch.Tensor],
         near: tuple[Sequence[Bytes], float] | None = None,
     ) -> None:
         self._near = near
-        self.specs, self.buffers = tuple(specs), tuple(buffers)
+        self.layout, self.buffers = layout, tuple(buffers)
         self.filled_elsewhere = False
         self._changed = threading.Condition()
-        self._done = (0, 0) if sources else (len(self.specs), 0)  # up to this byte of this tensor
+        self._done = (0, 0) if sources else (len(self.buffers), 0)  # up to this byte of this bucket
         self._failed = False
         self._slices = self._copied(sources)
 
@@ -214,24 +237,29 @@ class StateCopy:
             raise
         return self
 
-    def wait(self, tensor: int, stop: int) -> None:
-        """Returns when a tensor is copied up to a byte.
+    def wait(self, bucket: int, stop: int) -> None:
+        """Returns when a bucket is copied up to a byte.
 
         Raises:
             TensorError: the thread that copies has failed.
         """
         if not self.filled_elsewhere:
-            while self._done < (tensor, stop):
+            while self._done < (bucket, stop):
                 self._done = next(self._slices)
             return
         with self._changed:
-            self._changed.wait_for(lambda: self._failed or self._done >= (tensor, stop))
-        if self._done < (tensor, stop):
+            self._changed.wait_for(lambda: self._failed or self._done >= (bucket, stop))
+        if self._done < (bucket, stop):
             raise TensorError("the weights could not be copied")
 
     def _is_rounded(self, source: torch.Tensor, spec: WeightSpec) -> bool:
         """Whether a tensor is published in a shorter dtype, near to what was published before."""
         return self._near is not None and source.dtype.itemsize > spec.torch_dtype.itemsize == 2
+
+    def _slice(self, buffers: Sequence[Bytes], number: int) -> torch.Tensor:
+        """A tensor in 1-D over its bytes in `buffers`."""
+        bucket, start, stop = self.layout.places[number]
+        return torch.from_numpy(buffers[bucket][start:stop]).view(self.layout.tensors[number].torch_dtype)
 
     def _advance(self, done: tuple[int, int], *, failed: bool = False) -> None:
         with self._changed:
@@ -240,25 +268,51 @@ class StateCopy:
 
     def _copied(self, sources: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
         """Copies the tensors and converts them. Yields how far it is."""
-        for number, source in enumerate(sources):
-            spec = self.specs[number]
-            if not spec.nbytes:
-                continue
-            target = torch.from_numpy(self.buffers[number]).view(spec.torch_dtype)
-            if not source.is_contiguous() and not self._is_rounded(source, spec):
-                target.reshape(spec.shape).copy_(source)
-                yield number, spec.nbytes
-                continue
-            flat, count = source.reshape(-1), SLICE_BYTES // spec.torch_dtype.itemsize
-            for start in range(0, len(flat), count):
-                part, there = flat[start : start + count], target[start : start + count]
-                there.copy_(part)
-                if self._near is not None and self._is_rounded(source, spec):
-                    buffers, hysteresis = self._near
-                    before = torch.from_numpy(buffers[number]).view(spec.torch_dtype)[start : start + count]
-                    round_near(part.to("cpu"), before, there, hysteresis)
-                yield number, min(spec.nbytes, (start + count) * spec.torch_dtype.itemsize)
-        yield len(self.specs), 0
+        if not sources:
+            return
+        for bucket, (first, stop, _, _) in enumerate(self.layout.buckets):
+            if stop - first == 1:
+                for done in self._copied_in_slices(first, sources[first]):
+                    yield bucket, done
+            else:
+                self._copy_all(range(first, stop), sources)
+                yield bucket, self.layout.buckets[bucket].nbytes
+        yield len(self.buffers), 0
+
+    def _copy_all(self, numbers: range, sources: Sequence[torch.Tensor]) -> None:
+        """Copies the small tensors of a bucket, at once if their bytes are taken as they are."""
+        specs, here = self.layout.tensors[numbers.start : numbers.stop], sources[numbers.start : numbers.stop]
+        dtype = specs[0].torch_dtype
+        if all(
+            spec.torch_dtype is dtype is source.dtype and source.is_cpu
+            for spec, source in zip(specs, here, strict=True)
+        ):
+            buffer = self.buffers[self.layout.places[numbers.start].bucket]
+            torch.cat([source.reshape(-1) for source in here], out=torch.from_numpy(buffer).view(dtype))
+            return
+        for number, source in zip(numbers, here, strict=True):
+            for _ in self._copied_in_slices(number, source):
+                pass
+
+    def _copied_in_slices(self, number: int, source: torch.Tensor) -> Iterator[int]:
+        """Copies a tensor. Yields how many bytes of it are copied."""
+        spec = self.layout.tensors[number]
+        if not spec.nbytes:
+            return
+        target = self._slice(self.buffers, number)
+        if not source.is_contiguous() and not self._is_rounded(source, spec):
+            target.reshape(spec.shape).copy_(source)
+            yield spec.nbytes
+            return
+        flat, count = source.reshape(-1), SLICE_BYTES // spec.torch_dtype.itemsize
+        for start in range(0, len(flat), count):
+            part, there = flat[start : start + count], target[start : start + count]
+            there.copy_(part)
+            if self._near is not None and self._is_rounded(source, spec):
+                buffers, hysteresis = self._near
+                before = self._slice(buffers, number)[start : start + count]
+                round_near(part.to("cpu"), before, there, hysteresis)
+            yield min(spec.nbytes, (start + count) * spec.torch_dtype.itemsize)
 
 
 def round_near(weights: torch.Tensor, before: torch.Tensor, rounded: torch.Tensor, hysteresis: float) -> None:
@@ -313,21 +367,29 @@ def begin_copy(
         specs.append(spec)
         parts.append(part)
     # numpy asks the system for large pages, which are four times faster to fill for the first time.
-    buffers = [np.empty(spec.nbytes, np.uint8) for spec in specs]
     comparable = before is not None and before.manifest.layout.tensors == tuple(specs)
+    layout = before.manifest.layout if before is not None and comparable else layout_for(specs)
+    buffers = [np.empty(bucket.nbytes, np.uint8) for bucket in layout.buckets]
     near = (before.buffers, hysteresis) if before is not None and hysteresis and comparable else None
-    return StateCopy(specs, buffers, parts, near)
+    return StateCopy(layout, buffers, parts, near)
 
 
 def view_state(state: Mapping[str, torch.Tensor]) -> StateCopy:
-    """Like `copy_state`, of contiguous tensors on the CPU that nobody changes; it shares their memory."""
-    specs = tuple(spec_of(name, tensor) for name, tensor in state.items())
-    return StateCopy(specs, tuple(map(_bytes, state.values())), ())
+    """Like `copy_state`, of contiguous tensors on the CPU that nobody changes; it shares the memory of large ones."""
+    return view_specs([spec_of(name, tensor) for name, tensor in state.items()], list(state.values()))
 
 
-def layout_of(copy: StateCopy, before: WeightSnapshot | None) -> WeightLayout:
-    """The layout of a copy; that of the version before if it is equal."""
-    layout = layout_for(copy.specs)
+def view_specs(specs: Sequence[WeightSpec], tensors: Sequence[torch.Tensor]) -> StateCopy:
+    """The same of tensors, or parts of them, with these descriptions."""
+    layout, each = layout_for(specs), list(map(_bytes, tensors))
+    joined = (each[bucket.first : bucket.stop] for bucket in layout.buckets)
+    return StateCopy(layout, [some[0] if len(some) == 1 else np.concatenate(some) for some in joined], ())
+
+
+def _known(layout: WeightLayout, before: WeightSnapshot | None) -> WeightLayout:
+    """The layout of the version before if it is equal."""
+    if before is not None and before.manifest.layout is layout:
+        return layout
     return before.manifest.layout if before is not None and before.manifest.layout == layout else layout
 
 
@@ -343,7 +405,7 @@ class OpenedVersion(WeightPieces):
     """
 
     def __init__(self, copy: StateCopy, version: int, before: WeightSnapshot | None) -> None:
-        self.manifest = WeightManifest(version, layout_of(copy, before), (), opened=os.urandom(OPENED_BYTES))
+        self.manifest = WeightManifest(version, _known(copy.layout, before), (), opened=os.urandom(OPENED_BYTES))
         self.buffers = copy.buffers
         self._copy, self._before = copy, before
         self._digests: list[bytes] = []
@@ -370,9 +432,9 @@ class OpenedVersion(WeightPieces):
             TensorError: the copy has failed.
         """
         done = 0
-        for index, (tensor, start, stop) in enumerate(self.manifest.layout.pieces):
-            self._copy.wait(tensor, stop)
-            digest = _sha256(self.buffers[tensor][start:stop])
+        for index, (bucket, start, stop) in enumerate(self.manifest.layout.pieces):
+            self._copy.wait(bucket, stop)
+            digest = _sha256(self.buffers[bucket][start:stop])
             if (digest, stop - start) in self._seen:
                 self._repeating.add(index)
             self._seen.add((digest, stop - start))
@@ -395,11 +457,11 @@ def seal(copy: StateCopy, version: int, before: WeightSnapshot | None) -> Weight
     Args:
         copy: the copy; it must not change any more.
         version: its number.
-        before: the version before, whose buffers are shared where the tensors are equal.
+        before: the version before, whose buffers are shared where the buckets are equal.
     """
-    copy.wait(len(copy.specs), 0)
-    layout = layout_of(copy, before)
-    digests = tuple(_sha256(copy.buffers[piece.tensor][piece.start : piece.stop]) for piece in layout.pieces)
+    copy.wait(len(copy.buffers), 0)
+    layout = _known(copy.layout, before)
+    digests = tuple(_sha256(copy.buffers[bucket][start:stop]) for bucket, start, stop in layout.pieces)
     manifest = WeightManifest(version, layout, digests)
     if before is None or before.manifest.layout is not layout:
         return WeightSnapshot(manifest, copy.buffers)
@@ -511,11 +573,13 @@ class Incoming(WeightPieces):
             return
         layout, digest = self.manifest.layout, self._digests[index]
         base, piece = self.differs_from, self.piece(index)
-        itemsize = layout.tensors[layout.pieces[index].tensor].torch_dtype.itemsize
+        bucket = layout.pieces[index].bucket
+        itemsize = layout.buckets[bucket].itemsize
         decode(coding, data, None if base is None else base.piece(index), itemsize, piece)
         if _sha256(piece) != digest:
-            name = layout.tensors[layout.pieces[index].tensor].name
-            raise ProtocolViolationError(f"a piece of tensor {name!r} that does not match its digest")
+            first, *rest = (spec.name for spec in layout.in_bucket(bucket))
+            of = f"tensors {first!r} to {rest[-1]!r}" if rest else f"tensor {first!r}"
+            raise ProtocolViolationError(f"a piece of {of} that does not match its digest")
         self.received += len(data)
         if coding != Coding.RAW:
             self._encoded[index] = Coding(coding), data
@@ -555,16 +619,16 @@ class Incoming(WeightPieces):
             self.left -= self._key(index)[1]
 
     def _allocate(self) -> tuple[Bytes, ...]:
-        """Buffers, which are those of the base for tensors that are known to be equal there."""
+        """Buffers, which are those of the base for buckets that are known to be equal there."""
         layout, base = self.manifest.layout, self.differs_from
         buffers = []
-        for number, spec in enumerate(layout.tensors):
-            pieces = layout.of_tensor(number)
+        for number, bucket in enumerate(layout.buckets):
+            pieces = layout.of_bucket(number)
             if base is not None and self.manifest.is_described and _same(self.manifest, base.manifest, pieces):
                 buffers.append(base.buffers[number])
                 self._has[pieces.start : pieces.stop] = b"\1" * len(pieces)
             else:
-                buffers.append(np.empty(spec.nbytes, np.uint8))
+                buffers.append(np.empty(bucket.nbytes, np.uint8))
         return tuple(buffers)
 
 
@@ -584,9 +648,9 @@ def _same(manifest: WeightManifest, other: WeightManifest, pieces: range) -> boo
 
 
 def _sharing(manifest: WeightManifest, buffers: Sequence[Bytes], before: WeightSnapshot) -> tuple[Bytes, ...]:
-    """The buffers, replaced by those of an earlier version where the tensors are equal."""
+    """The buffers, replaced by those of an earlier version where the buckets are equal."""
     return tuple(
-        before.buffers[number] if _same(manifest, before.manifest, manifest.layout.of_tensor(number)) else buffer
+        before.buffers[number] if _same(manifest, before.manifest, manifest.layout.of_bucket(number)) else buffer
         for number, buffer in enumerate(buffers)
     )
 

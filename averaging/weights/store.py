@@ -339,7 +339,7 @@ def _differences(source: WeightPieces, base: WeightSnapshot, todo: Sequence[int]
     """Encodes pieces. Those that are sent as they are get no bytes, since they are here anyway."""
     layout, differences = source.manifest.layout, {}
     for index in todo:
-        itemsize = layout.tensors[layout.pieces[index].tensor].torch_dtype.itemsize
+        itemsize = layout.buckets[layout.pieces[index].bucket].itemsize
         coding, data = encode(source.piece(index), base.piece(index), itemsize)
         differences[index] = (coding, b"" if coding is Coding.RAW else data)
     return differences

@@ -5,6 +5,7 @@
     large       the same with 1 GiB
     tree        64 MiB to 1, 8 and 32 followers at 100 Mbit/s and 50 ms
     loopback    64 MiB and 1 GiB to one follower, beside HTTP
+    many        16 MiB to one follower on loopback, in 4, 1,000 and 4,000 tensors
     slow        10 followers at 2 MB/s, with a commit every 0.2 s
     rounding    bytes of steps of reinforcement learning, by learning rate and rounding, beside PULSE's figure
 
@@ -33,6 +34,9 @@ IDLE_SECONDS = 2.0
 
 TCP_CONNECTIONS = (1, 4)
 """The better one is compared with."""
+
+MANY = {4: 1.0, 1000: 1.5, 4000: 2.5}
+"""How much longer than the first so many tensors may take."""
 
 WARM_BYTES = 32 * MIB
 
@@ -81,10 +85,12 @@ class Place:
         return worker
 
 
-async def one_version(mib: int, publisher: Worker, followers: list[Worker]) -> dict[str, float]:
+async def one_version(
+    mib: int, publisher: Worker, followers: list[Worker], tensors: int | None = None
+) -> dict[str, float]:
     """New weights to followers that have none, after a pause. Returns seconds to the last and to the first byte."""
     await all_of([follower.do("leave", "leave") for follower in followers])
-    endpoint = (await publisher.do(f"new {mib}", "new"))["endpoint"]
+    endpoint = (await publisher.do(f"new {mib} {tensors or ''}".strip(), "new"))["endpoint"]
     await all_of([follower.do(f"follow {endpoint}", "follow") for follower in followers])
     await asyncio.sleep(IDLE_SECONDS)
     published = await publisher.do("publish", "publish")
@@ -209,6 +215,37 @@ async def loopback(options: argparse.Namespace) -> list[Outcome]:
     return outcomes
 
 
+async def many(options: argparse.Namespace) -> list[Outcome]:
+    """How much longer than a few large tensors many small ones take."""
+    found: dict[int, list[dict[str, float]]] = {count: [] for count in MANY}
+    async with crew() as processes:
+        place = Place(processes, None)
+        publisher, follower = await place.start("publisher", 0), await place.start("follower", 1)
+        for number in range(options.repeats + 1):
+            for count, ours in found.items():
+                first = await one_version(16, publisher, [follower], count)
+                await publisher.do("step", "step")
+                published = await publisher.do("publish", "publish")
+                end = await follower.do(f"has {published['version']}", "has")
+                ours.append({"seconds": end["time"] - published["began"], "first": first["seconds"]})
+                say(f"many {count}, {number}: {ours[-1]}")
+    best, at_start = (
+        {count: min(each[key] for each in ours[1:]) for count, ours in found.items()} for key in ("seconds", "first")
+    )
+    few, *others = MANY
+    return [
+        Outcome(
+            f"many-{count}",
+            f"at most {MANY[count]} times the time of {few} tensors",
+            f"{best[count] / best[few]:.2f} times ({best[count]:.3f} and {best[few]:.3f} s); the first version of a "
+            f"publisher, with the names of all tensors, {at_start[count] / at_start[few]:.2f} times",
+            best[count] <= MANY[count] * best[few],
+            {"ours": found[count], "few": found[few]},
+        )
+        for count in others
+    ]
+
+
 async def slow(options: argparse.Namespace) -> list[Outcome]:
     """Followers whose transfer takes many commits: how old is what they have, and what it costs the publisher."""
     followers, mbit = 10, SLOW_BYTES_PER_SECOND * 8 / 1e6
@@ -284,6 +321,7 @@ async def measure_targets(options: argparse.Namespace) -> list[Outcome]:
         "large": lambda: rate(options, 1024, 0.9, "large"),
         "tree": lambda: tree(options),
         "loopback": lambda: loopback(options),
+        "many": lambda: many(options),
         "slow": lambda: slow(options),
         "rounding": rounding,
     }
@@ -294,4 +332,4 @@ async def measure_targets(options: argparse.Namespace) -> list[Outcome]:
     return outcomes
 
 
-TARGETS = ("first-byte", "one", "large", "tree", "loopback", "slow", "rounding")
+TARGETS = ("first-byte", "one", "large", "tree", "loopback", "many", "slow", "rounding")

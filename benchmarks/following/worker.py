@@ -48,16 +48,16 @@ class Publisher:
         self._master: dict[str, torch.Tensor] = {}
         self._state: dict[str, torch.Tensor] = {}
 
-    async def new(self, mib: str) -> dict[str, Any]:
-        """New random weights, as a new publisher at a new port."""
+    async def new(self, mib: str, tensors: str = str(TENSORS)) -> dict[str, Any]:
+        """New random weights in so many tensors, as a new publisher at a new port."""
         await self._stack.aclose()
         self._master, self._state = {}, {}
         self._publisher = WeightPublisher(bases=1)
         server = RpcServer(f"{self._host}:0", [self._publisher], credentials=credentials(self._host), grace=0.0)
         endpoint = (await self._stack.enter_async_context(server)).endpoint
-        count = (int(mib) << 20) // 2 // TENSORS
+        count = (int(mib) << 20) // 2 // int(tensors)
         generator = torch.Generator().manual_seed(time.monotonic_ns())
-        self._master = {f"layer{n}": 0.02 * torch.randn(count, generator=generator) for n in range(TENSORS)}
+        self._master = {f"layer{n}": 0.02 * torch.randn(count, generator=generator) for n in range(int(tensors))}
         self._convert()
         return {"endpoint": endpoint}
 

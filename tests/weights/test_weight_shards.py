@@ -20,7 +20,7 @@ from averaging.weights.layout import (
     whole_of,
     write_part,
 )
-from averaging.weights.snapshot import StateCopy, seal, view_state
+from averaging.weights.snapshot import seal, view_specs, view_state
 
 
 def rows(name: str, shape: tuple[int, ...], parts: int) -> list[WeightSpec]:
@@ -63,7 +63,7 @@ def test_whole_tensors_are_cut_into_parts_and_put_together(shape: tuple[int, ...
             specs.append(WeightSpec("n", "int64", ()))
             tensors["n"] = state["n"]
         # What the rank of this part would publish.
-        published = seal(StateCopy(specs, view_state(tensors).buffers, ()), 1, None)
+        published = seal(view_specs(specs, [tensors[spec.name] for spec in specs]), 1, None)
         part = whole.arranged(published.manifest.layout)
         assert part.manifest == published.manifest
         assert all(torch.equal(ours, tensors[spec.name]) for spec, ours in part.parts())

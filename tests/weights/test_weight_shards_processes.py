@@ -153,11 +153,11 @@ def test_the_command_writes_the_whole_model_and_receives_only_what_changed(stack
     assert first["received"] == first["bytes"] == sum(one.nbytes for one in expected.values())
     assert_same(load_file(path), expected)
     assert written(1) == first | {"received": 0}
-    # It has cut the parts out of the file, so only the bias of the last layer is received.
+    # It has cut the parts out of the file, so only the bias of the last layer is received, as a difference.
     publishers.send("bias 2")
     publishers.expect("published")
     expected["2.bias"] = model_of(2).state_dict()["2.bias"]
-    assert written(2)["received"] <= expected["2.bias"].nbytes
+    assert written(2)["received"] <= 64
     assert_same(load_file(path), expected)
 
 

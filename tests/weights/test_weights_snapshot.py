@@ -54,7 +54,7 @@ def test_a_snapshot_has_the_values_of_all_dtypes_and_layouts() -> None:
         assert tensor.shape == STATE[name].shape
         assert torch.equal(tensor.float(), STATE[name].float())
     pieces = taken.manifest.layout.pieces
-    assert [piece.stop - piece.start for piece in pieces if piece.tensor == 0] == [PIECE_BYTES, PIECE_BYTES, 702848]
+    assert [piece.stop - piece.start for piece in pieces if piece.bucket == 0] == [PIECE_BYTES, PIECE_BYTES, 702848]
     assert len(pieces) == 3 + 5, "an empty tensor has no piece"
 
 
@@ -94,8 +94,9 @@ def test_equal_pieces_are_received_once() -> None:
 
 
 def test_a_tensor_that_moved_to_another_place_is_taken_from_the_base() -> None:
-    old = seal(copy_state({"a": torch.arange(10), "b": torch.arange(20)}), 1, None)
-    new = seal(copy_state({"b": torch.arange(20), "c": torch.ones(3)}), 2, None)
+    moved = torch.arange(PIECE_BYTES // 8)  # too large to be in one piece with others
+    old = seal(copy_state({"a": torch.arange(10), "b": moved}), 1, None)
+    new = seal(copy_state({"b": moved, "c": torch.ones(3)}), 2, None)
     incoming = Incoming(new.manifest, old)
     assert incoming.missing() == [1]
     assert incoming.differs_from is None
@@ -120,7 +121,7 @@ def test_what_cannot_be_published_is_named() -> None:
         copy_state({"w": torch.zeros(2, dtype=torch.complex64)})
     with pytest.raises(TensorError, match="'w' has no dense values"):
         copy_state({"w": torch.zeros(2, 2).to_sparse()})
-    assert [spec.name for spec in copy_state({"w": torch.zeros(1), "extra": None}).specs] == ["w"]  # type: ignore[dict-item]
+    assert [spec.name for spec in copy_state({"w": torch.zeros(1), "extra": None}).layout.tensors] == ["w"]  # type: ignore[dict-item]
 
 
 def test_a_manifest_travels() -> None:
@@ -188,12 +189,90 @@ def test_ranges_from_another_peer_are_checked(ranges: list[tuple[int, int]]) -> 
         indices_of(ranges, 10)
 
 
-def test_the_layout_knows_the_pieces_of_each_tensor() -> None:
-    layout = WeightLayout(
-        (WeightSpec("a", "int8", (5000,)), WeightSpec("b", "int8", (0,)), WeightSpec("c", "int8", (1,))), 4096
+def test_the_layout_knows_the_pieces_of_each_bucket() -> None:
+    kinds = {
+        "a": ("int8", 5000),
+        "b": ("int8", 0),
+        "c": ("int8", 1),
+        "d": ("bool", 4095),
+        "e": ("uint8", 1),
+        "f": ("int64", 0),
+    }
+    layout = WeightLayout(tuple(WeightSpec(name, dtype, (size,)) for name, (dtype, size) in kinds.items()), 4096)
+    assert [[spec.name for spec in layout.in_bucket(number)] for number in range(4)] == [
+        ["a"],
+        ["b", "c", "d"],
+        ["e"],
+        ["f"],
+    ]
+    assert [list(layout.of_bucket(number)) for number in range(4)] == [[0, 1], [2], [3], []]
+    assert layout.places[:5] == ((0, 0, 5000), (1, 0, 0), (1, 0, 1), (1, 1, 4096), (2, 0, 1))
+    assert layout.count == len(layout.pieces) == 4
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["float32", "int32", "bfloat16", "bool"]), st.integers(0, 6000)), max_size=40)
+)
+def test_buckets_have_each_tensor_once_and_fit_in_a_piece(kinds: list[tuple[str, int]]) -> None:
+    specs = tuple(WeightSpec(str(number), dtype, (size,)) for number, (dtype, size) in enumerate(kinds))
+    layout = WeightLayout(specs, 4096)
+    assert [number for bucket in layout.buckets for number in range(bucket.first, bucket.stop)] == [*range(len(specs))]
+    for bucket in layout.buckets:
+        inside = specs[bucket.first : bucket.stop]
+        assert {spec.torch_dtype.itemsize for spec in inside} == {bucket.itemsize}
+        assert bucket.nbytes == sum(spec.nbytes for spec in inside)
+        assert len(inside) == 1 or bucket.nbytes <= 4096
+    assert all(stop - start == spec.nbytes for spec, (_, start, stop) in zip(specs, layout.places, strict=True))
+
+
+def many(count: int) -> dict[str, torch.Tensor]:
+    """Small tensors, some of which are empty, not contiguous, or of another dtype of the same size."""
+    return {
+        f"{number}": (
+            torch.randint(9, (2, number), dtype=torch.int32)
+            if number % 7 == 3
+            else torch.randn(number, 3).T[: number % 4]
+        )
+        for number in range(count)
+    }
+
+
+def test_small_tensors_travel_in_one_piece_each_way() -> None:
+    first, second = many(40), many(40) | {"extra": torch.zeros(3, dtype=torch.int64)}
+    old = seal(copy_state(first | {"extra": torch.zeros(3, dtype=torch.int64)}), 1, None)
+    new = seal(copy_state(second), 2, old)
+    assert new.manifest.layout.count == 2
+    assert all(torch.equal(tensor, second[name]) for name, tensor in new.tensors().items())
+    assert new.buffers[1] is old.buffers[1]
+    incoming = Incoming(new.manifest, old)
+    assert incoming.missing() == [0]
+    with pytest.raises(ProtocolViolationError, match="tensors '0' to '39' that does not match"):
+        incoming.add(0, Coding.RAW, old.piece(0).tobytes())
+    incoming.add(0, *encode(new.piece(0), old.piece(0), 4))
+    received = incoming.finish()
+    assert received.manifest == new.manifest
+    assert all(torch.equal(tensor, second[name]) for name, tensor in received.tensors().items())
+
+
+def test_small_tensors_are_taken_over_in_another_order() -> None:
+    state = many(30)
+    taken = seal(copy_state(state), 1, None)
+    other = seal(copy_state(dict(reversed(state.items()))), 1, None)
+    assert taken.arranged(other.manifest.layout).manifest == other.manifest
+    assert all(torch.equal(tensor, state[name]) for name, tensor in taken.whole().tensors().items())
+
+
+def test_small_tensors_are_rounded_each_near_to_what_was_published() -> None:
+    boundary = 1 + 2**-8  # in the middle of two numbers of bfloat16
+    names = [f"{number}" for number in range(20)]
+    published = seal(
+        begin_copy({name: torch.full((3, 2), boundary - 1e-4).T for name in names}, torch.bfloat16), 1, None
     )
-    assert [list(layout.of_tensor(number)) for number in range(3)] == [[0, 1], [], [2]]
-    assert layout.count == len(layout.pieces) == 3
+    again = {name: torch.full((2, 3), boundary + 1e-4) for name in names[:10]}
+    again |= {name: torch.full((2, 3), boundary + 4e-3) for name in names[10:]}
+    now = seal(begin_copy(again, torch.bfloat16, published, 0.25), 2, published)
+    assert published.manifest.layout.count == 1
+    assert [float(tensor[0, 0]) for tensor in now.tensors().values()] == [1.0] * 10 + [1 + 2**-7] * 10
 
 
 @given(
