@@ -46,6 +46,7 @@ class _Life:
     pending: float = 0.0
     step: int = -1
     version: str = ""
+    held: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -155,8 +156,9 @@ class Ledger:
         self._lives[peer, life] = _Life(step=step, version=version)
 
     def step(self, peer: str, life: int, made: Step) -> None:
-        """Checks one `opt.step` of `GradientAveraging`: no sample is lost or counted twice, no step is undone.
+        """Checks one `opt.step` of `GradientAveraging`: no sample is lost or counted twice, no version comes again.
 
+        After a partition a peer may take over a history of fewer steps, if more members stand behind it.
         The receipts of the call need not be given to `receipt` besides.
         """
         where = f"{peer} (life {life}, step {made.step})"
@@ -167,8 +169,9 @@ class Ledger:
         self.samples.trained += made.batch
         averaged = [one for one in made.receipts if one.averaged and one.topic.startswith("gradients")]
         self._weigh(where, peer, gathered, averaged)
-        if made.step < own.step:
-            raise LedgerError(f"{where}: its global step went back from {own.step} to {made.step}")
+        if made.version != before and made.version in own.held:
+            raise LedgerError(f"{where} went back from {before} to {made.version}, which it had left")
+        own.held |= {before, made.version}
         if made.version == before:
             if averaged:
                 raise LedgerError(f"{where} averaged in {averaged[0].group_id.hex()[:8]} and made no step")

@@ -135,13 +135,13 @@ class ScriptThread:
 
 
 @contextmanager
-def scripted(seed: int) -> Iterator[random.Random]:
+def scripted(seed: int, clock: Callable[[], float] = virtual_time.clock) -> Iterator[random.Random]:
     """Averagers that are made inside work in scripts; yields the source of everything random in them."""
     rng = random.Random(seed)
-    clocks = SimpleNamespace(time=virtual_time.clock, monotonic=lambda: asyncio.get_running_loop().time())
+    clocks = SimpleNamespace(time=clock, monotonic=lambda: asyncio.get_running_loop().time())
 
     def make_peer(*args: Any, **options: Any) -> Peer:
-        return Peer(*args, clock=virtual_time.clock, rng=random.Random(rng.getrandbits(64)), **options)
+        return Peer(*args, clock=clock, rng=random.Random(rng.getrandbits(64)), **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("averaging.averager.EventLoopThread", ScriptThread)

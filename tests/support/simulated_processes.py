@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar, TypeVarTuple
 
+from averaging.testing import virtual_time
 from averaging.testing.virtual_time import VirtualTimeLoop
 
 T = TypeVar("T")
@@ -26,12 +27,24 @@ def process(name: str) -> Iterator[None]:
         _PROCESS.reset(token)
 
 
+def clock() -> float:
+    """The wall clock of the running process, in seconds since the epoch: that of all, and the steps of its own."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, ProcessLoop)
+    return virtual_time.clock() + loop.clock_steps.get(_PROCESS.get(), 0.0)
+
+
 class ProcessLoop(VirtualTimeLoop):
-    """Knows by the context of a callback to whose process it belongs."""
+    """Knows by the context of a callback to whose process it belongs.
+
+    Attributes:
+        clock_steps: by how many seconds the clock of a process was set, see `clock`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._stopped: dict[str, list[_Step]] = {}
+        self.clock_steps: dict[str, float] = {}
 
     def stop_process(self, name: str) -> None:
         """Nothing of it runs from now on, but for the step that is being taken."""

@@ -18,7 +18,7 @@ from averaging.errors import JoinError, RoundError, StateError
 from averaging.receipts.receipt import Receipt
 from averaging.receipts.status import Finish
 from averaging.testing import virtual_time
-from averaging.testing.transport import MemoryNetwork
+from averaging.testing.transport import MemoryNetwork, MemoryTransport
 from averaging.transport.base import Transport
 from tests.support import simulated_processes as processes
 from tests.support.scripts import run_script, scripted, sleep
@@ -96,6 +96,8 @@ STRATEGIES: dict[str, Callable[[int], Strategy]] = {
 class Run:
     """A run with its network; everything random comes from `seed`."""
 
+    clock = staticmethod(virtual_time.clock)
+
     def __init__(
         self, seed: int, strategy: str, sites: Sequence[Site], *, until: float, group_wait: float = 1.0
     ) -> None:
@@ -134,6 +136,9 @@ class Run:
         site.global_step = opt.global_step
         opt.close()
 
+    def _transport(self, name: str) -> MemoryTransport:
+        return self.network.transport(name)
+
     def _averager(self, site: Site, optimizer: torch.optim.Optimizer, rng: random.Random) -> DecentralizedAverager:
         def discovery(endpoint: str, transport: Transport) -> GossipDiscovery:
             return GossipDiscovery(
@@ -142,7 +147,7 @@ class Run:
                 transport,
                 join=site.join,
                 identity=UnsignedIdentity(rng),
-                clock=virtual_time.clock,
+                clock=self.clock,
                 rng=random.Random(rng.getrandbits(64)),
             )
 
@@ -151,7 +156,7 @@ class Run:
             run_id="run",
             join=site.join,
             strategy=site.strategy() if site.strategy is not None else STRATEGIES[self.strategy](len(self.sites)),
-            transport=self.network.transport(site.name),
+            transport=self._transport(site.name),
             discovery=discovery,
             on_round=site.receipts.append,
             group_wait=self.group_wait,
