@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
@@ -14,9 +15,10 @@ import pytest
 from averaging.discovery.etcd import EtcdDiscovery, EtcdSettings
 from averaging.discovery.etcd.layout import RecordSeal, name_of, prefix_of, run_prefix
 from averaging.discovery.gossip.gossip_discovery import GossipDiscovery
-from averaging.discovery.gossip.identity import Author, Ed25519Identity
+from averaging.discovery.gossip.identity import Author, Ed25519Identity, UnsignedIdentity
 from averaging.discovery.gossip.record import Reason, RecordLimits
 from averaging.errors import JoinError
+from averaging.protocol import progress_key
 from averaging.protocol.messages import Record
 from averaging.testing import virtual_time
 from averaging.testing.etcd import MemoryEtcd
@@ -259,6 +261,37 @@ def test_of_a_key_with_very_many_records_a_peer_holds_a_part() -> None:
         assert {f"p{number}:1" for number in range(31, 40)} <= late.get(KEY).keys()
 
     simulate(main)
+
+
+def test_what_a_peer_holds_of_a_run_does_not_grow_with_the_run() -> None:
+    """Of the progress of all, 1,024 records of 250 bytes: the bound of docs/how-to/many-peers.md."""
+    key, sizes = progress_key("run"), {}
+
+    async def main(cluster: Cluster) -> None:
+        writer, rng, seal = cluster.etcd.client(), random.Random(1), RecordSeal()
+        lease = await writer.grant(3000.0)
+        for number in range(2048):
+            author = Author("run", UnsignedIdentity(rng), RecordLimits())
+            name = f"10.0.{number // 256}.{number % 256}:4222"
+            record = author.write(key, name, bytes(250), later(600), virtual_time.clock(), None)
+            await writer.change({name_of("run", record): seal.pack(record)}, lease)
+            if number + 1 in (1024, 2048):
+                tracemalloc.start()
+                discovery = EtcdDiscovery(
+                    *("run", f"10.0.3.{number % 3}:1", cluster.etcd.client()),
+                    identity=UnsignedIdentity(rng),
+                    clock=virtual_time.clock,
+                )
+                async with discovery:
+                    await discovery.follow(key)
+                    await settle()
+                    sizes[number + 1] = len(discovery.get(key)), tracemalloc.get_traced_memory()[0]
+                tracemalloc.stop()
+
+    simulate(main)
+    assert {held for held, _ in sizes.values()} == {EtcdSettings().most}
+    assert sizes[1024][1] < 4 << 20
+    assert sizes[2048][1] < 1.2 * sizes[1024][1]
 
 
 # Strangers

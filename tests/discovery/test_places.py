@@ -95,16 +95,20 @@ def test_a_search_keeps_its_place_while_others_may_come_there() -> None:
 # Whole peers
 
 
-def test_64_peers_under_one_key_ask_once_and_all_have_a_group_at_once() -> None:
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("count", "rounds"), [(64, 2), pytest.param(4096, 1, marks=pytest.mark.long)], ids=["64", "4096"]
+)
+def test_many_peers_under_one_key_ask_once_and_all_have_a_group_at_once(count: int, rounds: int) -> None:
     swarm = EtcdSwarm(seed=1)
 
     async def main() -> None:
-        async with swarm.peers(64, group_size=8) as peers:
-            for _ in range(2):
+        async with swarm.peers(count, group_size=8) as peers:
+            for _ in range(rounds):
                 swarm.network.calls.clear()
                 receipts = await asyncio.gather(*(peer.average() for peer in peers))
-                assert [len(receipt.members) for receipt in receipts] == [8] * 64
-                assert swarm.network.calls["join_group"] <= 1.3 * 64
+                assert [len(receipt.members) for receipt in receipts] == [8] * count
+                assert swarm.network.calls["join_group"] <= 1.3 * count
                 assert max(receipt.phases["looking"] for receipt in receipts) < 1.5
 
     virtual_time.run(main())

@@ -23,6 +23,7 @@ from averaging import DecentralizedAverager, GradientAveraging
 from averaging.discovery.gossip.record import GossipSettings
 from averaging.errors import AveragingError, JoinError, PeerUnreachableError, StateError
 from averaging.matchmaking.rules import CLOCK_TOLERANCE
+from averaging.peer.run_progress import LIFETIME
 from averaging.protocol import Digest, ExchangeReply, Refusal, Rumour
 from averaging.receipts.receipt import Receipt
 from averaging.testing import virtual_time
@@ -43,8 +44,9 @@ LEARNING_RATE = 0.5
 DEADLINE = max(2 * STALL_TIMEOUT, GROUP_WAIT + CLOCK_TOLERANCE)
 """The longest wait for one that does not answer, in seconds: for a reducer, and for a leader."""
 
-DEADLINES = {"partition": 1.5 * GossipSettings().retry_interval, "start": 60.0}
-"""Longer ones by the kind of failure: members that were out of reach for all are called again once in so long."""
+DEADLINES = {"partition": 1.5 * GossipSettings().retry_interval, "clock": LIFETIME + DEADLINE, "start": 60.0}
+"""Longer ones by the kind of failure: members that were out of reach for all are called again once in so long, and an
+announcement that was written with a wrong clock goes after its lifetime."""
 
 HOPELESS = 120.0
 """Seconds after which it is not waited any longer, also not for newcomers."""
