@@ -6,10 +6,12 @@ sides, with their deadlines).
 """
 
 from averaging.allreduce.part_forms import Averaged, Part, Prepared, ReplyResidual, Slice
+from averaging.allreduce.partition import LARGE_PART_BYTES
 from averaging.allreduce.round import AllReduce
 from averaging.allreduce.round_tally import LyingLeaderError, RoundResult, changes
 
 __all__ = [
+    "LARGE_PART_BYTES",
     "AllReduce",
     "Averaged",
     "LyingLeaderError",

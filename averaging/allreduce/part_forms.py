@@ -125,6 +125,9 @@ class PartForm(ABC, Generic[Tensor, Contributed, Average, Result]):
             ConfigError: an element is larger than a part.
         """
 
+    continues = False
+    """Whether a slice and the next one of the same tensor may be one slice, without any effect on the result."""
+
     @abstractmethod
     def joins(self, other: AnyForm) -> bool:
         """Whether a slice of a tensor of the form `other` may follow one of this form in the same part."""
@@ -188,6 +191,7 @@ class DenseForm(PartForm["torch.Tensor | StagedTensor", torch.Tensor, torch.Tens
         self._spec, self._dtype, self._aggregation = spec, spec.torch_dtype, aggregation
         self._codec = codec_of(spec.compression, self._dtype)
         self._per_element = self._codec.bytes_per_element
+        self.continues = self._codec.elementwise and aggregation.kind is not AggregationKind.CLIP
 
     def cuts(self, part_size_bytes: int) -> Iterator[tuple[int, int]]:
         """See `PartForm`."""

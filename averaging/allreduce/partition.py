@@ -59,7 +59,27 @@ def busiest_link(shares: Sequence[float], nbytes: int) -> float:
     return nbytes * (1 + max(0, len(shares) - 2) * max(shares) / sum(shares))
 
 
-def partition(schema: Schema, shares: Sequence[float], *, joins: bool = False) -> list[list[Part]]:
+LARGE_PART_BYTES = 4 << 20
+"""Size of the largest parts of a group that wants large ones, unless those of the schema are larger still."""
+
+PARTS_OF_ALL = 32
+"""Large parts are so small that the tensors have this many for each other reducer. A member has about three in flight
+to each, and as many from each sender."""
+
+
+def large_part_bytes(schema: Schema, reducers: int) -> int:
+    """Size of a large part, a multiple of that of the schema, which it has if the tensors are small.
+
+    Args:
+        schema: schema of the tensors.
+        reducers: number of members that reduce.
+    """
+    nbytes = sum(form.packed_size(schema.part_size_bytes, 1) for form in forms_of(schema))
+    size = schema.part_size_bytes
+    return size * max(1, min(LARGE_PART_BYTES, nbytes // (PARTS_OF_ALL * max(1, reducers - 1))) // size)
+
+
+def partition(schema: Schema, shares: Sequence[float], *, joins: bool = False, large: bool = False) -> list[list[Part]]:
     """The shard of each member: its parts, in order.
 
     Each tensor is cut into slices of `part_size_bytes` on the wire, a sparse one into whole blocks. The concatenated
@@ -71,16 +91,17 @@ def partition(schema: Schema, shares: Sequence[float], *, joins: bool = False) -
         shares: one per member, as `shares()` returns them.
         joins: whether consecutive slices of a shard that fit into `part_size_bytes` together are one part, if they may
             be, see `PartForm.joins`.
+        large: whether consecutive slices of one tensor are also one part up to `large_part_bytes`.
 
     Raises:
         RoundError: a share is negative or not finite, or all are 0.
         ConfigError: an element is larger than a part.
     """
-    return [list(shard) for shard in _divide(schema, tuple(shares), joins)]
+    return [list(shard) for shard in _divide(schema, tuple(shares), joins, large)]
 
 
 @lru_cache(maxsize=8)  # groups of a run often divide the same tensors in the same way
-def _divide(schema: Schema, shares: tuple[float, ...], joins: bool) -> list[list[Part]]:
+def _divide(schema: Schema, shares: tuple[float, ...], joins: bool, large: bool) -> list[list[Part]]:
     total = sum(spec.numel for spec in schema.tensors)
     reducers = [index for index, share in enumerate(shares) if share > 0]
     ends = _ends(shares, total)[reducers].tolist()
@@ -104,17 +125,35 @@ def _divide(schema: Schema, shares: tuple[float, ...], joins: bool) -> list[list
                     owner, most = candidate, overlap
             slices[reducers[owner]].append(Slice(number, start, stop))
         offset += stop
-    return [list(_parts(shard, schema, forms, joins)) for shard in slices]
+    most = large_part_bytes(schema, len(reducers)) if large else schema.part_size_bytes
+    return [list(_parts(shard, schema.part_size_bytes, forms, joins, most)) for shard in slices]
 
 
-def _parts(shard: Sequence[Slice], schema: Schema, forms: Sequence[AnyForm], joins: bool) -> Iterator[Part]:
-    """The parts of a shard: each a slice, or as many consecutive ones as fit."""
+def _parts(
+    shard: Sequence[Slice], part_size_bytes: int, forms: Sequence[AnyForm], joins: bool, most: int
+) -> Iterator[Part]:
+    """The parts of a shard: each a slice, or as many consecutive ones as fit.
+
+    Args:
+        shard: its slices.
+        part_size_bytes: up to which slices are joined.
+        forms: form of each tensor.
+        joins: whether they are.
+        most: up to which size a part is continued by the next slice of the same tensor.
+    """
     joined: list[Slice] = []
     nbytes = 0
     for piece in shard:
-        size = forms[piece.tensor].encoded_size(piece) if joins else 0
-        fits = joins and joined and nbytes + size <= schema.part_size_bytes
-        if fits and forms[joined[0].tensor].joins(forms[piece.tensor]):
+        form = forms[piece.tensor]
+        size = form.encoded_size(piece) if joins else 0
+        if joins and joined and form.continues and nbytes + size <= most:
+            first = joined[0]
+            if len(joined) == 1 and (first.tensor, first.stop) == (piece.tensor, piece.start):
+                joined[0] = Slice(first.tensor, first.start, piece.stop)
+                nbytes += size
+                continue
+        fits = joins and joined and nbytes + size <= part_size_bytes
+        if fits and forms[joined[0].tensor].joins(form):
             joined.append(piece)
             nbytes += size
             continue

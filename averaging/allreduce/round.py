@@ -68,7 +68,8 @@ class AllReduce:
         reduced = shares(group.members)
         contributors = sum(member.sends for member in group.members)
         forms = forms_of(schema, members=contributors, residual=residual)
-        parts_of = dict(zip(group.endpoints, partition(schema, reduced, joins=group.joins_parts), strict=True))
+        divided = partition(schema, reduced, joins=group.joins_parts, large=group.large_parts)
+        parts_of = dict(zip(group.endpoints, divided, strict=True))
         if residual is not None:
             residual.begin()
         nbytes = packed_size(forms, schema.part_size_bytes, contributors)
@@ -140,6 +141,7 @@ class AllReduce:
                 self._reducing.begin()
                 tensors = await prepare()
                 self._tally.ready()
+                began = asyncio.get_running_loop().time()
                 self._monitor.on_check(self._check_delays(timeout))
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(self._reducing.run(tensors))
@@ -165,6 +167,8 @@ class AllReduce:
         except BaseException as error:
             await self._end(error)
             raise
+        else:
+            self._monitor.deadlines.record_round(self._tally.busier_bytes, asyncio.get_running_loop().time() - began)
         self._reducing.close(MessageCode.CANCELLED)
         return self.result()
 

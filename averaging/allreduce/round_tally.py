@@ -324,6 +324,11 @@ class RoundTally:
         if self._identical:
             self._digests[name].add(buffer)
 
+    @property
+    def busier_bytes(self) -> int:
+        """Bytes sent or received, whichever are more."""
+        return max(self._sent.total(), self._received.total())
+
     def has_received_from(self, name: str) -> bool:
         """Whether a part or an average of that member has arrived."""
         return name in self._received

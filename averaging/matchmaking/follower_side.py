@@ -311,6 +311,7 @@ class FollowerSide:
             min_group_size=self._min_group_size,
             names=search.state.names,
             joins_parts=True,
+            large_parts=search.state.large_parts,
         )
         try:
             async with aclosing(self._transport.join_group(leader, message)) as replies:

@@ -99,6 +99,7 @@ class Matchmaking:
         self._accepting = asyncio.Event()  # this peer looks, and has a declaration
         self._yields_until = 0.0  # loop's time at which members of it may follow this peer again
         self._differences = SchemaDifferences(schema, transport, discovery, logged or LoggedDifferences())
+        self._deadlines = Deadlines(VERDICT_SECONDS, VERDICT_SECONDS) if deadlines is None else deadlines
         self._follower_side = FollowerSide(
             endpoint,
             schema,
@@ -111,7 +112,7 @@ class Matchmaking:
             known_members_only=known_members_only,
             exclusions=self._exclusions,
             history=history or ResponseHistory(),
-            deadlines=Deadlines(VERDICT_SECONDS, VERDICT_SECONDS) if deadlines is None else deadlines,
+            deadlines=self._deadlines,
             clock=clock,
             rng=rng,
         )
@@ -193,6 +194,7 @@ class Matchmaking:
             target_contributors,
             self._min_group_size,
             names=schema.names if member.sends else "",
+            large_parts=self._deadlines.fast,
             quorum=quorum,
             follows=follows,
         )

@@ -132,6 +132,8 @@ class LeaderCandidate:
         names: digest of the names of its tensors, see `Schema.names`; empty if it contributes none.
         follower_names: likewise of each follower.
         joining_parts: the followers that can join parts, as this peer can.
+        large_parts: whether this peer wants parts that are larger than the schema's.
+        wanting_large_parts: the followers that want them.
         quorum: when the group begins although expected members are missing; if None, at the declared time only.
         follows: whether it only follows, as a client does: it declares nothing, and leads nobody.
     """
@@ -149,6 +151,8 @@ class LeaderCandidate:
     names: str = ""
     follower_names: dict[str, str] = field(default_factory=dict)
     joining_parts: set[str] = field(default_factory=set)
+    large_parts: bool = False
+    wanting_large_parts: set[str] = field(default_factory=set)
     quorum: Quorum | None = None
     follows: bool = False
 
@@ -283,10 +287,12 @@ def assemble(searching: LeaderCandidate, gathered: Mapping[str, bytes], rng: ran
     endpoints = [searching.member.endpoint, *searching.followers]
     rng.shuffle(endpoints)
     gathers = tuple(gathered[endpoint] for endpoint in endpoints)
-    joins_parts = searching.followers.keys() <= searching.joining_parts
+    joins = searching.followers.keys() <= searching.joining_parts
+    large = joins and searching.large_parts and searching.followers.keys() <= searching.wanting_large_parts
+    nonce = rng.randbytes(NONCE_BYTES)
     return MessageFromLeader(
         MessageCode.BEGIN_ALLREDUCE,
-        group_id=make_group_id(rng.randbytes(NONCE_BYTES), endpoints, gathers, joins_parts=joins_parts),
+        group_id=make_group_id(nonce, endpoints, gathers, joins_parts=joins, large_parts=large),
         ordered_group_endpoints=tuple(endpoints),
         gathered=gathers,
     )
@@ -315,9 +321,10 @@ def read_group(message: MessageFromLeader, endpoint: str, leader: str, gather: b
             f"{announced.mode.name}; it sent {own.weight:g} and {own.mode.name}"
         )
     digest = group_digest(message.group_id, names, message.gathered)
-    joins_parts = id_is_bound(message.group_id, names, message.gathered, joins_parts=True)
-    bound = joins_parts or id_is_bound(message.group_id, names, message.gathered)
-    return Group(message.group_id, members, leader, digest, bound, joins_parts)
+    large = id_is_bound(message.group_id, names, message.gathered, large_parts=True)
+    joins = large or id_is_bound(message.group_id, names, message.gathered, joins_parts=True)
+    bound = joins or id_is_bound(message.group_id, names, message.gathered)
+    return Group(message.group_id, members, leader, digest, bound, joins, large)
 
 
 @dataclass(slots=True)

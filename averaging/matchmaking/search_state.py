@@ -205,6 +205,8 @@ class SearchState:
         self.state.follower_names[request.endpoint] = request.names
         if request.joins_parts:
             self.state.joining_parts.add(request.endpoint)
+        if request.large_parts:
+            self.state.wanting_large_parts.add(request.endpoint)
         self._decisions[request.endpoint] = decision
         self._gathered[request.endpoint] = request.gather
         self.add_seen(request.endpoint)
@@ -305,6 +307,7 @@ class SearchState:
         self.state.min_group_sizes.clear()
         self.state.follower_names.clear()
         self.state.joining_parts.clear()
+        self.state.wanting_large_parts.clear()
         self._gathered = {self.state.member.endpoint: self.gather}
         self.changed.set()
 
@@ -357,6 +360,7 @@ class SearchState:
         del self._decisions[endpoint], self._gathered[endpoint]
         del self.state.followers[endpoint], self.state.min_group_sizes[endpoint], self.state.follower_names[endpoint]
         self.state.joining_parts.discard(endpoint)
+        self.state.wanting_large_parts.discard(endpoint)
 
     def _decide(self, message: MessageFromLeader) -> None:
         for decision in self._decisions.values():

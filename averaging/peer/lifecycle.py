@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
+from averaging.allreduce import LARGE_PART_BYTES
 from averaging.common import chosen_proxy, ignored_proxies, shown_proxy
 from averaging.config import PeerConfig
 from averaging.control import ControlService, Departure, LeaveStep
@@ -238,7 +239,7 @@ def make_transport(
         config.advertise,
         direct_listen=config.direct_listen,
         direct_advertise=config.direct_advertise,
-        max_part_bytes=2 * config.part_size_bytes + (64 << 10),
+        max_part_bytes=max(2 * config.part_size_bytes, LARGE_PART_BYTES) + (64 << 10),
         max_message_bytes=most,
         credentials=credentials,
         given=seeds.named,

@@ -158,6 +158,7 @@ class Group:
             another group with the same id. Ids from leaders of other software are not.
         joins_parts: whether several small slices of tensors are one part, since all members can send them so. The id
             says it, see `make_group_id`.
+        large_parts: whether parts are larger than the schema's, since all members want that. The id says it as well.
     """
 
     group_id: bytes
@@ -166,6 +167,7 @@ class Group:
     digest: bytes = b""
     bound: bool = False
     joins_parts: bool = False
+    large_parts: bool = False
 
     @property
     def public_id(self) -> bytes:
@@ -188,7 +190,12 @@ class Group:
 
 
 def make_group_id(
-    nonce: bytes, endpoints: Sequence[str], gathered: Sequence[bytes], *, joins_parts: bool = False
+    nonce: bytes,
+    endpoints: Sequence[str],
+    gathered: Sequence[bytes],
+    *,
+    joins_parts: bool = False,
+    large_parts: bool = False,
 ) -> bytes:
     """A random id of 20 bytes that is bound to these members, their order and their gathers.
 
@@ -198,17 +205,28 @@ def make_group_id(
         gathered: their gathers, in the same order.
         joins_parts: whether all members join parts. It changes the id, which is how a leader tells them so that all
             come to the same parts, and other software sees 20 random bytes.
+        large_parts: whether all members want large parts as well, which are also joined.
     """
-    label = b"averaging.v1.GroupId.JoinedParts" if joins_parts else b"averaging.v1.GroupId"
+    label = b"averaging.v1.GroupId"
+    if large_parts:
+        label += b".LargeParts"
+    elif joins_parts:
+        label += b".JoinedParts"
     commitment = hashlib.sha256(label + nonce + _canonical(endpoints, gathered)).digest()
     return nonce + commitment[: GROUP_ID_BYTES - NONCE_BYTES]
 
 
 def id_is_bound(
-    group_id: bytes, endpoints: Sequence[str], gathered: Sequence[bytes], *, joins_parts: bool = False
+    group_id: bytes,
+    endpoints: Sequence[str],
+    gathered: Sequence[bytes],
+    *,
+    joins_parts: bool = False,
+    large_parts: bool = False,
 ) -> bool:
     """Whether `make_group_id` made this id for these arguments."""
-    return group_id == make_group_id(group_id[:NONCE_BYTES], endpoints, gathered, joins_parts=joins_parts)
+    nonce = group_id[:NONCE_BYTES]
+    return group_id == make_group_id(nonce, endpoints, gathered, joins_parts=joins_parts, large_parts=large_parts)
 
 
 def group_digest(group_id: bytes, endpoints: Sequence[str], gathered: Sequence[bytes]) -> bytes:

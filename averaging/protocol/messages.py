@@ -176,6 +176,8 @@ class JoinRequest:
         min_group_size: the smallest group that the follower accepts; sent in a header of the call.
         names: digest of the names of its tensors, see `Schema.names`; sent in a header as well.
         joins_parts: whether it can send several small slices of tensors as one part; sent in a header as well.
+        large_parts: whether it wants larger parts than the schema's, since its network is fast; sent in a header as
+            well.
     """
 
     endpoint: str
@@ -186,6 +188,7 @@ class JoinRequest:
     min_group_size: int = 2
     names: str = ""
     joins_parts: bool = False
+    large_parts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

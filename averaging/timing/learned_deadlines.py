@@ -115,6 +115,13 @@ MAX_IN_STATUS = 256
 """Kinds of waits that a peer's status contains."""
 
 
+FAST_PART_SECONDS = 0.002
+"""If 1 MiB takes less on the network, a part costs what the processor does for it, not what others wait for it."""
+
+MIN_ROUND_BYTES = 16 << 20
+"""A smaller round says nothing about the network."""
+
+
 class Phase(StrEnum):
     """What a peer waits for."""
 
@@ -192,6 +199,7 @@ class Deadlines:
 
     Attributes:
         rates: how fast donors have delivered their state.
+        fast: whether the last large round moved 1 MiB in less than `FAST_PART_SECONDS`.
         probation: members that have held a whole round up.
     """
 
@@ -199,6 +207,7 @@ class Deadlines:
         self.lower, self.upper = min(lower, upper), upper
         self._longest = longest
         self.rates = Rates()
+        self.fast = False
         self.probation = Probation()
         self._known: OrderedDict[tuple[str, Phase, int], _Known] = OrderedDict()  # least recently used first
         self._guesses: dict[tuple[Phase, int], Deadline | None] = {}  # until more is known
@@ -271,6 +280,11 @@ class Deadlines:
         known.waits.append(max(0.0, seconds))
         known.typical = _typical(known.waits)
         known.misses = 0
+
+    def record_round(self, nbytes: int, seconds: float) -> None:
+        """Records how long a round took to move so many bytes in its busier direction."""
+        if nbytes >= MIN_ROUND_BYTES:
+            self.fast = seconds * (1 << 20) < FAST_PART_SECONDS * nbytes
 
     def record_miss(self, endpoint: str, phase: Phase, size: int, now: float) -> None:
         """Records that a peer was given up at its deadline; the next deadline is longer.

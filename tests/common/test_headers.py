@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from averaging.protocol.messages import JoinRequest, Resume
 from averaging.transport.grpc.channel_options import (
     JOINS_PARTS,
+    LARGE_PARTS,
     MIN_GROUP_SIZE,
     NAMES,
     of_join,
     of_resume,
     read_joins_parts,
+    read_large_parts,
     read_min_group_size,
     read_names,
     read_resume,
@@ -70,6 +74,14 @@ def test_what_is_no_digest_of_names_counts_as_not_said(values: list[str | bytes]
 def test_a_caller_says_whether_it_joins_parts(names: str) -> None:
     assert read_joins_parts(of_join(request(3, names, True)))
     assert not read_joins_parts(of_join(request(3, names)))
+
+
+@pytest.mark.parametrize("wants", [True, False])
+def test_a_caller_says_whether_it_wants_large_parts(wants: bool) -> None:
+    sent = of_join(replace(request(3, "", True), large_parts=wants))
+    assert read_joins_parts(sent)
+    assert read_large_parts(sent) is wants
+    assert not read_large_parts([(LARGE_PARTS, "2")])
 
 
 @pytest.mark.parametrize("values", [["0"], ["1", "1"], ["2"], ["true"], [b"1"], [""]])

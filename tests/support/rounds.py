@@ -107,12 +107,13 @@ class Simulation:
         deadlines: dict[str, Deadlines] | None = None,
         proven: bool = False,
         joins_parts: bool = False,
+        large_parts: bool = False,
         **describing: Any,
     ) -> None:
         self.rng = random.Random(seed)
         self.network = MemoryNetwork(self.rng, latency=latency, loss=loss)
         group_id = self.rng.randbytes(20)
-        self.group = Group(group_id, tuple(members), digest=b"announced", bound=True, joins_parts=joins_parts)
+        self.group = Group(group_id, tuple(members), "", b"announced", True, joins_parts, large_parts)
         generator = torch.Generator().manual_seed(seed)
         self.before = {
             member.endpoint: [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]

@@ -204,6 +204,9 @@ JOINS_TENSORS = "averaging-joins-tensors"
 JOINS_PARTS = "averaging-joins-parts"
 """`1` if the caller can send several small slices of tensors as one part."""
 
+LARGE_PARTS = "averaging-large-parts"
+"""`1` if the caller wants parts that are larger than the schema's."""
+
 _RESUME = re.compile(r"([0-9]{1,18}) ([0-9a-f]{64})")
 _NUMBER = re.compile(r"[1-9][0-9]{0,3}")
 _NAMES = re.compile(r"[1-9][0-9]{0,8}-[0-9a-f]{16}")
@@ -232,7 +235,8 @@ def of_join(request: JoinRequest) -> tuple[tuple[str, str], ...]:
     """Returns the headers of a join request. Without any the minimum is 2, no tensor has a name, no part is joined."""
     size = ((MIN_GROUP_SIZE, str(request.min_group_size)),) if 2 < request.min_group_size <= MAX_GROUP_SIZE else ()
     names = ((NAMES, request.names),) if request.names else ()
-    return (*size, *names, (JOINS_PARTS, "1")) if request.joins_parts else (*size, *names)
+    parts = ((JOINS_PARTS, request.joins_parts), (LARGE_PARTS, request.large_parts))
+    return (*size, *names, *((name, "1") for name, is_so in parts if is_so))
 
 
 def read_names(headers: Iterable[tuple[str, str | bytes]]) -> str:
@@ -244,6 +248,11 @@ def read_names(headers: Iterable[tuple[str, str | bytes]]) -> str:
 def read_joins_parts(headers: Iterable[tuple[str, str | bytes]]) -> bool:
     """Reads whether the caller joins parts; False if the header is missing or malformed."""
     return _match(_JOINS, JOINS_PARTS, headers) is not None
+
+
+def read_large_parts(headers: Iterable[tuple[str, str | bytes]]) -> bool:
+    """Reads whether the caller wants large parts; False if the header is missing or malformed."""
+    return _match(_JOINS, LARGE_PARTS, headers) is not None
 
 
 def read_min_group_size(headers: Iterable[tuple[str, str | bytes]]) -> int:

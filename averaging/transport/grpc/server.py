@@ -123,6 +123,7 @@ def averaging_handlers(service: AveragingService) -> list[RpcHandler]:
             min_group_size=headers.read_min_group_size(given),
             names=headers.read_names(given),
             joins_parts=headers.read_joins_parts(given),
+            large_parts=headers.read_large_parts(given),
         )
         return service.join_group(stated)
 
