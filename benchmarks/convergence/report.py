@@ -17,7 +17,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from benchmarks.convergence.cases import SYSTEMS, Case, all_cases, all_cells, page_cells
+from benchmarks.convergence.cases import PEERS, SYSTEMS, Case, all_cases, all_cells, page_cells
 from benchmarks.convergence.runner import landed
 
 COLOURS = {"none": "#0072B2", "int8": "#009E73", "top_k": "#D55E00", "two_bit": "#CC79A7"}
@@ -150,13 +150,15 @@ LIMITS = (("int8", 120, 0.025), ("top_k", 1000, 0.03), ("top_k", 2000, 0.045), (
 
 
 def verdicts(recorded: Recorded) -> list[Verdict]:
-    """The targets for which there are cells, from a trained start with 4 peers."""
+    """The targets for which there are cells, from a trained start; only those of bytes also with 8 peers."""
     rows, found = recorded.of("trained", 4), []
-    for codec, at_least, most in LIMITS:
-        if best := best_of(rows, codec, at_least):
-            over, row = best
-            wanted = f"{codec.replace('_', '-')}, 1/{at_least:,} of float32 gradients: at most {most:.1%} above joined"
-            found.append(Verdict(wanted, f"{over:+.2%} ({row.case.title}, 1/{row.case.ratio:,.0f})", over <= most))
+    for peers in PEERS:
+        for codec, at_least, most in LIMITS:
+            if best := best_of(recorded.of("trained", peers), codec, at_least):
+                over, row = best
+                wanted = f"{peers} peers, {codec.replace('_', '-')}, 1/{at_least:,} of float32 gradients: "
+                wanted += f"at most {most:.1%} above joined"
+                found.append(Verdict(wanted, f"{over:+.2%} ({row.case.title}, 1/{row.case.ratio:,.0f})", over <= most))
     for name, row in rows.items():
         above = row.excess(rows.get(name.replace("quorum", "diloco"))) if row.case.quorum else None
         if above is not None:

@@ -403,11 +403,13 @@ def recorded(losses: dict[str, float], **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(("loss", "met"), [(2.0599, True), (2.0601, False)])
 def test_verdicts_are_of_the_best_row_that_sends_so_little(loss: float, met: bool) -> None:
     losses = {"joined": 2.0, "top-k-32-2bit-h15": loss, "top-k-128-2bit-h15": 2.5, "int8-h15": 2.0}
-    results = recorded({f"trained/4/plain/{name}/0": one for name, one in losses.items()})
+    results = recorded({f"trained/{peers}/plain/{name}/0": one for peers in (4, 8) for name, one in losses.items()})
     found = {one.wanted.split(" of ")[0]: one for one in verdicts(Recorded(results))}
-    assert list(found) == ["top-k, 1/1,000", "top-k, 1/2,000", "top-k, 1/4,000"]  # int8 every 15 steps is only 1/60
-    assert found["top-k, 1/1,000"].met is met
-    assert found["top-k, 1/4,000"].measured == "+25.00% (top-k 1/128, 2 bit, H=15, 1/4,389)"
+    assert list(found) == [  # int8 every 15 steps is only 1/60
+        f"{peers} peers, top-k, 1/{ratio}" for peers in (4, 8) for ratio in ("1,000", "2,000", "4,000")
+    ]
+    assert found["4 peers, top-k, 1/1,000"].met is met
+    assert found["8 peers, top-k, 1/4,000"].measured == "+25.00% (top-k 1/128, 2 bit, H=15, 1/4,389)"
 
 
 @pytest.mark.parametrize(("loss", "met"), [(2.13, True), (2.15, False)])
@@ -416,6 +418,15 @@ def test_a_quorum_is_compared_with_equal_machines(loss: float, met: bool) -> Non
     (found,) = verdicts(Recorded(recorded({f"trained/4/{name}": one for name, one in losses.items()})))
     assert "quorum of the others, H=30" in found.wanted
     assert found.met is met
+
+
+def test_two_rounds_tell_the_bytes_of_a_training() -> None:
+    cell = Cell("trained", 8, "receipts", "top-k-64-2bit-h30", 0)
+    assert cell in page_cells()
+    assert cell.steps(900) == 60
+    results = recorded({str(cell): 2.4, "trained/8/plain/top-k-64-2bit-h15/0": 2.1}, steps=60, sent=6000.0)
+    row = Recorded(results).of("trained", 8)["top-k-64-2bit-h15"]
+    assert Recorded(results).sent(row) == 6000.0 * (900 / 60) * 2
 
 
 def test_losses_are_compared_seed_by_seed() -> None:
