@@ -18,9 +18,8 @@ import torch
 from averaging.allreduce.part_forms import AnyForm, Averaged, Part, Prepared
 from averaging.allreduce.partition import packed_sizes
 from averaging.allreduce.round_tally import ANSWERS, LyingLeaderError, RoundTally, code_of
-from averaging.allreduce.send_window import SendWindow
 from averaging.allreduce.shard_reducer import ShardReducer
-from averaging.allreduce.wait_monitor import DelayBudget, Overdue, WaitMonitor, blocking
+from averaging.allreduce.stream_limits import DelayBudget, Overdue, SendWindow, WaitMonitor, blocking
 from averaging.config import NonFinite
 from averaging.errors import ProtocolViolationError, TransportError, ViolationKind
 from averaging.protocol import AveragingData, CompressionType, Member, MessageCode, ReplyForm, WireTensor
@@ -87,7 +86,7 @@ class ReducerSide:
         forms: form of each tensor of the schema.
         tally: records averages, bytes and dropped members.
         monitor: enforces the deadlines; a sender that exceeds one is dropped.
-        send_limits: how many parts of a sender are read, by how many are answered, see `send_window.send_limits`.
+        send_limits: how many parts of a sender are read, by how many are answered, see `stream_limits.send_limits`.
         proven: whether the transport authenticates the streams of a member. Without proof another member could have
             opened the stream, so a bad first message does not drop the named member.
     """

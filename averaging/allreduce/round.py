@@ -14,9 +14,8 @@ from averaging.allreduce.part_forms import Prepared, ReplyResidual, forms_of
 from averaging.allreduce.partition import busiest_link, packed_size, packed_sizes, partition, shares
 from averaging.allreduce.reducer_side import ReducerSide
 from averaging.allreduce.round_tally import AdoptPart, LyingLeaderError, RoundResult, RoundTally
-from averaging.allreduce.send_window import send_limits, window_bytes
 from averaging.allreduce.sender_side import SenderSide
-from averaging.allreduce.wait_monitor import DelayBudget, WaitMonitor
+from averaging.allreduce.stream_limits import DelayBudget, WaitMonitor, send_limits, window_bytes
 from averaging.config import NonFinite
 from averaging.errors import RoundError
 from averaging.protocol import AveragingData, Group, MessageCode, ReplyForm

@@ -107,7 +107,7 @@ class Lag:
     Args:
         senders: their names. Each delivers all parts in order.
         send_limits: how many parts a sender may deliver, by how many the slowest one has delivered, see
-            `send_window.send_limits`.
+            `stream_limits.send_limits`.
 
     Attributes:
         seconds: by sender, the time during which all others had finished or had full windows because of it.
@@ -242,7 +242,7 @@ class RoundTally:
     Args:
         endpoint: this member.
         parts_of: the shard of each member, by name.
-        send_limits: the limits of this member's own shard, see `send_window.send_limits`.
+        send_limits: the limits of this member's own shard, see `stream_limits.send_limits`.
         identical: whether all members get the same averages, so that digests can be compared.
         adopt: called with each average on arrival, once data of another member has arrived. None keeps all averages
             until the end.

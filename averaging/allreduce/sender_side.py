@@ -13,8 +13,7 @@ from averaging.allreduce.part_forms import AnyForm, Part, Prepared, have_arrived
 from averaging.allreduce.partition import packed_sizes
 from averaging.allreduce.reducer_side import ReducerSide
 from averaging.allreduce.round_tally import ANSWERS, RoundTally, code_of
-from averaging.allreduce.send_window import MAX_HOLD_SECONDS, SendWindow, send_limits
-from averaging.allreduce.wait_monitor import DelayBudget, WaitMonitor
+from averaging.allreduce.stream_limits import MAX_HOLD_SECONDS, DelayBudget, SendWindow, WaitMonitor, send_limits
 from averaging.config import NonFinite
 from averaging.errors import AveragingError, ProtocolViolationError, TransportError, ViolationKind
 from averaging.protocol import AveragingData, Group, MessageCode, ReplyForm
@@ -158,7 +157,7 @@ class SenderSide:
         tally: records averages, bytes and dropped members.
         reducing: expects streams of the same members.
         monitor: enforces the deadlines.
-        window: bytes, see `send_window.window_bytes`.
+        window: bytes, see `stream_limits.window_bytes`.
     """
 
     def __init__(

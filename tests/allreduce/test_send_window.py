@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.allreduce import send_window
-from averaging.allreduce.send_window import (
+from averaging.allreduce import stream_limits
+from averaging.allreduce.stream_limits import (
     MAX_HOLD_SECONDS,
     MIN_PARTS,
     WINDOW_BYTES,
@@ -34,7 +34,7 @@ MIB = 2**20
 
 @pytest.fixture(autouse=True)
 def only_the_send_window_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(send_window, "WINDOW_BYTES", 0)
+    monkeypatch.setattr(stream_limits, "WINDOW_BYTES", 0)
     monkeypatch.setattr(memory, "WINDOW", 1000)
 
 
@@ -174,7 +174,7 @@ def test_small_parts_do_not_wait_for_each_other() -> None:
     ],
 )
 def test_window_bytes(monkeypatch: pytest.MonkeyPatch, part_bytes: int, reducers: int, expected: int) -> None:
-    monkeypatch.setattr(send_window, "WINDOW_BYTES", WINDOW_BYTES)  # undo the fixture
+    monkeypatch.setattr(stream_limits, "WINDOW_BYTES", WINDOW_BYTES)  # undo the fixture
     assert window_bytes(part_bytes, reducers) == expected
 
 

@@ -208,7 +208,7 @@ def test_a_dense_tensor_may_go_with_sparse_ones() -> None:
 
 
 def test_a_block_may_have_more_bytes_than_a_part_and_than_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("averaging.allreduce.send_window.WINDOW_BYTES", 1024)
+    monkeypatch.setattr("averaging.allreduce.stream_limits.WINDOW_BYTES", 1024)
     simulation = SparseSimulation(1, nodes(2), [(64, 256)], top_k=TopK(1.0, 8), part_size_bytes=1024)
     virtual_time.run(simulation.run())
     assert all(result.dropped == () for result in simulation.results.values())

@@ -20,7 +20,7 @@ from averaging.allreduce.round_tally import (
     digest_of,
     find_straggler,
 )
-from averaging.allreduce.send_window import send_limits
+from averaging.allreduce.stream_limits import send_limits
 from averaging.errors import (
     AveragingError,
     CallRefusedError,

@@ -12,7 +12,7 @@ from averaging.allreduce import AllReduce
 from averaging.allreduce.reducer_side import ReducerSide
 from averaging.allreduce.round_tally import RoundTally
 from averaging.allreduce.sender_side import SenderSide
-from averaging.allreduce.wait_monitor import WaitMonitor
+from averaging.allreduce.stream_limits import WaitMonitor
 from averaging.matchmaking import search_state
 from averaging.matchmaking.conduct import Exclusions, ResponseHistory
 from averaging.peer.rounds import _Round

@@ -10,7 +10,7 @@ import pytest
 
 from averaging.allreduce import RoundResult
 from averaging.allreduce.round import Prepare
-from averaging.allreduce.wait_monitor import FOLLOW_UP_FACTOR
+from averaging.allreduce.stream_limits import FOLLOW_UP_FACTOR
 from averaging.errors import AveragingError, CallRefusedError, ProtocolViolationError, RoundError
 from averaging.protocol.group import Member, Mode
 from averaging.protocol.messages import AveragingData, MessageCode
