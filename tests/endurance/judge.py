@@ -64,10 +64,11 @@ class Recovery:
 
     Args:
         deadlines: returns the deadline in seconds of a kind of fault.
+        slowness: how many times as long as an idle machine this one takes; deadlines count so many times.
     """
 
-    def __init__(self, deadlines: Callable[[FaultKind], float]) -> None:
-        self._deadlines = deadlines
+    def __init__(self, deadlines: Callable[[FaultKind], float], slowness: float = 1.0) -> None:
+        self._deadlines, self._slowness = deadlines, slowness
         self._ends: dict[tuple[str, str], float] = {}
         self._usual: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=200))
         self._windows: dict[str, list[Window]] = defaultdict(list)
@@ -83,7 +84,9 @@ class Recovery:
             window.mixed = True
         if others:
             mixed = bool(self._windows[run]) or hit > 1
-            window = Window(strike, now, set(others), self.usual(run), self._deadlines(strike.kind), mixed)
+            window = Window(
+                strike, now, set(others), self.usual(run), self._deadlines(strike.kind) * self._slowness, mixed
+            )
             self._windows[run].append(window)
 
     def hit(self, run: str, peer: str) -> None:
@@ -162,9 +165,11 @@ class Judge:
     last_batch: float = 0.0
     _endpoints: dict[str, str] = field(default_factory=dict)
     _late_groups: bool = False
+    _now: float = 0.0
 
     def take(self, plane: str, who: str, rank: int, life: int, slot: int, event: Mapping[str, Any], now: float) -> None:
         """Takes one event of one process."""
+        self._now = now
         self.violations.extend(self._check(plane, who, rank, life, slot, event, now))
 
     def _check(
@@ -186,7 +191,6 @@ class Judge:
             case "stepped":
                 ledger = self.ledgers[plane]
                 yield from broken(partial(ledger.parameters, f"{event['after']} at rank {rank}", event["digest"], name))
-                yield from broken(partial(ledger.never_back, "global step", name, life, event["step"]))
                 receipt = None if event["receipt"] is None else loads(json.dumps(event["receipt"]))
                 yield from self.samples[plane].note(name, slot, event, receipt, now)
             case "round" if "receipt" in event:  # not that of the auxiliary, which is a command
@@ -214,6 +218,8 @@ class Judge:
         yield from broken(partial(self.ledgers[plane].receipt, receipt.endpoint, life, receipt))
         if plane == "local":
             self.means.note_round(receipt)
+        else:
+            self.samples[plane].note_round(receipt, self._now)
         if receipt.averaged:
             self.rounds[plane] += 1
             self.drops += len(receipt.dropped)

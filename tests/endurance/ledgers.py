@@ -68,12 +68,19 @@ class SampleLedger:
         self.steps = self.samples = self.dropped_samples = 0
         self._slots: dict[str, int] = {}
         self._open: dict[str, Step] = {}
+        self._dropped: dict[str, tuple[float, set[str]]] = {}
         self._parents: dict[str, str] = {}
         self._counted: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
 
     def know(self, endpoint: str, slot: int) -> None:
         """Notes which trainer is at an endpoint."""
         self._slots[endpoint] = slot
+
+    def note_round(self, receipt: Receipt, now: float) -> None:
+        """Notes any receipt with a group: also a member whose round failed may have dropped others."""
+        if receipt.dropped:
+            dropped = self._dropped.setdefault(receipt.group_id.hex(), (now, set()))[1]
+            dropped |= {lost.endpoint for lost in receipt.dropped}
 
     def drop(self, first: int, last: int) -> None:
         """Notes samples that a trainer has given up because it took over another state."""
@@ -98,7 +105,11 @@ class SampleLedger:
         """Checks the steps whose members have had time to report."""
         due = [group for group, step in self._open.items() if now - step.since > SETTLE_SECONDS]
         for group in due:
-            yield from self._check(group, self._open.pop(group))
+            step = self._open.pop(group)
+            step.dropped |= self._dropped.get(group, (now, set()))[1]
+            yield from self._check(group, step)
+        for group in [group for group, (since, _) in self._dropped.items() if now - since > 2 * SETTLE_SECONDS]:
+            del self._dropped[group]
 
     def _check(self, group: str, step: Step) -> Iterator[str]:
         self.steps += 1

@@ -98,6 +98,14 @@ def test_a_member_that_a_receipt_names_may_be_missing() -> None:
     assert run.end() == []
 
 
+def test_a_member_may_be_named_by_a_receipt_of_a_round_that_failed() -> None:
+    run = Steps()
+    run.step(GIVEN, lacking=["c:1"], reporters=["a:1"])
+    counts = {name: last - first + 1 for name, (first, last) in GIVEN.items()}
+    run.ledger.note_round(receipt_of(counts, "b:1", dropped=["c:1"]), 0.0)
+    assert run.end() == []
+
+
 def test_samples_that_are_lost_are_found() -> None:
     run = Steps()
     run.step(GIVEN, lacking=["c:1"])

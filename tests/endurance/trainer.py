@@ -171,15 +171,21 @@ class Trainer:
         if held != expected:
             tell("wrong", message=f"the strategy holds {held} samples, not {expected}")
 
-    def note_average(self, *_: Any) -> None:
-        """Notes the averaged gradients, before the step of the inner optimizer."""
+    def note_average(self, inner: torch.optim.Optimizer, *_: Any) -> None:
+        """Notes the averaged gradients, before the step of the inner optimizer.
+
+        After it has taken over a state, an averager also makes steps with gradients and a rate of zero.
+        """
+        if inner.param_groups[0]["lr"] == 0:
+            return
         ledger, body = (local(self.parts[name].grad) for name in ("ledger", "body"))
         slots = self.options["slots"]
         copies = ledger.reshape(-1, slots, 2) if len(ledger) % slots == 0 else ledger[None]
         self.average = {"copies": copies.tolist(), "body": sorted(set(body.tolist()))[:16]}
 
-    def note_before(self, *_: Any) -> None:
-        if self.rank == 0:
+    def note_before(self, inner: torch.optim.Optimizer, *_: Any) -> None:
+        """Notes the value that is averaged next, after the step of the inner optimizer."""
+        if self.rank == 0 and inner.param_groups[0]["lr"] != 0:
             tell("before", value=local(self.parts["body"])[0].item())
 
     def note_round(self, receipt: Receipt) -> None:
