@@ -48,6 +48,9 @@ DEADLINES = {"partition": 1.5 * GossipSettings().retry_interval, "clock": LIFETI
 """Longer ones by the kind of failure: members that were out of reach for all are called again once in so long, and an
 announcement that was written with a wrong clock goes after its lifetime."""
 
+LOOK = 0.05
+"""Seconds between two looks whether all have averaged; the moment itself may be as much earlier."""
+
 HOPELESS = 120.0
 """Seconds after which it is not waited any longer, also not for newcomers."""
 
@@ -315,8 +318,8 @@ class FailureRun(Run):
             if now() - since > HOPELESS:
                 state = {name: (self._versions.get(name), self._averaged.get(name)) for name in whom()}
                 raise LedgerError(f"{now() - since:.0f} s after {what} not all have averaged together: {state}")
-            await asyncio.sleep(0.05)
-        return now() - since
+            await asyncio.sleep(LOOK)
+        return max(0.0, now() - since - LOOK)
 
     def _has_averaged(self, name: str, since: float, others: frozenset[str]) -> bool:
         when, present = self._averaged.get(name, (-1.0, frozenset[str]()))
