@@ -206,6 +206,9 @@ class RoundResult:
         accounts: one per member, in the group's order.
         straggler: see `Receipt`.
         digest: see `Receipt`.
+        answered: the members of whose shard an average or a delta has arrived.
+        one_way: the dropped members whose parts have arrived, while of their own shard nothing has: they can call this
+            peer, and it cannot call them.
     """
 
     parts: list[tuple[Part, Averaged]]
@@ -221,6 +224,8 @@ class RoundResult:
     accounts: tuple[Account, ...]
     straggler: Straggler | None
     digest: str
+    answered: tuple[str, ...]
+    one_way: tuple[str, ...]
 
 
 def changes(result: RoundResult) -> Iterator[tuple[int, int, torch.Tensor]]:
@@ -411,6 +416,12 @@ class RoundTally:
                 self.dropped.keys(),
             ),
             digest=digest_of(digests.values()) if all(digests.values()) else "",
+            answered=tuple(self._averages_in),
+            one_way=tuple(
+                name
+                for name in self.dropped
+                if self._parts_of[name] and name in self._parts_in.keys() - self._averages_in
+            ),
         )
 
     def _accounts(self, digests: Mapping[str, str]) -> tuple[Account, ...]:

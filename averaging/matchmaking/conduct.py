@@ -2,8 +2,10 @@
 
 `ResponseHistory` has who answers when asked to lead, in seconds of a clock that is never set back, such as the event
 loop's. `Exclusions` has who has broken the protocol, in seconds since the epoch, and until when this peer forms no
-group with them. Peers are known by their endpoints. Only a peer that knows a group's random id and its members can put
-the blame on another endpoint, and only at this peer: exclusions are not sent to anyone.
+group with them. It also has who can call this peer and cannot be called, and until when it takes no such follower,
+since the shard of that would be lost in each round. Peers are known by their endpoints. Only a peer that knows a
+group's random id and its members can put the blame on another endpoint, and only at this peer: exclusions are not sent
+to anyone.
 """
 
 from __future__ import annotations
@@ -151,6 +153,10 @@ EXCLUSION_SECONDS = 300.0
 FORGET_SECONDS = 24 * 3600.0
 """Seconds without an offence after which the earlier ones are forgotten."""
 
+ONE_WAY_SECONDS, MAX_ONE_WAY_SECONDS = 5.0, 60.0
+"""Seconds for which a peer that could not be called in two rounds in a row is no follower of this peer, doubled each
+further time. It costs the others a round each time that it is tried again."""
+
 _OFFENCES = frozenset({DropCode.PROTOCOL_VIOLATION, DropCode.NON_FINITE})
 
 
@@ -170,6 +176,7 @@ class Exclusions:
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
+        self._one_way: OrderedDict[str, tuple[int, float]] = OrderedDict()  # how often in a row, and until when
         self._last_now = 0.0
 
     def note(self, endpoint: str, code: DropCode, now: float) -> None:
@@ -190,6 +197,22 @@ class Exclusions:
         """Remembers the offences among the members that a round dropped."""
         for member in dropped:
             self.note(member.endpoint, member.code, now)
+
+    def note_reach(self, one_way: Iterable[str], answered: Iterable[str], now: float) -> None:
+        """Remembers which members of a round could call this peer and did not answer its calls, and who answered."""
+        self._follow_clock(now)
+        for endpoint in answered:
+            self._one_way.pop(endpoint, None)
+        for endpoint in one_way:
+            # Once may also be a member that was interrupted in the round.
+            times, _ = self._one_way.get(endpoint, (0, 0.0))
+            seconds = backoff_delay(ONE_WAY_SECONDS, MAX_ONE_WAY_SECONDS, times - 1) if times else 0.0
+            _remember(self._one_way, endpoint, (times + 1, now + seconds))
+
+    def is_one_way(self, endpoint: str, now: float) -> bool:
+        """Whether `endpoint` could call this peer in its last rounds and could not be called, a short time ago."""
+        self._follow_clock(now)
+        return now < self._one_way.get(endpoint, (0, now))[1]
 
     def excludes(self, endpoint: str, now: float) -> bool:
         """Whether this peer forms no group with `endpoint` at present."""
@@ -213,6 +236,8 @@ class Exclusions:
             for entry in self._entries.values():
                 entry.excluded_until -= back
                 entry.last -= back
+            for endpoint, (times, until) in self._one_way.items():
+                self._one_way[endpoint] = times, until - back
 
     def _forget(self, now: float) -> None:
         self._entries = {

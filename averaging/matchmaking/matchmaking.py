@@ -299,8 +299,9 @@ class Matchmaking:
         """Answers a request to join: the verdict and, if that is ACCEPTED, the decision about the group."""
         await self._until_accepting(request)
         search = self._search
-        excluded = self._exclusions.excluded(self._clock())
-        takes_part = search is not None and not search.ending
+        now = self._clock()
+        excluded = self._exclusions.excluded(now)
+        takes_part = search is not None and not search.ending and not self._exclusions.is_one_way(request.endpoint, now)
         code, suggested_leader = rules.verdict(request, search.state if search and takes_part else None, excluded)
         if code is MessageCode.ACCEPTED and self._yields_to_others(request.endpoint):
             code = MessageCode.NOT_DECLARED

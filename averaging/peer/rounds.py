@@ -336,6 +336,7 @@ class Rounds:
             self._service.round = None
             result = allreduce.result()
             self.conduct.note_dropped(result.proven_drops, self._clock())
+            self.conduct.note_reach(result.one_way, result.answered, self._clock())
             if self._service.matchmaking is not None:
                 self._service.matchmaking.note_end(whole=averaged and not result.dropped)
 

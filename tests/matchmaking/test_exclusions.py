@@ -5,7 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.matchmaking.conduct import EXCLUSION_SECONDS, FORGET_SECONDS, MAX_REMEMBERED, MAX_SECONDS, Exclusions
+from averaging.matchmaking.conduct import (
+    EXCLUSION_SECONDS,
+    FORGET_SECONDS,
+    MAX_ONE_WAY_SECONDS,
+    MAX_REMEMBERED,
+    MAX_SECONDS,
+    ONE_WAY_SECONDS,
+    Exclusions,
+)
 from averaging.receipts.receipt import DropCode, Dropped
 
 VIOLATION, NON_FINITE = DropCode.PROTOCOL_VIOLATION, DropCode.NON_FINITE
@@ -91,3 +99,27 @@ def test_the_number_of_remembered_peers_is_limited() -> None:
     assert len(exclusions.counts) == MAX_REMEMBERED
     assert "client::9" not in exclusions.counts
     assert f"client::{MAX_REMEMBERED + 9}" in exclusions.counts
+
+
+def test_who_cannot_be_called_is_no_follower_for_a_time_that_grows_until_it_answers() -> None:
+    exclusions, now = Exclusions(), 1e9
+    exclusions.note_reach(["a:1"], ["b:1"], now)
+    assert not exclusions.is_one_way("a:1", now)
+    for time in range(6):
+        exclusions.note_reach(["a:1"], ["b:1"], now)
+        seconds = min(ONE_WAY_SECONDS * 2**time, MAX_ONE_WAY_SECONDS)
+        assert exclusions.is_one_way("a:1", now + seconds - 1)
+        assert not exclusions.is_one_way("a:1", now + seconds)
+        assert not exclusions.is_one_way("b:1", now)
+        now += seconds
+    exclusions.note_reach([], ["a:1"], now)
+    for _ in range(2):
+        exclusions.note_reach(["a:1"], [], now)
+    assert exclusions.is_one_way("a:1", now + ONE_WAY_SECONDS - 1)
+    now += ONE_WAY_SECONDS - 1
+    assert exclusions.is_one_way("a:1", now - 3600.0), "a clock that is set back"
+    assert not exclusions.is_one_way("a:1", now - 3600.0 + 1)
+    assert exclusions.excluded(now) == {}
+    for number in range(2 * MAX_REMEMBERED):
+        exclusions.note_reach([f"c:{number}"], [], now)
+    assert len(exclusions._one_way) == MAX_REMEMBERED

@@ -13,7 +13,7 @@ import torch
 
 from averaging import Mode, Outcome, Peer, Receipt
 from averaging.config import NonFinite
-from averaging.matchmaking.conduct import EXCLUSION_SECONDS
+from averaging.matchmaking.conduct import EXCLUSION_SECONDS, MAX_ONE_WAY_SECONDS
 from averaging.matchmaking.rules import pack_looking
 from averaging.protocol.group import group_key
 from averaging.protocol.messages import AveragingData, MessageCode
@@ -188,3 +188,35 @@ def test_a_client_is_not_excluded_if_another_peer_declares_it_as_a_leader() -> N
             return receipts
 
     assert [receipt.outcome for receipt in swarm.simulate(main())] == [Outcome.AVERAGED] * 2
+
+
+def test_a_peer_that_cannot_be_called_costs_few_rounds() -> None:
+    swarm = Swarm(3)
+    peers = [swarm.peer(f"peer:{n + 1}", [torch.full((768,), float(n))], **OPTIONS) for n in range(3)]
+
+    async def rounds() -> list[Receipt]:
+        return await asyncio.gather(*(peer.average() for peer in peers))
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            for peer in peers:
+                await stack.enter_async_context(peer)
+            for caller in ("peer:1", "peer:2"):
+                swarm.network.refuse(caller, "peer:3")
+            lost, end = [], virtual_time.clock() + 240.0
+            while virtual_time.clock() < end:
+                [first, second, _] = await rounds()
+                assert first.outcome is second.outcome is Outcome.AVERAGED
+                assert first.dropped == () or [member.endpoint for member in first.dropped] == ["peer:3"]
+                lost.append(bool(first.dropped))
+            assert sum(lost[:8]) <= 5
+            assert sum(lost[-15:]) <= 2
+            swarm.network.heal()
+            receipts = await rounds()
+            while len(receipts[0].members) < 3:
+                receipts = await rounds()
+            assert virtual_time.clock() < end + MAX_ONE_WAY_SECONDS + 20.0
+            assert all(receipt.dropped == () for receipt in receipts)
+            assert all(len(receipt.members) == 3 for receipt in await rounds())
+
+    swarm.simulate(main())
