@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -201,7 +202,9 @@ def limit_norms(norms: Sequence[float]) -> list[float]:
     if not above_zero:
         return [1.0] * len(norms)
     median = statistics.median_low(above_zero)
-    return [min(1.0, median / norm) if norm else 1.0 for norm in norms]
+    factors = (min(1.0, median / norm) if norm else 1.0 for norm in norms)
+    # Factors below the smallest normal number have few digits, so they could be too large.
+    return [factor if factor >= sys.float_info.min else 0.0 for factor in factors]
 
 
 def _norm_of(values: torch.Tensor) -> float:

@@ -186,6 +186,7 @@ def test_a_contribution_alone_is_the_average() -> None:
 @given(st.lists(st.floats(0, 1e300, allow_subnormal=False), min_size=1, max_size=9))
 @example([0.0, 0.0])
 @example([5e-324, 1e300])
+@example([5.6766230246609836e299, 3.5292198942270265e-17])
 def test_norms_are_limited_to_the_lower_median(norms: list[float]) -> None:
     scales = limit_norms(norms)
     ordinary = sorted(norm for norm in norms if norm > 0)
