@@ -149,6 +149,13 @@ class RunStart:
                 f"{error}. A newcomer does not train without the run's state: check that it can reach those peers and "
                 "has the same model and optimizer, then start it again"
             ) from error
+        own = self._strategy.history
+        if own.lineage:
+            # The donor's record may be older than its state. Meanwhile nobody would seem to have made the same steps,
+            # and this peer would make its first step alone.
+            self._training.announcements.wait_for(
+                lambda seen: any(each.history.includes(own) for each in read_progress(seen).values()), START_TIMEOUT
+            )
         return True
 
 

@@ -95,7 +95,7 @@ def test_a_newcomer_goes_on_from_the_global_step_of_the_run(start: Start) -> Non
     newcomer = run.add(GradientAveraging(8), adam, model_of(9))
     assert newcomer.global_step == 5
     assert equal(*run.parameters())
-    run.meet()
+    run.wait_for_progress(0, 5)  # else it would make its next step alone
     run.averagers[0].strategy.target_batch_size = 8  # type: ignore[attr-defined]
     run.each(lambda number: gather_until(run, number, 8))
     assert [opt.global_step for opt in run.averagers] == [8, 8]
