@@ -319,8 +319,8 @@ def test_nobody_comes_early_for_an_auxiliary(start: Start) -> None:
         trains = run.add(LocalSGD(1000), SGD, group_wait=PATIENCE)
         run.meet()
         trains._training.begin(start_size=8, search_timeout=PATIENCE)
-        seen = opt._peer.discovery.get(group_key("test", "")), opt._peer.progress.announcements
-        assert awaited_once_looking(trains.endpoint) is not None, seen
+        declared_until = awaited_once_looking(trains.endpoint)
+        assert declared_until is not None, (opt._peer.discovery.get(group_key("test", "")), opt._peer.progress)
     finally:
         thread.close()
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.processes import JsonProcess
 
-STEPS = 12
+STEPS, PAUSES_AT = 12, 5
 
 
 def start(stack: ExitStack, **options: Any) -> JsonProcess:
@@ -22,20 +22,25 @@ def start(stack: ExitStack, **options: Any) -> JsonProcess:
 def test_a_peer_dies_in_a_round_and_another_joins(mode: str) -> None:
     """A node that dies is a lost reducer, so the round fails; a client is only a dropped sender."""
     with ExitStack() as stack:
-        peers = [start(stack, number=0, peers=4)]
+        # The peers make a step in milliseconds: they wait for the newcomer, which would never be in a group else.
+        peers = [start(stack, number=0, peers=4, pauses_at=PAUSES_AT)]
         ready = peers[0].expect("ready")
         join = [ready["endpoint"]]
-        peers += [start(stack, number=number, peers=4, join=join) for number in (1, 2)]
+        peers += [start(stack, number=number, peers=4, join=join, pauses_at=PAUSES_AT) for number in (1, 2)]
         victim = start(stack, number=3, peers=4, join=join, death="in the round", mode=mode)
         for process in [*peers[1:], victim]:
             process.expect("ready")
         for process in [*peers, victim]:
             process.send("train")
         assert victim.wait() == -9
-        newcomer = start(stack, number=4, join=join, seed=7)
-        assert newcomer.expect("ready")["global_step"] > 0
-        newcomer.send("train")
+        for process in peers:
+            while process.expect("step")["step"] < PAUSES_AT:
+                continue
+        newcomer = start(stack, number=4, peers=4, join=join, seed=7)
+        assert newcomer.expect("ready")["global_step"] == PAUSES_AT
         peers.append(newcomer)
+        for process in peers:
+            process.send("train")
         done = [process.expect("done") for process in peers]
         assert [one["step"] for one in done] == [STEPS] * 4
         assert max(one["lost"] for one in done) < 2e-6

@@ -114,6 +114,9 @@ def main(options: dict[str, Any]) -> None:
             shown = [tensor for name, tensor in anchors.items() if name.startswith("anchor/")]
             members = len(opt.last_receipt.members) if opt.last_receipt else 1
             report("step", step=reported, digest=digest(shown or list(model.parameters())), members=members)
+            if reported == options.get("pauses_at"):
+                sys.stdin.readline()
+                opt.wait_for_peers(options["peers"], 60.0)
     report("done", step=opt.global_step, loss=loss_of(model), lost=ledger.error() if ledger else 0.0)
     sys.stdin.readline()
     opt.close()
