@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -85,6 +86,24 @@ def test_gradients_of_a_model_that_was_left_for_a_checkpoint_are_dropped(start: 
         opt.step(batch_size=8)
     assert opt.global_step == 1
     assert equal(run.parameters()[0], before[0])
+
+
+def test_a_newcomer_knows_its_donor_before_its_first_step_even_if_records_are_slow(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start()
+    donor = run.add(GradientAveraging(4), SGD)
+    gather_until(run, 0, 4)
+    announce = donor._peer.progress.announce
+
+    def announce_late(progress: bytes, *, soon: bool = True) -> None:
+        asyncio.get_running_loop().call_later(1.0, lambda: announce(progress, soon=soon))
+
+    monkeypatch.setattr(donor._peer.progress, "announce", announce_late)
+    gather_until(run, 0, 5)
+    newcomer = run.add(GradientAveraging(4), SGD, model_of(9))
+    assert newcomer.global_step == 5
+    assert newcomer.strategy.present_others(newcomer._training).together == (donor.endpoint,)
 
 
 def test_a_newcomer_goes_on_from_the_global_step_of_the_run(start: Start) -> None:
