@@ -228,7 +228,8 @@ class Strategy(ABC):
         """The progress that this peer announces, see `Progress`."""
         history = self.announced_history(training)
         rate, made, parts = training.rate.per_second, training.standing.announced, training.parts.digests
-        ends = self.stage, self.digest, rate, made, parts, self._moment, self._terms(training), self._late
+        missed = training.standing.missed
+        ends = self.stage, self.digest, rate, made, parts, self._moment, self._terms(training), self._late, missed
         return Progress(history, self.samples, computing, training.donates, *ends)
 
     def announce(self, training: StrategyContext, computing: float = 0.0) -> None:

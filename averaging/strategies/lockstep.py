@@ -56,15 +56,14 @@ class LockstepStrategy(Strategy):
 
     def others(self, training: StrategyContext, announcements: Mapping[str, bytes]) -> Others:
         """Reads the announced progress of the other peers, by endpoint."""
-        # The last round lacked these peers; no peer waits for them again until they announce something new.
+        # No peer waits for these again until they announce something new.
         absent = {name for name, progress in announcements.items() if self._missing.get(name) == progress}
         others = compare_progress(
-            replace(self._own(training), quorum=self._quorum_count(training, announcements)),
+            replace(self._own(training), quorum=self._quorum_count(training, announcements), absent=absent),
             announcements,
             training.announcements.members,
             self._partners,
             ignored=self._downloads.ignored(training),
-            absent=absent,
             trains=self.stage is Stage.TRAINING,
         )
         late = self._late_peers(announcements)
@@ -139,7 +138,7 @@ class LockstepStrategy(Strategy):
             announcements = training.announcements.of_others(wait=False)
             self._missing = {name: progress for name, progress in announcements.items() if name not in present}
         if receipt is None:
-            training.standing = replace(training.standing, made=True)
+            training.standing = training.standing.after_step()
             self.history = training.site.broadcast_from_leader(
                 lambda: self.history.after(secrets.token_bytes(20), samples)
             )

@@ -12,7 +12,6 @@ import math
 import random
 from collections.abc import Callable, Mapping
 from contextlib import aclosing, suppress
-from dataclasses import replace
 
 from averaging.common import is_finite, listed, on_loop
 from averaging.errors import ConfigError, StateError
@@ -70,7 +69,7 @@ class RunStart:
         site.copy([*self._peer.own_tensors, *training.shared_buffers.values()])
         if training.donates:
             self._strategy.history = site.broadcast_from_leader(self._new_history)
-            training.standing = replace(training.standing, made=True)
+            training.standing = training.standing.after_step()
             if site.owns:
                 thread.run(self._peer.commit(1))
         self._strategy.announce(training)

@@ -45,7 +45,7 @@ class MemoryEtcd:
         self._leases: dict[int, tuple[float, asyncio.TimerHandle, set[bytes]]] = {}  # seconds, end, keys
         self._history: deque[Change] = deque()
         self._most_history = history
-        self._watches: dict[bytes, set[asyncio.Queue[Change | None]]] = {}
+        self._watches: dict[bytes, dict[asyncio.Queue[Change | None], None]] = {}
         self._lengths: dict[int, int] = {}  # of the watched prefixes, and how many have it
 
     def client(self) -> MemoryEtcdClient:
@@ -178,13 +178,13 @@ class MemoryEtcd:
             key = change[1] if isinstance(change[1], bytes) else change[1].key
             if key.startswith(prefix):
                 queue.put_nowait(change)
-        self._watches.setdefault(prefix, set()).add(queue)
+        self._watches.setdefault(prefix, {})[queue] = None
         self._lengths[len(prefix)] = self._lengths.get(len(prefix), 0) + 1
         return queue
 
     def close_watch(self, prefix: bytes, queue: asyncio.Queue[Change | None]) -> None:
         """Ends a watch."""
-        self._watches[prefix].discard(queue)
+        self._watches[prefix].pop(queue, None)
         if not self._watches[prefix]:
             del self._watches[prefix]
         self._lengths[len(prefix)] -= 1

@@ -73,7 +73,7 @@ class MemoryNetwork:
         self.calls: Counter[str] = Counter()
         self.errors: list[Exception] = []
         self._serving: dict[str, MemoryTransport] = {}
-        self._open: set[_MemoryCall] = set()
+        self._open: dict[_MemoryCall, None] = {}  # in order, so that a run can be repeated
         self._frozen: dict[str, _Freeze] = {}
         self._parts: list[frozenset[str]] = []
         self._refused: set[tuple[str, str]] = set()  # caller and callee
@@ -256,7 +256,7 @@ class MemoryTransport:
         self._gossip: GossipService | None = None
         self._context: contextvars.Context | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._answering: set[asyncio.Task[None]] = set()
+        self._answering: dict[asyncio.Task[None], None] = {}
 
     async def bind(self) -> str:
         """Returns the endpoint; raises ListenError if another peer serves there."""
@@ -372,7 +372,7 @@ class MemoryTransport:
         if peer is None or peer._loop is None or not network._connected(self.endpoint, endpoint):
             raise PeerUnreachableError(endpoint, "connection refused", refused=True)
         call = _MemoryCall(network, self.endpoint, endpoint, peer._loop)
-        network._open.add(call)
+        network._open[call] = None
         call.serve(lambda: peer._answer(call, lambda: handler(peer, call.up.__aiter__())))
         upload = None if messages is None else asyncio.create_task(self._upload(call, messages))
         try:
@@ -380,7 +380,7 @@ class MemoryTransport:
                 async for reply in replies:
                     yield cast(T, reply)
         finally:
-            network._open.discard(call)
+            network._open.pop(call, None)
             call.stop()  # not awaited: the callee may be frozen
             if upload is not None:
                 upload.cancel()
@@ -398,8 +398,8 @@ class MemoryTransport:
     def _answer(self, call: _MemoryCall, handler: Callable[[], AsyncGenerator[Any, None]]) -> asyncio.Task[None]:
         context = None if self._context is None else self._context.copy()
         task = asyncio.create_task(self._serve(call, handler), context=context)
-        self._answering.add(task)
-        task.add_done_callback(self._answering.discard)
+        self._answering[task] = None
+        task.add_done_callback(self._answering.pop)
         return task
 
     async def _serve(self, call: _MemoryCall, handler: Callable[[], AsyncGenerator[Any, None]]) -> None:

@@ -141,6 +141,14 @@ class History:
         same = self.origin.id == other.origin.id
         return self.includes(other) or (same and self.step - other.step > len(self.trail))
 
+    def before(self, steps: int) -> History | None:
+        """The history so many steps ago, but its samples are not known; None if the trail does not go back so far."""
+        if not steps:
+            return self
+        if steps > len(self.trail):
+            return None
+        return History(self.step - steps, 0.0, self.trail[-steps], self.origin, self.trail[:-steps])
+
     @property
     def phase(self) -> str:
         """The phase of topics in which only peers with this history meet."""
@@ -208,6 +216,7 @@ class Progress:
             older version names none.
         late: step of the round to which it waits to contribute although it has missed rounds; None if it does not.
             Without global steps, the number of rounds that its parameters hold.
+        missed: number of the last steps of the history that it has taken over, if it has made the ones before.
     """
 
     history: History
@@ -222,13 +231,20 @@ class Progress:
     moment: float | None = None
     terms: Mapping[str, str] = field(default_factory=dict)
     late: int | None = None
+    missed: int = 0
+
+    @property
+    def made_history(self) -> History | None:
+        """The history up to the last step that the peer has made; None if it is known to have made none of it."""
+        return self.history.before(self.missed) if self.made or self.missed else None
 
     def pack(self) -> bytes:
         """For a record in discovery; `step_rate.INDEX` is the place of the rate in it."""
         ends = [int(self.stage), self.digest, self.rate, self.history.pack_trail(), int(self.made)]
         ends += [dict(self.parts)] if self.parts or self.terms else []
         ends += [self.moment, ",".join(f"{name}={value}" for name, value in self.terms.items())] if self.terms else []
-        ends += [self.late] if self.terms and self.late is not None else []
+        ends += [self.late] if self.terms and (self.late is not None or self.missed) else []
+        ends += [self.missed] if self.terms and self.missed else []
         return pack([self.history.pack(), self.samples, self.computing, self.donates, *ends])
 
     @classmethod
@@ -246,7 +262,8 @@ class Progress:
             parts = _read_parts(more[3]) if len(more) > 3 else {}
             moment, terms = (_read_moment(more[4]), _read_terms(more[5])) if len(more) > 5 else (None, {})
             late = more[6] if len(more) > 6 and is_count(more[6]) else None
-            ends = Stage(stage), digest, rate, made, parts, moment, terms, late
+            missed = more[7] if len(more) > 7 and is_count(more[7]) and not made else 0
+            ends = Stage(stage), digest, rate, made, parts, moment, terms, late, missed
             return cls(known, float(samples), float(computing), donates, *ends)
         except (StateError, ValueError, TypeError):
             return None

@@ -28,13 +28,15 @@ class HistoryStanding:
     """What a peer knows about its own part in its run.
 
     Attributes:
-        made: whether it has made a step of its present history, or has begun or loaded it.
+        made: whether it has made the last step of its present history, or has begun or loaded it.
+        missed: number of the last steps that it has taken over, if it has made the ones before; else 0.
         rounds: number of rounds that it has made together with other peers of this origin.
         met: endpoints of the peers that were in groups with it.
         allow_takeover: whether the greater history wins, whoever stands behind it.
     """
 
     made: bool = False
+    missed: int = 0
     rounds: int = 0
     met: frozenset[str] = frozenset()
     allow_takeover: bool = False
@@ -44,11 +46,23 @@ class HistoryStanding:
         met = self.met | frozenset(members)
         met = met if len(met) <= MAX_MET else frozenset(members)
         together = averaged and len(members) > 1
-        return replace(self, made=self.made or together, rounds=self.rounds + together, met=met)
+        standing = self.after_step() if together else self
+        return replace(standing, rounds=self.rounds + together, met=met)
 
-    def after_loading(self, *, same_origin: bool, made: bool) -> HistoryStanding:
-        """The standing after the state of a peer was taken over, or a checkpoint was loaded (`made`)."""
-        return replace(self, made=made, rounds=self.rounds if same_origin else 0)
+    def after_step(self) -> HistoryStanding:
+        """The standing after a step that it has made, or after it has begun a history."""
+        return replace(self, made=True, missed=0)
+
+    def after_loading(self, history: History, before: History, *, made: bool) -> HistoryStanding:
+        """The standing after the state of a peer was taken over, or a checkpoint was loaded (`made`).
+
+        A peer that has made steps of the history that it takes over stands behind these steps as before.
+        """
+        rounds = self.rounds if history.origin.id == before.origin.id else 0
+        if made or not (self.made or self.missed) or not history.includes(before):
+            return replace(self, made=made, missed=0, rounds=rounds)
+        missed = self.missed + history.step - before.step if history.lineage else 0
+        return replace(self, made=not missed, missed=missed, rounds=rounds)
 
     @property
     def trained_together(self) -> bool:
@@ -73,6 +87,7 @@ class Own:
         standing: its part in the run.
         donates: whether its state can be downloaded, see `History.yields_to`.
         quorum: number of peers that may make a step without the others, see `QuorumOptions`; 0 if none may.
+        absent: peers that its last round lacked, and that have announced nothing since; they may have died.
     """
 
     history: History
@@ -80,6 +95,7 @@ class Own:
     standing: HistoryStanding = field(default_factory=lambda: HistoryStanding(made=True))
     donates: bool = True
     quorum: int = 0
+    absent: Collection[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +139,6 @@ def compare_progress(
     partners: Collection[str] = (),
     *,
     ignored: Collection[str] = (),
-    absent: Collection[str] = (),
     trains: bool = True,
 ) -> Others:
     """Compares the announced progress of the other peers with a peer's own history.
@@ -134,12 +149,11 @@ def compare_progress(
         members: what each peer counts as, see `member_of`; by host if None.
         partners: members of its last group, whose progress may be a few steps old.
         ignored: peers whose claim to be ahead is ignored.
-        absent: peers with which no step is made now.
         trains: whether the peer is training; it is together only with peers of which the same is true.
     """
     progress = read_progress(announcements)
     ahead, refused = _judge_all(own, progress, progress, members, ignored)
-    ready = {name: peer for name, peer in progress.items() if name not in absent and _trains(peer) is trains}
+    ready = {name: peer for name, peer in progress.items() if name not in own.absent and _trains(peer) is trains}
     alike = [peer for peer in ready.values() if peer.history == own.history]
     return Others(
         together=_together(own.history, ready, partners),
@@ -251,20 +265,23 @@ def _sides(own: Own, theirs: History, peers: Mapping[str, Progress], members: Ma
     """Who stands behind a peer's own history and not behind the other one, and who behind that."""
     same_origin = theirs.origin.id == own.history.origin.id
     here, there = _Side(), _Side()
-    if own.standing.made or (same_origin and not own.history.step):
-        here.add("", own.member, own.standing.announced)
-    for name, peer in peers.items():
+    mine = Progress(own.history, made=own.standing.announced, missed=own.standing.missed)
+    counted = {"": own.member, **members}
+    for name, peer in {"": mine, **peers}.items():
         # Who has made no step of a history has only taken it over. Before the first step nobody has.
-        if not peer.made and not (same_origin and not peer.history.step):
+        made = peer.history if same_origin and not peer.history.step else peer.made_history
+        # Of a peer that has missed steps, or may have died, steps that both histories have speak for neither.
+        behind = peer.missed or name in own.absent
+        if made is None or (behind and own.history.may_follow(made) and theirs.may_follow(made)):
             continue
-        if _stands_behind(peer.history, theirs):
-            there.add(name, members.get(name, ""), peer.made)
+        if name and _stands_behind(peer.history, theirs):
+            there.add(name, counted.get(name, ""), peer.made)
         elif (
             peer.history.includes(own.history)
             or own.history.includes(peer.history)
             or (not same_origin and peer.history.origin.id == own.history.origin.id)
         ):
-            here.add(name, members.get(name, ""), peer.made)
+            here.add(name, counted.get(name, ""), peer.made)
     return here, there
 
 
@@ -354,7 +371,8 @@ def rank_donors(
 
 def _reached(history: History, peers: Mapping[str, Progress], members: Mapping[str, str]) -> list[str]:
     """The peers that count and have made the steps of a history; without global steps, as many local ones."""
-    return [name for name, peer in peers.items() if members.get(name) and peer.made and peer.history.includes(history)]
+    made = {name: peer.made_history for name, peer in peers.items() if members.get(name)}
+    return [name for name, steps in made.items() if steps is not None and steps.includes(history)]
 
 
 def _members(names: Collection[str], members: Mapping[str, str]) -> frozenset[str]:

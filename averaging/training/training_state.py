@@ -390,9 +390,8 @@ class TrainingState:
         history = History.unpack(user["history"], user.get("trail")) if "history" in user else None
         self._strategy.load(tensors, user)
         if history is not None:
-            same_origin = history.origin.id == self._strategy.history.origin.id
-            self._strategy.history = history
-            self._training.standing = self._training.standing.after_loading(same_origin=same_origin, made=made)
+            before, self._strategy.history = self._strategy.history, history
+            self._training.standing = self._training.standing.after_loading(history, before, made=made)
 
     def _check_kind(self, strategy: Mapping[str, Any]) -> None:
         """Checks that a state has the same class of strategy, or none."""

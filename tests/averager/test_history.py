@@ -309,21 +309,29 @@ def test_a_peer_goes_back_to_the_step_of_the_others() -> None:
     }
 
 
-sides = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(Made)), min_size=1, max_size=4)
+def steps_after(history: History, letter: str, count: int) -> History:
+    for number in range(count):
+        history = history.after(f"{letter}{number}".encode(), 1.0)
+    return history
 
 
-@given(sides, sides, st.integers(0, 3), st.integers(0, 3))
+made_or_missed = st.tuples(st.sampled_from(Made), st.just(0)) | st.tuples(st.just(Made.NOTHING), st.integers(1, 6))
+sides = st.lists(st.tuples(st.sampled_from("abc"), made_or_missed), min_size=1, max_size=4)
+
+
+@given(sides, sides, st.integers(1, 4), st.integers(1, 4))
 def test_of_two_sides_that_have_met_exactly_one_gives_way(
-    left: list[tuple[str, Made]], right: list[tuple[str, Made]], ours: int, theirs: int
+    left: list[tuple[str, tuple[Made, int]]], right: list[tuple[str, tuple[Made, int]]], ours: int, theirs: int
 ) -> None:
     """A peer of each side, which has made its history, sees the same records as the other."""
-    one, other = (History(5 + step, 1.0, letter * 16, HERE) for step, letter in ((ours, "a"), (theirs, "b")))
+    one, other = steps_after(MINE, "a", ours), steps_after(MINE, "b", theirs)
     peers = {
-        f"{host}{number}": Progress(one, made=made) for number, (host, made) in enumerate([("x", Made.TOGETHER), *left])
+        f"{host}{number}": Progress(one, made=made, missed=missed)
+        for number, (host, (made, missed)) in enumerate([("x", (Made.TOGETHER, 0)), *left])
     }
     peers |= {
-        f"{host}{number}": Progress(other, made=made)
-        for number, (host, made) in enumerate([("y", Made.TOGETHER), *right], 10)
+        f"{host}{number}": Progress(other, made=made, missed=missed)
+        for number, (host, (made, missed)) in enumerate([("y", (Made.TOGETHER, 0)), *right], 10)
     }
     counted = {name: name[0] for name in peers}
     standing = HistoryStanding(made=True, rounds=9, met=frozenset(peers))
@@ -333,6 +341,80 @@ def test_of_two_sides_that_have_met_exactly_one_gives_way(
         return takes_over(Own(own, counted[name], standing), to, seen, counted)
 
     assert gives_way("x0", one, other) is not gives_way("y10", other, one)
+
+
+def test_who_takes_the_last_step_over_stands_behind_the_ones_before() -> None:
+    """Of four peers that were parted two and two, two make five steps, but only one of them the fifth."""
+    fork = steps_after(MINE, "f", 3)
+    five, fifth, first = steps_after(fork, "x", 4), steps_after(fork, "x", 5), steps_after(fork, "y", 1)
+    trained = HistoryStanding(rounds=9, met=frozenset("abcd"))
+    late = trained.after_step().after_loading(fifth, five, made=False)
+    assert (late.made, late.missed, late.announced) == (False, 1, Made.NOTHING)
+    records = {name: Progress(fifth, made=Made.TOGETHER) for name in "ab"} | {
+        name: Progress(first, made=Made.TOGETHER) for name in "cd"
+    }
+    records["b"] = replace(records["a"], made=late.announced, missed=late.missed)
+
+    def gives_way(name: str, standing: HistoryStanding, to: History, **more: Progress) -> bool:
+        seen = {peer: progress for peer, progress in (records | more).items() if peer != name}
+        return takes_over(Own(records[name].history, name, standing), to, seen, {peer: peer for peer in seen})
+
+    assert not gives_way("a", trained.after_step(), first)
+    assert not gives_way("b", late, first)
+    assert gives_way("c", trained.after_step(), fifth)
+    never = trained.after_loading(fifth, five, made=False)  # took the others over, too
+    assert gives_way("b", never, first)
+    assert gives_way("a", trained.after_step(), first, b=replace(records["b"], missed=0))
+    assert gives_way("a", trained.after_step(), first, b=replace(records["b"], missed=5))  # has made the fork only
+    assert gives_way("a", trained.after_step(), first, b=replace(records["b"], missed=10**9))
+
+
+def test_who_took_a_false_step_over_does_not_stand_behind_it() -> None:
+    """Two liars make a step after one of all, and a peer that sees nobody else follows them."""
+    own, false = steps_after(MINE, "a", 1), steps_after(MINE, "x", 1)
+    victim = Progress(false, missed=1, made=Made.NOTHING)
+    liars = {name: Progress(false, made=Made.TOGETHER) for name in "xy"}
+    honest = {name: Progress(own, made=Made.TOGETHER) for name in "bc"}
+    peers = {**liars, **honest, "v": victim}
+    counted = {name: name for name in peers}
+    assert not takes_over(Own(own, "a", TRAINED), false, peers, counted)
+    standing = HistoryStanding(rounds=9, met=frozenset("abc")).after_step().after_loading(false, MINE, made=False)
+    assert takes_over(Own(false, "v", standing), own, {**liars, **honest}, counted | {"a": "a"})
+
+
+def test_peers_that_have_died_keep_nobody_from_the_others() -> None:
+    """A peer that was cut off for a moment has made steps alone; the records of three dead peers are still there."""
+    common = steps_after(MINE, "f", 3)
+    alone, others = steps_after(common, "a", 2), steps_after(common, "b", 4)
+    dead = {f"d{step}": Progress(steps_after(MINE, "f", step), made=Made.TOGETHER) for step in range(1, 4)}
+    peers = dead | {name: Progress(others, made=Made.TOGETHER) for name in "bc"}
+    counted = {name: name for name in peers}
+    own = Own(alone, "a", replace(TRAINED, met=frozenset(peers)))
+    assert not takes_over(own, others, peers, counted)
+    assert takes_over(replace(own, absent=dead.keys()), others, peers, counted)
+    last = {"d3": Progress(steps_after(alone, "a", 1), made=Made.TOGETHER)}  # has made steps of this history only
+    assert takes_over(own, others, {**last, "b": peers["b"], "c": peers["c"]}, counted) is (others > alone)
+    one = {**last, "b": peers["b"]}
+    assert not takes_over(replace(own, absent=["d3"]), others, one, counted)
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_a_state_with_the_same_history_changes_no_standing(made: bool) -> None:
+    standing = HistoryStanding(made=made, rounds=3)
+    assert standing.after_loading(MINE, MINE, made=False) == standing
+    assert not standing.after_loading(ELSEWHERE, MINE, made=False).made
+    assert standing.after_loading(ELSEWHERE, MINE, made=False).rounds == 0
+    assert standing.after_loading(ELSEWHERE, MINE, made=True).made
+
+
+def test_steps_that_were_taken_over_are_announced() -> None:
+    for late in (None, 3):
+        progress = Progress(MINE, made=Made.NOTHING, terms={"target": "8"}, late=late, missed=2)
+        assert Progress.unpack(progress.pack()) == progress
+        *items, missed = msgpack.decode(progress.pack())
+        assert missed == 2
+        for malformed in ("2", -1, 0.5, None):
+            assert Progress.unpack(msgpack.encode([*items, malformed])) == replace(progress, missed=0)
 
 
 def test_a_newcomer_takes_the_history_of_most_members() -> None:
