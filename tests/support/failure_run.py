@@ -46,7 +46,7 @@ DEADLINE = max(2 * STALL_TIMEOUT, GROUP_WAIT + CLOCK_TOLERANCE)
 
 DEADLINES = {"partition": 1.5 * GossipSettings().retry_interval, "clock": LIFETIME + DEADLINE, "start": 60.0}
 """Longer ones by the kind of failure: members that were out of reach for all are called again once in so long, and an
-announcement that was written with a wrong clock goes after its lifetime."""
+announcement that was written with a wrong clock goes after its lifetime. They count for later failures, too."""
 
 LOOK = 0.05
 """Seconds between two looks whether all have averaged; the moment itself may be as much earlier."""
@@ -195,6 +195,7 @@ class FailureRun(Run):
         self.injected: Counter[str] = Counter()
         self.recoveries: list[tuple[tuple[str, ...], float]] = []
         self.usual = 0.0
+        self._settled = 0.0  # when the last of the longer deadlines ends
         self._living: dict[str, Gossiping] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._healing: list[Callable[[], object]] = []
@@ -309,7 +310,9 @@ class FailureRun(Run):
         if self.usual:
             # Failures that come together may each cost as much as one.
             deadlines = sum(DEADLINES.get(kind, DEADLINE) for kind in kinds)
-            check_recovery(what, seconds, len(kinds) * self.usual, deadlines)
+            check_recovery(what, seconds, len(kinds) * self.usual, max(deadlines, self._settled - since))
+            longest = max((DEADLINES[kind] for kind in kinds if kind in DEADLINES), default=0.0)
+            self._settled = max(self._settled, since + longest)
         await self._until_averaged(what, since, self._living.keys)
 
     async def _until_averaged(self, what: str, since: float, whom: Callable[[], Collection[str]]) -> float:
