@@ -159,6 +159,13 @@ class _Item(Generic[T]):
     error: Exception | None = None
 
 
+def _copied(message: T) -> T:
+    """The message as a network carries it: the sender may change its tensors afterwards, as after a failed round."""
+    if not isinstance(message, AveragingData | DownloadData) or message.tensor_part is None:
+        return message
+    return cast(T, message.with_tensor(message.tensor_part.with_buffer(bytes(message.tensor_part.buffer))))
+
+
 class _Pipe(Generic[T]):
     """One direction of a call, from one event loop to another or the same.
 
@@ -179,7 +186,7 @@ class _Pipe(Generic[T]):
         network = self._call.network
         if network.loss and network.rng.random() < network.loss:
             self._call.break_off("connection lost")
-        self._deliver(message, None)
+        self._deliver(_copied(message), None)
 
     def end(self, error: Exception | None = None) -> None:
         call_in(self._writer, self._deliver, None, error)  # after what the sender has sent
