@@ -146,6 +146,7 @@ class StrategyContext:
         self.peer, self.site, self.donates = peer, site, donates
         self.local_step, self.since = 0, 0
         self.standing = HistoryStanding(allow_takeover=allow_takeover)
+        self._begun = 0  # rounds, the same at all ranks of the site
         self.hyperparameters = HyperparameterReader(optimizer, lambda: self.progress.keys)
         self.drift = DriftMonitor(site, self.hyperparameters)
         self.rate = StepRate()
@@ -483,7 +484,8 @@ class StrategyContext:
     def begin(self, topic: Topic | None = None, *, after: float = 0.0, **options: Unpack[RoundOptions]) -> PendingRound:
         """Begins what `average` does without waiting; `receipt_of` waits for the result."""
         averaged = topic or self._model_topic
-        pending = PendingRound(self.site, averaged.tensors.tensors)
+        pending = PendingRound(self.site, averaged.tensors.tensors, self._begun)
+        self._begun += 1
         pending.samples = averaged.schema.topic, self.samples.made
         self._weigh(options, averaged)
         self.check_tensors()
@@ -540,7 +542,7 @@ class StrategyContext:
         chosen["drift"] = self.drift.comparison(options.get("drift"), self.since)
         if shard is not None and pending is not None:
             chosen["confirm"] = pending.confirm
-            chosen["gather"] = wrapped(shard.site, chosen["gather"])
+            chosen["gather"] = wrapped(shard.site, pending.number, chosen["gather"])
         topic = topic or self._model_topic
         return self._average_at(after, topic, chosen) if after > 0 else self.peer.average(topic, **chosen)
 

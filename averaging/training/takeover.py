@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from averaging.common import EventLoopThread, SignalSafeFuture, on_loop
+from averaging.common import EventLoopThread, SignalSafeFuture, is_count, listed, on_loop
 from averaging.errors import ClosedError, SiteError, StateError
 from averaging.peer import FetchedState, Peer
 from averaging.protocol import GROUP_ID_BYTES, Group
@@ -48,25 +48,32 @@ def of_each_shard(site: Site, work: Callable[[], T]) -> dict[int, T | Exception]
 
 @dataclass(frozen=True, slots=True)
 class _Proposal:
-    """The result of one shard's round, which is not adopted yet: the group's id, and the sites in the group."""
+    """The result of one shard's round, which is not adopted yet.
+
+    Attributes:
+        group_id: the group's public id.
+        rounds: the sites in the group, and which round of each it was; None for a site of an older version.
+    """
 
     group_id: bytes
-    sites: frozenset[str]
+    rounds: Mapping[str, int | None]
 
 
 class PendingRound:
     """A round that has begun, at one rank of a site.
 
     If the model is divided, the result of a shard is adopted only if the rounds of all shards have one, with the same
-    sites. So the round waits for a verdict once it has its result.
+    sites in the same of their rounds: a site whose round has failed may average more samples in its next one, while
+    another shard of this site still waits for it. So the round waits for a verdict once it has its result.
 
     Args:
         site: the site; a rank that owns no peer has no round of its own.
         tensors: what is averaged.
+        number: number of the site's rounds before, the same at all ranks.
     """
 
-    def __init__(self, site: Site, tensors: Sequence[torch.Tensor]) -> None:
-        self.site, self.tensors = site, tensors
+    def __init__(self, site: Site, tensors: Sequence[torch.Tensor], number: int) -> None:
+        self.site, self.tensors, self.number = site, tensors, number
         self.receipt: SignalSafeFuture[Receipt] | None = None
         self._proposal: SignalSafeFuture[_Proposal | None] = SignalSafeFuture()
         self._verdict: asyncio.Future[str] | None = None  # used by the peer's thread only
@@ -115,9 +122,9 @@ class PendingRound:
 
     async def confirm(self, group: Group) -> str:
         """Called by the round with its group, once it has a result: see `Peer.average`."""
-        sites = frozenset(site_in(member.user) or member.endpoint for member in group.members)
+        rounds = dict(_round_in(member.user) or (member.endpoint, None) for member in group.members)
         self._verdict = asyncio.get_running_loop().create_future()
-        self._proposal.set_result(_Proposal(group.public_id, sites))
+        self._proposal.set_result(_Proposal(group.public_id, rounds))
         return await self._verdict
 
     def wait(self, thread: EventLoopThread) -> Receipt:
@@ -184,23 +191,32 @@ def _of_all_shards(pending: PendingRound, thread: EventLoopThread) -> Receipt:
 
 def _why_not(proposals: Mapping[int, _Proposal | str | Exception]) -> str:
     """Why the results of the shards are not adopted; empty if they are."""
+    rounds: list[Mapping[str, int | None]] = []
     for shard, proposal in proposals.items():
         if not isinstance(proposal, _Proposal):
             return f"shard {shard} of this site was not averaged: {proposal}"
-    if len({proposal.sites for proposal in proposals.values() if isinstance(proposal, _Proposal)}) > 1:
-        return "the shards of this site found groups of different sites"
+        rounds.append(proposal.rounds)
+    for other in rounds[1:]:
+        if other.keys() != rounds[0].keys():
+            return "the shards of this site found groups of different sites"
+        if differing := sorted(site for site, number in other.items() if number != rounds[0][site]):
+            return f"the shards of this site met different rounds of {listed(differing)}"
     return ""
 
 
-def wrapped(site: str, user: Any) -> dict[str, Any]:
-    """What a shard's peer sends to its group: the name of its site, beside what the strategy sends."""
-    return {"site": site, "user": user}
+def wrapped(site: str, number: int, user: Any) -> dict[str, Any]:
+    """What a shard's peer sends to its group: its site and the number of the round, beside what the strategy sends."""
+    return {"site": site, "round": number, "user": user}
 
 
-def site_in(gathered: Any) -> str | None:
-    """The name of a member's site."""
-    site = gathered.get("site") if isinstance(gathered, dict) else None
-    return site if isinstance(site, str) else None
+def _round_in(gathered: Any) -> tuple[str, int | None] | None:
+    """The name of a member's site, and which of its rounds this is; None if it names no site."""
+    match gathered:
+        case {"site": str(site), "round": number} if is_count(number):
+            return site, number
+        case {"site": str(site)}:
+            return site, None
+    return None
 
 
 def unwrapped(gathered: Any) -> Any:

@@ -1,0 +1,115 @@
+"""A site whose model is divided adopts a round only if all its shards met the same rounds of the same sites."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import pytest
+
+from averaging.common import EventLoopThread
+from averaging.protocol import Group, Member
+from averaging.receipts import Outcome, Receipt
+from averaging.training.site import Site
+from averaging.training.takeover import PendingRound, end_of, wrapped
+
+T = TypeVar("T")
+
+HOME, OTHER, THIRD = "10.0.0.1:1", "10.0.0.2:1", "10.0.0.3:1"
+
+
+class Rank(Site):
+    """One of two ranks, which are threads of this process."""
+
+    size = shards = 2
+
+    def __init__(self, rank: int, barrier: threading.Barrier, shared: list[Any]) -> None:
+        self.rank = self.shard = rank
+        self.leads = rank == 0
+        self._barrier, self._shared = barrier, shared
+
+    def all_gather(self, work: Callable[[], T]) -> list[T]:
+        self._shared[self.rank] = work()
+        self._barrier.wait()
+        gathered = list(self._shared)
+        self._barrier.wait()
+        return gathered
+
+
+@asynccontextmanager
+async def nothing() -> Any:
+    yield
+
+
+def receipts(*groups: dict[str, Any] | None) -> list[Receipt]:
+    """What each rank gets, whose group has these members with what they sent; None if it found none."""
+    barrier, shared = threading.Barrier(2, timeout=10.0), [None, None]
+
+    def train(rank: int) -> Receipt:
+        pending = PendingRound(Rank(rank, barrier, shared), [], 7)
+        thread = EventLoopThread(nothing(), f"rank {rank}")
+        sent = groups[rank]
+
+        async def average() -> Receipt:
+            if sent is None:
+                return Receipt(1, Outcome.NO_GROUP, reason="nobody came")
+            members = tuple(Member(f"{name[:-1]}{1 + rank}", user=user) for name, user in sent.items())
+            reason = await pending.confirm(Group(bytes(20), members))
+            outcome = Outcome.FAILED if reason else Outcome.AVERAGED
+            names = tuple(member.endpoint for member in members)
+            return Receipt(1, outcome, reason, members=names, gathered={one.endpoint: one.user for one in members})
+
+        pending.receipt = thread.start(pending.proposing(average()))
+        try:
+            return end_of(pending, thread)
+        finally:
+            thread.close()
+
+    with ThreadPoolExecutor(2) as ranks:
+        return list(ranks.map(train, range(2)))
+
+
+def group(**numbers: int | None) -> dict[str, Any]:
+    """What the members have sent: the number of their round, or that of an older version."""
+    names = {"home": HOME, "other": OTHER, "third": THIRD}
+    return {
+        names[name]: {"site": names[name], "user": {"samples": 8}}
+        if number is None
+        else wrapped(names[name], number, {"samples": 8})
+        for name, number in numbers.items()
+    }
+
+
+def test_shards_that_met_the_same_rounds_adopt_them() -> None:
+    for other in (3, None):
+        both = receipts(group(home=7, other=other), group(home=7, other=other))
+        assert [receipt.averaged for receipt in both] == [True, True]
+        assert both[0].gathered == {HOME: {"samples": 8}, OTHER: {"samples": 8}}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "reason"),
+    [
+        (group(home=7, other=3), group(home=7, other=4), f"met different rounds of {OTHER}"),
+        (group(home=7, other=None), group(home=7, other=4), f"met different rounds of {OTHER}"),
+        (group(home=7, other=3), group(home=7, third=3), "found groups of different sites"),
+        (group(home=7, other=3), None, "shard 1 of this site was not averaged: nobody came"),
+    ],
+)
+def test_no_shard_adopts_what_another_one_cannot(
+    first: dict[str, Any], second: dict[str, Any] | None, reason: str
+) -> None:
+    """A site whose round has failed may send more samples in its next one, which only one shard of this site meets."""
+    for receipt in receipts(first, second):
+        assert receipt.outcome is Outcome.FAILED
+        assert reason in receipt.reason
+
+
+@pytest.mark.parametrize("number", [-1, 1.5, "7", None, [], 2**80, True])
+def test_a_malformed_number_is_that_of_an_older_version(number: object) -> None:
+    sent = group(home=7, other=None)
+    odd = {**sent, OTHER: {"site": OTHER, "round": number, "user": {"samples": 8}}}
+    assert all(receipt.averaged for receipt in receipts(odd, sent))
