@@ -24,6 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -134,11 +135,11 @@ class Endurance:
                 self.open.remove((until, strike))
                 self.system.heal(strike)
                 self.last_fault.update(dict.fromkeys(self._hit_by(strike), now))
-        for actor in self.system.actors.values():
-            if actor.life == 0:
-                continue
-            for rank, event in actor.events():
-                self._take(actor, rank, event, now)
+        actors = [actor for actor in self.system.actors.values() if actor.life]
+        told = [(event.get("moment", now), actor, rank, event) for actor in actors for rank, event in actor.events()]
+        for _, actor, rank, event in sorted(told, key=itemgetter(0)):  # a member's value comes before its average
+            self._take(actor, rank, event, now)
+        for actor in actors:
             for what, why in actor.tick(now):
                 self._note_end(actor, what, why, now)
         self.judge.tick(now, late)

@@ -72,6 +72,7 @@ class Actor:
     failed_starts: int = 0
     was_ready: bool = False
     _ready_ranks: set[int] = field(default_factory=set)
+    _last_events: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     _stacks: ExitStack = field(default_factory=ExitStack)
 
     @property
@@ -114,6 +115,8 @@ class Actor:
 
     def events(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """What its processes have told since the last call, with the rank."""
+        last, self._last_events = self._last_events, []
+        yield from last
         for rank, process in enumerate(self.processes):
             process.drain()
             seen, process.seen[:] = list(process.seen), []
@@ -137,6 +140,9 @@ class Actor:
             self._end_all()
         if any(process.poll() is None for process in self.processes):
             return
+        for process in self.processes:
+            process.wait()
+        self._last_events.extend(self.events())
         yield "ended" if self.expected else "failed", f"{self.name} ended with {codes}; {self._tail()}"
         self.close()
         self.ready = False
