@@ -57,7 +57,11 @@ def test_a_client_leaves_a_member_that_falls_silent() -> None:
         swarm.network.freeze(followed)
         other = next(peer for name, peer in zip(swarm.hosts, peers, strict=False) if name != followed)
         await other.store(KEY, "a:1", b"", in_an_hour())
-        await until(everywhere([host.discovery], KEY, {"a:1"}), within=2 * swarm.settings.peer_refresh + 15)
+        await until(everywhere([host.discovery], KEY, {"a:1"}), within=8)
+        await until(lambda: host.discovery._members.stream_source not in (None, followed), within=15)
+        for number in range(2, 20):  # no exchange comes as soon
+            await other.store(KEY, f"a:{number}", b"", in_an_hour())
+            await until(lambda number=number: f"a:{number}" in host.discovery.get(KEY), within=0.5)  # type: ignore[misc]
         swarm.network.thaw(followed)
 
     swarm.simulate(main())

@@ -58,19 +58,22 @@ class AntiEntropy:
         entries = tuple(table.versions().items()) if complete else ()
         return Digest(self._run_id, self._name, table.state_hash, entries, complete, self._clock())
 
-    async def compare(self, endpoint: str) -> None:
+    async def compare(self, endpoint: str) -> int:
         """Exchanges records with `endpoint`: first the hashes, then, if they differ, the digests.
+
+        Returns:
+            The number of records that this peer lacked.
 
         Raises:
             TransportError, ProtocolViolationError, TimeoutError: the call failed.
         """
         async with asyncio.timeout(self._settings.exchange_timeout):
-            wanted = await self._ask(endpoint, self.digest(complete=False))
+            received, wanted = await self._ask(endpoint, self.digest(complete=False))
             if wanted is None:
-                wanted = await self._ask(endpoint, self.digest(complete=True)) or []
-            records = self._store.table().select(wanted)
-            if records:
+                received, wanted = await self._ask(endpoint, self.digest(complete=True))
+            if records := self._store.table().select(wanted or []):
                 await self._rumours.push(endpoint, records)
+        return received
 
     async def answer(self, digest: Digest) -> AsyncGenerator[ExchangeReply, None]:
         """See `GossipService.exchange`."""
@@ -88,8 +91,12 @@ class AntiEntropy:
             lacking = lacking[size:]
         yield ExchangeReply(tuple(lacking), tuple(wanted), sent=self._clock())
 
-    async def _ask(self, endpoint: str, digest: Digest) -> list[int] | None:
-        """Sends a digest and merges the answer; returns the ids that `endpoint` lacks, or None if the hashes differ."""
+    async def _ask(self, endpoint: str, digest: Digest) -> tuple[int, list[int] | None]:
+        """Sends a digest and merges the answer.
+
+        Returns:
+            The number of records in the answer, and the ids of those that `endpoint` lacks; None if the hashes differ.
+        """
         limit = 2 * self._settings.limits.records
         wanted: list[int] = []
         records = 0
@@ -101,20 +108,23 @@ class AntiEntropy:
                     self._offsets.note_answer(endpoint, reply.sent, self._clock(), time() - began, time())
                     began = None
                 if reply.differs and not digest.complete:
-                    return None
+                    return 0, None
                 records += len(reply.records)
                 wanted += reply.wanted
                 if records > limit or len(wanted) > limit:
                     raise ProtocolViolationError("answered with more records than a peer may hold", endpoint)
                 for record in reply.records:
                     self._merge(record, endpoint)
-        return wanted
+        return records, wanted
 
 
 # The background loops of a peer: exchanges, retries of missing peers, and, for a client, reading a stream.
 
 
 _MAX_TRIES = 3  # members that are asked in a row until one answers
+
+LATE_SECONDS = 1.0
+"""Seconds by which the stream of a client may be behind what another member has."""
 
 
 class Maintenance:
@@ -142,6 +152,8 @@ class Maintenance:
         self._transport, self._members, self._anti_entropy = transport, members, anti_entropy
         self._merge, self._on_answer = merge, on_answer
         self._settings, self._clock, self._rng = settings, clock, rng
+        self._silence: asyncio.Timeout | None = None  # of the stream that is read
+        self._batches = 0  # that have come on streams
 
     async def exchange(self) -> None:
         """Compares records with a random member every `exchange_interval`; the first time sooner."""
@@ -151,7 +163,7 @@ class Maintenance:
             wait = self._around(self._settings.exchange_interval)
             for _ in range(_MAX_TRIES):
                 member = self._members.pick()
-                if member is None or await self._try_exchange(member):
+                if member is None or await self._try_exchange(member) is not None:
                     break
 
     async def retry_missing(self) -> None:
@@ -161,6 +173,24 @@ class Maintenance:
             async with asyncio.TaskGroup() as tasks:
                 for endpoint in self._members.pick_missing(self._clock()):
                     tasks.create_task(self._try_exchange(endpoint))
+
+    async def retry_silent(self) -> None:
+        """Calls members that did not answer, so that a peer that was cut off for a moment is not missed for longer."""
+        calling: set[str] = set()
+
+        async def call(endpoint: str) -> None:
+            calling.add(endpoint)
+            try:
+                await self._try_exchange(endpoint)
+            finally:
+                calling.discard(endpoint)
+
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                await asyncio.sleep(self._around(self._settings.exchange_interval))
+                for endpoint in self._members.pick_silent(self._clock()):
+                    if endpoint not in calling:
+                        tasks.create_task(call(endpoint))
 
     async def read_streams(self) -> None:
         """Reads the stream of a member, and of another one when it ends. A client gets all records this way."""
@@ -176,36 +206,51 @@ class Maintenance:
                     logger.debug("the stream of %s ended: %s", endpoint, error)
                     self._members.suspect(endpoint, self._clock(), why_failed(error), refused=is_refused(error))
                 finally:
-                    self._members.stream_source = None
+                    self._members.stream_source = self._silence = None
                     # The backoff goes on growing while each stream ends as soon as it has begun.
                     if asyncio.get_running_loop().time() - began >= self._settings.max_backoff:
                         backoff.reset()
             await asyncio.sleep(backoff.next_delay())
+
+    async def watch_stream(self) -> None:
+        """Compares records with other members, and leaves a member whose stream lacks what these have.
+
+        A stopped process keeps its connections open, so without this a client would hear nothing for two renewals.
+        """
+        while True:
+            await asyncio.sleep(self._around(self._settings.exchange_interval))
+            member, source, batches = self._members.pick(), self._members.stream_source, self._batches
+            if member is None or member == source or not await self._try_exchange(member):
+                continue
+            await asyncio.sleep(LATE_SECONDS)
+            if batches == self._batches and source == self._members.stream_source and self._silence is not None:
+                self._silence.reschedule(asyncio.get_running_loop().time())
 
     async def _read_stream(self, endpoint: str) -> None:
         """Reads records from `endpoint` until the stream ends, or is silent for two renewals of its presence record."""
         digest = self._anti_entropy.digest(complete=True)
         async with aclosing(self._transport.subscribe(endpoint, digest)) as stream:
             while True:
-                async with asyncio.timeout(2 * self._settings.peer_refresh):
+                async with asyncio.timeout(2 * self._settings.peer_refresh) as self._silence:
                     records = await anext(stream, None)
                 if records is None:
                     return
+                self._batches += 1
                 self._members.stream_source = endpoint
                 for record in records:
                     self._merge(record, endpoint)
 
-    async def _try_exchange(self, endpoint: str) -> bool:
-        """Compares records with `endpoint`; returns whether it answered."""
+    async def _try_exchange(self, endpoint: str) -> int | None:
+        """Compares records with `endpoint`; returns how many this peer lacked, or None if there was no answer."""
         try:
-            await self._anti_entropy.compare(endpoint)
+            received = await self._anti_entropy.compare(endpoint)
         except CALL_FAILURES as error:
             logger.debug("no exchange with %s: %s", endpoint, error)
             self._members.suspect(endpoint, self._clock(), why_failed(error), refused=is_refused(error))
-            return False
+            return None
         self._members.note_answer(endpoint)
         self._on_answer()
-        return True
+        return received
 
     def _around(self, seconds: float) -> float:
         """Adds jitter, so that peers that started together do not call at the same times."""

@@ -75,7 +75,7 @@ class Bootstrap:
     def __init__(
         self,
         seeds: Collection[str],
-        compare: Callable[[str], Awaitable[None]],
+        compare: Callable[[str], Awaitable[object]],
         settings: GossipSettings,
         rng: random.Random,
         *,

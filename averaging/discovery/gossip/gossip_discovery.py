@@ -284,12 +284,14 @@ class GossipDiscovery:
             if self._is_client:
                 await self._bootstrap.join(self._join_timeout, self._spawn)
                 self._spawn(self._maintenance.read_streams())
+                self._spawn(self._maintenance.watch_stream())
             else:
                 self._write_presence()  # before joining, so that the seeds receive it
                 await self._bootstrap.join(self._join_timeout, self._spawn)
                 self._publish(self._write_presence())  # the first may have expired while joining
                 self._spawn(self._maintenance.exchange())
                 self._spawn(self._maintenance.retry_missing())
+                self._spawn(self._maintenance.retry_silent())
                 self._spawn(self._renew_presence())
                 if self._joins_own_address:
                     self._spawn(self._bootstrap.check_own_address(self._endpoint))

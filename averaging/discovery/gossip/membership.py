@@ -123,6 +123,7 @@ def _contains(start: int, end: int, number: int) -> bool:
 
 
 _FAILURE_SECONDS = 60.0  # for which a failed call counts; live members are usually called again sooner
+_LATELY_SECONDS = 15.0  # for which a lost member is called as often as a member: it may have been cut off for a moment
 _LOST_AT_ONCE = 8  # of many that expired together: enough to find one of them again soon
 
 
@@ -259,6 +260,11 @@ class Membership:
             return self.pick()
         others = [*self._suspects, *self.pick_missing(now)]
         return self._rng.choice(others) if others else None
+
+    def pick_silent(self, now: float) -> list[str]:
+        """A few of the members that did not answer: `pick` avoids them, or they were lost a moment ago."""
+        lost = [name for name, since in self._lost.items() if now - since < _LATELY_SECONDS]
+        return self._rng.sample([*self._suspects, *lost], min(len(self._suspects) + len(lost), _LOST_AT_ONCE))
 
     def pick_missing(self, now: float) -> list[str]:
         """The peers to try again: seeds that are not members, and a few of the lost members."""
