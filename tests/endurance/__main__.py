@@ -134,7 +134,10 @@ class Endurance:
             if now >= until:
                 self.open.remove((until, strike))
                 self.system.heal(strike)
-                self.last_fault.update(dict.fromkeys(self._hit_by(strike), now))
+                hit = self._hit_by(strike)
+                self.last_fault.update(dict.fromkeys(hit, now))
+                for run in {actor.plane for actor in self.system.actors.values() if actor.name in hit}:
+                    self.judge.recovery.heal(strike, run, now)
         actors = [actor for actor in self.system.actors.values() if actor.life]
         told = [(event.get("moment", now), actor, rank, event) for actor in actors for rank, event in actor.events()]
         for _, actor, rank, event in sorted(told, key=itemgetter(0)):  # a member's value comes before its average

@@ -72,6 +72,7 @@ class Recovery:
         self._ends: dict[tuple[str, str], float] = {}
         self._usual: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=200))
         self._windows: dict[str, list[Window]] = defaultdict(list)
+        self._settled: dict[str, float] = defaultdict(float)  # when the end of a fault is over, too
         self.done: list[Recovered] = []
 
     def usual(self, run: str) -> float:
@@ -83,11 +84,18 @@ class Recovery:
         for window in self._windows[run]:
             window.mixed = True
         if others:
-            mixed = bool(self._windows[run]) or hit > 1
+            mixed = bool(self._windows[run]) or hit > 1 or now < self._settled[run]
             window = Window(
                 strike, now, set(others), self.usual(run), self._deadlines(strike.kind) * self._slowness, mixed
             )
             self._windows[run].append(window)
+
+    def heal(self, strike: Strike, run: str, now: float) -> None:
+        """Notes that a fault has ended, which may cost the others as much as its beginning: an address changes back."""
+        for window in self._windows[run]:
+            window.mixed |= window.strike is not strike
+        limit = recovery_limit(self.usual(run), self._deadlines(strike.kind) * self._slowness)
+        self._settled[run] = max(self._settled[run], now + limit)
 
     def hit(self, run: str, peer: str) -> None:
         """Notes that a peer is hit itself, or has ended, so that nobody waits for it."""

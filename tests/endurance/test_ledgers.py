@@ -243,6 +243,23 @@ def test_a_recovery_that_takes_longer_is_found_unless_another_fault_came() -> No
     assert list(recovered(4.2, second=5.0).tick(20.0, 0.0)) == []
 
 
+def test_the_end_of_a_fault_is_a_fault_of_its_own() -> None:
+    recovery = Recovery(lambda _: 2.0)
+    first, second, third = (Strike(number, 0.0, FaultKind.ADDRESS, "c", 5.0) for number in range(3))
+    recovery.strike(first, "run", {"a"}, 0.0)
+    recovery.round("run", "a", 0.1, 1.0)
+    assert list(recovery.tick(1.0, 0.0)) == []
+    recovery.heal(first, "run", 5.0)
+    recovery.strike(second, "run", {"a"}, 6.0)  # not judged
+    recovery.round("run", "a", 0.1, 12.0)
+    assert list(recovery.tick(12.0, 0.0)) == []
+    recovery.strike(third, "run", {"a"}, 12.5)
+    recovery.heal(third, "run", 17.5)
+    recovery.round("run", "a", 0.1, 18.0)
+    assert "needed 5.5 s" in next(iter(recovery.tick(18.0, 0.0)))
+    assert [one.mixed for one in recovery.done] == [False, True, False]
+
+
 def test_a_peer_that_never_averages_again_is_found() -> None:
     recovery = Recovery(lambda _: 2.0)
     recovery.strike(Strike(1, 0.0, FaultKind.KILL, "c"), "run", {"a", "b"}, 0.0)
