@@ -56,6 +56,13 @@ class ProgressClaims:
 
 logger = logging.getLogger(__name__)
 
+FIRST_ANSWER_SECONDS = 0.25
+"""Seconds for which training waits for the answer of a peer that is asked for its state, also if it could average with
+others. A state that comes with the next step only is a step old by then, so this peer would stay one step behind."""
+
+FIRST_IMPATIENCE, LAST_IMPATIENCE = 2.0, 30.0
+"""Seconds without such a wait after a peer did not answer in time, doubled with each further one; and the maximum."""
+
 NEXT_DONOR_SECONDS = 1.0
 """Seconds without an answer after which the next peer that is ahead is asked as well."""
 
@@ -86,6 +93,8 @@ class CatchUp:
     def __init__(self) -> None:
         self._claims = ProgressClaims()
         self._fetches: list[BackgroundDownload] = []  # in progress, the oldest first
+        self._impatience = Backoff(FIRST_IMPATIENCE, LAST_IMPATIENCE)
+        self._patient_from = 0.0
         self._warned = False  # of a failure since the last success
         self._refused_since: dict[str, float] = {}  # peers whose greater history is refused now
         self._refused: dict[str, str] = {}  # peers of whose history a warning was logged, and its origin
@@ -116,8 +125,9 @@ class CatchUp:
             own: its history.
             others: the peers that are ahead.
             partners: members of the last group.
-            start_timeout: seconds to wait until a download starts. A peer that can average with nobody waits for at
-                least `START_TIMEOUT`. A download that has started is always waited for.
+            start_timeout: seconds to wait until a download starts. A peer that can average with nobody waits for
+                `START_TIMEOUT` at least, any other one for `FIRST_ANSWER_SECONDS`. One that has started is always
+                waited for.
             wait: whether to wait at all; if not, training goes on during the download, and later calls return it.
 
         Returns:
@@ -126,8 +136,10 @@ class CatchUp:
         began = training.monotonic()
         if wait and not others.together and self._claims.may_wait(began):
             start_timeout = max(start_timeout, START_TIMEOUT)
+        until = began + start_timeout
         while others.ahead or self._fetches:
-            self._ask(training, others, partners)
+            if self._ask(training, others, partners) and self._patient_from <= (now := training.monotonic()):
+                until = max(until, now + FIRST_ANSWER_SECONDS)
             download = self._take(training, own, others)
             if download is not None:
                 self.stop(training)
@@ -135,13 +147,15 @@ class CatchUp:
             if not self._fetches or not wait:
                 return None
             now = training.monotonic()
-            left = began + start_timeout - now
+            left = until - now
             if delivering := [fetch for fetch in self._fetches if fetch.delivering]:
                 self._keep(training, delivering[0])
                 training.states.wait(delivering[:1], None)
             elif left > 0:
                 training.states.wait(self._fetches, min(left, NEXT_DONOR_SECONDS))
             else:
+                if until > began:
+                    self._patient_from = now + self._impatience.next_delay()
                 if start_timeout:
                     self._claims.failed([name for fetch in self._fetches for name in fetch.donors], now, now - began)
                 return None
@@ -150,6 +164,8 @@ class CatchUp:
     def succeeded(self, before: History, now: History) -> None:
         """Records that the state of a download from `follow` has been taken over."""
         self._claims.succeeded()
+        self._impatience.reset()
+        self._patient_from = 0.0
         self._warned = False
         if before.origin.id != now.origin.id:
             logger.info("took over the run of another origin: global step %d", now.step)
@@ -205,16 +221,16 @@ class CatchUp:
                 training.states.cancel(fetch)
         self._fetches = [fetch for fetch in self._fetches if fetch is only]
 
-    def _ask(self, training: StrategyContext, others: Others, partners: Collection[str]) -> None:
-        """Starts a download, unless the last one started recently or one delivers."""
+    def _ask(self, training: StrategyContext, others: Others, partners: Collection[str]) -> bool:
+        """Starts a download, unless the last one started recently or one delivers; returns whether it did."""
         now = training.monotonic()
         if any(fetch.delivering or now - fetch.began < NEXT_DONOR_SECONDS for fetch in self._fetches):
-            return
+            return False
         asked = {name for fetch in self._fetches for name in fetch.donors}
         ignored = self._claims.ignored(now)
         claims = {name: history for name, history in others.ahead.items() if name not in asked and name not in ignored}
         if not claims:
-            return
+            return False
         known = claims.keys() & set(partners) or claims.keys()
         best = max(claims[name] for name in known)
         names = of_all_members(sorted(name for name in known if claims[name] == best), training.announcements.members)
@@ -223,6 +239,7 @@ class CatchUp:
         self._fetches.append(
             training.states.fetch(names[: training.peer.config.verify_donors], partial(check_history, wanted=best))
         )
+        return True
 
     def _take(self, training: StrategyContext, own: History, others: Others) -> BackgroundDownload | None:
         """The first finished download with a history to take over; removes all finished ones before it."""

@@ -11,7 +11,7 @@ import pytest
 from averaging.discovery.gossip.anti_entropy import AntiEntropy
 from averaging.discovery.gossip.clock_offsets import ClockOffsets
 from averaging.discovery.gossip.record import GossipSettings, RecordLimits
-from averaging.discovery.gossip.record_table import RecordStore
+from averaging.discovery.gossip.record_table import Merged, RecordStore
 from averaging.discovery.gossip.rumours import Rumours
 from averaging.errors import ProtocolViolationError
 from averaging.protocol.messages import Digest, ExchangeReply, Record
@@ -38,6 +38,11 @@ class Answers:
 async def compare(transport: Answers) -> int:
     """Returns how many records were merged."""
     merged: list[Record] = []
+
+    def merge(record: Record, sender: str) -> Merged:
+        merged.append(record)
+        return Merged(is_new=True)
+
     table = SimpleNamespace(state_hash=7, versions=dict, select=lambda wanted: [])
     store = cast("RecordStore", SimpleNamespace(table=lambda: table))
     anti_entropy = AntiEntropy(
@@ -45,13 +50,13 @@ async def compare(transport: Answers) -> int:
         "me:1",
         cast("Transport", transport),
         store,
-        lambda record, sender: merged.append(record),
+        merge,
         cast("Rumours", None),
         SETTINGS,
         ClockOffsets(3.0, 10.0),
         lambda: 1e9,
     )
-    await anti_entropy.compare("a:1")
+    assert await anti_entropy.compare("a:1") == len(merged)
     return len(merged)
 
 

@@ -15,7 +15,7 @@ from averaging.common import CLIENT_PREFIX, Backoff
 from averaging.discovery.gossip.clock_offsets import ClockOffsets
 from averaging.discovery.gossip.membership import Membership
 from averaging.discovery.gossip.record import CALL_FAILURES, GossipSettings, is_refused, why_failed
-from averaging.discovery.gossip.record_table import RecordStore
+from averaging.discovery.gossip.record_table import Merged, RecordStore
 from averaging.discovery.gossip.rumours import Rumours
 from averaging.errors import ProtocolViolationError
 from averaging.protocol import Digest, ExchangeReply, Record
@@ -41,7 +41,7 @@ class AntiEntropy:
         endpoint: str,
         transport: Transport,
         store: RecordStore,
-        merge: Callable[[Record, str], object],
+        merge: Callable[[Record, str], Merged],
         rumours: Rumours,
         settings: GossipSettings,
         offsets: ClockOffsets,
@@ -95,11 +95,11 @@ class AntiEntropy:
         """Sends a digest and merges the answer.
 
         Returns:
-            The number of records in the answer, and the ids of those that `endpoint` lacks; None if the hashes differ.
+            The number of new records in the answer; and the ids of those that `endpoint` lacks, None if hashes differ.
         """
         limit = 2 * self._settings.limits.records
         wanted: list[int] = []
-        records = 0
+        records = new = 0
         time = asyncio.get_running_loop().time
         began: float | None = time()
         async with aclosing(self._transport.exchange(endpoint, digest)) as replies:
@@ -113,9 +113,8 @@ class AntiEntropy:
                 wanted += reply.wanted
                 if records > limit or len(wanted) > limit:
                     raise ProtocolViolationError("answered with more records than a peer may hold", endpoint)
-                for record in reply.records:
-                    self._merge(record, endpoint)
-        return records, wanted
+                new += sum(self._merge(record, endpoint).is_new for record in reply.records)
+        return new, wanted
 
 
 # The background loops of a peer: exchanges, retries of missing peers, and, for a client, reading a stream.
@@ -142,7 +141,7 @@ class Maintenance:
         transport: Transport,
         members: Membership,
         anti_entropy: AntiEntropy,
-        merge: Callable[[Record, str], object],
+        merge: Callable[[Record, str], Merged],
         settings: GossipSettings,
         clock: Callable[[], float],
         rng: random.Random,
