@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import statistics
 from collections.abc import Iterator
 
 import pytest
@@ -45,6 +46,26 @@ def test_forty_failures() -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_ten_thousand_failures(seed: int) -> None:
     assert set(check(seed, EACH).injected) == KINDS
+
+
+class Halves(FailureRun):
+    """Two of four peers are parted from the two others, again and again."""
+
+    def _inject(self) -> str:
+        self.injected["partition"] += 1
+        self.network.cut(frozenset(sorted(self._living)[:2]))
+        self._healing.append(self.network.heal)
+        return "partition"
+
+
+def test_halves_that_were_parted_average_together_again_soon() -> None:
+    """Both are a step behind or ahead of each other, so each of the late two could average with the other."""
+    run = Halves(2, 40)
+    run.check()
+    waits = [seconds for kinds, seconds in run.recoveries if "start" not in kinds]
+    assert len(waits) > 8
+    assert statistics.median(waits) < 2.0
+    assert max(waits) < 8.0
 
 
 def contribution(first: int, stop: int, value: float) -> Contribution:

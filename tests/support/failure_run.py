@@ -44,9 +44,14 @@ LEARNING_RATE = 0.5
 DEADLINE = max(2 * STALL_TIMEOUT, GROUP_WAIT + CLOCK_TOLERANCE)
 """The longest wait for one that does not answer, in seconds: for a reducer, and for a leader."""
 
-DEADLINES = {"partition": 1.5 * GossipSettings().retry_interval, "clock": LIFETIME + DEADLINE, "start": 60.0}
-"""Longer ones by the kind of failure: members that were out of reach for all are called again once in so long, and an
-announcement that was written with a wrong clock goes after its lifetime. They count for later failures, too."""
+DEADLINES = {
+    "partition": DEADLINE + 3.0 * GossipSettings().exchange_interval,
+    "clock": LIFETIME + DEADLINE,
+    "start": 60.0,
+}
+"""Longer ones by the kind of failure: members that did not answer are called again once in an interval of exchanges,
+which is half as long again at most, by either side; and an announcement that was written with a wrong clock goes after
+its lifetime. They count for later failures, too."""
 
 LOOK = 0.05
 """Seconds between two looks whether all have averaged; the moment itself may be as much earlier."""
