@@ -220,7 +220,7 @@ class GossipDiscovery:
         self._reachability.note_call()
         self._offsets.note_call(digest.endpoint, digest.sent, self._clock(), asyncio.get_running_loop().time())
         self._bootstrap.note_call(digest.endpoint)
-        self._members.note_call(digest.endpoint)
+        self._members.note_call(digest.endpoint, self._clock())
         async with aclosing(self._anti_entropy.answer(digest)) as replies:
             async for reply in replies:
                 yield reply

@@ -160,6 +160,7 @@ class Membership:
         self._suspects: dict[str, None] = {}  # ordered, so that simulations are reproducible
         self._lost: dict[str, float] = {}
         self._failures: dict[str, tuple[float, str]] = {}  # when and why the last call failed
+        self._callers: dict[str, float] = {}  # when those whose last call failed have called this peer
         self._refusing: set[str] = set()  # those that have refused a connection, without a sign of life since
         self._joined_seeds: set[str] = set()  # the seeds that have been members
         self.set_seeds(seeds)
@@ -212,10 +213,12 @@ class Membership:
         """
         return self._lost.keys() | self._refusing
 
-    def note_call(self, endpoint: str) -> None:
+    def note_call(self, endpoint: str, now: float) -> None:
         """`endpoint` has called this peer, so it is up."""
         self._suspects.pop(endpoint, None)
         self._refusing.discard(endpoint)
+        if endpoint in self._failures:
+            self._callers[endpoint] = now
 
     def note_answer(self, endpoint: str) -> None:
         """`endpoint` has answered this peer."""
@@ -237,13 +240,21 @@ class Membership:
             self._on_refused(endpoint)
 
     def silent(self, now: float) -> dict[str, str]:
-        """The members and seeds that did not answer within the last minute, and why; not those that are gone."""
+        """The members and seeds that did not answer within the last minute, and why; not those that are gone.
+
+        One that refuses connections and has called within the last minute is not gone: a firewall may be before it.
+        """
         self._failures = {
             name: (when, why)
             for name, (when, why) in self._failures.items()
             if now - when < _FAILURE_SECONDS and (name in self._ring or name in self._seeds or name in self._lost)
         }
-        gone = {name for name in self._refusing if name not in self._ring}
+        self._callers = {
+            name: when
+            for name, when in self._callers.items()
+            if name in self._failures and now - when < _FAILURE_SECONDS
+        }
+        gone = {name for name in self._refusing if name not in self._ring and name not in self._callers}
         return {name: why for name, (_, why) in self._failures.items() if name not in gone}
 
     def pick(self) -> str | None:
