@@ -490,9 +490,7 @@ class StrategyContext:
         self._weigh(options, averaged)
         self.check_tensors()
         if self.site.owns:
-            round_ = self._round(topic, options, after, pending)
-            with pending.starting():
-                pending.receipt = self.thread.start(round_ if self.site.shards == 1 else pending.proposing(round_))
+            pending.start(lambda: self._round(topic, options, after, pending), self.thread)
         return pending
 
     def end_search(self, pending: PendingRound) -> None:

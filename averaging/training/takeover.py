@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -24,6 +24,9 @@ from averaging.state import ExtraState, State
 from averaging.training.site import Site
 
 T = TypeVar("T")
+
+ROUNDS = 3
+"""Rounds of one shard until it has met the same round of another site as the other shards."""
 
 ATTEMPTS = 5
 """Downloads until all shards have the same version: a donor may average between the first shard and the last."""
@@ -75,15 +78,16 @@ class PendingRound:
     def __init__(self, site: Site, tensors: Sequence[torch.Tensor], number: int) -> None:
         self.site, self.tensors, self.number = site, tensors, number
         self.receipt: SignalSafeFuture[Receipt] | None = None
+        self._round: Callable[[], Coroutine[Any, Any, Receipt]] | None = None
         self._proposal: SignalSafeFuture[_Proposal | None] = SignalSafeFuture()
         self._verdict: asyncio.Future[str] | None = None  # used by the peer's thread only
         self.samples = "", 0  # the topic, and the samples of this rank when the round began
 
-    @contextmanager
-    def starting(self) -> Iterator[None]:
-        """Wraps the start of the round in the peer's thread; all ranks learn from `end_of` that it is closed."""
+    def start(self, round_: Callable[[], Coroutine[Any, Any, Receipt]], thread: EventLoopThread) -> None:
+        """Starts this rank's round in the peer's thread; all ranks learn from `end_of` if that is closed."""
+        self._round, self._proposal, self._verdict = round_, SignalSafeFuture(), None
         try:
-            yield
+            self.receipt = thread.start(round_() if self.site.shards == 1 else self._proposing(round_()))
         except ClosedError as error:
             if self.site.size == 1:
                 raise
@@ -91,13 +95,22 @@ class PendingRound:
             self.receipt.set_exception(error)
             self._proposal.set_result(None)
 
-    async def proposing(self, round_: Coroutine[Any, Any, Receipt]) -> Receipt:
+    async def _proposing(self, round_: Coroutine[Any, Any, Receipt]) -> Receipt:
         """Runs the round of a shard; if it ends without a result, no verdict is waited for."""
+        proposal = self._proposal
         try:
             return await round_
         finally:
-            if not self._proposal.done():
-                self._proposal.set_result(None)
+            if not proposal.done():
+                proposal.set_result(None)
+
+    def start_again(self, thread: EventLoopThread, reason: str) -> None:
+        """Ends this rank's round, whose result is not adopted for this reason, and starts another one."""
+        self.decide(thread, reason)
+        with suppress(Exception):  # all ranks hear of what the next round raises
+            self.wait(thread)
+        if self._round is not None:
+            self.start(self._round, thread)
 
     def done(self) -> bool:
         """Whether the round has ended at this rank."""
@@ -169,8 +182,15 @@ def _of_all_shards(pending: PendingRound, thread: EventLoopThread) -> Receipt:
     # Two phases: each shard holds its result back and proposes it, then all adopt or none does. A rank that dies
     # between the two leaves shards with different parameters, so the site ends, and takes over a state as it returns.
     site = pending.site
-    proposals = of_each_shard(site, lambda: pending.proposed(thread))
-    reason = _why_not(proposals)
+    for attempt in range(ROUNDS):
+        proposals = of_each_shard(site, lambda: pending.proposed(thread))
+        reason, late = _why_not(proposals)
+        if not late or attempt == ROUNDS - 1:
+            break
+        # The other site has begun another round since, and another shard of this one is in that already. If both sites
+        # began anew, each would meet the round before of the other again.
+        if site.owns and site.shard in late:
+            pending.start_again(thread, reason)
     pending.decide(thread, reason)
     ends = list(of_each_shard(site, lambda: pending.wait(thread)).values())
     failed = [end for end in ends if not (isinstance(end, Receipt) and end.averaged)]
@@ -189,19 +209,19 @@ def _of_all_shards(pending: PendingRound, thread: EventLoopThread) -> Receipt:
     return replace(receipt, group_id=joint, gathered=gathered)
 
 
-def _why_not(proposals: Mapping[int, _Proposal | str | Exception]) -> str:
-    """Why the results of the shards are not adopted; empty if they are."""
-    rounds: list[Mapping[str, int | None]] = []
+def _why_not(proposals: Mapping[int, _Proposal | str | Exception]) -> tuple[str, frozenset[int]]:
+    """Why the results of the shards are not adopted, and the shards that have met the older round of another site."""
+    rounds: dict[int, Mapping[str, int | None]] = {}
     for shard, proposal in proposals.items():
         if not isinstance(proposal, _Proposal):
-            return f"shard {shard} of this site was not averaged: {proposal}"
-        rounds.append(proposal.rounds)
-    for other in rounds[1:]:
-        if other.keys() != rounds[0].keys():
-            return "the shards of this site found groups of different sites"
-        if differing := sorted(site for site, number in other.items() if number != rounds[0][site]):
-            return f"the shards of this site met different rounds of {listed(differing)}"
-    return ""
+            return f"shard {shard} of this site was not averaged: {proposal}", frozenset()
+        rounds[shard] = proposal.rounds
+    if len({frozenset(met) for met in rounds.values()}) > 1:
+        return "the shards of this site found groups of different sites", frozenset()
+    last = {site: max(met[site] or 0 for met in rounds.values()) for met in rounds.values() for site in met}
+    differing = sorted(site for site in last if len({met[site] for met in rounds.values()}) > 1)
+    late = frozenset(shard for shard, met in rounds.items() if any(met[site] != last[site] for site in differing))
+    return f"the shards of this site met different rounds of {listed(differing)}" if differing else "", late
 
 
 def wrapped(site: str, number: int, user: Any) -> dict[str, Any]:
