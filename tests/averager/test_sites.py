@@ -78,10 +78,9 @@ def test_a_site_and_a_single_process_send_their_largest_elements_to_each_other(s
     assert len(opt.last_receipt.members) == 2
 
 
-@pytest.mark.parametrize("inside", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
-def test_a_site_weighs_as_many_samples_as_its_ranks_have_together(stack: ExitStack, inside: str) -> None:
+def test_a_site_weighs_as_many_samples_as_its_ranks_have_together(stack: ExitStack) -> None:
     """Beside a single process with the same batch as one rank; the average has the samples of three."""
-    site = Site(stack, 2, number=0, strategy="local", inside=inside, steps=4, options={"weight": "samples"})
+    site = Site(stack, 2, number=0, strategy="local", inside="ddp", steps=4, options={"weight": "samples"})
     single = stack.enter_context(closing(Run()))
     seen: list[Receipt] = []
     options: dict[str, Any] = {"run_id": "run", "join": [site.endpoint], "weight": "samples", "on_round": seen.append}
