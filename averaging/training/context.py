@@ -490,7 +490,8 @@ class StrategyContext:
         self._weigh(options, averaged)
         self.check_tensors()
         if self.site.owns:
-            pending.start(lambda: self._round(topic, options, after, pending), self.thread)
+            with pending.starting():
+                pending.receipt = self.thread.start(pending.run(lambda: self._round(topic, options, after, pending)))
         return pending
 
     def end_search(self, pending: PendingRound) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -78,22 +78,27 @@ class PendingRound:
     def __init__(self, site: Site, tensors: Sequence[torch.Tensor], number: int) -> None:
         self.site, self.tensors, self.number = site, tensors, number
         self.receipt: SignalSafeFuture[Receipt] | None = None
-        self._round: Callable[[], Coroutine[Any, Any, Receipt]] | None = None
+        self._make: Callable[[], Coroutine[Any, Any, Receipt]] | None = None
         self._proposal: SignalSafeFuture[_Proposal | None] = SignalSafeFuture()
         self._verdict: asyncio.Future[str] | None = None  # used by the peer's thread only
         self.samples = "", 0  # the topic, and the samples of this rank when the round began
 
-    def start(self, round_: Callable[[], Coroutine[Any, Any, Receipt]], thread: EventLoopThread) -> None:
-        """Starts this rank's round in the peer's thread; all ranks learn from `end_of` if that is closed."""
-        self._round, self._proposal, self._verdict = round_, SignalSafeFuture(), None
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Wraps the start of `run` in the peer's thread; all ranks learn from `end_of` that it is closed."""
         try:
-            self.receipt = thread.start(round_() if self.site.shards == 1 else self._proposing(round_()))
+            yield
         except ClosedError as error:
             if self.site.size == 1:
                 raise
             self.receipt = SignalSafeFuture()
             self.receipt.set_exception(error)
             self._proposal.set_result(None)
+
+    def run(self, make: Callable[[], Coroutine[Any, Any, Receipt]]) -> Coroutine[Any, Any, Receipt]:
+        """The round of this rank, which `make` returns, and once more for each time that it has to be repeated."""
+        self._make = make
+        return make() if self.site.shards == 1 else self._proposing(make())
 
     async def _proposing(self, round_: Coroutine[Any, Any, Receipt]) -> Receipt:
         """Runs the round of a shard; if it ends without a result, no verdict is waited for."""
@@ -109,8 +114,10 @@ class PendingRound:
         self.decide(thread, reason)
         with suppress(Exception):  # all ranks hear of what the next round raises
             self.wait(thread)
-        if self._round is not None:
-            self.start(self._round, thread)
+        self._proposal, self._verdict = SignalSafeFuture(), None
+        if self._make is not None:
+            with self.starting():
+                self.receipt = thread.start(self.run(self._make))
 
     def done(self) -> bool:
         """Whether the round has ended at this rank."""

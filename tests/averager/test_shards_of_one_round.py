@@ -66,7 +66,7 @@ def receipts(*groups: Sent | list[Sent]) -> list[Receipt]:
             names = tuple(member.endpoint for member in members)
             return Receipt(1, outcome, reason, members=names, gathered={one.endpoint: one.user for one in members})
 
-        pending.start(average, thread)
+        pending.receipt = thread.start(pending.run(average))
         try:
             return end_of(pending, thread)
         finally:
