@@ -274,7 +274,7 @@ def _sides(own: Own, theirs: History, peers: Mapping[str, Progress], members: Ma
         behind = peer.missed or name in own.absent
         if made is None or (behind and own.history.may_follow(made) and theirs.may_follow(made)):
             continue
-        if name and _stands_behind(peer.history, theirs):
+        if name and _stands_behind(peer.history, theirs):  # it is asked whether this peer itself changes sides
             there.add(name, counted.get(name, ""), peer.made)
         elif (
             peer.history.includes(own.history)
