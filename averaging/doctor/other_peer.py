@@ -365,7 +365,7 @@ async def _check_clocks(this: Visit) -> Finding:
     best = (math.inf, 0.0)  # half of the round trip, and how far the other clock is ahead
     try:
         for _ in range(CLOCK_CALLS):
-            began, started = time.time(), time.monotonic()
+            started, began = time.monotonic(), time.time()
             there = (await this.call(CLOCK, probe_pb2.ClockRequest())).time
             half = (time.monotonic() - started) / 2
             best = min(best, (half, there - began - half))

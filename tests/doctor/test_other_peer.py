@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import socket
+import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from itertools import cycle
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from averaging import Peer
-from averaging.doctor import SOFTWARE, Severity
+from averaging.doctor import SOFTWARE, Severity, other_peer
 from averaging.doctor.other_peer import NOT_ASKED
 from averaging.receipts import TrainingProgress
 from averaging.security.ca import issue, make_authority
@@ -225,12 +229,31 @@ async def test_something_else_than_a_peer_listens(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.asyncio
 async def test_the_clock_of_the_peer_is_compared() -> None:
-    import time
-
     async with Peer(MODEL, run_id="run", clock=lambda: time.time() + 40) as peer:
-        found = await examined(peer.endpoint)
-    assert "40" in wrong(found)["clock-difference"]
-    assert "ahead of this one" in wrong(found)["clock-difference"]
+        told = wrong(await examined(peer.endpoint))["clock-difference"]
+    measured = re.search(r"is (\d+) ms ahead of this one \(± ([\d.]+) ms\)", told)
+    assert measured, told
+    ahead, bound = map(float, measured.groups())
+    assert abs(ahead - 40_000) <= bound + 1.0, told  # both are rounded
+
+
+@pytest.mark.asyncio
+async def test_a_standstill_between_two_readings_of_the_clocks_is_within_the_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The clocks are equal, and the second reading before each call is 20 s after the first."""
+    moment, passing = [1e9], cycle([0.0, 20.0, 0.0])
+
+    def read() -> float:
+        moment[0] += next(passing)
+        return moment[0]
+
+    async def call(*_: object) -> SimpleNamespace:
+        return SimpleNamespace(time=moment[0])
+
+    monkeypatch.setattr(other_peer, "time", SimpleNamespace(time=read, monotonic=read))
+    finding = await other_peer._check_clocks(cast(Any, SimpleNamespace(call=call, seed="peer:1")))
+    assert finding.severity is not Severity.FAILURE, finding.text
 
 
 @pytest.mark.asyncio
