@@ -43,7 +43,7 @@ test-examples: $(VENV)/installed ## the demo, the examples and the quickstarts o
 test-etcd: $(VENV)/installed ## the tests with a real etcd server (apt-get install etcd-server), about 2 minutes
 	$(BIN)/python -m pytest -m etcd tests/etcd $(PYTEST_ARGS)
 
-test-slurm: $(VENV)/installed ## the batch scripts on a real Slurm, as root (apt-get install slurmctld slurmd munge), about 6 minutes
+test-slurm: $(VENV)/installed ## the batch scripts on a real Slurm, as root (apt-get install slurmctld slurmd munge), about 3 minutes
 	$(BIN)/python -m pytest -m slurm tests/slurm $(PYTEST_ARGS)
 
 # Most of the time is spent waiting for what does not arrive.

@@ -55,10 +55,13 @@ class SlurmJob:
         self._cluster.run("scancel", "--signal=USR1", "--batch", self.id)
 
     def start_again(self, components: int = 1) -> None:
-        """Waits for the requeue, and has the job begin at once and not after two minutes."""
+        """Waits for the requeue, and has the job begin in two seconds and not after two minutes.
+
+        Not in the second in which the job was ended: slurmd refuses a credential of it ("Job already killed").
+        """
         until(lambda: "Restarts=1" in self.shown() and "JobState=PENDING" in self.shown(), PATIENCE, self.shown)
         for component in [self.id, *(f"{self.id}+{number}" for number in range(1, components))]:
-            self._cluster.run("scontrol", "update", f"JobId={component}", "StartTime=now")
+            self._cluster.run("scontrol", "update", f"JobId={component}", "StartTime=now+2")
 
     def shown(self) -> str:
         return self._cluster.run("scontrol", "show", "job", self.id, check=False)
@@ -82,11 +85,12 @@ def test_sites_of_one_job_average_leave_when_they_are_warned_and_go_on_after_a_r
 
 
 def test_a_site_is_warned_by_slurm_itself_before_its_time_limit(cluster: Cluster) -> None:
-    job = SlurmJob(cluster, "site.sbatch", "--time=4", "--signal=B:USR1@60")
+    job = SlurmJob(cluster, "site.sbatch", "--time=60", "--signal=B:USR1@120")
     (endpoint,) = job.printed(r"^(\S+) trains from step 0$")
     assert endpoint in {f"{node}:4222" for node in NODES[:2]}
     assert not job.printed(r"^warned at", 0)
-    job.printed(r"^warned at", seconds=300)
+    cluster.run("scontrol", "update", f"JobId={job.id}", "EndTime=now+150")
+    job.printed(r"^warned at")
     (step,) = job.printed(r"^ends at step (\d+), warned$")
     job.start_again()
     assert job.printed(r"^\S+ trains from step ([1-9]\d*)$") == [step]
