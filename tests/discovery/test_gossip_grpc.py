@@ -211,10 +211,8 @@ async def test_seeds_that_all_fail_are_reported_with_the_reasons() -> None:
             await asyncio.Event().wait()
 
         silent = await stack.enter_async_context(listening(say_nothing))
-        before = time.monotonic()
-        with pytest.raises(JoinError) as caught:
+        with pytest.raises(JoinError, match="within 2 s") as caught:
             await Host([stranger.endpoint, nobody, silent], join_timeout=2.0).joined()
-        assert time.monotonic() - before < 10
         assert caught.value.reasons.keys() == {stranger.endpoint, nobody, silent}
         assert "belongs to run 'another'" in caught.value.reasons[stranger.endpoint]
         assert "connection refused" in caught.value.reasons[nobody]

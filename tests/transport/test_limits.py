@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
@@ -418,7 +417,7 @@ async def called_from(host: str, endpoint: str) -> AsyncIterator[str]:
 async def test_one_host_s_idle_downloads_keep_no_other_from_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
     large = torch.arange(64 << 18, dtype=torch.float32)  # 64 MiB, more than fits on the way
     async with (
-        Peer({"w": large}, run_id="run") as peer,
+        Peer({"w": large}, run_id="run", stall_timeout=3600.0) as peer,  # nobody who waits is sent away
         called_from("127.0.0.2", peer.endpoint) as other_host,
         AsyncExitStack() as stack,
     ):
@@ -434,9 +433,7 @@ async def test_one_host_s_idle_downloads_keep_no_other_from_the_state(monkeypatc
             while sum(one.done() for one in asked) < DOWNLOADS_PER_HOST:
                 await asyncio.wait([one for one in asked if not one.done()], return_when=asyncio.FIRST_COMPLETED)
         honest = await stack.enter_async_context(client(limit=32 << 20))
-        began = time.monotonic()
         state, _ = await download(honest, [other_host], peer.schema, silence=PATIENCE)
-        assert time.monotonic() - began < PATIENCE / 2  # they would have waited for 15 s, and then been sent away
         assert torch.equal(state.tensors["w"], large)
         assert sum(one.done() for one in asked) == DOWNLOADS_PER_HOST
         for one in asked:

@@ -70,21 +70,18 @@ def test_a_worker_is_killed_and_comes_back(site: Site) -> None:
         assert master.step().lost == []
         victim = site.processes["a1"]
         assert victim.expect("generate")["step"] == 1
-        killed: list[float] = []
 
         def kill() -> None:
             assert victim.expect("generate")["step"] == 2
-            killed.append(time.monotonic())
             victim.kill()
 
         killer = threading.Thread(target=kill)
         killer.start()
         result = master.step()
-        seconds = time.monotonic() - killed[0]
         killer.join()
         assert (result.step, result.lost, len(result.samples)) == (2, ["a1"], 8)
         assert "a1 at" in master.lost["a1"]
-        assert seconds < 5.0  # the death of a process is no silence
+        assert "silent" not in master.lost["a1"]  # the death of a process ends its connections at once
         site.start("a1")
         site.await_ready("a1")
         while master.lost:
@@ -103,12 +100,9 @@ def test_a_stopped_worker_is_lost_at_its_deadline(site: Site) -> None:
         master.initialize()
         master.step()
         site.processes["a1"].signal(signal.SIGSTOP)
-        began = time.monotonic()
         result = master.step()
-        seconds = time.monotonic() - began
         assert result.lost == ["a1"]
-        assert 0.8 < seconds < 6.0  # 0.2 s until a ping and 1 s for its answer, on a busy machine
-        assert "silent for" in master.lost["a1"]
+        assert "silent for" in master.lost["a1"]  # for how long says test_workers_simulated.py
         site.processes["a1"].signal(signal.SIGCONT)
         while master.lost:
             time.sleep(0.05)
