@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -387,12 +386,10 @@ def test_large_groups_arrive_unchanged(feed: Feed) -> None:
 
 def test_an_unreachable_server_is_an_error_after_the_timeout() -> None:
     url = "http://127.0.0.1:9"
-    began = time.monotonic()
     with pytest.raises(FeedError, match=r"gave up .*127.0.0.1:9 cannot be reached .*check that the feed"):
         next(BatchFeed(url, registration(), retry_timeout=0.3))
     with FeedEnvironment(url, environment(), retry_timeout=0.3) as env, pytest.raises(FeedError):
         env.register()
-    assert time.monotonic() - began < DEADLINE
 
 
 def test_the_environment_waits_for_a_trainer(feed: Feed) -> None:

@@ -21,6 +21,9 @@ SGD = partial(torch.optim.SGD, lr=0.05)
 PATIENCE = 100.0
 """Seconds after which a test that waits for a peer fails."""
 
+FOR_EVER = 3000.0
+"""Seconds that a peer may wait for others where it must not wait at all: if it does, the test fails."""
+
 
 def model_of(seed: int, dtype: torch.dtype = torch.float32) -> torch.nn.Sequential:
     """A small network, the same for the same seed."""
