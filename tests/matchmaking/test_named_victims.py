@@ -67,7 +67,8 @@ def let_name(monkeypatch: pytest.MonkeyPatch, leader: Peer, victim: str) -> None
 async def test_a_peer_that_is_named_gets_no_data_and_the_others_average(
     victim: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {"min_group_size": 3, "group_size": 4, "part_size_bytes": 1 << 16}  # all reduce, the victim too
+    # All reduce, the victim too. It is not waited for until it is silent for too long: that would be without end.
+    options = {"min_group_size": 3, "group_size": 4, "part_size_bytes": 1 << 16, "stall_timeout": 3600.0}
     async with AsyncExitStack() as stack:
         tensors = [torch.full((SIZE,), float(number)) for number in range(3)]
         liar = await enter(stack, {"w": tensors[0]}, **options | {"group_size": 3})
@@ -82,11 +83,12 @@ async def test_a_peer_that_is_named_gets_no_data_and_the_others_average(
         let_name(monkeypatch, liar, endpoint)
         for _ in range(ROUNDS):
             leading = asyncio.create_task(liar.average())
-            await asyncio.sleep(0.3)  # it declares first, so it leads
+            async with asyncio.timeout(60):
+                while not liar.status.declared_expiration:  # noqa: ASYNC110 - it declares first, so it leads
+                    await asyncio.sleep(0.01)
             for receipt in await average(*honest):
                 assert receipt.outcome is Outcome.AVERAGED
                 assert endpoint in receipt.members
-                assert receipt.allreduce_seconds < 10.0  # usually the 1 s that the victim's stream is waited for
                 assert {lost.endpoint for lost in receipt.dropped} == {endpoint}
             await leading
         for peer in honest:
