@@ -15,7 +15,10 @@ from typing import Any
 import torch
 
 from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, LocalSGD, Receipt
-from tests.support.training import backward, batch_of, model_of
+from averaging.discovery.gossip.gossip_discovery import GossipDiscovery
+from averaging.discovery.gossip.record import GossipSettings
+from averaging.transport import Transport
+from tests.support.training import FOR_EVER, backward, batch_of, model_of
 
 
 def report(event: str, **values: Any) -> None:
@@ -38,16 +41,21 @@ def main(options: dict[str, Any]) -> None:
     def tell_round(receipt: Receipt) -> None:
         dropped = [str(each) for each in receipt.dropped]
         told = {"members": receipt.members, "outcome": receipt.outcome, "left": receipt.left, "dropped": dropped}
-        report("round", seconds=receipt.seconds, **told)
+        report("round", **told)
+
+    def discovery(endpoint: str, transport: Transport) -> GossipDiscovery:
+        # Who waits for a peer that has gone waits without end: for a group, and until the peer's record expires.
+        settings = GossipSettings(peer_lifetime=FOR_EVER)
+        return GossipDiscovery("run", endpoint, transport, join=options.get("join", []), settings=settings)
 
     opt = DecentralizedAverager(
         partial(torch.optim.SGD, lr=0.01)(model.parameters()),
         model=model,
         run_id="run",
-        join=options.get("join", []),
+        discovery=discovery,
         strategy=strategies[options["strategy"]],
-        group_wait=30.0,
-        round_timeout=40.0,
+        group_wait=FOR_EVER,
+        round_timeout=2 * FOR_EVER,
         on_round=tell_round,
         leave_on=options.get("leave_on", ["SIGTERM"]),
     )
