@@ -15,8 +15,8 @@ from tests.support.held import Held, wait_until_given_back
 from tests.support.processes import JsonProcess, Workers, average
 from tests.support.selection import rest_is_long
 
-STALL_TIMEOUT = 30.0
-OPTIONS = {"group_size": 3, "stall_timeout": STALL_TIMEOUT, "round_timeout": 60.0}
+OPTIONS = {"group_size": 3, "stall_timeout": 3600.0, "round_timeout": 3600.0}
+"""Without learned deadlines they would wait for a victim until the test fails."""
 FAULTY = {"group_wait": 30.0}
 """It never leads, since the others' time ends first: a leader might fail before all members know of the group."""
 PARTS_OF_USUAL_ROUNDS = MIN_WAITS * 26
@@ -24,7 +24,7 @@ PARTS_OF_USUAL_ROUNDS = MIN_WAITS * 26
 
 
 def check_others(workers: Workers, receipts: list[dict[str, Any]]) -> None:
-    """They dropped only the victim, soon, and hold the average of all, of the two, or their own values.
+    """They dropped only the victim, and hold the average of all, of the two, or their own values.
 
     Or that of the victim and one of them, if the victim has lost the other, whose connection failed before the one's.
     """
@@ -33,7 +33,6 @@ def check_others(workers: Workers, receipts: list[dict[str, Any]]) -> None:
         assert set(receipt["dropped"]) <= {workers.endpoints[2]}, receipt
         possible = [1.0, 0.5, (number + 2) / 2, *([float(number)] if receipt["kept_local"] else [])]
         assert all(any(abs(value - p) < 1e-3 for p in possible) for value in receipt["values"]), receipt
-        assert receipt["allreduce_seconds"] < STALL_TIMEOUT / 2, receipt
     assert any(receipt["dropped"] for receipt in receipts)
 
 

@@ -483,7 +483,7 @@ async def test_a_wrong_run_token_or_authority_fails_at_once(tmp_path: Path, what
         return {"token_file": path}
 
     listens: dict[str, Any] = {"run_id": "one"}
-    joins: dict[str, Any] = {"run_id": "one", "join_timeout": 60.0}
+    joins: dict[str, Any] = {"run_id": "one", "join_timeout": 3600.0}  # it does not wait for so long
     if what == "run":
         joins["run_id"] = "two"
     elif "token" in what:
@@ -502,12 +502,9 @@ async def test_a_wrong_run_token_or_authority_fails_at_once(tmp_path: Path, what
     }
     async with AsyncExitStack() as stack:
         first = await enter(stack, {"w": torch.zeros(1)}, **listens)
-        loop = asyncio.get_running_loop()
-        began = loop.time()
         with pytest.raises(JoinError, match=words[what]) as raised:
             await enter(stack, {"w": torch.zeros(1)}, join=[first.endpoint], **joins)
         assert raised.value.refused
-        assert loop.time() - began < 10  # a second or two on a machine that is not busy
 
 
 @pytest.mark.asyncio
