@@ -210,7 +210,6 @@ class Watchers:
             self.notify(key)
 
     async def watch(self, key: str) -> AsyncGenerator[Mapping[str, Entry], None]:
-        """See `Discovery.watch`."""
         event = asyncio.Event()
         waiting = self._waiting.setdefault(key, {})
         waiting[event] = None

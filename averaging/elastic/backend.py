@@ -77,16 +77,13 @@ class AveragingBackend(RendezvousBackend):
 
     @property
     def name(self) -> str:
-        """See torch's `RendezvousBackend`."""
         return NAME
 
     def get_state(self) -> tuple[bytes, Any] | None:
-        """See torch's `RendezvousBackend`."""
         fenced, state = self.run(self._read)
         return (state, fenced) if fenced else None
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        """See torch's `RendezvousBackend`."""
         base = token if isinstance(token, Fenced) else None
         own = pickle.loads(state)  # noqa: S301 - torch has made it in this process
         payload = encode_state(own)

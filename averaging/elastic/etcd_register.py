@@ -39,11 +39,9 @@ class EtcdRegister:
         self._lease: tuple[int, float] | None = None  # and when it is replaced
 
     async def get(self, key: str) -> RegisterEntry | None:
-        """See `Register`."""
         return _entry(await self._cluster.read(_name(key)))
 
     async def compare_and_set(self, key: str, value: bytes, token: bytes | None) -> SwapResult:
-        """See `Register`."""
         name, lease = _name(key), await self._present_lease()
         if token is None:
             condition = Compare(target=Compare.CREATE, key=name, create_revision=0)

@@ -237,7 +237,6 @@ class AveragingRendezvousHandler(DynamicRendezvousHandler):
         self._shut = threading.Event()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """See torch's `RendezvousHandler`."""
         with report_in_one_line():
             info = self._meet()
         nodes = frozenset(self._state_holder.state.participants)
@@ -301,7 +300,6 @@ class AveragingRendezvousHandler(DynamicRendezvousHandler):
             return 0
 
     def shutdown(self) -> bool:
-        """See torch's `RendezvousHandler`."""
         try:
             return super().shutdown()
         finally:

@@ -77,7 +77,6 @@ class RendezvousOptions:
 
     @property
     def endpoint(self) -> str:
-        """The address of the register, as text."""
         return (ETCD if self.etcd else "") + ",".join(self.endpoints)
 
 

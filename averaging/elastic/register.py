@@ -102,7 +102,6 @@ class MemoryRegister:
         self._total = 0
 
     async def get(self, key: str) -> RegisterEntry | None:
-        """See `Register`."""
         _check(key)
         self._forget()
         entry, _ = self._entries.get(key, (None, 0.0))
@@ -218,7 +217,6 @@ class RegisterService:
         self._calls: Counter[str] = Counter()
 
     def rpc_handlers(self) -> Iterable[RpcHandler]:
-        """See `RpcService`."""
         handlers = [GET.answers(self._get), COMPARE_AND_SET.answers(self._compare_and_set)]
         return [*handlers, LIST.answers(self._list)] if isinstance(self.register, MemoryRegister) else handlers
 
@@ -253,11 +251,9 @@ class GrpcRegister:
         self._timeout = timeout
 
     async def get(self, key: str) -> RegisterEntry | None:
-        """See `Register`."""
         return _entry(await self._channel.call(GET, wire.GetRequest(key=key), self._timeout))
 
     async def compare_and_set(self, key: str, value: bytes, token: bytes | None) -> SwapResult:
-        """See `Register`."""
         request = wire.SetRequest(key=key, value=value, token=token or b"")
         reply = await self._channel.call(COMPARE_AND_SET, request, self._timeout)
         return SwapResult(_entry(reply.entry), reply.done)

@@ -71,7 +71,6 @@ class Sealed:
 
     @property
     def name(self) -> bytes:
-        """Identifies this write, 16 bytes."""
         return self.raw[: MAC_BYTES // 2]
 
 
@@ -183,7 +182,6 @@ class Fenced:
 
     @property
     def payload(self) -> bytes:
-        """The state."""
         return self.sealed.payload
 
 

@@ -55,7 +55,6 @@ class RegisterSession:
         await self._stack.aclose()
 
     async def get(self, key: str) -> RegisterEntry | None:
-        """See `Register`."""
         try:
             return await self._open.get(key)
         except PeerUnreachableError as error:
@@ -63,7 +62,6 @@ class RegisterSession:
             return await self._open.get(key)
 
     async def compare_and_set(self, key: str, value: bytes, token: bytes | None) -> SwapResult:
-        """See `Register`."""
         try:
             return await self._open.compare_and_set(key, value, token)
         except PeerUnreachableError as error:

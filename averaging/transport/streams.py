@@ -72,7 +72,6 @@ class Upload(Generic[Request]):
             await close(self._messages)
 
     def cancel(self, _: object = None) -> None:
-        """Ends the upload soon, since the call has ended."""
         if self.task is not None:
             self.task.cancel()
 

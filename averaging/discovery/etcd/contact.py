@@ -27,7 +27,6 @@ class Contact:
 
     @property
     def lost_seconds(self) -> float | None:
-        """For how long it has not answered; None if it answers."""
         return None if self._lost_at is None else asyncio.get_running_loop().time() - self._lost_at
 
     def note_answer(self) -> None:

@@ -177,13 +177,11 @@ class EtcdDiscovery:
     # Discovery
 
     async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> None:
-        """See `Discovery.store`."""
         if not self._entered or self._leaving:
             raise ClosedError("this peer is not in the run: enter its discovery with `async with` first")
         self._put(self._records.write(key, subkey, value, expiration))
 
     async def until_stored(self, key: str, subkey: str) -> None:
-        """See `Discovery.until_stored`."""
         record = self._records.table().claim(key, subkey, self._author.owner)
         if record is None or self._contact.lost_seconds is not None:
             return
@@ -193,25 +191,21 @@ class EtcdDiscovery:
             await followed.until_revision(revision, self._settings.wait)
 
     async def withdraw(self, key: str, subkey: str) -> None:
-        """See `Discovery.withdraw`."""
         withdrawal = self._records.withdraw(key, subkey)
         if withdrawal is not None:
             self._delete(name_of(self._run_id, withdrawal))
 
     async def follow(self, key: str, *, keep: bool = True) -> None:
-        """See `Discovery.follow`."""
         followed = self._follow(key)
         if followed is not None:
             followed.pinned |= keep
             await followed.until_loaded(self._settings.wait)
 
     def get(self, key: str) -> Mapping[str, Entry]:
-        """See `Discovery.get`."""
         self._follow(key)
         return self._records.table().read(key)
 
     async def watch(self, key: str) -> AsyncGenerator[Mapping[str, Entry], None]:
-        """See `Discovery.watch`."""
         followed = self._follow(key)
         if followed is not None:
             followed.readers += 1
@@ -225,7 +219,6 @@ class EtcdDiscovery:
                 followed.used = asyncio.get_running_loop().time()
 
     async def take_place(self, key: str, size: int) -> str:
-        """See `Discovery.take_place`."""
         if not self._own.lease or self._contact.lost_seconds is not None or self._neighbours is None:
             return key
         try:
@@ -244,7 +237,6 @@ class EtcdDiscovery:
         return place.key
 
     def leave_place(self, key: str, *, began: bool, full: bool) -> None:
-        """See `Discovery.leave_place`."""
         place = self._places.leave(key, began=began)
         if place is not None and began and not full and not self._leaving:
             self._spawn(self._close_place(place))
@@ -259,19 +251,15 @@ class EtcdDiscovery:
         return neighbours is None or (neighbours.complete and len(self.endpoints()) <= size)
 
     def knows(self, endpoint: str) -> bool:
-        """See `Discovery.knows`."""
         return self._records.table().has_subkey(endpoint)
 
     def withdrew(self, endpoint: str) -> bool:
-        """See `Discovery.withdrew`."""
         return endpoint in self._withdrew
 
     def endpoints(self) -> frozenset[str]:
-        """See `Discovery.endpoints`."""
         return self._records.table().subkeys()
 
     def diagnose(self) -> Diagnosis:
-        """See `Discovery.diagnose`."""
         peers = {name: peer for name, peer in self._records.table().peers().items() if name != self._endpoint}
         moment, why = asyncio.get_running_loop().time(), str(self._contact)
         silent = {self._contact.name: why.removeprefix(f"{self._contact.name} ")} if why else {}
@@ -297,7 +285,6 @@ class EtcdDiscovery:
         yield
 
     async def push(self, run_id: str, rumours: tuple[Rumour, ...]) -> tuple[Refusal, ...]:
-        """Refuses."""
         raise self._no_gossip()
 
     async def subscribe(self, digest: Digest) -> AsyncGenerator[tuple[Record, ...], None]:

@@ -79,7 +79,6 @@ class FollowedKey:
         self.loaded = asyncio.Event()
 
     async def until_loaded(self, seconds: float) -> None:
-        """Waits until the records are there, at most for this time."""
         try:
             async with asyncio.timeout(seconds):
                 await self.loaded.wait()
@@ -131,7 +130,6 @@ class FollowedKey:
                     await self._soon.wait()
 
     def read_soon(self) -> None:
-        """Has `poll` read now: something has probably changed."""
         self._soon.set()
 
     def forget(self) -> None:
@@ -228,5 +226,4 @@ class FollowedKey:
 
 
 def _subkey_in(name: bytes) -> str:
-    """For a warning."""
     return name.split(b"/")[-2].decode("ascii", "replace") if name.count(b"/") > 1 else ""

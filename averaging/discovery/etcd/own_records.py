@@ -61,7 +61,6 @@ class OwnRecords:
 
     @property
     def lease(self) -> int:
-        """The lease; 0 if there is none now."""
         return self._lease or 0
 
     def put(self, key: bytes, value: bytes) -> None:
@@ -70,7 +69,6 @@ class OwnRecords:
         self._note_pending(key)
 
     def delete(self, key: bytes) -> None:
-        """Has a key deleted, if it was put."""
         if self._kept.pop(key, None) is not None:
             self._note_pending(key)
 
@@ -118,7 +116,6 @@ class OwnRecords:
                 backoff.reset()
 
     async def renew(self) -> None:
-        """Renews the lease, until cancelled."""
         while True:
             await asyncio.sleep(self._renew_seconds * self._rng.uniform(0.8, 1.0))
             for key in self._gone & self._kept.keys():

@@ -76,7 +76,6 @@ class AntiEntropy:
         return received
 
     async def answer(self, digest: Digest) -> AsyncGenerator[ExchangeReply, None]:
-        """See `GossipService.exchange`."""
         table = self._store.table()
         # A caller with an empty table, whose hash is 0, needs all records.
         if not digest.complete and digest.state_hash != 0:
@@ -286,5 +285,4 @@ class Reachability:
             )
 
     def note_call(self) -> None:
-        """Another peer has called."""
         self._answers = 0

@@ -131,7 +131,6 @@ class GossipDiscovery:
     # Discovery
 
     async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> None:
-        """See `Discovery.store`."""
         if not self._entered or self._leaving:
             raise ClosedError("this peer is not in the run: enter its discovery with `async with` first")
         self._publish(self._records.write(key, subkey, value, expiration))
@@ -140,7 +139,6 @@ class GossipDiscovery:
         """See `Discovery.until_stored`; there is no order that all peers see alike."""
 
     async def withdraw(self, key: str, subkey: str) -> None:
-        """See `Discovery.withdraw`."""
         withdrawal = self._records.withdraw(key, subkey)
         if withdrawal is not None:
             self._publish(withdrawal)
@@ -149,11 +147,9 @@ class GossipDiscovery:
         """See `Discovery.follow`; every peer holds all records anyway."""
 
     def get(self, key: str) -> Mapping[str, Entry]:
-        """See `Discovery.get`."""
         return self._records.table().read(key)
 
     def watch(self, key: str) -> AsyncGenerator[Mapping[str, Entry], None]:
-        """See `Discovery.watch`."""
         return self._records.watch(key)
 
     async def take_place(self, key: str, size: int) -> str:
@@ -164,7 +160,6 @@ class GossipDiscovery:
         """See `Discovery.leave_place`."""
 
     def knows(self, endpoint: str) -> bool:
-        """See `Discovery.knows`."""
         return self._records.table().has_subkey(endpoint)
 
     def withdrew(self, endpoint: str) -> bool:
@@ -172,11 +167,9 @@ class GossipDiscovery:
         return not self.knows(endpoint)
 
     def endpoints(self) -> frozenset[str]:
-        """See `Discovery.endpoints`."""
         return self._records.table().subkeys() - self._members.lost
 
     def diagnose(self) -> Diagnosis:
-        """See `Discovery.diagnose`."""
         known, table = self.endpoints(), self._records.table()
         peers = {name: peer for name, peer in table.peers().items() if name in known and name != self._endpoint}
         silent = self._members.silent(self._clock())
@@ -212,7 +205,6 @@ class GossipDiscovery:
     # GossipService: the calls of other peers
 
     async def exchange(self, digest: Digest) -> AsyncGenerator[ExchangeReply, None]:
-        """See `GossipService.exchange`."""
         self._admit(digest.run_id)
         if digest.endpoint == self._endpoint:
             self._bootstrap.note_call_from_itself()
@@ -226,7 +218,6 @@ class GossipDiscovery:
                 yield reply
 
     async def push(self, run_id: str, rumours: tuple[Rumour, ...]) -> tuple[Refusal, ...]:
-        """See `GossipService.push`."""
         self._admit(run_id)
         if len(rumours) > 4 * self._settings.rumours_per_push:
             raise ProtocolViolationError(f"{len(rumours)} records in one call are too many")
@@ -244,7 +235,6 @@ class GossipDiscovery:
         return tuple(refusals)
 
     async def subscribe(self, digest: Digest) -> AsyncGenerator[tuple[Record, ...], None]:
-        """See `GossipService.subscribe`."""
         self._admit(digest.run_id)
         self._reachability.note_call()
         with self._streams.open() as stream:  # before the backlog, so that no record is missed
@@ -256,7 +246,6 @@ class GossipDiscovery:
                     yield records
 
     def list_records(self, key: str) -> tuple[Record, ...]:
-        """See `GossipService.list_records`."""
         return self._records.table().list_records(key)
 
     def _admit(self, run_id: str) -> None:

@@ -63,11 +63,9 @@ class Ed25519Identity:
 
     @property
     def owner(self) -> bytes:
-        """The public key, 32 bytes."""
         return self._owner
 
     def sign(self, run_id: str, record: Record) -> bytes:
-        """64 bytes."""
         return self._key.sign(signed_bytes(run_id, record))
 
     def verify(self, run_id: str, record: Record) -> bool:
@@ -80,11 +78,9 @@ class Ed25519Identity:
         return True
 
     def may_sign(self, run_id: str, record: Record) -> bool:
-        """Returns True."""
         return True
 
     def holder(self, run_id: str, record: Record) -> str:
-        """Returns an empty string."""
         return ""
 
 
@@ -96,23 +92,18 @@ class UnsignedIdentity:
 
     @property
     def owner(self) -> bytes:
-        """32 random bytes."""
         return self._owner
 
     def sign(self, run_id: str, record: Record) -> bytes:
-        """Returns no bytes."""
         return b""
 
     def verify(self, run_id: str, record: Record) -> bool:
-        """Returns True."""
         return True
 
     def may_sign(self, run_id: str, record: Record) -> bool:
-        """Returns True."""
         return True
 
     def holder(self, run_id: str, record: Record) -> str:
-        """Returns an empty string."""
         return ""
 
 
@@ -133,11 +124,9 @@ class Author:
 
     @property
     def owner(self) -> bytes:
-        """The public key, 32 bytes."""
         return self._identity.owner
 
     def verify(self, record: Record) -> bool:
-        """Whether `record` is signed by its owner."""
         return self._identity.verify(self._run_id, record)
 
     def may_write(self, record: Record) -> bool:
@@ -240,7 +229,6 @@ class CertifiedIdentity:
 
     @property
     def owner(self) -> bytes:
-        """The public key, 32 bytes."""
         return self._plain.owner
 
     def sign(self, run_id: str, record: Record) -> bytes:

@@ -74,7 +74,6 @@ class BroadcastRing:
             self._names.add(endpoint)
 
     def discard(self, endpoint: str) -> None:
-        """Removes a peer, if it is on the ring."""
         if endpoint in self._names:
             self._names.discard(endpoint)
             self._places.remove((peer_hash(endpoint), endpoint))
@@ -168,7 +167,6 @@ class Membership:
 
     @property
     def seeds(self) -> tuple[str, ...]:
-        """The peers to join, without this one and without duplicates."""
         return self._seeds
 
     def set_seeds(self, seeds: Iterable[str]) -> None:

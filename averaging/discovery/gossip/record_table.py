@@ -96,7 +96,6 @@ class RecordTable:
 
     @property
     def state_hash(self) -> int:
-        """Equal for equal tables; 0 if it is empty."""
         return self._hash
 
     def merge(
@@ -170,12 +169,10 @@ class RecordTable:
             self._update_readable(key, subkey)
 
     def set_created(self, key: str, subkey: str, owner: bytes, created: int) -> None:
-        """Sets `Entry.created` of a record, if it is there."""
         if self.claim(key, subkey, owner) is not None:
             self._created[key, subkey, owner] = created
 
     def holder(self, key: str, subkey: str) -> Record | None:
-        """The record that is read there; None if there is none."""
         return self._readable.get(key, {}).get(subkey)
 
     def claim(self, key: str, subkey: str, owner: bytes) -> Record | None:
@@ -183,7 +180,6 @@ class RecordTable:
         return self._places.get((key, subkey), {}).get(owner)
 
     def claims_of(self, owner: bytes) -> list[Record]:
-        """All records of `owner`, withdrawals included."""
         return [record for record in self._by_id.values() if record.owner == owner]
 
     def read(self, key: str) -> dict[str, Entry]:
@@ -205,11 +201,9 @@ class RecordTable:
         return tuple(record for k in keys for record in self._readable.get(k, {}).values())
 
     def has_subkey(self, subkey: str) -> bool:
-        """Whether a record is read under `subkey`, with any key."""
         return subkey in self._subkeys
 
     def subkeys(self) -> frozenset[str]:
-        """All subkeys under which a record is read."""
         return frozenset(self._subkeys)
 
     def peers(self) -> dict[str, KnownPeer]:
@@ -223,7 +217,6 @@ class RecordTable:
         return {name: KnownPeer(since[name] / 1e6, stored) for name, stored in values.items() if is_endpoint(name)}
 
     def versions(self) -> Mapping[int, int]:
-        """The digest of the table: versions by record id."""
         return self._versions
 
     def compare(self, theirs: Iterable[tuple[int, int]]) -> tuple[list[Record], list[int]]:
@@ -240,7 +233,6 @@ class RecordTable:
         return lacking, wanted
 
     def select(self, numbers: Iterable[int]) -> list[Record]:
-        """The records with these ids; unknown ids are ignored."""
         return [record for number in numbers if (record := self._by_id.get(number)) is not None]
 
     def _no_room(self, number: int, record: Record, known: Record | None) -> Reason | None:
@@ -328,12 +320,10 @@ class RecordTable:
 
 
 def _identity(record: Record) -> tuple[str, str, bytes]:
-    """The fields that all versions of a record share."""
     return record.key, record.subkey, record.owner
 
 
 def _precedence(record: Record) -> tuple[int, bytes]:
-    """The claim with the smallest precedence holds the place."""
     return record.claimed, record.owner
 
 
@@ -459,11 +449,9 @@ class RecordStore:
         return merged
 
     def watch(self, key: str) -> AsyncGenerator[Mapping[str, Entry], None]:
-        """See `Discovery.watch`."""
         return self._watchers.watch(key)
 
     def close(self) -> None:
-        """Ends all `watch` generators."""
         self._watchers.close()
 
     def _changed(self, change: Change | None, expired: bool = False) -> None:

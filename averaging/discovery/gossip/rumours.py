@@ -251,7 +251,6 @@ class ClientStreams:
             self._one_closed.set()
 
     def publish(self, record: Record) -> None:
-        """Adds a record to all streams."""
         for stream in self._streams:
             stream.add(record)
 

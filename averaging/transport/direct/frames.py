@@ -74,7 +74,6 @@ class Sizes(NamedTuple):
     body: int
 
     def payload(self, *, sealed: bool) -> int:
-        """Bytes after the header."""
         return self.head + self.body + (TAG_BYTES * (1 + bool(self.body)) if sealed else 0)
 
 

@@ -53,7 +53,6 @@ class DisconnectWatcher:
             self._epoll.register(sock.fileno(), select.EPOLLRDHUP | select.EPOLLONESHOT)
 
     def forget(self, sock: socket.socket) -> None:
-        """Stops watching a connection, before its socket is closed."""
         if self._epoll is not None and self._watched.pop(sock.fileno(), None) is not None:
             self._epoll.unregister(sock.fileno())
 
@@ -148,7 +147,6 @@ class Link:
 
     @property
     def ciphers(self) -> Ciphers | None:
-        """See the arguments."""
         return self._ciphers
 
     @property

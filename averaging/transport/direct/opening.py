@@ -90,7 +90,6 @@ class Grant:
 
 class _RequestCopier(MessageCopier[Request]):
     def read(self, message: Any) -> Request:
-        """See `MessageCopier`."""
         request = super().read(message)
         if request.version != VERSION:  # version 1 did not tell it
             raise ProtocolViolationError(
@@ -103,7 +102,6 @@ class _RequestCopier(MessageCopier[Request]):
 
 class _GrantCopier(MessageCopier[Grant]):
     def read(self, message: Any) -> Grant:
-        """See `MessageCopier`."""
         grant = super().read(message)
         if not 0 < grant.port < 1 << 16 or len(grant.ticket) != TICKET_BYTES:
             raise ProtocolViolationError(

@@ -115,17 +115,14 @@ class Ciphers:
 
     @classmethod
     def of_caller(cls, keys: Keys) -> Ciphers:
-        """For the side that opened the connection."""
         return cls(Cipher(keys.to_callee), Cipher(keys.to_caller))
 
     @classmethod
     def of_callee(cls, keys: Keys) -> Ciphers:
-        """For the side that accepted the connection."""
         return cls(Cipher(keys.to_caller), Cipher(keys.to_callee))
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the direction that has carried more."""
         return max(self.sending.nbytes, self.receiving.nbytes)
 
 

@@ -91,7 +91,6 @@ class DirectTransport(GrpcTransport):
         return 0 if self._listener is None else self._direct_advertise or self._listener.port
 
     async def serve(self, averaging: AveragingService, gossip: GossipService | None) -> None:
-        """See `GrpcTransport.serve`."""
         listener = self._listener
         if listener is not None:
             listener.start(averaging)
@@ -101,7 +100,6 @@ class DirectTransport(GrpcTransport):
         await super().serve(averaging, gossip)
 
     async def close(self, grace: float = 0.0) -> None:
-        """See `GrpcTransport.close`."""
         listener, self._listener = self._listener, None
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -150,7 +148,6 @@ class DirectTransport(GrpcTransport):
         return Lane("sealed" if self._sealed else "direct")
 
     def lane(self, endpoint: str) -> Lane | None:
-        """How the last stream of parts to `endpoint` travelled."""
         return self._last_lanes.get(endpoint)
 
     def aggregate_part(

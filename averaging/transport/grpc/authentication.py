@@ -67,7 +67,6 @@ class Refusals:
 
 
 def _readable(host: str) -> str:
-    """Formats `ipv6:%5B::1%5D` as `[::1]`."""
     return printable(unquote(host.removeprefix("ipv4:").removeprefix("ipv6:")), 100)
 
 

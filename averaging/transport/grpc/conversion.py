@@ -105,7 +105,6 @@ class MessageCopier(Generic[Content]):
         ]
 
     def SerializeToString(self, content: Content, /) -> bytes:  # noqa: N802 - protobuf's name
-        """The message as bytes."""
         return self.write(content).SerializeToString()
 
     def FromString(self, raw: bytes, /) -> Content:  # noqa: N802 - protobuf's name

@@ -268,7 +268,6 @@ class _LostEnds(logging.Filter):
     """Drops an error of gRPC's own log: a caller disconnected while its call ended."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Returns whether the record stays in the log."""
         return not record.getMessage().startswith("ExecuteBatchError raised in core by servicer method")
 
 

@@ -77,7 +77,6 @@ class EtcdCluster:
         self._timeout = timeout
 
     async def close(self) -> None:
-        """Closes the channels."""
         for channel in self._channels:
             await channel.close()
 
@@ -110,7 +109,6 @@ class EtcdCluster:
         return (await self._ask(lambda channel: channel.call(GRANT, request, self._timeout))).ID
 
     async def keep_alive(self, lease: int) -> bool:
-        """Renews a lease; returns False if it has ended."""
         return (await self._ask(lambda channel: self._renew(channel, lease))).TTL > 0
 
     async def revoke(self, lease: int) -> None:
@@ -119,7 +117,6 @@ class EtcdCluster:
         await self._ask(lambda channel: channel.call(REVOKE, request, self._timeout))
 
     async def change(self, changes: Mapping[bytes, bytes | None], lease: int) -> int:
-        """See `KeyValueStore.change`."""
         operations = [
             RequestOp(request_delete_range=DeleteRangeRequest(key=key))
             if value is None
@@ -129,13 +126,11 @@ class EtcdCluster:
         return (await self._written(TxnRequest(success=operations))).header.revision
 
     async def list_values(self, prefix: bytes, limit: int, start: bytes = b"") -> StoredValues:
-        """See `KeyValueStore.list_values`."""
         request = RangeRequest(key=max(prefix, start), range_end=_end(prefix), limit=limit)
         reply = await self._ask(lambda channel: channel.call(RANGE, request, self._timeout))
         return StoredValues(tuple(map(_stored, reply.kvs)), reply.header.revision, not reply.more)
 
     async def watch(self, prefix: bytes, after: int) -> AsyncGenerator[StoredChanges, None]:
-        """See `KeyValueStore.watch`."""
         create = WatchCreateRequest(key=prefix, range_end=_end(prefix), start_revision=after + 1, progress_notify=True)
 
         async def request() -> AsyncIterator[WatchRequest]:
@@ -162,13 +157,11 @@ class EtcdCluster:
         raise PeerUnreachableError(channel.endpoint, "it has ended a watch")
 
     async def draw(self, key: bytes, lease: int) -> StoredValue:
-        """See `KeyValueStore.draw`."""
         put = RequestOp(request_put=PutRequest(key=key, lease=lease))
         reply = await self._written(TxnRequest(success=[put, RequestOp(request_range=RangeRequest(key=key))]))
         return _stored(reply.responses[1].response_range.kvs[0])
 
     async def delete_unless_drawn(self, drawn: StoredValue, most: int) -> bool:
-        """See `KeyValueStore.delete_unless_drawn`."""
         request = TxnRequest(
             compare=[
                 Compare(target=Compare.CREATE, key=drawn.key, create_revision=drawn.created),
@@ -179,7 +172,6 @@ class EtcdCluster:
         return (await self._written(request)).succeeded
 
     async def _written(self, request: TxnRequest) -> TxnResponse:
-        """Writes that may be repeated."""
         try:
             return await self._ask(lambda channel: channel.call(TXN, request, self._timeout))
         except CallRefusedError as error:
@@ -223,7 +215,6 @@ class EtcdCluster:
             raise
 
     def _put_last(self, channel: RpcChannel) -> None:
-        """Calls another member first from here on."""
         if self._channels[0] is channel:
             self._channels.append(self._channels.pop(0))
 

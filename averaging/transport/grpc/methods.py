@@ -153,7 +153,6 @@ class _StatusCopier(MessageCopier[PeerStatus]):
     """The group of a status is a message of its own, absent outside a round."""
 
     def write(self, content: PeerStatus) -> Any:
-        """See `MessageCopier`."""
         message: Any = super().write(content)
         if content.group_id:
             message.current_group.group_id = content.group_id
@@ -161,7 +160,6 @@ class _StatusCopier(MessageCopier[PeerStatus]):
         return message
 
     def read(self, message: Any) -> PeerStatus:
-        """See `MessageCopier`."""
         group = message.current_group
         known = {"group_id": group.group_id, "members": tuple(group.members)}
         status: PeerStatus = self._make(known | self._values(message))
@@ -221,13 +219,11 @@ class _SchemaCopier(MessageCopier[Schema]):
     """A schema is sent with its hash, which must match."""
 
     def write(self, content: Schema) -> Any:
-        """See `MessageCopier`."""
         message: Any = super().write(content)
         message.schema_hash = content.hash
         return message
 
     def read(self, message: Any) -> Schema:
-        """See `MessageCopier`."""
         schema = super().read(message)
         if message.schema_hash != schema.hash:
             raise ProtocolViolationError("a schema that does not match its own hash; that peer runs other software")
@@ -238,7 +234,6 @@ class _SpecCopier(MessageCopier[TensorSpec]):
     """The compression of a tensor is sent by its name."""
 
     def read(self, message: Any) -> TensorSpec:
-        """See `MessageCopier`."""
         for field, known in (("dtype", DTYPES), ("compression", CompressionType.__members__)):
             if (value := getattr(message, field)) not in known:
                 raise ProtocolViolationError(
@@ -258,7 +253,6 @@ class _TopKCopier(MessageCopier[TopK]):
     """The options check themselves."""
 
     def read(self, message: Any) -> TopK:
-        """See `MessageCopier`."""
         try:
             return super().read(message)
         except ConfigError as error:

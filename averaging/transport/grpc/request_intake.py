@@ -133,7 +133,6 @@ class Intake(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(serve, response_serializer=handler.response_serializer)
 
     async def ended(self) -> None:
-        """Returns when no call is in progress."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 

@@ -81,7 +81,6 @@ class TensorReader:
 
     @property
     def complete(self) -> bool:
-        """Whether no tensor is incomplete."""
         return self._wire is None
 
     def read(self, message: TensorMessage) -> torch.Tensor | None:

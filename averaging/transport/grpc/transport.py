@@ -143,7 +143,6 @@ class GrpcTransport:
             await self._channels.close()
 
     def join_group(self, endpoint: str, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
-        """Asks `endpoint` to lead this peer, and yields its answers."""
         return self._channels.stream(endpoint, methods.JOIN_GROUP, request, headers.of_join(request))
 
     def aggregate_part(
@@ -176,7 +175,6 @@ class GrpcTransport:
         return await self._channels.call(endpoint, methods.GET_STATUS, (receipts, after_round, peers))
 
     async def get_schema(self, endpoint: str) -> Schema:
-        """Returns the schema of the tensors that `endpoint` averages."""
         return await self._channels.call(endpoint, methods.GET_SCHEMA, None)
 
     def watch_rounds(self, endpoint: str, last: int = 0) -> AsyncGenerator[Watched, None]:
@@ -184,13 +182,10 @@ class GrpcTransport:
         return self._channels.stream(endpoint, methods.WATCH_ROUNDS, last)
 
     def exchange(self, endpoint: str, digest: Digest) -> AsyncGenerator[ExchangeReply, None]:
-        """Synchronizes records with `endpoint`."""
         return self._channels.stream(endpoint, methods.EXCHANGE, digest)
 
     async def push(self, endpoint: str, run_id: str, rumours: tuple[Rumour, ...]) -> tuple[Refusal, ...]:
-        """Sends fresh records to `endpoint`; returns the refused ones."""
         return await self._channels.call(endpoint, methods.PUSH, (run_id, rumours))
 
     def subscribe(self, endpoint: str, digest: Digest) -> AsyncGenerator[tuple[Record, ...], None]:
-        """Yields the fresh records that `endpoint` receives."""
         return self._channels.stream(endpoint, methods.SUBSCRIBE, digest)

@@ -233,7 +233,6 @@ class _Connection:
 
     @property
     def charged(self) -> int:
-        """Bytes that its unfinished calls may hold."""
         return self.level - min(self.calls.values(), default=self.level)
 
 
@@ -281,7 +280,6 @@ class UnfinishedCall:
             self._limit = None
 
     def hang_up(self) -> None:
-        """Ends `until_hung_up`."""
         if self._limit is not None:
             expire(self._limit)
 
@@ -303,7 +301,6 @@ class UnfinishedCalls:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, port: int) -> None:
-        """Begins to count what arrives on connections to `port`."""
         self._port = port
 
     def stop(self) -> None:
