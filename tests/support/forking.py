@@ -23,6 +23,9 @@ FORKED = {
     "tests.support.weights_worker": "tests.support.weights_worker",
     "tests.support.site_worker": "tests.support.site_worker",
     "tests.support.model_worker": "tests.support.model_worker",
+    "tests.support.leaving_worker": "tests.support.leaving_worker",
+    "tests.support.data_worker": "tests.support.data_worker",
+    "tests.support.shard_worker": "tests.support.shard_worker",
     "tests.support.monitored": "tests.support.monitored",
 }
 """What is started so, and what of it is imported before: modules that start no thread when they are imported."""
