@@ -186,7 +186,7 @@ def scenario(seed: int) -> tuple[Run, Callable[[], Coroutine[Any, Any, object]]]
     return run, cut_and_lie if cut else disturb
 
 
-SOME, ALL = range(16), range(16, 1000)
+SOME, ALL = range(8), range(8, 1000)
 """Seeds of the usual tests, and of the long ones besides."""
 
 
