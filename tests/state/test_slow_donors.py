@@ -104,7 +104,7 @@ class Network:
 def fetch(
     donors: dict[str, Donor], *, earlier: Sequence[Donor] = (), at_most: float = 1e6
 ) -> tuple[Network, float, str, str]:
-    """Downloads from these donors after earlier downloads; returns how long it took, from whom, or why not."""
+    """Downloads after earlier downloads; returns the network, the virtual seconds, and the donor or the error."""
 
     async def main() -> tuple[Network, float, str, str]:
         deadlines, loop = Deadlines(1.0, STALL_TIMEOUT), asyncio.get_running_loop()

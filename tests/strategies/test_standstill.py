@@ -18,7 +18,7 @@ ASLEEP = 600.0
 
 
 def average(seed: int, still_after: float, *, peers: int, comes_late: bool = False) -> tuple[list[Receipt], float]:
-    """All look for a group of `peers` for 60 s, and stand still on the way; returns what came of it, and when."""
+    """All look for `peers` for 60 s, and stand still on the way; returns the receipts, and the virtual seconds."""
     swarm = Swarm(seed)
     tensors = scalars(peers, seed)
     mean = torch.stack(tensors).mean(dim=0)
