@@ -24,11 +24,13 @@ FORKED = {
     "tests.support.site_worker": "tests.support.site_worker",
     "tests.support.model_worker": "tests.support.model_worker",
     "tests.support.leaving_worker": "tests.support.leaving_worker",
-    "tests.support.data_worker": "tests.support.data_worker",
     "tests.support.shard_worker": "tests.support.shard_worker",
     "tests.support.monitored": "tests.support.monitored",
 }
-"""What is started so, and what of it is imported before: modules that start no thread when they are imported."""
+"""What is started so, and what of it is imported before: modules that start no thread when they are imported.
+
+Not a process with loaders of data that is killed: its loaders would go on, and hold its output open.
+"""
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload([*FORKED.values(), "torch._dynamo"])  # which an optimizer imports
