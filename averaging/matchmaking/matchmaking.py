@@ -58,6 +58,7 @@ class Matchmaking:
         deadlines: how long peers take to answer; kept from search to search.
         logged: schema differences that have been logged; kept from search to search.
         prepare_lane: function that gets each peer that will probably be in the group, see `Transport.prepare_lane`.
+        is_gone: whether a peer is dead, so that no group waits for the end of one that it was in.
         clock: seconds since the epoch.
         rng: shuffles groups, makes their ids, spreads retries.
     """
@@ -84,11 +85,12 @@ class Matchmaking:
         deadlines: Deadlines | None = None,
         logged: LoggedDifferences | None = None,
         prepare_lane: Callable[[str], None] = lambda _: None,
+        is_gone: Callable[[str], bool] = lambda _: False,
     ) -> None:
         self._run_id, self._endpoint = run_id, endpoint
         self.schema = schema
         self._discovery = discovery
-        self._prepare_lane = prepare_lane
+        self._prepare_lane, self._is_gone = prepare_lane, is_gone
         self._group_size, self._min_group_size = group_size, min_group_size
         self._group_wait, self._ended_lifetime = group_wait, ended_lifetime
         self._in_group_lifetime = in_group_lifetime
@@ -117,6 +119,7 @@ class Matchmaking:
             rng=rng,
         )
         self.group_bits = group_bits
+        self._in_group = "", 0.0  # the key under which its record says that it is in a group, and until when
         self._dropped_bits = 0  # leading group bits that the present search leaves out
         self._search: SearchState | None = None
         self._idle = asyncio.Event()  # there is no search
@@ -204,6 +207,7 @@ class Matchmaking:
             arrivals or Arrivals(self._endpoint, asyncio.get_running_loop().time()),
             self._rng,
             self._prepare_lane,
+            self._is_gone,
         )
         self._search = search
         self._dropped_bits = 0
@@ -258,6 +262,12 @@ class Matchmaking:
     def note_end(self, whole: bool) -> None:
         """The round of the last group is over; `whole` if it averaged and lost no member."""
         self._last.note_end(self._discovery.get(self.group_key), whole)
+
+    async def note_failure(self) -> None:
+        """The last group has averaged nothing here: its record would keep another one from beginning under the key."""
+        key, until = self._in_group
+        if until > self._clock():
+            await self._store(key, rules.pack_looking(False), until)
 
     async def assembling(self) -> None:
         """Waits until no group with this peer in it is being assembled."""
@@ -470,8 +480,12 @@ class Matchmaking:
         if not looking and search.group is not None and quorum is not None and quorum.once:
             # As long as the group may average: a peer that comes meanwhile must know it.
             value, until = rules.pack_in_group(self._clock()), self._clock() + self._in_group_lifetime
+            self._in_group = search.key, until
+        await self._store(search.key, value, until)
+
+    async def _store(self, key: str, value: bytes, until: float) -> None:
         try:
-            await self._discovery.store(search.key, self._endpoint, value, until)
+            await self._discovery.store(key, self._endpoint, value, until)
         except AveragingError as error:
             if until > self._clock():  # otherwise the declaration that it would replace has expired as well
                 logger.warning("could not store the declaration of %s in discovery: %s", self._endpoint, error)

@@ -137,8 +137,9 @@ class SearchState:
         arrivals: Arrivals,
         rng: random.Random,
         prepare_lane: Callable[[str], None] = lambda _: None,
+        is_gone: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        self._prepare_lane = prepare_lane
+        self._prepare_lane, self._is_gone = prepare_lane, is_gone
         self.state, self.arrivals, self.gather = state, arrivals, gather
         self.group: Group | None = None
         self.ending = False
@@ -175,7 +176,9 @@ class SearchState:
         leads_others = self.state.member.mode is Mode.AUXILIARY  # whose quorum it learns from them
         if leads_others or (self.state.quorum is not None and self.state.quorum.once):
             self.others_in_group = frozenset(
-                name for name, entry in others.items() if rules.unpack_in_group(entry.value) is not None
+                name
+                for name, entry in others.items()
+                if rules.unpack_in_group(entry.value) is not None and not self._is_gone(name)
             )
         waiting = [name for name, looks in looking.items() if looks]
         self.looking_too.update(waiting)

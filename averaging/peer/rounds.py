@@ -20,7 +20,7 @@ from averaging.config import NonFinite, PeerConfig
 from averaging.discovery import Discovery
 from averaging.errors import AveragingError, RoundError
 from averaging.matchmaking import Arrivals, Exclusions, LoggedDifferences, Matchmaking, NoGroupError, ResponseHistory
-from averaging.peer.run_progress import RunProgress, find_gone
+from averaging.peer.run_progress import RunProgress, find_gone, refusing
 from averaging.peer.service import ExpectedInSearch, PeerService
 from averaging.peer.topics import (
     Adopt,
@@ -165,6 +165,7 @@ class Rounds:
                 deadlines=self._service.deadlines,
                 logged=self._warned,
                 prepare_lane=self._transport.prepare_lane,
+                is_gone=self._progress.is_gone,
             )
         if lasting:
             self._lasting[schema.hash] = matchmaking
@@ -207,7 +208,21 @@ class Rounds:
                     raise RoundError(reason)
                 round_.result = await allreduce.run(partial(self._prepare, round_), self._config.round_timeout)
                 await self._adopt(round_, group, round_.result)
+        if round_.group is not None and not round_.receipt.averaged:
+            await self._let_another_begin(round_)
         return round_.receipt
+
+    async def _let_another_begin(self, round_: _Round) -> None:
+        """Where a key may have one group only, another one may begin after a group that has failed.
+
+        The records of members that are still in it, or have averaged, remain. Those of a dead member would, too.
+        """
+        quorum, matchmaking = round_.options.get("quorum"), self._service.matchmaking
+        if quorum is None or not quorum.once or matchmaking is None:
+            return
+        await matchmaking.note_failure()
+        for name in await refusing(self._transport, [lost.endpoint for lost in round_.receipt.dropped]):
+            self._progress.mark_gone(name)
 
     async def drain(self) -> None:
         """Begins no further round, and waits for the end of the one in progress. Call it once.

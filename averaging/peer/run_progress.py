@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 
 from averaging.common import CLIENT_PREFIX, Backoff, apart, member_of
@@ -125,6 +125,10 @@ class RunProgress:
         if entry is not None:
             self._gone[endpoint] = entry
 
+    def is_gone(self, endpoint: str) -> bool:
+        """Whether a peer is marked as gone."""
+        return endpoint in self._gone
+
     async def watch(self) -> AsyncGenerator[dict[str, bytes], None]:
         """Yields the announcements, at once and after each change."""
         async with aclosing(self._discovery.watch(self._key)) as changes:
@@ -168,10 +172,14 @@ async def find_gone(transport: Transport, missing: Callable[[], Collection[str]]
     while True:
         await asyncio.sleep(backoff.next_delay())
         names = sorted(name for name in missing() if not name.startswith(CLIENT_PREFIX))[:MAX_CALLS]
-        gone = await asyncio.gather(*(_is_refused(transport, name) for name in names))
-        for name, refused in zip(names, gone, strict=True):
-            if refused:
-                yield name
+        for name in await refusing(transport, names):
+            yield name
+
+
+async def refusing(transport: Transport, names: Sequence[str]) -> list[str]:
+    """Those of these peers whose address refuses connections."""
+    refused = await asyncio.gather(*(_is_refused(transport, name) for name in names))
+    return [name for name, is_refused in zip(names, refused, strict=True) if is_refused]
 
 
 async def _is_refused(transport: Transport, endpoint: str) -> bool:

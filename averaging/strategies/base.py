@@ -21,7 +21,7 @@ from averaging.protocol import CompressionType, parse_compression
 from averaging.receipts import Receipt
 from averaging.state import NO_EXTRA_STATE, ExtraState
 from averaging.strategies.catch_up import CatchUp
-from averaging.strategies.quorum import Punctuality, quorum_options
+from averaging.strategies.quorum import Attendance, Event, Punctuality, Standstill, quorum_options
 from averaging.strategies.schedule import Schedule, spelled_seconds
 from averaging.training import (
     BackgroundDownload,
@@ -106,7 +106,8 @@ class Strategy(ABC):
     _schedule: Schedule | None = None  # of its rounds; None if they follow from something else
     _warned_of_terms: frozenset[str] = frozenset()  # peers with other terms
     _moment: float | None = None  # at which this peer comes next, as it announces it
-    _late: int | None = None  # see `Progress`
+    _attendance = Attendance()  # with a quorum
+    _standstill = Standstill()  # likewise
     missed = 0
     _warned_of_quorum = 0  # number of peers of which a warning said that they are too few
     digest = ""
@@ -224,6 +225,11 @@ class Strategy(ABC):
         """The history with which other peers compare theirs; `step` is this peer's local step."""
         return replace(self.history, step=training.local_step)
 
+    @property
+    def _late(self) -> int | None:
+        """See `Progress`."""
+        return None
+
     def progress(self, training: StrategyContext, computing: float = 0.0) -> Progress:
         """The progress that this peer announces, see `Progress`."""
         history = self.announced_history(training)
@@ -323,6 +329,30 @@ class Strategy(ABC):
             )
         return Quorum(count, self._punctuality.grace, once)
 
+    def _attend(self, event: Event, began: float | None = None) -> None:
+        self._attendance = self._attendance.after(event, began)
+
+    @property
+    def _position(self) -> int:
+        """Number of the run's steps, or rounds, in this peer's state."""
+        return self.history.step
+
+    def _why_still(self, training: StrategyContext) -> str:
+        """Why this peer makes no step of its run, after more rounds than that should take."""
+        return self._standstill.reason or "no round of its own was due"
+
+    def _tell_standstill(self, training: StrategyContext, schedule: Schedule) -> None:
+        """Says once why the run's steps do not reach this peer; of a missing quorum it is said already."""
+        now = training.monotonic()
+        self._standstill = self._standstill.after_step(self._position, now)
+        if self._standstill.is_long(now, schedule.length, schedule.interval):
+            self._standstill = replace(self._standstill, told=True)
+            if training.site.leads and not self._warned_of_quorum:
+                logger.warning(
+                    "%s have brought no step of the run, since %s; training goes on without averages",
+                    *(counted(self._standstill.steps, "local step"), self._why_still(training)),
+                )
+
     def _at_moment(self, expected: ExpectedPeers, moment: float) -> ExpectedPeers:
         """Those of the expected peers that come to this moment, if it is one."""
         interval = 0.0 if self._schedule is None else self._schedule.interval
@@ -349,6 +379,8 @@ class Strategy(ABC):
             return
         schedule = self._schedule
         schedule.resume(training.run_now() if schedule.interval else training.now())
+        if self.quorum is not None:
+            self._tell_standstill(training, schedule)
         if schedule.interval and not in_round:
             self._tell(training, training.site.broadcast_from_leader(lambda: schedule.comes(training.run_now())))
 

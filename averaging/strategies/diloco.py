@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from averaging.common import is_finite, one_of
+from averaging.common import counted, is_finite, listed, one_of
 from averaging.errors import AveragingError, ConfigError, StateError
 from averaging.matchmaking import Quorum
 from averaging.peer import Adopt, ExpectedPeers, RoundOptions, SparseFeedback, StopSearch
@@ -22,6 +22,7 @@ from averaging.state import ExtraState
 from averaging.strategies.base import IMMEDIATELY, Due
 from averaging.strategies.fragments import Fragment, check_tied, cut
 from averaging.strategies.lockstep import LockstepStrategy
+from averaging.strategies.quorum import Attendance, Event, Place
 from averaging.strategies.schedule import Schedule, check_whole_number, make_schedule
 from averaging.tensors import copy_to_host, host_memory
 from averaging.training import (
@@ -56,10 +57,6 @@ logger = logging.getLogger("averaging.training")
 
 TOP_K_DEFAULTS: Mapping[str, Any] = {"density": 1 / 64, "bits": 2, "decay": 0.95, "mean_over": MeanOver.SENDERS}
 """The options of `top_k`."""
-
-
-HELD_ROUNDS = 2
-"""Multiple of `round_timeout` for which a peer believes that others are in a round that it has missed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,13 +192,9 @@ class DiLoCo(LockstepStrategy):
         self._loaded = False  # whether the anchors come from a state; local steps may follow them
         self._discarded = False  # whether another peer's result may include the local steps since the last global step
         self._target: History | None = None  # to whose next step the pending round contributes late; None if in time
-        self._owed = False  # whether this peer takes part in the next round although none of its own is due
-        self._rebased = False  # whether it has taken over a state since it contributed last
         # What it sent late: the step that includes it, the number of its local steps, and their change.
         self._claimed: tuple[Fragment, History, int, dict[str, torch.Tensor]] | None = None
-        self._missed_at: float | None = None  # when the others began the round that it has missed
         self._quorum: Quorum | None = None  # of the pending round
-        self._held = ("", 0.0)  # the phase in which others are in a round, and since when this peer sees it
 
     def __repr__(self) -> str:
         defaults = {"fragments": (self.fragments, 1), "delay": (self.delay, 0), "alpha": (self.alpha, 0.0)}
@@ -231,6 +224,10 @@ class DiLoCo(LockstepStrategy):
                 "the residual; leave error_feedback out, and set decay instead"
             )
         return TopK(options["density"], options["bits"], one_of(MeanOver, options["mean_over"], "mean_over")), decay
+
+    @property
+    def _late(self) -> int | None:
+        return None if self._target is None else self._target.step
 
     @property
     def samples(self) -> float:
@@ -299,6 +296,7 @@ class DiLoCo(LockstepStrategy):
                     fragment.export()
         for fragment in self._fragments:
             fragment.start_at(self.history.step)
+        self._attendance = Attendance()
         super().joined(training)
 
     def step(
@@ -332,58 +330,42 @@ class DiLoCo(LockstepStrategy):
         """Whether the pending round ends now: in time it is waited for after `delay` steps, and otherwise never."""
         return training.is_over(pending) if self._target is not None else self._schedule.steps >= self.delay
 
-    # With a quorum nobody waits for a peer that has missed a round, nor does that peer wait. It has three states:
-    #
-    #   in time   It takes part in a round with the state of all. If the others have begun without it, it is late.
-    #   late      When a round of its own is due, it sends its change to the others' next round in the background, as a
-    #             member that only follows. The result includes its steps, but only a peer that has taken over a state
-    #             since then can apply it.
-    #   rebased   It has downloaded the newest state in the background, with the steps that no result includes on top.
-    #             That happens once for each contribution, so a peer that is always late costs one download for each.
-    #             It is in time again once it has contributed.
-
     def _go_along(self, training: StrategyContext) -> None:
         """Begins a round if one is due, in time or late, and takes over the others' state when it is there."""
         look = training.site.broadcast_from_leader(lambda: self._look_along(training))
-        self._owed |= look.due is not None
-        if self._owed and look.target is not None:
+        self._attendance = replace(self._attendance, owed=self._attendance.owed or look.due is not None)
+        if self._attendance.owed and look.target is not None:
             training.announcements.refresh()  # what was known a step ago may be several rounds old
             look = replace(training.site.broadcast_from_leader(lambda: self._look_along(training)), due=look.due)
-        missed_at = look.group_began
-        self.missed = max(0, look.target.step - self.history.step) if look.target else int(missed_at is not None)
+        is_late = look.target is not None or look.group_began is not None
+        self._attend(Event.MISSED if is_late else Event.LEVEL, look.group_began)
+        self.missed = max(0, look.target.step - self.history.step) if look.target else int(is_late)
         if look.downloads and self.catch_up(training, look.others, wait=False):
-            self._missed_at = self._missed_at or missed_at
             return  # a round that is due begins after the next step, for which the others' progress is read anew
-        if not self._owed:
+        if not self._attendance.owed:
             return
-        if look.target is None and not self._rebased:
-            self._next_quorum(training, once=True)  # warns if there are too few peers
-            if missed_at is not None or not look.possible:
-                return  # another step than that of the others must not be made: it would lead to a second history
-            self._owed = False
-            self.announce(training)  # who was missing in the last round is expected again
-            nobody = look.due is not None and look.due.nobody
-            self._begin(training, self._next_fragment, () if nobody else look.others.together, look.due or IMMEDIATELY)
-        else:
-            self._missed_at = self._missed_at or missed_at
+        if look.target is not None or self._attendance.place is Place.REBASED:
             self._begin_late(training, look.target or self.history)
+            return
+        self._next_quorum(training, once=True)  # warns if there are too few peers
+        if self._attendance.place is Place.LATE or not look.possible:
+            return  # another step than that of the others must not be made: it would lead to a second history
+        self._attendance = replace(self._attendance, owed=False)
+        self.announce(training)  # who was missing in the last round is expected again
+        nobody = look.due is not None and look.due.nobody
+        self._begin(training, self._next_fragment, () if nobody else look.others.together, look.due or IMMEDIATELY)
 
     def _look_along(self, training: StrategyContext) -> Look:
         """What `_go_along` decides by; called at the leader of a site."""
         others, is_behind, due = self._look(training)
-        now, phase = training.monotonic(), self.history.phase
-        began = training.announcements.group_began(self._next_fragment.topic, phase)
-        if began is None or self._held[0] != phase:
-            self._held = (phase, now)
-        if now - self._held[1] > HELD_ROUNDS * training.peer.config.round_timeout:
-            began = None  # no round takes so long
+        began = training.announcements.group_began(self._next_fragment.topic, self.history.phase)
         newest = max(others.ahead.values(), default=self.history)
         follows = newest.step > self.history.step and newest.may_follow(self.history)
         wanted = self._claimed is None or newest.step >= self._claimed[1].step
-        downloads = is_behind and wanted and not (follows and self._rebased)
+        downloads = is_behind and wanted and not (follows and self._attendance.place is Place.REBASED)
         seen = training.announcements.of_others(wait=False)
-        holders = 1 + len(set(others.together) - set(find_late(self.history, seen)))
-        possible = holders >= self._quorum_count(training, seen) or self._training_peers(seen) == 1
+        enough = 1 + len(self._holders(others, seen)) >= self._quorum_count(training, seen)
+        possible = enough or self._training_peers(seen) == 1
         downloads = downloads or self._downloads.busy
         return Look(others, due, newest if follows else None, downloads, began, possible)
 
@@ -394,8 +376,8 @@ class DiLoCo(LockstepStrategy):
         if self.max_norm is not None:
             training.clip(fragment.changes.values(), self.max_norm)
         self._schedule.restart()
-        self._owed, self._target, self._late = False, target, target.step
-        self._pending_history = self.history
+        self._attendance = replace(self._attendance, owed=False)
+        self._target, self._pending_history = target, self.history
         self.announce(training)
 
         def holders(seen: Mapping[str, bytes]) -> tuple[str, ...]:
@@ -432,10 +414,10 @@ class DiLoCo(LockstepStrategy):
         gather |= {"steps": fragment.open_steps, "age": age, "discount": factor}
         if target != self.history:
             gather["holds"] = False
-        if self._missed_at is not None:
+        if (missed_at := self._attendance.missed_at) is not None:
             late = training.site.broadcast_from_leader(lambda: training.now())
-            gather["late"] = max(0.0, late - self._missed_at)
-            self._missed_at = None
+            gather["late"] = max(0.0, late - missed_at)
+            self._attendance = replace(self._attendance, missed_at=None)
         return {"gather": gather, "weight": weight * factor}
 
     def _anchor(self) -> None:
@@ -546,8 +528,7 @@ class DiLoCo(LockstepStrategy):
         target, self._target = self._target, None
         if target is not None and receipt.averaged:
             self._schedule.restart()  # from here on it comes when the others come
-        if self._late is not None:
-            self._late = None
+        if target is not None:
             self.announce(training)
         if self.history != self._pending_history:
             return receipt  # a checkpoint was loaded meanwhile, so the result belongs to other parameters
@@ -567,15 +548,39 @@ class DiLoCo(LockstepStrategy):
         if fragment.feedback is not None:
             fragment.feedback.applied()
         self._claimed = fragment, target.after(receipt.group_id, 0.0), sent, steps
-        self._rebased, self._discarded = False, False
+        self._discarded = False
+        self._attend(Event.INCLUDED)
 
     def _miss(self, training: StrategyContext, target: History | None, receipt: Receipt) -> None:
-        """A round that this peer has missed is made up for in the next one; without a group it sends all again."""
+        """A round that has failed, or that this peer has missed, is made up for in the next one."""
+        self._standstill = replace(self._standstill, reason=f"its last round failed ({receipt.reason})")
         if receipt.group_id:
+            self._attendance = self._attendance.after_failure()
             return
-        self._owed = target is not None or training.site.broadcast_from_leader(lambda: self._is_behind(training))
+        owed = target is not None or training.site.broadcast_from_leader(lambda: self._is_behind(training))
+        self._attendance = replace(self._attendance, owed=owed)
         if target is not None and target == self.history:
-            self._rebased = False  # nobody else has this state, or all are gone: it leads the next round if need be
+            self._attend(Event.UNMET)
+
+    def _why_still(self, training: StrategyContext) -> str:
+        """Also because of the others, of which too few may hold this peer's state."""
+        seen = training.announcements.at_leader(wait=False)
+        others, place = self.others(training, seen), self._attendance.place
+        if place is Place.REBASED:
+            return "no round of the others has taken the local steps that it has made on top of their state"
+        if others.ahead:
+            return f"it is {counted(self.missed, 'step')} behind {listed(sorted(others.ahead))} and lacks their state"
+        if place is Place.LATE:
+            return "the others have begun a round without it, of which it knows no end"
+        holders, count = self._holders(others, seen), self._quorum_count(training, seen)
+        if 1 + len(holders) >= count:
+            return super()._why_still(training)
+        step, lacking = self.history.step, listed(sorted(seen.keys() - holders))
+        return f"only {1 + len(holders)} of the {count} peers of the quorum hold global step {step}, not {lacking}"
+
+    def _holders(self, others: Others, seen: Mapping[str, bytes]) -> set[str]:
+        """The other peers that hold this peer's state."""
+        return set(others.together) - set(find_late(self.history, seen))
 
     def _is_behind(self, training: StrategyContext) -> bool:
         return bool(self.present_others(training).ahead)
@@ -593,7 +598,8 @@ class DiLoCo(LockstepStrategy):
         fragment.applied(self.history.step)
         if receipt is not None and self._quorum is not None:
             self._punctuality.note(receipt, self._quorum)
-        self._discarded, self._rebased, self._missed_at, self.missed = False, False, None, 0
+        self._discarded, self.missed = False, 0
+        self._attend(Event.AVERAGED)
         self.announce(training)
 
     def _take_over(self, training: StrategyContext, fetch: BackgroundDownload) -> None:
@@ -615,7 +621,8 @@ class DiLoCo(LockstepStrategy):
             for fragment in self._fragments:
                 if discarded or not follows:
                     fragment.start_at(self.history.step)
-            self._rebased = any(fragment.open_steps for fragment in self._fragments)
+            is_open = any(fragment.open_steps for fragment in self._fragments)
+            self._attend(Event.REBASED if is_open else Event.TOOK_OVER)
         if follows:
             with training.locked(), training.changing_parameters():
                 for fragment, steps in zip(self._fragments, own, strict=True):

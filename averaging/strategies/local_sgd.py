@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from averaging.common import is_count
+from averaging.common import counted, is_count
 from averaging.errors import ConfigError, RoundError, StateError
 from averaging.matchmaking import Quorum
 from averaging.peer import Adopt, RoundOptions, Topic, TopicOptions
@@ -17,7 +18,7 @@ from averaging.receipts import DriftCheck, Receipt
 from averaging.state import ExtraState
 from averaging.strategies.base import Due, Strategy
 from averaging.strategies.diloco import PLAIN, DiLoCo
-from averaging.strategies.quorum import age_in
+from averaging.strategies.quorum import Attendance, Event, Place, age_in
 from averaging.strategies.schedule import Schedule, make_schedule
 from averaging.tensors import HostCopies, is_on_device, on_cpu, sent, sharing_memory
 from averaging.training import (
@@ -177,7 +178,6 @@ class LocalSGD(Strategy):
         self._sent: dict[str, torch.Tensor] = {}  # the parameters as the pending round began, with a quorum
         self._rounds, self._open_steps = 0, 0  # rounds that the parameters hold, and the local steps since
         self._bases = 0.0  # sum over these steps of the rounds that the parameters held then
-        self._rebased = False  # whether this peer has tried to take newer parameters over since its last round
         self._fetch: BackgroundDownload | None = None
         self._quorum: Quorum | None = None  # of the last round
         self._missing: Mapping[str, bytes] = {}  # last announcements of the peers that it lacked
@@ -210,6 +210,20 @@ class LocalSGD(Strategy):
         flags = "".join(f", {name}=True" for name in ("statistics", "overlap") if getattr(self, name))
         return f"LocalSGD(sync_every={self.sync_every!r}{flags}{self._options()})"
 
+    @property
+    def _late(self) -> int | None:
+        return self._rounds if self.quorum else None
+
+    @property
+    def _position(self) -> int:
+        return self._rounds
+
+    def _why_still(self, training: StrategyContext) -> str:
+        """Also because newer parameters are on their way."""
+        if self._fetch is not None:
+            return f"it has missed {counted(self.missed, 'round')} and lacks the state of {self._fetch.donors[0]}"
+        return super()._why_still(training)
+
     def start(self, training: StrategyContext) -> None:
         """Creates the topic, unless the optimizer's state is in it: that exists only after the first gradients."""
         self._check_quorum(training)
@@ -220,7 +234,7 @@ class LocalSGD(Strategy):
     def joined(self, training: StrategyContext) -> None:
         """Drops a topic of statistics, which a loaded state replaces, and a pending change, as `load` does."""
         self._bases = 0.0
-        self._base, self._open_steps, self._late = self._copied(), 0, self._rounds if self.quorum else None
+        self._base, self._open_steps, self._attendance = self._copied(), 0, Attendance()
         super().joined(training)
         self._replaced, self._averaged_in = True, ""
         if self._averages_state(training):
@@ -289,10 +303,12 @@ class LocalSGD(Strategy):
             return True
         seen = training.announcements.of_others(wait=False)
         rounds, donors = most_rounds(self.history, seen)
-        self.missed = 0 if self._rebased else max(0, rounds - self._rounds)
         if self._fetch is None:
-            if rounds <= self._rounds or self._rebased or not donors:
-                return True
+            self._attend(Event.MISSED if rounds > self._rounds and donors else Event.LEVEL)
+        self.missed = 0 if self._attendance.place is Place.REBASED else max(0, rounds - self._rounds)
+        if self._attendance.place is not Place.LATE:
+            return True
+        if self._fetch is None:
             self._fetch = training.states.fetch(donors[: training.peer.config.verify_donors])
         fetch, now = self._fetch, training.monotonic
         if not training.site.broadcast_from_leader(fetch.done):
@@ -300,7 +316,8 @@ class LocalSGD(Strategy):
             if not training.site.broadcast_from_leader(lambda: too_long):
                 return False
             training.states.cancel(fetch)
-        self._fetch, self._rebased = None, True
+        self._fetch = None
+        self._attend(Event.REBASED)  # or has tried to
         self._rebase(training, fetch)
         return True
 
@@ -358,19 +375,22 @@ class LocalSGD(Strategy):
 
     def _note_round(self, training: StrategyContext, receipt: Receipt) -> None:
         """Notes what a round of this peer with a quorum says of the others."""
-        if self._quorum is None or not receipt.averaged:
+        if self._quorum is None:
+            return
+        if not receipt.averaged:
+            self._standstill = replace(self._standstill, reason=f"its last round failed ({receipt.reason})")
             return
         self._punctuality.note(receipt, self._quorum)
         users = [user for user in receipt.gathered.values() if isinstance(user, dict)]
         self._rounds = 1 + max((user["round"] for user in users if is_count(user.get("round"))), default=self._rounds)
-        self._open_steps, self._rebased, self.missed = self._schedule.steps, False, 0
+        self._open_steps, self.missed = self._schedule.steps, 0
+        self._attend(Event.AVERAGED)
         self._bases = float(self._open_steps * self._rounds)
         if self._delayed is None:
             self._base = self._copied()
         present = {name for name in receipt.members if not age_in(receipt.gathered[name])}
         seen = training.announcements.of_others(wait=False)
         self._missing = {name: progress for name, progress in seen.items() if name not in present}
-        self._late = self._rounds
 
     def state(self) -> ExtraState:
         """The local steps since the last round."""
@@ -382,7 +402,6 @@ class LocalSGD(Strategy):
         self._schedule.steps = count_in(user, "since")
         if self.quorum is not None and is_count(rounds := user.get("rounds")):
             self._rounds = rounds
-            self._late = rounds
         self._replaced, self._averaged_in = True, ""
 
     def _claims(self, training: StrategyContext) -> Others | None:

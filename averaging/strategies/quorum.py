@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
 from itertools import pairwise
 
 from averaging.common import is_count, is_finite, is_number, parse_duration
@@ -191,6 +192,119 @@ class Punctuality:
         # Who missed a round says how long after its beginning it came, and that was a grace period after its quorum.
         missed = (late_in(user) for user in receipt.gathered.values())
         self._rounds.append([*late, *(quorum.grace + seconds for seconds in missed if seconds is not None)])
+
+
+# With a quorum nobody waits for a peer that has missed a round, nor does that peer wait.
+
+
+class Place(Enum):
+    """Where a peer stands in the rounds of the others."""
+
+    IN_TIME = auto()
+    """It takes part in their next round with the state of all."""
+    LATE = auto()
+    """They have begun a round without it. It downloads their state in the background. Where changes are averaged, it
+    also sends its own to their next round, whose result it can apply only once it has taken over their state."""
+    REBASED = auto()
+    """It has taken over the newest state, with the local steps that no average includes on top. It takes over no other
+    state before these are averaged, so a peer that is always late costs one download for each contribution."""
+
+
+class Event(Enum):
+    """What changes a peer's place."""
+
+    MISSED = auto()
+    """The others are ahead, or have begun a round without it."""
+    LEVEL = auto()
+    """They are not: if they had begun a round, it has failed."""
+    REBASED = auto()
+    """It has taken over a state, with local steps on top that no average includes; or it has tried to in vain."""
+    TOOK_OVER = auto()
+    """It has taken over a state, and averages include all of its local steps."""
+    INCLUDED = auto()
+    """A round has averaged its change, but it does not hold the state that this changes."""
+    AVERAGED = auto()
+    """It holds the result of a round, or has made a step alone."""
+    UNMET = auto()
+    """Nobody leads a round for the state that it has taken over, so it leads the next one if need be."""
+
+
+TRANSITIONS: Mapping[tuple[Place, Event], Place] = {
+    (Place.IN_TIME, Event.MISSED): Place.LATE,
+    (Place.IN_TIME, Event.REBASED): Place.REBASED,
+    (Place.LATE, Event.LEVEL): Place.IN_TIME,
+    (Place.LATE, Event.REBASED): Place.REBASED,
+    (Place.LATE, Event.TOOK_OVER): Place.IN_TIME,
+    (Place.LATE, Event.AVERAGED): Place.IN_TIME,
+    (Place.REBASED, Event.TOOK_OVER): Place.IN_TIME,
+    (Place.REBASED, Event.INCLUDED): Place.LATE,
+    (Place.REBASED, Event.AVERAGED): Place.IN_TIME,
+    (Place.REBASED, Event.UNMET): Place.IN_TIME,
+}
+"""The place after an event. With all other pairs it stays the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attendance:
+    """A peer's part in the rounds of the others.
+
+    Attributes:
+        place: its place.
+        owed: whether it takes part in the next round although none of its own is due.
+        missed_at: when the others began the round that it has missed, in seconds since the epoch; None if it has missed
+            none, or has told them how late it was.
+        repeats: whether its last round has failed and is repeated.
+    """
+
+    place: Place = Place.IN_TIME
+    owed: bool = False
+    missed_at: float | None = None
+    repeats: bool = False
+
+    def after(self, event: Event, began: float | None = None) -> Attendance:
+        """The attendance after an event; `began` is when the others began a round without this peer, if known."""
+        place = TRANSITIONS.get((self.place, event), self.place)
+        missed_at = began if self.missed_at is None else self.missed_at
+        if place is Place.IN_TIME and event in (Event.LEVEL, Event.AVERAGED):
+            missed_at = None
+        averaged = event in (Event.AVERAGED, Event.INCLUDED)
+        return Attendance(place, self.owed, missed_at, self.repeats and not averaged)
+
+    def after_failure(self) -> Attendance:
+        """The attendance after a round whose group has failed: it is repeated at once, but not twice in a row."""
+        return replace(self, owed=self.owed or not self.repeats, repeats=not self.repeats)
+
+
+PATIENCE = 2
+"""Expected rounds without a step of the run after which a peer says why it makes none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standstill:
+    """For how long a peer has made no step of its run.
+
+    Attributes:
+        position: number of the run's steps, or rounds, in its state.
+        steps: local steps since that has changed.
+        since: when it has changed.
+        reason: why its last round since has failed.
+        told: whether it has said why.
+    """
+
+    position: int = -1
+    steps: int = 0
+    since: float = 0.0
+    reason: str = ""
+    told: bool = False
+
+    def after_step(self, position: int, now: float) -> Standstill:
+        """The standstill after a local step."""
+        return replace(self, steps=self.steps + 1) if position == self.position else Standstill(position, 0, now)
+
+    def is_long(self, now: float, steps: int, seconds: float) -> bool:
+        """Whether the peer says now why it makes no step, if rounds come after so many local steps and seconds."""
+        over = self.steps > PATIENCE * max(1, steps) and now - self.since > PATIENCE * seconds
+        return over and not self.told
 
 
 def late_in(user: object) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,13 @@ from averaging.strategies.quorum import (
     LEAST_GRACE,
     MARGIN,
     MAX_SHARE,
+    PATIENCE,
+    TRANSITIONS,
+    Attendance,
+    Event,
+    Place,
     Punctuality,
+    Standstill,
     lateness,
     learned_grace,
     quorum_options,
@@ -136,6 +143,58 @@ def test_members_that_missed_a_round_lengthen_the_grace_period() -> None:
         )
         punctuality.note(receipt, Quorum(2, 1.0))
     assert punctuality.grace == MARGIN * 2.0
+
+
+IN_TIME, LATE, REBASED = Place.IN_TIME, Place.LATE, Place.REBASED
+
+PLACES = {  # after an event: of a peer that was in time, late, rebased
+    Event.MISSED: (LATE, LATE, REBASED),
+    Event.LEVEL: (IN_TIME, IN_TIME, REBASED),
+    Event.REBASED: (REBASED, REBASED, REBASED),
+    Event.TOOK_OVER: (IN_TIME, IN_TIME, IN_TIME),
+    Event.INCLUDED: (IN_TIME, LATE, LATE),
+    Event.AVERAGED: (IN_TIME, IN_TIME, IN_TIME),
+    Event.UNMET: (IN_TIME, LATE, IN_TIME),
+}
+
+
+@pytest.mark.parametrize("event", Event)
+@pytest.mark.parametrize("place", Place)
+def test_the_place_of_a_peer_after_each_event(place: Place, event: Event) -> None:
+    assert Attendance(place).after(event).place is PLACES[event][list(Place).index(place)]
+    assert TRANSITIONS.get((place, event)) is not place, "it is the default"
+
+
+def test_a_peer_tells_how_late_it_was_unless_it_has_missed_nothing() -> None:
+    late = Attendance().after(Event.MISSED, 5.0)
+    assert late == Attendance(LATE, missed_at=5.0)
+    assert late.after(Event.MISSED, 9.0).missed_at == 5.0
+    assert late.after(Event.REBASED) == Attendance(REBASED, missed_at=5.0)
+    assert late.after(Event.TOOK_OVER) == Attendance(missed_at=5.0)
+    assert late.after(Event.INCLUDED) == late
+    assert late.after(Event.LEVEL) == late.after(Event.AVERAGED) == Attendance()
+    assert late.after(Event.REBASED).after(Event.LEVEL).missed_at == 5.0
+
+
+def test_a_round_that_fails_is_repeated_once_and_then_with_the_next_that_is_due() -> None:
+    first = Attendance().after_failure()
+    assert first.owed
+    begun = Attendance(repeats=first.repeats)
+    assert not begun.after_failure().owed
+    assert begun.after_failure().after_failure().owed
+    assert begun.after(Event.AVERAGED).after_failure().owed
+    assert Attendance(owed=True, repeats=True).after_failure().owed  # one of its own is due meanwhile
+
+
+def test_a_peer_without_a_step_says_why_after_two_rounds_once() -> None:
+    standstill = Standstill().after_step(7, 100.0)
+    assert standstill == Standstill(7, 0, 100.0)
+    for number in range(1, 50):
+        standstill = standstill.after_step(7, 100.0 + number)
+        assert standstill.is_long(100.0 + number, 10, 0.0) is (number > 10 * PATIENCE)
+        assert standstill.is_long(100.0 + number, 0, 15.0) is (number > 15 * PATIENCE)
+        assert not replace(standstill, told=True).is_long(100.0 + number, 10, 0.0)
+    assert standstill.after_step(8, 150.0) == Standstill(8, 0, 150.0)
 
 
 def _progress(history: History, made: Made = Made.TOGETHER) -> bytes:

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from averaging import DecentralizedAverager, DiLoCo, Strategy
+from averaging.errors import PeerUnreachableError
+from averaging.protocol import MessageCode
 from averaging.receipts.receipt import Receipt
 from averaging.testing.transport import MemoryTransport
 from tests.support.scripts import sleep
@@ -243,6 +245,106 @@ def test_a_busy_donor_that_misses_rounds_holds_nobody_up(monkeypatch: pytest.Mon
     assert min(trainers.shares[1:3]) > 0.97
     assert trainers.gathered == trainers.stepped
     assert {len(groups) for groups in trainers.groups.values()} == {1}
+
+
+def fail_one_round(
+    monkeypatch: pytest.MonkeyPatch, trainers: Trainers, cause: str
+) -> Callable[[], Coroutine[Any, Any, object]]:
+    """The first round of `peer-0`, `peer-1` and `peer-2` after 10 s fails, because of the last of them.
+
+    Args:
+        trainers: peers whose model is large enough for parts of all members.
+        cause: `unaware`: the message with which the round begins does not reach it, so it refuses all parts with
+            BAD_GROUP_ID; or `killed`: it is, shortly after all know of the group.
+
+    Returns:
+        What `simulate` needs to disturb them so.
+    """
+    name = "peer-2:1"
+    join, aggregate = MemoryTransport.join_group, MemoryTransport.aggregate_part
+    begun = asyncio.Event()
+
+    async def joining(self: MemoryTransport, endpoint: str, request: Any) -> AsyncGenerator[Any, None]:
+        async with aclosing(join(self, endpoint, request)) as replies:
+            async for reply in replies:
+                now = asyncio.get_running_loop().time()
+                if (
+                    self.endpoint == name
+                    and reply.code is MessageCode.BEGIN_ALLREDUCE
+                    and now > 10.0
+                    and not begun.is_set()
+                ):
+                    begun.set()
+                    if cause == "unaware":
+                        raise PeerUnreachableError(endpoint, "the connection broke")
+                yield reply
+
+    async def aggregating(self: MemoryTransport, endpoint: str, messages: Any) -> AsyncGenerator[Any, None]:
+        if name in (self.endpoint, endpoint) and begun.is_set() and cause == "killed":
+            await asyncio.sleep(0.5)  # it does not live that long
+        async with aclosing(aggregate(self, endpoint, messages)) as replies:
+            async for reply in replies:
+                yield reply
+
+    monkeypatch.setattr(MemoryTransport, "join_group", joining)
+    monkeypatch.setattr(MemoryTransport, "aggregate_part", aggregating)
+
+    async def disturb() -> None:
+        await begun.wait()
+        if cause == "killed":
+            await asyncio.sleep(0.4)
+            trainers.run.kill(trainers.sites[2])
+
+    return disturb
+
+
+@pytest.mark.parametrize("cause", ["unaware", "killed"])
+@pytest.mark.parametrize(("delay", "seed"), [(0, 1), (5, 1)])
+def test_a_round_that_fails_is_repeated_at_once(
+    cause: str, delay: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody takes its own round for one of the others that it has missed, nor waits for a member that is dead."""
+    trainers = Trainers(partial(DiLoCo, 20, delay=delay, quorum=2), (0.1, 0.1, 0.12), 30.0, seed=seed, tensors=8)
+    trainers.sites[2].lives = 30.0 if cause == "killed" else float("inf")
+    survivors = trainers.run.simulate(fail_one_round(monkeypatch, trainers, cause))
+    assert agree(survivors)
+    assert len(survivors) == (3 if cause == "unaware" else 2)
+    for site in trainers.sites[:2]:
+        (number,) = [number for number, receipt in enumerate(site.receipts) if not receipt.averaged]
+        failed, following = site.receipts[number : number + 2]
+        assert "peer-2:1" in {dropped.endpoint for dropped in failed.dropped}
+        assert following.averaged
+        assert following.started - (failed.started + failed.seconds) < 0.1 * (delay + 2) + 0.1
+        assert trainers.missed[site.name][-1] == 0
+    assert {len(groups) for groups in trainers.groups.values()} == {1}
+
+
+def test_peers_that_cannot_make_a_step_say_why_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two of three hold the last step; the third cannot download it, and the fourth, who made it with them, is dead."""
+    download = MemoryTransport.download_state
+
+    async def failing(self: MemoryTransport, endpoint: str, resume: Any = None) -> AsyncGenerator[Any, None]:
+        if self.endpoint == "peer-2:1" and asyncio.get_running_loop().time() > 5.0:
+            raise PeerUnreachableError(endpoint, "the connection broke")
+        async with aclosing(download(self, endpoint, resume)) as messages:
+            async for message in messages:
+                yield message
+
+    monkeypatch.setattr(MemoryTransport, "download_state", failing)
+    trainers = Trainers(
+        partial(DiLoCo, 20, delay=5, quorum=3),
+        (0.1,) * 4,
+        40.0,
+        {2: (60, 6.0)},
+        lives={3: (0.15, 12.0)},
+    )
+    trainers.run.simulate()
+    said = [record.getMessage() for record in caplog.records if "no step of the run" in record.getMessage()]
+    assert len(said) == 3, said
+    assert sum("behind peer-0:1" in text for text in said) == 1, said
+    assert sum("only 2 of the 3 peers of the quorum hold global step 5, not peer-2:1;" in text for text in said) == 2
 
 
 def scenario(seed: int) -> tuple[Trainers, Callable[[], Coroutine[Any, Any, object]], bool]:

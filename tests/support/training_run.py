@@ -174,8 +174,12 @@ class Run:
             return
         await asyncio.sleep(site.lives)
         if not task.done():
-            self._loop().stop_process(site.name)
-            self.network.kill(site.name)
+            self.kill(site)
+
+    def kill(self, site: Site) -> None:
+        """Kills a site, which must have an end of its life."""
+        self._loop().stop_process(site.name)
+        self.network.kill(site.name)
 
     def _loop(self) -> processes.ProcessLoop:
         loop = asyncio.get_running_loop()
