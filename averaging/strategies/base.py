@@ -108,6 +108,7 @@ class Strategy(ABC):
     _moment: float | None = None  # at which this peer comes next, as it announces it
     _attendance = Attendance()  # with a quorum
     _standstill = Standstill()  # likewise
+    _pieces = 1  # rounds in which all of the model is averaged once
     missed = 0
     _warned_of_quorum = 0  # number of peers of which a warning said that they are too few
     digest = ""
@@ -343,9 +344,10 @@ class Strategy(ABC):
 
     def _tell_standstill(self, training: StrategyContext, schedule: Schedule) -> None:
         """Says once why the run's steps do not reach this peer; of a missing quorum it is said already."""
-        now = training.monotonic()
+        now, usual = training.monotonic(), self._punctuality.interval
+        seconds = max(schedule.interval, usual if usual < math.inf else 0.0)
         self._standstill = self._standstill.after_step(self._position, now)
-        if self._standstill.is_long(now, schedule.length, schedule.interval):
+        if self._standstill.is_long(now, self._pieces * schedule.length, self._pieces * seconds):
             self._standstill = replace(self._standstill, told=True)
             if training.site.leads and not self._warned_of_quorum:
                 logger.warning(

@@ -22,7 +22,7 @@ from averaging.state import ExtraState
 from averaging.strategies.base import IMMEDIATELY, Due
 from averaging.strategies.fragments import Fragment, check_tied, cut
 from averaging.strategies.lockstep import LockstepStrategy
-from averaging.strategies.quorum import Attendance, Event, Place
+from averaging.strategies.quorum import Attendance, Event, Place, Standstill
 from averaging.strategies.schedule import Schedule, check_whole_number, make_schedule
 from averaging.tensors import copy_to_host, host_memory
 from averaging.training import (
@@ -185,7 +185,7 @@ class DiLoCo(LockstepStrategy):
                 f"functools.partial(torch.optim.SGD, lr=0.7), not {outer!r:.200}"
             )
         self.sync_every, self.fragments, self.delay, self.alpha = sync_every, fragments, delay, alpha
-        self._make_outer = outer
+        self._pieces, self._make_outer = fragments, outer
         self._fragments: list[Fragment] = []
         self._pending: PendingRound | None = None
         self._pending_history = History()  # when the pending round began
@@ -289,11 +289,9 @@ class DiLoCo(LockstepStrategy):
         """Starts from the present parameters if no outer state was taken over."""
         if self.history.step == 0 and not self._loaded:
             self._anchor()
-        elif self.top_k is not None and not self.attached:
-            # A donor's parameters may hold local steps, which the donor sends itself.
-            with training.locked(), training.changing_parameters():
-                for fragment in self._fragments:
-                    fragment.export()
+        elif not self.attached:
+            # The donor's parameters hold its local steps of the other fragments, or of a round, which it sends itself.
+            self._rebase(training, {})
         for fragment in self._fragments:
             fragment.start_at(self.history.step)
         self._attendance = Attendance()
@@ -448,7 +446,7 @@ class DiLoCo(LockstepStrategy):
             for fragment in self._fragments:
                 if fragment.feedback is not None and self._owns:  # not empty if the last round has failed
                     fragment.feedback.keep({name: -steps for name, steps in fragment.local_steps().items()})
-                fragment.export()
+                fragment.rebase({})
         if self._feedbacks and self._leads:
             self._tell_unsent()
         if not training.modes.exist:
@@ -548,7 +546,7 @@ class DiLoCo(LockstepStrategy):
         if fragment.feedback is not None:
             fragment.feedback.applied()
         self._claimed = fragment, target.after(receipt.group_id, 0.0), sent, steps
-        self._discarded = False
+        self._discarded, self._standstill = False, Standstill()
         self._attend(Event.INCLUDED)
 
     def _miss(self, training: StrategyContext, target: History | None, receipt: Receipt) -> None:
@@ -623,16 +621,18 @@ class DiLoCo(LockstepStrategy):
                     fragment.start_at(self.history.step)
             is_open = any(fragment.open_steps for fragment in self._fragments)
             self._attend(Event.REBASED if is_open else Event.TOOK_OVER)
-        if follows:
-            with training.locked(), training.changing_parameters():
-                for fragment, steps in zip(self._fragments, own, strict=True):
-                    fragment.rebase(steps)
+        self._rebase(training, {name: change for steps in own for name, change in steps.items()} if follows else {})
         for feedback in self._feedbacks:
             if not follows:
                 feedback.reset()
             elif discarded:
                 feedback.applied()
         self._discarded = False
+
+    def _rebase(self, training: StrategyContext, steps: Mapping[str, torch.Tensor]) -> None:
+        with training.locked(), training.changing_parameters():
+            for fragment in self._fragments:
+                fragment.rebase(steps)
 
     def _restore(self, own: Sequence[dict[str, torch.Tensor]]) -> None:
         """Takes back what was sent late if the step in which it was is not in the history of the run."""

@@ -203,16 +203,11 @@ class Fragment:
         return {name: steps + change[name] if name in change else steps for name, steps in self.local_steps().items()}
 
     @torch.no_grad()
-    def export(self) -> None:
-        """Sets the parameters to the anchors, which drops the local steps since the last global step."""
-        for name, parameter in self.parameters.items():
-            parameter.copy_(self.anchors[name])
-
-    @torch.no_grad()
     def rebase(self, steps: Mapping[str, torch.Tensor]) -> None:
-        """Sets the parameters to the anchors plus `steps`; leaves those without an entry as they are."""
-        for name, change in steps.items():
-            self.parameters[name].copy_(self.anchors[name] + change)
+        """Sets the parameters to the anchors, plus `steps` where there are some; drops all other local steps."""
+        for name, parameter in self.parameters.items():
+            anchor = self.anchors[name]
+            parameter.copy_(anchor + steps[name] if name in steps else anchor)
 
 
 def cut(sizes: Mapping[str, int], pieces: int) -> list[list[str]]:

@@ -45,6 +45,7 @@ class DelayedUpdate:
 
     Attributes:
         copies: copies on the CPU, by name; after a round they hold the average minus what was sent.
+        sent: what was sent, by name; None until the copies are complete.
         waits: whether they come from a device while training goes on; `complete` waits for them.
     """
 
@@ -57,11 +58,12 @@ class DelayedUpdate:
         self._host.wait()
         tied = sharing_memory(list(tensors.values()))
         self._tied = [name for place, name in enumerate(tensors) if place in tied]
-        self._sent_moments: dict[str, torch.Tensor] | None = {}  # None until the copies are complete
+        self.sent: dict[str, torch.Tensor] | None = None
+        self._moments: Collection[str] = ()
 
     def copy(self) -> None:
         """Copies the present tensors, right before they are sent; those on a device begin to be copied."""
-        self._sent_moments = None
+        self.sent = None
         self._host.begin(keep=True)
         if not self.waits:
             self.complete()
@@ -69,24 +71,28 @@ class DelayedUpdate:
     def complete(self) -> None:
         """Waits until the copies are complete."""
         self._host.wait()
-        if self._sent_moments is None:
-            moments = _moments(self._kinds.values(), self.copies)
-            self._sent_moments = {name: self.copies[name].clone() for name in moments}
+        if self.sent is None:
+            self.sent = {name: copied.clone() for name, copied in self.copies.items()}
+            self._moments = frozenset(_moments(self._kinds.values(), self.sent))
 
     @torch.no_grad()
     def add(self) -> None:
         """Adds the change to the present tensors. The caller holds their lock."""
         was = {name: self._tensors[name].clone() for name in self._tied}  # tied tensors before any of them is written
-        sent_moments = self._sent_moments or {}
+        values = self.sent or {}
         changes = sent(self._host.copies, list(self._tensors.values()))
         for (name, tensor), change in zip(self._tensors.items(), changes, strict=True):
             result = was.get(name, tensor)
-            if name in sent_moments and bool((result >= 0).all()):
-                _add_to_moment(result, change, sent_moments[name].to(tensor.device))
+            if name in self._moments and bool((result >= 0).all()):
+                _add_to_moment(result, change, values[name].to(tensor.device))
             else:
                 result.add_(change)
             if name in was:
                 tensor.copy_(result)
+
+    def averages(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """The averages of these tensors, on the CPU, after a round."""
+        return {name: (self.sent or {})[name] + self.copies[name] for name in names}
 
 
 def _moments(kinds: Iterable[Sequence[str]], sent: Mapping[str, torch.Tensor]) -> list[str]:
@@ -175,7 +181,6 @@ class LocalSGD(Strategy):
         self._pending: PendingRound | None = None
         self._parameters: Mapping[str, torch.Tensor] = {}
         self._base: dict[str, torch.Tensor] = {}  # the parameters after the last round, with a quorum
-        self._sent: dict[str, torch.Tensor] = {}  # the parameters as the pending round began, with a quorum
         self._rounds, self._open_steps = 0, 0  # rounds that the parameters hold, and the local steps since
         self._bases = 0.0  # sum over these steps of the rounds that the parameters held then
         self._fetch: BackgroundDownload | None = None
@@ -272,7 +277,7 @@ class LocalSGD(Strategy):
                 options["search_timeout"] = 0.0
         if self._delayed is not None:
             self._delayed.copy()
-            self._replaced, self._sent = False, self._copied()
+            self._replaced = False
             self._pending = training.begin(topic, after=due.after, **options)
         else:
             self._end_round(training, training.average(topic, after=due.after, **options))
@@ -482,11 +487,24 @@ class LocalSGD(Strategy):
         self._end_round(training, receipt)
         if not receipt.averaged or self._replaced or self._delayed is None:
             return
-        with training.replacing(), training.copies.following():
-            self._delayed.add()
-        if self._sent:
-            self._base = {name: sent.add_(self._delayed.copies[name]) for name, sent in self._sent.items()}
-            self._sent = {}
+        # Newcomers get the average itself: the local steps since it was begun are sent by this peer in the next round.
+        with training.replacing():
+            with training.copies.following():
+                self._delayed.add()
+            present = {name: tensor.clone() for name, tensor in self._parameters.items()}
+            average = self._delayed.averages(self._parameters)
+            _write(training, average)
+        with training.locked():
+            _write(training, present)
+        if self.quorum is not None:
+            self._base = average
+
+
+@torch.no_grad()
+def _write(training: StrategyContext, values: Mapping[str, torch.Tensor]) -> None:
+    with training.changing_parameters():
+        for name, value in values.items():
+            training.parameters[name].copy_(value)
 
 
 def _kinds(training: StrategyContext, tensors: Iterable[str]) -> dict[str, list[str]]:

@@ -1,0 +1,173 @@
+"""What a newcomer takes over, with real strategies on virtual time: each local step is in the run's average once."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from averaging import DecentralizedAverager, DiLoCo, LocalSGD, Peer, Receipt, Strategy
+from tests.support.selection import one_in
+from tests.support.training_run import Run, Site, agree
+
+PEERS, PARTS = 3, 3
+PLAIN = partial(torch.optim.SGD, lr=1.0)
+
+
+class Counts:
+    """Tensors of which each peer changes one element only, by 1 in each of its steps: so they count its steps."""
+
+    batch_size = 4
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self.parameters = [torch.nn.Parameter(torch.zeros(PEERS, dtype=torch.float64)) for _ in range(PARTS)]
+        self.optimizer = torch.optim.SGD(self.parameters, lr=1.0)
+
+    def backward(self) -> None:
+        """See `Learner.backward`."""
+        for parameter in self.parameters:
+            parameter.grad = torch.zeros(PEERS, dtype=torch.float64)
+            parameter.grad[self._number] = -1.0
+
+
+Tensors = list[list[float]]
+
+
+class Averages:
+    """What the rounds of a run have averaged, computed from what their members sent.
+
+    Attributes:
+        sent: of each peer in each of its rounds.
+        receipts: of each peer, one for each of its rounds.
+    """
+
+    def __init__(self) -> None:
+        self.sent: dict[str, list[list[torch.Tensor]]] = defaultdict(list)
+        self.receipts: dict[str, list[Receipt]] = defaultdict(list)
+
+    def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Notes the rounds of all peers from now on."""
+        average, averages = Peer.average, self
+
+        async def noted(self: Peer, topic: Any = None, **options: Any) -> Receipt:
+            assert topic is not None
+            averages.sent[self.endpoint].append([tensor.detach().clone() for tensor in topic.tensors.tensors])
+            receipt = await average(self, topic, **options)
+            averages.receipts[self.endpoint].append(receipt)
+            return receipt
+
+        monkeypatch.setattr(Peer, "average", noted)
+
+    def of_rounds(self) -> list[tuple[Receipt, list[torch.Tensor]]]:
+        """A receipt of each round that has averaged, in their order, and its averages."""
+        sent: dict[bytes, dict[str, list[torch.Tensor]]] = defaultdict(dict)
+        receipts: dict[bytes, Receipt] = {}
+        for name, own in self.receipts.items():
+            for receipt, tensors in zip(own, self.sent[name], strict=False):
+                if receipt.averaged:
+                    sent[receipt.group_id][name], receipts[receipt.group_id] = tensors, receipt
+        ordered = sorted(receipts.values(), key=lambda receipt: receipt.started)
+        return [(receipt, _mean(sent[receipt.group_id].values())) for receipt in ordered]
+
+    def states(self) -> list[Tensors]:
+        """The state of the run after each round: the averages, or what `DiLoCo` makes of those of changes."""
+        state = [torch.zeros(PEERS, dtype=torch.float64) for _ in range(PARTS)]
+        states = [_listed(state)]
+        for receipt, averages in self.of_rounds():
+            if not receipt.topic.startswith("pseudogradient-"):
+                state = averages
+            else:
+                number, pieces = map(int, receipt.topic.removeprefix("pseudogradient-").split("/")[0].split("of"))
+                width = PARTS // pieces
+                for place, change in enumerate(averages, number * width):
+                    state[place] = state[place] - change
+            states.append(_listed(state))
+        return states
+
+
+def _mean(sent: Iterable[list[torch.Tensor]]) -> list[torch.Tensor]:
+    return [torch.stack(tensors).mean(dim=0) for tensors in zip(*sent, strict=True)]
+
+
+def _listed(tensors: Iterable[torch.Tensor]) -> Tensors:
+    return [[round(value, 9) for value in tensor.tolist()] for tensor in tensors]
+
+
+STRATEGIES: list[tuple[type[Strategy], dict[str, Any]]] = [
+    *(
+        (DiLoCo, {"outer": PLAIN, "sync_every": every, "fragments": fragments, "delay": delay, **more})
+        for fragments, delay, more, every in itertools.product(
+            (3, 1), (2, 0), ({"quorum": 2, "staleness_discount": 1.0}, {}, {"alpha": 0.5}), (12, "1.2s")
+        )
+    ),
+    *(
+        (LocalSGD, {"sync_every": every, "overlap": overlap, **more})
+        for overlap, more, every in itertools.product(
+            (True, False), ({"quorum": 2, "staleness_discount": 1.0}, {}), (7, "0.7s")
+        )
+    ),
+]
+
+
+def trained(
+    monkeypatch: pytest.MonkeyPatch, strategy: Callable[[], Strategy], seed: int
+) -> tuple[Averages, Tensors, Mapping[str, int], list[Site]]:
+    """Two peers train, and a third comes somewhen; returns the averages, what it took over, steps and survivors."""
+    averages, stepped = Averages(), Counter[str]()
+    taken: Tensors = []
+    averages.watch(monkeypatch)
+    learners: dict[str, Counts] = {}
+    comes = random.Random(seed).uniform(5.0, 9.0)
+
+    def learner(number: int, rng: random.Random) -> Counts:
+        learners[f"peer-{number}:1"] = made = Counts(number)
+        return made
+
+    def before_step(number: int, averager: DecentralizedAverager, step: int) -> None:
+        name = f"peer-{number}:1"
+        if number == 2 and not stepped[name]:
+            taken.extend(_listed(learners[name].parameters))
+        stepped[name] += 1
+
+    sites = [
+        Site(
+            f"peer-{number}:1",
+            ["peer-0:1"] if number else [],
+            comes if number == 2 else 0.0,
+            step_seconds=(0.1, 0.11, 0.12)[number],
+            strategy=strategy,
+            tamper=partial(before_step, number),
+            learner=partial(learner, number),
+        )
+        for number in range(PEERS)
+    ]
+    survivors = Run(seed, "diloco", sites, until=16.0, group_wait=2.0).simulate()
+    return averages, taken, stepped, survivors
+
+
+@pytest.mark.parametrize(("kind", "options"), one_in(5, STRATEGIES))
+def test_a_newcomer_takes_over_what_is_in_the_average_only(
+    kind: type[Strategy], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its donor sends the steps that it has made since then itself."""
+    strategy = partial(kind, **options)
+    averages, taken, stepped, survivors = trained(monkeypatch, strategy, 1)
+    assert len(survivors) == PEERS
+    assert agree(survivors)
+    states = averages.states()
+    assert taken in states
+    assert states.index(taken) > 0
+    if kind is DiLoCo:
+        assert [round(value, 9) for value in survivors[0].parameters] == list(itertools.chain(*states[-1]))
+    if kind is DiLoCo and "quorum" in options:
+        gathered: Counter[str] = Counter()
+        for receipt, _ in averages.of_rounds():
+            gathered.update({name: user["steps"] for name, user in receipt.gathered.items()})
+        assert gathered == {name: options["fragments"] * steps for name, steps in stepped.items()}
