@@ -266,7 +266,8 @@ class TopicOptions(TypedDict, total=False):
 
     Attributes:
         adopt: how the result is written; `Adopt.AVERAGE` if not given.
-        commits: whether a result is a new version of the downloadable state; False if not given.
+        commits: whether a result is a new version of the downloadable state. If not given, it is in a strategy whose
+            topic has parameters of the model, and otherwise not.
         compression: codec on the wire; the peer's if None. With `TOP_K` the tensors must be changes, `adopt` must be
             `WHOLE`, and whoever applies a result calls `topic.feedback.applied()`, see `SparseFeedback`.
         top_k: options of `TOP_K`; the default ones if None.

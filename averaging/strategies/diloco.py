@@ -453,7 +453,7 @@ class DiLoCo(LockstepStrategy):
             return receipt
         # Equal training weights, but the evaluation weights depend on this peer's own iterates as well.
         training.modes.eval()
-        topic = training.topic("", training.tensors | training.iterates(), adopt=Adopt.WHOLE, commits=True)
+        topic = training.topic("", training.tensors | training.iterates(), adopt=Adopt.WHOLE)
         return self._average_at_the_end(training, topic, end - training.monotonic())
 
     def _tell_unsent(self) -> None:

@@ -432,7 +432,7 @@ class LocalSGD(Strategy):
         """Averages the parameters a last time, so that all peers end with the same ones."""
         training.modes.eval()
         tensors = training.tensors | training.iterates()
-        topic = training.topic("", tensors, adopt=Adopt.WHOLE, commits=True, compression=self.compression)
+        topic = training.topic("", tensors, adopt=Adopt.WHOLE, compression=self.compression)
         return self._average_at_the_end(training, topic, timeout)
 
     def _averages_state(self, training: StrategyContext) -> bool:
@@ -455,7 +455,7 @@ class LocalSGD(Strategy):
             self._topic.tensors.before_reading = self._delayed.complete if self._delayed.waits else None
         else:
             # StrategyContext waits for the round, so nothing reads the tensors while only some of them are averaged.
-            options["commits"] = options["in_place"] = True
+            options["in_place"] = True
             self._topic = training.topic("", tensors, **options)
         self._topic = self._topic.sending_exactly(tensors.keys() - training.tensors.keys() - training.iterates().keys())
         return self._topic

@@ -161,7 +161,7 @@ class StrategyContext:
         self._warned_of_modes = False
         self._averaged = {name: tensor.detach() for name, tensor in self.tensors.items()}  # sharing their memory
         self._initial_ids = self._parameter_ids()
-        self._model_topic = self.topic("", self.tensors, commits=True)
+        self._model_topic = self.topic("", self.tensors)
 
     def run_in(self, thread: EventLoopThread, state: SharedState) -> None:
         """Sets the thread in which the peer runs, and the state besides the averaged tensors."""
@@ -430,12 +430,14 @@ class StrategyContext:
     # Rounds
 
     def topic(self, name: str, tensors: Mapping[str, torch.Tensor], **options: Unpack[TopicOptions]) -> Topic:
-        """Creates a topic, see `Peer.topic`. Tensors with the name of a buffer are never compressed.
+        """Creates a topic, see `Peer.topic`. By default it commits if parameters are among its tensors.
 
-        A codec has one scale for large and small values, which running variances and constants do not survive.
+        Tensors with the name of a buffer are never compressed: a codec has one scale for large and small values, which
+        running variances and constants do not survive.
         """
         if self.site.size > 1:
             options["in_place"] = False  # a result is adopted by all ranks, or by none
+        options.setdefault("commits", self._has_parameters(tensors.values()))
         made = self.peer.topic(name, tensors, **options)
         exact = tensors.keys() & self.buffers.keys()
         return made.sending_exactly(exact) if exact else made
@@ -464,11 +466,11 @@ class StrategyContext:
             TensorError: a tensor to be averaged holds NaN or infinity, or has been moved.
             ClosedError: the averager was closed, or its thread has failed.
         """
-        with self.copies.following() if self._has_parameters(topic) else nullcontext():
+        averaged = topic or self._model_topic
+        with self.copies.following() if self._has_parameters(averaged.tensors.tensors) else nullcontext():
             if self.site.size > 1:
                 return self.receipt_of(self.begin(topic, after=after, **options))
             self.check_tensors()
-            averaged = topic or self._model_topic
             self._weigh(options, averaged)
             made = self.samples.made
             receipt = self.thread.run(self._round(topic, options, after))
@@ -476,10 +478,10 @@ class StrategyContext:
                 self.samples.averaged[averaged.schema.topic] = made
         return self._report(receipt)
 
-    def _has_parameters(self, topic: Topic | None) -> bool:
-        """Whether a topic averages the parameters themselves, and not gradients or copies."""
-        places = {parameter.data_ptr() for parameter in self.parameters.values()}
-        return topic is None or any(tensor.data_ptr() in places for tensor in topic.tensors.tensors)
+    def _has_parameters(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether parameters themselves, or parts of them, are among these, and not only gradients or copies."""
+        own = {parameter.untyped_storage().data_ptr() for parameter in self.parameters.values() if parameter.numel()}
+        return any(tensor.untyped_storage().data_ptr() in own for tensor in tensors)
 
     def begin(self, topic: Topic | None = None, *, after: float = 0.0, **options: Unpack[RoundOptions]) -> PendingRound:
         """Begins what `average` does without waiting; `receipt_of` waits for the result."""

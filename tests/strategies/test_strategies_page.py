@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from averaging import DiLoCo, GradientAveraging, LocalSGD, Outcome, Receipt, Strategy
-from tests.support.training import Run, backward, batch_of, equal
+from averaging.training import StrategyContext
+from tests.support.training import Run, backward, batch_of, equal, model_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "strategies.md"
 
@@ -65,3 +66,59 @@ def test_the_pages_own_strategy_averages_after_1_2_4_8_steps(start: Callable[[],
     run.each(train)
     assert [receipt.outcome for receipt in receipts] == [Outcome.AVERAGED] * 4
     assert equal(*run.parameters())
+
+
+class Own(Strategy):
+    """A strategy as users write it: it averages some tensors of the model, or others, after every second step."""
+
+    def __init__(self, tensors: Callable[[StrategyContext], dict[str, torch.Tensor]]) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def start(self, training: StrategyContext) -> None:
+        self.topic = training.topic("own", self._tensors(training))
+
+    def after_step(self, training: StrategyContext) -> None:
+        if training.local_step % 2 == 0:
+            training.average(self.topic)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        lambda training: training.tensors,
+        lambda training: dict(list(training.parameters.items())[:1]),
+        lambda training: {"flat": next(iter(training.parameters.values())).view(-1)[3:]},
+        lambda training: training.trained,
+    ],
+    ids=["all", "first", "part", "trained"],
+)
+def test_newcomers_get_what_a_strategy_of_ones_own_has_averaged(
+    start: Callable[[], Run], tensors: Callable[[StrategyContext], dict[str, torch.Tensor]]
+) -> None:
+    run = start()
+    for _ in range(2):
+        run.add(Own(tensors), partial(torch.optim.SGD, lr=0.1))
+    run.meet()
+
+    def train(number: int) -> None:
+        for step in range(4):
+            backward(run.models[number], batch_of(100 * number + step, 4))
+            run.averagers[number].step()
+
+    run.each(train)
+    newcomer = run.add(Own(tensors), partial(torch.optim.SGD, lr=0.1), model_of(1))
+    assert newcomer.local_step == 4
+    assert any(equal(run.parameters()[2], donor) for donor in run.parameters()[:2])
+
+
+def test_a_result_of_other_tensors_is_no_state(start: Callable[[], Run]) -> None:
+    """What becomes of it in the parameters decides the strategy, which writes them with `replacing`."""
+    run = start()
+    copies = run.add(Own(lambda training: {"copy": torch.zeros(3)}), partial(torch.optim.SGD, lr=0.1))
+    assert not copies.strategy.topic.commits  # type: ignore[attr-defined]
+    made = copies._training.topic("own", copies._training.tensors, commits=False)
+    assert not made.commits
+    for strategy, commits in ((LocalSGD(5), True), (LocalSGD(5, overlap=True), False), (GradientAveraging(8), False)):
+        opt = start().add(strategy, partial(torch.optim.SGD, lr=0.1))
+        assert opt.strategy._topic.commits is commits  # type: ignore[attr-defined]
