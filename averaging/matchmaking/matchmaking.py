@@ -119,7 +119,7 @@ class Matchmaking:
             rng=rng,
         )
         self.group_bits = group_bits
-        self._in_group = "", 0.0  # the key under which its record says that it is in a group, and until when
+        self._in_group = ""  # the key under which its record says that it is in a group
         self._dropped_bits = 0  # leading group bits that the present search leaves out
         self._search: SearchState | None = None
         self._idle = asyncio.Event()  # there is no search
@@ -263,11 +263,10 @@ class Matchmaking:
         """The round of the last group is over; `whole` if it averaged and lost no member."""
         self._last.note_end(self._discovery.get(self.group_key), whole)
 
-    async def note_failure(self) -> None:
-        """The last group has averaged nothing here: its record would keep another one from beginning under the key."""
-        key, until = self._in_group
-        if until > self._clock():
-            await self._store(key, rules.pack_looking(False), until)
+    async def withdraw(self) -> None:
+        """Takes back that this peer is in a group, which has failed, so that another one may begin under the key."""
+        if self._in_group:
+            await self._discovery.withdraw(self._in_group, self._endpoint)
 
     async def assembling(self) -> None:
         """Waits until no group with this peer in it is being assembled."""
@@ -480,12 +479,9 @@ class Matchmaking:
         if not looking and search.group is not None and quorum is not None and quorum.once:
             # As long as the group may average: a peer that comes meanwhile must know it.
             value, until = rules.pack_in_group(self._clock()), self._clock() + self._in_group_lifetime
-            self._in_group = search.key, until
-        await self._store(search.key, value, until)
-
-    async def _store(self, key: str, value: bytes, until: float) -> None:
+            self._in_group = search.key
         try:
-            await self._discovery.store(key, self._endpoint, value, until)
+            await self._discovery.store(search.key, self._endpoint, value, until)
         except AveragingError as error:
             if until > self._clock():  # otherwise the declaration that it would replace has expired as well
                 logger.warning("could not store the declaration of %s in discovery: %s", self._endpoint, error)

@@ -20,7 +20,7 @@ from averaging.config import NonFinite, PeerConfig
 from averaging.discovery import Discovery
 from averaging.errors import AveragingError, RoundError
 from averaging.matchmaking import Arrivals, Exclusions, LoggedDifferences, Matchmaking, NoGroupError, ResponseHistory
-from averaging.peer.run_progress import RunProgress, find_gone, refusing
+from averaging.peer.run_progress import RunProgress, find_gone, is_refused
 from averaging.peer.service import ExpectedInSearch, PeerService
 from averaging.peer.topics import (
     Adopt,
@@ -220,9 +220,10 @@ class Rounds:
         quorum, matchmaking = round_.options.get("quorum"), self._service.matchmaking
         if quorum is None or not quorum.once or matchmaking is None:
             return
-        await matchmaking.note_failure()
-        for name in await refusing(self._transport, [lost.endpoint for lost in round_.receipt.dropped]):
-            self._progress.mark_gone(name)
+        await matchmaking.withdraw()
+        for lost in round_.receipt.dropped:
+            if await is_refused(self._transport, lost.endpoint):
+                self._progress.mark_gone(lost.endpoint)
 
     async def drain(self) -> None:
         """Begins no further round, and waits for the end of the one in progress. Call it once.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import aclosing
 
 from averaging.common import CLIENT_PREFIX, Backoff, apart, member_of
@@ -172,17 +172,14 @@ async def find_gone(transport: Transport, missing: Callable[[], Collection[str]]
     while True:
         await asyncio.sleep(backoff.next_delay())
         names = sorted(name for name in missing() if not name.startswith(CLIENT_PREFIX))[:MAX_CALLS]
-        for name in await refusing(transport, names):
-            yield name
+        gone = await asyncio.gather(*(is_refused(transport, name) for name in names))
+        for name, refused in zip(names, gone, strict=True):
+            if refused:
+                yield name
 
 
-async def refusing(transport: Transport, names: Sequence[str]) -> list[str]:
-    """Those of these peers whose address refuses connections."""
-    refused = await asyncio.gather(*(_is_refused(transport, name) for name in names))
-    return [name for name, is_refused in zip(names, refused, strict=True) if is_refused]
-
-
-async def _is_refused(transport: Transport, endpoint: str) -> bool:
+async def is_refused(transport: Transport, endpoint: str) -> bool:
+    """Whether the address of a peer refuses connections."""
     try:
         async with asyncio.timeout(CALL_TIMEOUT):
             await transport.get_schema(endpoint)

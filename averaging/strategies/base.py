@@ -21,7 +21,7 @@ from averaging.protocol import CompressionType, parse_compression
 from averaging.receipts import Receipt
 from averaging.state import NO_EXTRA_STATE, ExtraState
 from averaging.strategies.catch_up import CatchUp
-from averaging.strategies.quorum import Attendance, Event, Punctuality, Standstill, quorum_options
+from averaging.strategies.quorum import Attendance, Event, Place, Punctuality, Standstill, quorum_options
 from averaging.strategies.schedule import Schedule, spelled_seconds
 from averaging.training import (
     BackgroundDownload,
@@ -283,7 +283,12 @@ class Strategy(ABC):
         """
         if self.quorum is None:
             return
-        self.quorum.check_group_size(training.peer.config.group_size)
+        quorum, group_size = self.quorum.quorum, training.peer.config.group_size
+        if isinstance(quorum, int) and quorum > group_size:
+            raise ConfigError(
+                f"quorum={quorum} is more than group_size={group_size}, so no round could ever begin; set "
+                f"group_size to at least {quorum} at all peers, or a smaller quorum"
+            )
         if training.site.shards > 1:
             raise ConfigError(
                 "quorum does not work with a model that is divided between the processes of a site, since the rounds "
@@ -333,27 +338,22 @@ class Strategy(ABC):
     def _attend(self, event: Event, began: float | None = None) -> None:
         self._attendance = self._attendance.after(event, began)
 
-    @property
-    def _position(self) -> int:
-        """Number of the run's steps, or rounds, in this peer's state."""
-        return self.history.step
-
-    def _why_still(self, training: StrategyContext) -> str:
-        """Why this peer makes no step of its run, after more rounds than that should take."""
-        return self._standstill.reason or "no round of its own was due"
-
-    def _tell_standstill(self, training: StrategyContext, schedule: Schedule) -> None:
+    def _tell_standstill(self, training: StrategyContext, schedule: Schedule, position: int) -> None:
         """Says once why the run's steps do not reach this peer; of a missing quorum it is said already."""
         now, usual = training.monotonic(), self._punctuality.interval
         seconds = max(schedule.interval, usual if usual < math.inf else 0.0)
-        self._standstill = self._standstill.after_step(self._position, now)
-        if self._standstill.is_long(now, self._pieces * schedule.length, self._pieces * seconds):
-            self._standstill = replace(self._standstill, told=True)
-            if training.site.leads and not self._warned_of_quorum:
-                logger.warning(
-                    "%s have brought no step of the run, since %s; training goes on without averages",
-                    *(counted(self._standstill.steps, "local step"), self._why_still(training)),
-                )
+        still = self._standstill = self._standstill.after_step(position, now)
+        if not still.is_long(now, self._pieces * schedule.length, self._pieces * seconds):
+            return
+        self._standstill = replace(still, told=True)
+        reason = still.reason or "no round of its own was due"
+        if self._attendance.place is Place.REBASED:
+            reason = "no round of the others has taken the local steps that it has made on top of their state"
+        elif self.missed:
+            reason = f"it has missed {counted(self.missed, 'round')} of the others and does not hold their state yet"
+        if training.site.leads and not self._warned_of_quorum:
+            text = "%s have brought no step of the run, since %s; training goes on without averages"
+            logger.warning(text, counted(still.steps, "local step"), reason)
 
     def _at_moment(self, expected: ExpectedPeers, moment: float) -> ExpectedPeers:
         """Those of the expected peers that come to this moment, if it is one."""
@@ -372,17 +372,18 @@ class Strategy(ABC):
         if self._schedule is not None:
             self._schedule.count(training.run_now() if self._schedule.interval else training.now())
 
-    def _go_on(self, training: StrategyContext, *, in_round: bool) -> None:
+    def _go_on(self, training: StrategyContext, position: int, *, in_round: bool) -> None:
         """Called at the end of each step; announces to which moment this peer comes next, if that has changed.
 
-        During a round the others still wait for this peer because of the moment that it serves.
+        During a round the others still wait for this peer because of the moment that it serves. `position` is the
+        number of the run's steps, or rounds, in its state.
         """
         if self._schedule is None:
             return
         schedule = self._schedule
         schedule.resume(training.run_now() if schedule.interval else training.now())
         if self.quorum is not None:
-            self._tell_standstill(training, schedule)
+            self._tell_standstill(training, schedule, position)
         if schedule.interval and not in_round:
             self._tell(training, training.site.broadcast_from_leader(lambda: schedule.comes(training.run_now())))
 

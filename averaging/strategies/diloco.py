@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from averaging.common import counted, is_finite, listed, one_of
+from averaging.common import is_finite, listed, one_of
 from averaging.errors import AveragingError, ConfigError, StateError
 from averaging.matchmaking import Quorum
 from averaging.peer import Adopt, ExpectedPeers, RoundOptions, SparseFeedback, StopSearch
@@ -60,24 +60,15 @@ TOP_K_DEFAULTS: Mapping[str, Any] = {"density": 1 / 64, "bits": 2, "decay": 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """What a peer with a quorum decides by after a step.
-
-    Attributes:
-        others: the other peers.
-        due: its own next round, if it is due.
-        target: the newest history of the others, if this peer has missed steps of it.
-        downloads: whether it takes over a state now, or goes on with a download.
-        group_began: when the others began the step after this peer's own history without it, if they did.
-        possible: whether as many peers as the quorum may come to the next round; or no other peer trains.
-    """
+class _Look:
+    """What a peer with a quorum decides by after a step."""
 
     others: Others
-    due: Due | None
-    target: History | None
-    downloads: bool
-    group_began: float | None
-    possible: bool
+    due: Due | None  # its own next round
+    target: History | None  # the newest history of the others, if this peer has missed steps of it
+    downloads: bool  # whether it takes over a state now, or goes on with a download
+    group_began: float | None  # when the others began the step after this peer's own history without it
+    obstacle: str  # why no round with this peer's state can begin; empty if one may, or no other peer trains
 
 
 class DiLoCo(LockstepStrategy):
@@ -279,7 +270,8 @@ class DiLoCo(LockstepStrategy):
         self._owns, self._leads = training.site.owns, training.site.leads
         if self.top_k is not None:
             check_tied({fragment.number: fragment.parameters for fragment in self._fragments})
-        if self.top_k is not None and self._leads and _has_momentum(self._fragments[0].outer):
+        has_momentum = any(group.get("momentum") for group in self._fragments[0].outer.param_groups)
+        if self.top_k is not None and self._leads and has_momentum:
             logger.warning(
                 "the outer optimizer has momentum, whose part the residual of top_k takes already: a change that is "
                 "sent late would be amplified again. Leave outer out, or use SGD without momentum"
@@ -321,7 +313,7 @@ class DiLoCo(LockstepStrategy):
                 self._begin(training, self._next_fragment, () if due.nobody else others.together, due)
         if self._pending is not None and not self.delay and self._target is None:
             self._end(training, self._pending)
-        self._go_on(training, in_round=self._pending is not None and self._target is None)
+        self._go_on(training, self.history.step, in_round=self._pending is not None and self._target is None)
         return loss
 
     def _is_over(self, training: StrategyContext, pending: PendingRound) -> bool:
@@ -346,14 +338,16 @@ class DiLoCo(LockstepStrategy):
             self._begin_late(training, look.target or self.history)
             return
         self._next_quorum(training, once=True)  # warns if there are too few peers
-        if self._attendance.place is Place.LATE or not look.possible:
+        if look.obstacle:
+            self._standstill = replace(self._standstill, reason=look.obstacle)
+        if self._attendance.place is Place.LATE or look.obstacle:
             return  # another step than that of the others must not be made: it would lead to a second history
         self._attendance = replace(self._attendance, owed=False)
         self.announce(training)  # who was missing in the last round is expected again
         nobody = look.due is not None and look.due.nobody
         self._begin(training, self._next_fragment, () if nobody else look.others.together, look.due or IMMEDIATELY)
 
-    def _look_along(self, training: StrategyContext) -> Look:
+    def _look_along(self, training: StrategyContext) -> _Look:
         """What `_go_along` decides by; called at the leader of a site."""
         others, is_behind, due = self._look(training)
         began = training.announcements.group_began(self._next_fragment.topic, self.history.phase)
@@ -362,10 +356,13 @@ class DiLoCo(LockstepStrategy):
         wanted = self._claimed is None or newest.step >= self._claimed[1].step
         downloads = is_behind and wanted and not (follows and self._attendance.place is Place.REBASED)
         seen = training.announcements.of_others(wait=False)
-        enough = 1 + len(self._holders(others, seen)) >= self._quorum_count(training, seen)
-        possible = enough or self._training_peers(seen) == 1
+        holders, count = set(others.together) - set(find_late(self.history, seen)), self._quorum_count(training, seen)
+        obstacle = f"only {1 + len(holders)} of the {count} peers of the quorum hold global step {self.history.step}"
+        obstacle += f", not {listed(sorted(seen.keys() - holders))}"
+        if 1 + len(holders) >= count or self._training_peers(seen) == 1:
+            obstacle = ""
         downloads = downloads or self._downloads.busy
-        return Look(others, due, newest if follows else None, downloads, began, possible)
+        return _Look(others, due, newest if follows else None, downloads, began, obstacle)
 
     def _begin_late(self, training: StrategyContext, target: History) -> None:
         """Begins to contribute to the next step of `target`, which this peer may not hold, in the background."""
@@ -551,37 +548,14 @@ class DiLoCo(LockstepStrategy):
 
     def _miss(self, training: StrategyContext, target: History | None, receipt: Receipt) -> None:
         """A round that has failed, or that this peer has missed, is made up for in the next one."""
-        self._standstill = replace(self._standstill, reason=f"its last round failed ({receipt.reason})")
+        self._standstill = replace(self._standstill, reason=f"its last round failed: {receipt.reason}")
         if receipt.group_id:
             self._attendance = self._attendance.after_failure()
             return
-        owed = target is not None or training.site.broadcast_from_leader(lambda: self._is_behind(training))
+        owed = target is not None or bool(self.present_others(training).ahead)
         self._attendance = replace(self._attendance, owed=owed)
         if target is not None and target == self.history:
             self._attend(Event.UNMET)
-
-    def _why_still(self, training: StrategyContext) -> str:
-        """Also because of the others, of which too few may hold this peer's state."""
-        seen = training.announcements.at_leader(wait=False)
-        others, place = self.others(training, seen), self._attendance.place
-        if place is Place.REBASED:
-            return "no round of the others has taken the local steps that it has made on top of their state"
-        if others.ahead:
-            return f"it is {counted(self.missed, 'step')} behind {listed(sorted(others.ahead))} and lacks their state"
-        if place is Place.LATE:
-            return "the others have begun a round without it, of which it knows no end"
-        holders, count = self._holders(others, seen), self._quorum_count(training, seen)
-        if 1 + len(holders) >= count:
-            return super()._why_still(training)
-        step, lacking = self.history.step, listed(sorted(seen.keys() - holders))
-        return f"only {1 + len(holders)} of the {count} peers of the quorum hold global step {step}, not {lacking}"
-
-    def _holders(self, others: Others, seen: Mapping[str, bytes]) -> set[str]:
-        """The other peers that hold this peer's state."""
-        return set(others.together) - set(find_late(self.history, seen))
-
-    def _is_behind(self, training: StrategyContext) -> bool:
-        return bool(self.present_others(training).ahead)
 
     def _step(self, training: StrategyContext, fragment: Fragment, receipt: Receipt | None) -> None:
         with training.replacing(), training.changing_parameters():
@@ -733,10 +707,6 @@ class DiLoCo(LockstepStrategy):
             )
         for feedback in self._feedbacks if self._owns else ():
             feedback.load(fitting)
-
-
-def _has_momentum(outer: torch.optim.Optimizer) -> bool:
-    return any(group.get("momentum") for group in outer.param_groups)
 
 
 def _check_outer(outer: Any, given: Iterable[torch.nn.Parameter]) -> None:

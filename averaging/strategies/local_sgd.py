@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from averaging.common import counted, is_count
+from averaging.common import is_count
 from averaging.errors import ConfigError, RoundError, StateError
 from averaging.matchmaking import Quorum
 from averaging.peer import Adopt, RoundOptions, Topic, TopicOptions
@@ -219,16 +219,6 @@ class LocalSGD(Strategy):
     def _late(self) -> int | None:
         return self._rounds if self.quorum else None
 
-    @property
-    def _position(self) -> int:
-        return self._rounds
-
-    def _why_still(self, training: StrategyContext) -> str:
-        """Also because newer parameters are on their way."""
-        if self._fetch is not None:
-            return f"it has missed {counted(self.missed, 'round')} and lacks the state of {self._fetch.donors[0]}"
-        return super()._why_still(training)
-
     def start(self, training: StrategyContext) -> None:
         """Creates the topic, unless the optimizer's state is in it: that exists only after the first gradients."""
         self._check_quorum(training)
@@ -261,7 +251,7 @@ class LocalSGD(Strategy):
         topic, due = self._due_topic(training)
         if topic is not None and due is not None and self._has_caught_up(training):
             self._average(training, topic, due)
-        self._go_on(training, in_round=self._pending is not None)
+        self._go_on(training, self._rounds, in_round=self._pending is not None)
         return loss
 
     def _average(self, training: StrategyContext, topic: Topic, due: Due) -> None:
@@ -315,10 +305,9 @@ class LocalSGD(Strategy):
             return True
         if self._fetch is None:
             self._fetch = training.states.fetch(donors[: training.peer.config.verify_donors])
-        fetch, now = self._fetch, training.monotonic
+        fetch, until = self._fetch, self._fetch.began + training.peer.config.round_timeout
         if not training.site.broadcast_from_leader(fetch.done):
-            too_long = now() - fetch.began > training.peer.config.round_timeout
-            if not training.site.broadcast_from_leader(lambda: too_long):
+            if not training.site.broadcast_from_leader(lambda: training.monotonic() > until):
                 return False
             training.states.cancel(fetch)
         self._fetch = None
@@ -383,7 +372,7 @@ class LocalSGD(Strategy):
         if self._quorum is None:
             return
         if not receipt.averaged:
-            self._standstill = replace(self._standstill, reason=f"its last round failed ({receipt.reason})")
+            self._standstill = replace(self._standstill, reason=f"its last round failed: {receipt.reason}")
             return
         self._punctuality.note(receipt, self._quorum)
         users = [user for user in receipt.gathered.values() if isinstance(user, dict)]

@@ -69,18 +69,6 @@ class QuorumOptions:
         """The factor of the weight of a contribution of this age, in global steps."""
         return max(LEAST_DISCOUNT, self.discount**age)
 
-    def check_group_size(self, group_size: int) -> None:
-        """Checks that a group has room for the quorum.
-
-        Raises:
-            ConfigError: it has not.
-        """
-        if isinstance(self.quorum, int) and self.quorum > group_size:
-            raise ConfigError(
-                f"quorum={self.quorum} is more than group_size={group_size}, so no round could ever begin; set "
-                f"group_size to at least {self.quorum} at all peers, or a smaller quorum"
-            )
-
     def __str__(self) -> str:
         text = f", quorum={self.quorum}"
         text += f", grace={self.grace:g}s" if self.grace != DEFAULT_GRACE else ""
@@ -213,20 +201,13 @@ class Place(Enum):
 class Event(Enum):
     """What changes a peer's place."""
 
-    MISSED = auto()
-    """The others are ahead, or have begun a round without it."""
-    LEVEL = auto()
-    """They are not: if they had begun a round, it has failed."""
-    REBASED = auto()
-    """It has taken over a state, with local steps on top that no average includes; or it has tried to in vain."""
-    TOOK_OVER = auto()
-    """It has taken over a state, and averages include all of its local steps."""
-    INCLUDED = auto()
-    """A round has averaged its change, but it does not hold the state that this changes."""
-    AVERAGED = auto()
-    """It holds the result of a round, or has made a step alone."""
-    UNMET = auto()
-    """Nobody leads a round for the state that it has taken over, so it leads the next one if need be."""
+    MISSED = auto()  # the others are ahead, or have begun a round without it
+    LEVEL = auto()  # they are not: if they had begun a round, it has failed
+    REBASED = auto()  # it has taken over a state, or has tried to, with local steps on top that no average includes
+    TOOK_OVER = auto()  # it has taken over a state, and averages include all of its local steps
+    INCLUDED = auto()  # a round has averaged its change, but it does not hold the state that this changes
+    AVERAGED = auto()  # it holds the result of a round, or has made a step alone
+    UNMET = auto()  # nobody leads a round for the state that it has taken over, so it leads the next one if need be
 
 
 TRANSITIONS: Mapping[tuple[Place, Event], Place] = {
@@ -246,23 +227,15 @@ TRANSITIONS: Mapping[tuple[Place, Event], Place] = {
 
 @dataclass(frozen=True, slots=True)
 class Attendance:
-    """A peer's part in the rounds of the others.
-
-    Attributes:
-        place: its place.
-        owed: whether it takes part in the next round although none of its own is due.
-        missed_at: when the others began the round that it has missed, in seconds since the epoch; None if it has missed
-            none, or has told them how late it was.
-        repeats: whether its last round has failed and is repeated.
-    """
+    """A peer's part in the rounds of the others."""
 
     place: Place = Place.IN_TIME
-    owed: bool = False
-    missed_at: float | None = None
-    repeats: bool = False
+    owed: bool = False  # whether it takes part in the next round although none of its own is due
+    missed_at: float | None = None  # when the others began a round without it, since the epoch, until it has told them
+    repeats: bool = False  # whether its last round has failed and is repeated
 
     def after(self, event: Event, began: float | None = None) -> Attendance:
-        """The attendance after an event; `began` is when the others began a round without this peer, if known."""
+        """The attendance after an event; `began` is the new `missed_at`, if there is none yet."""
         place = TRANSITIONS.get((self.place, event), self.place)
         missed_at = began if self.missed_at is None else self.missed_at
         if place is Place.IN_TIME and event in (Event.LEVEL, Event.AVERAGED):
@@ -281,21 +254,13 @@ PATIENCE = 2
 
 @dataclass(frozen=True, slots=True)
 class Standstill:
-    """For how long a peer has made no step of its run.
+    """For how long a peer has made no step of its run."""
 
-    Attributes:
-        position: number of the run's steps, or rounds, in its state.
-        steps: local steps since that has changed.
-        since: when it has changed.
-        reason: why its last round since has failed.
-        told: whether it has said why.
-    """
-
-    position: int = -1
-    steps: int = 0
-    since: float = 0.0
-    reason: str = ""
-    told: bool = False
+    position: int = -1  # number of the run's steps, or rounds, in its state
+    steps: int = 0  # local steps since that has changed
+    since: float = 0.0  # when it has changed
+    reason: str = ""  # why its last round brought none
+    told: bool = False  # whether it has said so
 
     def after_step(self, position: int, now: float) -> Standstill:
         """The standstill after a local step."""

@@ -343,7 +343,7 @@ def test_peers_that_cannot_make_a_step_say_why_once(
     trainers.run.simulate()
     said = [record.getMessage() for record in caplog.records if "no step of the run" in record.getMessage()]
     assert len(said) == 3, said
-    assert sum("behind peer-0:1" in text for text in said) == 1, said
+    assert sum("it has missed 3 rounds of the others and does not hold" in text for text in said) == 1, said
     assert sum("only 2 of the 3 peers of the quorum hold global step 5, not peer-2:1;" in text for text in said) == 2
 
 
