@@ -9,7 +9,7 @@ from averaging.matchmaking.arrivals import Arrivals
 from averaging.matchmaking.conduct import Exclusions, ResponseHistory
 from averaging.matchmaking.follower_side import LoggedDifferences
 from averaging.matchmaking.matchmaking import Matchmaking
-from averaging.matchmaking.rules import LEAST_SEARCH, Quorum
+from averaging.matchmaking.rules import LEAST_SEARCH, Quorum, holds_state
 from averaging.matchmaking.search_state import NoGroupError
 
 __all__ = [
@@ -21,4 +21,5 @@ __all__ = [
     "NoGroupError",
     "Quorum",
     "ResponseHistory",
+    "holds_state",
 ]

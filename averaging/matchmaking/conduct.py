@@ -229,7 +229,6 @@ class Exclusions:
         return {name: dict(entry.counts) for name, entry in self._entries.items()}
 
     def _follow_clock(self, now: float) -> None:
-        """Moves all entries back with a clock that was set back."""
         back = self._last_now - now
         self._last_now = now
         if back > 0:

@@ -222,7 +222,6 @@ class FollowerSide:
         )
 
     def _make_room(self, search: SearchState) -> None:
-        """Withdraws the oldest request if there are too many; it counts as one that was not answered."""
         if len(search.open_requests) < rules.MAX_OPEN_REQUESTS:
             return
         endpoint, request = next(iter(search.open_requests.items()))

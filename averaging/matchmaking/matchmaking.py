@@ -274,7 +274,6 @@ class Matchmaking:
             await self._next_change(search)
 
     async def _next_change(self, search: SearchState) -> None:
-        """Waits until a search changes, or no search is left."""
         search.changed.clear()
         waits = [asyncio.create_task(event.wait()) for event in (search.changed, self._idle)]
         try:
@@ -412,7 +411,6 @@ class Matchmaking:
         self._accepting.set()
 
     async def _declare(self, search: SearchState, expiration: float) -> Declaration:
-        """Declares in discovery that this peer looks for a group, unless it only follows."""
         self._last.note_declaration(min(expiration, self._clock() + self._group_wait))
         if not search.state.leads:
             return Declaration(expiration, self._endpoint)

@@ -243,8 +243,12 @@ def counts_for_quorum(member: Member) -> bool:
     An auxiliary is not, since it contributes nothing, nor is a member that says in its `gather` that it does not hold
     the state that the group changes: it contributes, but cannot keep the result.
     """
-    holds = member.user.get("holds", True) if isinstance(member.user, dict) else True
-    return member.sends and holds is not False
+    return member.sends and holds_state(member.user)
+
+
+def holds_state(user: object) -> bool:
+    """Whether a member holds the state that its group changes, unless it says in its `gather` that it does not."""
+    return not isinstance(user, dict) or user.get("holds", True) is not False
 
 
 def stated_quorum(followers: Iterable[Member]) -> Quorum | None:

@@ -210,7 +210,6 @@ class Watchdog:
             slept, busy = time.monotonic(), time.process_time()
 
     def _watched(self) -> list[WatchedLoop]:
-        """The loops; without any the thread ends."""
         with self._lock:
             if not self._loops:
                 self._thread = None

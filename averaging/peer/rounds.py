@@ -86,11 +86,9 @@ class _Round:
     stages: dict[str, float] = field(default_factory=dict)  # start time of each; "phases" in the receipt
 
     def enter(self, stage: str) -> None:
-        """Begins a stage, which ends the last one."""
         self.stages[stage] = asyncio.get_running_loop().time()
 
     def seconds_of_stages(self, end: float) -> dict[str, float]:
-        """Duration of each stage."""
         moments = [*self.stages.values(), end]
         return {stage: after - moment for stage, moment, after in zip(self.stages, moments, moments[1:], strict=False)}
 
@@ -312,7 +310,6 @@ class Rounds:
             return False
 
         def missing() -> Collection[str]:
-            """The expected peers that have not joined."""
             return [name for name in expected_peers(self._progress.announcements) if not matchmaking.is_member(name)]
 
         watches = stop_search is not None or callable(start_size)
@@ -406,7 +403,6 @@ class Rounds:
         return group
 
     def _all_that_train(self, announcements: Mapping[str, bytes]) -> int:
-        """The start size of an auxiliary: all peers that train; `group_size` if none announces that it does."""
         return len(announcements) or self._config.group_size
 
     async def _without_gone(self, missing: Callable[[], Collection[str]]) -> AsyncGenerator[dict[str, bytes], None]:
@@ -573,7 +569,6 @@ class Rounds:
         return "" if drift is None or drift.own.moment != round_.options.get("phase", "") else drift.own.digest
 
     def _fingerprints(self, group: Group) -> dict[str, Fingerprint]:
-        """The fingerprints of the other members that sent one."""
         sent = {member.endpoint: detach(member.user)[1] for member in group.members}
         return {
             name: fingerprint
@@ -583,7 +578,6 @@ class Rounds:
 
 
 def _gathered(group: Group) -> dict[str, Any]:
-    """What each member has sent with `gather`, in the group's order."""
     return {member.endpoint: detach(member.user)[0] for member in group.members}
 
 

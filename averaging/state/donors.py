@@ -178,12 +178,10 @@ class Throughput:
 
     @property
     def _expected(self) -> int:
-        """Bytes in this window."""
         return min(math.ceil(self._rate.bytes_per_second * self._window), self._at_start)
 
     @property
     def _missing(self) -> int:
-        """Bytes in this window."""
         return self._expected - (self._at_start - self._left)
 
     def _next_window(self, now: float) -> None:

@@ -42,17 +42,11 @@ from averaging.training import (
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """A round that is due.
+    """A round that is due."""
 
-    Attributes:
-        after: seconds until it begins.
-        moment: the moment of the run's clock that it serves; 0 if rounds are due after a number of steps.
-        nobody: whether no other peer comes to that moment, so that nobody need be looked for.
-    """
-
-    after: float = 0.0
-    moment: float = 0.0
-    nobody: bool = False
+    after: float = 0.0  # seconds until it begins
+    moment: float = 0.0  # of the run's clock that it serves; 0 if rounds are due after a number of steps
+    nobody: bool = False  # whether no other peer comes to that moment, so that nobody need be looked for
 
 
 IMMEDIATELY = Due()
@@ -268,7 +262,6 @@ class Strategy(ABC):
         return Due(max(0.0, schedule.moment - now), schedule.moment, nobody)
 
     def _tell(self, training: StrategyContext, moment: float) -> None:
-        """Announces the moment at which this peer comes next, if it has announced another one."""
         if moment != self._moment:
             self._moment = moment
             self.announce(training)
@@ -276,11 +269,7 @@ class Strategy(ABC):
     # Quorum
 
     def _check_quorum(self, training: StrategyContext) -> None:
-        """Checks that rounds with the quorum are possible; called as the strategy starts.
-
-        Raises:
-            ConfigError: they are not.
-        """
+        """Checks that rounds with the quorum are possible; called as the strategy starts."""
         if self.quorum is None:
             return
         quorum, group_size = self.quorum.quorum, training.peer.config.group_size
@@ -296,13 +285,11 @@ class Strategy(ABC):
             )
 
     def _quorum_count(self, training: StrategyContext, announcements: Mapping[str, bytes]) -> int:
-        """Peers without which no round begins; 0 without a quorum."""
         if self.quorum is None:
             return 0
         return min(self.quorum.count(self._training_peers(announcements)), training.peer.config.group_size)
 
     def _training_peers(self, announcements: Mapping[str, bytes]) -> int:
-        """Peers of this run that are training, this one included."""
         return 1 + len(still_training(announcements) & same_origin(self.history, announcements))
 
     def wait_at_the_end(self, announcements: Mapping[str, bytes], group_size: int) -> float:
@@ -356,7 +343,6 @@ class Strategy(ABC):
             logger.warning(text, counted(still.steps, "local step"), reason)
 
     def _at_moment(self, expected: ExpectedPeers, moment: float) -> ExpectedPeers:
-        """Those of the expected peers that come to this moment, if it is one."""
         interval = 0.0 if self._schedule is None else self._schedule.interval
         if not moment or not interval:
             return expected
@@ -368,23 +354,18 @@ class Strategy(ABC):
         return expected_then
 
     def _count(self, training: StrategyContext) -> None:
-        """Counts a local step, which has ended now."""
         if self._schedule is not None:
             self._schedule.count(training.run_now() if self._schedule.interval else training.now())
 
     def _go_on(self, training: StrategyContext, position: int, *, in_round: bool) -> None:
-        """Called at the end of each step; announces to which moment this peer comes next, if that has changed.
-
-        During a round the others still wait for this peer because of the moment that it serves. `position` is the
-        number of the run's steps, or rounds, in its state.
-        """
+        """Ends a step, at which the state has so many of the run's steps or rounds; announces the next moment."""
         if self._schedule is None:
             return
         schedule = self._schedule
         schedule.resume(training.run_now() if schedule.interval else training.now())
         if self.quorum is not None:
             self._tell_standstill(training, schedule, position)
-        if schedule.interval and not in_round:
+        if schedule.interval and not in_round:  # in one, the others wait for this peer because of that moment
             self._tell(training, training.site.broadcast_from_leader(lambda: schedule.comes(training.run_now())))
 
     @cached_property
@@ -399,7 +380,6 @@ class Strategy(ABC):
         )
 
     def _own(self, training: StrategyContext) -> Own:
-        """This peer, as it looks at the others."""
         return Own(self.announced_history(training), training.announcements.member, training.standing, training.donates)
 
     def present_others(self, training: StrategyContext, *, wait: bool = True) -> Others:
@@ -428,7 +408,6 @@ class Strategy(ABC):
     def _follow(
         self, training: StrategyContext, own: History, others: Others, start_timeout: float, *, wait: bool = True
     ) -> bool:
-        """Takes over the state of a peer that is ahead of the history `own`."""
         fetch = training.states.of_all_ranks(
             lambda: self._downloads.follow(training, own, others, self._partners, start_timeout, wait=wait)
         )
@@ -537,7 +516,6 @@ class Strategy(ABC):
         return None
 
     def _average_at_the_end(self, training: StrategyContext, topic: Topic, timeout: float) -> Receipt | None:
-        """Averages a topic with the peers that have ended their training, until a round succeeds or time is up."""
         end = training.monotonic() + timeout
         receipt: Receipt | None = None
 
@@ -551,7 +529,6 @@ class Strategy(ABC):
         return receipt
 
     def _options(self) -> str:
-        """The options that differ from their defaults, for `repr`."""
         options = []
         if self.compression is not None:
             options.append(f"compression={self.compression.name}")
@@ -582,13 +559,7 @@ writes parameters, would otherwise cost a download in each round."""
 
 
 class DriftReaction:
-    """What a peer does about a round in which it differed from most members: it warns, raises, or takes over theirs.
-
-    Args:
-        training: the context of the strategy.
-        strategy: the strategy.
-        on_drift: option of the peer.
-    """
+    """What a peer does about a round in which it differed from most members: it warns, raises, or takes over theirs."""
 
     def __init__(self, training: StrategyContext, strategy: Strategy, on_drift: OnDrift) -> None:
         self._training, self._strategy, self._on_drift = training, strategy, on_drift

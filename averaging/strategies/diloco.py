@@ -116,8 +116,7 @@ class DiLoCo(LockstepStrategy):
         max_norm: limit for the gradients of each local step and for the pseudo-gradient, see `Strategy`.
         quorum: see `Strategy`. A peer that has missed a round trains on, sends the change of its local steps to the
             next round in the background, and takes over the newest state with the steps since then on top.
-        grace: see `Strategy`.
-        staleness_discount: see `Strategy`.
+        grace, staleness_discount: see `Strategy`.
 
     Raises:
         ConfigError: an argument is invalid.
@@ -196,11 +195,7 @@ class DiLoCo(LockstepStrategy):
         return f"DiLoCo(sync_every={self.sync_every!r}{options}{self._options()}{sparse})"
 
     def _top_k(self, given: Mapping[str, Any]) -> tuple[TopK | None, float]:
-        """The options of `top_k` and the decay of its residual, checked; None with another compression.
-
-        Raises:
-            ConfigError: one of them is invalid, or was given with another compression.
-        """
+        """The options of `top_k` and the decay of its residual, checked; None with another compression."""
         options = {**TOP_K_DEFAULTS, **given}
         decay = options["decay"]
         if self.compression is not CompressionType.TOP_K:
@@ -310,7 +305,7 @@ class DiLoCo(LockstepStrategy):
         elif self._pending is None:
             others, is_behind, due = training.site.broadcast_from_leader(lambda: self._look(training))
             if not (is_behind and self.catch_up(training, others)) and due is not None:
-                self._begin(training, self._next_fragment, () if due.nobody else others.together, due)
+                self._begin(training, () if due.nobody else others.together, due)
         if self._pending is not None and not self.delay and self._target is None:
             self._end(training, self._pending)
         self._go_on(training, self.history.step, in_round=self._pending is not None and self._target is None)
@@ -342,13 +337,11 @@ class DiLoCo(LockstepStrategy):
             self._standstill = replace(self._standstill, reason=look.obstacle)
         if self._attendance.place is Place.LATE or look.obstacle:
             return  # another step than that of the others must not be made: it would lead to a second history
-        self._attendance = replace(self._attendance, owed=False)
         self.announce(training)  # who was missing in the last round is expected again
         nobody = look.due is not None and look.due.nobody
-        self._begin(training, self._next_fragment, () if nobody else look.others.together, look.due or IMMEDIATELY)
+        self._begin(training, () if nobody else look.others.together, look.due or IMMEDIATELY)
 
     def _look_along(self, training: StrategyContext) -> _Look:
-        """What `_go_along` decides by; called at the leader of a site."""
         others, is_behind, due = self._look(training)
         began = training.announcements.group_began(self._next_fragment.topic, self.history.phase)
         newest = max(others.ahead.values(), default=self.history)
@@ -367,26 +360,22 @@ class DiLoCo(LockstepStrategy):
     def _begin_late(self, training: StrategyContext, target: History) -> None:
         """Begins to contribute to the next step of `target`, which this peer may not hold, in the background."""
         fragment = self._fragments[target.step % len(self._fragments)]
-        fragment.measure(keep=True, background=self.max_norm is None)
+        self._measure(training, fragment, keep=True, background=True)
+        self._target, self._pending_history = target, self.history
+        self.announce(training)
+        holders = partial(find_together, target)
+        options: RoundOptions = {"phase": target.phase, "expected_peers": holders, "follows": True}
+        options["search_timeout"] = training.peer.config.round_timeout
+        options["stop_search"] = self._stop(training, target, holders)
+        options.update(self._contribution(training, fragment, target))
+        self._pending = training.begin(fragment.topic, **options)
+
+    def _measure(self, training: StrategyContext, fragment: Fragment, *, keep: bool, background: bool) -> None:
+        fragment.measure(keep=keep, background=background and self.max_norm is None)
         if self.max_norm is not None:
             training.clip(fragment.changes.values(), self.max_norm)
         self._schedule.restart()
         self._attendance = replace(self._attendance, owed=False)
-        self._target, self._pending_history = target, self.history
-        self.announce(training)
-
-        def holders(seen: Mapping[str, bytes]) -> tuple[str, ...]:
-            return find_together(target, seen)
-
-        options: RoundOptions = {
-            "phase": target.phase,
-            "follows": True,
-            "expected_peers": holders,
-            "search_timeout": training.peer.config.round_timeout,
-            "stop_search": self._stop(training, target, holders),
-        }
-        options.update(self._contribution(training, fragment, target))
-        self._pending = training.begin(fragment.topic, **options)
 
     def _stop(self, training: StrategyContext, target: History, holders: ExpectedPeers) -> StopSearch:
         """Stops a search once a peer that could make the step has made it, or none is left."""
@@ -398,7 +387,6 @@ class DiLoCo(LockstepStrategy):
         return stop
 
     def _contribution(self, training: StrategyContext, fragment: Fragment, target: History) -> RoundOptions:
-        """Weight and `gather` of what this peer sends to the next step of `target`."""
         weight = training.weight_of(fragment.topic)
         gather: dict[str, Any] = {"samples": weight} | training.unit
         if self.quorum is None:
@@ -436,7 +424,7 @@ class DiLoCo(LockstepStrategy):
             together, is_left = training.site.broadcast_from_leader(lambda: self._at_the_end(training, partners))
             if is_left:
                 break  # an outer step of this peer alone would make its weights differ from the partners'
-            self._begin(training, self._next_fragment, together, search_timeout=max(0.0, end - training.monotonic()))
+            self._begin(training, together, search_timeout=max(0.0, end - training.monotonic()))
             if self._pending is not None:
                 receipt = self._end(training, self._pending)
         with training.replacing(), training.changing_parameters():
@@ -477,18 +465,15 @@ class DiLoCo(LockstepStrategy):
     def _begin(
         self,
         training: StrategyContext,
-        fragment: Fragment,
         together: tuple[str, ...],
         due: Due = IMMEDIATELY,
         search_timeout: float | None = None,
     ) -> None:
-        """Begins the round of a fragment; a peer that can average with nobody makes its outer step at once."""
+        """Begins the next fragment's round; a peer that can average with nobody makes its outer step at once."""
+        fragment = self._next_fragment
         keeps = self.top_k is not None and self.alpha > 0 if self.quorum is None else self.delay > 0
-        in_background = self.delay > 0 and self.max_norm is None and bool(together)
-        fragment.measure(keep=keeps and bool(together), background=in_background)
-        if self.max_norm is not None:
-            training.clip(fragment.changes.values(), self.max_norm)
-        self._schedule.restart()
+        goes_on = self.delay > 0 and bool(together)
+        self._measure(training, fragment, keep=keeps and bool(together), background=goes_on)
         if not together:
             self._step(training, fragment, None)
             return
@@ -496,11 +481,8 @@ class DiLoCo(LockstepStrategy):
             self._tell(training, due.moment)
         self._pending_history, self._target = self.history, None
         expected = self._at_moment(self._expected_peers(training, together), due.moment)
-        options: RoundOptions = {
-            "phase": self.history.phase,
-            "expected_peers": expected,
-            "drift": training.fingerprint(self._anchors, self.history.phase, self.history.step),
-        }
+        options: RoundOptions = {"phase": self.history.phase, "expected_peers": expected}
+        options["drift"] = training.fingerprint(self._anchors, self.history.phase, self.history.step)
         options.update(self._contribution(training, fragment, self.history))
         if search_timeout is not None:
             options["search_timeout"] = search_timeout  # at the end of training all wait for all
@@ -521,10 +503,10 @@ class DiLoCo(LockstepStrategy):
             raise
         self._pending = None
         target, self._target = self._target, None
-        if target is not None and receipt.averaged:
-            self._schedule.restart()  # from here on it comes when the others come
         if target is not None:
             self.announce(training)
+            if receipt.averaged:
+                self._schedule.restart()  # from here on it comes when the others come
         if self.history != self._pending_history:
             return receipt  # a checkpoint was loaded meanwhile, so the result belongs to other parameters
         if receipt.averaged and target is not None and target != self.history:
@@ -538,7 +520,6 @@ class DiLoCo(LockstepStrategy):
         return receipt
 
     def _include(self, fragment: Fragment, target: History, receipt: Receipt) -> None:
-        """Notes that the step after `target`, which this peer takes over later, includes its change."""
         sent, steps = fragment.include(self.history.step)
         if fragment.feedback is not None:
             fragment.feedback.applied()
@@ -629,7 +610,6 @@ class DiLoCo(LockstepStrategy):
 
     @property
     def _anchors(self) -> dict[str, torch.Tensor]:
-        """The model after the last global step by name, equal at all peers."""
         return {name: anchor for fragment in self._fragments for name, anchor in fragment.anchors.items()}
 
     @property
@@ -710,11 +690,7 @@ class DiLoCo(LockstepStrategy):
 
 
 def _check_outer(outer: Any, given: Iterable[torch.nn.Parameter]) -> None:
-    """Checks that an outer optimizer has exactly the given parameters: with the model's own nothing would be learnt.
-
-    Raises:
-        ConfigError: it has others, or requires a closure.
-    """
+    """Checks that an outer optimizer has exactly the given parameters: with the model's own nothing would be learnt."""
     groups = getattr(outer, "param_groups", [])
     if {id(parameter) for group in groups for parameter in group["params"]} != {id(parameter) for parameter in given}:
         raise ConfigError(

@@ -120,10 +120,7 @@ class Fragment:
 
     @torch.no_grad()
     def include(self, step: int) -> tuple[int, dict[str, torch.Tensor]]:
-        """Notes that a result which this peer has not got yet includes the local steps up to `measure`.
-
-        Args:
-            step: global step whose state this peer has.
+        """Notes that a result which this peer, at global step `step`, lacks includes the local steps up to `measure`.
 
         Returns:
             How many local steps these are that none included before, and their change.
@@ -190,11 +187,7 @@ class Fragment:
         return steps
 
     def steps_to_keep(self, *, discarded: bool) -> dict[str, torch.Tensor]:
-        """The local steps that no result includes, by name; with `top_k` also those of an open change are excluded.
-
-        Args:
-            discarded: whether another peer's result may include the local steps up to the last round.
-        """
+        """The local steps that no result includes, by name; `discarded`: nor may include, up to the last round."""
         if not discarded:
             return self.local_steps()
         if self.feedback is None:
@@ -211,11 +204,7 @@ class Fragment:
 
 
 def cut(sizes: Mapping[str, int], pieces: int) -> list[list[str]]:
-    """Divides tensors, in order, into pieces of about equal size, each with at least one tensor.
-
-    Args:
-        sizes: number of elements of each tensor, by name.
-        pieces: number of pieces.
+    """Divides tensors, in order and given by their elements, into pieces of about equal size with at least one each.
 
     Raises:
         ConfigError: there are fewer tensors than pieces.

@@ -18,7 +18,7 @@ from averaging.receipts import DriftCheck, Receipt
 from averaging.state import ExtraState
 from averaging.strategies.base import Due, Strategy
 from averaging.strategies.diloco import PLAIN, DiLoCo
-from averaging.strategies.quorum import Attendance, Event, Place, age_in
+from averaging.strategies.quorum import Attendance, Event, Place
 from averaging.strategies.schedule import Schedule, make_schedule
 from averaging.tensors import HostCopies, is_on_device, on_cpu, sent, sharing_memory
 from averaging.training import (
@@ -45,7 +45,7 @@ class DelayedUpdate:
 
     Attributes:
         copies: copies on the CPU, by name; after a round they hold the average minus what was sent.
-        sent: what was sent, by name; None until the copies are complete.
+        sent: what was sent of parameters and second moments, by name; None until the copies are complete.
         waits: whether they come from a device while training goes on; `complete` waits for them.
     """
 
@@ -72,8 +72,9 @@ class DelayedUpdate:
         """Waits until the copies are complete."""
         self._host.wait()
         if self.sent is None:
-            self.sent = {name: copied.clone() for name, copied in self.copies.items()}
-            self._moments = frozenset(_moments(self._kinds.values(), self.sent))
+            self._moments = frozenset(_moments(self._kinds.values(), self.copies))
+            others = {name for names in self._kinds.values() for name in names} - self._moments
+            self.sent = {name: copied.clone() for name, copied in self.copies.items() if name not in others}
 
     @torch.no_grad()
     def add(self) -> None:
@@ -137,14 +138,11 @@ class LocalSGD(Strategy):
         overlap: whether training goes on during the round. The training thread only copies the tensors. When the round
             ends, the change (average minus what was sent) is added to the parameters. For second moments and running
             variances the change is reduced by as much as they have decayed since.
-        compression: see `Strategy`.
-        error_feedback: see `Strategy`.
-        max_norm: limit for the gradients of each step, see `Strategy`.
+        compression, error_feedback, max_norm: see `Strategy`.
         quorum: see `Strategy`. A peer that has missed rounds takes over the parameters of one that has not, in the
             background and with the change of its own steps on top, before it takes part in the next one. It keeps a
             copy of the parameters on the CPU for that.
-        grace: see `Strategy`.
-        staleness_discount: see `Strategy`.
+        grace, staleness_discount: see `Strategy`.
 
     Raises:
         ConfigError: an argument is invalid.
@@ -255,7 +253,6 @@ class LocalSGD(Strategy):
         return loss
 
     def _average(self, training: StrategyContext, topic: Topic, due: Due) -> None:
-        """Averages a topic, or begins to."""
         self._schedule.restart()  # before the round, whose result newcomers get together with the steps since it
         options: RoundOptions = {"expected_peers": self._at_moment(still_training, due.moment)}
         options.update(self._quorum_of_round(training, topic, due))
@@ -317,7 +314,6 @@ class LocalSGD(Strategy):
 
     @torch.no_grad()
     def _rebase(self, training: StrategyContext, fetch: BackgroundDownload) -> None:
-        """Takes over downloaded parameters, with the change of the local steps since the last round on top."""
         since = self._schedule.steps
         change = {name: on_cpu(tensor) - self._base[name] for name, tensor in training.parameters.items()}
         try:
@@ -332,13 +328,11 @@ class LocalSGD(Strategy):
                 tensor.add_(change[name].to(tensor.device, tensor.dtype))
 
     def _copied(self) -> dict[str, torch.Tensor]:
-        """Copies of the parameters; none without a quorum."""
         if self.quorum is None:
             return {}
         return {name: value.detach().to("cpu", copy=True) for name, value in self._parameters.items()}
 
     def _quorum_of_round(self, training: StrategyContext, topic: Topic, due: Due) -> RoundOptions:
-        """The options of the next round that follow from the quorum."""
         quorum = self._next_quorum(training, once=False)
         if self.quorum is None or quorum is None:
             return {}
@@ -382,7 +376,7 @@ class LocalSGD(Strategy):
         self._bases = float(self._open_steps * self._rounds)
         if self._delayed is None:
             self._base = self._copied()
-        present = {name for name in receipt.members if not age_in(receipt.gathered[name])}
+        present = {account.endpoint for account in receipt.accounts if not account.age}
         seen = training.announcements.of_others(wait=False)
         self._missing = {name: progress for name, progress in seen.items() if name not in present}
 
@@ -399,7 +393,6 @@ class LocalSGD(Strategy):
         self._replaced, self._averaged_in = True, ""
 
     def _claims(self, training: StrategyContext) -> Others | None:
-        """The other peers, if one of them is ahead of this one or may be."""
         announcements = training.announcements.of_others(wait=False)
         if announcements is self._announcements and not self._downloads.busy:
             return None
@@ -425,11 +418,9 @@ class LocalSGD(Strategy):
         return self._average_at_the_end(training, topic, timeout)
 
     def _averages_state(self, training: StrategyContext) -> bool:
-        """Whether tensors of the optimizer's state are averaged."""
         return self.statistics or training.modes.exist
 
     def _tensors(self, training: StrategyContext) -> dict[str, torch.Tensor]:
-        """What is averaged, by name."""
         return training.tensors | (training.statistics() if self.statistics else training.iterates())
 
     def _make_topic(self, training: StrategyContext) -> Topic:

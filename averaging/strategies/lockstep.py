@@ -12,11 +12,11 @@ import torch
 
 from averaging.common import is_number
 from averaging.errors import StateError
+from averaging.matchmaking import holds_state
 from averaging.peer import ExpectedPeers
 from averaging.receipts import Receipt
 from averaging.strategies.base import Strategy
 from averaging.strategies.catch_up import START_TIMEOUT
-from averaging.strategies.quorum import holds_state
 from averaging.training import (
     History,
     Others,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import pairwise
 
-from averaging.common import is_count, is_finite, is_number, parse_duration
+from averaging.common import is_finite, is_number, parse_duration
 from averaging.errors import ConfigError
 from averaging.matchmaking import Quorum
 from averaging.receipts import Account, Receipt
@@ -47,17 +47,11 @@ FIRST_GRACE, LEAST_ROUNDS = 1.0, 3
 
 @dataclass(frozen=True, slots=True)
 class QuorumOptions:
-    """The options of a strategy that waits for nobody who is late, checked.
+    """The options of a strategy that waits for nobody who is late, checked."""
 
-    Attributes:
-        quorum: number of peers, this one included, or share of the peers that are training.
-        grace: upper bound of the grace period in seconds.
-        discount: factor of the weight for each global step of age.
-    """
-
-    quorum: int | float
-    grace: float = DEFAULT_GRACE
-    discount: float = DEFAULT_DISCOUNT
+    quorum: int | float  # number of peers, this one included, or share of the peers that are training
+    grace: float = DEFAULT_GRACE  # upper bound of the grace period in seconds
+    discount: float = DEFAULT_DISCOUNT  # factor of the weight for each global step of age
 
     def count(self, training: int) -> int:
         """Members without which no round begins, of so many peers that are training: at least 2."""
@@ -115,15 +109,11 @@ def _seconds(grace: float | str) -> float:
 
 
 def learned_grace(rounds: Sequence[Collection[float]], bound: float, interval: float = math.inf) -> float:
-    """Seconds for which a round waits for further members once its quorum is there.
+    """Seconds for which a round waits for further members once its quorum is there, at most `bound`.
 
-    They would have been enough for the late members of most of the last rounds. Members that came later than `bound` do
-    not count, since no round waits for them.
-
-    Args:
-        rounds: for each of the last rounds the lateness of the members that came after the quorum, in seconds.
-        bound: upper bound in seconds.
-        interval: seconds from round to round, of which at most `MAX_SHARE` is spent in waiting.
+    They would have been enough for the late members of most of the last `rounds`, each given by the lateness of those
+    that came after the quorum, in seconds. Members that came later than `bound` do not count, since no round waits for
+    them. At most `MAX_SHARE` of the `interval` from round to round is spent in waiting.
     """
     bound = min(bound, max(LEAST_GRACE, MAX_SHARE * interval))
     if len(rounds) < LEAST_ROUNDS:
@@ -133,12 +123,9 @@ def learned_grace(rounds: Sequence[Collection[float]], bound: float, interval: f
 
 
 def lateness(accounts: Iterable[Account], endpoint: str, count: int) -> list[float]:
-    """By how many seconds the members of a round came after those that made the quorum, as one of them observed it.
+    """By how many seconds the members of a round came after those that made the quorum of `count`.
 
-    Args:
-        accounts: the members.
-        endpoint: the peer that observed it. Members that looked for a group before it did count as coming with it.
-        count: the quorum.
+    It is as the peer at `endpoint` observed it: members that looked for a group before it did count as coming with it.
     """
     waited = {account.endpoint: account.waited for account in accounts if account.mode != "auxiliary"}
     own = waited.get(endpoint)
@@ -150,11 +137,7 @@ def lateness(accounts: Iterable[Account], endpoint: str, count: int) -> list[flo
 
 
 class Punctuality:
-    """How late the members of the last rounds came, those that had missed the round before included.
-
-    Args:
-        bound: upper bound of the grace period in seconds.
-    """
+    """How late the members of the last rounds came, those that had missed the round before included."""
 
     def __init__(self, bound: float) -> None:
         self._bound = bound
@@ -210,19 +193,16 @@ class Event(Enum):
     UNMET = auto()  # nobody leads a round for the state that it has taken over, so it leads the next one if need be
 
 
-TRANSITIONS: Mapping[tuple[Place, Event], Place] = {
-    (Place.IN_TIME, Event.MISSED): Place.LATE,
-    (Place.IN_TIME, Event.REBASED): Place.REBASED,
-    (Place.LATE, Event.LEVEL): Place.IN_TIME,
-    (Place.LATE, Event.REBASED): Place.REBASED,
-    (Place.LATE, Event.TOOK_OVER): Place.IN_TIME,
-    (Place.LATE, Event.AVERAGED): Place.IN_TIME,
-    (Place.REBASED, Event.TOOK_OVER): Place.IN_TIME,
-    (Place.REBASED, Event.INCLUDED): Place.LATE,
-    (Place.REBASED, Event.AVERAGED): Place.IN_TIME,
-    (Place.REBASED, Event.UNMET): Place.IN_TIME,
+TRANSITIONS: Mapping[Event, Mapping[Place, Place]] = {
+    Event.MISSED: {Place.IN_TIME: Place.LATE},
+    Event.LEVEL: {Place.LATE: Place.IN_TIME},
+    Event.REBASED: {Place.IN_TIME: Place.REBASED, Place.LATE: Place.REBASED},
+    Event.TOOK_OVER: {Place.LATE: Place.IN_TIME, Place.REBASED: Place.IN_TIME},
+    Event.INCLUDED: {Place.REBASED: Place.LATE},
+    Event.AVERAGED: {Place.LATE: Place.IN_TIME, Place.REBASED: Place.IN_TIME},
+    Event.UNMET: {Place.REBASED: Place.IN_TIME},
 }
-"""The place after an event. With all other pairs it stays the same."""
+"""The place of a peer after an event, by its place before; a place that is not listed stays the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +216,7 @@ class Attendance:
 
     def after(self, event: Event, began: float | None = None) -> Attendance:
         """The attendance after an event; `began` is the new `missed_at`, if there is none yet."""
-        place = TRANSITIONS.get((self.place, event), self.place)
+        place = TRANSITIONS[event].get(self.place, self.place)
         missed_at = began if self.missed_at is None else self.missed_at
         if place is Place.IN_TIME and event in (Event.LEVEL, Event.AVERAGED):
             missed_at = None
@@ -276,14 +256,3 @@ def late_in(user: object) -> float | None:
     """By how many seconds a member says it has missed the beginning of a round, from its `gather`."""
     seconds = user.get("late") if isinstance(user, dict) else None
     return float(seconds) if is_number(seconds) and 0 <= seconds <= MAX_GRACE else None
-
-
-def holds_state(user: object) -> bool:
-    """Whether a member holds the state that its group changes, unless it says in its `gather` that it does not."""
-    return not isinstance(user, dict) or user.get("holds", True) is not False
-
-
-def age_in(user: object) -> int:
-    """The age that a member states in its `gather`; 0 if it states none."""
-    age = user.get("age") if isinstance(user, dict) else None
-    return age if is_count(age) else 0

@@ -96,7 +96,6 @@ class AveragingSchedule(Schedule):
         self._last: float | None = None
 
     def count(self, now: float) -> None:
-        """See `Schedule`."""
         self.steps += 1
         if self._last is not None:
             seconds = now - self._last
@@ -104,7 +103,6 @@ class AveragingSchedule(Schedule):
         self._last = now
 
     def is_due(self, now: float, declared_until: float | None) -> bool:
-        """See `Schedule`."""
         if self.steps >= self.sync_every:
             return True
         if self.steps == 0 or self._seconds <= 0 or declared_until is None:
@@ -112,7 +110,6 @@ class AveragingSchedule(Schedule):
         return now < declared_until < now + (self.sync_every - self.steps + 1) * self._seconds
 
     def restart(self) -> None:
-        """See `Schedule`."""
         self.steps = 0
         self._last = None
 
@@ -141,11 +138,9 @@ class ClockSchedule(Schedule):
 
     @property
     def moment(self) -> float:
-        """See `Schedule`."""
         return 0.0 if self._next is None else self._next * self.interval
 
     def count(self, now: float) -> None:
-        """See `Schedule`."""
         self.steps += 1
         if self._resumed is not None and now > self._resumed:
             self._durations.append(now - self._resumed)
@@ -170,21 +165,17 @@ class ClockSchedule(Schedule):
         return early <= 0 or (self._step_seconds > early and self.comes(now) == self.moment)
 
     def restart(self) -> None:
-        """See `Schedule`."""
         self.steps, self._began = 0, None
         self.skip()
 
     def skip(self) -> None:
-        """See `Schedule`."""
         if self._next is not None:
             self._next += 1
 
     def resume(self, now: float) -> None:
-        """See `Schedule`."""
         self._resumed = now
 
     def comes(self, now: float) -> float:
-        """See `Schedule`."""
         if self._next is None:
             return 0.0
         seconds, number = self._step_seconds, self._next

@@ -536,7 +536,6 @@ def _union_sizes(numel: int, block_size: int, count: int) -> dict[int, int]:
 
 
 def _raw_size(numel: int, block_size: int, top_k: TopK, count: int) -> int:
-    """Bytes of `count` contributions as they came."""
     return _HEAD.itemsize + count * (_FACTORS.itemsize + top_k_nbytes(numel, block_size, top_k))
 
 
@@ -620,7 +619,6 @@ def _read_bitmap(raw: Bytes, numel: int, most: int) -> tuple[npt.NDArray[np.int6
 
 
 def _kept_of(numel: int, block_size: int, top_k: TopK) -> int:
-    """Number of elements that are sent of whole blocks."""
     return numel // block_size * top_k.kept(block_size)
 
 

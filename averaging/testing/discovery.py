@@ -112,7 +112,6 @@ class MemoryDiscovery:
         self._watchers.close()
 
     async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> None:
-        """See `Discovery.store`."""
         if not self._entered or self._left:
             raise ClosedError("this peer is not in the run: enter its discovery with `async with` first")
         last = self._last(key, subkey)
@@ -126,7 +125,6 @@ class MemoryDiscovery:
         """See `Discovery.until_stored`; there is no order that all peers see alike."""
 
     async def withdraw(self, key: str, subkey: str) -> None:
-        """See `Discovery.withdraw`."""
         last = self._last(key, subkey)
         if last is not None:
             del self._own[key, subkey]
@@ -136,7 +134,6 @@ class MemoryDiscovery:
         """See `Discovery.follow`; every peer holds all records anyway."""
 
     def get(self, key: str) -> Mapping[str, Entry]:
-        """See `Discovery.get`."""
         with self._registry.lock:
             return self._read(key)
 
@@ -153,7 +150,6 @@ class MemoryDiscovery:
         return entries
 
     def watch(self, key: str) -> AsyncGenerator[Mapping[str, Entry], None]:
-        """See `Discovery.watch`."""
         return self._watchers.watch(key)
 
     async def take_place(self, key: str, size: int) -> str:
@@ -164,7 +160,6 @@ class MemoryDiscovery:
         """See `Discovery.leave_place`."""
 
     def knows(self, endpoint: str) -> bool:
-        """See `Discovery.knows`."""
         with self._registry.lock:
             return self._registry.table().has_subkey(endpoint) or endpoint in self._own_subkeys()
 
@@ -173,7 +168,6 @@ class MemoryDiscovery:
         return not self.knows(endpoint)
 
     def endpoints(self) -> frozenset[str]:
-        """See `Discovery.endpoints`."""
         with self._registry.lock:
             return self._registry.table().subkeys() | self._own_subkeys()
 

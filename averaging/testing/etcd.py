@@ -66,13 +66,11 @@ class MemoryEtcd:
     # Leases
 
     def grant(self, seconds: float) -> int:
-        """See `KeyValueStore.grant`."""
         lease = self.rng.getrandbits(62) + 1
         self._leases[lease] = seconds, self._timer(lease, seconds), set()
         return lease
 
     def keep_alive(self, lease: int) -> bool:
-        """See `KeyValueStore.keep_alive`."""
         if lease not in self._leases:
             return False
         seconds, timer, keys = self._leases[lease]
@@ -81,7 +79,6 @@ class MemoryEtcd:
         return True
 
     def revoke(self, lease: int) -> None:
-        """See `KeyValueStore.revoke`."""
         if lease in self._leases:
             _, timer, keys = self._leases.pop(lease)
             timer.cancel()
@@ -94,13 +91,11 @@ class MemoryEtcd:
     # Values
 
     def change(self, changes: Mapping[bytes, bytes | None], lease: int) -> int:
-        """See `KeyValueStore.change`."""
         if lease not in self._leases and any(value is not None for value in changes.values()):
             raise LeaseEndedError("requested lease not found")
         return self._apply(changes, lease)
 
     def list_values(self, prefix: bytes, limit: int, start: bytes) -> StoredValues:
-        """See `KeyValueStore.list_values`."""
         first = bisect_left(self._sorted, max(prefix, start))
         found: list[StoredValue] = []
         for key in self._sorted[first : first + limit + 1]:
@@ -110,12 +105,10 @@ class MemoryEtcd:
         return StoredValues(tuple(found[:limit]), self.revision, len(found) <= limit)
 
     def draw(self, key: bytes, lease: int) -> StoredValue:
-        """See `KeyValueStore.draw`."""
         self.change({key: b""}, lease)
         return self._values[key]
 
     def delete_unless_drawn(self, drawn: StoredValue, most: int) -> bool:
-        """See `KeyValueStore.delete_unless_drawn`."""
         present = self._values.get(drawn.key)
         if present is None or present.created != drawn.created or present.writes > most:
             return False
@@ -204,41 +197,35 @@ class MemoryEtcdClient:
         self.cut = False
 
     async def grant(self, seconds: float) -> int:
-        """See `KeyValueStore.grant`."""
         await self._way("grant")
         lease = self._etcd.grant(seconds)
         await self._way()
         return lease
 
     async def keep_alive(self, lease: int) -> bool:
-        """See `KeyValueStore.keep_alive`."""
         await self._way("keep_alive")
         alive = self._etcd.keep_alive(lease)
         await self._way()
         return alive
 
     async def revoke(self, lease: int) -> None:
-        """See `KeyValueStore.revoke`."""
         await self._way("revoke")
         self._etcd.revoke(lease)
         await self._way()
 
     async def change(self, changes: Mapping[bytes, bytes | None], lease: int) -> int:
-        """See `KeyValueStore.change`."""
         await self._way("change")
         revision = self._etcd.change(changes, lease)
         await self._way()
         return revision
 
     async def list_values(self, prefix: bytes, limit: int, start: bytes = b"") -> StoredValues:
-        """See `KeyValueStore.list_values`."""
         await self._way("list_values")
         values = self._etcd.list_values(prefix, limit, start)
         await self._way()
         return values
 
     async def watch(self, prefix: bytes, after: int) -> AsyncGenerator[StoredChanges, None]:
-        """See `KeyValueStore.watch`."""
         await self._way("watch")
         etcd = self._etcd
         queue = etcd.open_watch(prefix, after)
@@ -257,14 +244,12 @@ class MemoryEtcdClient:
         raise PeerUnreachableError("etcd", "connection lost")
 
     async def draw(self, key: bytes, lease: int) -> StoredValue:
-        """See `KeyValueStore.draw`."""
         await self._way("draw")
         drawn = self._etcd.draw(key, lease)
         await self._way()
         return drawn
 
     async def delete_unless_drawn(self, drawn: StoredValue, most: int) -> bool:
-        """See `KeyValueStore.delete_unless_drawn`."""
         await self._way("delete_unless_drawn")
         done = self._etcd.delete_unless_drawn(drawn, most)
         await self._way()

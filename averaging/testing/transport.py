@@ -294,13 +294,11 @@ class MemoryTransport:
         await asyncio.gather(*answering, return_exceptions=True)
 
     def join_group(self, endpoint: str, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
-        """See `transport.base.Transport`."""
         return self._call("join_group", endpoint, lambda peer, _: peer._service.join_group(request))
 
     def aggregate_part(
         self, endpoint: str, messages: AsyncIterator[AveragingData]
     ) -> AsyncGenerator[AveragingData, None]:
-        """See `transport.base.Transport`."""
         return self._call("aggregate_part", endpoint, lambda peer, up: peer._service.aggregate_part(up), messages)
 
     def prepare_lane(self, endpoint: str) -> None:
@@ -313,32 +311,25 @@ class MemoryTransport:
         """See `transport.base.Transport`."""
 
     def download_state(self, endpoint: str, resume: Resume | None = None) -> AsyncGenerator[DownloadData, None]:
-        """See `transport.base.Transport`."""
         host = self.endpoint if self.endpoint.startswith(CLIENT_PREFIX) else self.endpoint.rpartition(":")[0]
         return self._call("download_state", endpoint, lambda peer, _: peer._service.download_state(resume, host))
 
     async def get_schema(self, endpoint: str) -> Schema:
-        """See `transport.base.Transport`."""
-
         async def answer(peer: MemoryTransport) -> AsyncGenerator[Schema, None]:
             yield peer._service.get_schema()
 
         return await self._unary("get_schema", endpoint, answer)
 
     def exchange(self, endpoint: str, digest: Digest) -> AsyncGenerator[ExchangeReply, None]:
-        """See `transport.base.Transport`."""
         return self._call("exchange", endpoint, lambda peer, _: peer._records.exchange(digest))
 
     async def push(self, endpoint: str, run_id: str, rumours: tuple[Rumour, ...]) -> tuple[Refusal, ...]:
-        """See `transport.base.Transport`."""
-
         async def answer(peer: MemoryTransport) -> AsyncGenerator[tuple[Refusal, ...], None]:
             yield await peer._records.push(run_id, rumours)
 
         return await self._unary("push", endpoint, answer)
 
     def subscribe(self, endpoint: str, digest: Digest) -> AsyncGenerator[tuple[Record, ...], None]:
-        """See `transport.base.Transport`."""
         return self._call("subscribe", endpoint, lambda peer, _: peer._records.subscribe(digest))
 
     @property

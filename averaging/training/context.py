@@ -205,7 +205,6 @@ class StrategyContext:
             )
 
     def _weigh(self, options: RoundOptions, topic: Topic) -> None:
-        """Sets this peer's weight, and its unit, in the options of a round for which the strategy sets none."""
         if "weight" not in options:
             options["weight"] = self.weight_of(topic)
             if self.weighs_samples:
@@ -374,7 +373,6 @@ class StrategyContext:
             self.clip((gradient for gradient in gradients if gradient is not None), max_norm)
 
     def _versions(self) -> list[int]:
-        """Counts of writes to each parameter."""
         return [parameter._version for parameter in self.parameters.values()]
 
     def count_local_step(self, samples: int | None = None) -> None:
