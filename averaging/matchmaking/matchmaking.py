@@ -263,10 +263,12 @@ class Matchmaking:
         """The round of the last group is over; `whole` if it averaged and lost no member."""
         self._last.note_end(self._discovery.get(self.group_key), whole)
 
-    async def withdraw(self) -> None:
-        """Takes back that this peer is in a group, which has failed, so that another one may begin under the key."""
-        if self._in_group:
-            await self._discovery.withdraw(self._in_group, self._endpoint)
+    async def withdraw(self) -> bool:
+        """Takes back that this peer is in a group, so that another one may begin; returns whether it had said so."""
+        key, self._in_group = self._in_group, ""
+        if key:
+            await self._discovery.withdraw(key, self._endpoint)
+        return bool(key)
 
     async def assembling(self) -> None:
         """Waits until no group with this peer in it is being assembled."""

@@ -215,10 +215,9 @@ class Rounds:
 
         The records of members that are still in it, or have averaged, remain. Those of a dead member would, too.
         """
-        quorum, matchmaking = round_.options.get("quorum"), self._service.matchmaking
-        if quorum is None or not quorum.once or matchmaking is None:
+        matchmaking = self._service.matchmaking
+        if matchmaking is None or not await matchmaking.withdraw():
             return
-        await matchmaking.withdraw()
         for lost in round_.receipt.dropped:
             if await is_refused(self._transport, lost.endpoint):
                 self._progress.mark_gone(lost.endpoint)
