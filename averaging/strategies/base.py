@@ -21,7 +21,7 @@ from averaging.protocol import CompressionType, parse_compression
 from averaging.receipts import Receipt
 from averaging.state import NO_EXTRA_STATE, ExtraState
 from averaging.strategies.catch_up import CatchUp
-from averaging.strategies.quorum import Attendance, Event, Place, Punctuality, Standstill, quorum_options
+from averaging.strategies.quorum import Attendance, Event, Punctuality, Standstill, Timeliness, quorum_options
 from averaging.strategies.schedule import Schedule, spelled_seconds
 from averaging.training import (
     BackgroundDownload,
@@ -334,7 +334,7 @@ class Strategy(ABC):
             return
         self._standstill = replace(still, told=True)
         reason = still.reason or "no round of its own was due"
-        if self._attendance.place is Place.REBASED:
+        if self._attendance.timeliness is Timeliness.REBASED:
             reason = "no round of the others has taken the local steps that it has made on top of their state"
         elif self.missed:
             reason = f"it has missed {counted(self.missed, 'round')} of the others and does not hold their state yet"

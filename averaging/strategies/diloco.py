@@ -22,7 +22,7 @@ from averaging.state import ExtraState
 from averaging.strategies.base import IMMEDIATELY, Due
 from averaging.strategies.fragments import Fragment, check_tied, cut
 from averaging.strategies.lockstep import LockstepStrategy
-from averaging.strategies.quorum import Attendance, Event, Place, Standstill
+from averaging.strategies.quorum import Attendance, Event, Standstill, Timeliness
 from averaging.strategies.schedule import Schedule, check_whole_number, make_schedule
 from averaging.tensors import copy_to_host, host_memory
 from averaging.training import (
@@ -329,13 +329,13 @@ class DiLoCo(LockstepStrategy):
             return  # a round that is due begins after the next step, for which the others' progress is read anew
         if not self._attendance.owed:
             return
-        if look.target is not None or self._attendance.place is Place.REBASED:
+        if look.target is not None or self._attendance.timeliness is Timeliness.REBASED:
             self._begin_late(training, look.target or self.history)
             return
         self._next_quorum(training, once=True)  # warns if there are too few peers
         if look.obstacle:
             self._standstill = replace(self._standstill, reason=look.obstacle)
-        if self._attendance.place is Place.LATE or look.obstacle:
+        if self._attendance.timeliness is Timeliness.LATE or look.obstacle:
             return  # another step than that of the others must not be made: it would lead to a second history
         self.announce(training)  # who was missing in the last round is expected again
         nobody = look.due is not None and look.due.nobody
@@ -347,7 +347,7 @@ class DiLoCo(LockstepStrategy):
         newest = max(others.ahead.values(), default=self.history)
         follows = newest.step > self.history.step and newest.may_follow(self.history)
         wanted = self._claimed is None or newest.step >= self._claimed[1].step
-        downloads = is_behind and wanted and not (follows and self._attendance.place is Place.REBASED)
+        downloads = is_behind and wanted and not (follows and self._attendance.timeliness is Timeliness.REBASED)
         seen = training.announcements.of_others(wait=False)
         holders, count = set(others.together) - set(find_late(self.history, seen)), self._quorum_count(training, seen)
         obstacle = f"only {1 + len(holders)} of the {count} peers of the quorum hold global step {self.history.step}"

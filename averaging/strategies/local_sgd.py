@@ -18,7 +18,7 @@ from averaging.receipts import DriftCheck, Receipt
 from averaging.state import ExtraState
 from averaging.strategies.base import Due, Strategy
 from averaging.strategies.diloco import PLAIN, DiLoCo
-from averaging.strategies.quorum import Attendance, Event, Place
+from averaging.strategies.quorum import Attendance, Event, Timeliness
 from averaging.strategies.schedule import Schedule, make_schedule
 from averaging.tensors import HostCopies, is_on_device, on_cpu, sent, sharing_memory
 from averaging.training import (
@@ -297,8 +297,8 @@ class LocalSGD(Strategy):
         rounds, donors = most_rounds(self.history, seen)
         if self._fetch is None:
             self._attend(Event.MISSED if rounds > self._rounds and donors else Event.LEVEL)
-        self.missed = 0 if self._attendance.place is Place.REBASED else max(0, rounds - self._rounds)
-        if self._attendance.place is not Place.LATE:
+        self.missed = 0 if self._attendance.timeliness is Timeliness.REBASED else max(0, rounds - self._rounds)
+        if self._attendance.timeliness is not Timeliness.LATE:
             return True
         if self._fetch is None:
             self._fetch = training.states.fetch(donors[: training.peer.config.verify_donors])

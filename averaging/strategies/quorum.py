@@ -168,8 +168,8 @@ class Punctuality:
 # With a quorum nobody waits for a peer that has missed a round, nor does that peer wait.
 
 
-class Place(Enum):
-    """Where a peer stands in the rounds of the others."""
+class Timeliness(Enum):
+    """How a peer keeps up with the rounds of the others."""
 
     IN_TIME = auto()
     """It takes part in their next round with the state of all."""
@@ -182,7 +182,7 @@ class Place(Enum):
 
 
 class Event(Enum):
-    """What changes a peer's place."""
+    """What changes the timeliness of a peer."""
 
     MISSED = auto()  # the others are ahead, or have begun a round without it
     LEVEL = auto()  # they are not: if they had begun a round, it has failed
@@ -193,35 +193,35 @@ class Event(Enum):
     UNMET = auto()  # nobody leads a round for the state that it has taken over, so it leads the next one if need be
 
 
-TRANSITIONS: Mapping[Event, Mapping[Place, Place]] = {
-    Event.MISSED: {Place.IN_TIME: Place.LATE},
-    Event.LEVEL: {Place.LATE: Place.IN_TIME},
-    Event.REBASED: {Place.IN_TIME: Place.REBASED, Place.LATE: Place.REBASED},
-    Event.TOOK_OVER: {Place.LATE: Place.IN_TIME, Place.REBASED: Place.IN_TIME},
-    Event.INCLUDED: {Place.REBASED: Place.LATE},
-    Event.AVERAGED: {Place.LATE: Place.IN_TIME, Place.REBASED: Place.IN_TIME},
-    Event.UNMET: {Place.REBASED: Place.IN_TIME},
+TRANSITIONS: Mapping[Event, Mapping[Timeliness, Timeliness]] = {
+    Event.MISSED: {Timeliness.IN_TIME: Timeliness.LATE},
+    Event.LEVEL: {Timeliness.LATE: Timeliness.IN_TIME},
+    Event.REBASED: {Timeliness.IN_TIME: Timeliness.REBASED, Timeliness.LATE: Timeliness.REBASED},
+    Event.TOOK_OVER: {Timeliness.LATE: Timeliness.IN_TIME, Timeliness.REBASED: Timeliness.IN_TIME},
+    Event.INCLUDED: {Timeliness.REBASED: Timeliness.LATE},
+    Event.AVERAGED: {Timeliness.LATE: Timeliness.IN_TIME, Timeliness.REBASED: Timeliness.IN_TIME},
+    Event.UNMET: {Timeliness.REBASED: Timeliness.IN_TIME},
 }
-"""The place of a peer after an event, by its place before; a place that is not listed stays the same."""
+"""The timeliness after an event, by that before; what is not listed stays the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attendance:
     """A peer's part in the rounds of the others."""
 
-    place: Place = Place.IN_TIME
+    timeliness: Timeliness = Timeliness.IN_TIME
     owed: bool = False  # whether it takes part in the next round although none of its own is due
     missed_at: float | None = None  # when the others began a round without it, since the epoch, until it has told them
     repeats: bool = False  # whether its last round has failed and is repeated
 
     def after(self, event: Event, began: float | None = None) -> Attendance:
         """The attendance after an event; `began` is the new `missed_at`, if there is none yet."""
-        place = TRANSITIONS[event].get(self.place, self.place)
+        now = TRANSITIONS[event].get(self.timeliness, self.timeliness)
         missed_at = began if self.missed_at is None else self.missed_at
-        if place is Place.IN_TIME and event in (Event.LEVEL, Event.AVERAGED):
+        if now is Timeliness.IN_TIME and event in (Event.LEVEL, Event.AVERAGED):
             missed_at = None
         averaged = event in (Event.AVERAGED, Event.INCLUDED)
-        return Attendance(place, self.owed, missed_at, self.repeats and not averaged)
+        return Attendance(now, self.owed, missed_at, self.repeats and not averaged)
 
     def after_failure(self) -> Attendance:
         """The attendance after a round whose group has failed: it is repeated at once, but not twice in a row."""

@@ -26,9 +26,9 @@ from averaging.strategies.quorum import (
     TRANSITIONS,
     Attendance,
     Event,
-    Place,
     Punctuality,
     Standstill,
+    Timeliness,
     lateness,
     learned_grace,
     quorum_options,
@@ -145,9 +145,9 @@ def test_members_that_missed_a_round_lengthen_the_grace_period() -> None:
     assert punctuality.grace == MARGIN * 2.0
 
 
-IN_TIME, LATE, REBASED = Place.IN_TIME, Place.LATE, Place.REBASED
+IN_TIME, LATE, REBASED = Timeliness.IN_TIME, Timeliness.LATE, Timeliness.REBASED
 
-PLACES = {  # after an event: of a peer that was in time, late, rebased
+AFTER = {  # after an event: of a peer that was in time, late, rebased
     Event.MISSED: (LATE, LATE, REBASED),
     Event.LEVEL: (IN_TIME, IN_TIME, REBASED),
     Event.REBASED: (REBASED, REBASED, REBASED),
@@ -159,10 +159,10 @@ PLACES = {  # after an event: of a peer that was in time, late, rebased
 
 
 @pytest.mark.parametrize("event", Event)
-@pytest.mark.parametrize("place", Place)
-def test_the_place_of_a_peer_after_each_event(place: Place, event: Event) -> None:
-    assert Attendance(place).after(event).place is PLACES[event][list(Place).index(place)]
-    assert TRANSITIONS[event].get(place) is not place, "it stays without being listed"
+@pytest.mark.parametrize("before", Timeliness)
+def test_the_timeliness_of_a_peer_after_each_event(before: Timeliness, event: Event) -> None:
+    assert Attendance(before).after(event).timeliness is AFTER[event][list(Timeliness).index(before)]
+    assert TRANSITIONS[event].get(before) is not before, "it stays without being listed"
 
 
 def test_a_peer_tells_how_late_it_was_unless_it_has_missed_nothing() -> None:
