@@ -109,6 +109,7 @@ class RunSampler(Sampler[int], InProcess):
         self._handed: deque[tuple[int, int]] = deque()
         self._handed_out = self._trained = self._last_step = 0
         self._settled = False  # whether `epochs` has waited already
+        self._epoch_of_pass = 0
         self._hook = opt.register_step_post_hook(self._after_step)
         self._site.broadcast_from_leader(self._look_at_first)
 
@@ -276,6 +277,8 @@ class RunSampler(Sampler[int], InProcess):
             try:
                 records.check()
                 self._see()
+                if self._dealer.epoch != self._epoch_of_pass:
+                    return None  # the others have ended the epoch; a pass never runs on into the next one
                 now = time.monotonic()
                 self._dealer.claim(now, AHEAD)
                 self._announce()
@@ -317,7 +320,7 @@ class RunSampler(Sampler[int], InProcess):
                 dealer.next_epoch()
             self._announce()
             if (epochs is not None and dealer.epoch >= epochs) or dealer.has_free(time.monotonic()):
-                records.holders = ()
+                records.holders, self._epoch_of_pass = (), dealer.epoch
                 return dealer.epoch, True
             records.holders = dealer.holders()
             time.sleep(POLL)

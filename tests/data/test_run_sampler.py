@@ -95,6 +95,35 @@ def test_a_site_of_two_ranks_and_a_peer_share_an_epoch(stack: ExitStack, tmp_pat
     assert trained.total() - 501 <= 1, "one rank had no sample of its own at the end"
 
 
+@pytest.mark.parametrize("peers", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_a_pass_belongs_to_one_epoch_and_each_epoch_has_each_sample_once(peers: int, stack: ExitStack) -> None:
+    """Peers that end an epoch at different moments do not run on into the next one in the same pass."""
+    addresses = [free_address() for _ in range(peers)]
+    processes = [
+        worker(
+            stack,
+            length=203,
+            block=8,
+            epochs=3,
+            seconds=0.1,
+            listen=address,
+            join=addresses[:1] if number else [],
+            peers=peers,
+        )
+        for number, address in enumerate(addresses)
+    ]
+    for process in processes:
+        process.send("")
+    assert len({process.expect("finished")["digest"] for process in processes}) == 1
+    trained = Counter(
+        (event["epoch"], sample)
+        for process in processes
+        for event in process.events("trained")
+        for sample in event["samples"]
+    )
+    assert trained == Counter((epoch, sample) for epoch in range(3) for sample in range(203))
+
+
 @pytest.fixture
 def opt() -> Iterator[DecentralizedAverager]:
     model = model_of(0)

@@ -66,10 +66,10 @@ def main(options: dict[str, Any]) -> None:
         report("ready", epoch=sampler.epoch, together=opt.wait_for_peers(options["peers"], 60.0))
         for epoch in sampler.epochs(options["epochs"]):
             for samples in loader:
-                time.sleep(options["seconds"])  # computes
                 backward(model, batch_of(int(samples[0]), len(samples)))
                 opt.step(batch_size=len(samples))
                 report("trained", epoch=epoch, samples=samples.tolist())
+                time.sleep(options["seconds"])  # computes, while the others go on
                 if opt.local_step == options.get("pause_after"):
                     sys.stdin.readline()
         report("done", **asdict(sampler.statistics))
