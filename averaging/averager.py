@@ -30,6 +30,7 @@ from averaging.training import (
     DataRecords,
     LeaderStatus,
     LeaderStatusRelay,
+    NamedMasters,
     OptimizerWrapper,
     Site,
     Stage,
@@ -123,6 +124,9 @@ class DecentralizedAverager(OptimizerWrapper):
             call its methods alike. See docs/how-to/sites.md.
         services: Further gRPC methods that this peer serves, see `Peer`. A service with a method `averaged` is
             called after each round, see `StateService`.
+        masters: Returns the optimizer's own copies of the parameters, such as float32 ones of bfloat16 parameters, one
+            for each in the optimizer's order: they get what a round writes. Those that it keeps as
+            `state[parameter]["master_param"]` need not be named.
         transport: See `Peer`.
         discovery: See `Peer`.
         options: See `PeerConfig`.
@@ -163,6 +167,7 @@ class DecentralizedAverager(OptimizerWrapper):
         on_round: Callable[[Receipt], object] | None = None,
         process_group: object = NO_GROUP,
         services: Sequence[RpcService] = (),
+        masters: NamedMasters | None = None,
         transport: Transport | None = None,
         discovery: DiscoveryFactory | str | None = None,
         **options: Unpack[PeerOptions],
@@ -223,6 +228,7 @@ class DecentralizedAverager(OptimizerWrapper):
                 donates=self._config.share_state and self._config.mode is not Mode.CLIENT,
                 on_receipt=self._note,
                 allow_takeover=allow_takeover,
+                masters=masters,
             )
             self._peer.catching_up = "it takes over the state of its run"
             self._drift = DriftReaction(self._training, strategy, self._config.on_drift)

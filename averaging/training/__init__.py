@@ -38,7 +38,7 @@ from averaging.training.open_averagers import (
 )
 from averaging.training.optimizer_state import GroupProgress, load_optimizer, pack_optimizer, restored_on_error
 from averaging.training.optimizer_wrapper import OptimizerWrapper
-from averaging.training.parameter_copies import needs_closure
+from averaging.training.parameter_copies import NamedMasters, needs_closure
 from averaging.training.site import (
     NO_GROUP,
     LeaderStatus,
@@ -83,6 +83,7 @@ __all__ = [
     "HistoryStanding",
     "LeaderStatus",
     "LeaderStatusRelay",
+    "NamedMasters",
     "OptimizerWrapper",
     "Origin",
     "Others",

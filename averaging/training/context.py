@@ -32,7 +32,7 @@ from averaging.training.named_tensors import (
     without_counters,
 )
 from averaging.training.optimizer_state import GroupProgress
-from averaging.training.parameter_copies import ITERATE, ParameterCopies, WeightModes
+from averaging.training.parameter_copies import ITERATE, NamedMasters, ParameterCopies, WeightModes
 from averaging.training.site import Site
 from averaging.training.standing import HistoryStanding
 from averaging.training.takeover import (
@@ -91,6 +91,7 @@ class StrategyContext:
         donates: whether other peers can download this peer's state; the same at all ranks of the site.
         on_receipt: function that gets the receipt of every round.
         allow_takeover: see `HistoryStanding`.
+        masters: see `ParameterCopies`.
 
     Attributes:
         local_step: number of local steps, including those of a downloaded or loaded state.
@@ -132,11 +133,12 @@ class StrategyContext:
         donates: bool,
         on_receipt: Callable[[Receipt], None],
         allow_takeover: bool = False,
+        masters: NamedMasters | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.progress = GroupProgress(optimizer)
         self.modes = WeightModes(optimizer, peer.tensors)
-        self.copies = ParameterCopies(optimizer, parameters)
+        self.copies = ParameterCopies(optimizer, parameters, masters)
         self.trained = parameters
         self.model = model
         self.counters = Counters(buffers.shared)
@@ -345,9 +347,7 @@ class StrategyContext:
     def optimizer_step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Calls the inner optimizer's `step`. The caller holds the tensors' lock."""
         with self.progress.observed():
-            loss = self.optimizer.step() if closure is None else self.optimizer.step(closure)
-        self.copies.stepped()
-        return loss
+            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
     def _freeing(self, lock: ExitStack, closure: Callable[[], float], max_norm: float | None) -> Callable[[], float]:
         """Wraps a closure so that it is evaluated without the lock while no parameter has changed."""

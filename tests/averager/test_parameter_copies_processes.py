@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 import torch
 
-from averaging import DiLoCo, LocalSGD, Strategy
-from tests.averager.test_parameter_copies import InState, LikeApex, Masters
-from tests.support.training import PATIENCE, Start, batch_of, equal, model_of
+from averaging import DecentralizedAverager, DiLoCo, LocalSGD, Strategy
+from tests.averager.test_parameter_copies import Flat, InState, Masters
+from tests.support.training import PATIENCE, Run, Start, batch_of, equal, model_of
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "LocalSGD": partial(LocalSGD, 2),
@@ -20,17 +20,24 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
 }
 
 
+def add(run: Run, strategy: Strategy, kind: Callable[..., Masters], model: torch.nn.Module) -> DecentralizedAverager:
+    """Adds a peer whose optimizer's copies are named, unless they are in its state."""
+    optimizer = kind(model.parameters())
+    masters = None if isinstance(optimizer, InState) else optimizer.kept
+    return run.add(strategy, lambda _: optimizer, model, group_size=2, masters=masters)
+
+
 def in_sync(optimizer: torch.optim.Optimizer) -> bool:
     assert isinstance(optimizer, Masters)
     return all(torch.equal(m.to(p.dtype), p) for m, p in zip(optimizer.kept(), optimizer.all(), strict=True))
 
 
-@pytest.mark.parametrize("kind", [Masters, InState, LikeApex])
+@pytest.mark.parametrize("kind", [Masters, InState, Flat])
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
 def test_what_is_averaged_stays(start: Start, strategy: Callable[[], Strategy], kind: type[Masters]) -> None:
     run = start()
     for _ in range(2):
-        run.add(strategy(), partial(kind, lr=0.1), model_of(0, torch.bfloat16), group_size=2)
+        add(run, strategy(), partial(kind, lr=0.1), model_of(0, torch.bfloat16))
     run.meet()
 
     def whole(number: int) -> bool:
@@ -46,11 +53,11 @@ def test_what_is_averaged_stays(start: Start, strategy: Callable[[], Strategy], 
     assert run.each(whole) == [True, True]
 
 
-@pytest.mark.parametrize("kind", [Masters, InState, LikeApex])
+@pytest.mark.parametrize("kind", [Masters, InState, Flat])
 def test_a_newcomer_has_the_copies_of_what_it_downloads(start: Start, kind: type[Masters]) -> None:
     run = start()
     for seed in range(2):
-        opt = run.add(LocalSGD(1), kind, model_of(seed, torch.bfloat16))
+        opt = add(run, LocalSGD(1), kind, model_of(seed, torch.bfloat16))
         assert in_sync(opt.optimizer)
         for parameter in run.models[seed].parameters():
             parameter.grad = torch.ones_like(parameter)
