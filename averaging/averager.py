@@ -306,6 +306,8 @@ class DecentralizedAverager(OptimizerWrapper):
             raise ConfigError(f"{type(self._inner).__name__} is in evaluation mode; call opt.train() before the step")
         if self.strategy.stage is not Stage.TRAINING:
             raise RoundError("finish() was called, so the other peers expect no further step; make a new averager")
+        if self._training.only_makes_state():
+            return self._inner.step(closure)
         self._training.check_tensors()
         self._training.count_samples(batch_size)
         try:

@@ -344,6 +344,18 @@ class StrategyContext:
         self.rate.count(1)
         return loss
 
+    def only_makes_state(self) -> bool:
+        """Whether a step is to make the inner optimizer's state only, and belongs to no training.
+
+        `torch.distributed.checkpoint.state_dict` makes one with learning rate and gradients of 0 if there is no state.
+        """
+        groups = self.optimizer.param_groups
+        if self.optimizer.state or any(group.get("lr") is None or float(group["lr"]) for group in groups):
+            return False
+        # Another rank's shards may have gradients.
+        gradients = [gradient for name in self.trained if (gradient := self.gradient(name)) is not None]
+        return all(self.site.all_gather(lambda: not any(bool(gradient.any()) for gradient in gradients)))
+
     def optimizer_step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Calls the inner optimizer's `step`. The caller holds the tensors' lock."""
         with self.progress.observed():

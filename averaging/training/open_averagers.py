@@ -73,21 +73,22 @@ def close_all() -> None:
 
 
 def check_only_one(run_id: str, join: Collection[str]) -> None:
-    """Refuses a second averager of a run in an interactive session, where a cell is often run again.
+    """Refuses a second averager of a run in this process that would take over the weights of the first one.
 
-    The first one would continue in its thread, and could not be closed. A second one that joins the first is allowed.
+    It is meant if it joins another one of this process: that is a second peer of the same model. One that joins nobody
+    takes over nothing; in an interactive session, where a cell is often run again, it is refused all the same.
 
     Raises:
         ConfigError: there is one; the message names it.
     """
-    if not hasattr(sys, "ps1"):
-        return
-    for averager in list(_open):
-        if averager.run_id == run_id and averager.endpoint not in join:
-            raise ConfigError(
-                f"this session has an open averager of run {run_id!r} at {averager.endpoint}; call its close() "
-                f"first, or averaging.close_all()"
-            )
+    others = [averager.endpoint for averager in list(_open) if averager.run_id == run_id]
+    if others and not set(others) & set(join) and (join or hasattr(sys, "ps1")):
+        raise ConfigError(
+            f"this process has an open averager of run {run_id!r} at {others[0]}, whose weights another one of the run "
+            f"would take over. Give each part of a model a run id of its own, such as {run_id + '-head'!r}. In a "
+            f"notebook call the first one's close(), or averaging.close_all(). A second peer of the same model joins "
+            f"the first: join=[{others[0]!r}]"
+        )
 
 
 Before: TypeAlias = "Callable[[int, FrameType | None], object] | int | None"
@@ -133,6 +134,19 @@ class _Handler:
 
 _HANDLERS: dict[str, _Handler] = {}
 """The handlers of this process, by the name of the signal."""
+
+
+def _forget() -> None:
+    # The averagers are the parent's: a forked child that is terminated ends like any other process.
+    _open.clear()
+    for handler in _HANDLERS.values():
+        handler.leavers.clear()
+        handler.uninstall()
+    _HANDLERS.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 def leave_on_signals(leaver: OpenAverager, names: Collection[str]) -> None:

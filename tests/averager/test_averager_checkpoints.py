@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from averaging import DiLoCo
+from averaging import DiLoCo, GradientAveraging, LocalSGD, Strategy
 from averaging.errors import ConfigError
 from tests.support.alone import Make, linear, train
 
@@ -143,3 +145,31 @@ def test_a_checkpoint_made_with_steps_is_loaded_with_seconds_and_the_other_way(
     assert (again.local_step, again.global_step) == (6, step_before)
     train(other, again, 6)
     assert (again.local_step, again.global_step) == (12, step_after)
+
+
+@pytest.mark.parametrize(
+    "strategy", [lambda: LocalSGD(1), lambda: DiLoCo(1), lambda: GradientAveraging(1)], ids=["LocalSGD", "DiLoCo", "GA"]
+)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_torchs_state_dict_of_an_optimizer_makes_no_step(
+    make: Make, strategy: Callable[[], Strategy], kind: Callable[..., torch.optim.Optimizer]
+) -> None:
+    """torch steps a fresh optimizer with a learning rate and gradients of 0, so that it has a state to save or load."""
+    model = linear()
+    opt = make(kind(model.parameters(), lr=0.5), strategy=strategy())
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    state = get_optimizer_state_dict(model, opt)
+    set_optimizer_state_dict(model, opt, state)
+    assert (opt.local_step, opt.global_step or 0, opt.last_receipt) == (0, 0, None)
+    assert [group["lr"] for group in opt.param_groups] == [0.5]
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(map(torch.equal, model.parameters(), before))
+    opt.step(batch_size=1)
+    assert opt.local_step == 1
+
+
+def test_a_first_step_of_a_warm_up_from_0_is_a_step(make: Make) -> None:
+    model = linear()
+    opt = make(torch.optim.SGD(model.parameters(), lr=0.0), strategy=LocalSGD(1))
+    train(model, opt, 1)
+    assert opt.local_step == 1

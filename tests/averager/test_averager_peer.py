@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -52,7 +54,7 @@ def test_waiting_for_peers_wants_numbers(make: Make, count: Any, timeout: Any) -
 def test_a_cell_that_runs_again_names_the_open_averager(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     opt = make(torch.optim.SGD(linear().parameters()))
     monkeypatch.setattr(sys, "ps1", "In : ", raising=False)  # as in a notebook
-    with pytest.raises(ConfigError, match=r"open averager of run 'alone' at 192.0.2.1:1; call its close\(\)"):
+    with pytest.raises(ConfigError, match=r"run 'alone' at 192.0.2.1:1, whose .* first one's close\(\)"):
         make(torch.optim.SGD(linear().parameters()))
     make(torch.optim.SGD(linear().parameters()), run_id="another").close()
     make(torch.optim.SGD(linear().parameters()), join=["192.0.2.1:1"]).close()  # it joins the first: both are meant
@@ -60,6 +62,26 @@ def test_a_cell_that_runs_again_names_the_open_averager(make: Make, monkeypatch:
     with pytest.raises(ClosedError):
         opt.step()
     make(torch.optim.SGD(linear().parameters()))
+
+
+def test_a_second_part_of_a_model_does_not_become_the_first(make: Make) -> None:
+    """Two averagers with the same options, as of a generator and a discriminator, join the same remote peer."""
+    make(torch.optim.SGD(linear().parameters()))
+    with pytest.raises(ConfigError, match="Give each part of a model a run id of its own, such as 'alone-head'"):
+        make(torch.optim.SGD(linear().parameters()), join=["192.0.2.9:1"])
+
+
+def test_a_forked_child_has_no_averager_that_leaves_on_a_signal(make: Make) -> None:
+    """It is the parent's: a child that is terminated, such as a worker of a loader, ends as it would without one."""
+    before = signal.getsignal(signal.SIGTERM)
+    make(torch.optim.SGD(linear().parameters()))
+    assert signal.getsignal(signal.SIGTERM) is not before
+    child = os.fork()
+    if not child:
+        os._exit(signal.getsignal(signal.SIGTERM) is not before)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    averaging.close_all()
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_rounds_that_find_nobody_harm_nothing_and_warn_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,10 +9,12 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from averaging import DiLoCo, GradientAveraging, LocalSGD, Strategy
 from averaging.errors import StateError, TensorError
 from averaging.receipts.status import Finish
+from tests.support.pages import ROOT, blocks_of
 from tests.support.training import PATIENCE, SGD, Run
 
 STRATEGIES: list[Callable[[], Strategy]] = [
@@ -205,3 +207,32 @@ def test_a_peer_without_the_model_lacks_its_buffers_and_is_told_so(run: Run) -> 
     run.add(LocalSGD(3), SGD, normed(0), gives_model=False)
     with pytest.raises(StateError, match="'buffer/1.running_mean' only here; give all peers of the run model=model"):
         run.add(LocalSGD(3), SGD, normed(0))
+
+
+def test_an_averaged_copy_goes_on_at_a_newcomer_as_the_page_says(run: Run) -> None:
+    """Its count of updates comes with it; else the newcomer's first update would overwrite the copy."""
+    page = (ROOT / "docs/how-to/optimizers.md").read_text()
+    (block,) = (each.text for each in blocks_of(page) if "ema." in each.text)
+    copies: list[AveragedModel] = []
+
+    def add() -> None:
+        model = nn.Linear(3, 1)
+        copies.append(AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)))
+        names = {"model": model, "ema": copies[-1]}
+        exec(block, names)
+        run.add(LocalSGD(2), SGD, model, buffers=names["buffers"])
+
+    def step(number: int) -> None:
+        run.averagers[number].zero_grad()
+        torch.autograd.backward(run.models[number](torch.ones(2, 3)).square().mean())
+        run.averagers[number].step()
+        copies[number].update_parameters(run.models[number])
+
+    add()
+    for _ in range(4):
+        step(0)
+    add()
+    assert copies[1].n_averaged.item() >= 3, "as many as when the state of its donor was committed"
+    before = copies[1].module.weight.detach().clone()
+    step(1)
+    torch.testing.assert_close(copies[1].module.weight, 0.9 * before + 0.1 * run.models[1].weight)
