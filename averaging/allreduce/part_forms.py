@@ -185,10 +185,14 @@ AnyForm: TypeAlias = "PartForm[Any, Any, Any, Any]"
 
 
 class DenseForm(PartForm["torch.Tensor | StagedTensor", torch.Tensor, torch.Tensor, torch.Tensor]):
-    """All elements of a part, in any dense codec. Each slice is encoded by itself, as if it were alone in its part."""
+    """All elements of a part, in any dense codec. Each slice is encoded by itself, as if it were alone in its part.
 
-    def __init__(self, spec: TensorSpec, aggregation: Aggregation) -> None:
-        self._spec, self._dtype, self._aggregation = spec, spec.torch_dtype, aggregation
+    Args:
+        residual: see `SparseForm`.
+    """
+
+    def __init__(self, spec: TensorSpec, aggregation: Aggregation, residual: ReplyResidual | None = None) -> None:
+        self._spec, self._dtype, self._aggregation, self._residual = spec, spec.torch_dtype, aggregation, residual
         self._codec = codec_of(spec.compression, self._dtype)
         self._per_element = self._codec.bytes_per_element
         self.continues = self._codec.elementwise and aggregation.kind is not AggregationKind.CLIP
@@ -263,13 +267,17 @@ class DenseForm(PartForm["torch.Tensor | StagedTensor", torch.Tensor, torch.Tens
     def answer(
         self, average: torch.Tensor, compression: CompressionType, part: Part
     ) -> tuple[WireTensor, torch.Tensor]:
-        """Converts only uncompressed values to the dtype of the tensor."""
-        values = average.to(self._dtype) if compression is CompressionType.NONE else average
+        """Adds the residual of the part, and records what is lost. Only uncompressed values get the tensor's dtype."""
+        exact = average if self._residual is None else self._residual.added(average, part)
+        values = exact.to(self._dtype) if compression is CompressionType.NONE else exact
         usual = compression is self._spec.compression
         wire = self._encode(values, part) if usual else encode_slices(values, compression, _lengths(part))
-        if compression is CompressionType.NONE:
-            return wire, values
-        return wire, self.decode(wire, part)
+        kept = values if compression is CompressionType.NONE else self.decode(wire, part)
+        if usual and self._residual is not None and kept is not exact:
+            loss = torch.sub(exact, kept).to(torch.float32).nan_to_num_(0.0, 0.0, 0.0)  # a part may overflow
+            for (number, start, stop), lost in part.divide(loss):
+                self._residual.lost(number, self._spec.numel, slice(start, stop), lost)
+        return wire, kept
 
     def decode_answer(self, wire: WireTensor, part: Part) -> torch.Tensor:
         """See `PartForm`."""
@@ -289,19 +297,20 @@ def _lengths(part: Part) -> list[int]:
 
 
 class ReplyResidual:
-    """What the replies of this peer, as a reducer, have lost of averages in TOP_K, for the tensors of one topic.
+    """What the replies of this peer, as a reducer, have lost of averages in a lossy code, for the tensors of one topic.
 
     It is added to the same elements when this peer reduces them the next time, so that all that members have decoded
     plus the residual is the sum of the averages. What a round has lost counts once its result is applied: the replies
     of a round that failed were applied by nobody.
 
     Attributes:
-        tensors: flat float32 tensors in tile order, by the number of the tensor; absent if nothing was lost of it yet.
+        tensors: flat float32 tensors, of TOP_K in tile order, by the number of the tensor; absent if nothing was lost
+            of it yet.
     """
 
     def __init__(self) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
-        self._pending: list[tuple[int, int, torch.Tensor, torch.Tensor]] = []
+        self._pending: list[tuple[int, int, slice | torch.Tensor, torch.Tensor]] = []
 
     def begin(self) -> None:
         """Forgets what was lost in a round that was not applied."""
@@ -312,25 +321,42 @@ class ReplyResidual:
         residual = self.tensors.get(tensor)
         return None if residual is None else residual[start:stop]
 
-    def lost(self, tensor: int, numel: int, indices: torch.Tensor, loss: torch.Tensor) -> None:
+    def added(self, average: torch.Tensor, part: Part) -> torch.Tensor:
+        """The average of a dense part with its residual."""
+        if not any(piece.tensor in self.tensors for piece in part.slices):
+            return average
+        exact = average.clone()
+        for (number, start, stop), elements in part.divide(exact):
+            if (residual := self.of(number, start, stop)) is not None:
+                elements.add_(residual)
+        return exact
+
+    def lost(self, tensor: int, numel: int, elements: slice | torch.Tensor, loss: torch.Tensor) -> None:
         """Records what a reply has lost.
 
         Args:
             tensor: number of the tensor.
             numel: its number of elements.
-            indices: elements of the tensor that the reply holds, 1-D, int64.
+            elements: those that the reply holds; a tensor of indices is 1-D, int64.
             loss: what it lacks of each of them, 1-D, float32; the residual of that element included.
         """
-        self._pending.append((tensor, numel, indices, loss))
+        self._pending.append((tensor, numel, elements, loss))
+
+    def take(self) -> list[tuple[int, int, slice | torch.Tensor, torch.Tensor]]:
+        """What was lost in the round, as `lost` got it; no residual is left of these elements."""
+        pending, self._pending = self._pending, []
+        for tensor, _, elements, _ in pending:
+            if tensor in self.tensors:
+                self.tensors[tensor][elements] = 0.0
+        return pending
 
     def applied(self) -> None:
         """Called when the result of the round is applied."""
-        pending, self._pending = self._pending, []
-        for tensor, numel, indices, loss in pending:
+        for tensor, numel, elements, loss in self.take():
             if tensor not in self.tensors:
                 # Memory that numpy takes for zeros is used once it is written: only that of this peer's shard.
                 self.tensors[tensor] = torch.from_numpy(np.zeros(numel, dtype=np.float32))
-            self.tensors[tensor].index_copy_(0, indices, loss)
+            self.tensors[tensor][elements] = loss
 
 
 class SparseForm(PartForm[SparseTensor, Contribution, "list[Contribution]", SparsePart]):
@@ -434,6 +460,6 @@ def forms_of(schema: Schema, *, members: int = 1, residual: ReplyResidual | None
             continue
         key = spec.dtype, spec.shape, spec.compression
         if key not in dense:
-            dense[key] = DenseForm(spec, schema.aggregation)
+            dense[key] = DenseForm(spec, schema.aggregation, residual)
         forms.append(dense[key])
     return forms

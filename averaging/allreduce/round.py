@@ -39,7 +39,7 @@ class AllReduce:
 
     Args:
         deadlines: limits for members without progress; updated by the round.
-        residual: of this member's replies in TOP_K; None if what they lose is of no interest.
+        residual: of this member's replies; None if what they lose is of no interest.
         adopt: see `RoundTally`. It may overwrite a part of the tensors with its average; that part is not read again.
         proven: see `ReducerSide`.
 

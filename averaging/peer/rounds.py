@@ -441,7 +441,7 @@ class Rounds:
             non_finite=self._config.non_finite,
             proven=self._is_proven,
             adopt=(lambda part, values: topic.write_now(part, values, self._may_write)) if topic.writes_early else None,
-            residual=feedback.replies if isinstance(feedback, SparseFeedback) else None,
+            residual=None if feedback is None else feedback.replies,
         )
 
     def _is_proven(self, endpoint: str) -> bool:
@@ -468,7 +468,7 @@ class Rounds:
             whole = [tensor.whole() if isinstance(tensor, StagedTensor) else tensor for tensor in tensors]
             if isinstance(feedback, SparseFeedback):
                 return feedback.inputs(whole)
-            round_.inputs = feedback.inputs(whole)
+            round_.inputs = feedback.inputs(whole, self._share(round_))
             return round_.inputs
 
         slowness = SPARSE_SLOWNESS if isinstance(feedback, SparseFeedback) else 1
@@ -478,6 +478,10 @@ class Rounds:
             tensors = await offload(contributed, shared.nbytes * slowness)
         round_.enter("allreduce")
         return tensors
+
+    def _share(self, round_: _Round) -> float:
+        group = round_.group
+        return 0.0 if group is None else group.members[group.index(self._endpoint)].weight / group.total_weight
 
     def _may_write(self) -> bool:
         return not self._snapshots.needs_copy
@@ -500,7 +504,7 @@ class Rounds:
         if self._config.mode is not Mode.AUXILIARY:
             write = partial(self._write, round_, result)
             await tensors.while_locked(write, self._config.round_timeout, tensors.nbytes)
-        elif isinstance(feedback := round_.topic.feedback, SparseFeedback):
+        elif (feedback := round_.topic.feedback) is not None:
             feedback.replies.applied()  # by the others
 
     def _write(self, round_: _Round, result: RoundResult) -> None:

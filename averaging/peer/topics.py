@@ -16,7 +16,7 @@ from averaging.common import one_of
 from averaging.config import PeerConfig
 from averaging.errors import ConfigError
 from averaging.matchmaking import Quorum
-from averaging.protocol import CompressionType, Group, ReplyForm, TopK, parse_aggregation, parse_compression
+from averaging.protocol import MEAN, CompressionType, Group, Mode, ReplyForm, TopK, parse_aggregation, parse_compression
 from averaging.receipts import DriftCheck
 from averaging.tensors import (
     BlockLayout,
@@ -35,18 +35,23 @@ from averaging.tensors import (
 # Seide et al., 2014 (1-bit SGD); Karimireddy et al., 2019, arXiv:1901.09847.
 
 
-class ErrorFeedback:
-    """The residuals of one peer's tensors: all that was sent plus the residuals equals the sum of all inputs.
+LEAST_SHARE = 1 / 256
+"""With a smaller share of the mean, a contribution would have to hold more than 256 times what the mean lacks."""
 
-    It takes as much memory as the tensors, and twice as much during a round. For float16 and bfloat16 it uses float32,
-    since a residual is usually too small to be added in the tensor's dtype. It does not include the error of a reducer
-    that encodes an average, because that is the same at all members.
+
+class ErrorFeedback:
+    """The residuals of one peer's tensors: all decoded averages plus the residuals of all peers are the exact averages.
+
+    A residual is what an average lacks since the code has lost it, of this peer's contributions and of the averages
+    that it has encoded as a reducer. It takes as much memory as the tensors, and twice as much during a round. For
+    float16 and bfloat16 it is float32, since it is usually too small to be added in the tensor's dtype.
 
     Args:
         schema: schema of the tensors.
 
     Attributes:
         residuals: one per tensor, 1-D, on the CPU, float32 or float64.
+        replies: what the replies have lost, while this peer contributes nothing that counts.
     """
 
     def __init__(self, schema: Schema) -> None:
@@ -54,12 +59,21 @@ class ErrorFeedback:
             torch.zeros(spec.numel, dtype=torch.promote_types(spec.torch_dtype, torch.float32), device="cpu")
             for spec in schema.tensors
         ]
+        self.replies = ReplyResidual()
         self._exact: list[torch.Tensor] = []  # inputs of the round in progress, before rounding
+        self._share = 1.0  # in that round
         self._codes = [spec.compression for spec in schema.tensors]
 
-    def inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors to send: `tensors` plus the residuals, 1-D, in the dtypes of `tensors`."""
-        self._exact = [tensor + residual for tensor, residual in zip(tensors, self.residuals, strict=True)]
+    def inputs(self, tensors: Sequence[torch.Tensor], share: float = 1.0) -> list[torch.Tensor]:
+        """The tensors to send: `tensors` plus the residuals, 1-D, in the dtypes of `tensors`.
+
+        Args:
+            tensors: 1-D, on the CPU.
+            share: this peer's share of the average.
+        """
+        self._share, times = share, 1 / share if share >= LEAST_SHARE else 0.0
+        pairs = zip(tensors, self.residuals, strict=True)
+        self._exact = [torch.add(tensor, residual, alpha=times) for tensor, residual in pairs]
         return [exact.to(tensor.dtype) for exact, tensor in zip(self._exact, tensors, strict=True)]
 
     def sent(self, inputs: Sequence[torch.Tensor], encoded: Iterable[Part], plain: Iterable[Part]) -> None:
@@ -70,16 +84,21 @@ class ErrorFeedback:
             encoded: parts that another member has reduced, so that they went through the codec.
             plain: parts that this member has reduced itself, without the codec.
         """
+        if self._share < LEAST_SHARE:
+            self.replies.applied()
+            return
         for number, start, stop in _slices(encoded):
             values = inputs[number][start:stop]
             self._set_residual(number, start, stop, decode(encode(values, self._codes[number])))
         for number, start, stop in _slices(plain):
             self._set_residual(number, start, stop, inputs[number][start:stop])
+        for number, _, elements, loss in self.replies.take():
+            self.residuals[number][elements] += loss
         self._exact = []
 
     def _set_residual(self, number: int, start: int, stop: int, sent: torch.Tensor) -> None:
-        exact = self._exact[number][start:stop]
-        torch.sub(exact, sent.to(exact.dtype), out=self.residuals[number][start:stop])
+        exact, residual = self._exact[number][start:stop], self.residuals[number][start:stop]
+        torch.sub(exact, sent.to(exact.dtype), out=residual).mul_(self._share)
 
 
 def _slices(parts: Iterable[Part]) -> Iterator[Slice]:
@@ -402,8 +421,14 @@ def make_topic(
     feedback: ErrorFeedback | SparseFeedback | None = None
     if code is CompressionType.TOP_K and top_k is not None:
         feedback = SparseFeedback(schema, top_k, decay)
-    elif error_feedback and reply is ReplyForm.AVERAGE:
-        # With deltas the error stays in the tensors themselves, since a delta is relative to what was sent.
+    elif (error_feedback or config.mode is Mode.AUXILIARY) and reply is ReplyForm.AVERAGE:
+        # With deltas the error stays in the tensors themselves, since a delta is relative to what was sent. An
+        # auxiliary cannot know whether the others have error feedback, which needs that of its replies.
+        if error_feedback and schema.aggregation != MEAN:
+            raise ConfigError(
+                f"error_feedback does not work with aggregation={config.aggregation!r}, which leaves out or limits "
+                "what a single peer still has to send; use aggregation='mean', or leave error_feedback out"
+            )
         feedback = ErrorFeedback(schema)
     in_place = config.in_place if in_place is None else in_place
     return Topic(tensors, schema, adopt, commits, feedback, in_place)

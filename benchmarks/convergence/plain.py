@@ -205,7 +205,10 @@ class Outer:
             case "none":
                 return weighted_mean(changes, weights).view(anchor.shape)
             case "int8":
-                return int8_round(changes, residuals, weights, owner).view(anchor.shape)
+                losses = [
+                    self._lost.setdefault((peer, place), torch.zeros(anchor.numel())) for peer in range(len(changes))
+                ]
+                return int8_round(changes, residuals, losses, weights, owner).view(anchor.shape)
             case "two_bit":
                 return all_in_two_bit(changes, residuals, weights).view(anchor.shape)
             case _:
@@ -262,15 +265,31 @@ def weighted_mean(values: Sequence[torch.Tensor], weights: Sequence[float]) -> t
 
 
 def int8_round(
-    changes: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor], weights: Sequence[float], owner: int
+    changes: Sequence[torch.Tensor],
+    residuals: Sequence[torch.Tensor],
+    losses: Sequence[torch.Tensor],
+    weights: Sequence[float],
+    owner: int,
 ) -> torch.Tensor:
-    """A round with BLOCKWISE_INT8 and error feedback; the peer that reduces a tensor adds its own change exactly."""
+    """A round with BLOCKWISE_INT8 and error feedback; the peer that reduces a tensor adds its own change exactly.
+
+    Args:
+        changes: of each peer, flat.
+        residuals: of each peer; updated.
+        losses: what the last reply of each peer has lost, which its contribution returns; updated.
+        weights: of the peers.
+        owner: the peer that reduces the tensor.
+    """
     sent = []
-    for peer, (change, residual) in enumerate(zip(changes, residuals, strict=True)):
-        exact = change + residual
+    for peer, (change, residual, lost) in enumerate(zip(changes, residuals, losses, strict=True)):
+        exact = (change + residual).add_(lost, alpha=sum(weights) / weights[peer])
         sent.append(exact if peer == owner else int8(exact))
         torch.sub(exact, sent[-1], out=residual)
-    return int8(weighted_mean(sent, weights))
+        lost.zero_()
+    mean = weighted_mean(sent, weights)
+    reply = int8(mean)
+    torch.sub(mean, reply, out=losses[owner])
+    return reply
 
 
 def int8(values: torch.Tensor) -> torch.Tensor:

@@ -276,6 +276,48 @@ def test_int8_with_error_feedback_stays_close_to_the_exact_run(start: Start) -> 
     assert 0 < off < 0.02 * moved
 
 
+@pytest.mark.parametrize("reply_form", ["average", "delta"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        partial(GradientAveraging, 12),
+        partial(DiLoCo, 1, outer=partial(torch.optim.SGD, lr=1.0)),
+        partial(LocalSGD, 1),
+        partial(LocalSGD, 2, overlap=True),
+    ],
+    ids=["gradients", "DiLoCo", "LocalSGD", "overlap"],
+)
+def test_changes_below_half_a_step_of_int8_arrive(start: Start, strategy: partial[Strategy], reply_form: str) -> None:
+    """The largest element of the block is 127, of the changes or of the parameters, and the others move by 0.1."""
+    run, averages_changes = start(), strategy.func is not LocalSGD
+    for _ in range(3):
+        model = torch.nn.Linear(64, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        if not averages_changes:
+            model.weight.data[0, 0] = 127.0
+        lossy = strategy(compression="int8", error_feedback=True)
+        run.add(lossy, partial(torch.optim.SGD, lr=1.0), model, reply_form=reply_form, group_size=3)
+    run.meet()
+    gradient = torch.full((1, 64), -0.1)
+    gradient[0, 0] = -127.0 if averages_changes else 0.0
+    options: dict[str, Any] = {"batch_size": 4} if strategy.func is GradientAveraging else {}
+
+    def train(number: int) -> int:
+        averager, weight = run.averagers[number], next(run.models[number].parameters())
+        made = 0
+        while made < 40:
+            weight.grad = gradient.clone()
+            averager.step(**options)
+            made = made + 1 if averager.global_step is None else averager.global_step
+        averager.strategy.finish(averager._training)
+        return made
+
+    assert run.each(train) == [40] * 3
+    for trained in run.models:
+        off = next(trained.parameters()).detach()[0, 1:] - 4.0
+        assert off.abs().max() <= 2.0
+
+
 @pytest.mark.parametrize("strategy", [partial(GradientAveraging, 8), partial(DiLoCo, 1)], ids=["gradients", "DiLoCo"])
 def test_equal_histories_mean_equal_parameters_whatever_reducers_answer(
     start: Start, strategy: Callable[..., GradientAveraging | DiLoCo]
