@@ -6,6 +6,7 @@ decoded, what combines them, and how their average is sent and read.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -180,6 +181,10 @@ class PartForm(ABC, Generic[Tensor, Contributed, Average, Result]):
     def is_finite(self, values: Contributed | Result) -> bool:
         """Whether all values are finite in the dtype of the tensor."""
 
+    def clamped(self, values: Result) -> int:
+        """Number of values of a contribution or of a decoded average that the codec clamps, or has clamped."""
+        return 0
+
 
 AnyForm: TypeAlias = "PartForm[Any, Any, Any, Any]"
 
@@ -286,6 +291,13 @@ class DenseForm(PartForm["torch.Tensor | StagedTensor", torch.Tensor, torch.Tens
     def is_finite(self, values: torch.Tensor) -> bool:
         """See `PartForm`."""
         return finite_as(values, self._dtype)
+
+    def clamped(self, values: torch.Tensor) -> int:
+        """See `PartForm`."""
+        limit = self._codec.limit
+        if math.isinf(limit) or not values.numel() or torch.linalg.vector_norm(values, math.inf).item() < limit:
+            return 0
+        return int((values.abs() >= limit).sum())
 
 
 def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -450,6 +450,7 @@ class ReducerSide:
             replies[compression] = AveragingData(MessageCode.AVERAGED_PART, tensor_part=wire)
             if compression is spec.compression:
                 self._tally.averaged = True
+                self._tally.clamped += form.clamped(kept)
                 self._tally.reduced(wire.buffer)
                 if self._me.sends:
                     self._tally.put(part, kept)

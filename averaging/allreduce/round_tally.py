@@ -199,6 +199,7 @@ class RoundResult:
         dropped: the dropped members, in the order in which they were dropped.
         proven_drops: members of `dropped` that are proven to have caused it themselves.
         kept_local: number of elements without a reply, which keep their local values.
+        clamped: see `Receipt`.
         encoded: the parts that another member reduced; this member reduced the other ones in `parts`.
         received_any: whether a part or an average of another member arrived and there is at least one average.
         part_bytes_sent: those of `bytes_sent` that are parts, this peer's contribution; the rest are averages.
@@ -215,6 +216,7 @@ class RoundResult:
     dropped: tuple[Dropped, ...]
     proven_drops: tuple[Dropped, ...]
     kept_local: int
+    clamped: int
     encoded: frozenset[Part]
     received_any: bool
     bytes_sent: int
@@ -255,6 +257,7 @@ class RoundTally:
     Attributes:
         group_id: the public id.
         arrived: the parts whose average or delta has arrived.
+        clamped: see `Receipt`.
         dropped: the dropped members, by name.
         averaged: whether at least one part has been averaged.
         metadata: the metadata of messages to members that read it, see `pack_metadata`.
@@ -279,7 +282,7 @@ class RoundTally:
         senders = [member.endpoint for member in group.members if own and member.sends and member.endpoint != endpoint]
         self._lag = Lag(senders, send_limits)
         self.arrived: set[Part] = set()
-        self.averaged = False
+        self.averaged, self.clamped = False, 0
         self._adopt = adopt
         self._kept: dict[Part, Averaged] = {}
         self.dropped: dict[str, Dropped] = {}
@@ -401,6 +404,7 @@ class RoundTally:
             dropped=tuple(self.dropped.values()),
             proven_drops=tuple(self._proven_drops.values()),
             kept_local=sum(part.numel for part in wanted if part not in self.arrived),
+            clamped=self.clamped,
             encoded=frozenset(self.arrived - set(self._parts_of[self._endpoint])),
             received_any=self.averaged and bool(self._received),
             bytes_sent=self._sent.total(),

@@ -275,7 +275,9 @@ class SenderSide:
             # What is on a device comes at the speed of the bus.
             while not have_arrived(tensors, part):  # noqa: ASYNC110
                 await asyncio.sleep(ARRIVAL_SECONDS)
-            wire = self._forms[part.tensor].encode(tensors, part)
+            form = self._forms[part.tensor]
+            self._tally.clamped += form.clamped(form.own(tensors, part))
+            wire = form.encode(tensors, part)
             self._tally.sent_part(name, len(wire.buffer))
             if number == 0:
                 code, group = MessageCode.PART_FOR_AVERAGING, self._group
@@ -294,6 +296,7 @@ class SenderSide:
                 f"answered with shape {list(reply.tensor_part.size)} instead of [{part.numel}]"
             )
         values = form.decode_answer(reply.tensor_part, part)
+        self._tally.clamped += form.clamped(values)
         if self._non_finite is NonFinite.REFUSE:
             kept = values
             if self._schema.reply is ReplyForm.DELTA:

@@ -102,6 +102,7 @@ def averaged(name: str, number: int, endpoint: str, receipt: Receipt) -> Item:
         "part_bytes_sent": receipt.part_bytes_sent,
         "part_bytes_received": receipt.part_bytes_received,
         "kept_local": receipt.kept_local,
+        "clamped": receipt.clamped,
         "state_version": receipt.state_version,
     }
     others = listed([printable(member) for member in receipt.members if member != endpoint])
@@ -116,6 +117,8 @@ def averaged(name: str, number: int, endpoint: str, receipt: Receipt) -> Item:
     lines += [f"  lost {printable(dropped.endpoint)}: {printable(dropped.reason)}" for dropped in receipt.dropped]
     if receipt.kept_local:
         lines.append(f"  {counted(receipt.kept_local, 'element')} kept the local value, because their reducer was lost")
+    if receipt.clamped:
+        lines.append(f"  {receipt.clamped_text}")
     return event, "\n".join(lines)
 
 

@@ -139,7 +139,7 @@ def peer_command(
                kept (names of the tensors that are not averaged), with --metrics-listen also metrics (its address)
       round    round (from 1), group_id, members, dropped, dropped_reasons, gathered (both by endpoint), seconds,
                allreduce_seconds, bytes_sent, bytes_received, part_bytes_sent and part_bytes_received (those of them
-               that are parts; the rest are averages), kept_local (elements), state_version
+               that are parts; the rest are averages), kept_local (elements), clamped (values), state_version
       retry    round, outcome (no_group or failed), message, members, dropped, dropped_reasons, seconds
       unwritten  round, output, message: for example a full disk; --serve tries again after the next round
       serving  rounds, output (null if nothing was written): --rounds are done, --serve continues

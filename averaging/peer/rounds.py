@@ -548,6 +548,7 @@ class Rounds:
             part_bytes_sent=result.part_bytes_sent if result else 0,
             part_bytes_received=result.part_bytes_received if result else 0,
             kept_local=result.kept_local if result else 0,
+            clamped=result.clamped if result else 0,
             state_version=self._snapshots.version,
             run_id=self._config.run_id,
             endpoint=self._endpoint,

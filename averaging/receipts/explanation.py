@@ -294,6 +294,7 @@ def describe(round_: Round, peers: Iterable[str] = ()) -> str:
         for receipt in round_.receipts
         if receipt.kept_local and receipt.averaged
     ]
+    facts += [f"{receipt.clamped_text}{_at(receipt, several)}" for receipt in round_.receipts if receipt.clamped]
     facts += [f"DRIFT: {drift}" for drifts in round_.drift.values() for drift in drifts]
     if several and first.members:
         facts += _agreement(round_)

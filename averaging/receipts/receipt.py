@@ -206,6 +206,8 @@ class Receipt:
             rest are averages of its own shard. 0 in receipts of older releases.
         part_bytes_received: those of `bytes_received` that are parts, the others' contributions to its own shard.
         kept_local: number of elements that kept their local values because their reducer was dropped.
+        clamped: values that this peer has sent or that its averages have, and that are cut to the largest number of the
+            compression, such as 65504 of FLOAT16, since they exceed it. Both count, so one element may count twice.
         state_version: version of this peer's state after the round.
         run_id: id of the run.
         endpoint: endpoint of the peer whose receipt this is.
@@ -256,6 +258,7 @@ class Receipt:
     left: tuple[str, ...] = ()
     part_bytes_sent: int = 0
     part_bytes_received: int = 0
+    clamped: int = 0
 
     @property
     def averaged(self) -> bool:
@@ -278,10 +281,19 @@ class Receipt:
         late += "".join(
             f"; {printable(account.endpoint)}: {account.lateness}" for account in self.accounts if account.lateness
         )
+        clamped = f"; {self.clamped_text}" if self.clamped else ""
         return (
             f"round {self.round}: averaged with {counted(len(self.members) - 1, 'other')} in {duration(self.seconds)} "
             f"(all-reduce {duration(self.allreduce_seconds)}, {size(self.bytes_sent)} out, "
-            f"{size(self.bytes_received)} in){late}{lost}{drift}"
+            f"{size(self.bytes_received)} in){late}{lost}{clamped}{drift}"
+        )
+
+    @property
+    def clamped_text(self) -> str:
+        """What was clamped, and the remedy."""
+        return (
+            f"CLAMPED: {counted(self.clamped, 'value')} sent or averaged exceed what the compression can hold and were "
+            "cut to its largest number; look for diverging tensors, or use bfloat16, int8 or no compression"
         )
 
     @property
@@ -309,6 +321,8 @@ class Receipt:
             late = self.last_to_arrive
             rows["last to arrive"] = f"{late.endpoint}, {duration(late.seconds)} after the others"
         rows |= {f"lost {dropped.endpoint}": dropped.reason for dropped in self.dropped}
+        if self.clamped:
+            rows["clamped"] = self.clamped_text
         if self.left:
             rows["left the run"] = ", ".join(self.left)
         if self.drift:

@@ -31,11 +31,13 @@ class Codec(ABC):
     Attributes:
         wire_dtype: the value of the tensor's `dtype` field on the wire.
         bytes_per_element: compressed size, without the overhead per tensor, row or block.
+        limit: magnitude to which larger elements are clamped; infinite if none are.
         elementwise: whether each element is encoded without regard to the others, so that two encoded tensors one
             behind the other are both of them encoded together.
     """
 
     elementwise = False
+    limit = math.inf
 
     def __init__(self, wire_dtype: str, bytes_per_element: int) -> None:
         self.wire_dtype = wire_dtype
@@ -67,15 +69,15 @@ class Half(Codec):
         wire_dtype: `clamped_float32` for FLOAT16, as the protocol requires; `rounded_float32` for BFLOAT16, since
             `bfloat16` denotes uncompressed bfloat16 tensors.
         dtype: dtype of the buffer.
-        limit: magnitudes are clamped to it first; None: no limit.
+        limit: see `Codec`.
     """
 
     elementwise = True
 
-    def __init__(self, wire_dtype: str, dtype: torch.dtype, limit: float | None = None) -> None:
+    def __init__(self, wire_dtype: str, dtype: torch.dtype, limit: float = math.inf) -> None:
         super().__init__(wire_dtype, dtype.itemsize)
         self._dtype = dtype
-        self._limit = limit
+        self.limit = limit
 
     def nbytes(self, size: tuple[int, ...]) -> int:
         """Two bytes per element."""
@@ -84,7 +86,7 @@ class Half(Codec):
     def pack(self, tensor: torch.Tensor) -> Buffer:
         """Clamps, then rounds to nearest, ties to even."""
         values = tensor.to(torch.float32)
-        if self._limit is None:
+        if math.isinf(self.limit):
             return view_memory(values.to(self._dtype))
         flat = values.reshape(-1)
         packed = torch.empty(flat.shape, dtype=self._dtype, device="cpu")
@@ -92,7 +94,7 @@ class Half(Codec):
         for first in range(0, flat.numel(), _AT_ONCE):
             piece = flat[first : first + _AT_ONCE]
             room = clamped[: piece.numel()]
-            packed[first : first + _AT_ONCE].copy_(torch.clamp(piece, -self._limit, self._limit, out=room))
+            packed[first : first + _AT_ONCE].copy_(torch.clamp(piece, -self.limit, self.limit, out=room))
         return view_memory(packed)
 
     def unpack(self, buffer: Buffer, size: tuple[int, ...]) -> torch.Tensor:

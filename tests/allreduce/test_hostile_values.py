@@ -121,3 +121,23 @@ def test_averages_that_overflow_the_dtype_are_not_adopted(
         assert all(bool(torch.isfinite(tensor).all()) for tensor in tensors), name
     for result in simulation.results.values():
         assert all(lost.code is not DropCode.PROTOCOL_VIOLATION for lost in result.dropped)
+
+
+@pytest.mark.parametrize("reply", ReplyForm)
+@pytest.mark.parametrize(("values", "counted"), [((1e5, 1e5, 1e5), [1, 1, 1]), ((9e4, 0.0, 0.0), [1, 0, 0])], ids=str)
+def test_what_float16_clamps_is_counted(values: tuple[float, ...], counted: list[int], reply: ReplyForm) -> None:
+    """Contributions beyond 65504 at those that send them, averages at all."""
+    simulation = Simulation(1, nodes(3), [(90,)], compression=CompressionType.FLOAT16, reply=reply)
+    for name, value in zip(simulation.tensors, values, strict=True):
+        simulation.tensors[name][0].fill_(value)
+    virtual_time.run(simulation.run())
+    assert [min(1, result.clamped) for result in simulation.results.values()] == counted
+
+
+@pytest.mark.parametrize("code", sorted({*COMPRESSIONS.values()} - {CompressionType.FLOAT16}))
+def test_nothing_is_counted_where_nothing_is_clamped(code: CompressionType) -> None:
+    simulation = Simulation(1, nodes(3), [(90,)], compression=code)
+    for tensors in simulation.tensors.values():
+        tensors[0][7:10] = 1e5
+    virtual_time.run(simulation.run())
+    assert [result.clamped for result in simulation.results.values()] == [0, 0, 0]

@@ -55,6 +55,15 @@ def test_who_was_waited_for_and_what_was_kept() -> None:
     )
 
 
+def test_what_was_clamped() -> None:
+    clamped = receipt(clamped=12)
+    said = (
+        "CLAMPED: 12 values sent or averaged exceed what the compression can hold and were cut to its largest number"
+    )
+    assert line(clamped).startswith(f"{WELL}; {said}; look for diverging tensors, or use bfloat16")
+    assert said in str(clamped)
+
+
 def test_who_missed_rounds_with_a_quorum_and_what_its_weight_was() -> None:
     accounts = (Account(A, age=0, discount=1.0), Account(B, age=9, discount=0.63), Account(C, age=1), Account(D))
     assert line(receipt(accounts=accounts)) == f"{WELL}; {B} 9 steps late, weight × 0.63; {C} 1 step late"
