@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
@@ -32,7 +33,18 @@ logger = logging.getLogger("averaging.weights")
 Message = TypeVar("Message")
 
 WAITING_FACTOR = 4
-"""A source that waits for pieces itself is left after this many times `stall_timeout`."""
+"""A source that waits for pieces itself is left after this many times `stall_timeout`. A follower that hands on is
+given so many times as long as another one: its own source may be the slow one, and those behind that leave it first."""
+
+SHARED_BY = 16
+"""The publisher would be so many times slower if all followers got their versions from it. One that is slower is left.
+"""
+
+UNKNOWN_RATE = 4 << 20
+"""Bytes/s of the publisher while none are known."""
+
+GRACE_SHARE = 0.1
+"""Share of `stall_timeout` that a follower may be late."""
 
 SHORTER = 16
 """Differences are expected to be this many times shorter than the pieces."""
@@ -46,6 +58,33 @@ MAX_SOURCES = 32
 
 MAX_WRONG = 3
 """Times that a publisher may send something wrong. Another source may not."""
+
+
+TOO_SLOW = "was slower than the publisher would be"
+
+
+class Pace:
+    """Whether a follower hands on as fast as it must, by the bytes of all calls to it. Pure.
+
+    Args:
+        rate: least bytes/s.
+        grace: seconds that it may be late.
+        now: seconds of a monotonic clock.
+    """
+
+    def __init__(self, rate: float, grace: float, now: float) -> None:
+        self._rate, self._grace = rate, grace
+        self._credit, self._last = grace, now
+
+    def left(self, now: float) -> float:
+        """Seconds until it is too late with a message."""
+        return max(0.0, self._credit - (now - self._last))
+
+    def note(self, nbytes: int, now: float) -> bool:
+        """A message has come, without bytes if the follower waits itself. Returns whether it is in time."""
+        late = (now - self._last) / (1 if nbytes else WAITING_FACTOR)
+        self._credit, self._last = min(self._grace, self._credit - late + nbytes / self._rate), now
+        return self._credit > 0
 
 
 class OtherVersionError(Exception):
@@ -99,6 +138,7 @@ class Downloads:
         self._stall_timeout, self._own_endpoint = stall_timeout, own_endpoint
         self.rejected_sources: dict[str, str] = {}
         self._wrong: Counter[str] = Counter()  # what a publisher has sent
+        self._publisher_rate = 0.0  # bytes/s that have come from it at last; 0 if not known
 
     async def keep_warm(self, publisher: Publisher, source: str, layout: WeightLayout | None) -> None:
         """Keeps the connections to a source fast, and closes those to former ones. A version that comes ends it.
@@ -225,12 +265,13 @@ class Downloads:
                     raise TimeoutError(f"it has sent no digests for {clock() - last:.0f} s")
                 arrived()
 
-    async def _next(self, messages: AsyncGenerator[Message, None]) -> Message | None:
+    async def _next(self, messages: AsyncGenerator[Message, None], limit: float = math.inf) -> Message | None:
         try:
-            async with asyncio.timeout(self._stall_timeout):
+            async with asyncio.timeout(min(limit, self._stall_timeout)):
                 return await anext(messages, None)
         except TimeoutError:
-            raise TimeoutError(f"it was silent for {self._stall_timeout:g} s") from None
+            reason = f"was silent for {self._stall_timeout:g} s"
+            raise TimeoutError(f"it {reason if limit > self._stall_timeout else TOO_SLOW}") from None
 
     async def _receive_pieces(
         self, incoming: Incoming, publisher: Publisher, arrived: Callable[[], None], planned: str | None
@@ -306,7 +347,12 @@ class Downloads:
         expected = incoming.left // (1 if incoming.differs_from is None else SHORTER)
         shares = _shares(incoming.missing(), self._lanes.count_for(endpoint, expected))
         first, *further = self._lanes.to(endpoint, len(shares), loopback=publisher.is_local)
-        asked = _Asked(publisher, failed, incoming, arrived)
+        clock, received = asyncio.get_running_loop().time, incoming.received
+        pace, begun = None, clock()
+        if endpoint != publisher.channel.endpoint:
+            rate = (self._publisher_rate or self._lanes.rate or UNKNOWN_RATE) / SHARED_BY
+            pace = Pace(rate, GRACE_SHARE * self._stall_timeout, begun)
+        asked = _Asked(publisher, failed, incoming, arrived, pace)
 
         async def receive(lane: RpcChannel, share: list[int]) -> None:
             if await self._receive_share(lane, asked, share):
@@ -321,7 +367,10 @@ class Downloads:
 
                 if at_once:
                     begin()
-                return await self._receive_share(first, asked, shares[0], (lambda: None) if at_once else begin)
+                named = await self._receive_share(first, asked, shares[0], (lambda: None) if at_once else begin)
+            if pace is None and incoming.received - received >= incoming.manifest.layout.piece_bytes:
+                self._publisher_rate = (incoming.received - received) / max(clock() - begun, 1e-3)
+            return named
         except BaseExceptionGroup as group:
             raise _worst(group) from None
 
@@ -333,7 +382,7 @@ class Downloads:
         begin: Callable[[], None] = lambda: None,
     ) -> str:
         """Receives some pieces. `begin` is called when the source has begun to send, or to wait for pieces itself."""
-        incoming, publisher = asked.incoming, asked.publisher
+        incoming, publisher, pace = asked.incoming, asked.publisher, asked.pace
         base = incoming.differs_from
         request = wire.FetchRequest(
             run_id=self._run_id,
@@ -348,9 +397,11 @@ class Downloads:
         last, begun = clock(), False
         async with aclosing(channel.stream(FETCH, request)) as replies:
             while True:
-                reply = await self._next(replies)
+                reply = await self._next(replies, math.inf if pace is None else pace.left(clock()))
                 if reply is None:
                     return ""
+                if pace is not None and not pace.note(sum(len(piece.data) for piece in reply.pieces), clock()):
+                    raise TimeoutError(f"it {TOO_SLOW}")
                 if reply.source:
                     return str(reply.source)
                 if not begun:
@@ -382,12 +433,14 @@ class _Asked:
         failed: endpoints that the publisher should not name.
         incoming: the version.
         arrived: callback after each message with pieces.
+        pace: of the source; None if it is the publisher.
     """
 
     publisher: Publisher
     failed: list[str]
     incoming: Incoming
     arrived: Callable[[], None]
+    pace: Pace | None
 
 
 def _shares(missing: list[int], lanes: int) -> list[list[int]]:

@@ -134,6 +134,9 @@ NOTIFIED_BYTES = 4 << 20
 MAX_FAILED = 64
 """Endpoints that a request may name as failed."""
 
+LEFT_VERSIONS = 16
+"""Versions for which a follower that another one has left hands on none."""
+
 
 class WeightPublisher:
     """Publishes versions of a model's weights, which `WeightFollower` and `averaging follow` receive.
@@ -224,6 +227,7 @@ class WeightPublisher:
         self._local: set[bytes] = set()  # those that reach this publisher through loopback
         self._rates: dict[bytes, float] = {}  # bytes/s that each of those has received from here
         self._trees: dict[bytes, _Shaped] = {}  # by the name of the version
+        self._left: dict[str, int] = {}  # endpoints of followers that others have left, and for how many versions yet
         self._background = _Background(partial(self._seal, at_least=True))
         self._ranks = None if process_group is None else PublisherRanks(process_group, endpoint)
 
@@ -446,6 +450,7 @@ class WeightPublisher:
         self._trees = {known: shaped for known, shaped in self._trees.items() if self._store.holds(known)}
         name = pieces.manifest.name
         if name not in self._trees:
+            self._left = {endpoint: versions - 1 for endpoint, versions in self._left.items() if versions > 1}
             before = self._store.newest
             last = -1 if before is None or before is pieces else before.manifest.version
             waiting = [each for each in self._followers if self._asked_for.get(each, -1) >= last]
@@ -462,7 +467,7 @@ class WeightPublisher:
         copies = self._copies or min(usual, MOST_COPIES)
         shaped = _Shaped(Tree(copies), self._fan_out or usual)
         # Who hands on comes first. Who reaches this publisher through loopback can use all that others can.
-        placed = sorted(in_order(waiting, self._rates), key=lambda each: not self._followers[each])
+        placed = sorted(in_order(waiting, self._rates), key=lambda each: self._followers[each] in ("", *self._left))
         for local in (False, True):
             able = self._able(local)
             shaped.tree.plan([each for each in placed if (each in self._local) is local], able, shaped.fan_out)
@@ -473,7 +478,7 @@ class WeightPublisher:
         return {
             name: endpoint
             for name, endpoint in self._followers.items()
-            if endpoint and (local or not is_loopback(parse_address(endpoint)[0]))
+            if endpoint and endpoint not in self._left and (local or not is_loopback(parse_address(endpoint)[0]))
         }
 
     async def _newer_than(self, version: int, place: Place) -> WeightPieces:
@@ -530,6 +535,9 @@ class WeightPublisher:
         if pieces is None:
             raise StateError(f"no version with the digest {name.hex()[:8]} is kept here; ask for the newest one")
         shaped = self._tree(pieces)
+        before = self._followers.get(shaped.tree.sources.get(request.follower, PUBLISHER), "")
+        if before in request.failed[:MAX_FAILED]:  # only what was really its source
+            self._left[before] = LEFT_VERSIONS
         if request.follower not in self._followers:  # it follows no versions and hands on nothing
             return ""
         failed = set(request.failed[:MAX_FAILED])

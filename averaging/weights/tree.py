@@ -4,7 +4,7 @@ The tree of a new version is planned for all followers that wait for it: how man
 how long a copy takes and how many followers there are, and fast followers come before slow ones.
 
 For each version the followers form a tree below the publisher: the first ones that ask get it from the publisher, and
-the next ones from those, while they still receive it. A follower whose source fails gets another one.
+the next ones from those, while they still receive it. A follower whose source fails gets it from the publisher.
 """
 
 from __future__ import annotations
@@ -91,7 +91,6 @@ class Tree:
     def __init__(self, copies: int) -> None:
         self._copies = copies
         self._source: dict[Follower, Follower] = {}
-        self._failures: Counter[Follower] = Counter()
 
     def plan(self, followers: Iterable[Follower], able: Container[Follower], fan_out: int) -> None:
         """Gives sources to followers that have none, in this order: each the one with the shortest way that has room.
@@ -117,30 +116,27 @@ class Tree:
         Args:
             follower: the asking follower.
             able: the followers that hand on, and that `follower` can reach.
-            failed: the followers that have not delivered to it.
+            failed: the followers that have not delivered to it. Then it gets the version from the publisher.
             fan_out: followers that may get it from one other follower.
 
         Returns:
-            The same source as before, if there is one that has not failed. Otherwise the publisher if it has room, else
-            the follower with the shortest way to the publisher that has room, or the publisher if there is none.
+            The same source as before, if there is one. Otherwise the publisher if it has room, else the follower with
+            the shortest way to the publisher that has room, or the publisher if there is none.
         """
         before = self._source.get(follower)
         if before is not None:
             if before not in failed and (before == PUBLISHER or before in able):
                 return before
-            self._failures[before] += before in failed
             del self._source[follower]
         children = Counter(self._source.values())
-        if children[PUBLISHER] < self._copies:
+        if failed or children[PUBLISHER] < self._copies:
             chosen = PUBLISHER
         else:
             below = self._below(follower)
             possible = [
-                each
-                for each in self._source
-                if each in able and each not in failed and each not in below and children[each] < fan_out
+                each for each in self._source if each in able and each not in below and children[each] < fan_out
             ]
-            chosen = min(possible, key=lambda each: (self._failures[each], self._depth(each)), default=PUBLISHER)
+            chosen = min(possible, key=self._depth, default=PUBLISHER)
         self._source[follower] = chosen
         return chosen
 

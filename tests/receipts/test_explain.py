@@ -57,9 +57,7 @@ def test_who_was_waited_for_and_what_was_kept() -> None:
 
 def test_what_was_clamped() -> None:
     clamped = receipt(clamped=12)
-    said = (
-        "CLAMPED: 12 values sent or averaged exceed what the compression can hold and were cut to its largest number"
-    )
+    said = "CLAMPED: 12 values sent or averaged exceed what the compression can hold and were cut to its largest number"
     assert line(clamped).startswith(f"{WELL}; {said}; look for diverging tensors, or use bfloat16")
     assert said in str(clamped)
 

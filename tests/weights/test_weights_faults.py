@@ -10,8 +10,10 @@ import pytest
 
 from averaging import WeightPublisher
 from averaging.rpc import RpcHandler, RpcServer
+from averaging.weights.download import Pace
 from averaging.weights.layout import FETCH
 from averaging.weights.receiver import FollowerOptions, VersionReceiver
+from averaging.weights.store import Store
 from averaging.wire import weights_pb2 as wire
 from tests.support.fault_proxy import Fault, FaultProxy
 from tests.support.processes import JsonProcess
@@ -187,6 +189,92 @@ async def test_a_source_that_sends_nothing_is_left(pause: float | None) -> None:
         await has(follower, 1)
         assert holds(follower, weights)
         assert silent.asked == 1
+
+
+@pytest.mark.asyncio
+async def test_one_of_many_silent_sources_is_tried_and_none_for_the_next_versions() -> None:
+    publisher, weights, silent = WeightPublisher(copies=1), state(), Silent(None)
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(RpcServer("127.0.0.1:0", [publisher], grace=0.0))
+        others = [await stack.enter_async_context(RpcServer("127.0.0.1:0", [silent], grace=0.0)) for _ in range(6)]
+        for number in range(6):
+            await follow(stack, server.endpoint)
+            publisher._followers[list(publisher._followers)[number]] = others[number].endpoint
+        await publisher.publish(weights, 1)
+        follower = await follow(stack, server.endpoint, stall_timeout=1.0)
+        await has(follower, 1)
+        asked, left = silent.asked, set(publisher._left)
+        assert left
+        for version in (2, 3):
+            silent.asked, weights = 0, stepped(weights)
+            await publisher.publish(weights, version)
+            await has(follower, version)
+            assert holds(follower, weights)
+        assert silent.asked <= asked
+        assert left <= set(publisher._left)
+
+
+class Dripping:
+    """Hands on one message, and the next ones very late."""
+
+    def __init__(self, store: Store) -> None:
+        self._store, self.sent = store, 0
+
+    def rpc_handlers(self) -> Iterable[RpcHandler]:
+        return [FETCH.streams(self.fetch)]
+
+    async def fetch(self, request: wire.FetchRequest) -> AsyncGenerator[wire.Reply, None]:
+        async for reply in self._store.send(request):
+            self.sent += 1
+            yield reply
+            await asyncio.sleep(3600)
+
+
+@pytest.mark.asyncio
+async def test_a_source_that_sends_a_message_now_and_then_is_left() -> None:
+    publisher, weights = WeightPublisher(copies=1, fan_out=8), state()
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(RpcServer("127.0.0.1:0", [publisher], grace=0.0))
+        front = await follow(stack, server.endpoint)
+        dripping = Dripping(front.store)
+        other = await stack.enter_async_context(RpcServer("127.0.0.1:0", [dripping], grace=0.0))
+        publisher._followers = dict.fromkeys(publisher._followers, other.endpoint)
+        await publisher.publish(weights, 1)
+        await has(front, 1)
+        follower = await follow(stack, server.endpoint, stall_timeout=2.0)
+        await has(follower, 1)
+        sent = dripping.sent
+        assert sent > 0
+        weights = stepped(weights)
+        await publisher.publish(weights, 2)
+        await has(follower, 2)
+        assert holds(follower, weights)
+        assert dripping.sent == sent, "it is not asked for the next version"
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "every", "in_time"),
+    [(1 << 20, 9.0, False), (0, 9.0, True), (0, 13.0, False), (1 << 20, 1.0, True), (8 << 10, 0.03, True)],
+    ids=["drips", "waits itself", "waits for long", "slow link", "steady"],
+)
+def test_who_hands_on_as_fast_as_the_publisher_would(nbytes: int, every: float, in_time: bool) -> None:
+    pace, now = Pace(256 << 10, 3.0, 0.0), 0.0
+    if nbytes:
+        for _ in range(10):
+            now += every
+            kept = pace.note(nbytes, now)
+            if not kept:
+                break
+    else:
+        kept = pace.note(0, every)
+    assert kept is in_time
+
+
+def test_a_source_has_no_credit_for_what_it_sent_before() -> None:
+    pace = Pace(1e6, 3.0, 0.0)
+    assert pace.note(1 << 30, 1.0)
+    assert pace.left(1.0) == 3.0
+    assert pace.left(5.0) == 0.0
 
 
 @pytest.mark.asyncio

@@ -43,13 +43,12 @@ def test_followers_that_do_not_hand_on_get_it_from_those_that_do() -> None:
     assert Counter(tree.sources.values()) == {PUBLISHER: 1, followers[0]: 7}
 
 
-def test_a_follower_whose_source_failed_gets_another_one_and_others_avoid_it() -> None:
-    tree, (a, b, c, d, e) = Tree(copies=2), names(5)
-    able = [a, b, c, d, e]
+def test_a_follower_whose_source_failed_gets_the_version_from_the_publisher() -> None:
+    tree, (a, b, c, d) = Tree(copies=2), names(4)
+    able = [a, b, c, d]
     assert [tree.source_of(each, able, (), 2) for each in (a, b, c)] == [PUBLISHER, PUBLISHER, a]
-    assert tree.source_of(c, able, {a}, 2) == b
-    assert tree.source_of(d, able, (), 2) == b, "a has failed once"
-    assert tree.source_of(e, able, (), 2) == c, "even if the way is longer"
+    assert tree.source_of(c, able, {a}, 2) == PUBLISHER, "and tries no further one"
+    assert tree.source_of(d, [b, c, d], (), 2) == b, "others are not sent to the one that was left"
 
 
 def test_without_another_source_the_publisher_sends_a_further_copy() -> None:
