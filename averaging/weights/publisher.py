@@ -169,10 +169,6 @@ class WeightPublisher:
         run_id: Only followers of this run are served; None for the run of the averager, or for all followers.
         dtype: Floating-point tensors are published in this dtype. In `torch.bfloat16` a version is half as long, and a
             difference a tenth of one in float32.
-        hysteresis: With `dtype` bfloat16 or float16, a published number changes only if the weight is further from it
-            than (0.5 + `hysteresis`) times the distance to the next number. What is missing stays with the weights, and
-            is in a later version. Weights that go back and forth then cost nothing; 0.25 saves a third of the bytes of
-            steps with a learning rate of 1e-6. 0 rounds each version by itself.
         bases: Earlier versions that are kept.
         max_bytes: Earlier versions are dropped while all versions together take more memory than this.
         copies: Followers that get a version from here. Failures of followers can add to it. If None, as many as make
@@ -193,7 +189,6 @@ class WeightPublisher:
         *,
         run_id: str | None = None,
         dtype: torch.dtype | None = None,
-        hysteresis: float = 0.0,
         bases: int = 2,
         max_bytes: int | None = None,
         copies: int | None = None,
@@ -210,11 +205,7 @@ class WeightPublisher:
         ):
             if not is_count(value) or value < least:
                 raise ConfigError(f"{name} must be a whole number, at least {least}, not {value!r}")
-        if not 0 <= hysteresis <= 1:
-            raise ConfigError(f"hysteresis must be from 0 to 1, not {hysteresis!r}")
-        if hysteresis and dtype not in (torch.bfloat16, torch.float16):
-            raise ConfigError("hysteresis needs dtype=torch.bfloat16 or torch.float16, to which it rounds")
-        self._model, self._run_id, self._dtype, self._hysteresis = model, run_id, dtype, hysteresis
+        self._model, self._run_id, self._dtype = model, run_id, dtype
         self._copies, self._fan_out = copies, fan_out
         self._claims = Claims()
         self._store = Store(
@@ -337,7 +328,7 @@ class WeightPublisher:
         state = plain_state(state)
         if self._ranks is not None and not self._ranks.leads:  # tensors that are not divided are those of rank 0
             state = {name: tensor for name, tensor in state.items() if is_divided(tensor)}
-        return begin_copy(state, self._dtype, self._store.newest, self._hysteresis)
+        return begin_copy(state, self._dtype, self._store.newest)
 
     def _seal(self, copy: StateCopy, version: int | None, *, at_least: bool = False) -> int:
         """Publishes a copy. With `at_least`, the version is raised above the newest one if the weights have changed."""

@@ -206,7 +206,6 @@ class StateCopy:
         layout: the tensors.
         buffers: the bytes of each bucket.
         sources: what to copy to the buffers; empty if they are filled.
-        near: buffers of an earlier version and a hysteresis, see `round_near`; None to round each number by itself.
 
     Attributes:
         filled_elsewhere: whether another thread than the reader's calls `fill`. If not, `wait` copies.
@@ -217,9 +216,7 @@ class StateCopy:
         layout: WeightLayout,
         buffers: Sequence[Bytes],
         sources: Sequence[torch.Tensor],
-        near: tuple[Sequence[Bytes], float] | None = None,
     ) -> None:
-        self._near = near
         self.layout, self.buffers = layout, tuple(buffers)
         self.filled_elsewhere = False
         self._changed = threading.Condition()
@@ -251,10 +248,6 @@ class StateCopy:
             self._changed.wait_for(lambda: self._failed or self._done >= (bucket, stop))
         if self._done < (bucket, stop):
             raise TensorError("the weights could not be copied")
-
-    def _is_rounded(self, source: torch.Tensor, spec: WeightSpec) -> bool:
-        """Whether a tensor is published in a shorter dtype, near to what was published before."""
-        return self._near is not None and source.dtype.itemsize > spec.torch_dtype.itemsize == 2
 
     def _slice(self, buffers: Sequence[Bytes], number: int) -> torch.Tensor:
         """A tensor in 1-D over its bytes in `buffers`."""
@@ -300,39 +293,14 @@ class StateCopy:
         if not spec.nbytes:
             return
         target = self._slice(self.buffers, number)
-        if not source.is_contiguous() and not self._is_rounded(source, spec):
+        if not source.is_contiguous():
             target.reshape(spec.shape).copy_(source)
             yield spec.nbytes
             return
         flat, count = source.reshape(-1), SLICE_BYTES // spec.torch_dtype.itemsize
         for start in range(0, len(flat), count):
-            part, there = flat[start : start + count], target[start : start + count]
-            there.copy_(part)
-            if self._near is not None and self._is_rounded(source, spec):
-                buffers, hysteresis = self._near
-                before = self._slice(buffers, number)[start : start + count]
-                round_near(part.to("cpu"), before, there, hysteresis)
+            target[start : start + count].copy_(flat[start : start + count])
             yield min(spec.nbytes, (start + count) * spec.torch_dtype.itemsize)
-
-
-def round_near(weights: torch.Tensor, before: torch.Tensor, rounded: torch.Tensor, hysteresis: float) -> None:
-    """Keeps what was published before where it is near enough to the weight.
-
-    The rounding error is then at most (0.5 + `hysteresis`) times the distance to the next number, and stays with the
-    weights: the next version is rounded from them, so errors do not add up.
-
-    Args:
-        weights: what is published, in a longer dtype.
-        before: what was published of it before, bfloat16 or float16.
-        rounded: `weights` rounded to that dtype; changed in place.
-        hysteresis: see above.
-    """
-    # Only a neighbour of the rounded number is kept. Neighbours have bit patterns that differ by one, except around 0.
-    neighbours = (before.view(torch.int16) - rounded.view(torch.int16)).abs_() == 1
-    old = before.to(weights.dtype)
-    gap = (rounded.to(weights.dtype) - old).abs_()
-    near = (weights - old).abs_() <= (0.5 + hysteresis) * gap
-    torch.where(neighbours & near & gap.isfinite(), before, rounded, out=rounded)
 
 
 def copy_state(state: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> StateCopy:
@@ -344,7 +312,6 @@ def begin_copy(
     state: Mapping[str, torch.Tensor],
     dtype: torch.dtype | None = None,
     before: WeightSnapshot | None = None,
-    hysteresis: float = 0.0,
 ) -> StateCopy:
     """Prepares the copy of a state dict to the CPU.
 
@@ -352,8 +319,7 @@ def begin_copy(
         state: tensors by name, on any device; values that are no tensors are left out. Of a divided tensor, this rank's
             part is copied.
         dtype: floating-point tensors are converted to it; None keeps their dtype.
-        before: an earlier version, whose numbers are kept where they are near enough.
-        hysteresis: how near, see `round_near`.
+        before: an earlier version, whose layout is shared if it is the same.
 
     Raises:
         TensorError: a tensor cannot be published.
@@ -367,11 +333,10 @@ def begin_copy(
         specs.append(spec)
         parts.append(part)
     # numpy asks the system for large pages, which are four times faster to fill for the first time.
-    comparable = before is not None and before.manifest.layout.tensors == tuple(specs)
-    layout = before.manifest.layout if before is not None and comparable else layout_for(specs)
+    same = before is not None and before.manifest.layout.tensors == tuple(specs)
+    layout = before.manifest.layout if before is not None and same else layout_for(specs)
     buffers = [np.empty(bucket.nbytes, np.uint8) for bucket in layout.buckets]
-    near = (before.buffers, hysteresis) if before is not None and hysteresis and comparable else None
-    return StateCopy(layout, buffers, parts, near)
+    return StateCopy(layout, buffers, parts)
 
 
 def view_state(state: Mapping[str, torch.Tensor]) -> StateCopy:

@@ -16,7 +16,6 @@ import torch
 
 from averaging.weights.differences import Bytes, encode
 from averaging.weights.layout import PIECE_BYTES
-from averaging.weights.snapshot import round_near
 from examples.posttrain.alone import steps_alone
 from examples.posttrain.policy import Policy, warm_up
 
@@ -25,22 +24,13 @@ GROUPS, GROUP_SIZE = 8, 8
 SETTLING, STEPS = 8, 8
 """Steps before and during the measurement: the averages of AdamW take some steps to have their usual size."""
 
-Rounding = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""From the weights and what was published before of them: what is published."""
+Rounding = Callable[[torch.Tensor], torch.Tensor]
+"""From the weights: what is published."""
 
 ROUNDINGS: dict[str, Rounding] = {
-    "float32": lambda weights, _: weights.clone(),
-    "bfloat16": lambda weights, _: weights.bfloat16(),
-    "bfloat16, hysteresis 0.25": lambda weights, before: near(weights, before, 0.25),
-    "bfloat16, hysteresis 0.5": lambda weights, before: near(weights, before, 0.5),
+    "float32": lambda weights: weights.clone(),
+    "bfloat16": lambda weights: weights.bfloat16(),
 }
-
-
-def near(weights: torch.Tensor, before: torch.Tensor | None, hysteresis: float) -> torch.Tensor:
-    rounded = weights.bfloat16()
-    if before is not None:
-        round_near(weights, before, rounded, hysteresis)
-    return rounded
 
 
 def difference(new: torch.Tensor, old: torch.Tensor) -> int:
@@ -70,7 +60,7 @@ def measure_rounding(seed: int = 0) -> list[dict[str, Any]]:
         ):
             for name, rounding in ROUNDINGS.items():
                 before = published[name]
-                now = {key: rounding(each.detach(), before.get(key)) for key, each in policy.named_parameters()}
+                now = {key: rounding(each.detach()) for key, each in policy.named_parameters()}
                 if number >= SETTLING:
                     lengths[name].append(sum(difference(now[key], before[key]) for key in now))
                     changed[name].append(sum(int(np.count_nonzero((now[key] != before[key]).numpy())) for key in now))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging import WeightPublisher
-from averaging.errors import ConfigError, ProtocolViolationError, TensorError
+from averaging.errors import ProtocolViolationError, TensorError
 from averaging.weights.differences import Coding, encode
 from averaging.weights.layout import (
     LARGE_BYTES,
@@ -30,7 +28,7 @@ from averaging.weights.layout import (
     read_version,
     version_message,
 )
-from averaging.weights.snapshot import Incoming, WeightSnapshot, begin_copy, copy_state, round_near, seal
+from averaging.weights.snapshot import Incoming, WeightSnapshot, copy_state, seal
 
 STATE = {
     "big": torch.arange(700_000, dtype=torch.float32).reshape(7, -1),
@@ -260,79 +258,6 @@ def test_small_tensors_are_taken_over_in_another_order() -> None:
     other = seal(copy_state(dict(reversed(state.items()))), 1, None)
     assert taken.arranged(other.manifest.layout).manifest == other.manifest
     assert all(torch.equal(tensor, state[name]) for name, tensor in taken.whole().tensors().items())
-
-
-def test_small_tensors_are_rounded_each_near_to_what_was_published() -> None:
-    boundary = 1 + 2**-8  # in the middle of two numbers of bfloat16
-    names = [f"{number}" for number in range(20)]
-    published = seal(
-        begin_copy({name: torch.full((3, 2), boundary - 1e-4).T for name in names}, torch.bfloat16), 1, None
-    )
-    again = {name: torch.full((2, 3), boundary + 1e-4) for name in names[:10]}
-    again |= {name: torch.full((2, 3), boundary + 4e-3) for name in names[10:]}
-    now = seal(begin_copy(again, torch.bfloat16, published, 0.25), 2, published)
-    assert published.manifest.layout.count == 1
-    assert [float(tensor[0, 0]) for tensor in now.tensors().values()] == [1.0] * 10 + [1 + 2**-7] * 10
-
-
-@given(
-    seed=st.integers(0, 1 << 32),
-    hysteresis=st.floats(0.0, 1.0),
-    scale=st.floats(1e-6, 1e3),
-    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
-)
-def test_what_was_published_is_kept_exactly_while_the_weight_is_near(
-    seed: int, hysteresis: float, scale: float, dtype: torch.dtype
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    weights = scale * torch.randn(500, generator=generator)
-    before = weights.to(dtype)
-    moved = weights * (1 + 0.004 * torch.randn(500, generator=generator))
-    moved[:4] = torch.tensor([float("inf"), float("nan"), 0.0, -0.0])
-    rounded = moved.to(dtype)
-    published = rounded.clone()
-    round_near(moved, before, published, hysteresis)
-    for value, old, plain, new in zip(moved.tolist(), before, rounded, published, strict=True):
-        # One number at a time, with the neighbour that torch names.
-        beside = plain == old or torch.nextafter(old, plain) == plain
-        kept = beside and plain.isfinite() and abs(value - float(old)) <= (0.5 + hysteresis) * abs(float(plain - old))
-        if plain == 0 or old == 0 or abs(float(old)) < torch.finfo(dtype).tiny:
-            continue
-        assert torch.equal(new, old if kept else plain) or (new.isnan() and plain.isnan())
-
-
-def test_noise_around_a_boundary_is_not_published_and_drift_is() -> None:
-    boundary = torch.full((8,), 1 + 2**-8)  # in the middle of two numbers of bfloat16
-    publisher = WeightPublisher(dtype=torch.bfloat16, hysteresis=0.25)
-    first = {"w": boundary - 1e-4}
-    publisher.publish_now(first, 0)
-    digest = publisher.digest
-    for version in range(1, 6):
-        publisher.publish_now({"w": boundary + 1e-4 * (-1) ** version}, version)
-        assert publisher.digest == digest
-    for version in range(6, 30):
-        weights = boundary + 1e-3 * (version - 5)
-        publisher.publish_now({"w": weights}, version)
-        assert publisher._store.newest is not None
-        error = (publisher._store.newest.tensors()["w"].float() - weights).abs().max()
-        assert error <= 0.75 * 2**-7, "what is missing never adds up"
-    cases: list[dict[str, Any]] = [
-        {"hysteresis": 2.0},
-        {"hysteresis": 0.1},
-        {"hysteresis": 0.1, "dtype": torch.float32},
-    ]
-    for wrong in cases:
-        with pytest.raises(ConfigError, match="hysteresis"):
-            WeightPublisher(**wrong)
-
-
-def test_a_rounded_copy_keeps_what_was_published_also_of_tensors_that_are_not_contiguous() -> None:
-    boundary = torch.full((300, 5), 1 + 2**-8).T
-    before = seal(copy_state({"w": boundary - 1e-4, "n": torch.tensor(3)}, torch.bfloat16), 1, None)
-    copy = begin_copy({"w": boundary + 1e-4, "n": torch.tensor(4)}, torch.bfloat16, before, 0.25).fill()
-    after = seal(copy, 2, before)
-    assert torch.equal(after.tensors()["w"], before.tensors()["w"])
-    assert after.tensors()["n"] == 4
 
 
 def test_large_states_have_larger_pieces() -> None:
