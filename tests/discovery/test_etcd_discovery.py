@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from averaging.discovery.etcd import EtcdDiscovery, EtcdSettings
-from averaging.discovery.etcd.layout import RecordSeal, name_of, prefix_of, run_prefix
+from averaging.discovery.etcd.layout import RecordSeal, name_of, prefix_of, run_prefix, start_of
 from averaging.discovery.gossip.gossip_discovery import GossipDiscovery
 from averaging.discovery.gossip.identity import Author, Ed25519Identity, UnsignedIdentity
 from averaging.discovery.gossip.record import Reason, RecordLimits
@@ -337,6 +337,27 @@ def test_what_a_stranger_writes_is_checked_as_gossip_is() -> None:
         author = Author("run", identity, RecordLimits())
         await write(author.write(KEY, "a:1", b"mine", later(30), virtual_time.clock(), None))
         assert peer.get(KEY)["a:1"].value == b"1"
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("subkey", ["+", "a:2", "~"], ids=["first", "between", "last"])
+def test_values_that_are_no_records_hide_nobody(subkey: str) -> None:
+    """More of them than a peer holds records, before, between and behind those of the others."""
+
+    async def main(cluster: Cluster) -> None:
+        for name in ("b:1", "c:1"):
+            await (await cluster.peer(name)).store(KEY, name, b"1", later(300))
+        stranger, identity = cluster.etcd.client(), Ed25519Identity()
+        lease, prefix = await stranger.grant(300.0), start_of("run", KEY, subkey)
+        forged = RecordSeal().pack(replace(signed(identity), value=b"other"))
+        for number in range(1100):
+            await stranger.change({prefix + b"%d" % number: b"\xff" if number % 2 else forged}, lease)
+        await settle()
+        newcomer = await cluster.peer("a:1")
+        await newcomer.store(KEY, "a:1", b"1", later(300))
+        await settle()
+        assert newcomer.get(KEY).keys() == {"a:1", "b:1", "c:1"}
 
     simulate(main)
 

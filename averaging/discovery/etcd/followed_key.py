@@ -145,33 +145,27 @@ class FollowedKey:
         Raises:
             AveragingError: etcd does not answer, or refuses.
         """
-        values, revision = await self._read_from(self._start, self._most)
-        if len(values) < self._most:  # those before this peer, too
-            before, _ = await self._read_from(self._prefix, self._most - len(values), self._start)
-            values += before
-        self._contact.note_answer()
-        self.complete = len(values) < self._most
-        present = {value.key for value in values}
-        for name in [name for name in self._held if name not in present]:
+        revision, here = 0, set[bytes]()
+        # Records from this peer's own place on, and then those before it. What is no record does not count.
+        for start, end in ((self._start, self._prefix[:-1] + b"0"), (self._prefix, self._start)):
+            while start < end and len(here) < self._most:
+                page = await self._store.list_values(self._prefix, PAGE, start)
+                revision = revision or page.revision  # the watch brings what changed since
+                present = {value.key for value in page.values}
+                after = end if page.complete else min(end, page.values[-1].key + b"\0")
+                for name in [name for name in self._held if start <= name < after and name not in present]:
+                    self._remove(name)
+                for value in page.values:
+                    if value.key < end and len(here) < self._most:
+                        self._take(value, self._most + len(self._held))
+                        here.update({value.key} & self._held.keys())
+                start = after
+        for name in self._held.keys() - here:
             self._remove(name)
-        for value in values:
-            self._take(value)
+        self._contact.note_answer()
+        self.complete = len(here) < self._most
         self._advance(revision)
         self.loaded.set()
-
-    async def _read_from(self, start: bytes, most: int, end: bytes = b"") -> tuple[list[StoredValue], int]:
-        """At most `most` values, in pages, and the first page's revision: the watch brings what changed since."""
-        values: list[StoredValue] = []
-        revision = 0
-        while len(values) < most:
-            page = await self._store.list_values(self._prefix, min(PAGE, most - len(values)), start)
-            revision = revision or page.revision
-            inside = [value for value in page.values if not end or value.key < end]
-            values += inside
-            if page.complete or len(inside) < len(page.values):
-                break
-            start = page.values[-1].key + b"\0"
-        return values, revision
 
     async def _store_was_reset(self) -> bool:
         """Whether the store is an earlier one, restored or made anew: a watch from here on would never see a change."""
@@ -192,7 +186,7 @@ class FollowedKey:
             if isinstance(change, bytes):
                 self._remove(change)
                 self._on_deletion(change)
-            elif (record := self._take(change)) is not None and fresh:
+            elif (record := self._take(change, self._most)) is not None and fresh:
                 self._on_fresh(record)
         self._advance(changes.revision)
 
@@ -200,9 +194,9 @@ class FollowedKey:
         self._revision = max(self._revision, revision)
         self._advanced.set()
 
-    def _take(self, value: StoredValue) -> Record | None:
-        """Merges a record; returns it if it is new."""
-        if value.key not in self._held and len(self._held) >= self._most:
+    def _take(self, value: StoredValue, most: int) -> Record | None:
+        """Merges a record if `most` are not held yet; returns it if it is new."""
+        if value.key not in self._held and len(self._held) >= most:
             return None
         try:
             record = self._seal.unpack(value.value)
