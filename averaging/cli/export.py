@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -199,6 +200,13 @@ def read_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], str | None]:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
         reason = str(error).partition("\n")[0][:300]
+        if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):  # torch advises to run its code
+            found = re.search(r"GLOBAL ([\w.]{1,100})", str(error))
+            named = f" ({found[1]})" if found else ""
+            reason = (
+                f"it has more than tensors and plain values{named}, and loading them could run code; save "
+                "the model's state_dict() alone where the file is trusted"
+            )
         raise CommandError(f"{path} cannot be read as a checkpoint of torch.save: {reason}", WRONG_USAGE) from None
     inside = loaded if isinstance(loaded, dict) else {}
     found = next((inside[key] for key in MODEL_KEYS if isinstance(inside.get(key), dict)), inside)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import re
 import shutil
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
+
+logger = logging.getLogger("averaging.cli")
 
 SHARD_BYTES = 5_000_000_000
 """Default limit of a file, as that of transformers."""
@@ -55,11 +58,13 @@ class BaseFolder:
                 WRONG_USAGE,
             )
         try:
-            files = [path for path in sorted(folder.iterdir()) if path.is_file() and not path.name.startswith(".")]
+            files = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".") and _is_inside(path)]
             self.copied = [path for path in files if not path.name.endswith(WEIGHT_FILES)]
             self._places = _places([path for path in files if path.name.endswith(".safetensors")])
         except OSError as error:
             raise CommandError(f"--config: {folder} cannot be read: {error}", WRONG_USAGE) from None
+        if "config.json" not in [path.name for path in self.copied]:
+            raise CommandError(f"--config: config.json in {folder} is a link that leads out of it", WRONG_USAGE)
 
     @property
     def knows_names(self) -> bool:
@@ -114,6 +119,18 @@ class BaseFolder:
         except (SafetensorError, OSError) as error:
             raise CommandError(f"--config: {self.folder} cannot be read: {error}") from None
         return read
+
+
+def _is_inside(path: Path) -> bool:
+    """Whether it is a file of its folder, and no link that leads elsewhere, but to the blobs of the Hub's cache."""
+    if not path.is_file():
+        return False
+    folder, target = path.parent.resolve(), path.resolve()
+    blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
+    if target.is_relative_to(folder) or target.parent == blobs:
+        return True
+    logger.warning("%s is a link that leads out of the folder, so it is neither read nor copied", path)
+    return False
 
 
 def _places(paths: Sequence[Path]) -> dict[str, tuple[Path, list[int]]]:

@@ -191,7 +191,7 @@ def good(folder: Path) -> list[object]:
     ("source", "more", "message"),
     [
         (no_model, [], "has no model; save its state_dict() under 'model'"),
-        (code, [], "cannot be read as a checkpoint of torch.save"),
+        (code, [], "has more than tensors and plain values"),
         (garbage, [], "cannot be read as a checkpoint of torch.save"),
         (lambda folder: [folder], [], "is a directory"),
         (lambda folder: [folder / "missing.pt"], [], "missing.pt does not exist"),
@@ -221,7 +221,40 @@ def test_wrong_arguments(
     result = export(*source(tmp_path), "--config", "base", "--output", "model", *more)
     assert result.exit_code == 2, result.output
     assert message in told(result)
+    assert "weights_only" not in told(result), "torch's advice to run what is in the file"
     assert not (tmp_path / "model").exists()
+
+
+def test_links_that_lead_out_of_the_folder_are_not_copied(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    torch.save(NAMES, tmp_path / "last.pt")
+    base, secret = base_folder(tmp_path / "base"), tmp_path / "secret"
+    secret.write_text("secret")
+    (base / "vocab.txt").symlink_to(secret)
+    (base / "merges.txt").symlink_to("../secret")
+    (base / "special.json").symlink_to("tokenizer.json")
+    result = export(tmp_path / "last.pt", "--config", base, "--output", tmp_path / "model")
+    assert result.exit_code == 0, result.output
+    names = {path.name for path in (tmp_path / "model").iterdir()}
+    assert names == {"config.json", "tokenizer.json", "special.json", "model.safetensors"}
+    assert caplog.text.count("leads out of the folder") == 2
+    (base / "config.json").rename(tmp_path / "config.json")
+    (base / "config.json").symlink_to("../config.json")
+    result = export(tmp_path / "last.pt", "--config", base, "--output", tmp_path / "other")
+    assert (result.exit_code, "is a link that leads out of it" in told(result)) == (2, True)
+
+
+def test_a_snapshot_of_the_hub_is_copied(tmp_path: Path) -> None:
+    """There every file is a link to a blob beside all snapshots."""
+    torch.save(NAMES, tmp_path / "last.pt")
+    base, blobs, snapshot = base_folder(tmp_path / "base"), tmp_path / "blobs", tmp_path / "snapshots" / "1a2b"
+    snapshot.mkdir(parents=True)
+    base.rename(blobs)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    result = export(tmp_path / "last.pt", "--config", snapshot, "--output", tmp_path / "model")
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in (tmp_path / "model").iterdir()} >= {"config.json", "tokenizer.json"}
+    assert not any(path.is_symlink() for path in (tmp_path / "model").iterdir())
 
 
 def test_config_is_needed(tmp_path: Path) -> None:
