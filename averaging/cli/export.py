@@ -201,8 +201,8 @@ def read_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], str | None]:
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
         reason = str(error).partition("\n")[0][:300]
         if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):  # torch advises to run its code
-            found = re.search(r"GLOBAL ([\w.]{1,100})", str(error))
-            named = f" ({found[1]})" if found else ""
+            code = re.search(r"GLOBAL ([\w.]{1,100})", str(error))
+            named = f" ({code[1]})" if code else ""
             reason = (
                 f"it has more than tensors and plain values{named}, and loading them could run code; save "
                 "the model's state_dict() alone where the file is trusted"

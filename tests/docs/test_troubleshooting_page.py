@@ -62,6 +62,7 @@ RUN, RIGHT, WRONG = {"run_id": "demo"}, "0123456789abcdef", "fedcba9876543210"
 JOINS: dict[str, Callable[[Path], tuple[dict[str, Any], dict[str, Any]]]] = {
     "Another run": lambda _: (RUN, {"run_id": "other"}),
     "No token": lambda path: (token(path, RIGHT), {}),
+    "A token at this peer only": lambda path: ({}, token(path, RIGHT)),
     "A wrong token": lambda path: (token(path, RIGHT), token(path, WRONG)),
     "Another authority": lambda path: (write(path / "foreign", "127.0.0.1", of="foreign"), write(path, "127.0.0.1")),
     "An expired certificate": lambda path: aged(path, 3),

@@ -474,7 +474,7 @@ async def test_another_run_is_not_joined() -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("what", ["run", "token", "no token", "authority", "TLS"])
+@pytest.mark.parametrize("what", ["run", "token", "no token", "a token here only", "authority", "TLS"])
 async def test_a_wrong_run_token_or_authority_fails_at_once(tmp_path: Path, what: str) -> None:
     def token(name: str, text: str) -> dict[str, Any]:
         path = tmp_path / name
@@ -486,6 +486,8 @@ async def test_a_wrong_run_token_or_authority_fails_at_once(tmp_path: Path, what
     joins: dict[str, Any] = {"run_id": "one", "join_timeout": 3600.0}  # it does not wait for so long
     if what == "run":
         joins["run_id"] = "two"
+    elif what == "a token here only":
+        joins |= token("right", "0123456789abcdef")
     elif "token" in what:
         listens |= token("right", "0123456789abcdef")
         joins |= {} if what == "no token" else token("wrong", "fedcba9876543210")
@@ -497,6 +499,7 @@ async def test_a_wrong_run_token_or_authority_fails_at_once(tmp_path: Path, what
         "run": "belongs to run 'one', not to 'two'; give both peers the same run id",
         "token": "its run does not accept this peer's token",
         "no token": "its run requires a token, and this peer has none",
+        "a token here only": "has no token, and this peer has one: give token_file to all peers of the run, or to none",
         "authority": "its certificate was not issued by this peer's certificate authority",
         "TLS": "it does not speak TLS",
     }

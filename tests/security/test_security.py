@@ -388,6 +388,22 @@ async def test_the_callee_logs_who_has_no_token_or_a_wrong_one(
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("name", sorted(CALLS.keys() - {"get_status", "get_schema"}))  # who only looks may
+async def test_a_token_at_the_caller_only_is_refused_and_both_are_told(
+    caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    async with serving(FakePeer(), FakeGossip()) as (_, endpoint):
+        async with client(credentials=Credentials(tokens=(TOKEN,))) as caller:
+            with pytest.raises(CallRefusedError, match="its run has no token, and this peer has one: .*, or to none"):
+                await CALLS[name](caller, endpoint)
+        async with client() as caller:
+            await CALLS[name](caller, endpoint)
+    (line,) = refused(caplog)
+    assert "this run has no token, and one was sent; give token_file to all peers of the run, or to none" in line
+    assert TOKEN not in line
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("name", ["join_group", "aggregate_part", "exchange"])
 async def test_the_callee_logs_who_calls_itself_by_the_endpoint_of_another(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str

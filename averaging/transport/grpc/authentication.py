@@ -24,6 +24,7 @@ from averaging.security import Credentials, Tls, fits, is_bound, validity_proble
 from averaging.transport import RpcMethod
 from averaging.transport.grpc import methods
 from averaging.transport.grpc.channel_options import MAX_CALLS_PER_HOST, MAX_WATCHES_PER_HOST
+from averaging.transport.grpc.error_mapping import HAS_NO_TOKEN, TO_ALL_OR_NONE
 from averaging.transport.grpc.unread_replies import UnreadReplies
 
 # Logs refused calls at the callee, because its operator cannot see the error that the caller gets.
@@ -125,13 +126,15 @@ def needs_token(path: str, inspection: Inspection) -> bool:
 
 def denial(path: str, headers: Sequence[tuple[str, str | bytes]], credentials: Credentials) -> str | None:
     """Returns why a call is refused, as text for its caller; None if it is accepted."""
-    if not credentials.tokens or not needs_token(path, credentials.inspection):
-        return None
     given = [value for name, value in headers if name == HEADER]
-    if any(is_token(value, credentials.tokens) for value in given):
+    if not needs_token(path, credentials.inspection) or any(is_token(value, credentials.tokens) for value in given):
         return None
+    if not credentials.tokens:
+        # A peer with a token would refuse the calls of this one, so they would never form a group. Who only looks may.
+        accepted = not given or not needs_token(path, Inspection.ON)
+        return None if accepted else f"{HAS_NO_TOKEN}, and one was sent; {TO_ALL_OR_NONE}"
     problem = "and the token that was sent is not one of this run" if given else "and none was sent"
-    return f"this run requires a token, {problem}; send it in the metadata as 'authorization: Bearer TOKEN'"
+    return f"this run requires a token, {problem}; {TO_ALL_OR_NONE}"
 
 
 class Callers:

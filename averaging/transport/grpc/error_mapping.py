@@ -134,8 +134,14 @@ _TOO_LARGE_REASONS = {
 }
 
 
-def _credential_reason(sent_token: bool) -> str:
+HAS_NO_TOKEN, TO_ALL_OR_NONE = "this run has no token", "give token_file to all peers of the run, or to none"
+"""What a callee answers; a caller recognizes the first one."""
+
+
+def _credential_reason(sent_token: bool, details: str) -> str:
     file = spelled("token_file")
+    if details.startswith(HAS_NO_TOKEN):
+        return f"its run has no token, and this peer has one: give {file} to all peers of the run, or to none"
     if sent_token:
         return f"its run does not accept this peer's token: make one of the run's tokens the first line of {file}"
     return f"its run requires a token, and this peer has none: give {file} with one of the run's tokens"
@@ -153,7 +159,7 @@ def error_of_call(endpoint: str, error: grpc.aio.AioRpcError, *, sent_token: boo
     if reason == _LOST and details.lower().startswith("failed to connect"):
         reason = "it closed the connection at once; do both use TLS, with one authority?"
     if code is grpc.StatusCode.UNAUTHENTICATED:
-        return CallRefusedError(endpoint, _credential_reason(sent_token), RefusalCause.UNAUTHENTICATED)
+        return CallRefusedError(endpoint, _credential_reason(sent_token, details), RefusalCause.UNAUTHENTICATED)
     if code in _UNREACHABLE:
         definite = any(reason == definite_reason for _, definite_reason in _DEFINITE)
         return PeerUnreachableError(
