@@ -50,12 +50,7 @@ def shares(members: Sequence[Member]) -> list[float]:
 
 
 def busiest_link(shares: Sequence[float], nbytes: int) -> float:
-    """Bytes that the member with the busiest link sends, and receives, in a round.
-
-    Args:
-        shares: one per member, as `shares()` returns them.
-        nbytes: size of all tensors on the wire.
-    """
+    """Bytes that the member with the busiest link sends, and receives, in a round."""
     return nbytes * (1 + max(0, len(shares) - 2) * max(shares) / sum(shares))
 
 
@@ -68,12 +63,7 @@ to each, and as many from each sender."""
 
 
 def large_part_bytes(schema: Schema, reducers: int) -> int:
-    """Size of a large part, a multiple of that of the schema, which it has if the tensors are small.
-
-    Args:
-        schema: schema of the tensors.
-        reducers: number of members that reduce.
-    """
+    """Size of a large part, a multiple of that of the schema, which it has if the tensors are small."""
     nbytes = sum(form.packed_size(schema.part_size_bytes, 1) for form in forms_of(schema))
     size = schema.part_size_bytes
     return size * max(1, min(LARGE_PART_BYTES, nbytes // (PARTS_OF_ALL * max(1, reducers - 1))) // size)
@@ -132,15 +122,7 @@ def _divide(schema: Schema, shares: tuple[float, ...], joins: bool, large: bool)
 def _parts(
     shard: Sequence[Slice], part_size_bytes: int, forms: Sequence[AnyForm], joins: bool, most: int
 ) -> Iterator[Part]:
-    """The parts of a shard: each a slice, or as many consecutive ones as fit.
-
-    Args:
-        shard: its slices.
-        part_size_bytes: up to which slices are joined.
-        forms: form of each tensor.
-        joins: whether they are.
-        most: up to which size a part is continued by the next slice of the same tensor.
-    """
+    """The parts of a shard: each a slice, or as many consecutive ones as fit."""
     joined: list[Slice] = []
     nbytes = 0
     for piece in shard:

@@ -183,11 +183,7 @@ class AllReduce:
         await self._sending.announce_leave(list(self._reducers), code, LEAVE_NOTICE_SECONDS)
 
     def _check_delays(self, timeout: float) -> Callable[[float], None]:
-        """A check that drops members that hold the round up, early enough for the others to finish it.
-
-        Args:
-            timeout: see `run`.
-        """
+        """A check that drops members that hold the round up, early enough for the others to finish it."""
         allowed, whole = self._monitor.deadlines.lower, timeout + self._transfer_seconds
         reserve = min(timeout / 2, max(RESERVE * allowed, self._transfer_seconds / 2))
         senders = DelayBudget(whole - reserve, allowed, self._monitor.on_probation)

@@ -190,12 +190,7 @@ class SenderSide:
         return list(self._pending)
 
     def drop_delaying(self, delays: DelayBudget, now: float) -> None:
-        """Gives up reducers for which only this member has waited for too long.
-
-        Args:
-            delays: the delay budget of the reducers.
-            now: seconds since the start of the round.
-        """
+        """Gives up reducers for which only this member has waited for too long."""
         some_are_done = len(self._pending) < self._started
         alone = some_are_done or all(map(self._monitor.on_probation, self._pending))
         for name, reason in delays.update(self.unfinished if alone else [], now).items():
@@ -203,13 +198,7 @@ class SenderSide:
             self._pending[name].give_up(reason)
 
     async def send_to(self, name: str, parts: Sequence[Part], tensors: Sequence[Prepared]) -> None:
-        """Sends a reducer its parts and collects their averages, until all have arrived or it is dropped.
-
-        Args:
-            name: the reducer.
-            parts: its shard, in order.
-            tensors: this member's, one per tensor of the schema; read, never written.
-        """
+        """Sends a reducer its parts and collects their averages, until all have arrived or it is dropped."""
         received, sizes = 0, packed_sizes(self._forms, parts)
         window = SendWindow(send_limits(sizes, self._window), MAX_HOLD_SECONDS)
         answer = MessageCode.AVERAGED_PART

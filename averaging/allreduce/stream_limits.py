@@ -356,10 +356,6 @@ class DelayBudget:
     def update(self, holding: Collection[str], now: float) -> dict[str, str]:
         """Adds the time since the last update for the members that hold the round up now.
 
-        Args:
-            holding: these members.
-            now: seconds since the start of the round.
-
         Returns:
             The members that have done so for too long, with the reason for the receipt.
         """

@@ -180,11 +180,6 @@ class Rounds:
     async def average(self, topic: Topic, gathered: bytes, options: RoundOptions) -> Receipt:
         """Averages with a group.
 
-        Args:
-            topic: what is averaged.
-            gathered: this peer's packed `gather`.
-            options: see `RoundOptions`.
-
         Returns:
             The receipt. The service's book keeps one in any case, also if this raises.
 

@@ -64,12 +64,7 @@ class RunProgress:
         )
 
     def announce(self, progress: bytes, *, soon: bool = True) -> None:
-        """Announces this peer's progress, which is valid until the next call.
-
-        Args:
-            progress: packed progress, at most 1 KiB.
-            soon: whether it is announced at once; otherwise with the next renewal of the record.
-        """
+        """Announces this peer's progress, which is valid until the next call."""
         self._own = progress
         if soon:
             self.notice.changed()
@@ -162,12 +157,7 @@ CALL_TIMEOUT = 2.0
 
 
 async def find_gone(transport: Transport, missing: Callable[[], Collection[str]]) -> AsyncGenerator[str, None]:
-    """Yields missing peers whose address refuses connections, until it is closed.
-
-    Args:
-        transport: transport of this peer.
-        missing: function that is called before each check and returns the peers that are expected but have not arrived.
-    """
+    """Yields missing peers whose address refuses connections, until it is closed."""
     backoff = Backoff(FIRST_PAUSE, LAST_PAUSE)
     while True:
         await asyncio.sleep(backoff.next_delay())

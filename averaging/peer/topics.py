@@ -359,13 +359,7 @@ class Topic:
                 self.tensors.write(changes(replace(result, parts=list(parts))), self._how)
 
     def write_now(self, part: Part, values: torch.Tensor, allowed: Callable[[], bool]) -> bool:
-        """Writes one part of an incomplete result, if that needs no waiting. Returns whether it did.
-
-        Args:
-            part: a part of the topic's tensors.
-            values: its average or its delta.
-            allowed: function that is called under the lock; the part is written only if it returns True.
-        """
+        """Writes one part of an incomplete result, if that needs no waiting. Returns whether it did."""
         changes = [(piece.tensor, piece.start, elements) for piece, elements in part.divide(values)]
         return self.tensors.write_now(changes, self._how, allowed)
 

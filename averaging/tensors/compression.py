@@ -156,7 +156,6 @@ class MeanStd16Bit(Codec):
 
 
 def _matrix(size: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns; a 0-dim tensor is (1, 1)."""
     return prod(size[:-1]), prod(size[-1:])
 
 

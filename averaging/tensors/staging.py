@@ -65,7 +65,6 @@ def _page_locked(nbytes: int) -> Any:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which a device exchanges elements with the host."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 

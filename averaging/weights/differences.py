@@ -45,13 +45,7 @@ class Coding(IntEnum):
 
 
 def encode(new: Bytes, old: Bytes, itemsize: int) -> tuple[Coding, bytes]:
-    """Encodes a piece as its difference to `old`, or as it is if that is shorter.
-
-    Args:
-        new: the piece.
-        old: the same piece of another version.
-        itemsize: bytes of an element: 1, 2, 4 or 8.
-    """
+    """Encodes a piece as its difference to `old`, or as it is if that is shorter."""
     unsigned = _UNSIGNED[itemsize]
     differences = _zigzag(new.view(unsigned) - old.view(unsigned))
     count = int(np.count_nonzero(differences))

@@ -141,13 +141,7 @@ class Downloads:
         self._publisher_rate = 0.0  # bytes/s that have come from it at last; 0 if not known
 
     async def keep_warm(self, publisher: Publisher, source: str, layout: WeightLayout | None) -> None:
-        """Keeps the connections to a source fast, and closes those to former ones. A version that comes ends it.
-
-        Args:
-            publisher: the publisher.
-            source: the endpoint of the source; empty for the publisher.
-            layout: of the versions, if it is known.
-        """
+        """Keeps the connections to a source fast, and closes those to former ones. A version that comes ends it."""
         at_publisher = publisher.channel.endpoint
         if source and self._objection(source, self.rejected_sources):
             return
@@ -444,7 +438,6 @@ class _Asked:
 
 
 def _shares(missing: list[int], lanes: int) -> list[list[int]]:
-    """Divides pieces over connections in stripes."""
     return [[index for place, index in enumerate(missing) if place // STRIPE % lanes == lane] for lane in range(lanes)]
 
 

@@ -28,15 +28,7 @@ FOLLOWER_METRICS = (
 def follower_samples(
     receiver: VersionReceiver, credentials: Credentials, version: int | None, versions_behind: int, seconds: float
 ) -> Samples:
-    """The present values.
-
-    Args:
-        receiver: receives the weights.
-        credentials: certificates and tokens of the follower.
-        version: version in the model or in the file; None before the first.
-        versions_behind: see `Staleness`.
-        seconds: see `Staleness`.
-    """
+    """The present values."""
     announced = receiver.announced
     return {
         **({} if version is None else {"averaging_follower_version": version}),

@@ -96,13 +96,7 @@ class SourceLanes:
         return most if way is not None and expected > FIRST_BYTES * most else min(most, enough)
 
     async def warm(self, endpoint: str, most: int, *, loopback: bool) -> None:
-        """Makes the connections to a source fast, or keeps those that are.
-
-        Args:
-            endpoint: the source.
-            most: bytes of the largest step for one connection.
-            loopback: see `to`.
-        """
+        """Makes the connections to a source fast, or keeps those that are."""
         try:
             async with asyncio.timeout(WARM_SECONDS):
                 if endpoint in self._ways:

@@ -128,7 +128,6 @@ class WeightLayout:
 
     @cached_property
     def _ends(self) -> list[int]:
-        """Number of pieces up to and including each bucket."""
         return list(accumulate(-(-bucket.nbytes // self.piece_bytes) for bucket in self.buckets))
 
     @cached_property
@@ -238,11 +237,6 @@ class WeightManifest:
 
 def spec_of(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> WeightSpec:
     """Describes a whole tensor.
-
-    Args:
-        name: name in the state dict.
-        tensor: the tensor.
-        dtype: dtype of the published tensor; None for its own.
 
     Raises:
         TensorError: tensors like this are not published.
@@ -392,11 +386,6 @@ def elements(box: Box) -> int:
 def check_own(own: Sequence[WeightSpec], manifest: WeightManifest, *, is_part: bool) -> None:
     """Checks that a version, or a part of one, belongs to the model of the follower.
 
-    Args:
-        own: the part of each tensor that the follower holds.
-        manifest: manifest of the version.
-        is_part: whether it may have some of the tensors only.
-
     Raises:
         TensorError: it belongs to another model; the error names the first tensor that differs.
     """
@@ -409,12 +398,7 @@ def check_own(own: Sequence[WeightSpec], manifest: WeightManifest, *, is_part: b
 
 
 def missing_part(own: Iterable[WeightSpec], layouts: Sequence[WeightLayout]) -> str | None:
-    """What is wrong with the parts of a version for a model; None if they have each of its elements exactly once.
-
-    Args:
-        own: the part of each tensor that the follower holds.
-        layouts: layouts of the parts. A tensor that is not divided may be in several of them.
-    """
+    """What is wrong with the parts of a version for a model; None if they have each of its elements exactly once."""
     there: dict[str, list[WeightSpec]] = {}
     for layout in layouts:
         for spec in layout.tensors:
@@ -608,10 +592,6 @@ def _read_layout(message: wire.Version, max_bytes: int, known: WeightLayout | No
 
 def read_digests(joined: bytes, most: int) -> tuple[bytes, ...]:
     """The digests of successive pieces, from another peer.
-
-    Args:
-        joined: the digests.
-        most: pieces that they can be of.
 
     Raises:
         ProtocolViolationError: they are not whole, or too many.

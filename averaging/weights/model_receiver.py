@@ -136,7 +136,6 @@ class ModelReceiver(VersionReceiver):
             self._manifests = {digest: known for digest, known in self._manifests.items() if digest in named}
 
     def _is_wanted(self, manifest: WeightManifest) -> bool:
-        """Whether a version has something that the follower holds."""
         return self._own is None or not manifest.is_divided or is_wanted(self._own(), manifest.layout)
 
     def _advance(self, endpoint: str, received: int, total: int) -> None:

@@ -284,7 +284,6 @@ class VersionReceiver:
         return bool(reasons) and not seeds.failures and all(error and _is_definite(error) for error in reasons)
 
     def _work(self) -> list[Coroutine[None, None, None]]:
-        """What runs while this is entered."""
         return [self._follow(), self._receive(), self._keep_warm()]
 
     # Following

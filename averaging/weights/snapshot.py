@@ -129,12 +129,7 @@ class WeightSnapshot(WeightPieces):
         return WeightSnapshot(manifest, tuple(buffers))
 
     def _part(self, numbers: Mapping[tuple[str, tuple[int, ...]], int], spec: WeightSpec) -> Bytes | None:
-        """The bytes of a tensor, or of a part of one; None if they are not here.
-
-        Args:
-            numbers: the number of each tensor by name and offset.
-            spec: its description.
-        """
+        """The bytes of a tensor, or of a part of one; None if they are not here."""
         own = self.manifest.layout.tensors
         number = numbers.get((spec.name, spec.offset))
         if number is not None and own[number] == spec:
@@ -417,13 +412,7 @@ class OpenedVersion(WeightPieces):
 
 
 def seal(copy: StateCopy, version: int, before: WeightSnapshot | None) -> WeightSnapshot:
-    """Computes the digests of a copy, about 1 s for each GiB.
-
-    Args:
-        copy: the copy; it must not change any more.
-        version: its number.
-        before: the version before, whose buffers are shared where the buckets are equal.
-    """
+    """Computes the digests of a copy, about 1 s for each GiB."""
     copy.wait(len(copy.buffers), 0)
     layout = _known(copy.layout, before)
     digests = tuple(_sha256(copy.buffers[bucket][start:stop]) for bucket, start, stop in layout.pieces)
@@ -602,7 +591,6 @@ def _sha256(piece: Bytes) -> bytes:
 
 
 def _bytes(tensor: torch.Tensor) -> Bytes:
-    """The bytes of a contiguous tensor on the CPU, as a view."""
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
 

@@ -282,7 +282,6 @@ class Store:
         return pieces
 
     def _is_given_up(self, source: WeightPieces) -> bool:
-        """Whether what is not here of a version will not come."""
         return source is not self._incoming
 
     async def _await_piece(self, source: WeightPieces, index: int) -> bool:
@@ -320,7 +319,6 @@ def _own_bytes(earlier: WeightSnapshot, later: WeightSnapshot) -> int:
 
 
 def _is_left_out(source: WeightPieces, base: WeightSnapshot | None, index: int) -> bool:
-    """Whether the caller has a piece, or will have it with an earlier one."""
     return source.repeats(index) or (base is not None and base.digests[index] == source.digests[index])
 
 

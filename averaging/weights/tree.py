@@ -41,13 +41,7 @@ which they have fast connections."""
 
 
 def best_fan_out(followers: int, nbytes: int, rate: float) -> int:
-    """Copies that each source should send, for the last follower to have a version soon.
-
-    Args:
-        followers: number of followers.
-        nbytes: length of the version, as it is sent.
-        rate: bytes/s that a source sends.
-    """
+    """Copies that each source should send, for the last follower to have a version soon."""
 
     def seconds(fan_out: int) -> float:
         copies = 1 if fan_out == 1 else SIDE_BY_SIDE * fan_out
@@ -93,13 +87,7 @@ class Tree:
         self._source: dict[Follower, Follower] = {}
 
     def plan(self, followers: Iterable[Follower], able: Container[Follower], fan_out: int) -> None:
-        """Gives sources to followers that have none, in this order: each the one with the shortest way that has room.
-
-        Args:
-            followers: the followers.
-            able: those of them that hand on to all others.
-            fan_out: followers that may get it from one other follower.
-        """
+        """Gives sources to followers that have none, in this order: each the one with the shortest way."""
         children = Counter(self._source.values())
         room = deque([PUBLISHER] * (self._copies - children[PUBLISHER]))
         for each in self._source:
