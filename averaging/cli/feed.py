@@ -147,7 +147,7 @@ def feed_command(listen: str, store: str, *, as_json: bool, verbose: int, **give
       environment  env_id, name
       silent       env_id, name
       returned     env_id, name
-      stale        env_id, name, groups, reason (old, foreign), newest_version
+      stale        env_id, name, groups, reason (old, foreign, unknown), newest_version
       batch        step, groups, sequences
       reset
       done

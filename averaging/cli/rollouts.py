@@ -111,7 +111,7 @@ def rollouts_command(*, as_json: bool, verbose: int, **given: Any) -> None:
 
     While the engine or the feed is away, requests wait, and nothing is lost. Each rollout is in --store from when it is
     scored until the feed has its group: start the same command again after Ctrl+C or a crash. While the engine's
-    weights are too old for the feed's --max-staleness, it waits for newer ones.
+    weights are too old for the feed's --max-staleness, or have no version, it waits for newer ones.
 
     \b
     A trainer, an engine and a feed on this machine, and the environment my_environment.py:
@@ -294,7 +294,9 @@ TEXTS: Mapping[str, Any] = {
     ),
     "dropped": lambda event: f"group {event['group']} is dropped: {event['message']}",
     "paused": lambda event: (
-        f"paused: the engine serves version {event['version']}, too old for the trainer, which is at "
+        "paused: the engine's weights have no version, and the feed has a limit; have them follow the run"
+        if event["version"] is None
+        else f"paused: the engine serves version {event['version']}, too old for the trainer, which is at "
         f"{event['newest_version']}"
     ),
     "resumed": lambda event: f"goes on with version {event['version']}",

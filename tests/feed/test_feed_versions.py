@@ -21,7 +21,7 @@ from averaging.rl.feed import BatchFeed, FeedEnvironment, FeedServer, ScoredData
 from averaging.rl.feed.database import SCHEMA, Database
 from averaging.rl.feed.messages import MAX_STEP, MAX_VERSIONS, Post
 from averaging.rl.feed.run_state import RunState
-from averaging.rl.feed.versions import Fit, TrainerVersion
+from averaging.rl.feed.versions import UNKNOWN, Fit, TrainerVersion
 from averaging.weights import WeightFollower, WeightPublisher
 from tests.feed.test_feed_server import GROUP, begin, serving
 from tests.support.feeds import Feed, a_group, environment, names, registration
@@ -40,6 +40,9 @@ from tests.weights.test_weights import Publishing
         (8, 0, Fit.WAITS),
         (None, 0, Fit.FITS),
         (0, None, Fit.FITS),
+        (UNKNOWN, 7, Fit.UNKNOWN),
+        (UNKNOWN, 9, Fit.UNKNOWN),
+        (UNKNOWN, None, Fit.FITS),
     ],
 )
 def test_a_limit_of_0_means_only_the_newest(version: int | None, limit: int | None, fit: Fit) -> None:
@@ -66,7 +69,13 @@ def test_only_another_registration_goes_back() -> None:
     assert (trainer.newest, trainer.trainer) == (4, 2)
 
 
-def a_post(name: int, version: int | list[int] | None, env: int | None = None, size: int = 2, key: str = "") -> Post:
+def a_post(
+    name: int,
+    version: int | list[int] | msgspec.UnsetType | None,
+    env: int | None = None,
+    size: int = 2,
+    key: str = "",
+) -> Post:
     data = ScoredData(tokens=[[name]] * size, masks=[[name]] * size, scores=[0.0] * size, env_id=env, version=version)
     return Post.of([data], key)
 
@@ -105,7 +114,8 @@ def test_no_batch_has_a_group_beyond_the_limit_and_none_is_lost_uncounted(
         for operation, argument, env, size in operations:
             if operation.startswith("post"):
                 version = None if operation == "post old API" else max(0, newest + argument)
-                database.post(a_post(len(versions), version, env, size), 0.0)
+                posted = msgspec.UNSET if version is None else version
+                database.post(a_post(len(versions), posted, env, size), 0.0)
                 versions[len(versions)] = version
             elif operation == "train":
                 found = database.batch(step + 1, step, 0.0, trainer, newest)
@@ -246,7 +256,6 @@ async def test_who_sends_no_versions_sees_the_old_api() -> None:
             await begin(client)
             answers = [
                 await client.post("/scored_data", json=GROUP),
-                await client.post("/scored_data", json=GROUP | {"version": None}),
                 await client.post("/scored_data_list", json=[GROUP, GROUP]),
                 await client.get("/status"),
                 await client.get("/status-env", params={"env_id": 0}),
@@ -298,6 +307,46 @@ async def test_what_is_too_old_is_counted_and_told() -> None:
         *(("env_0", 1, "old"), ("", 2, "old"), ("env_0", 1, "foreign"))
     ]
     assert event_text(stale[0]) == "1 groups of env_0 are old: the trainer is at version 5"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("reported", [0, 5])
+async def test_groups_of_unknown_weights_are_dropped_where_versions_are_limited(
+    reported: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    unknown = GROUP | {"env_id": 0, "version": None}
+    async with serving(max_staleness=9) as client:
+        await begin(client)
+        assert (await client.post("/scored_data", json=unknown)).json() == {"status": "received"}
+        await client.get("/batch", params={"version": reported})  # now it is known that the limit holds
+        answer = (await client.post("/scored_data", json=unknown)).json()
+        assert answer == {"status": "received", "newest_version": reported, "max_staleness": 9, "stale": 1}
+        status = (await client.get("/status")).json()
+        assert (status["queue_size"], status["stale_groups"]) == (0, 2)
+        metrics = (await client.get("/metrics")).text
+    assert 'averaging_feed_stale_groups_total{reason="unknown"} 2.0' in metrics
+    async with serving() as client:
+        await begin(client)
+        await client.get("/batch", params={"version": reported})
+        await client.post("/scored_data_list", json=[unknown, unknown])
+        assert len((await client.get("/batch")).json()["batch"]) == 2, "without a limit they are trained"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("version", [{}, {"version": None}])
+async def test_an_environment_whose_engine_follows_nobody_is_named(
+    version: dict[str, None], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(max_staleness=1) as client:
+        await begin(client)
+        await client.get("/batch", params={"version": 5})
+        await client.post("/scored_data", json=GROUP | {"env_id": 0} | version)
+        warning = (await client.get("/status")).json()["warning"]
+        assert "env_0 posts groups without a version" in warning
+        assert "averaging serve --follow" in warning
+        assert caplog.text.count("env_0 posts groups without a version") == 1
+        await client.post("/scored_data", json=GROUP | {"env_id": 0, "version": 5})
+        assert "warning" not in (await client.get("/status")).json(), "it follows now"
 
 
 @pytest.mark.asyncio

@@ -112,6 +112,66 @@ async def test_an_engine_that_does_not_answer_with_its_version_is_asked_before_a
         assert gateway.take_versions("rollout") == []
 
 
+@pytest.mark.parametrize(
+    ("told", "versions"),
+    [(12, [12]), ("13", [12, 13]), (0, [0, 12]), ("default", []), (None, []), ("", []), (-1, []), ("1e3", [])],
+)
+async def test_a_part_that_unknown_weights_may_have_written_makes_all_unknown(told: Any, versions: list[int]) -> None:
+    served = Served()
+    served.info = {"weight_version": "12"}
+
+    def changed() -> Response:
+        served.info = {"weight_version": told}
+        return JSONResponse({**ANSWER, "weight_version": None})
+
+    def changed_back() -> Response:
+        served.info = {"weight_version": "12"}
+        return JSONResponse({**ANSWER, "weight_version": "12"})
+
+    served.answers = [changed, changed_back]
+    async with asking(served) as (engine, gateway, client):
+        await client.post("/inference/v1/generate", json=ASK)
+        assert engine.version == (max(versions) if told != 0 else 0) if versions else engine.version is None
+        await client.post("/inference/v1/generate", json=ASK)
+        assert gateway.take_versions("rollout") == (versions or []), "also after a later answer with a version"
+        await client.post("/inference/v1/generate", json=ASK)
+        assert gateway.take_versions("rollout") == [12], "another rollout"
+
+
+@pytest.mark.parametrize("tells", [False, True])
+async def test_an_engine_that_is_started_again_between_two_attempts_has_no_version(tells: bool) -> None:
+    served = Served()
+    plain = {**ANSWER, "weight_version": None}
+
+    def killed() -> Response:
+        served.info = {"weight_version": "default"}
+        return Response(status_code=502)
+
+    def answered_and_updated() -> Response:
+        served.info = {"weight_version": "3"}
+        return JSONResponse(plain)
+
+    served.answers = [lambda: JSONResponse({**plain, "weight_version": "3"} if tells else plain)]
+    async with asking(served) as (_, gateway, client):
+        await client.post("/inference/v1/generate", json=ASK)
+        assert gateway.take_versions("rollout") == [3]
+        served.answers = [killed, answered_and_updated]
+        await client.post("/inference/v1/generate", json=ASK)
+        assert gateway.take_versions("rollout") == []
+        assert not served.answers
+
+
+async def test_an_engine_that_gets_the_route_later_is_asked_again() -> None:
+    served = Served()
+    served.info = None
+    async with asking(served) as (engine, _, _):
+        assert await engine.ask_version() is None
+        assert not engine.has_route
+        served.info = {"weight_version": "3"}
+        assert await engine.ask_version() == 3
+        assert engine.has_route
+
+
 async def test_a_request_waits_for_an_engine_that_is_starting_or_full() -> None:
     served = Served()
     refusals = [JSONResponse({"error": {"message": "loading"}}, status_code=status) for status in (503, 429)]

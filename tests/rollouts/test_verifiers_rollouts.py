@@ -147,9 +147,9 @@ async def test_an_engine_that_tells_no_version_is_used_without(
 ) -> None:
     engine.control(version=None, routeless=True)
     rollouts = made(max_groups=1)
-    with Trainer(feed.url, 4, version=9) as trainer:
+    with Trainer(feed.url, 4) as trainer:
         await rollouts.rollouts.run()
-        assert "version" not in trainer.wait(1)[0]
+        assert trainer.wait(1)[0]["version"] is None
 
 
 async def test_an_engine_that_is_killed_and_comes_back_costs_nothing(
@@ -202,6 +202,22 @@ async def test_it_pauses_while_the_weights_are_too_old(
             assert engine.control()["requests"] > asked
             assert rollouts.of("posted")[-1]["versions"] == [6]
             assert not rollouts.of("posted")[-1]["stale"]
+
+
+async def test_it_pauses_while_the_weights_have_no_version(
+    made: Callable[..., Made], feed: Feed, engine: EngineProcess
+) -> None:
+    with Trainer(feed.url, 4, version=1) as trainer:
+        async with running(made(concurrency=4)) as rollouts:
+            await rollouts.expect("posted", 2)
+            engine.control(version="default", tells=False)
+            assert (await rollouts.expect("paused"))[0]["version"] is None
+            engine.control(version=1)
+            await rollouts.expect("resumed")
+            before = len(rollouts.of("posted"))
+            await rollouts.expect("posted", before + 2)
+            assert rollouts.of("posted")[-1]["versions"] == [1]
+        assert all(group["version"] == 1 for group in trainer.wait(1)), "no group of unknown weights"
 
 
 async def test_truncated_rollouts_are_never_posted_as_if_whole(

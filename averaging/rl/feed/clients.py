@@ -30,7 +30,7 @@ from averaging.rl.feed.messages import (
     Registration,
     ScoredData,
 )
-from averaging.rl.feed.versions import oldest_version
+from averaging.rl.feed.versions import UNKNOWN, oldest_version
 from averaging.training import ControlGroup, ranks_of
 
 if TYPE_CHECKING:
@@ -95,9 +95,9 @@ class Batch:
 
         It is 0 for groups of newer weights, which a trainer meets after it has resumed from a checkpoint.
         """
-        oldest = [oldest_version(group.get("version")) for group in self.groups]
+        oldest = [oldest_version(group.get("version", msgspec.UNSET)) for group in self.groups]
         newest = self.newest_version
-        return [None if each is None or newest is None else max(0, newest - each) for each in oldest]
+        return [None if each is None or each == UNKNOWN or newest is None else max(0, newest - each) for each in oldest]
 
 
 class VersionedWeights(Protocol):
@@ -488,7 +488,7 @@ class FeedEnvironment:
         if version is not None:
             numbers = version if isinstance(version, int) else sorted(set(version))
             return msgspec.structs.replace(group, version=numbers)
-        if self._weights is None or self._weights.version is None:
+        if self._weights is None:
             return group
         behind = getattr(self._weights, "staleness", None)
         staleness = None if behind is None else PostedStaleness(behind.versions, behind.seconds)

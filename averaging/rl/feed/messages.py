@@ -124,7 +124,8 @@ class ScoredData(msgspec.Struct, kw_only=True):
         tokens: the token ids of each sequence, from 0 to 2^31 - 1.
         masks: the id of each token, or -100 if it is not trained, for example in the prompt.
         scores: one number for each sequence.
-        version: the version of the weights that made the group, or all versions if they changed meanwhile.
+        version: the version of the weights that made the group, or all versions if they changed meanwhile; None if a
+            part of them is unknown.
         staleness: how old those weights were when the group was posted.
 
     The last two are left out of the JSON if they are not set, as atroposlib does not know them.
@@ -151,7 +152,6 @@ class ScoredData(msgspec.Struct, kw_only=True):
     staleness: PostedStaleness | msgspec.UnsetType | None = msgspec.UNSET
 
     def __post_init__(self) -> None:
-        self.version = msgspec.UNSET if self.version is None else self.version
         self.staleness = msgspec.UNSET if self.staleness is None else self.staleness
         size = len(self.tokens)
         if not size:
@@ -260,7 +260,7 @@ class Post:
         contents: the JSON of each.
         key: identifies repetitions of the request; empty if the client sent none.
         digest: equal in all repetitions of the request.
-        versions: the oldest version of each group; empty if none has one.
+        versions: see `oldest_version`, of each group; empty if none has one.
     """
 
     groups: Sequence[tuple[int | None, int]]

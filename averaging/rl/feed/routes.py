@@ -50,7 +50,7 @@ NOTICES: Mapping[str, str] = {
     "returned": "environment %d (%s) is back and has its part of each batch again",
 }
 
-REASONS: Mapping[Fit, str] = {Fit.OLD: "old", Fit.FOREIGN: "foreign"}
+REASONS: Mapping[Fit, str] = {Fit.OLD: "old", Fit.FOREIGN: "foreign", Fit.UNKNOWN: "unknown"}
 """The names of the reasons for which a group does not fit the trainer's version."""
 
 EMPTY_EXAMPLE: Mapping[str, Sequence[object]] = {
@@ -67,7 +67,7 @@ COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
     "received_sequences_total": ("Sequences accepted.", ()),
     "repeated_posts_total": ("Posts recognized as repetitions by their Idempotency-Key.", ()),
     "stale_groups_total": (
-        "Groups that did not fit the trainer's version: old, or foreign (above every version of the trainer).",
+        "Groups that did not fit the trainer's version: old, foreign (above every version of the trainer), or unknown.",
         ["reason"],
     ),
     "delivered_batches_total": ("Batches delivered, repetitions included.", ()),

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
+from averaging.common import listed
 from averaging.errors import FeedError
 from averaging.rl.feed.batch_formation import can_fill, exact_sum, form_batch, reachable, reservations
 from averaging.rl.feed.messages import RegisterEnv, Registration
-from averaging.rl.feed.versions import Fit, StaleMode, TrainerVersion
+from averaging.rl.feed.versions import UNKNOWN, Fit, StaleMode, TrainerVersion
 
 MIN_ENV_WEIGHT = 0.01
 """Lower bound of `env_weight`, so that no environment starves."""
@@ -49,7 +50,7 @@ class SampleGroup:
         env: id of its environment; None if it was posted without one.
         size: number of sequences.
         nbytes: length of the content.
-        version: the oldest version of the weights that made it; None if that is unknown.
+        version: see `oldest_version`.
         arrived: `TrainerVersion.reports` when it arrived.
     """
 
@@ -97,6 +98,7 @@ class Env:
         waited: time since which the run waits for its groups: that of its last post, or of a batch with its groups.
         silent: whether it has given up its reservation, because the run waited for longer than `RunState.env_timeout`.
         stale: its groups that did not fit the trainer's version, since the server has started.
+        versionless: whether its last group had no known version.
     """
 
     config: RegisterEnv
@@ -108,6 +110,7 @@ class Env:
     waited: float = field(default=0.0, compare=False)
     silent: bool = field(default=False, compare=False)
     stale: int = field(default=0, compare=False)
+    versionless: bool = field(default=False, compare=False)
 
 
 @dataclass(kw_only=True)
@@ -340,14 +343,14 @@ class RunState:
         self._candidate_is_current = False
 
     def is_stale(self, version: int | None) -> bool:
-        """Returns whether a group of this version would be too old now."""
-        return self.version.fit_of(version, self.version.reports, self.max_staleness) is Fit.OLD
+        """Returns whether a group of this version would be too old now, or of unknown weights."""
+        return self.version.fit_of(version, self.version.reports, self.max_staleness) in (Fit.OLD, Fit.UNKNOWN)
 
     def _fit_of(self, group: SampleGroup) -> Fit:
         return self.version.fit_of(group.version, group.arrived, self.max_staleness)
 
     def _is_stale(self, group: SampleGroup) -> bool:
-        return self._fit_of(group) in (Fit.OLD, Fit.FOREIGN)
+        return self._fit_of(group) not in (Fit.FITS, Fit.WAITS)
 
     def _turn_away(self, group: SampleGroup) -> None:
         """Drops a group, or sets it aside; the oldest of those are dropped if there are too many."""
@@ -388,7 +391,7 @@ class RunState:
         self.queue += places[Fit.FITS]
         self._count(places[Fit.FITS], 1)
         self.early += places[Fit.WAITS]
-        return places[Fit.OLD] + places[Fit.FOREIGN]
+        return places[Fit.OLD] + places[Fit.FOREIGN] + places[Fit.UNKNOWN]
 
     def add(self, groups: Sequence[tuple[int | None, int, int, int | None]], now: float) -> Added:
         """Adds all of the groups, given as (environment, sequences, bytes, version), or none, at the time `now`.
@@ -406,6 +409,8 @@ class RunState:
             self._heard_post(env, now)
         added = Added(self.next_number, [], [])
         for env, size, nbytes, version in groups:
+            if env is not None:
+                self.envs[env].versionless = version in (None, UNKNOWN)
             group = SampleGroup(self.next_number, env, size, nbytes, version, self.version.reports)
             self.next_number += 1
             if self._is_stale(group):
@@ -510,9 +515,17 @@ class RunState:
         }
 
     def warning(self) -> str:
-        """Returns why the present environments and groups never form a batch; empty if they may."""
+        """Returns why no batch is ever formed as things are, or the limit of versions does not hold; else nothing."""
         if self.registration is None:
             return ""
+        if self.max_staleness is not None and self.version.newest is not None:
+            versionless = [env.name for env in self.envs if env.versionless and env.connected]
+            if versionless:
+                return (
+                    f"{listed(versionless)} posts groups without a version beside the limit of {self.max_staleness} "
+                    "versions; they are dropped, or from an environment that knows of no versions trained at any age. "
+                    "Have its engine follow the run: averaging serve --follow, or averaging follow --engine for vLLM"
+                )
         if (
             self.max_staleness is not None
             and self.version.newest is None

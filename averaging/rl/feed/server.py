@@ -50,7 +50,8 @@ class FeedServer:
             pages can send those.
         fsync: whether an acknowledged post also survives a power failure. It always survives the end of this process.
         max_staleness: how many versions of the weights a group may be behind the trainer's newest one; 0 means that it
-            must be of the newest, None any. Groups without a version are not limited.
+            must be of the newest, None any. Groups that name no version are not limited, and those whose version is
+            null do not fit.
         stale: "drop" or "keep": whether groups that are older are dropped, or set aside in the store.
         limits: limits of memory, disk, time and connections.
         on_event: receives each event that `averaging feed --json` prints.

@@ -28,6 +28,8 @@ class Fit(Enum):
     OLD = auto()
     FOREIGN = auto()
     """No version of this trainer: see above."""
+    UNKNOWN = auto()
+    """Its environment knows of versions, and not which ones made it."""
 
 
 class StaleMode(StrEnum):
@@ -38,11 +40,15 @@ class StaleMode(StrEnum):
     """They are kept in the store, and come back if the trainer resumes from so old a version that they fit again."""
 
 
+UNKNOWN = -1
+"""Stands for the oldest version of a group if that is unknown, which its environment posts as null."""
+
+
 def oldest_version(version: Version) -> int | None:
-    """Returns the version that counts for the age of a group; None if it has none."""
+    """Returns the version that counts for the age of a group: UNKNOWN if it is null, and None if none was posted."""
     if isinstance(version, list):
         return min(version, default=None)
-    return version if isinstance(version, int) else None
+    return UNKNOWN if version is None else version if isinstance(version, int) else None
 
 
 @dataclass(slots=True)
@@ -69,15 +75,17 @@ class TrainerVersion:
         return self.newest != before
 
     def fit_of(self, version: int | None, arrived: int, max_staleness: int | None) -> Fit:
-        """Judges a group. A group without a version always fits.
+        """Judges a group. That of an environment which knows of no versions always fits.
 
         Args:
-            version: the oldest version that made a part of the group; None if that is unknown.
+            version: see `oldest_version`.
             arrived: `reports` when the group arrived.
             max_staleness: how many versions it may be behind the newest one; 0 means only the newest. None: any.
         """
         if max_staleness is None or self.newest is None or version is None:
             return Fit.FITS
+        if version == UNKNOWN:
+            return Fit.UNKNOWN
         if version > self.newest:
             return Fit.WAITS if self.reports - arrived < REPORTS_UNTIL_KNOWN else Fit.FOREIGN
         return Fit.FITS if self.newest - version <= max_staleness else Fit.OLD

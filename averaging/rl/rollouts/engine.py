@@ -11,7 +11,7 @@ import logging
 import random
 import secrets
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Annotated, Any, Self, TypeVar
 
@@ -134,8 +134,8 @@ class EngineClient:
         self.url, in_url = shown.removesuffix("/v1"), user[1] if user else ""
         self._on_away = on_away
         self._away = ""
-        self._asks_version = True
         self._version: int | None = None
+        self._tells = False  # whether the last answer told its version
         self._lengths: dict[str, int | None] = {}
         token = token or in_url
         try:
@@ -159,8 +159,11 @@ class EngineClient:
 
     @property
     def version(self) -> int | None:
-        """The newest version that the engine was seen to serve; None if it tells none."""
+        """The version that the engine was last seen to serve; None if that is unknown."""
         return self._version
+
+    has_route = True
+    """Whether the engine has a route that names its version. Without, only its answers may tell one."""
 
     async def close(self) -> None:
         """Closes the connections."""
@@ -178,48 +181,54 @@ class EngineClient:
 
     async def ask_version(self) -> int | None:
         """Asks which version of the weights the engine serves; None if it does not tell."""
-        if not self._asks_version:
-            return None
         try:
             reply = await self._request("GET", "/weight_info")
         except RolloutError as error:
             if error.status not in (404, 405):
                 raise
-            self._asks_version = False  # an engine of which nobody changes the weights has no such route
-            return None
+            self.has_route = False
+            return self._seen(None)
+        self.has_route = True
         return self._seen(_decoded(reply.content, _WeightInfo, self.url).weight_version)
 
     async def complete(self, body: Mapping[str, Any]) -> tuple[Completion, list[int]]:
-        """Asks for a completion. Returns it, and the versions of the weights that may have written it.
+        """Asks for a completion. Returns it, and the versions that may have written it; none if one is unknown.
 
         Raises:
             RolloutError: the engine refuses the request, or its answer cannot be used.
         """
-        before = None if self._tells else await self.ask_version()
-        reply = await self._request("POST", "/v1/completions", body)
-        completion = _decoded(reply.content, Completion, self.url)
-        if completion.weight_version is not None:
-            self._tells = True
-            told = self._seen(completion.weight_version)
-            return completion, [] if told is None else [told]
-        after = await self.ask_version()
-        return completion, sorted({version for version in (before, after) if version is not None})
+        before: int | None = None
 
-    _tells = False
-    """Whether the engine tells the version with each answer."""
+        async def look() -> None:
+            """Before each attempt, since the engine may have been started again after the last one."""
+            nonlocal before
+            before = None if self._tells else await self.ask_version()
+
+        reply = await self._request("POST", "/v1/completions", body, look)
+        completion = _decoded(reply.content, Completion, self.url)
+        self._tells = completion.weight_version is not None
+        after = self._seen(completion.weight_version) if self._tells else await self.ask_version()
+        before = after if self._tells else before
+        return completion, [] if before is None or after is None else sorted({before, after})
 
     def _seen(self, told: str | int | None) -> int | None:
         """Reads a version. Names that are no number, such as "default", are none."""
         text = "" if told is None else str(told)
-        if not (text.isascii() and text.isdecimal() and len(text) < 16):
-            return None
-        self._version = int(text)
+        self._version = int(text) if text.isascii() and text.isdecimal() and len(text) < 16 else None
         return self._version
 
-    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> httpx.Response:
-        """Sends a request until the engine answers it."""
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        before_each: Callable[[], Awaitable[None]] | None = None,
+    ) -> httpx.Response:
+        """Sends a request until the engine answers it. `before_each` is awaited before each attempt."""
         backoff, faults = Backoff(MIN_PAUSE, MAX_PAUSE, random.Random(), jitter=(0.5, 1.0)), 0
         while True:
+            if before_each is not None:
+                await before_each()
             try:
                 reply = await self._send(method, path, body)
             except httpx.TransportError as error:
@@ -227,7 +236,8 @@ class EngineClient:
             else:
                 reason = f"{path} answers {reply.status_code}: {_message(reply)}"
                 if reply.is_success:
-                    self._note_away("")
+                    if not self._away.startswith("/") or self._away.startswith(path):
+                        self._note_away("")  # not if it refuses requests of another path: it is paused then
                     return reply
                 is_held = reply.status_code in HELD
                 faults += not is_held
@@ -274,7 +284,7 @@ class EngineGateway:
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
-        self._versions: dict[str, set[int]] = {}
+        self._versions: dict[str, set[int] | None] = {}  # None if an answer had no version
         self._running: set[asyncio.Task[tuple[Completion, list[int]]]] = set()
         self._stack = AsyncExitStack()
         self.secret = secrets.token_hex(16)
@@ -298,8 +308,8 @@ class EngineGateway:
         await self._stack.aclose()
 
     def take_versions(self, rollout: str) -> list[int]:
-        """Returns the versions of the weights that answered the requests of a rollout, and forgets them."""
-        return sorted(self._versions.pop(rollout, ()))
+        """Returns the versions that answered the requests of a rollout, and forgets them; none if one is unknown."""
+        return sorted(self._versions.pop(rollout, None) or ())
 
     async def _models(self, request: Request) -> Response:
         if not self._is_ours(request):
@@ -329,7 +339,9 @@ class EngineGateway:
         if isinstance(failure, RolloutError):
             return _failure(failure.status or 502, str(failure))
         completion, versions = task.result()
-        self._versions.setdefault(request.headers.get(SESSION_HEADER, ""), set()).update(versions)
+        rollout = request.headers.get(SESSION_HEADER, "")
+        others = self._versions.get(rollout, set())
+        self._versions[rollout] = others | set(versions) if versions and others is not None else None
         if len(self._versions) > MAX_ROLLOUTS:
             del self._versions[next(iter(self._versions))]
         return JSONResponse(_generate_reply(completion))

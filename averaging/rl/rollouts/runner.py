@@ -450,9 +450,9 @@ class Rollouts:
         )  # fmt: skip
 
     async def _until_fresh(self) -> None:
-        """Waits while the engine's weights are too old for the trainer."""
+        """Waits while the engine's weights are too old for the trainer, or unknown although they can be asked for."""
         wanted = self._wanted
-        if wanted is None or not wanted.holds(self.version):
+        if wanted is None or not wanted.holds(self.version) or not self._engine.has_route:
             return
         self._emit({"event": "paused", "version": self.version, "newest_version": wanted.newest})
         while True:

@@ -37,7 +37,7 @@ class ScoredSequence(msgspec.Struct, frozen=True):
         sampled: for each token whether the model has written it.
         logprobs: for each token its log-probability when it was sampled; any number where it was not.
         score: the reward.
-        versions: the versions of the weights that wrote it, ascending; empty if the engine did not tell.
+        versions: the versions of the weights that wrote it, ascending; empty if one of them is unknown.
         truncated: whether a limit has cut it off.
 
     Raises:
@@ -65,10 +65,11 @@ class ScoredSequence(msgspec.Struct, frozen=True):
 def group_of(samples: Sequence[ScoredSequence], truncated: TruncatedMode) -> ScoredData:
     """Puts the sequences of a group together, for one batch.
 
-    The group's `version` is that of all its weights, a list if they changed meanwhile. It names at most `MAX_VERSIONS`:
-    the oldest, which counts for its age, and the newest.
+    The group's `version` is that of all its weights, a list if they changed meanwhile, and None if a part of them is
+    unknown. It names at most `MAX_VERSIONS`: the oldest, which counts for its age, and the newest.
     """
-    versions = sorted({version for sample in samples for version in sample.versions})
+    known = all(sample.versions for sample in samples)
+    versions = sorted({version for sample in samples for version in sample.versions}) if known else []
     cut_off = any(sample.truncated for sample in samples)
     return ScoredData(
         tokens=[sample.tokens for sample in samples],
@@ -80,9 +81,9 @@ def group_of(samples: Sequence[ScoredSequence], truncated: TruncatedMode) -> Sco
     )
 
 
-def _version(versions: Sequence[int]) -> int | list[int] | msgspec.UnsetType:
+def _version(versions: Sequence[int]) -> int | list[int] | None:
     if not versions:
-        return msgspec.UNSET
+        return None
     return versions[0] if len(versions) == 1 else [versions[0], *versions[1:][-(MAX_VERSIONS - 1) :]]
 
 
@@ -113,8 +114,8 @@ class WantedVersion(msgspec.Struct, frozen=True):
     newest: int
 
     def holds(self, served: int | None) -> bool:
-        """Returns whether rollouts with the version that the engine serves would be too old."""
-        return served is not None and served < self.needed
+        """Returns whether rollouts with the version that the engine serves would be too old, or of unknown weights."""
+        return served is None or served < self.needed
 
 
 def wanted_version(newest: int | None, max_staleness: int | None) -> WantedVersion | None:
