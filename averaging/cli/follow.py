@@ -170,7 +170,8 @@ def follow_command(
       written     version, digest, bytes, received, output; with --layout hf also frozen (tensors from --config)
       unwritten   version, output, message
       loaded      version, engine, seconds
-      unloaded    version, engine, message: the engine did not load it; it is tried again
+      unloaded    version, engine, message, partial: the engine did not load it; it is tried again. While partial is
+                  true it is paused, because some of its workers may have a part of a version
       executed    version, exit_code, seconds; after --exec-timeout exit_code is null, and there is a message
       waiting     version, executing, message: a newer version waits for the command
       error       message
@@ -450,13 +451,20 @@ class FollowSession:
     def _sample(self) -> Samples:
         from averaging.weights import follower_samples
 
-        receiver, version = self._receiver, None if self._written is None else self._written.version
+        receiver, version = self._receiver, self._version()
         newest = None if receiver.announced is None else receiver.announced.version
         stale, _ = self._watch.look(time.monotonic(), version, newest, connected=receiver.connected)
         return follower_samples(receiver, self._options.credentials, version, stale.versions, stale.seconds)
 
     def _not_ready(self) -> str:
-        return "no version is written yet" if self._written is None else ""
+        if self._engine is not None and self._engine.partial is not None:
+            return f"the engine is paused: some of its workers may have a part of version {self._engine.partial}"
+        return "no version is written yet" if self._version() is None else ""
+
+    def _version(self) -> int | None:
+        if self._engine is not None:
+            return self._engine.version
+        return None if self._written is None else self._written.version
 
     async def _follow(self) -> None:
         written = self._written
@@ -529,7 +537,8 @@ class FollowSession:
                 if str(error) not in reasons:  # once for each reason, however long the engine is away
                     reasons.add(str(error))
                     text = f"version {version} is not loaded: {error}; trying again"
-                    self._report.emit({"event": "unloaded", **event, "message": str(error)}, text)
+                    partial = engine.partial is not None
+                    self._report.emit({"event": "unloaded", **event, "message": str(error), "partial": partial}, text)
                 if await self._receiver.wait_newer(version, backoff.next_delay()):
                     return False
                 continue

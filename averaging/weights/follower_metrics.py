@@ -7,7 +7,7 @@ from averaging.rpc import Credentials
 from averaging.weights.receiver import VersionReceiver
 
 FOLLOWER_METRICS = (
-    gauge("follower_version", "Version of the weights in the model or in the file; missing before the first."),
+    gauge("follower_version", "Version in the model, file or engine; missing before the first, or if it is unknown."),
     gauge("follower_newest_version", "Newest version that a publisher has announced; missing before the first."),
     gauge(
         "follower_staleness_seconds",

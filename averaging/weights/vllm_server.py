@@ -42,7 +42,8 @@ class VllmServer:
         timeout: seconds for one request to the server.
 
     Attributes:
-        version: the version that the server has loaded last; None before the first.
+        version: the version that all workers have; None before the first, and while it is unknown.
+        partial: the version of which some workers may have a part; None if all have all of one.
 
     Raises:
         ConfigError: an argument is invalid, or httpx is missing.
@@ -75,7 +76,7 @@ class VllmServer:
                 f"the engine at {parsed.host} cannot reach {advertise or listen}; give --listen an address of this "
                 "machine that it can reach, and --tls-* or --insecure"
             )
-        self.url, self.version = url.rstrip("/"), None
+        self.url, self.version, self.partial = url.rstrip("/"), None, None
         self._pause, self._timeout, self._init_info = pause, timeout, init_info or {}
         self._publisher = WeightPublisher(bases=1)
         self._server = RpcServer(listen, [self._publisher, *services], advertise=advertise, credentials=credentials)
@@ -86,6 +87,7 @@ class VllmServer:
         self._initialized = False
 
     version: int | None
+    partial: int | None
 
     @property
     def endpoint(self) -> str:
@@ -106,29 +108,43 @@ class VllmServer:
         """Has all workers load a version, and the server name it in `/weight_info`.
 
         Raises:
-            StateError: the server cannot be reached, or a worker cannot load it; the remedy is in the text. The next
-                call begins anew, also with a server that was started again.
+            StateError: the server cannot be reached, or a worker cannot load it; the remedy is in the text. If a worker
+                may have loaded a part, the server stays paused, and `/weight_info` says so. The next call begins anew,
+                also with a server that was started again.
         """
         version = snapshot.manifest.version
         self._publisher.publish_snapshot(snapshot)
         initialized, self._initialized = self._initialized, False
         if not initialized:
             await self._post("init_weight_transfer_engine", {"init_info": self._whom_to_follow()})
+        # A process before this one may have been ended in the middle of an update.
+        resumes = self.partial is None and not await self._is_paused()
         try:
-            await self._post("pause", parameters={"mode": self._pause})
+            await self._post("pause", parameters={"mode": self._pause, "clear_cache": "true"})
             await self._post("start_weight_update")
+            resumes, self.version, self.partial = False, None, version
             try:
                 update = {"version": version, "timeout": self._timeout}
                 await self._post("update_weights", {"update_info": update})
-            except StateError:
+            except StateError as error:
                 # Workers that have loaded it wait for the end of the update; the others refuse it.
                 with suppress(StateError):
-                    await self._post("finish_weight_update")
-                raise
+                    await self._post("finish_weight_update", {"weight_version": f"unknown: a part of {version}"})
+                raise StateError(f"{error}; it stays paused until all workers have a whole version") from None
             await self._post("finish_weight_update", {"weight_version": str(version)})
+            resumes, self.version, self.partial = True, version, None
         finally:
-            await self._post("resume")
-        self.version, self._initialized = version, True
+            if resumes:
+                await self._post("resume")
+        self._initialized = True
+
+    async def _is_paused(self) -> bool:
+        """Whether the server is paused already; False if it has no route that tells."""
+        try:
+            answer = await self._client.get("/is_paused")
+        except self._failures:
+            return False  # the next request says why
+        return answer.is_success and '"is_paused":true' in answer.text.replace(" ", "")
 
     def _whom_to_follow(self) -> dict[str, Any]:
         return {"join": [self.endpoint], **self._init_info}

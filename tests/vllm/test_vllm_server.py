@@ -26,12 +26,19 @@ class Engine:
         self.worker = served_worker(config)
         self.calls: list[str] = []
         self.version: str | None = None
+        self.paused = False
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        assert clear_cache
         self.calls.append(f"pause {mode}")
+        self.paused = True
 
     async def resume_generation(self) -> None:
         self.calls.append("resume")
+        self.paused = False
+
+    async def is_paused(self) -> bool:
+        return self.paused
 
     async def init_weight_transfer_engine(self, request: Any) -> None:
         self.calls.append("init")
@@ -161,7 +168,7 @@ def test_an_engine_that_is_away_gets_the_newest_version(vllm_config: Any, traine
         again.close()
 
 
-def test_generation_goes_on_after_a_failed_update(server: Server, vllm_config: Any, trainer: Trainer) -> None:
+def test_an_engine_stays_paused_after_a_failed_update(server: Server, vllm_config: Any, trainer: Trainer) -> None:
     state = dict(trainer.model.state_dict())
     del state["lm_head.weight"]
     trainer.publisher.publish_now(state, 1)
@@ -169,8 +176,8 @@ def test_generation_goes_on_after_a_failed_update(server: Server, vllm_config: A
     output, errors = follow.process.communicate(timeout=60)
     assert follow.process.returncode == 1
     assert f"{server.url} answered /update_weights with 500" in output + errors
-    assert server.engine.calls[-1] == "resume"
-    assert server.served_version() is None
+    assert server.engine.calls[-1] == "finish"
+    assert server.served_version() == "unknown: a part of 1"
 
 
 def test_a_server_without_the_routes_is_named_with_the_remedy(trainer: Trainer) -> None:
