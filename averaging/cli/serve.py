@@ -147,7 +147,7 @@ def serve_command(folder: Path, addresses: tuple[str, ...], *, as_json: bool, ve
     Events of --json, each with "event":
       ready       url, model, version (of the folder), following
       version     version, digest, bytes, of_folder (tensors that the run does not publish), seconds
-      unfollowed  version, message: no version comes for this reason; it is tried again
+      unfollowed  version, message: no version comes, or one cannot be used, for this reason; it, or the next, is tried
       done
       error       message
     """
@@ -166,7 +166,7 @@ def event_text(event: Mapping[str, Any]) -> str:
     """Returns the line of an event of the server."""
     if event["event"] == "unfollowed":
         served = "nothing is served yet" if event["version"] is None else f"version {event['version']} is served on"
-        return printable(f"{event['message']}; {served}, and it is tried again")
+        return printable(f"{event['message']}; {served}, and the run is followed on")
     rest = f", and {counted(event['of_folder'], 'tensor')} of the folder" if event["of_folder"] else ""
     return f"version {event['version']}: {size(event['bytes'])}{rest}, in {event['seconds']:.1f} s"
 

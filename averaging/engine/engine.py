@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 
 from averaging.engine.batching import Generated, next_batch
-from averaging.errors import EngineError, TensorError
+from averaging.errors import EngineError, StateError, TensorError
 
 logger = logging.getLogger("averaging.engine")
 
@@ -66,13 +66,13 @@ class NewWeights:
         version: their version.
         digest: their digest, see `WeightPublisher.digest`.
         loaded: callback in the engine's thread with the number of tensors that stay those of the folder, or with the
-            error if they are not the model's.
+            error if they cannot be used.
     """
 
     tensors: Mapping[str, torch.Tensor]
     version: int
     digest: bytes
-    loaded: Callable[[int | TensorError], object]
+    loaded: Callable[[int | StateError | TensorError], object]
 
 
 class Engine:
@@ -238,7 +238,7 @@ class Engine:
     def _load(self, weights: NewWeights) -> None:
         try:
             of_folder = self.model.load(weights.tensors, weights.version)
-        except TensorError as error:
+        except (StateError, TensorError) as error:
             weights.loaded(error)
             return
         self.served = ServedWeights(weights.version, weights.digest)

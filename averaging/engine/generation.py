@@ -16,7 +16,7 @@ from transformers.utils import logging as progress
 from averaging.common import VERSION_KEY, listed, plain_state
 from averaging.engine.batching import Generated, GenerationRequest, TextPiece, TokenLogprob
 from averaging.engine.text import TokenText
-from averaging.errors import ConfigError, EngineError, TensorError
+from averaging.errors import ConfigError, EngineError, StateError, TensorError
 
 LEAST_LOGPROB = -9999.0
 """Stands for the logarithm of 0, which JSON cannot express."""
@@ -89,6 +89,7 @@ class LanguageModel:
 
         Raises:
             TensorError: they are those of another model.
+            StateError: a value is not finite, or too large for the type of the model.
         """
         given, own = plain_state(tensors), plain_state(self.model.state_dict())
         for name, tensor in given.items():
@@ -101,6 +102,11 @@ class LanguageModel:
                 raise TensorError(
                     f"{name!r} is {list(tensor.shape)} in the run and {list(own[name].shape)} in {self.folder}; serve "
                     "the model that the run trains"
+                )
+            if tensor.is_floating_point() and not tensor.to(own[name].dtype).float().isfinite().all():
+                raise StateError(
+                    f"{name!r} of version {version} has a value that is not finite as {own[name].dtype}; the version is "
+                    "not loaded"
                 )
         written = {own[name].data_ptr() for name in given}
         missing = [name for name, tensor in own.items() if tensor.data_ptr() not in written]  # tied ones are there
@@ -258,7 +264,13 @@ class _Steps:
         self._logprobs: torch.Tensor | None = None
 
     def see(self, tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Remembers the model's log-probabilities. It is the first of the logits processors."""
+        """Remembers the model's log-probabilities. It is the first of the logits processors.
+
+        Raises:
+            EngineError: the model computes no numbers, of which the most probable token would still be one.
+        """
+        if logits.isnan().any():
+            raise EngineError("the model computes values that are not numbers; its weights cannot be used", 500)
         if self._wanted is not None:
             self._logprobs = torch.log_softmax(logits.float(), -1)
         return logits

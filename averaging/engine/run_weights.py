@@ -55,6 +55,7 @@ class RunWeights:
         self._receiver: ModelReceiver | None = None
         self._watch = StalenessWatch(None)
         self._newest: int | None = None  # also while no publisher is connected
+        self._reasons = set[str]()  # each is said once, however long it lasts
 
     def state(self) -> WeightsStatus:
         """What is known of the run now."""
@@ -71,7 +72,7 @@ class RunWeights:
         Raises:
             AveragingError: before the first version: the publishers refuse this follower, or publish another model.
         """
-        backoff, reasons = Backoff(MIN_PAUSE, MAX_PAUSE), set[str]()
+        backoff = Backoff(MIN_PAUSE, MAX_PAUSE)
         while True:
             try:
                 await self._follow(backoff)
@@ -79,44 +80,52 @@ class RunWeights:
                 away = isinstance(error, StateError | PeerUnreachableError)
                 if not away and self._engine.version is None:
                     raise
-                if str(error) not in reasons:  # once for each reason, however long it lasts
-                    reasons.add(str(error))
-                    self._on_event({"event": "unfollowed", "message": str(error), "version": self._engine.version})
+                self._say(error)
             finally:
                 self.state()
                 self._receiver = None
             await asyncio.sleep(backoff.next_delay())
 
+    def _say(self, error: AveragingError) -> None:
+        if str(error) not in self._reasons:
+            self._reasons.add(str(error))
+            self._on_event({"event": "unfollowed", "message": str(error), "version": self._engine.version})
+
     async def _follow(self, backoff: Backoff) -> None:
-        version = self._engine.version
-        options = self._options if version is None else replace(self._options, min_version=version)
+        taken = self._engine.version
+        options = self._options if taken is None else replace(self._options, min_version=taken)
         async with ModelReceiver(options) as receiver:
             self._receiver = receiver
             while True:
-                if await receiver.wait_newer(self._engine.version, None) and receiver.newest is not None:
+                if await receiver.wait_newer(taken, None) and receiver.newest is not None:
                     began, received = time.monotonic(), receiver.newest
-                    await self._load(received, await in_thread(received.whole), began)
+                    whole = await in_thread(received.whole)
+                    taken = whole.manifest.version  # also if it cannot be used
+                    try:
+                        await self._load(received, whole, began)
+                    except StateError as error:
+                        self._say(error)  # the engine keeps what it has, and gets the next one
                     backoff.reset()
                 elif receiver.failure is not None:
                     raise receiver.failure
 
     async def _load(self, received: WeightSnapshot | DividedSnapshot, whole: WeightSnapshot, began: float) -> None:
         loop, version = asyncio.get_running_loop(), whole.manifest.version
-        loaded: asyncio.Future[int | TensorError] = loop.create_future()
+        loaded: asyncio.Future[int | StateError | TensorError] = loop.create_future()
 
-        def settle(result: int | TensorError) -> None:
+        def settle(result: int | StateError | TensorError) -> None:
             if not loaded.done():
                 loaded.set_result(result)
 
         # That of the publisher; in `whole` the tensors are in another order.
         digest = (received if isinstance(received, WeightSnapshot) else whole).manifest.digest
 
-        def report(result: int | TensorError) -> None:
+        def report(result: int | StateError | TensorError) -> None:
             loop.call_soon_threadsafe(settle, result)
 
         self._engine.take(NewWeights(whole.tensors(), version, digest, report))
         result = await loaded
-        if isinstance(result, TensorError):
+        if not isinstance(result, int):
             raise result
         self._on_event(
             {

@@ -487,7 +487,10 @@ async def _chunks(
                 piece = await anext(rest, None)
             if usage:
                 yield _event(form.last_chunk(tokens))
-        except EngineError as error:  # the status has been sent
+        except Exception as error:  # the status has been sent
+            if not isinstance(error, EngineError):
+                logger.exception("a stream has failed")
+                error = EngineError("internal error of this server; see its log")
             yield _event(error_body(error))
             return
     yield b"data: [DONE]\n\n"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from averaging.engine import Generated, TextPiece, TokenLogprob
-from averaging.errors import TensorError
+from averaging.errors import StateError, TensorError
 
 
 class CountingModel:
@@ -30,6 +30,8 @@ class CountingModel:
     def load(self, tensors: Mapping[str, torch.Tensor], version: int) -> int:
         if "w" not in tensors:
             raise TensorError("another model")
+        if not tensors["w"].isfinite().all():
+            raise StateError(f"'w' of version {version} has a value that is not finite")
         self.version = version
         return 0
 

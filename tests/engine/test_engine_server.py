@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from averaging import WeightPublisher
-from averaging.engine import EngineLimits, EngineServer
+from averaging.engine import EngineLimits, EngineServer, Generated, TextPiece, TokenLogprob
 from averaging.errors import ConfigError, TensorError
 from averaging.rpc import RpcServer
 from averaging.weights import FollowerOptions
@@ -159,6 +159,44 @@ async def test_another_model_ends_the_server_only_before_the_first_version() -> 
         async with serving(CountingModel(0), follow=follow, on_event=events.append) as client:
             await until(lambda: events)
             assert (await client.post("/v1/completions", json=ABC)).json()["weight_version"] == "0"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("first", [True, False])
+async def test_a_version_that_cannot_be_used_is_said_once_and_the_next_is_served(value: float, first: bool) -> None:
+    model, publisher = CountingModel(), WeightPublisher()
+    events: list[Any] = []
+    async with RpcServer("127.0.0.1:0", [publisher]) as publishing:
+        follow = FollowerOptions(join=[publishing.endpoint], run_id="", listen=None)
+        async with serving(model, follow=follow, on_event=events.append) as client:
+            if not first:
+                await publisher.publish({"w": torch.zeros(3)}, 1)
+                await until(lambda: model.version == 1)
+            await publisher.publish({"w": torch.tensor([0.0, value, 0.0])}, 2)
+            await until(lambda: any(event["event"] == "unfollowed" for event in events))
+            answer = await client.post("/v1/completions", json=ABC)
+            assert answer.status_code == 503 if first else answer.json()["weight_version"] == "1"
+            await publisher.publish({"w": torch.ones(3)}, 3)
+            await until(lambda: model.version == 3)
+            assert (await client.post("/v1/completions", json=ABC)).json()["weight_version"] == "3"
+    said = [event["message"] for event in events if event["event"] == "unfollowed"]
+    assert said == ["'w' of version 2 has a value that is not finite"]
+
+
+@pytest.mark.asyncio
+async def test_a_stream_that_fails_ends_with_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(CountingModel):
+        def generate(self, batch: Sequence[Generated]) -> None:
+            batch[0].take(TextPiece(0, "c", (99,)))
+            broken = TokenLogprob(100, float("nan"), ())
+            batch[0].take(TextPiece(0, "d", (100,), (broken,), "length"))
+
+    async with serving(Failing()) as client:
+        text = (await client.post("/v1/completions", json=ABC | {"stream": True, "logprobs": 1})).text
+    lines = [line for line in text.splitlines() if line]
+    assert "internal error" in json.loads(lines[-1].removeprefix("data: "))["error"]["message"]
+    assert "[DONE]" not in text
 
 
 @pytest.mark.asyncio

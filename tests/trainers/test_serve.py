@@ -16,7 +16,7 @@ from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
 
 from averaging import WeightPublisher
 from averaging.engine import EngineServer, load_model
-from averaging.errors import ConfigError, TensorError
+from averaging.errors import ConfigError, StateError, TensorError
 from averaging.rpc import RpcServer
 from averaging.weights import FollowerOptions
 from tests.support.language_models import language_model, save_language_model
@@ -144,6 +144,35 @@ async def test_versions_of_a_run_are_served_by_their_name(tmp_path: Path) -> Non
             with pytest.raises(NotFoundError, match="version 1 is not served, but 2"):
                 await client.completions.create(model="tiny@1", prompt="a")
             assert [each.id async for each in client.models.list()] == ["tiny", "tiny@2"]
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(float("nan"), "float32"), (float("-inf"), "float32"), (70000.0, "float16")]
+)
+def test_values_that_are_not_finite_in_the_model_are_not_loaded(tmp_path: Path, value: float, dtype: str) -> None:
+    save_language_model(tmp_path / "tiny")
+    model: Any = load_model(tmp_path / "tiny", dtype=dtype)
+    before = {name: tensor.clone() for name, tensor in model.model.state_dict().items()}
+    bad = {name: tensor.float() + 0.5 for name, tensor in before.items()}
+    next(reversed(bad.values())).view(-1)[-1] = value
+    with pytest.raises(StateError, match="has a value that is not finite"):
+        model.load(bad, 7)
+    assert model.version is None
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.model.state_dict().items())
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("temperature", [0, 1])
+async def test_a_model_that_computes_no_numbers_does_not_answer(tmp_path: Path, temperature: int) -> None:
+    save_language_model(tmp_path / "tiny")
+    model: Any = load_model(tmp_path / "tiny")
+    with torch.no_grad():
+        for parameter in model.model.parameters():
+            parameter.fill_(float("nan"))
+    async with EngineServer(model, name="tiny") as server, httpx.AsyncClient(base_url=server.url) as client:
+        asked = {"model": "tiny", "prompt": "a", "temperature": temperature}
+        answer = await client.post("/v1/completions", json=asked)
+        assert (answer.status_code, "not numbers" in answer.text) == (500, True)
 
 
 def test_what_cannot_be_served_is_said(tmp_path: Path) -> None:
