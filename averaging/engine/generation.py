@@ -105,8 +105,8 @@ class LanguageModel:
                 )
             if tensor.is_floating_point() and not tensor.to(own[name].dtype).float().isfinite().all():
                 raise StateError(
-                    f"{name!r} of version {version} has a value that is not finite as {own[name].dtype}; the version is "
-                    "not loaded"
+                    f"{name!r} of version {version} has a value that is not finite as {own[name].dtype}, so that the "
+                    "version is not loaded"
                 )
         written = {own[name].data_ptr() for name in given}
         missing = [name for name, tensor in own.items() if tensor.data_ptr() not in written]  # tied ones are there

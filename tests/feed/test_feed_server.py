@@ -737,3 +737,33 @@ def test_a_socket_listens_at_the_address(address: str) -> None:
 def test_an_unknown_host_is_no_place_to_listen() -> None:
     with pytest.raises(ListenError, match=r"nowhere\.invalid is unknown"):
         listening("nowhere.invalid:0")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("start", "named"),
+    [
+        (2, "resumes at step 2; the batches up to step 4 come again"),
+        (
+            3,
+            "resumes at step 3, and not at step 2, up to which batches were saved; the batches up to step 4 come again",
+        ),
+        (4, "resumes at step 4, and not at step 2, up to which batches were saved. If"),
+        (1, "resumes at step 1, and not at step 2, up to which batches were saved. If"),
+        (9, "resumes at step 9, and not at step 2, up to which batches were saved. If"),
+    ],
+)
+async def test_a_trainer_that_resumes_at_another_step_than_it_saved_is_named(
+    start: int, named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving() as client:
+        number = (await client.post("/register", json=REGISTRATION)).json()["registration"]
+        for step in range(1, 5):
+            await client.post("/scored_data_list", json=[GROUP, GROUP])
+            reply = await client.get("/batch", params={"step": step, "saved": min(step - 1, 2), "registration": number})
+            assert reply.json()["step"] == step
+        again = REGISTRATION | {"starting_step": 4}
+        await client.post("/register", json=again, params={"registration": number})
+        assert "resumes" not in caplog.text, "it has only lost its connection"
+        await client.post("/register", json=REGISTRATION | {"starting_step": start})
+    assert caplog.text.count(named) == 1

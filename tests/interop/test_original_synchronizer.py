@@ -423,6 +423,7 @@ def test_checkpoints(original: Original, tmp_path: Path) -> None:
     try:
         latest = tmp_path / "latest_state_dict_iteration.txt"
         for text in ("3", "7"):  # with anything but a number, the original never yields again
+            (tmp_path / f"global_step_{text}" / "actor" / "huggingface").mkdir(parents=True)
             latest.write_text(text)
             for _ in range(3):
                 pair.original.do("advance", 1.0)

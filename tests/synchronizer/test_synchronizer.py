@@ -188,9 +188,13 @@ async def test_checkpoints_are_found_by_the_file_that_names_the_latest(tmp_path:
         waiting = asyncio.ensure_future(synchronizer.wait_new_model_state_dict(0))
         (tmp_path / LATEST).write_text("7\n")
         assert await waiting == 7
-        assert await synchronizer.get_latest_model_path() == str(tmp_path / "global_step_7" / "actor")
-        found = await synchronizer.get_latest_model_path(use_huggingface=True)
-        assert found == str(tmp_path / "global_step_7" / "actor" / "huggingface")
+        actor = tmp_path / "global_step_7" / "actor"
+        assert await synchronizer.get_latest_model_path() is None, "the checkpoint is not there"
+        actor.mkdir(parents=True)
+        assert await synchronizer.get_latest_model_path() == str(actor)
+        assert await synchronizer.get_latest_model_path(use_huggingface=True) is None, "only a half of it is there"
+        (actor / "huggingface").mkdir()
+        assert await synchronizer.get_latest_model_path(use_huggingface=True) == str(actor / "huggingface")
         assert synchronizer.get_model_state_dict() == (None, 7)
         assert await synchronizer.get_state_dict_meta() is None
         assert list(synchronizer.get_model_state_dict_iterator()) == []
@@ -226,6 +230,8 @@ async def test_a_trainer_that_goes_back_to_an_earlier_checkpoint_is_followed(tmp
     async def path_of(synchronizer: Synchronizer) -> str:
         return str(Path(await synchronizer.get_latest_model_path() or "").parent.name)
 
+    for step in (7, 8, 9, 10):
+        (tmp_path / f"global_step_{step}" / "actor").mkdir(parents=True)
     async with Synchronizer(config=config) as synchronizer:
         await synchronizer.set_explorer_status(RUNNING)
         for step, before, version in ((10, 0, 10), (7, 10, 11), (8, 11, 12)):
@@ -302,8 +308,10 @@ async def test_the_path_is_that_of_the_newest_weights(tmp_path: Path) -> None:
         await synchronizer.set_model_state_dict(state(), 13)
         assert await synchronizer.get_latest_model_path() is None
         await synchronizer.set_model_state_dict(None, 14)
-        path = str(tmp_path / "checkpoints" / "global_step_14" / "actor")
-        assert await synchronizer.get_latest_model_path() == path
+        path = tmp_path / "checkpoints" / "global_step_14" / "actor"
+        assert await synchronizer.get_latest_model_path() is None, "the checkpoint is not there"
+        path.mkdir(parents=True)
+        assert await synchronizer.get_latest_model_path() == str(path)
     async with Synchronizer() as synchronizer:
         await synchronizer.set_model_state_dict("s3://weights/3", 3)
         assert await synchronizer.get_latest_model_path() == "s3://weights/3"

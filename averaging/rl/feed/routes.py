@@ -275,10 +275,13 @@ class Routes:
         registration = self._decode_bounded(body, Registration)
         earlier = _number(request, "registration") or 0
 
-        def register(database: Database) -> tuple[bool, int, str]:
-            return database.register(registration, earlier), database.state.trainer, database.state.warning()
+        def register(database: Database) -> tuple[bool, int, str, str]:
+            resumed = "" if earlier else database.state.resume_warning(registration.starting_step)
+            return database.register(registration, earlier), database.state.trainer, database.state.warning(), resumed
 
-        is_new, trainer, warning = await self._run(register)
+        is_new, trainer, warning, resumed = await self._run(register)
+        if resumed:
+            logger.warning("%s", resumed)
         if is_new:
             fields = {name: getattr(registration, name) for name in ("batch_size", "starting_step", "num_steps")}
             self._emit({"event": "registered", **fields})

@@ -223,6 +223,17 @@ class RunState:
         self.step = self.saved = registration.starting_step
         return True
 
+    def resume_warning(self, start: int) -> str:
+        """Names a new trainer that begins at step `start` of a run which is elsewhere; empty if the run is there too."""
+        if self.registration is None or start == self.step == self.saved:
+            return ""
+        again = f"; the batches up to step {self.step} come again" if self.saved <= start < self.step else ""
+        saved = "" if start == self.saved else f", and not at step {self.saved}, up to which batches were saved"
+        return (
+            f"a trainer resumes at step {start}{saved}{again}. If its model is of another step, groups are left out or "
+            "trained twice: give the step of the model's checkpoint as starting_step, and call saved() with it"
+        )
+
     def check_trainer(self, trainer: int) -> None:
         """Refuses a trainer if another trainer has registered since.
 

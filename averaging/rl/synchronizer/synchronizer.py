@@ -350,8 +350,8 @@ class Synchronizer:
     async def get_latest_model_path(self, use_huggingface: bool = False) -> str | None:
         """Returns the path of the newest weights: the path that was set, or `<checkpoint_dir>/global_step_N/actor`.
 
-        With `use_huggingface` it is the folder `huggingface` in that, if a path that was set has one. It is None if no
-        state was set, if there is no `checkpoint_dir`, or if tensors were set and there is no checkpoint of their step.
+        With `use_huggingface` it is the folder `huggingface` in that; a path that was set stays if it has none. It is
+        None if no state was set, if there is no `checkpoint_dir`, or if it has no such folder of that step.
         """
         self._check()
         state = self.model_state_dict
@@ -360,7 +360,7 @@ class Synchronizer:
             return str(inner) if use_huggingface and await in_thread(inner.is_dir) else state
         path = self._checkpoints.weights(self._state.step)
         path = path / "huggingface" if path is not None and use_huggingface else path
-        return None if path is None or (state is not None and not await in_thread(path.is_dir)) else str(path)
+        return str(path) if path is not None and await in_thread(path.is_dir) else None
 
     async def setup_weight_sync_group(
         self, master_address: str, master_port: int, state_dict_meta: Meta | None = None
