@@ -143,9 +143,10 @@ def rollouts_command(*, as_json: bool, verbose: int, **given: Any) -> None:
       failed     group, reason, message, attempt, number (with this reason): a rollout is no sample, and is made again
                  up to --attempts; as text only the 1st, 10th, 100th … with a reason
       dropped    group, message
-      paused     version, newest_version: the engine's weights are too old for the trainer
+      equal      groups, score: so many groups in a row have equal scores, at each hundred
+      paused     version, newest_version: the engine's weights are too old for the trainer, or have no version
       resumed    version
-      away       what (engine, feed), url, message
+      away       what (engine, feed, environment), url (or name), message
       back       what, url
       done       groups, rollouts, stale, dropped, failed (number by reason), kept_groups, kept_rollouts
       error      message
@@ -291,6 +292,10 @@ TEXTS: Mapping[str, Any] = {
     "posted": _posted_text,
     "failed": lambda event: (
         f"group {event['group']}: rollout {event['number']} that failed ({event['reason']}): {event['message']}"
+    ),
+    "equal": lambda event: (
+        f"{event['groups']} groups in a row have equal scores, now {event['score']:.3g}, so that most trainers learn "
+        "nothing from them; look at the grader and at how hard the tasks are"
     ),
     "dropped": lambda event: f"group {event['group']} is dropped: {event['message']}",
     "paused": lambda event: (

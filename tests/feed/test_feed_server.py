@@ -746,7 +746,7 @@ def test_an_unknown_host_is_no_place_to_listen() -> None:
         (2, "resumes at step 2; the batches up to step 4 come again"),
         (
             3,
-            "resumes at step 3, and not at step 2, up to which batches were saved; the batches up to step 4 come again",
+            "resumes at step 3, and not at step 2, up to which batches were saved; the batches up to step 4 come",
         ),
         (4, "resumes at step 4, and not at step 2, up to which batches were saved. If"),
         (1, "resumes at step 1, and not at step 2, up to which batches were saved. If"),

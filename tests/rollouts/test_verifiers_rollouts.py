@@ -253,6 +253,22 @@ async def test_failed_rollouts_are_counted_and_named(made: Callable[..., Made], 
     assert any("the rubric has a fault" in event["message"] for event in rollouts.of("failed"))
 
 
+async def test_a_grader_that_is_away_is_waited_for_and_equal_scores_are_named(
+    made: Callable[..., Made], feed: Feed
+) -> None:
+    with Trainer(feed.url, 4):
+        rollouts = made("tests.rollouts.graded", attempts=1, concurrency=16, max_groups=101)
+        await rollouts.rollouts.run()
+    away, back = rollouts.of("away"), rollouts.of("back")
+    assert [(event["what"], "the grader does not answer" in event["message"]) for event in away] == [
+        ("environment", True)
+    ]
+    assert [event["what"] for event in back] == ["environment"]
+    assert len(rollouts.of("dropped")) < 10
+    assert len(rollouts.of("posted")) == 101
+    assert [(event["groups"], event["score"]) for event in rollouts.of("equal")] == [(100, 1.0)]
+
+
 async def test_sequences_that_the_trainer_does_not_take_are_dropped(made: Callable[..., Made], feed: Feed) -> None:
     with Trainer(feed.url, 4, max_token_len=5):
         rollouts = made(attempts=1)
@@ -340,7 +356,10 @@ async def test_a_rollout_of_several_sequences_says_which_option_it_needs(made: C
         rollouts = made(f"best-of-n+{DIGIT}", environment_args={"n": 2}, attempts=1)
         with pytest.raises(RolloutError, match="10 groups were dropped"):
             await rollouts.rollouts.run()
-    assert "give --sequences 2" in rollouts.of("failed")[0]["message"]
+    assert (
+        "give --sequences 2. A chat template that writes earlier turns in another way"
+        in (rollouts.of("failed")[0]["message"])
+    )
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,7 @@ class RunState:
         return True
 
     def resume_warning(self, start: int) -> str:
-        """Names a new trainer that begins at step `start` of a run which is elsewhere; empty if the run is there too."""
+        """Names a new trainer that begins at step `start` of a run; empty if all of the run is saved up to there."""
         if self.registration is None or start == self.step == self.saved:
             return ""
         again = f"; the batches up to step {self.step} come again" if self.saved <= start < self.step else ""

@@ -61,6 +61,12 @@ RATE_WINDOW = 60.0
 MAX_DROPPED = 10
 """Groups that are dropped one after the other, before it is an error."""
 
+MANY_EQUAL = 100
+"""Groups in a row of which all scores are equal, after which they are named: nothing can be learnt from them."""
+
+OWN_REASONS = frozenset({"empty", "lengths", "logprobs", "long", "score", "sequences", "truncated"})
+"""Reasons of failures that lie in what was made. Others come from the environment, whose grader may be away."""
+
 ROLLOUT_METRICS = (
     counter("rollouts_groups", "Groups by outcome.", "outcome", known=(("posted",), ("dropped",))),
     counter("rollouts_stale_groups", "Posted groups that were too old for the trainer."),
@@ -149,6 +155,8 @@ class RolloutTally:
         dropped_groups: groups that were not posted.
         failed_in_a_row: groups that were dropped since the last one that was complete.
         refused_in_a_row: groups that the feed has refused since the last one that it took.
+        equal_in_a_row: posted groups of equal scores since the last one with different ones.
+        failures_in_a_row: rollouts that the environment has failed since the last one that was scored.
         scored: rollouts that were scored.
         failed: rollouts that were no sample, by reason.
         score: mean score of the last group; None before the first.
@@ -161,6 +169,8 @@ class RolloutTally:
     dropped_groups: int = 0
     failed_in_a_row: int = 0
     refused_in_a_row: int = 0
+    equal_in_a_row: int = 0
+    failures_in_a_row: int = 0
     scored: int = 0
     failed: Counter[str] = field(default_factory=Counter)
     score: float | None = None
@@ -239,7 +249,8 @@ class Rollouts:
         self._open = 0  # groups that are begun, and neither posted nor dropped
         self._closed = asyncio.Event()  # set when a group is posted or dropped
         self._wanted: WantedVersion | None = None
-        self._feed_away = self._last_failure = ""
+        self._away: dict[str, str] = {}  # why the feed or the environment is away; empty if it is not
+        self._last_failure = ""
         self._longest: int | None = None
         self._stopping = asyncio.Event()
         self.started = False
@@ -318,7 +329,7 @@ class Rollouts:
             "version": -1 if version is None else version,
             "waiting_groups": self.waiting_groups,
             "engine_up": not self._engine.away,
-            "feed_up": not self._feed_away,
+            "feed_up": not self._away.get("feed"),
         }
         if tally.score is not None:
             values["score"] = tally.score
@@ -407,15 +418,26 @@ class Rollouts:
             self._drop(group, f"a rollout of it failed each time: {self._last_failure}")
 
     async def _fill(self, group: PendingGroup, member: int, task: Task, context: ModelContext) -> bool:
-        """Makes one rollout of a group, again if it fails. Returns whether it is scored, and in the store."""
+        """Makes one rollout of a group, again if it fails. Returns whether it is scored, and in the store.
+
+        While the environment fails every rollout, attempts are not counted: its grader is away.
+        """
+        backoff, attempt = Backoff(MIN_PAUSE, MAX_PAUSE, random.Random(), jitter=(0.5, 1.0)), 1
         try:
-            for attempt in range(1, self._options.attempts + 1):
+            while attempt <= self._options.attempts:
                 try:
                     sequences = await self._environment.roll_out(task, context, self._gateway)
                     self._check(sequences)
                 except RolloutError as error:
                     self._note_failed(group, error, attempt)
+                    if error.reason not in OWN_REASONS and self.tally.failures_in_a_row >= MAX_DROPPED:
+                        self._note("environment", self._options.environment, str(error))
+                        await asyncio.sleep(backoff.next_delay())
+                    else:
+                        attempt += 1
                 else:
+                    self.tally.failures_in_a_row = 0
+                    self._note("environment", self._options.environment, "")
                     self._store.save(group, member, sequences)
                     self.tally.note_scored(time.monotonic())
                     return True
@@ -429,7 +451,8 @@ class Rollouts:
             raise RolloutError(
                 "sequences",
                 f"the rollout has {len(sequences)} sequences to train, and not {wanted}; if all have as many, give "
-                f"--sequences {len(sequences)}",
+                f"--sequences {len(sequences)}. A chat template that writes earlier turns in another way, such as "
+                "without their thoughts, makes a sequence of each turn: choose a template that keeps them (--renderer)",
             )
         for sequence in sequences:
             if self._longest and len(sequence.tokens) >= self._longest:
@@ -442,6 +465,7 @@ class Rollouts:
 
     def _note_failed(self, group: PendingGroup, error: RolloutError, attempt: int) -> None:
         self.tally.failed[error.reason] += 1
+        self.tally.failures_in_a_row = 0 if error.reason in OWN_REASONS else self.tally.failures_in_a_row + 1
         self._last_failure = str(error)
         number = self.tally.failed[error.reason]
         self._emit(
@@ -535,6 +559,9 @@ class Rollouts:
         tally.posted_rollouts += len(group.rollouts)
         tally.stale_groups += posted.stale
         tally.score = mean(scores)
+        tally.equal_in_a_row = tally.equal_in_a_row + 1 if min(scores) == max(scores) else 0
+        if tally.equal_in_a_row and tally.equal_in_a_row % MANY_EQUAL == 0:
+            self._emit({"event": "equal", "groups": tally.equal_in_a_row, "score": tally.score})
         self._wanted = wanted_version(posted.newest_version, posted.max_staleness)
         self._emit(
             {"event": "posted", "group": group.number, "rollouts": len(group.rollouts), "score": tally.score,
@@ -561,11 +588,11 @@ class Rollouts:
         self._closed.set()
 
     def _note(self, what: str, url: str, reason: str) -> None:
-        """Tells once that the engine or the feed is away, and once that it is back."""
-        if what == "feed":
-            if bool(reason) == bool(self._feed_away):
+        """Tells once that the engine, the feed or the environment is away, and once that it is back."""
+        if what != "engine":
+            if bool(reason) == bool(self._away.get(what)):
                 return
-            self._feed_away = reason
+            self._away[what] = reason
         self._emit({"event": "away" if reason else "back", "what": what, "url": url, "message": reason})
 
 
