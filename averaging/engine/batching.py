@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from averaging.errors import EngineError
@@ -112,22 +113,39 @@ class Generated:
         request: what is to be generated.
         take: callback with each piece, or with the error that ended it, in the thread that generates.
         cancelled: whether nobody wants it any more; then it ends at the next token.
+        network: whose it is, see `network_of`.
         version: the version of the weights that generate it, once it has begun; None if they have none.
     """
 
     request: GenerationRequest
     take: Callable[[TextPiece | EngineError], None]
     cancelled: bool = False
+    network: str = ""
     version: int | None = None
+
+
+def in_turns(networks: Sequence[str], served: Mapping[str, int]) -> list[int]:
+    """Returns the indices of waiting requests in the order in which their networks have their turns.
+
+    Args:
+        networks: of each request, the oldest first.
+        served: number of the last batch with a request of a network; a network that has none comes first.
+    """
+    earlier: Counter[str] = Counter()
+    turns = []
+    for network in networks:
+        turns.append(earlier[network])
+        earlier[network] += 1
+    return sorted(range(len(networks)), key=lambda index: (turns[index], served.get(networks[index], -1)))
 
 
 def next_batch(waiting: Sequence[GenerationRequest], sequences: int, context: int) -> list[int]:
     """Returns which of the waiting requests are generated next, as indices; never none if there are some.
 
-    The oldest is among them, so that each one's turn comes. Others go with it if they sample alike and all fit.
+    The first is among them, so that each one's turn comes. Others go with it if they sample alike and all fit.
 
     Args:
-        waiting: the requests, the oldest first.
+        waiting: the requests, in the order of `in_turns`.
         sequences: limit for the sequences of a batch.
         context: limit for the tokens of a sequence; in a batch all run as long as the longest.
     """

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 
-from averaging.engine.batching import Generated, next_batch
+from averaging.engine.batching import Generated, in_turns, next_batch
 from averaging.errors import EngineError, StateError, TensorError
 
 logger = logging.getLogger("averaging.engine")
@@ -85,7 +85,7 @@ class Engine:
         model: the model. Only this engine generates with it from now on.
         batch: sequences that are generated at once.
         context: tokens that a sequence may have with its prompt.
-        queue: requests that may wait.
+        queue: requests that may wait, of which one network may have half.
         needs_version: whether nothing is generated before the weights have a version.
 
     Attributes:
@@ -99,6 +99,8 @@ class Engine:
         self._changed = threading.Condition()
         self._waiting: list[Generated] = []
         self._running: list[Generated] = []
+        self._batches = 0
+        self._served: dict[str, int] = {}  # the last batch of each network that waits
         self._weights: NewWeights | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._work, name="averaging engine", daemon=True)
@@ -149,6 +151,10 @@ class Engine:
                 raise EngineError(
                     f"{self._queue} requests wait already; send it again later", 429, code="queue_full", retry_after=1.0
                 )
+            own, share = sum(each.network == generated.network for each in self._waiting), max(1, self._queue // 2)
+            if own >= share:
+                text = f"{share} requests of this address wait already; send it again later"
+                raise EngineError(text, 429, code="queue_full", retry_after=1.0)
             self._waiting.append(generated)
             self._changed.notify()
 
@@ -202,9 +208,14 @@ class Engine:
                 except EngineError as error:
                     self._waiting.remove(each)
                     each.take(error)
-            chosen = next_batch([each.request for each in self._waiting], self._batch, self._context)
-            batch = [self._waiting[index] for index in chosen]
+            order = in_turns([each.network for each in self._waiting], self._served)
+            waiting = [self._waiting[index] for index in order]
+            chosen = next_batch([each.request for each in waiting], self._batch, self._context)
+            batch = [waiting[index] for index in chosen]
             self._waiting = [each for each in self._waiting if each not in batch]
+            self._batches += 1
+            self._served |= {each.network: self._batches for each in batch}
+            self._served = {each.network: self._served.get(each.network, -1) for each in self._waiting}
             for each in batch:
                 each.version = self.version
             self._running = batch

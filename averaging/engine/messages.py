@@ -167,6 +167,12 @@ class CompletionRequest(RequestFields, kw_only=True, forbid_unknown_fields=True)
     NEUTRAL: ClassVar[Mapping[str, Sequence[object]]] = {**RequestFields.NEUTRAL, "echo": [False], "suffix": [""]}
 
 
+WITHOUT_MEANING = (
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "cache_salt"),
+    *("request_id", "priority", "spaces_between_special_tokens"),
+)
+"""Fields of `RequestFields` that are accepted and change nothing."""
+
 AnyRequest = TypeVar("AnyRequest", bound=RequestFields)
 
 
@@ -184,6 +190,8 @@ def parse_request(body: bytes | bytearray, kind: type[AnyRequest]) -> AnyRequest
         value = getattr(request, name)
         if value is not None and value not in neutral:
             raise EngineError(f"{name} is not implemented here; leave it out", 400, name, code="unsupported_parameter")
+    for name in WITHOUT_MEANING:  # what they hold is not kept while the request waits
+        setattr(request, name, None)
     if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
         raise EngineError("top_logprobs needs logprobs: true", 400, "top_logprobs")
     return request

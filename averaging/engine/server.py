@@ -7,6 +7,7 @@ import json
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
@@ -44,13 +45,16 @@ from averaging.engine.messages import (
 )
 from averaging.engine.run_weights import Event, RunWeights, WeightsStatus
 from averaging.errors import ConfigError, EngineError
-from averaging.http_server import HttpServer, http_access, listening
+from averaging.http_server import HttpServer, http_access, listening, network_of
 from averaging.weights import FollowerOptions, Staleness
 
 logger = logging.getLogger("averaging.engine")
 
 GRACE = 10
 """Seconds for unfinished requests when the server ends."""
+
+BODIES = 64
+"""Bodies of the largest size that all requests together may have."""
 
 UNKNOWN_CONTEXT = 8192
 """Tokens of a sequence if the model's configuration names no limit."""
@@ -62,10 +66,11 @@ class EngineLimits:
 
     Attributes:
         batch: sequences that are generated at once, and that one request may ask for.
-        queue: requests that may wait; more get status 429.
+        queue: requests that may wait, of which one address may have half; more get status 429.
         max_tokens: tokens that may be generated for a sequence.
         max_model_len: tokens that a sequence may have with its prompt; None for what the model's configuration says.
-        body_bytes: size of a request.
+        body_bytes: size of a request. All that are not answered yet may have 64 times as many together, and those of
+            one address half of that; more get status 429.
         seconds: time for a request to arrive, and for a client to read its answer.
         connections: open connections.
     """
@@ -150,6 +155,7 @@ class EngineServer:
         self._weights = None if follow is None else RunWeights(follow, self._engine, on_event)
         self._name = ServedName(name)
         self._request_limits = RequestLimits(self._limits.batch, self._limits.max_tokens, context, model.vocabulary)
+        self._body_bytes: Counter[str] = Counter()  # of requests that are not answered yet, by network
         self.url = ""
 
     async def __aenter__(self) -> Self:
@@ -219,11 +225,14 @@ class EngineServer:
 
     def _endpoint(self, path: str, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
+            body, network = bytearray(), _network(request)
+            taken = [0]  # bytes that count for this request, also after its body was decoded
             try:
                 if (refusal := self._access.refusal(request.headers, needs_token=path != "/health")) is not None:
                     code = "invalid_api_key" if refusal.status == 401 else None
                     raise EngineError(refusal.text, refusal.status, code=code)
-                return await handler(request, await self._body(request))
+                await self._read(request, body, taken, network)
+                return await handler(request, body)
             except EngineError as error:
                 return error_reply(error)
             except ClientDisconnect:
@@ -231,20 +240,29 @@ class EngineServer:
             except Exception:
                 logger.exception("%s has failed", path)
                 return error_reply(EngineError("internal error of this server; see its log"))
+            finally:
+                self._body_bytes[network] -= taken[0]
+                if not self._body_bytes[network]:
+                    del self._body_bytes[network]
 
         return endpoint
 
-    async def _body(self, request: Request) -> bytearray:
-        body, limit = bytearray(), self._limits.body_bytes
+    async def _read(self, request: Request, body: bytearray, taken: list[int], network: str) -> None:
+        limit, all_bytes = self._limits.body_bytes, BODIES * self._limits.body_bytes
         try:
             async with asyncio.timeout(self._limits.seconds):
                 async for chunk in request.stream():
-                    body += chunk
-                    if len(body) > limit:
+                    if len(body) + len(chunk) > limit:
                         raise EngineError(f"the body has more than {limit} bytes", 413)
+                    own = self._body_bytes[network] + len(chunk)
+                    if own > all_bytes // 2 or self._body_bytes.total() + len(chunk) > all_bytes:
+                        text = "the requests that are not answered yet have too many bytes; send it again later"
+                        raise EngineError(text, 429, code="queue_full", retry_after=1.0)
+                    self._body_bytes[network] = own
+                    taken[0] += len(chunk)
+                    body += chunk
         except TimeoutError:
             raise EngineError(f"the body did not arrive within {self._limits.seconds:g} s", 408) from None
-        return body
 
 
 Handler = Callable[[Request, bytearray], Awaitable[Response]]
@@ -283,6 +301,7 @@ class EngineRoutes:
 
     async def _chat(self, request: Request, body: bytearray) -> Response:
         asked = parse_request(body, ChatRequest)
+        body.clear()
         version = self._name.version_in(asked.model)
         messages, options = messages_of(asked), template_options(asked)
         check_length(sum(len(message["content"]) for message in messages), self._limits, "messages")
@@ -291,6 +310,7 @@ class EngineRoutes:
 
     async def _completion(self, request: Request, body: bytearray) -> Response:
         asked = parse_request(body, CompletionRequest)
+        body.clear()
         version, special = self._name.version_in(asked.model), asked.add_special_tokens is not False
 
         def encode(text: str) -> tuple[int, ...]:
@@ -312,7 +332,7 @@ class EngineRoutes:
         form: type[AnswerForm],
     ) -> Response:
         wanted = generation_of(asked, prompts, version, self._limits)
-        running = RunningRequest(self._engine, wanted)
+        running = RunningRequest(self._engine, wanted, _network(request))
         style = AnswerStyle(
             self._engine.model.decode, bool(asked.return_token_ids), bool(asked.return_tokens_as_token_ids)
         )
@@ -391,7 +411,7 @@ class EngineRoutes:
 class RunningRequest:
     """A request in the engine, whose pieces come into the event loop."""
 
-    def __init__(self, engine: Engine, request: GenerationRequest) -> None:
+    def __init__(self, engine: Engine, request: GenerationRequest, network: str) -> None:
         self._engine, self._left = engine, request.sequences
         self._queue: asyncio.Queue[TextPiece | EngineError | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -400,7 +420,7 @@ class RunningRequest:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._queue.put_nowait, piece)
 
-        self._generated = Generated(request, take)
+        self._generated = Generated(request, take, network=network)
 
     @property
     def version(self) -> int | None:
@@ -514,6 +534,10 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
         raise error
     text = f"{request.method} {request.url.path[:200]}: {error.detail}"
     return error_reply(EngineError(text, error.status_code))
+
+
+def _network(request: Request) -> str:
+    return network_of(request.client and request.client.host)
 
 
 def _spelled(version: int | None) -> str | None:

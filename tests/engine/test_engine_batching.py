@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from averaging.engine import GenerationRequest, Sampling
-from averaging.engine.batching import next_batch
+from averaging.engine.batching import in_turns, next_batch
 
 REQUESTS = st.lists(
     st.builds(
@@ -36,3 +37,17 @@ def test_a_batch_has_the_oldest_and_fits(waiting: list[GenerationRequest]) -> No
 def test_all_that_are_alike_go_together() -> None:
     request = GenerationRequest(prompts=((1, 2),), max_tokens=3)
     assert next_batch([request] * 5, 4, 40) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("networks", "served", "order"),
+    [
+        ("", {}, []),
+        ("aaab", {}, [0, 3, 1, 2]),
+        ("aaab", {"a": 4}, [3, 0, 1, 2]),
+        ("abc", {"a": 5, "b": 4}, [2, 1, 0]),
+        ("aabbc", {"a": 1, "b": 2, "c": 3}, [0, 2, 4, 1, 3]),
+    ],
+)
+def test_networks_have_their_turns(networks: str, served: dict[str, int], order: list[int]) -> None:
+    assert in_turns(networks, served) == order

@@ -15,6 +15,7 @@ import torch
 
 from averaging import WeightPublisher
 from averaging.engine import EngineLimits, EngineServer, Generated, TextPiece, TokenLogprob
+from averaging.engine.messages import WITHOUT_MEANING, CompletionRequest, parse_request
 from averaging.errors import ConfigError, TensorError
 from averaging.rpc import RpcServer
 from averaging.weights import FollowerOptions
@@ -217,6 +218,61 @@ async def test_the_queue_is_bounded_and_a_client_that_goes_away_frees_its_place(
         await until(lambda: model.batches[0][0].cancelled)
         model.go.set()
         assert (await client.post("/v1/completions", json=ABC)).status_code == 200
+
+
+def from_address(client: httpx.AsyncClient, address: str) -> httpx.AsyncClient:
+    transport = httpx.AsyncHTTPTransport(local_address=address)
+    return httpx.AsyncClient(base_url=client.base_url, timeout=LIMIT, transport=transport)
+
+
+@pytest.mark.asyncio
+async def test_one_address_has_half_of_the_queue_and_others_have_their_turn() -> None:
+    model = CountingModel()
+    model.go.clear()
+    async with serving(model, limits=EngineLimits(queue=8)) as client, from_address(client, "127.0.0.3") as other:
+        engine = client.server._engine  # type: ignore[attr-defined]
+        asked = [asyncio.create_task(client.post("/v1/completions", json=ABC | {"seed": 1}))]
+        await until(model.begun.is_set)
+        for count in range(1, 5):
+            asked.append(asyncio.create_task(client.post("/v1/completions", json=ABC | {"seed": 1})))
+            await until(lambda count=count: engine.waiting == count)
+        refused = await client.post("/v1/completions", json=ABC | {"seed": 1})
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        asked.append(asyncio.create_task(other.post("/v1/completions", json=ABC | {"seed": 2})))
+        await until(lambda: engine.waiting == 5)
+        model.go.set()
+        assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
+        assert [batch[0].request.seed for batch in model.batches] == [1, 1, 2, 1, 1, 1]
+
+
+@pytest.mark.asyncio
+async def test_the_bytes_of_all_requests_are_bounded_and_come_free() -> None:
+    model = CountingModel()
+    model.go.clear()
+    filled = json.dumps(ABC | {"metadata": ""}).encode().replace(b'""', b'"%b"')
+    filled = filled % (b"x" * (1022 - len(filled)))
+    assert len(filled) == 1020  # 32 of them are within 32 times 1024, and 33 are not
+    async with (
+        serving(model, limits=EngineLimits(body_bytes=1024, queue=256)) as client,
+        from_address(client, "127.0.0.3") as other,
+    ):
+        server = client.server  # type: ignore[attr-defined]
+        waiting = [asyncio.create_task(client.post("/v1/completions", content=filled)) for _ in range(32)]
+        await until(lambda: server._engine.waiting + server._engine.running == 32)
+        refused = await client.post("/v1/completions", content=filled)
+        assert (refused.status_code, "too many bytes" in refused.text) == (429, True)
+        honest = asyncio.create_task(other.post("/v1/completions", json=ABC))
+        await until(lambda: len(server._body_bytes) == 2)
+        model.go.set()
+        assert (await honest).status_code == 200
+        assert {answer.status_code for answer in await asyncio.gather(*waiting)} == {200}
+        assert not server._body_bytes
+
+
+def test_fields_without_meaning_are_not_kept() -> None:
+    body = json.dumps(ABC | {"metadata": [[]] * 100, "user": "u", "priority": 3}).encode()
+    request = parse_request(body, CompletionRequest)
+    assert [getattr(request, name) for name in WITHOUT_MEANING] == [None] * len(WITHOUT_MEANING)
 
 
 @pytest.mark.asyncio
