@@ -68,7 +68,7 @@ class RunSampler(Sampler[int], InProcess):
         lease_timeout: Seconds without progress after which the blocks of a peer that hangs are dealt again.
 
     Raises:
-        ConfigError: An argument is invalid, or the other peers divide the dataset otherwise.
+        ConfigError: An argument is invalid, or the run divides its dataset otherwise.
     """
 
     _instead = "the worker processes of a DataLoader do not need it"
@@ -228,11 +228,11 @@ class RunSampler(Sampler[int], InProcess):
     # At the leader of a site
 
     def _look_at_first(self) -> None:
-        """Checks that the other peers divide the dataset alike."""
+        """Checks that the run divides the dataset alike, see `is_outvoted`; `_see` warns of single peers."""
         self._see()
-        own = self._division.digest
-        others = sorted(name for name, record in self._all_records.items() if record.digest != own)
-        if others:
+        alike = {name for name, record in self._all_records.items() if record.digest == self._division.digest}
+        others = sorted(self._all_records.keys() - alike)
+        if self._records is not None and self._records.is_outvoted(others, alike):
             raise ConfigError(
                 f"{', '.join(others)} of this run divide their dataset otherwise; give all peers the same dataset, "
                 "block_size, seed and shuffle"

@@ -48,7 +48,7 @@ class RunShards(IterableDataset[Sample], Generic[Shard, Sample]):
         sampler: The sampler of the shards.
 
     Raises:
-        ConfigError: An argument is invalid, or the other peers have other shards.
+        ConfigError: An argument is invalid, or the run has other shards.
     """
 
     def __init__(

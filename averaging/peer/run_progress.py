@@ -95,6 +95,10 @@ class RunProgress:
                 logger.warning("this peer averages with no peer at %s, and waits for none there: %s", name, reason)
         return bool(self._apart[name])
 
+    def is_outvoted(self, differing: Collection[str], alike: Collection[str]) -> bool:
+        """Whether this peer is the one with the wrong options, see `is_outvoted`."""
+        return is_outvoted(self._endpoint, differing, alike, self.members, self._given)
+
     @property
     def is_published(self) -> bool:
         """Whether the others get what this peer has announced last. After a restart its earlier record may linger."""
@@ -140,6 +144,32 @@ class RunProgress:
         except TimeoutError:
             pass
         return self.announcements
+
+
+def is_outvoted(
+    endpoint: str,
+    differing: Collection[str],
+    alike: Collection[str],
+    members: Mapping[str, str],
+    given: Collection[str],
+) -> bool:
+    """Whether a peer, and not the peers that differ from it, has options that its run does not have. Pure.
+
+    Members are counted, the peer itself included: whoever announces several records of one host or certificate has one
+    vote. Of equally many, those are right among which is a peer that this one was told to join; a stranger never is.
+
+    Args:
+        endpoint: the peer.
+        differing: peers with other options.
+        alike: peers with the same options.
+        members: what each peer counts as, see `member_of`; by host without an entry.
+        given: peers that this one was told to join.
+    """
+    there, here = ({members.get(name, member_of(name, "")) for name in names} - {""} for names in (differing, alike))
+    here.add(members.get(endpoint, "") or endpoint)  # a client without a certificate counts for itself
+    if len(there) != len(here):
+        return len(there) > len(here)
+    return not {*given}.isdisjoint(differing) and {*given}.isdisjoint(alike)
 
 
 # Finds expected peers whose process was killed, which leaves their records in discovery.

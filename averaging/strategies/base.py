@@ -199,8 +199,8 @@ class Strategy(ABC):
     def check_terms(self, training: StrategyContext, announcements: Mapping[str, bytes]) -> None:
         """Compares the terms of this peer with those of the others; called at the leader of a site.
 
-        A peer that has made no round yet does not train beside at least as many others with other terms. Else it warns
-        of each of them once.
+        A peer that has made no round yet does not train if its run has other terms, see `is_outvoted`. Else it warns of
+        each of those that differ once.
 
         Raises:
             ConfigError: it is such a peer; the message names another one and the option.
@@ -208,9 +208,7 @@ class Strategy(ABC):
         differing, alike = compare_terms(self._terms(training), announcements)
         if not differing:
             return
-        members = training.peer.progress.members
-        there, here = ({members.get(name, name) for name in names} for names in (differing, alike))
-        if not training.standing.rounds and len(there) >= len(here):
+        if not training.standing.rounds and training.peer.progress.is_outvoted(differing, alike):
             raise ConfigError(f"{printable(differing[min(differing)])}; give all peers of the run the same")
         new = differing.keys() - self._warned_of_terms
         if new:

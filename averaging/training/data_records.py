@@ -48,6 +48,9 @@ class DataRecords:
         """Whether the others get this peer's last record, see `RunProgress.is_published`."""
         return self._thread.run(on_loop(lambda: self._peer.data.is_published))
 
+    def is_outvoted(self, differing: Collection[str], alike: Collection[str]) -> bool:
+        return self._peer.data.is_outvoted(differing, alike)
+
     @property
     def have_changed(self) -> bool:
         """Whether there is something new since the last `read`."""

@@ -281,7 +281,7 @@ def test_wrong_arguments_raise(opt: DecentralizedAverager, dataset: Any, options
         RunSampler(10, torch.optim.SGD(model_of(0).parameters(), lr=0.1))  # type: ignore[arg-type]
 
 
-def test_peers_that_divide_otherwise_are_refused_and_garbage_is_ignored(
+def test_only_a_majority_that_divides_otherwise_is_an_error_and_garbage_is_ignored(
     opt: DecentralizedAverager, caplog: pytest.LogCaptureFixture
 ) -> None:
     RunSampler(20, opt, block_size=4)
@@ -292,8 +292,11 @@ def test_peers_that_divide_otherwise_are_refused_and_garbage_is_ignored(
         RunSampler(20, opt, block_size=4)
     assert "10.0.0.1:1 announces no data that can be read" in caplog.text
     other = pack([b"otherwis", 0, 0, b"", [], 0])
-    records._note({"10.0.0.2:1": other})
-    with pytest.raises(ConfigError, match=r"10.0.0.2:1 of this run divide their dataset otherwise"):
+    records._note({f"10.0.0.2:{port}": other for port in (1, 2, 3)})  # one host
+    RunSampler(20, opt, block_size=4)
+    assert "10.0.0.2:3 divides the dataset otherwise, so its samples and ours may be the same" in caplog.text
+    records._note({"10.0.0.2:1": other, "10.0.0.3:1": other})
+    with pytest.raises(ConfigError, match=r"10.0.0.2:1, 10.0.0.3:1 of this run divide their dataset otherwise"):
         RunSampler(20, opt, block_size=4)
 
 

@@ -55,7 +55,7 @@ def three(seed: int, strategy: str) -> Run:
 
 
 def claiming(
-    run: Run, name_of: Callable[[int], str], pause: float, *, serves: bool
+    run: Run, name_of: Callable[[int], str], pause: float, *, serves: bool, progress: Progress = FAR_AHEAD
 ) -> Callable[[], Coroutine[Any, Any, None]]:
     """A member of discovery that repeatedly announces progress under other names.
 
@@ -63,6 +63,7 @@ def claiming(
         name_of: in whose name it does so, by the number of the claim.
         pause: seconds between two claims.
         serves: whether all these names lead to a peer that accepts calls and stays silent; else to nobody.
+        progress: the progress that it announces.
     """
 
     async def claim() -> None:
@@ -88,7 +89,7 @@ def claiming(
                     await other.serve(cast(AveragingService, Silent()), None)
                 now = virtual_time.clock()
                 await discovery.store(donors_key("run"), name, msgpack.encode(1e12), now + 15.0)
-                await discovery.store(progress_key("run"), name, FAR_AHEAD.pack(), now + 15.0)
+                await discovery.store(progress_key("run"), name, progress.pack(), now + 15.0)
                 number += 1
                 await asyncio.sleep(pause)
 
@@ -129,3 +130,15 @@ def test_a_newcomer_begins_with_the_state_of_those_that_have_one(serves: bool) -
     survivors = run.simulate(claiming(run, lambda number: "evil:1" if serves else "nobody:1", 5.0, serves=serves))
     assert len(survivors) == 3
     assert agree(survivors)
+
+
+def test_other_options_of_one_host_end_no_starter(caplog: pytest.LogCaptureFixture) -> None:
+    """The second site sees the stranger and the first one only, which has made no round yet."""
+    run = three(3, "diloco")
+    run.sites[1].starts, run.sites[2].starts = 6.0, 8.0
+    differing = Progress(History(), donates=False, terms={"sync_every": "a number of steps", "quorum": "7"})
+    names = [f"evil:{port}" for port in (1, 2, 3)]
+    survivors = run.simulate(claiming(run, lambda number: names[number % 3], 0.5, serves=True, progress=differing))
+    assert len(survivors) == 3
+    assert agree(survivors)
+    assert "quorum is off at this peer, but 7 at evil:1; give all peers of the run the same" in caplog.text
