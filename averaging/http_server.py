@@ -11,16 +11,20 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
 import hmac
 import logging
+import math
 import socket
 import ssl
+import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from socket import gethostname
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, NoReturn, Self
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -31,20 +35,26 @@ from averaging.config import FilePath
 from averaging.errors import ConfigError, ListenError
 from averaging.security import read_tls, read_tokens
 
-__all__ = ["HttpAccess", "HttpRefusal", "HttpServer", "http_access", "listening", "network_of"]
+__all__ = ["HttpAccess", "HttpRefusal", "HttpServer", "Listener", "http_access", "listening", "network_of"]
 
 KEEP_ALIVE = 30
 """Seconds for which a connection without a request is kept open."""
+
+SAY_SECONDS = 60.0
+"""Seconds between two lines about refused connections."""
 
 _failures = logging.getLogger(__name__)
 """Failures of applications. Invalid requests are not logged, because strangers can send any number."""
 
 _failures.setLevel(logging.ERROR)
 
+_logger = logging.getLogger("averaging.http")
+
+_TOO_MANY = b'{"status":"error","message":"this address has too many connections to the server; close some first"}'
+
 TOO_MANY = (
-    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nContent-Length: 100\r\nRetry-After: 1\r\n"
-    b"Connection: close\r\n\r\n"
-    b'{"status":"error","message":"this address has too many connections to the server; close some first"}'
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nContent-Length: %d\r\nRetry-After: 1\r\n"
+    b"Connection: close\r\n\r\n%b" % (len(_TOO_MANY), _TOO_MANY)
 )
 """The answer to a connection above the share of its address."""
 
@@ -55,7 +65,8 @@ class HttpServer:
     Args:
         application: the ASGI application.
         listener: listening socket; the caller closes it afterwards.
-        connections: maximum number of connections, of which one address may have half.
+        connections: maximum number of connections, see `Listener.limit`; fewer if the limit of file descriptors, which
+            is raised, allows fewer.
         seconds: a connection is aborted if for this time no request arrives, or the client does not read its reply.
         grace: seconds for unfinished requests when the server ends.
         tls: files for TLS, as uvicorn names them; empty for none.
@@ -64,24 +75,23 @@ class HttpServer:
     def __init__(
         self,
         application: Any,
-        listener: socket.socket,
+        listener: Listener,
         *,
         connections: int,
         seconds: float,
         grace: int = 10,
         tls: Mapping[str, Any] | None = None,
     ) -> None:
-        limits = {"seconds": seconds, "share": max(1, connections // 2)}
+        listener.limit(_with_descriptors(connections), b"" if tls else TOO_MANY)
         self._listener = listener
         self._config = uvicorn.Config(
             application,
-            http=type("HTTPProtocol", (_LimitedConnection,), limits),
+            http=partial(_Connection, seconds=seconds),  # type: ignore[arg-type] # uvicorn only calls it
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
-            limit_concurrency=connections + 1,  # uvicorn refuses the connection that reaches the limit
             timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=grace,
             **(tls or {}),
@@ -127,25 +137,20 @@ def network_of(host: str | None) -> str:
     return address.exploded[:19]
 
 
-class _LimitedConnection(H11Protocol):
-    """Aborts a connection without progress for `seconds`: no request arrives, or the client does not read its reply.
+class _Connection(H11Protocol):
+    """Aborts a connection without progress for `seconds`: no request arrives, or the client does not read its reply."""
 
-    A connection of an address that has `share` connections already is answered with 503 and closed at once.
-    """
-
-    seconds: float
-    share: int
     _timer: asyncio.TimerHandle
     _last: tuple[object, int] = (None, 0)
+
+    def __init__(self, *, seconds: float, **options: Any) -> None:
+        super().__init__(**options)
+        self._seconds = seconds
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.logger = _failures
         super().connection_made(transport)
-        self._timer = self.loop.call_later(self.seconds, self._check_progress)
-        self.network = network_of(self.client[0] if self.client else None)
-        if sum(getattr(each, "network", "") == self.network for each in self.connections) > self.share:
-            transport.write(TOO_MANY)
-            transport.close()
+        self._timer = self.loop.call_later(self._seconds, self._check_progress)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
@@ -159,10 +164,90 @@ class _LimitedConnection(H11Protocol):
             self.transport.abort()
             return
         self._last = (self.cycle, unread)
-        self._timer = self.loop.call_later(self.seconds, self._check_progress)
+        self._timer = self.loop.call_later(self._seconds, self._check_progress)
 
 
-def listening(address: str) -> socket.socket:
+class Listener(socket.socket):
+    """A listening socket that refuses connections above its limits as it accepts them.
+
+    A refused connection has no descriptor afterwards, also with TLS, where a server is told of a connection only after
+    the handshake. asyncio takes a refusal for an empty queue and accepts further connections in its next iteration.
+    """
+
+    _most, _refusal, _said = sys.maxsize, b"", -math.inf
+
+    def __init__(self, family: int, kind: int, protocol: int) -> None:
+        super().__init__(family, kind, protocol)
+        self._open: dict[socket.socket, str] = {}  # with the network of each
+        self._spare = socket.socket()  # given up for a moment to refuse a connection without a free descriptor
+
+    def limit(self, connections: int, refusal: bytes) -> None:
+        """Accepts at most that many connections, and of an address no more than are left for the others.
+
+        So one address may have half, and however few addresses have many connections, others find room.
+        """
+        self._most, self._refusal = connections, refusal
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Accepts a connection.
+
+        Raises:
+            BlockingIOError: there is none, or it was refused.
+        """
+        try:
+            connection, address = super().accept()
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            self._refuse_without_descriptor()
+        self._open = {each: network for each, network in self._open.items() if each.fileno() >= 0}
+        network = network_of(address[0])
+        if [*self._open.values()].count(network) < self._most - len(self._open):
+            self._open[connection] = network
+            return connection, address
+        with connection, suppress(OSError):
+            connection.setblocking(False)
+            connection.send(self._refusal)
+        raise self._refused(f"{network} has as many connections as are left for others ({len(self._open)} are open)")
+
+    def _refuse_without_descriptor(self) -> NoReturn:
+        self._spare.close()
+        try:
+            with suppress(OSError):
+                super().accept()[0].close()
+        finally:
+            with suppress(OSError):
+                self._spare = socket.socket()
+        raise self._refused("this process may open no more files; raise its limit (ulimit -n)")
+
+    def _refused(self, why: str) -> BlockingIOError:
+        if time.monotonic() - self._said >= SAY_SECONDS:
+            self._said = time.monotonic()
+            _logger.warning("the HTTP server refuses connections: %s", why)
+        return BlockingIOError(errno.EAGAIN, why)
+
+    def close(self) -> None:
+        """Ends listening; accepted connections stay open."""
+        self._spare.close()
+        super().close()
+
+
+def _with_descriptors(connections: int) -> int:
+    """How many of these connections this process can have beside its other files; raises its soft limit for them."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return connections
+    wanted = 2 * connections if hard == resource.RLIM_INFINITY else min(2 * connections, hard)
+    if soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    return max(1, min(connections, soft * 3 // 4))
+
+
+def listening(address: str) -> Listener:
     """Listens on the first address of a host that can be listened on.
 
     Args:
@@ -181,7 +266,7 @@ def listening(address: str) -> socket.socket:
         ) from None
     for family, _, _, _, where in found:
         # asyncio sets TCP_NODELAY only on sockets whose protocol is given.
-        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        listener = Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(where)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, aclosing
 from importlib.resources import files
@@ -19,7 +18,7 @@ from starlette.routing import Route
 from averaging.common import loopback_here
 from averaging.dashboard.access import PageGuard, check_https, page_access
 from averaging.dashboard.history import Json, RunHistory
-from averaging.http_server import HttpServer, listening
+from averaging.http_server import HttpServer, Listener, listening
 
 MAX_PAGES = 32
 """Pages that may be open at the same time; another one is refused with status 503."""
@@ -174,7 +173,7 @@ class DashboardServer:
         self._following.cancel()
         await asyncio.wait({self._following})
 
-    def _http_server(self, listener: socket.socket) -> HttpServer:
+    def _http_server(self, listener: Listener) -> HttpServer:
         routes = [Route(path, _file(name, kind), methods=["GET"]) for path, (name, kind) in FILES.items()]
         routes += [
             Route("/events", self._events, methods=["GET"]),

@@ -49,6 +49,7 @@ class DataRecords:
         return self._thread.run(on_loop(lambda: self._peer.data.is_published))
 
     def is_outvoted(self, differing: Collection[str], alike: Collection[str]) -> bool:
+        """See `RunProgress.is_outvoted`."""
         return self._peer.data.is_outvoted(differing, alike)
 
     @property

@@ -130,7 +130,7 @@ class ServerLimits:
         queue_bytes, queue_groups: groups that wait; posts to a full queue are answered with status 503.
         replay_bytes: batches kept for a trainer that resumes; the oldest are forgotten first.
         seconds: time for the header of a request, for its body, and for a client that reads nothing of its reply.
-        connections: connections at one time, of which one address may have half.
+        connections: connections at one time, of which one address may have half, the next a quarter, and so on.
         env_timeout: seconds after which an environment for whose groups the run waits gives up its reservation.
 
     Raises:
