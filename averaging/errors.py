@@ -9,6 +9,10 @@ MAX_TEXT = 4000
 """Characters of a message. Longer messages are cut."""
 
 
+SUPPORTED_SYSTEMS = "use Linux, macOS for peers, or WSL 2 on Windows"
+"""The remedy on another operating system."""
+
+
 class AveragingError(Exception):
     """The base of all errors of this library; the others are in `averaging.errors`.
 

@@ -14,6 +14,7 @@ import io
 import os
 import signal
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from averaging.cli.state import state_command
 from averaging.cli.top import top_command
 from averaging.cli.watch import watch_command
 from averaging.common import as_flag, chosen_proxy, spelling
-from averaging.errors import ConfigError
+from averaging.errors import SUPPORTED_SYSTEMS, ConfigError
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 100}
 
@@ -53,6 +54,12 @@ class Commands(click.Group):
         """
         if sys.stderr is None:  # closed by the parent process; click would write errors to stdout
             sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - open until the process exits
+        if not hasattr(signal, "SIGHUP") or not all(map(find_spec, ("fcntl", "resource", "termios"))):
+            click.echo(
+                f"Error: averaging does not run on this operating system ({sys.platform}); {SUPPORTED_SYSTEMS}",
+                err=True,
+            )
+            sys.exit(NOT_DONE)
         try:
             return super().__call__(*arguments, **options)
         except OSError as error:

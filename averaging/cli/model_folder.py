@@ -6,7 +6,6 @@ versions side by side with a link to the newest one.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -290,6 +289,8 @@ class VersionedFolders:
         self._remove_leftovers()
 
     def _take_lock(self) -> None:
+        import fcntl
+
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import sys
-import termios
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -238,6 +237,8 @@ class _Terminal:
 @contextmanager
 def _raw_terminal(console: Console) -> Iterator[None]:
     """Keys are read at once and not echoed, and the screen is that of this command; undone at the end."""
+    import termios
+
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     changed = termios.tcgetattr(descriptor)

@@ -75,6 +75,7 @@ async def examine(examination: Examination, report: Report, tell: Callable[[str]
     seeds, found = await (_ask_etcd if config.etcd else _look_up)(config, credentials)
     for finding in (
         *this_machine.check_software(),
+        *this_machine.check_system(),
         *port,
         *await this_machine.check_listen_host(config, seeds),
         *await this_machine.check_advertise(config),
@@ -85,6 +86,7 @@ async def examine(examination: Examination, report: Report, tell: Callable[[str]
         *this_machine.check_fork(),
         *this_machine.check_proxies(config.proxy),
         *this_machine.check_open_files(),
+        *this_machine.check_processors(),
         *this_machine.check_clock(),
         *found,
     ):

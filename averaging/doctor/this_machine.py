@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import ipaddress
+import math
 import multiprocessing
 import os
 import platform
 import re
-import resource
 import socket
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from importlib import metadata
+from pathlib import Path
+
+import torch
 
 from averaging.common import (
     Address,
@@ -28,7 +32,7 @@ from averaging.common import (
 from averaging.config import PeerConfig
 from averaging.doctor.dial_back import look_up
 from averaging.doctor.findings import Finding, failure, ok, told, warning
-from averaging.errors import ConfigError, ListenError
+from averaging.errors import SUPPORTED_SYSTEMS, ConfigError, ListenError
 from averaging.protocol import Mode
 from averaging.transport.grpc import check_listen
 
@@ -55,6 +59,17 @@ def check_software(required: Mapping[str, str] | None = None, version: str | Non
     required = requirements() if required is None else required
     installed = {"python": version or platform.python_version()} | {name: _installed(name) for name in PACKAGES}
     return [compare_version(name, found, required.get(name, "")) for name, found in installed.items()]
+
+
+def check_system(system: str | None = None, release: str | None = None) -> list[Finding]:
+    """Says whether this operating system is supported; WSL 2 is a Linux whose kernel names Microsoft."""
+    system, release = system or platform.system(), release or platform.release()
+    if system == "Linux":
+        which = "WSL 2, whose own network needs forwarding of ports" if "microsoft" in release.lower() else "tested"
+        return [ok("system", f"Linux {release} ({which})")]
+    if system == "Darwin":
+        return [warning("system", "macOS is supported for peers, and not tested", "use Linux for servers and engines")]
+    return [failure("system", f"{system} is not supported", SUPPORTED_SYSTEMS)]
 
 
 def requirements() -> dict[str, str]:
@@ -224,6 +239,8 @@ def check_proxies(proxy: str | None = None, environ: Mapping[str, str] = os.envi
 
 def check_open_files(limit: int | None = None) -> list[Finding]:
     """Checks the limit of file descriptors of this process."""
+    import resource
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = soft if limit is None else limit
     if limit == resource.RLIM_INFINITY or limit >= FEW_FILES:
@@ -231,6 +248,47 @@ def check_open_files(limit: int | None = None) -> list[Finding]:
     text = f"this process may open {counted(limit, 'file')}; each other peer takes some, and data loaders take many"
     most = "4096" if hard == resource.RLIM_INFINITY else str(min(4096, hard))
     return [warning("open-files", text, f"ulimit -n {most}")]
+
+
+def check_processors(threads: int | None = None, quota: float | None = None) -> list[Finding]:
+    """Compares the threads with which torch computes with the quota of processors of this process's cgroup."""
+    threads = torch.get_num_threads() if threads is None else threads
+    quota = processor_quota() if quota is None else quota
+    granted = (
+        "no cgroup limits them" if quota == math.inf else f"the cgroup of this process grants {quota:g} processors"
+    )
+    text = f"torch computes with {counted(threads, 'thread')}, and {granted}"
+    if threads > max(1.0, quota):
+        return [warning("processors", f"{text}: threads beyond that stop all", f"OMP_NUM_THREADS={max(1, int(quota))}")]
+    return [ok("processors", text)]
+
+
+def processor_quota(root: Path = Path("/")) -> float:
+    """Processors that the cgroups of this process grant, of version 1 or 2; infinite without a quota.
+
+    In a container the path of the cgroup may be that of the host, which is not there; its own is at the top then.
+    """
+    granted = [math.inf]
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            tops = (controllers, "cpu") if controllers else ("", "unified")
+            own = Path(path.lstrip("/"))
+            folders = [root / "sys/fs/cgroup" / top / each for top in tops for each in (own, *own.parents)]
+            granted += [quota for folder in folders if (quota := _quota_of(folder)) is not None]
+    return min(granted)
+
+
+def _quota_of(folder: Path) -> float | None:
+    """The quota of one cgroup; None if it has none."""
+    with suppress(OSError, ValueError, ZeroDivisionError):
+        files = [folder / name for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
+        texts = (folder / "cpu.max").read_text().split() if not files[0].exists() else [f.read_text() for f in files]
+        quota, period = map(int, texts)  # "max" or -1 is none
+        return quota / period if quota > 0 else None
+    return None
 
 
 def check_fork(environ: Mapping[str, str] = os.environ, method: str | None = None) -> list[Finding]:

@@ -431,3 +431,16 @@ def test_help_does_not_wait_for_torch() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE, check=True
     )
     assert result.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    "missing", ["del signal.SIGHUP", "sys.modules['resource'] = None", "sys.modules['termios'] = None"]
+)
+def test_an_operating_system_that_is_not_supported_is_named_in_one_sentence(missing: str) -> None:
+    script = f"import runpy, signal, sys; {missing}; sys.argv = ['averaging', 'doctor']"
+    script += "; runpy.run_module('averaging', run_name='__main__')"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("Error: averaging does not run on this operating system (")
+    assert ended.stderr.endswith("); use Linux, macOS for peers, or WSL 2 on Windows\n")
+    assert ended.stderr.count("\n") == 1

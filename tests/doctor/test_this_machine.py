@@ -125,6 +125,58 @@ def test_few_file_descriptors() -> None:
     assert severities(this_machine.check_open_files(resource.RLIM_INFINITY)) == ["ok"]
 
 
+def test_the_systems_that_are_supported_are_named() -> None:
+    assert severities(this_machine.check_system("Linux", "6.18")) == ["ok"]
+    assert "WSL 2" in this_machine.check_system("Linux", "5.15.90.1-microsoft-standard-WSL2")[0].text
+    assert severities(this_machine.check_system("Darwin", "24.0")) == ["warning"]
+    [windows] = this_machine.check_system("Windows", "11")
+    assert windows.severity is Severity.FAILURE
+    assert "WSL 2" in windows.remedy
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "quota"),
+    [
+        ("0::/", {"cpu.max": "200000 100000"}, 2.0),
+        ("0::/a/b", {"a/cpu.max": "150000 100000", "a/b/cpu.max": "max 100000"}, 1.5),
+        ("0::/a/b", {"a/cpu.max": "400000 100000", "a/b/cpu.max": "50000 100000"}, 0.5),
+        ("0::/../of-the-host", {"cpu.max": "200000 100000"}, 2.0),
+        (
+            "4:cpu,cpuacct:/a",
+            {"cpu,cpuacct/a/cpu.cfs_quota_us": "300000", "cpu,cpuacct/a/cpu.cfs_period_us": "100000"},
+            3.0,
+        ),
+        ("4:cpuacct,cpu:/host", {"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3.0),
+        ("4:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, float("inf")),
+        ("8:pids:/a", {"pids/a/cpu.max": "100000 100000"}, float("inf")),
+        ("0::/", {"cpu.max": "garbage"}, float("inf")),
+        ("0::/", {}, float("inf")),
+    ],
+)
+def test_the_quota_of_processors_is_that_of_the_cgroup(
+    tmp_path: Path, cgroup: str, files: dict[str, str], quota: float
+) -> None:
+    for name, text in {
+        "proc/self/cgroup": cgroup,
+        **{f"sys/fs/cgroup/{name}": text for name, text in files.items()},
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    assert this_machine.processor_quota(tmp_path) == quota
+
+
+def test_threads_beyond_the_quota_are_named() -> None:
+    [many] = this_machine.check_processors(8, 2.5)
+    assert many.severity is Severity.WARNING
+    assert "8 threads" in many.text
+    assert "2.5 processors" in many.text
+    assert many.remedy == "OMP_NUM_THREADS=2"
+    assert this_machine.check_processors(8, 0.5)[0].remedy == "OMP_NUM_THREADS=1"
+    assert severities(this_machine.check_processors(2, 2.0)) == ["ok"]
+    assert severities(this_machine.check_processors(1, 0.5)) == ["ok"]
+    assert severities(this_machine.check_processors(8, float("inf"))) == ["ok"]
+
+
 def test_forks_beside_grpc() -> None:
     [crashing] = this_machine.check_fork({"GRPC_ENABLE_FORK_SUPPORT": "1"}, "fork")
     assert crashing.severity is Severity.WARNING
