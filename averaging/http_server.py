@@ -35,7 +35,18 @@ from averaging.config import FilePath
 from averaging.errors import ConfigError, ListenError
 from averaging.security import read_tls, read_tokens
 
-__all__ = ["HttpAccess", "HttpRefusal", "HttpServer", "Listener", "http_access", "listening", "network_of"]
+__all__ = [
+    "HttpAccess",
+    "HttpRefusal",
+    "HttpServer",
+    "Listener",
+    "carries_secret",
+    "host_in",
+    "http_access",
+    "is_name_of_server",
+    "listening",
+    "network_of",
+]
 
 KEEP_ALIVE = 30
 """Seconds for which a connection without a request is kept open."""
@@ -316,7 +327,12 @@ class HttpAccess:
         the Host header then has a name that is not the server's.
         """
         host = headers.get("host", "")
-        if self.hosts is not None and host and not _is_name_of_server(host, self.hosts):
+        name = host_in(host)
+        if (
+            self.hosts is not None
+            and host
+            and (name is None or ("." in name and not is_name_of_server(name, self.hosts)))
+        ):
             return HttpRefusal(
                 403,
                 f"{host[:100]!r} is no known name of this server; use its address, start it with --allow-host NAME, or "
@@ -329,18 +345,23 @@ class HttpAccess:
         return None
 
     def _token_refusal(self, headers: Mapping[str, str]) -> HttpRefusal | None:
-        scheme, _, value = headers.get("authorization", "").partition(" ")
-        given = value.strip().encode()
-        if scheme.lower() == "basic":  # clients without an option for a token send the password of their URL
-            try:
-                given = base64.b64decode(given, validate=True).partition(b":")[2]
-            except ValueError:
-                given = b""
-        # All are compared, so that the time taken reveals nothing.
-        matches = sum([hmac.compare_digest(given, token.encode()) for token in self.tokens])
-        if self.tokens and not (matches and scheme.lower() in ("basic", "bearer")):
+        if self.tokens and not carries_secret(headers, self.tokens, ("basic", "bearer")):
             return HttpRefusal(401, "this server requires a token; send 'Authorization: Bearer TOKEN'")
         return None
+
+
+def carries_secret(headers: Mapping[str, str], secrets: Sequence[str], schemes: Sequence[str]) -> bool:
+    """Whether the Authorization header has one of the secrets, in `basic` as the password of any user."""
+    scheme, _, value = headers.get("authorization", "").partition(" ")
+    given = value.strip().encode()
+    if scheme.lower() == "basic":  # clients without an option for a token send the password of their URL
+        try:
+            given = base64.b64decode(given, validate=True).partition(b":")[2]
+        except ValueError:
+            given = b""
+    # All are compared, so that the time taken reveals nothing.
+    matches = sum([hmac.compare_digest(given, secret.encode()) for secret in secrets])
+    return bool(matches) and scheme.lower() in schemes
 
 
 def http_access(
@@ -383,10 +404,14 @@ def http_access(
     return HttpAccess(tuple(tokens), own, files)
 
 
-def _is_name_of_server(host_header: str, hosts: Sequence[str]) -> bool:
-    """Whether a request for that host can reach only this server: nobody else can let such a name point to it."""
+def host_in(header: str) -> str | None:
+    """The host of a Host header in lower case, without a dot at its end; None if it is malformed."""
     try:
-        host = (urlsplit(f"//{host_header}").hostname or "").rstrip(".")
+        return (urlsplit(f"//{header}").hostname or "").rstrip(".")
     except ValueError:
-        return False
-    return "." not in host or parse_ip(host) is not None or is_loopback(host) or host in hosts
+        return None
+
+
+def is_name_of_server(host: str, hosts: Sequence[str]) -> bool:
+    """Whether a request for that host can reach only this server: nobody else can let such a name point to it."""
+    return parse_ip(host) is not None or is_loopback(host) or host in hosts

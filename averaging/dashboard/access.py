@@ -6,22 +6,19 @@ its owner lets point here (DNS rebinding), nor with the password that the browse
 
 from __future__ import annotations
 
-import base64
-import hmac
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from socket import gethostname
-from typing import NamedTuple
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from averaging.common import is_loopback, parse_address, parse_ip, spelled
+from averaging.common import is_loopback, parse_address, spelled
 from averaging.errors import ConfigError, printable
+from averaging.http_server import HttpRefusal, carries_secret, host_in, is_name_of_server
 from averaging.security import read_tokens
 
 HEADERS: Mapping[str, str] = {
@@ -39,13 +36,6 @@ HEADERS: Mapping[str, str] = {
 """Headers of every answer: nothing from elsewhere runs in the page, and no other page shows or embeds it."""
 
 LOGIN = {"WWW-Authenticate": 'Basic realm="averaging dashboard", charset="UTF-8"'}
-
-
-class PageRefusal(NamedTuple):
-    """Why a request is refused: the HTTP status, and a text with the remedy."""
-
-    status: int
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +58,7 @@ class PageAccess:
         who = "users of this machine" if self.only_here else "all who reach this address"
         return f"for {who}{' with the password' if self.passwords else ', without a password'}"
 
-    def refusal(self, headers: Mapping[str, str], path: str) -> PageRefusal | None:
+    def refusal(self, headers: Mapping[str, str], path: str) -> HttpRefusal | None:
         """Why a request is refused; None if it is answered.
 
         Args:
@@ -76,34 +66,16 @@ class PageAccess:
             path: its path.
         """
         host = headers.get("host", "")
-        if not self._is_own(host):
+        if not is_name_of_server(host_in(host) or "", self.hosts):
             text = (
                 f"{host[:100]!r} is no known name of this server; use its address, or start it with --allow-host NAME"
             )
-            return PageRefusal(403, printable(text))
+            return HttpRefusal(403, printable(text))
         if _is_of_another_page(headers, host, path):
-            return PageRefusal(403, "requests of pages of other sites are refused")
-        if self.passwords and not self._has_password(headers.get("authorization", "")):
-            return PageRefusal(401, "a password of --password-file is needed, with any user name")
+            return HttpRefusal(403, "requests of pages of other sites are refused")
+        if self.passwords and not carries_secret(headers, self.passwords, ("basic",)):
+            return HttpRefusal(401, "a password of --password-file is needed, with any user name")
         return None
-
-    def _is_own(self, host_header: str) -> bool:
-        """Whether the Host header is a name that nobody else can let point to this server."""
-        try:
-            host = (urlsplit(f"//{host_header}").hostname or "").rstrip(".")
-        except ValueError:
-            return False
-        return bool(host) and (parse_ip(host) is not None or is_loopback(host) or host in self.hosts)
-
-    def _has_password(self, authorization: str) -> bool:
-        scheme, _, value = authorization.partition(" ")
-        try:
-            given = base64.b64decode(value.strip(), validate=True).partition(b":")[2]
-        except ValueError:
-            return False
-        # All are compared, so that the time taken reveals nothing.
-        matches = sum([hmac.compare_digest(given, password.encode()) for password in self.passwords])
-        return scheme.lower() == "basic" and bool(matches)
 
 
 def _is_of_another_page(headers: Mapping[str, str], host: str, path: str) -> bool:
