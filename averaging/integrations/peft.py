@@ -340,6 +340,8 @@ class LoRAAveraging(LockstepStrategy):
         self, training: StrategyContext, together: tuple[str, ...], search_timeout: float | None = None
     ) -> Receipt | None:
         """A round with these peers; without any, this peer makes the step alone."""
+        if search_timeout is None and self._ends_with_others(training, together):
+            return None
         self._schedule.restart()
         if not together:
             with training.replacing():
@@ -391,12 +393,15 @@ class LoRAAveraging(LockstepStrategy):
         """Averages a last time; if that fails, drops the local steps since the last round."""
         end = training.monotonic() + timeout
         receipt: Receipt | None = None
-        if self.samples + self.present_others(training).samples > 0:
+        self.dropped, step = self.samples, self.history.step
+        if self.dropped + self.present_others(training).samples > 0:
             announcements = training.announcements.of_others()
             together = self.others(training, announcements).together
             # A step of this peer alone would make its weights differ from those of partners that are left.
             if together or announcements.keys().isdisjoint(partners):
                 receipt = self._average(training, together, max(0.0, end - training.monotonic()))
+        if self.history.step > step:
+            self.dropped = 0.0
         with training.replacing(), training.changing_parameters(), torch.no_grad():
             for tensor, anchor in self._anchors.values():
                 tensor.copy_(anchor)

@@ -242,7 +242,6 @@ class Collector:
             self._settled.set()
 
     def _forget(self, now: float) -> None:
-        """Removes peers that neither answer nor are named any more."""
         for name, history in list(self._peers.items()):
             gone = history.error and name not in self._given and now - self._named.get(name, now) > FORGET_SECONDS
             if gone:

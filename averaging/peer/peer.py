@@ -21,7 +21,7 @@ from averaging.discovery.gossip import Waiting
 from averaging.doctor import ProbeService, TransferService
 from averaging.errors import ClosedError, ConfigError, RoundError
 from averaging.peer.lifecycle import DiscoveryFactory, Running, make_transport, start
-from averaging.peer.run_progress import RunProgress, find_gone
+from averaging.peer.run_progress import RunProgress, find_gone, refusing
 from averaging.peer.topics import RoundOptions, Topic, TopicOptions, make_topic
 from averaging.protocol import Mode, attach, pack_gather, progress_key
 from averaging.receipts import DriftCheck, DropCode, PeerStatus, ReadByService, Receipt, TrainingProgress
@@ -341,6 +341,11 @@ class Peer(InProcess):
             async for name in gone:
                 self.data.mark_gone(name)
                 yield name
+
+    async def mark_gone(self, names: Collection[str]) -> None:
+        """Ignores the progress of those of these peers whose address refuses connections."""
+        for name in await refusing(self._transport, names):
+            self.progress.mark_gone(name)
 
     def declared_until(self, topic: Topic, phase: str = "") -> float | None:
         """When the last declaration of other training peers for this topic expires; None if there is none.

@@ -191,11 +191,15 @@ async def find_gone(transport: Transport, missing: Callable[[], Collection[str]]
     backoff = Backoff(FIRST_PAUSE, LAST_PAUSE)
     while True:
         await asyncio.sleep(backoff.next_delay())
-        names = sorted(name for name in missing() if not name.startswith(CLIENT_PREFIX))[:MAX_CALLS]
-        gone = await asyncio.gather(*(is_refused(transport, name) for name in names))
-        for name, refused in zip(names, gone, strict=True):
-            if refused:
-                yield name
+        for name in await refusing(transport, missing()):
+            yield name
+
+
+async def refusing(transport: Transport, names: Collection[str]) -> list[str]:
+    """Those of these peers whose address refuses connections; at most `MAX_CALLS` are called."""
+    called = sorted(name for name in names if not name.startswith(CLIENT_PREFIX))[:MAX_CALLS]
+    gone = await asyncio.gather(*(is_refused(transport, name) for name in called))
+    return [name for name, refused in zip(called, gone, strict=True) if refused]
 
 
 async def is_refused(transport: Transport, endpoint: str) -> bool:

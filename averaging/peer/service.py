@@ -281,7 +281,6 @@ class PeerService:
         return self.round if self._is_current(group_id) else None
 
     def _stall_timeout(self, times: int) -> FairTimeout:
-        """A timeout that does not count time in which this peer was suspended."""
         return FairTimeout(
             Deadline(times * self._config.stall_timeout, f"{times} × stall_timeout"), self.deadlines.lower
         )

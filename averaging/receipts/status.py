@@ -183,6 +183,7 @@ class Finish:
         differing: the parts of the model in which another peer differs, by its endpoint: "parameters", "buffers" or
             "frozen parameters" (those that the optimizer does not train).
         unchecked: whether buffers and frozen parameters were not compared, since the averager was made without `model`.
+        dropped: local steps of this peer, or samples with `GradientAveraging`, that are in no average.
     """
 
     digest: str
@@ -192,6 +193,7 @@ class Finish:
     left: bool = False
     differing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     unchecked: bool = False
+    dropped: float = 0.0
 
     @property
     def alike(self) -> bool:
@@ -205,6 +207,12 @@ class Finish:
     def __str__(self) -> str:
         if self.left:
             return "left the run before its end, so the weights of the other peers are unknown"
+        # `dropped` has no unit here: the strategy counts local steps or samples.
+        dropped = f"; no average has the last {self.dropped:g} that this peer gathered" if self.dropped else ""
+        return self._comparison + dropped
+
+    @property
+    def _comparison(self) -> str:
         if self.alike:
             count = len(self.digests)
             unchecked = (

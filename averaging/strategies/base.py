@@ -86,6 +86,7 @@ class Strategy(ABC):
             start and whenever a state is taken over or loaded.
         stage: stage of the training, see `Progress`.
         digest: digest of the weights, once the training has ended.
+        dropped: of `samples`, those that were in no average when the training ended.
         missed: rounds of the others that this peer has missed and not yet made up for; only with a quorum.
         against_average_now: why the parameters must not be averaged as they are; empty if they may be.
 
@@ -107,6 +108,7 @@ class Strategy(ABC):
     missed = 0
     _warned_of_quorum = 0  # number of peers of which a warning said that they are too few
     digest = ""
+    dropped = 0.0
     against_average_now = ""
 
     def __init__(

@@ -419,7 +419,8 @@ class DiLoCo(LockstepStrategy):
         receipt: Receipt | None = None
         end = training.monotonic() + timeout
         # The fragment that was averaged last may have changed at no peer since.
-        is_new = self.samples + self.present_others(training).samples > 0
+        gathered, steps = self.samples, self.history.step
+        is_new = gathered + self.present_others(training).samples > 0
         for _ in self._fragments if is_new else self._fragments[1:]:
             together, is_left = training.site.broadcast_from_leader(lambda: self._at_the_end(training, partners))
             if is_left:
@@ -427,6 +428,7 @@ class DiLoCo(LockstepStrategy):
             self._begin(training, together, search_timeout=max(0.0, end - training.monotonic()))
             if self._pending is not None:
                 receipt = self._end(training, self._pending)
+        self.dropped = gathered if self.history.step - steps < len(self._fragments) else 0.0
         with training.replacing(), training.changing_parameters():
             for fragment in self._fragments:
                 if fragment.feedback is not None and self._owns:  # not empty if the last round has failed
@@ -470,6 +472,8 @@ class DiLoCo(LockstepStrategy):
         search_timeout: float | None = None,
     ) -> None:
         """Begins the next fragment's round; a peer that can average with nobody makes its outer step at once."""
+        if search_timeout is None and self._ends_with_others(training, together):
+            return
         fragment = self._next_fragment
         keeps = self.top_k is not None and self.alpha > 0 if self.quorum is None else self.delay > 0
         goes_on = self.delay > 0 and bool(together)

@@ -18,10 +18,8 @@ from averaging.tensors import first_not_finite
 from averaging.training import (
     Others,
     StrategyContext,
-    done_training,
     full_precision,
     needs_closure,
-    still_training,
 )
 
 WAITED_BATCHES = 2.0
@@ -37,10 +35,10 @@ class GradientAveraging(LockstepStrategy):
     one process with the joint batch. Until then the parameters do not change (Diskin et al., 2021, arXiv:2106.10207).
     A peer waits instead of computing another batch if the batches in progress elsewhere complete the joint one.
 
-    A peer that is alone steps when it has the whole batch itself; if all others have just ended their training, it goes
-    on gathering for `group_wait` seconds first, since its own loop may end, too. If a round fails, the gradients stay
-    and the next `opt.step` tries again. A peer that misses a global step takes over the state of another peer; it drops
-    the gradients gathered meanwhile, because they belong to old parameters.
+    A peer that is alone steps when it has the whole batch itself; while others wait for it in `finish`, it goes on
+    gathering, see `LockstepStrategy`. If a round fails, the gradients stay and the next `opt.step` tries again. A peer
+    that misses a global step takes over the state of another peer; it drops the gradients gathered meanwhile, because
+    they belong to old parameters.
 
     Args:
         target_batch_size: samples of one global step, of all peers together.
@@ -66,7 +64,6 @@ class GradientAveraging(LockstepStrategy):
         self.target_batch_size = target_batch_size
         self._gathered = 0
         self._batch_began = math.inf  # when the last step returned
-        self._ended_since: float | None = None  # since when all others have ended their training
 
     def __repr__(self) -> str:
         return f"GradientAveraging(target_batch_size={self.target_batch_size}{self._options()})"
@@ -130,7 +127,7 @@ class GradientAveraging(LockstepStrategy):
         if self._is_worth_waiting(others):
             others = self._wait_for_the_rest(training)
         is_level = not self.catch_up(training, others)
-        if is_level and self._is_complete(others) and not self._may_end_with_others(training, others):
+        if is_level and self._is_complete(others) and not self._ends_with_others(training, others.together):
             self.announce(training)
             self._global_step(training, others.together)
         self.announce(training, computing=samples)
@@ -139,24 +136,6 @@ class GradientAveraging(LockstepStrategy):
 
     def _is_complete(self, others: Others) -> bool:
         return self._gathered + others.samples >= self.target_batch_size
-
-    def _may_end_with_others(self, training: StrategyContext, others: Others) -> bool:
-        """Whether all peers at this step have ended their training, not longer than `group_wait` ago.
-
-        A loop that is a few batches longer than theirs ends by then, and all hold the same weights. If this peer made a
-        step alone, nobody would follow it: more peers stand behind the step before.
-        """
-
-        def have_just_ended() -> bool:
-            announcements = training.announcements.at_leader(wait=False)
-            if others.together or still_training(announcements) or not done_training(announcements):
-                self._ended_since = None
-                return False
-            now = training.monotonic()
-            self._ended_since = now if self._ended_since is None else self._ended_since
-            return now - self._ended_since < training.peer.config.group_wait
-
-        return training.site.broadcast_from_leader(have_just_ended)
 
     def _is_worth_waiting(self, others: Others) -> bool:
         """Whether the batches that other peers compute now complete the joint batch."""
@@ -233,6 +212,7 @@ class GradientAveraging(LockstepStrategy):
 
     def conclude(self, training: StrategyContext, partners: Collection[str], timeout: float) -> Receipt | None:
         """Averages the buffers, which may differ since the last global step; the parameters are equal already."""
+        self.dropped = self._gathered
         if not training.buffers and not training.counters:
             return None
         topic = training.topic("buffers", training.buffers or {"nothing": torch.zeros(1)}, adopt=Adopt.WHOLE)

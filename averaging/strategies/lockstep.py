@@ -39,10 +39,14 @@ class LockstepStrategy(Strategy):
 
     A step counts for the members that have the whole result. A peer that has missed a step, or has made a different
     one, takes over the state of a peer that is ahead. No peer makes the same step twice.
+
+    No peer makes a step alone while peers with its history wait for it in `finish`, but for at most `round_timeout`:
+    what it gathers meanwhile goes into the last step of all, which so ends them with the same weights.
     """
 
     _warned_group_size = False
     _alone = False  # whether it has made the last step alone
+    _awaited_since: float | None = None  # since when only peers that have ended their training share its history
     _missing: Mapping[str, bytes] = {}  # last announcements of the peers that the last round lacked or dropped
 
     @property
@@ -119,6 +123,24 @@ class LockstepStrategy(Strategy):
             *find_together(own, announcements, partners, trains=trains),
             *find_late(own, announcements),
         }
+
+    def _ends_with_others(self, training: StrategyContext, together: tuple[str, ...]) -> bool:
+        """Whether a step is left to the end of the training, since nobody trains with this peer and others wait for it.
+
+        If it made the step alone, those that wait would have to follow a single peer, and would lose what they have
+        gathered for it.
+        """
+
+        def is_awaited() -> bool:
+            seen = training.announcements.at_leader(wait=False)
+            if together or not find_together(self.history, seen, self._partners, trains=False):
+                self._awaited_since = None
+                return False
+            now = training.monotonic()
+            self._awaited_since = now if self._awaited_since is None else self._awaited_since
+            return now - self._awaited_since < training.peer.config.round_timeout
+
+        return training.site.broadcast_from_leader(is_awaited)
 
     def _advance(self, training: StrategyContext, receipt: Receipt | None, samples: float) -> None:
         """Adds a global step to the history.

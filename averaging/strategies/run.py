@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Callable, Mapping
 from contextlib import aclosing, suppress
+from functools import partial
 
 from averaging.common import is_finite, listed, on_loop
 from averaging.errors import ConfigError, StateError
@@ -37,7 +38,7 @@ START_TIMEOUT = 2.0
 """Seconds within which a peer that is ahead must start to send its state at the end of training."""
 
 SETTLE_SECONDS = 1.0
-"""Seconds for which a peer that begins a run looks for others that began one at the same time."""
+"""Seconds for which a peer looks for others that began a run at the same time, or ended their training."""
 
 
 class RunStart:
@@ -89,7 +90,6 @@ class RunStart:
 
     @property
     def _joins(self) -> bool:
-        """Whether this peer was configured to join others."""
         return bool(set(self._peer.config.join) - {self._peer.endpoint})
 
     def _new_history(self) -> History:
@@ -255,6 +255,7 @@ class RunEnd:
             tuple(sorted(late)),
             receipt,
             differing={name: parts for name, parts in differing.items() if parts},
+            dropped=strategy.dropped,
             unchecked=training.model is None,
         )
 
@@ -277,9 +278,15 @@ class RunEnd:
             return min(end - self._training.monotonic(), strategy.wait_at_the_end(seen, group_size))
 
         end = self._training.monotonic() + self._remaining / 2
+        # The record of a peer that was killed remains for a while.
+        late, training = still_training(self._training.announcements.of_others()), self._training
+        training.site.broadcast_from_leader(lambda: training.thread.run(training.peer.mark_gone(late)))
+        self._training.announcements.refresh()
         seen = self._wait(enough, self._remaining / 2)
         left = self._training.site.broadcast_from_leader(patience)
-        return self._wait(ended, left) if left > 0 else seen
+        seen = self._wait(ended, left) if left > 0 else seen
+        # What the last one to end has announced may come after what the others have announced because of it.
+        return self._wait(lambda seen: not still_training(seen), min(SETTLE_SECONDS, self._remaining / 2))
 
     def _announce(self, stage: Stage) -> None:
         self._strategy.stage = stage
@@ -293,17 +300,12 @@ class RunEnd:
         def is_level(seen: Mapping[str, bytes]) -> bool:
             return partners & seen.keys() <= set(strategy.others(training, seen).together)
 
-        def is_level_now(seen: Mapping[str, bytes]) -> bool:
-            return training.site.broadcast_from_leader(lambda: is_level(seen))
-
-        def others(seen: Mapping[str, bytes]) -> Others:
-            return training.site.broadcast_from_leader(lambda: strategy.others(training, seen))
-
         while (left := training.site.broadcast_from_leader(lambda: end - training.monotonic())) > 0:
             seen = self._wait(lambda seen: is_level(seen) or bool(strategy.others(training, seen).ahead), left)
-            if is_level_now(seen):
+            others = training.site.broadcast_from_leader(partial(strategy.others, training, seen))
+            if partners & seen.keys() <= set(others.together):
                 return
-            strategy.catch_up(training, others(seen), min(left, START_TIMEOUT))
+            strategy.catch_up(training, others, min(left, START_TIMEOUT))
 
     @property
     def _remaining(self) -> float:
@@ -326,5 +328,4 @@ class RunEnd:
 
 
 def _differing(own: Mapping[str, str], others: Mapping[str, str]) -> tuple[str, ...]:
-    """The parts of the model that differ, of those that both peers know."""
     return tuple(part for part, digest in own.items() if others.get(part, digest) != digest)

@@ -196,7 +196,6 @@ class ClockSchedule(Schedule):
         return statistics.median(self._durations) if self._durations else 0.0
 
     def _at_or_after(self, now: float) -> int:
-        """Number of the first moment that is not before `now`."""
         return math.ceil(now / self.interval - 1e-9)
 
 

@@ -270,8 +270,9 @@ def _sides(own: Own, theirs: History, peers: Mapping[str, Progress], members: Ma
     for name, peer in {"": mine, **peers}.items():
         # Who has made no step of a history has only taken it over. Before the first step nobody has.
         made = peer.history if same_origin and not peer.history.step else peer.made_history
-        # Of a peer that has missed steps, or may have died, steps that both histories have speak for neither.
-        behind = peer.missed or name in own.absent
+        # Of a peer that has missed steps, has ended its training or may have died, steps that both histories have speak
+        # for neither.
+        behind = peer.missed or name in own.absent or not _trains(peer)
         if made is None or (behind and own.history.may_follow(made) and theirs.may_follow(made)):
             continue
         if name and _stands_behind(peer.history, theirs):  # it is asked whether this peer itself changes sides

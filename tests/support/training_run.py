@@ -78,6 +78,7 @@ class Site:
     strategy: Callable[[], Strategy] | None = None  # instead of the run's
     learner: Callable[[random.Random], Learner] | None = None  # instead of noise
     options: Mapping[str, Any] = field(default_factory=dict)  # of the averager
+    steps: float = float("inf")  # local steps at which it ends its training, if the run has not ended before
     error: Exception | None = None  # that has ended the training
     receipts: list[Receipt] = field(default_factory=list)  # of the training, without those of its end
     finish: Finish | None = None
@@ -116,7 +117,7 @@ class Run:
             except (JoinError, StateError):
                 sleep(1.0)
         now = asyncio.get_running_loop().time
-        while now() < self.until:
+        while now() < self.until and opt.local_step < site.steps:
             sleep(site.step_seconds * rng.uniform(0.8, 1.2))
             learner.backward()
             if site.tamper is not None:

@@ -1,0 +1,81 @@
+"""The end of runs whose peers end their loops at different times, on virtual time: all hold one set of weights."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from averaging import DiLoCo, GradientAveraging, LocalSGD, Strategy
+from tests.support.selection import rest_is_long
+from tests.support.training_run import STEP_SECONDS, Run, Site, agree
+
+INTERVAL = 4
+STRATEGIES: dict[str, Callable[[int], Strategy]] = {
+    "diloco": lambda count: DiLoCo(INTERVAL),
+    "top_k": lambda count: DiLoCo(INTERVAL, compression="top_k"),
+    "delay": lambda count: DiLoCo(INTERVAL, delay=2),
+    "local": lambda count: LocalSGD(INTERVAL),
+    "gradients": lambda count: GradientAveraging(4 * count),
+}
+
+
+def run_of(strategy: str, seed: int) -> tuple[Run, int]:
+    """A run of 2 to 8 peers, the last of them up to two intervals behind; one may die. Also how many survive."""
+    rng = random.Random(seed)
+    count, behind = rng.randint(2, 8), rng.randint(0, 2)
+    dies = count > 2 and rng.random() < 0.7
+    steps = 10 * INTERVAL + rng.choice((0, rng.randint(1, INTERVAL - 1)))
+    names = [f"peer-{number}:1" for number in range(count)]
+    sites = [
+        Site(
+            name,
+            [names[0]] if number else [],
+            0.05 * number,
+            lives=rng.uniform(2, 10) * INTERVAL * STEP_SECONDS if dies and number == 1 else float("inf"),
+            strategy=lambda: STRATEGIES[strategy](count),
+            steps=steps + (behind * INTERVAL if number == count - 1 else 0),
+        )
+        for number, name in enumerate(names)
+    ]
+    return Run(seed, "diloco", sites, until=200.0), count - dies
+
+
+@pytest.mark.parametrize("seed", rest_is_long(range(100), 2))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_peers_whose_loops_end_at_different_times_hold_one_set_of_weights(strategy: str, seed: int) -> None:
+    run, surviving = run_of(strategy, seed)
+    survivors = run.simulate()
+    assert len(survivors) == surviving
+    assert agree(survivors), [(site.name, site.global_step, str(site.finish)) for site in survivors]
+    assert all(site.finish is not None and site.finish.alike for site in survivors), [
+        (site.name, str(site.finish)) for site in survivors
+    ]
+
+
+def run_of_loops(strategy: Callable[[], Strategy]) -> list[Site]:
+    names = [f"peer-{number}:1" for number in range(3)]
+    sites = [
+        Site(name, [names[0]] if number else [], 0.05 * number, strategy=strategy, steps=(95, 95, 103)[number])
+        for number, name in enumerate(names)
+    ]
+    return Run(1, "diloco", sites, until=200.0).simulate()
+
+
+def test_the_steps_of_unequal_loops_go_into_the_last_average() -> None:
+    """The longest loop has a step in which a round is due, while the others wait in `finish`."""
+    survivors = run_of_loops(lambda: DiLoCo(20))
+    assert [site.global_step for site in survivors] == [5, 5, 5]
+    assert all(site.finish is not None and site.finish.alike and not site.finish.dropped for site in survivors)
+    assert max(site.finished for site in survivors) < 60.0
+
+
+def test_samples_that_no_average_has_are_counted() -> None:
+    survivors = run_of_loops(lambda: GradientAveraging(40))
+    finishes = [site.finish for site in survivors if site.finish is not None]
+    assert len(finishes) == 3
+    assert all(finish.alike for finish in finishes)
+    for finish in finishes:
+        assert (f"no average has the last {finish.dropped:g} " in str(finish)) is (finish.dropped > 0)
+    assert any(finish.dropped for finish in finishes)
