@@ -185,7 +185,8 @@ class DecentralizedAverager(OptimizerWrapper):
             check_unused(strategy)
             if not is_count(max_steps) or max_steps < 1:
                 raise ConfigError(f"max_steps must be a whole number of steps, at least 1, not {max_steps!r}")
-            check_only_one(checked.run_id, checked.join)
+            if transport is None:  # peers on a network in memory are meant to be in one process
+                check_only_one(checked.run_id, checked.join)
             shapes = [(name, tuple(parameter.shape)) for name, parameter in parameters.items()]
             names = sorted(buffers or ()) if trained is None else list(trained.buffers)
             alike: dict[str, object] = {"weight": weight, "max_steps": max_steps, "allow_takeover": allow_takeover}

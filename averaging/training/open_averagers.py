@@ -12,13 +12,13 @@ import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Protocol, TypeAlias
 from weakref import WeakSet
 
-from averaging.errors import ConfigError
+from averaging.errors import ClosedError, ConfigError
 
 logger = logging.getLogger("averaging.training")
 
@@ -81,7 +81,10 @@ def check_only_one(run_id: str, join: Collection[str]) -> None:
     Raises:
         ConfigError: there is one; the message names it.
     """
-    others = [averager.endpoint for averager in list(_open) if averager.run_id == run_id]
+    others = []
+    for averager in list(_open):
+        with suppress(ClosedError):  # its thread has failed
+            others += [averager.endpoint] * (averager.run_id == run_id)
     if others and not set(others) & set(join) and (join or hasattr(sys, "ps1")):
         raise ConfigError(
             f"this process has an open averager of run {run_id!r} at {others[0]}, whose weights another one of the run "

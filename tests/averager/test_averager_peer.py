@@ -51,24 +51,28 @@ def test_waiting_for_peers_wants_numbers(make: Make, count: Any, timeout: Any) -
     assert caught.value.peers == {"192.0.2.1:1"}
 
 
-def test_a_cell_that_runs_again_names_the_open_averager(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    opt = make(torch.optim.SGD(linear().parameters()))
+def another(run_id: str, **options: Any) -> DecentralizedAverager:
+    optimizer = torch.optim.SGD(linear().parameters())
+    return DecentralizedAverager(optimizer, strategy=LocalSGD(1), run_id=run_id, **options)
+
+
+def test_a_cell_that_runs_again_names_the_open_averager(monkeypatch: pytest.MonkeyPatch) -> None:
+    opt = another("run")
     monkeypatch.setattr(sys, "ps1", "In : ", raising=False)  # as in a notebook
-    with pytest.raises(ConfigError, match=r"run 'alone' at 192.0.2.1:1, whose .* first one's close\(\)"):
-        make(torch.optim.SGD(linear().parameters()))
-    make(torch.optim.SGD(linear().parameters()), run_id="another").close()
-    make(torch.optim.SGD(linear().parameters()), join=["192.0.2.1:1"]).close()  # it joins the first: both are meant
+    with pytest.raises(ConfigError, match=rf"run 'run' at {opt.endpoint}, whose .* first one's close\(\)"):
+        another("run")
+    another("another run").close()
+    another("run", join=[opt.endpoint]).close()  # it joins the first: both are meant
     averaging.close_all()
     with pytest.raises(ClosedError):
         opt.step()
-    make(torch.optim.SGD(linear().parameters()))
+    another("run").close()
 
 
-def test_a_second_part_of_a_model_does_not_become_the_first(make: Make) -> None:
+def test_a_second_part_of_a_model_does_not_become_the_first() -> None:
     """Two averagers with the same options, as of a generator and a discriminator, join the same remote peer."""
-    make(torch.optim.SGD(linear().parameters()))
-    with pytest.raises(ConfigError, match="Give each part of a model a run id of its own, such as 'alone-head'"):
-        make(torch.optim.SGD(linear().parameters()), join=["192.0.2.9:1"])
+    with another("run"), pytest.raises(ConfigError, match="a model a run id of its own, such as 'run-head'"):
+        another("run", join=["192.0.2.9:1"])
 
 
 def test_a_forked_child_has_no_averager_that_leaves_on_a_signal(make: Make) -> None:
