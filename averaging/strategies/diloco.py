@@ -462,6 +462,8 @@ class DiLoCo(LockstepStrategy):
         """The other peers, whether this one is behind or may be, and its next round, if it is due."""
         others = self.present_others(training, wait=False)
         due = self._due(training, self._next_fragment.topic, self.history.phase)
+        if due is not None and self._holds(training, self._next_fragment.topic):
+            due = None
         return others, bool(others.ahead) or self._downloads.busy, due
 
     def _begin(

@@ -129,7 +129,8 @@ class GradientAveraging(LockstepStrategy):
         is_level = not self.catch_up(training, others)
         if is_level and self._is_complete(others) and not self._ends_with_others(training, others.together):
             self.announce(training)
-            self._global_step(training, others.together)
+            if not training.site.broadcast_from_leader(lambda: self._holds(training, self._topic)):
+                self._global_step(training, others.together)
         self.announce(training, computing=samples)
         self._batch_began = training.now()
         return loss

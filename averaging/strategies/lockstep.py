@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -10,25 +11,33 @@ from typing import Any
 
 import torch
 
-from averaging.common import is_number
+from averaging.common import is_number, listed
 from averaging.errors import StateError
 from averaging.matchmaking import holds_state
-from averaging.peer import ExpectedPeers
+from averaging.peer import ExpectedPeers, Topic
 from averaging.receipts import Receipt
 from averaging.strategies.base import Strategy
 from averaging.strategies.catch_up import START_TIMEOUT
+from averaging.timing import SLOW_LINK
 from averaging.training import (
+    BackgroundDownload,
     History,
     Others,
+    Progress,
     Stage,
     StrategyContext,
     compare_progress,
+    find_behind,
     find_late,
     find_together,
     read_progress,
 )
 
 logger = logging.getLogger(__name__)
+
+HELD_SECONDS, HELD_COPIES = 300.0, 8
+"""For how many seconds global steps are put off at most for a peer that is behind again after a download, besides the
+time that so many copies of the model take on a slow link. It may have to download the state twice until it is level."""
 
 MAX_SAMPLES = 2.0**53
 """Upper limit of one member's samples in a step: discovery would not accept a history with infinitely many."""
@@ -47,6 +56,9 @@ class LockstepStrategy(Strategy):
     _warned_group_size = False
     _alone = False  # whether it has made the last step alone
     _awaited_since: float | None = None  # since when only peers that have ended their training share its history
+    _awaited: int | None = None  # the step whose state it downloads while the others wait, see `Progress.late`
+    _told_behind = 0  # 1 once it has said since its last step that it is behind, 2 that it still is
+    _put_off: Mapping[str, float] = {}  # until when it puts off its steps for a peer that is behind, on its own clock
     _missing: Mapping[str, bytes] = {}  # last announcements of the peers that the last round lacked or dropped
 
     @property
@@ -77,6 +89,73 @@ class LockstepStrategy(Strategy):
         """The peers that wait to contribute to this peer's next step although they have missed others."""
         with_quorum = self.quorum is not None and self.stage is Stage.TRAINING
         return find_late(self.history, announcements) if with_quorum else ()
+
+    # A state that takes longer to download than the others take for a step is old once it is there. So a peer that has
+    # only taken over states, and is behind again, says so, and nobody makes a step until it is level. Training goes on
+    # meanwhile, and the step that is put off averages all of it.
+
+    def progress(self, training: StrategyContext, computing: float = 0.0) -> Progress:
+        """Also says whether the others should wait for this peer."""
+        progress = super().progress(training, computing)
+        return progress if self._awaited is None else replace(progress, late=self._awaited)
+
+    def catch_up(
+        self, training: StrategyContext, others: Others, start_timeout: float = 0.0, *, wait: bool = True
+    ) -> bool:
+        """Also tells the others, and the log, that this peer is behind."""
+        if others.ahead and self.quorum is None:
+            self._tell_behind(training, others.ahead)
+        taken = super().catch_up(training, others, start_timeout, wait=wait)
+        if self._awaited is not None and not training.site.broadcast_from_leader(lambda: self._downloads.busy):
+            self._awaited = None  # its download has failed
+            self.announce(training)
+        return taken
+
+    def _tell_behind(self, training: StrategyContext, ahead: Mapping[str, History]) -> None:
+        newest, again = max(ahead.values()), not training.standing.made
+        if again and self._awaited is None and newest.origin.id == self.history.origin.id:
+            self._awaited = newest.step
+            self.announce(training)
+        if training.site.leads and self._told_behind < 1 + again:
+            self._told_behind = 1 + again
+            logger.log(
+                logging.WARNING if again else logging.INFO,
+                "this peer is %sat global step %d, and %s at %d: it takes part in no step until it has downloaded that "
+                "state%s%s",
+                *("still " if again else "", self.history.step, listed(sorted(ahead)), newest.step),
+                f"; the last download came at {rate / 1e6:.3g} MB/s" if (rate := training.states.rate) else "",
+                "; the others put off their next step for it" if self._awaited is not None else "",
+            )
+
+    def _take_over(self, training: StrategyContext, fetch: BackgroundDownload) -> None:
+        super()._take_over(training, fetch)
+        self._awaited = None
+
+    def _holds(self, training: StrategyContext, topic: Topic) -> bool:
+        """Whether this peer puts off a global step that is due; called at the leader of a site."""
+        if self.quorum is not None or training.announcements.declared_until(topic, self.history.phase) is not None:
+            return False  # another peer has begun already
+        now, behind = training.monotonic(), find_behind(self.history, training.announcements.of_others(wait=False))
+        size = sum(parameter.nbytes for parameter in training.parameters.values())
+        limit = HELD_SECONDS + HELD_COPIES * size / SLOW_LINK
+        # Once its time is over a peer is not waited for again before it has been level, or has left.
+        known = self._put_off
+        held = {name: known.get(name, now + limit) for name, asks in behind.items() if asks or name in known}
+        waits = [name for name, until in held.items() if behind[name] and until > now]
+        if new := [name for name in waits if name not in known]:
+            logger.warning(
+                "the next global step, after %d, waits for %s, which downloads the state and is behind again: training "
+                "goes on meanwhile, for up to %.0f s",
+                *(self.history.step, listed(new), limit),
+            )
+        if over := [name for name, until in held.items() if -math.inf < until <= now]:
+            logger.warning(
+                "%s has not become level with global step %d in %.0f s: no step waits for it any more. Its link may be "
+                "too slow for this run: make global steps rarer, or use a quorum",
+                *(listed(over), self.history.step, limit),
+            )
+        self._put_off = held | dict.fromkeys(over, -math.inf)
+        return bool(waits)
 
     def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
         """Checks that a state has a history; the averager sets it.
@@ -152,7 +231,7 @@ class LockstepStrategy(Strategy):
         """
         if receipt is None and not self._alone and training.site.leads:
             logger.warning("%r is alone and trains on; it averages again as soon as other peers come", training.peer)
-        self._alone = receipt is None
+        self._alone, self._told_behind = receipt is None, 0
         if receipt is not None:
             present = set(receipt.members) - {dropped.endpoint for dropped in receipt.dropped}
             # Who does not hold the state takes over the result when it can; nobody waits for that.

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -490,8 +491,14 @@ class StrategyContext:
 
     def _has_parameters(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether parameters themselves, or parts of them, are among these, and not only gradients or copies."""
-        own = {parameter.untyped_storage().data_ptr() for parameter in self.parameters.values() if parameter.numel()}
-        return any(tensor.untyped_storage().data_ptr() in own for tensor in tensors)
+        spans = sorted((parameter.data_ptr(), parameter.nbytes) for parameter in self.parameters.values())
+        starts = [start for start, _ in spans]
+
+        def is_part(place: int) -> bool:
+            before = bisect_right(starts, place) - 1
+            return before >= 0 and place < sum(spans[before])
+
+        return any(is_part(tensor.data_ptr()) for tensor in tensors)
 
     def begin(self, topic: Topic | None = None, *, after: float = 0.0, **options: Unpack[RoundOptions]) -> PendingRound:
         """Begins what `average` does without waiting; `receipt_of` waits for the result."""

@@ -215,7 +215,8 @@ class Progress:
         terms: options that all peers of a run must have alike, by name, as text; see `Strategy.terms`. A peer of an
             older version names none.
         late: step of the round to which it waits to contribute although it has missed rounds; None if it does not.
-            Without global steps, the number of rounds that its parameters hold.
+            Without a quorum, the step whose state it downloads, having been behind after its last download, too: the
+            others put off their next step. Without global steps, the number of rounds that its parameters hold.
         missed: number of the last steps of the history that it has taken over, if it has made the ones before.
     """
 
@@ -241,9 +242,10 @@ class Progress:
     def pack(self) -> bytes:
         """For a record in discovery; `step_rate.INDEX` is the place of the rate in it."""
         ends = [int(self.stage), self.digest, self.rate, self.history.pack_trail(), int(self.made)]
-        ends += [dict(self.parts)] if self.parts or self.terms else []
-        ends += [self.moment, ",".join(f"{name}={value}" for name, value in self.terms.items())] if self.terms else []
-        ends += [self.late] if self.terms and (self.late is not None or self.missed) else []
+        says_terms = self.terms or self.late is not None
+        ends += [dict(self.parts)] if self.parts or says_terms else []
+        ends += [self.moment, ",".join(f"{name}={value}" for name, value in self.terms.items())] if says_terms else []
+        ends += [self.late] if says_terms and (self.late is not None or self.missed) else []
         ends += [self.missed] if self.terms and self.missed else []
         return pack([self.history.pack(), self.samples, self.computing, self.donates, *ends])
 
@@ -353,6 +355,15 @@ def find_late(own: History, announcements: Mapping[str, bytes]) -> tuple[str, ..
         and progress.history.origin.id == own.origin.id
         and progress.history.step <= own.step
     )
+
+
+def find_behind(own: History, announcements: Mapping[str, bytes]) -> dict[str, bool]:
+    """The training peers of this run that are behind this history; whether they say that the others should wait."""
+    return {
+        name: progress.late is not None
+        for name, progress in read_progress(announcements).items()
+        if progress.stage is Stage.TRAINING and progress.history.step < own.step and own.may_follow(progress.history)
+    }
 
 
 def any_advanced(target: History, names: Collection[str], announcements: Mapping[str, bytes]) -> bool:

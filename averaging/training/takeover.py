@@ -317,6 +317,7 @@ class StateTakeover:
     ) -> None:
         self._site, self._peer, self._thread = site, peer, thread
         self._state, self._clock = state, clock
+        self.rate = 0.0  # bytes per second of the last download
 
     def fetch(
         self, donors: Sequence[str], check: Callable[[Mapping[str, Any]], None] | None = None
@@ -350,7 +351,10 @@ class StateTakeover:
             fetch.delivering = True
             fetch.started.set()
 
-        return await self._peer.fetch_state(donors, started)
+        fetched = await self._peer.fetch_state(donors, started)
+        size = sum(tensor.nbytes for tensor in fetched.state.tensors.values())
+        self.rate = size / max(1e-3, self._clock() - fetch.began)
+        return fetched
 
     def wait(self, fetches: Sequence[BackgroundDownload], seconds: float | None) -> None:
         """Waits until one of them ends, or starts to deliver if it did not yet; at most for `seconds`."""

@@ -103,7 +103,7 @@ class Run:
         self, seed: int, strategy: str, sites: Sequence[Site], *, until: float, group_wait: float = 1.0
     ) -> None:
         self.seed, self.strategy, self.sites, self.until = seed, strategy, sites, until
-        self.group_wait = group_wait
+        self.group_wait, self.stall_timeout = group_wait, 2.0
         self.network = MemoryNetwork(random.Random(seed))
 
     def train(self, site: Site, rng: random.Random) -> None:
@@ -162,7 +162,7 @@ class Run:
             on_round=site.receipts.append,
             group_wait=self.group_wait,
             round_timeout=5.0 * self.group_wait,
-            stall_timeout=2.0,
+            stall_timeout=self.stall_timeout,
             scheduler=site.scheduler,
             **site.options,
         )
