@@ -63,6 +63,7 @@ def trained(
             step_seconds=STEP_SECONDS * rng.uniform(1.0, 1.1),
             strategy=strategy,
             learner=lambda rng: Noise(rng, {}, 3),
+            options={"group_size": peers},
         )
         for number in range(peers)
     ]
