@@ -10,7 +10,7 @@ import torch
 
 from averaging.averager import DecentralizedAverager
 from averaging.errors import ConfigError, TensorError
-from averaging.integrations.trainer_hooks import counts_samples
+from averaging.strategies import GradientAveraging
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -65,7 +65,7 @@ class AveragingLoop:
         except TensorError as error:
             raise ConfigError(f"{error}. Here: {remedy}") from error
         self._accelerator = accelerator
-        self._counts_samples = counts_samples(averager)
+        self._counts_samples = isinstance(averager.strategy, GradientAveraging)
         self._samples = 0
         self._is_complete = False  # whether the counted samples belong to a finished step
         averager.register_step_pre_hook(self._add_batch_size)
@@ -77,8 +77,7 @@ class AveragingLoop:
 
         Args:
             model: the prepared model.
-            samples: number by which the loss of this batch is divided: of samples, or of tokens for a language model;
-                for GradientAveraging and `weight="samples"`.
+            samples: number of samples in this batch, for GradientAveraging.
         """
         with self._accelerator.accumulate(model):
             if self._is_complete:
@@ -92,7 +91,7 @@ class AveragingLoop:
             return None
         if self._samples < 1:
             raise ConfigError(
-                "the averager needs the samples of each step, and this step has none: train each batch in "
+                "GradientAveraging needs the samples of each step, and this step has none: train each batch in "
                 "`with loop.accumulate(model, samples=len(batch)):`"
             )
         return arguments, {**options, "batch_size": self._samples}

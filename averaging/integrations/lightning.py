@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from averaging.averager import DecentralizedAverager
@@ -46,8 +45,7 @@ class AveragingCallback(Callback):
         timeout: seconds to wait for them, and at the end for the other peers to finish.
         global_steps: global steps after which the training ends, if the strategy has them; the Trainer's `max_steps`
             must be large enough. None: the training ends after `max_steps` local steps of the run.
-        batch_size: samples per step, or function that returns by what the loss of a batch is divided, such as its
-            number of tokens; None counts the samples in the batches.
+        batch_size: samples per step; None counts them in the batches.
     """
 
     def __init__(
@@ -56,10 +54,10 @@ class AveragingCallback(Callback):
         wait_for: int = 1,
         timeout: float = 60.0,
         global_steps: int | None = None,
-        batch_size: int | Callable[[Any], int] | None = None,
+        batch_size: int | None = None,
     ) -> None:
         self._options: dict[str, Any] = {"wait_for": wait_for, "timeout": timeout, "global_steps": global_steps}
-        self._size = extract_batch_size if batch_size is None else batch_size
+        self._batch_size = batch_size
         self._hooks: TrainerHooks | None = None
         self._max_steps = 0.0
         self._samples = 0  # of the next step
@@ -108,10 +106,10 @@ class AveragingCallback(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Counts the samples of the next step."""
-        if callable(self._size) and self._started.counts_samples:
+        if self._batch_size is None and self._started.counts_samples:
             if batch_idx % trainer.accumulate_grad_batches == 0:
                 self._samples = 0
-            self._samples += self._size(batch)
+            self._samples += extract_batch_size(batch)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -144,7 +142,7 @@ class AveragingCallback(Callback):
         return self._hooks
 
     def _add_batch_size(self, _: object, arguments: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        samples = (self._samples or None) if callable(self._size) else self._size
+        samples = (self._samples or None) if self._batch_size is None else self._batch_size
         return arguments, {"batch_size": samples, **options}
 
 

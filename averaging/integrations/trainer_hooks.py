@@ -15,11 +15,6 @@ from averaging.strategies import GradientAveraging
 logger = logging.getLogger("averaging.integrations")
 
 
-def counts_samples(averager: DecentralizedAverager) -> bool:
-    """Whether `averager.step` needs a `batch_size`."""
-    return isinstance(averager.strategy, GradientAveraging) or averager.weight == "samples"
-
-
 class TrainerHooks:
     """The tasks of one trainer for one averager.
 
@@ -60,8 +55,8 @@ class TrainerHooks:
 
     @property
     def counts_samples(self) -> bool:
-        """Whether the averager needs the number of samples of each step."""
-        return counts_samples(self._averager)
+        """Whether the strategy needs the number of samples of each step."""
+        return isinstance(self._averager.strategy, GradientAveraging)
 
     def check(self, model: torch.nn.Module, remedy: str) -> None:
         """Checks that the averager has the parameters that the trainer trains.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Sized
 from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import LRScheduler
@@ -14,7 +15,6 @@ from averaging.integrations.loggers import missing
 from averaging.integrations.trainer_hooks import TrainerHooks
 
 try:
-    from accelerate.utils import find_batch_size
     from transformers import TrainerCallback
 except ImportError as error:
     raise missing("transformers", "transformers") from error
@@ -44,9 +44,8 @@ class AveragingCallback(TrainerCallback):
 
     The training waits for the other peers. It ends at the same step for all peers, including those that joined later.
     `opt.finish()` then puts the final weights into the model, before the Trainer's last evaluation and checkpoint.
-    With each step the averager gets the number by which the Trainer has divided the loss: of tokens for a language
-    model, else of samples. `GradientAveraging` counts its `target_batch_size` in that unit. The Trainer's logs have the
-    averager's status, as `averaging/local_step` and so on.
+    GradientAveraging gets the number of samples of each step. The Trainer's logs have the averager's status, as
+    `averaging/local_step` and so on.
 
     The learning rate is that of the averager's optimizer, driven by the averager's `scheduler`. The optimizer and
     learning rate in TrainingArguments have no effect.
@@ -57,7 +56,8 @@ class AveragingCallback(TrainerCallback):
         timeout: seconds to wait for them, and at the end for the other peers to finish.
         global_steps: global steps after which the training ends, if the strategy has them; `max_steps` of the
             TrainingArguments must be large enough. None: the training ends after `max_steps` local steps of the run.
-        batch_size: number by which the loss of each step is divided, if the Trainer does not know it.
+        batch_size: samples per step. None computes them from the TrainingArguments, and for the last batches of an
+            epoch from the length of the dataset if it has one.
 
     Raises:
         ConfigError: an argument is invalid.
@@ -75,7 +75,6 @@ class AveragingCallback(TrainerCallback):
         self._hooks = TrainerHooks(averager, wait_for=wait_for, timeout=timeout, global_steps=global_steps)
         self._averager = averager
         self._batch_size = batch_size
-        self._divisor = 0  # what the loss of the next step is divided by
         self._trainer: Trainer | None = None
 
     def attach(self, trainer: Trainer) -> None:
@@ -95,7 +94,6 @@ class AveragingCallback(TrainerCallback):
         trainer.lr_scheduler = _UnchangedLR(self._averager)
         # First, so that reporting callbacks get the averager's status.
         trainer.callback_handler.callbacks.insert(0, self)
-        trainer.get_batch_samples = self._count(trainer.get_batch_samples)
         self._averager.register_step_pre_hook(self._add_batch_size)
         self._trainer = trainer
 
@@ -145,27 +143,45 @@ class AveragingCallback(TrainerCallback):
             logs.update(status)
             state.log_history[-1].update(status)
 
-    def _count(self, get: Callable[..., tuple[list[Any], Any]]) -> Callable[..., tuple[list[Any], Any]]:
-        def counted(*arguments: Any, **options: Any) -> tuple[list[Any], Any]:
-            batches, items = get(*arguments, **options)
-            # With labels of tokens, the Trainer divides the loss of all batches of a step by the number of these.
-            self._divisor = sum(map(_samples_in, batches)) if items is None else int(items)
-            return batches, items
-
-        return counted
-
     def _add_batch_size(self, _: object, arguments: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        size = self._divisor if self._batch_size is None else self._batch_size
-        return arguments, {"batch_size": size, **options}
+        samples = self._samples() if self._batch_size is None else self._batch_size
+        return arguments, {"batch_size": samples, **options}
 
-
-def _samples_in(batch: Any) -> int:
-    size = find_batch_size(batch)
-    if size is None:
-        raise ConfigError(
-            "the number of samples of a batch cannot be read from its tensors; give AveragingCallback a batch_size"
+    def _samples(self) -> int:
+        """Returns the number of samples of the next step."""
+        if self._trainer is None:
+            raise RuntimeError("called before attach")
+        arguments, state = self._trainer.args, self._trainer.state
+        data = self._trainer.callback_handler.train_dataloader
+        batch_size = state.train_batch_size if arguments.auto_find_batch_size else arguments.train_batch_size
+        return samples_of_step(
+            state.global_step,
+            batch_size,
+            arguments.gradient_accumulation_steps,
+            batches=_length(data),
+            samples=_length(getattr(data, "dataset", None)),
         )
-    return int(size)
+
+
+def samples_of_step(step: int, batch_size: int, accumulated: int, *, batches: int | None, samples: int | None) -> int:
+    """Returns the number of samples of a step of the Trainer.
+
+    Args:
+        step: number of the step since the beginning of the training, from 0.
+        batch_size: samples per full batch.
+        accumulated: batches per step, except for the last step of an epoch.
+        batches: batches per epoch; None if unknown.
+        samples: samples in the dataset; None if unknown.
+    """
+    if not batches:
+        return batch_size * accumulated
+    steps = math.ceil(batches / accumulated)
+    if (step + 1) % steps:
+        return batch_size * accumulated
+    missing = batches * batch_size - samples if samples is not None else 0
+    if not 0 <= missing < batch_size:  # the last batch is dropped, or a sampler draws more or fewer samples
+        missing = 0
+    return (batches - (steps - 1) * accumulated) * batch_size - missing
 
 
 class _UnchangedLR(LRScheduler):
@@ -205,3 +221,10 @@ def _check(trainer: Trainer) -> None:
             "lr_scheduler_type and warmup_steps have no effect; pass a scheduler to the averager, such as "
             "scheduler=functools.partial(LinearLR, total_iters=100)"
         )
+
+
+def _length(sized: object) -> int | None:
+    try:
+        return len(sized) if isinstance(sized, Sized) else None
+    except TypeError:  # a data loader whose dataset has no length
+        return None

@@ -217,7 +217,7 @@ def test_an_averaged_copy_goes_on_at_a_newcomer_as_the_page_says(run: Run) -> No
 
     def add() -> None:
         model = nn.Linear(3, 1)
-        copies.append(AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)))  # type: ignore[no-untyped-call]
+        copies.append(AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)))
         names = {"model": model, "ema": copies[-1]}
         exec(block, names)
         run.add(LocalSGD(2), SGD, model, buffers=names["buffers"])
@@ -232,8 +232,7 @@ def test_an_averaged_copy_goes_on_at_a_newcomer_as_the_page_says(run: Run) -> No
     for _ in range(4):
         step(0)
     add()
-    assert int(copies[1].get_buffer("n_averaged")) >= 3, "as many as when the state of its donor was committed"
-    copy, weight = (module.get_parameter("weight") for module in (copies[1].module, run.models[1]))
-    before = copy.detach().clone()
+    assert copies[1].n_averaged.item() >= 3, "as many as when the state of its donor was committed"
+    before = copies[1].module.weight.detach().clone()
     step(1)
-    torch.testing.assert_close(copy, 0.9 * before + 0.1 * weight)
+    torch.testing.assert_close(copies[1].module.weight, 0.9 * before + 0.1 * run.models[1].weight)

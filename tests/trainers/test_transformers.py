@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LinearLR
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from averaging import ConfigError, DecentralizedAverager, GradientAveraging, LocalSGD, PeerConfig
-from averaging.integrations.transformers import AveragingCallback
+from averaging.integrations.transformers import AveragingCallback, samples_of_step
 from tests.support.training import Run
 from tests.trainers import page
 from tests.trainers.forked import told_by
@@ -112,19 +112,17 @@ def test_a_newcomer_ends_with_the_run_and_its_last_checkpoint_has_the_weights_of
     assert [event.value for event in events.Scalars("train/averaging/local_step")] == [6, 8, 10, 12]
 
 
-def test_tokens_are_counted_and_the_averagers_schedule_is_followed_until_the_global_steps_are_made(
+def test_samples_are_counted_and_the_averagers_schedule_is_followed_until_the_global_steps_are_made(
     tmp_path: Path,
 ) -> None:
     options = {"max_steps": 100, "gradient_accumulation_steps": 2, "logging_steps": 1}
     trainer = Trainer(model_of(), arguments_of(tmp_path, **options), train_dataset=data_of(21))
-    strategy = Noted(80)
+    strategy = Noted(10)
     with averager_of(trainer, strategy=strategy, scheduler=partial(LinearLR, total_iters=4)) as opt:
         AveragingCallback(opt, global_steps=3).attach(trainer)
         trainer.train()
         assert opt.global_step == 3
-    assert strategy.told == [
-        8 * samples for samples in (8, 8, 5, 8, 8, 5)
-    ]  # 21 samples are 5 batches of 4 and one of 1
+    assert strategy.told == [8, 8, 5, 8, 8, 5]  # 21 samples are 5 batches of 4 and one of 1
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["averaging/global_step"] for entry in logs] == [0, 1, 1, 2, 2, 3]
     rates = [0.01 * (1 / 3 + 2 / 3 * before / 4) for before in (0, 0, 1, 1, 2, 2)]
@@ -159,55 +157,22 @@ def test_the_trainers_schedule_free_optimizer_is_switched_and_its_evaluation_wei
     assert trainer.evaluate()["eval_loss"] == pytest.approx(evaluated[-1])
 
 
-def test_a_language_model_is_weighed_by_tokens_as_its_loss_is(tmp_path: Path) -> None:
-    """A step over texts of unequal lengths equals that of one process with the joined batch."""
-    data = data_of(12)
-    for number, sample in enumerate(data):
-        sample["labels"] = sample["labels"].clone()
-        sample["labels"][2 + number % 7 :] = -100
-    options = {"max_steps": 100, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "max_grad_norm": 0}
-    models = [model_of(), model_of()]
-    for module in (module for model in models for module in model.modules() if isinstance(module, torch.nn.Dropout)):
-        module.p = 0.0
-    trainer = Trainer(models[0], arguments_of(tmp_path, **options), train_dataset=data)
-    joined = {key: torch.stack([sample[key] for sample in data]) for key in ("input_ids", "labels")}
-    _, divisor = trainer.get_batch_samples(iter([joined]), 1, torch.device("cpu"))
-    assert divisor is not None
-    strategy = Noted(int(divisor))
-    with averager_of(trainer, strategy=strategy) as opt:
-        AveragingCallback(opt, global_steps=1).attach(trainer)
-        trainer.train()
-        assert opt.global_step == 1
-    assert len(strategy.told) == 3
-    assert len(set(strategy.told)) > 1, "the texts of the steps are of unequal lengths"
-
-    optimizer = torch.optim.SGD(models[1].parameters(), lr=0.01)
-    models[1](**joined, num_items_in_batch=divisor).loss.backward()
-    optimizer.step()
-    for parameter, other in zip(*(model.parameters() for model in models), strict=True):
-        torch.testing.assert_close(parameter, other, rtol=1e-5, atol=1e-7)
-
-
-class Regression(torch.nn.Module):
-    """Its loss is a mean over samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(3, 1)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": (self.layer(x) - y).pow(2).mean()}
-
-
-def test_other_models_are_weighed_by_samples(tmp_path: Path) -> None:
-    data = [{"x": torch.ones(3), "y": torch.ones(1)} for _ in range(11)]
-    options = {"max_steps": 100, "gradient_accumulation_steps": 2}
-    trainer = Trainer(Regression(), arguments_of(tmp_path, **options), train_dataset=data)
-    strategy = Noted(11)
-    with averager_of(trainer, strategy=strategy) as opt:
-        AveragingCallback(opt, global_steps=2).attach(trainer)
-        trainer.train()
-    assert strategy.told == [8, 3, 8, 3]
+@pytest.mark.parametrize(
+    ("accumulated", "batches", "samples", "expected"),
+    [
+        (1, None, None, [4] * 7),  # no length is known
+        (2, None, None, [8] * 7),
+        (1, 3, 10, [4, 4, 2, 4, 4, 2, 4]),
+        (2, 3, 10, [8, 2, 8, 2, 8, 2, 8]),
+        (2, 3, 14, [8, 4, 8, 4, 8, 4, 8]),  # the last batch is left out
+        (2, 3, 900, [8, 4, 8, 4, 8, 4, 8]),  # a sampler that draws fewer
+        (2, 3, None, [8, 4, 8, 4, 8, 4, 8]),
+        (8, 3, 11, [11] * 7),
+    ],
+)
+def test_samples_of_a_step(accumulated: int, batches: int | None, samples: int | None, expected: list[int]) -> None:
+    found = [samples_of_step(step, 4, accumulated, batches=batches, samples=samples) for step in range(7)]
+    assert found == expected
 
 
 def test_a_checkpoint_is_resumed_by_who_is_first_and_refused_to_a_newcomer(run: Run, tmp_path: Path) -> None:
