@@ -285,8 +285,8 @@ class DecentralizedAverager(OptimizerWrapper):
 
         Args:
             closure: Reevaluates the model and returns the loss.
-            batch_size: Number of samples in the gradients, whose loss is their mean. `GradientAveraging` and
-                `weight="samples"` need it.
+            batch_size: Number by which the loss was divided: of samples, or of tokens with a language model. All peers
+                count the same. `GradientAveraging` and `weight="samples"` need it.
 
         Raises:
             ConfigError: The strategy needs `batch_size`.

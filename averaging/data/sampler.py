@@ -62,9 +62,9 @@ class RunSampler(Sampler[int], InProcess):
             blocks are possible. In a site it must be a multiple of its ranks.
         shuffle: Whether the samples of each epoch are in random order, the same for all peers.
         seed: Of that order; the same at all peers.
-        batch_size: Samples of this process in each `opt.step()`. None if you give `batch_size` to `opt.step`. One or
-            the other tells the sampler what is trained, since a loader fetches ahead. Without both, a block counts as
-            trained at the end of the pass only.
+        batch_size: Samples of this process in each `opt.step()`. None if you give them to `opt.step` as its
+            `batch_size`; give them here if that one counts tokens. One or the other tells the sampler what is trained,
+            since a loader fetches ahead. Without both, a block counts as trained at the end of the pass only.
         lease_timeout: Seconds without progress after which the blocks of a peer that hangs are dealt again.
 
     Raises:
@@ -194,7 +194,7 @@ class RunSampler(Sampler[int], InProcess):
     # What is trained
 
     def _after_step(self, optimizer: object, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        samples = options.get("batch_size") or self._batch_size
+        samples = self._batch_size or options.get("batch_size")  # the step's may count tokens
         if samples is None:
             self._warn_once(
                 "the sampler does not know how many samples a step trains, so a block counts as trained at the end of "

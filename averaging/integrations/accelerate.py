@@ -10,7 +10,7 @@ import torch
 
 from averaging.averager import DecentralizedAverager
 from averaging.errors import ConfigError, TensorError
-from averaging.strategies import GradientAveraging
+from averaging.integrations.trainer_hooks import weighs_steps
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -65,7 +65,7 @@ class AveragingLoop:
         except TensorError as error:
             raise ConfigError(f"{error}. Here: {remedy}") from error
         self._accelerator = accelerator
-        self._counts_samples = isinstance(averager.strategy, GradientAveraging)
+        self._averager = averager
         self._samples = 0
         self._is_complete = False  # whether the counted samples belong to a finished step
         averager.register_step_pre_hook(self._add_batch_size)
@@ -77,7 +77,8 @@ class AveragingLoop:
 
         Args:
             model: the prepared model.
-            samples: number of samples in this batch, for GradientAveraging.
+            samples: number by which the loss of this batch is divided, for GradientAveraging and `weight="samples"`: of
+                samples, or of tokens with a language model.
         """
         with self._accelerator.accumulate(model):
             if self._is_complete:
@@ -87,11 +88,11 @@ class AveragingLoop:
             yield
 
     def _add_batch_size(self, _: object, arguments: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        if not self._counts_samples or "batch_size" in options:
+        if not weighs_steps(self._averager) or "batch_size" in options:
             return None
         if self._samples < 1:
             raise ConfigError(
-                "GradientAveraging needs the samples of each step, and this step has none: train each batch in "
+                "each step is weighed by its samples, and this step has none: train each batch in "
                 "`with loop.accumulate(model, samples=len(batch)):`"
             )
         return arguments, {**options, "batch_size": self._samples}

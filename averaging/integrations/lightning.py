@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from averaging.averager import DecentralizedAverager
 from averaging.errors import ConfigError
 from averaging.integrations.loggers import missing
-from averaging.integrations.trainer_hooks import TrainerHooks
+from averaging.integrations.trainer_hooks import TrainerHooks, weighs_steps
 
 try:
     from lightning.pytorch import Callback
@@ -37,15 +38,16 @@ class AveragingCallback(Callback):
     The training waits for the other peers. It ends at the same step for all peers, including those that joined later.
     `opt.finish()` then puts the final weights into the model; save them with `trainer.save_checkpoint` after `fit`.
     Checkpoints written during the training have this peer's weights at that time. The averager is closed when the
-    Trainer ends, also after an error or Ctrl+C. GradientAveraging gets the number of samples of each step. The
-    Trainer's loggers get the averager's status, as `averaging/local_step` and so on.
+    Trainer ends, also after an error or Ctrl+C. GradientAveraging and `weight="samples"` get the number of samples of
+    each step. The Trainer's loggers get the averager's status, as `averaging/local_step` and so on.
 
     Args:
         wait_for: number of peers, including this one, for which the training waits at its start.
         timeout: seconds to wait for them, and at the end for the other peers to finish.
         global_steps: global steps after which the training ends, if the strategy has them; the Trainer's `max_steps`
             must be large enough. None: the training ends after `max_steps` local steps of the run.
-        batch_size: samples per step; None counts them in the batches.
+        batch_size: samples per step, or a function of a batch that returns the number by which its loss is divided,
+            such as `lambda batch: int(batch["labels"].ne(-100).sum())` for tokens. None counts the batches' samples.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class AveragingCallback(Callback):
         wait_for: int = 1,
         timeout: float = 60.0,
         global_steps: int | None = None,
-        batch_size: int | None = None,
+        batch_size: int | Callable[[Any], int] | None = None,
     ) -> None:
         self._options: dict[str, Any] = {"wait_for": wait_for, "timeout": timeout, "global_steps": global_steps}
         self._batch_size = batch_size
@@ -105,10 +107,12 @@ class AveragingCallback(Callback):
         self._started.begin()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Counts the samples of the next step."""
-        if self._batch_size is None and self._started.counts_samples:
-            if batch_idx % trainer.accumulate_grad_batches == 0:
-                self._samples = 0
+        """Counts the samples or tokens of the next step."""
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            self._samples = 0
+        if callable(self._batch_size):
+            self._samples += self._batch_size(batch)
+        elif self._batch_size is None and weighs_steps(_averagers(trainer)[0]):
             self._samples += extract_batch_size(batch)
 
     def on_train_batch_end(
@@ -142,7 +146,7 @@ class AveragingCallback(Callback):
         return self._hooks
 
     def _add_batch_size(self, _: object, arguments: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        samples = (self._samples or None) if self._batch_size is None else self._batch_size
+        samples = self._batch_size if isinstance(self._batch_size, int) else self._samples or None
         return arguments, {"batch_size": samples, **options}
 
 

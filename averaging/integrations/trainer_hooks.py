@@ -15,6 +15,11 @@ from averaging.strategies import GradientAveraging
 logger = logging.getLogger("averaging.integrations")
 
 
+def weighs_steps(averager: DecentralizedAverager) -> bool:
+    """Whether each step needs a `batch_size`."""
+    return isinstance(averager.strategy, GradientAveraging) or averager.weight == "samples"
+
+
 class TrainerHooks:
     """The tasks of one trainer for one averager.
 
@@ -52,11 +57,6 @@ class TrainerHooks:
         self._wait_for, self._timeout, self._global_steps = wait_for, timeout, global_steps
         self._is_newcomer = averager.local_step > 0
         self.finished = False
-
-    @property
-    def counts_samples(self) -> bool:
-        """Whether the strategy needs the number of samples of each step."""
-        return isinstance(self._averager.strategy, GradientAveraging)
 
     def check(self, model: torch.nn.Module, remedy: str) -> None:
         """Checks that the averager has the parameters that the trainer trains.

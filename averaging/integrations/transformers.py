@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from averaging.averager import DecentralizedAverager
 from averaging.errors import ConfigError
 from averaging.integrations.loggers import missing
-from averaging.integrations.trainer_hooks import TrainerHooks
+from averaging.integrations.trainer_hooks import TrainerHooks, weighs_steps
 
 try:
     from transformers import TrainerCallback
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 logger = logging.getLogger("averaging.integrations")
+
+IGNORED = -100
+"""The label of a position that has no part in the loss."""
 
 REMEDY = (
     "create the Trainer first, because it moves the model, then the averager from trainer.model.parameters(), "
@@ -44,7 +49,8 @@ class AveragingCallback(TrainerCallback):
 
     The training waits for the other peers. It ends at the same step for all peers, including those that joined later.
     `opt.finish()` then puts the final weights into the model, before the Trainer's last evaluation and checkpoint.
-    GradientAveraging gets the number of samples of each step. The Trainer's logs have the averager's status, as
+    GradientAveraging and `weight="samples"` get what the Trainer divides the loss of each step by: with a language
+    model the tokens, so `target_batch_size` counts tokens. The Trainer's logs have the averager's status, as
     `averaging/local_step` and so on.
 
     The learning rate is that of the averager's optimizer, driven by the averager's `scheduler`. The optimizer and
@@ -56,8 +62,10 @@ class AveragingCallback(TrainerCallback):
         timeout: seconds to wait for them, and at the end for the other peers to finish.
         global_steps: global steps after which the training ends, if the strategy has them; `max_steps` of the
             TrainingArguments must be large enough. None: the training ends after `max_steps` local steps of the run.
-        batch_size: samples per step. None computes them from the TrainingArguments, and for the last batches of an
-            epoch from the length of the dataset if it has one.
+        batch_size: samples per step, or a function of a batch that returns the number by which its loss is divided.
+            None takes the Trainer's own count (`num_items_in_batch`); without it the number of integer labels other
+            than -100, if a sample has several labels; else the samples, from the TrainingArguments and the length of
+            the dataset.
 
     Raises:
         ConfigError: an argument is invalid.
@@ -70,11 +78,12 @@ class AveragingCallback(TrainerCallback):
         wait_for: int = 1,
         timeout: float = 60.0,
         global_steps: int | None = None,
-        batch_size: int | None = None,
+        batch_size: int | Callable[[Any], int] | None = None,
     ) -> None:
         self._hooks = TrainerHooks(averager, wait_for=wait_for, timeout=timeout, global_steps=global_steps)
         self._averager = averager
         self._batch_size = batch_size
+        self._divisor: int | None = None  # of the loss of the next step
         self._trainer: Trainer | None = None
 
     def attach(self, trainer: Trainer) -> None:
@@ -95,6 +104,7 @@ class AveragingCallback(TrainerCallback):
         # First, so that reporting callbacks get the averager's status.
         trainer.callback_handler.callbacks.insert(0, self)
         self._averager.register_step_pre_hook(self._add_batch_size)
+        trainer.get_batch_samples = partial(self._get_batch_samples, trainer.get_batch_samples, trainer.args)
         self._trainer = trainer
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -143,9 +153,22 @@ class AveragingCallback(TrainerCallback):
             logs.update(status)
             state.log_history[-1].update(status)
 
+    def _get_batch_samples(
+        self, get: Callable[..., tuple[list[Any], Any]], args: TrainingArguments, *arguments: Any, **options: Any
+    ) -> tuple[list[Any], Any]:
+        batches, items = get(*arguments, **options)
+        self._divisor = None
+        if callable(self._batch_size):
+            self._divisor = sum(map(self._batch_size, batches))
+        elif self._batch_size is None and weighs_steps(self._averager):
+            # DataParallel takes the mean of its GPUs, and only this option's count is that of all of them.
+            parts = 1 if args.average_tokens_across_devices else max(1, args.n_gpu)
+            self._divisor = divisor_of(batches, items, parts)
+        return batches, items
+
     def _add_batch_size(self, _: object, arguments: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        samples = self._samples() if self._batch_size is None else self._batch_size
-        return arguments, {"batch_size": samples, **options}
+        given = self._batch_size if isinstance(self._batch_size, int) else self._divisor
+        return arguments, {"batch_size": self._samples() if given is None else given, **options}
 
     def _samples(self) -> int:
         """Returns the number of samples of the next step."""
@@ -161,6 +184,26 @@ class AveragingCallback(TrainerCallback):
             batches=_length(data),
             samples=_length(getattr(data, "dataset", None)),
         )
+
+
+def divisor_of(batches: Sequence[Any], items: torch.Tensor | int | None, parts: int = 1) -> int | None:
+    """Returns what the loss of a step of the Trainer is divided by; None if that is the number of samples.
+
+    Args:
+        batches: the batches of the step.
+        items: the Trainer's `num_items_in_batch`: one number, or with several GPUs the same number for each.
+        parts: number of equal parts of the step, of one of which `items` is the count.
+    """
+    if items is not None:
+        return int(torch.as_tensor(items).flatten()[0]) * parts
+    # The model takes the mean itself: over the labels, if they are classes and a sample has several.
+    count = 0
+    for batch in batches:
+        labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        if not isinstance(labels, torch.Tensor) or labels.ndim < 2 or labels.is_floating_point():
+            return None
+        count += int(labels.ne(IGNORED).sum())
+    return count
 
 
 def samples_of_step(step: int, batch_size: int, accumulated: int, *, batches: int | None, samples: int | None) -> int:

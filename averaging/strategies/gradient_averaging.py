@@ -41,7 +41,7 @@ class GradientAveraging(LockstepStrategy):
     they belong to old parameters.
 
     Args:
-        target_batch_size: samples of one global step, of all peers together.
+        target_batch_size: samples of one global step, of all peers together; tokens if the steps count tokens.
         compression: see `Strategy`.
         error_feedback: see `Strategy`.
         max_norm: limit for this peer's mean gradient, before it is averaged.

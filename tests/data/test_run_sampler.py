@@ -258,6 +258,15 @@ def test_without_a_batch_size_it_is_said_what_that_costs(
     assert told.statistics.done == 5
 
 
+def test_a_batch_size_of_the_sampler_counts_samples_while_the_steps_count_tokens(opt: DecentralizedAverager) -> None:
+    sampler = RunSampler(20, opt, block_size=4, batch_size=4)
+    done = []
+    for _ in DataLoader(Numbers(20), 4, sampler=sampler, num_workers=1):  # it fetches ahead
+        opt.step(batch_size=4 * 512)
+        done.append(sampler.statistics.done)
+    assert done == [1, 2, 3, 4, 5]
+
+
 class Endless:
     def __iter__(self) -> Iterator[int]:
         return iter(())

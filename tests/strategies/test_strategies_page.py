@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,12 +15,13 @@ import torch
 
 from averaging import DiLoCo, GradientAveraging, LocalSGD, Outcome, Receipt, Strategy
 from averaging.training import StrategyContext
-from tests.support.training import Run, backward, batch_of, equal, model_of
+from tests.strategies.test_strategy_proofs import Logged
+from tests.support.training import Run, backward, batch_of, equal, model_of, parameters_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "strategies.md"
 
 
-FINISHING, OF_ONES_OWN = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+TOKENS, FINISHING, OF_ONES_OWN = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
 @pytest.mark.parametrize("strategy", [partial(LocalSGD, 5), partial(GradientAveraging, 8), partial(DiLoCo, 5)])
@@ -46,6 +48,75 @@ def test_what_finish_leaves_in_the_model_is_the_same_everywhere(
     assert said == dict.fromkeys(range(2), "all 2 peers hold the same weights")
     one, other = (torch.load(tmp_path / str(number) / "model.pt") for number in range(2))
     assert equal(list(one.values()), list(other.values()))
+
+
+def tokens_of(seed: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch of two sequences, the second of which has padding."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs, labels = torch.randint(11, (2, 2, length), generator=generator)
+    labels[1, length // 2 :] = -100
+    return inputs, labels
+
+
+def language_model() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Embedding(11, 4), torch.nn.Linear(4, 11)).double()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "weight"),
+    [
+        (lambda: Logged(12 + 768), 1.0),
+        (lambda: LocalSGD(1), "samples"),
+        (lambda: DiLoCo(1, outer=partial(torch.optim.SGD, lr=1.0)), "samples"),
+    ],
+    ids=["GradientAveraging", "LocalSGD", "DiLoCo"],
+)
+def test_a_language_model_with_short_and_long_batches_trains_as_one_process_with_the_joined_batch(
+    start: Callable[[], Run], strategy: Callable[[], Strategy], weight: float | str
+) -> None:
+    """Runs the code of the page at two peers; a step of one has 12 tokens, of the other 768."""
+    lengths, steps = (8, 512), 5
+    page: dict[str, Any] = {"torch": torch}
+    exec(TOKENS, page)
+    run = start()
+    for _ in lengths:
+        run.add(strategy(), partial(torch.optim.SGD, lr=0.5), language_model(), weight=weight)
+    run.meet()
+    # The seeds of the batches in each global step; the short batches need not be as many as the long ones.
+    trained: list[dict[int, list[int]]] = [{step: [step] for step in range(1, steps + 1)} for _ in lengths]
+
+    def train(number: int) -> None:
+        opt = run.averagers[number]
+
+        def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            for seed in itertools.count(1):
+                if (opt.local_step if opt.global_step is None else opt.global_step) >= steps:
+                    return
+                if isinstance(opt.strategy, Logged):
+                    opt.strategy.pending.append(seed)
+                yield tokens_of(1000 * number + seed, lengths[number])
+
+        page["train"](run.models[number], opt, batches())
+        if isinstance(opt.strategy, Logged):
+            trained[number] = opt.strategy.included
+
+    run.each(train)
+    alone = language_model()
+    plain = torch.optim.SGD(alone.parameters(), lr=0.5)
+    for step in range(1, steps + 1):
+        joined = [
+            tokens_of(1000 * number + seed, length)
+            for number, length in enumerate(lengths)
+            for seed in trained[number].get(step, [])
+        ]
+        inputs, labels = (torch.cat([one.flatten() for one in all_]) for all_ in zip(*joined, strict=True))
+        plain.zero_grad()
+        torch.nn.functional.cross_entropy(alone(inputs), labels).backward()  # type: ignore[no-untyped-call]
+        plain.step()
+    for ours in run.parameters():
+        for one, other in zip(ours, parameters_of(alone), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
 def test_the_pages_own_strategy_averages_after_1_2_4_8_steps(start: Callable[[], Run]) -> None:

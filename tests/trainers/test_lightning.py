@@ -152,6 +152,20 @@ def test_a_batch_size_that_is_given_counts(tmp_path: Path) -> None:
     assert strategy.told == [7, 7]
 
 
+def test_a_function_says_what_the_loss_of_a_batch_is_divided_by(tmp_path: Path) -> None:
+    strategy = Noted(10)
+    callback = AveragingCallback(batch_size=lambda batch: 3 * len(batch[0]))
+    trainer_of(tmp_path, callback, max_steps=3, accumulate_grad_batches=2).fit(Averaged(strategy), data_of(21))
+    assert strategy.told == [3 * 8, 3 * 8, 3 * 5]
+
+
+def test_weights_by_samples_get_the_samples(tmp_path: Path) -> None:
+    model = Averaged(LocalSGD(4), weight="samples")
+    trainer_of(tmp_path, max_steps=3).fit(model, data_of(21))
+    assert model.opt is not None
+    assert model.opt.local_step == 3
+
+
 def test_without_max_steps_the_epochs_are_the_end(tmp_path: Path) -> None:
     model = Averaged(LocalSGD(4))
     trainer_of(tmp_path, max_epochs=2).fit(model, data_of(21))

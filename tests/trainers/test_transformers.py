@@ -15,11 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.optim.lr_scheduler import LinearLR
+from torch.optim.lr_scheduler import ConstantLR, LinearLR
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from averaging import ConfigError, DecentralizedAverager, GradientAveraging, LocalSGD, PeerConfig
-from averaging.integrations.transformers import AveragingCallback, samples_of_step
+from averaging.integrations.transformers import AveragingCallback, divisor_of, samples_of_step
 from tests.support.training import Run
 from tests.trainers import page
 from tests.trainers.forked import told_by
@@ -33,6 +33,7 @@ def model_of(seed: int = 0) -> GPT2LMHeadModel:
     return GPT2LMHeadModel(
         GPT2Config(
             **{"vocab_size": 11, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2},
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
             bos_token_id=None,
             eos_token_id=None,
             loss_type="ForCausalLM",
@@ -117,12 +118,13 @@ def test_samples_are_counted_and_the_averagers_schedule_is_followed_until_the_gl
 ) -> None:
     options = {"max_steps": 100, "gradient_accumulation_steps": 2, "logging_steps": 1}
     trainer = Trainer(model_of(), arguments_of(tmp_path, **options), train_dataset=data_of(21))
-    strategy = Noted(10)
+    strategy = Noted(10 * 8)
     with averager_of(trainer, strategy=strategy, scheduler=partial(LinearLR, total_iters=4)) as opt:
         AveragingCallback(opt, global_steps=3).attach(trainer)
         trainer.train()
         assert opt.global_step == 3
-    assert strategy.told == [8, 8, 5, 8, 8, 5]  # 21 samples are 5 batches of 4 and one of 1
+    # 21 samples are 5 batches of 4 and one of 1; each has 8 tokens.
+    assert strategy.told == [8 * 8, 8 * 8, 5 * 8, 8 * 8, 8 * 8, 5 * 8]
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["averaging/global_step"] for entry in logs] == [0, 1, 1, 2, 2, 3]
     rates = [0.01 * (1 / 3 + 2 / 3 * before / 4) for before in (0, 0, 1, 1, 2, 2)]
@@ -173,6 +175,111 @@ def test_the_trainers_schedule_free_optimizer_is_switched_and_its_evaluation_wei
 def test_samples_of_a_step(accumulated: int, batches: int | None, samples: int | None, expected: list[int]) -> None:
     found = [samples_of_step(step, 4, accumulated, batches=batches, samples=samples) for step in range(7)]
     assert found == expected
+
+
+class Plain(torch.nn.Module):
+    """A language model that takes the mean over its tokens itself, so the Trainer does not count them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(torch.nn.Embedding(11, 4), torch.nn.Linear(4, 11))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The loss at the labels that are not -100."""
+        return {"loss": torch.nn.functional.cross_entropy(self.net(input_ids).flatten(0, 1), labels.flatten())}
+
+
+def mean_of_tokens(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None) -> torch.Tensor:
+    """A loss of the user's own, over all positions."""
+    total = torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    assert num_items_in_batch is not None
+    return total / num_items_in_batch
+
+
+def padded_data() -> list[dict[str, torch.Tensor]]:
+    """Sequences of which 8, 3, 2 and 6 positions are no padding."""
+    data = data_of(4)
+    for row, length in zip(data, (8, 3, 2, 6), strict=True):
+        row["labels"] = row["labels"].clone()
+        row["labels"][length:] = -100
+    return data
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(
+    ("make", "smoothing", "loss"),
+    [(model_of, 0.0, None), (model_of, 0.1, None), (model_of, 0.0, mean_of_tokens), (Plain, 0.0, None)],
+    ids=["model", "smoothed", "own loss", "model that divides"],
+)
+def test_steps_with_unequal_tokens_make_the_global_step_of_one_process_with_the_joined_batch(
+    make: Callable[[], torch.nn.Module], smoothing: float, loss: Any, batch: int, tmp_path: Path
+) -> None:
+    """In steps of one or two sequences, which are accumulated batches if the Trainer counts their tokens."""
+
+    def trainer_of(model: torch.nn.Module, samples: int, accumulated: int, steps: int, **more: Any) -> Trainer:
+        sizes = {"per_device_train_batch_size": samples, "gradient_accumulation_steps": accumulated}
+        usual = {"max_steps": steps, "max_grad_norm": 0, "label_smoothing_factor": smoothing}
+        arguments = arguments_of(tmp_path, **sizes, **usual)
+        return Trainer(model, arguments, train_dataset=padded_data(), compute_loss_func=loss, **more)
+
+    alone = make()
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1)
+    trainer_of(alone, 4, 1, 1, optimizers=(plain, ConstantLR(plain, factor=1))).train()
+
+    model = make()
+    trainer = trainer_of(model, 1, batch, 4) if make is model_of else trainer_of(model, batch, 1, 4)
+    strategy = Noted(8 + 3 + 2 + 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with DecentralizedAverager(optimizer, model=model, run_id=RUN_ID, strategy=strategy) as opt:
+        AveragingCallback(opt, global_steps=1).attach(trainer)
+        trainer.train()
+    assert len(strategy.told) == 4 // batch
+    assert sum(samples or 0 for samples in strategy.told) == 8 + 3 + 2 + 6
+    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_a_function_says_what_the_loss_of_a_batch_is_divided_by(tmp_path: Path) -> None:
+    arguments = arguments_of(tmp_path, max_steps=2, gradient_accumulation_steps=2, per_device_train_batch_size=1)
+    trainer = Trainer(model_of(), arguments, train_dataset=data_of(4))
+    strategy = Noted(10)
+    with averager_of(trainer, strategy=strategy) as opt:
+        AveragingCallback(opt, batch_size=lambda batch: 3 * len(batch["labels"])).attach(trainer)
+        trainer.train()
+    assert strategy.told == [6, 6]
+
+
+def note_batch_size(told: list[int], _: object, arguments: Any, options: dict[str, Any]) -> None:
+    told.append(options["batch_size"])
+
+
+def test_weights_by_samples_are_tokens_and_other_strategies_count_samples(tmp_path: Path) -> None:
+    for weight, counted in (("samples", 4 * 8), (1.0, 4)):
+        told: list[int] = []
+        trainer = Trainer(model_of(), arguments_of(tmp_path, max_steps=2), train_dataset=data_of(8))
+        with averager_of(trainer, weight=weight) as opt:
+            AveragingCallback(opt).attach(trainer)
+            opt.register_step_post_hook(partial(note_batch_size, told))
+            trainer.train()
+        assert told == [counted, counted]
+
+
+@pytest.mark.parametrize(
+    ("batches", "items", "parts", "expected"),
+    [
+        ([{}], 5, 1, 5),
+        ([{}], torch.tensor(5.0), 1, 5),
+        ([{}], torch.tensor([[5], [5]]), 2, 10),  # half of them at each of two GPUs
+        ([{"labels": torch.tensor([[1, -100], [-100, 3]])}, {"labels": torch.tensor([[1, 2]])}], None, 1, 4),
+        ([{"labels": torch.tensor([1, 2, 3])}], None, 1, None),
+        ([{"labels": torch.ones(2, 3)}], None, 1, None),
+        ([{"x": torch.ones(2, 3)}], None, 1, None),
+        ([(torch.ones(2, 3),)], None, 1, None),
+    ],
+)
+def test_what_a_loss_is_divided_by(batches: list[Any], items: Any, parts: int, expected: int | None) -> None:
+    assert divisor_of(batches, items, parts) == expected
 
 
 def test_a_checkpoint_is_resumed_by_who_is_first_and_refused_to_a_newcomer(run: Run, tmp_path: Path) -> None:
