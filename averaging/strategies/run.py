@@ -227,7 +227,6 @@ class RunEnd:
         strategy.finish(training)
         self._announce(Stage.WAITING)
         seen = self._wait_for_all()
-        self._announce(Stage.CONCLUDING)
         late, partners = still_training(seen), done_training(seen)
         if late:
             logger.log(
@@ -284,7 +283,9 @@ class RunEnd:
         self._training.announcements.refresh()
         seen = self._wait(enough, self._remaining / 2)
         left = self._training.site.broadcast_from_leader(patience)
-        seen = self._wait(ended, left) if left > 0 else seen
+        if left > 0:
+            self._wait(ended, left)
+        self._announce(Stage.CONCLUDING)
         # What the last one to end has announced may come after what the others have announced because of it.
         return self._wait(lambda seen: not still_training(seen), min(SETTLE_SECONDS, self._remaining / 2))
 

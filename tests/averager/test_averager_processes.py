@@ -410,7 +410,7 @@ def test_what_prevents_a_peers_start_prevents_the_averagers(make: Make) -> None:
     with pytest.raises(ListenError):
         make(listen=one.endpoint)
     with pytest.raises(JoinError, match=r"192\.0\.2\.1:9"):
-        make(join=["192.0.2.1:9"], join_timeout=0.2)
+        make(run_id="another", join=["192.0.2.1:9"], join_timeout=0.2)
 
 
 def test_after_a_failed_start_model_and_optimizer_are_as_they_were(make: Make) -> None:

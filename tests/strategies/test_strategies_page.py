@@ -45,7 +45,8 @@ def test_what_finish_leaves_in_the_model_is_the_same_everywhere(
         exec(FINISHING, names | {"print": lambda finish: said.setdefault(number, str(finish))})
 
     run.each(train)
-    assert said == dict.fromkeys(range(2), "all 2 peers hold the same weights")
+    assert sorted(said) == [0, 1]
+    assert all(text.startswith("all 2 peers hold the same weights") for text in said.values())
     one, other = (torch.load(tmp_path / str(number) / "model.pt") for number in range(2))
     assert equal(list(one.values()), list(other.values()))
 
