@@ -89,11 +89,12 @@ test-synchronizer: $(VENV)/installed $(SYNCHRONIZER)/installed ## test the synch
 	SYNCHRONIZER_PYTHON=$(CURDIR)/$(SYNCHRONIZER)/bin/python $(BIN)/python -m pytest -m interop --numprocesses 2 \
 		tests/interop/test_original_synchronizer.py $(PYTEST_ARGS)
 
-lint: $(VENV)/installed ## check style, types and import directions
+lint: $(VENV)/installed ## check style, types, import directions and the budget of lines
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.budget
 
 docs: $(VENV)/docs ## build the documentation site in build/site; a broken link is an error
 	$(BIN)/python -m tools.site
