@@ -63,7 +63,7 @@ MAX_WRONG = 3
 TOO_SLOW = "was slower than the publisher would be"
 
 
-class Pace:
+class SourcePace:
     """Whether a follower hands on as fast as it must, by the bytes of all calls to it. Pure.
 
     Args:
@@ -345,7 +345,7 @@ class Downloads:
         pace, begun = None, clock()
         if endpoint != publisher.channel.endpoint:
             rate = (self._publisher_rate or self._lanes.rate or UNKNOWN_RATE) / SHARED_BY
-            pace = Pace(rate, GRACE_SHARE * self._stall_timeout, begun)
+            pace = SourcePace(rate, GRACE_SHARE * self._stall_timeout, begun)
         asked = _Asked(publisher, failed, incoming, arrived, pace)
 
         async def receive(lane: RpcChannel, share: list[int]) -> None:
@@ -434,7 +434,7 @@ class _Asked:
     failed: list[str]
     incoming: Incoming
     arrived: Callable[[], None]
-    pace: Pace | None
+    pace: SourcePace | None
 
 
 def _shares(missing: list[int], lanes: int) -> list[list[int]]:

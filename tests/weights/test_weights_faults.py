@@ -10,7 +10,7 @@ import pytest
 
 from averaging import WeightPublisher
 from averaging.rpc import RpcHandler, RpcServer
-from averaging.weights.download import Pace
+from averaging.weights.download import SourcePace
 from averaging.weights.layout import FETCH
 from averaging.weights.receiver import FollowerOptions, VersionReceiver
 from averaging.weights.store import Store
@@ -258,7 +258,7 @@ async def test_a_source_that_sends_a_message_now_and_then_is_left() -> None:
     ids=["drips", "waits itself", "waits for long", "slow link", "steady"],
 )
 def test_who_hands_on_as_fast_as_the_publisher_would(nbytes: int, every: float, in_time: bool) -> None:
-    pace, now = Pace(256 << 10, 3.0, 0.0), 0.0
+    pace, now = SourcePace(256 << 10, 3.0, 0.0), 0.0
     if nbytes:
         for _ in range(10):
             now += every
@@ -271,7 +271,7 @@ def test_who_hands_on_as_fast_as_the_publisher_would(nbytes: int, every: float, 
 
 
 def test_a_source_has_no_credit_for_what_it_sent_before() -> None:
-    pace = Pace(1e6, 3.0, 0.0)
+    pace = SourcePace(1e6, 3.0, 0.0)
     assert pace.note(1 << 30, 1.0)
     assert pace.left(1.0) == 3.0
     assert pace.left(5.0) == 0.0
