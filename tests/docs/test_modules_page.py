@@ -34,4 +34,4 @@ def test_a_buffer_is_left_out_and_a_copy_is_averaged_as_the_page_says() -> None:
     assert "buffer/cache" not in named_buffers(names["buffers"], TrainedModel(model)).averaged
     exec(COPYING, names)
     copied = named_buffers(names["buffers"], TrainedModel(model)).averaged
-    assert "buffer/ema.0.weight" in copied
+    assert "buffer/ema.module.0.weight" in copied

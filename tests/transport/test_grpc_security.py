@@ -50,7 +50,7 @@ def test_a_call_is_denied_with_the_remedy() -> None:
     assert denial(path, [], open_) is None
     assert denial(path, [("user-agent", "x"), *call_metadata(TOKENS)], closed) is None
     assert denial(HEALTH_CHECK, [], closed) is None
-    assert "none was sent; send it in the metadata as 'authorization: Bearer TOKEN'" in (denial(path, [], closed) or "")
+    assert "none was sent; give token_file to all peers of the run, or to none" in (denial(path, [], closed) or "")
     told = denial(path, [("authorization", "Bearer another-token-012345")], closed)
     assert told is not None
     assert "the token that was sent is not one of this run" in told
