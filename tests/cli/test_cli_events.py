@@ -59,6 +59,7 @@ def test_a_round() -> None:
         "part_bytes_sent": 1 << 20,
         "part_bytes_received": 60,
         "kept_local": 2,
+        "clamped": 0,
         "state_version": 4,
     }
 

@@ -108,10 +108,10 @@ async def status_of(channel: grpc.aio.Channel, path: str, metadata: Metadata = (
 @pytest.mark.asyncio
 @pytest.mark.parametrize("name", CALLS)
 async def test_every_method_works_over_tls(name: str) -> None:
-    here = secure(*HERE)
+    here = replace(secure(*HERE), tokens=(TOKEN,))
     async with (
         serving(FakePeer(), FakeGossip(), credentials=here) as (_, endpoint),
-        client(credentials=replace(here, tokens=(TOKEN,))) as caller,
+        client(credentials=here) as caller,
     ):
         request = replace(REQUEST, endpoint=endpoint)
         if name == "aggregate_part":
