@@ -8,6 +8,7 @@ import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from itertools import repeat
 
 from averaging.protocol.group import ReplyForm
 from averaging.protocol.messages import (
@@ -281,3 +282,11 @@ async def client(
         yield transport
     finally:
         await transport.close()
+
+
+async def until(true: Callable[[], object]) -> None:
+    """Returns when something in this process is so that nobody tells of."""
+    for pause in repeat(0.01):
+        if true():
+            return
+        await asyncio.sleep(pause)

@@ -22,8 +22,6 @@ from h2.exceptions import ProtocolError
 
 from tests.support.listening import closed
 
-MIB = 1 << 20
-
 NOTHING = 0xBB
 """A kind of frame that HTTP/2 does not know, and that everybody passes over."""
 
@@ -37,7 +35,6 @@ class Stranger:
     """One connection.
 
     Attributes:
-        sent: bytes that were written.
         headers: what came of each stream in headers and trailers.
         data: what came of each stream in messages, framed.
         over: streams that the other side has ended.
@@ -48,7 +45,6 @@ class Stranger:
         self._reader, self._writer = reader, writer
         self._http = H2Connection(H2Configuration(client_side=True, header_encoding="utf-8"))
         self._heard = asyncio.Condition()
-        self.sent = 0
         self.headers: dict[int, dict[str, str]] = {}
         self.data: dict[int, bytes] = {}
         self.over: set[int] = set()
@@ -108,11 +104,6 @@ class Stranger:
             await self._heard.wait_for(lambda: self._over(stream) or len(self.data.get(stream, b"")) >= nbytes)
         return self.data.get(stream, b"")[:nbytes]
 
-    async def wait_until_hung_up(self) -> None:
-        """Returns when the other side has closed the connection."""
-        async with self._heard:
-            await self._heard.wait_for(lambda: self.gone)
-
     async def listen(self) -> None:
         """Takes what comes until the connection is closed."""
         with suppress(OSError, ProtocolError):
@@ -151,7 +142,6 @@ class Stranger:
     async def _write(self, raw: bytes) -> None:
         if self.gone or not raw:
             return
-        self.sent += len(raw)
         try:
             self._writer.write(raw)
             await self._writer.drain()

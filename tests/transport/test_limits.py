@@ -18,8 +18,7 @@ from averaging.errors import BusyError, CallRefusedError, PeerUnreachableError
 from averaging.peer.service import DOWNLOADS_PER_HOST, MAX_DOWNLOADS, HostQueue
 from averaging.protocol.messages import AveragingData, Digest, ExchangeReply, MessageCode, Record
 from averaging.state.downloads import download
-from averaging.transport import RpcMethod
-from averaging.transport.grpc import GrpcTransport, channel_options, channels, methods, server, unread_replies
+from averaging.transport.grpc import GrpcTransport, channel_options, channels, methods, server
 from averaging.transport.grpc.authentication import Callers
 from tests.support.grpc_fakes import (
     MAX_MESSAGE_BYTES,
@@ -32,6 +31,7 @@ from tests.support.grpc_fakes import (
     part,
     parts,
     serving,
+    until,
 )
 from tests.support.listening import listening
 
@@ -202,8 +202,8 @@ async def a_reader_that_takes_nothing(
 ) -> AsyncIterator[tuple[GrpcTransport, AsyncGenerator[AveragingData, None]]]:
     """A peer that was flooding a reader until it gave it up, and the reader's call."""
 
-    monkeypatch.setattr(unread_replies, "WRITE_SECONDS", 0.3)
-    monkeypatch.setattr(unread_replies, "WRITE_BYTES_PER_SECOND", 1 << 30)
+    monkeypatch.setattr(server, "WRITE_SECONDS", 0.3)
+    monkeypatch.setattr(server, "WRITE_BYTES_PER_SECOND", 1 << 30)
     peer = FakePeer(aggregate=floods)
     async with (
         serving(peer) as (listening, endpoint),
@@ -228,31 +228,6 @@ async def test_a_reader_that_takes_nothing_is_cut_off(
     assert "reads no reply to /DecentralizedAveraging/rpc_aggregate_part and is cut off" in record.getMessage()
 
 
-@pytest.mark.asyncio
-async def test_averages_that_are_being_sent_do_not_count_as_unread_replies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a ping to a member of a round would fail while it reads averages slowly."""
-    monkeypatch.setattr(unread_replies, "MAX_UNREAD_BYTES", 1)
-    sent = 0
-
-    async def counts(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
-        nonlocal sent
-        async for reply in floods(messages):
-            sent += 1
-            yield reply
-
-    async with (
-        serving(FakePeer(aggregate=counts)) as (_, endpoint),
-        client() as caller,
-        aclosing(caller.aggregate_part(endpoint, parts(1))) as replies,
-        asyncio.timeout(PATIENCE),
-    ):
-        await anext(replies)
-        before = 0
-        while before < sent:  # until the window is full and a write waits for the reader
-            before = sent
-            await caller.get_schema(endpoint)
-
-
 NARROW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)]
 """For a caller that takes no more than 64 KiB of a reply before it is read."""
 
@@ -260,12 +235,7 @@ NARROW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)]
 class Talkative(FakeGossip):
     """Answers with 3 MiB."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked = asyncio.Semaphore(0)
-
     def list_records(self, key: str) -> tuple[Record, ...]:
-        self.asked.release()
         return (replace(RECORD, value=bytes(3 << 20)),)
 
     async def exchange(self, digest: Digest) -> AsyncGenerator[ExchangeReply, None]:
@@ -273,72 +243,28 @@ class Talkative(FakeGossip):
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("method", [methods.LIST_RECORDS, methods.EXCHANGE], ids=["one reply", "a stream of replies"])
-async def test_replies_that_a_host_does_not_read_are_bounded(
-    method: RpcMethod[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also those whose callers have been given up, since gRPC keeps them. Other hosts are answered."""
-    monkeypatch.setattr(unread_replies, "MAX_UNREAD_BYTES", 9 << 20)
-    monkeypatch.setattr(unread_replies, "WRITE_SECONDS", 0.2)
-    monkeypatch.setattr(unread_replies, "WRITE_BYTES_PER_SECOND", 1 << 30)
-    gossip = Talkative()
+@pytest.mark.parametrize("path", [methods.LIST_RECORDS.path, methods.EXCHANGE.path], ids=["one reply", "a stream"])
+async def test_who_reads_no_reply_keeps_no_call_in_progress(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "WRITE_SECONDS", 0.2)
+    monkeypatch.setattr(server, "WRITE_BYTES_PER_SECOND", 1 << 30)
+    monkeypatch.setattr(
+        server, "Callers", lambda authenticated: Callers(authenticated=authenticated, max_calls_per_host=1)
+    )
     async with (
-        serving(FakePeer(), gossip) as (_, endpoint),
-        called_from("127.0.0.2", endpoint) as other_host,
+        serving(FakePeer(), Talkative()) as (transport, endpoint),
         grpc.aio.insecure_channel(endpoint, NARROW) as channel,
+        client() as caller,
         asyncio.timeout(PATIENCE),
     ):
-        start: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(method.path)
-        unread = []
-        for _ in range(3):
-            unread.append(start(b""))
-            await gossip.asked.acquire()
-        for pause in (0.0, 0.5):
-            await asyncio.sleep(pause)
-            with pytest.raises(
-                grpc.aio.AioRpcError, match="9 MiB of replies to your host are unread; read them"
-            ) as told:
-                await start(b"").read()
-            assert told.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        async with grpc.aio.insecure_channel(other_host) as other:
-            elsewhere: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = other.unary_stream(method.path)
-            assert len(cast("bytes", await elsewhere(b"").read())) > 3 << 20
-        for call in unread:
-            call.cancel()
-        while True:
-            try:
-                assert len(cast("bytes", await start(b"").read())) > 3 << 20
-                break
-            except grpc.aio.AioRpcError:  # the loss of the callers is on its way
-                await asyncio.sleep(0.01)
-
-
-@pytest.mark.asyncio
-async def test_a_connection_that_reads_nothing_does_not_shut_out_others_of_its_host(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(unread_replies, "MAX_UNREAD_BYTES", 9 << 20)
-    gossip, options = Talkative(), [*NARROW, ("grpc.use_local_subchannel_pool", 1)]
-    path = methods.LIST_RECORDS.path
-    async with (
-        serving(FakePeer(), gossip) as (_, endpoint),
-        grpc.aio.insecure_channel(endpoint, options) as silent,
-        grpc.aio.insecure_channel(endpoint, options) as honest,
-        asyncio.timeout(PATIENCE),
-    ):
-        ask: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = honest.unary_stream(path)
-        neglect: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = silent.unary_stream(path)
-        unread = []
-        for _ in range(3):
-            unread.append(neglect(b""))
-            await gossip.asked.acquire()
-        assert len(cast("bytes", await ask(b"").read())) > 3 << 20
-        monkeypatch.setattr(unread_replies, "UNREAD_SECONDS", 0.0)
-        assert len(cast("bytes", await ask(b"").read())) > 3 << 20
-        for call in unread:
-            with pytest.raises(grpc.aio.AioRpcError):
-                await call.read()
-    assert "9 MiB of replies are unread" in caplog.text
+        assert transport._server is not None
+        in_progress = transport._server._callers._calls._taken
+        start: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(path)
+        for _ in range(2):  # the first one has given its place back
+            call = start(b"")
+            await until(lambda: in_progress)
+            await until(lambda: not in_progress)
+            assert not call.done()
+        await caller.get_schema(endpoint)
 
 
 @pytest.mark.asyncio

@@ -20,10 +20,13 @@ from averaging.transport.direct.link import Link
 from averaging.transport.direct.listener import Listener
 from averaging.transport.direct.opening import ECHO, OPEN, Grant, Request, direct_handlers, open_link
 from averaging.transport.direct.streams import HeaderCache, decode_error, frame_of
-from averaging.transport.grpc import GrpcTransport, check_listen, held_limits
+from averaging.transport.grpc import GrpcTransport, check_listen
 
 SUPPORTED = hasattr(socket.socket, "sendmsg") and hasattr(socket.socket, "recvmsg_into")
 """Whether this system has what the lane needs; Windows has not."""
+
+UNASKED_IN_ALL, UNASKED_PER_HOST = 1 << 30, 256 << 20
+"""Bytes of parts that no round has asked for yet, of all callers and of one address, beside the largest message."""
 
 
 class DirectTransport(GrpcTransport):
@@ -72,11 +75,10 @@ class DirectTransport(GrpcTransport):
             exposed = self._sealed or self._credentials.insecure
             try:
                 await check_listen(address, endpoint, exposed=exposed)
-                limits = held_limits(self._max_message_bytes)
                 self._listener = Listener(
                     address,
                     max_body=self._max_part_bytes,
-                    unasked=HostQuota(limits.in_all, limits.per_host),
+                    unasked=HostQuota(*(most + self._max_message_bytes for most in (UNASKED_IN_ALL, UNASKED_PER_HOST))),
                     buffers=self._buffers,
                     clock=time.monotonic,
                 )

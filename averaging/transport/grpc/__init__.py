@@ -31,7 +31,6 @@ from averaging.transport.grpc.channel_options import (
     UNUSED_SECONDS,
     WRITE_BYTES_PER_SECOND,
     WRITE_SECONDS,
-    held_limits,
 )
 from averaging.transport.grpc.channels import Channels
 from averaging.transport.grpc.conversion import AVERAGING_DATA, MessageCopier
@@ -71,7 +70,6 @@ __all__ = [
     "TensorReader",
     "check_listen",
     "claim_checker",
-    "held_limits",
     "tensor_messages",
 ]
 

@@ -25,7 +25,6 @@ from averaging.transport import RpcMethod
 from averaging.transport.grpc import methods
 from averaging.transport.grpc.channel_options import MAX_CALLS_PER_HOST, MAX_WATCHES_PER_HOST
 from averaging.transport.grpc.error_mapping import HAS_NO_TOKEN, TO_ALL_OR_NONE
-from averaging.transport.grpc.unread_replies import UnreadReplies
 
 # Logs refused calls at the callee, because its operator cannot see the error that the caller gets.
 
@@ -142,12 +141,10 @@ class Callers:
 
     Attributes:
         refusals: log of refused calls, rate-limited per host.
-        unread: the replies to them that are on their way.
     """
 
     def __init__(self, *, authenticated: bool, max_calls_per_host: int = MAX_CALLS_PER_HOST) -> None:
         self.refusals = Refusals()
-        self.unread = UnreadReplies()
         self._authenticated = authenticated
         self._calls = HostQuota(math.inf, max_calls_per_host)
         self._watches = HostQuota(math.inf, MAX_WATCHES_PER_HOST)

@@ -8,7 +8,6 @@ from typing import TypeVar
 
 from averaging.errors import ProtocolViolationError
 from averaging.protocol import MAX_GROUP_SIZE, JoinRequest, Resume
-from averaging.transport.grpc.unfinished_calls import ByteLimits
 
 CONNECT_SECONDS = 5.0
 """Time limit for a new connection. Between continents, with TLS, it takes about one second."""
@@ -57,13 +56,6 @@ MAX_WATCHES_PER_HOST = 16
 REQUEST_SECONDS, REQUEST_BYTES_PER_SECOND = 30.0, 16 << 10
 """A request must arrive within this time, plus that of the largest request of its method at this rate."""
 
-HELD_PER_CONNECTION, HELD_PER_HOST, HELD_IN_ALL = 64 << 20, 256 << 20, 1 << 30
-"""Bytes that unfinished requests may hold, in addition to the largest message.
-
-A connection may carry a stream of parts for each of several rounds, each with `WINDOW_BYTES` unread. While a group is
-being assembled, 64 peers behind one address may have sent 3 parts of 1 MiB each. They stay unread until this peer knows
-the group."""
-
 WRITE_SECONDS, WRITE_BYTES_PER_SECOND = 60.0, 16 << 10
 """A caller is disconnected if it does not read a message within this time plus the time of its bytes at this rate."""
 
@@ -85,11 +77,6 @@ def server_options(max_message_bytes: int) -> Options:
         # Peers ping every `KEEPALIVE_SECONDS`; with the default minimum of 5 minutes gRPC would close the connection.
         ("grpc.http2.min_ping_interval_without_data_ms", _milliseconds(KEEPALIVE_SECONDS / 2)),
     ]
-
-
-def held_limits(max_message_bytes: int) -> ByteLimits:
-    """For unfinished requests to the listening side."""
-    return ByteLimits(*(most + max_message_bytes for most in (HELD_PER_CONNECTION, HELD_PER_HOST, HELD_IN_ALL)))
 
 
 def channel_options(max_message_bytes: int) -> Options:

@@ -1,4 +1,4 @@
-"""Receives the requests of all services: counts the calls, and limits their time and memory.
+"""Receives the requests of all services: counts the calls, and limits their time.
 
 gRPC reads the request of a unary method before it calls the handler, without a time limit. Every method is therefore
 registered with a stream of requests, from which gRPC reads nothing before the handler does.
@@ -24,7 +24,6 @@ from averaging.transport.grpc import methods
 from averaging.transport.grpc.authentication import Callers, denial, host_of
 from averaging.transport.grpc.channel_options import REQUEST_BYTES_PER_SECOND, REQUEST_SECONDS
 from averaging.transport.grpc.error_mapping import refuse
-from averaging.transport.grpc.unfinished_calls import UnfinishedCall, UnfinishedCalls
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -38,16 +37,9 @@ def seconds_for(path: str) -> float | None:
 
 
 class RequestReader:
-    """Reads the requests of one call, and decodes them when it is used as an iterator.
+    """Reads the requests of one call, and decodes them when it is used as an iterator."""
 
-    Attributes:
-        call: bounds the memory that gRPC holds for the requests.
-    """
-
-    def __init__(
-        self, context: Context, path: str, decode: Callable[[bytes], Any] | None, call: UnfinishedCall
-    ) -> None:
-        self.call = call
+    def __init__(self, context: Context, path: str, decode: Callable[[bytes], Any] | None) -> None:
         self._context = context
         self._path = path
         self._decode = decode
@@ -56,10 +48,7 @@ class RequestReader:
     async def read(self) -> bytes | None:
         """Reads the next request; None after the last one, or if the caller has disconnected."""
         raw = await self._context.read()
-        if not isinstance(raw, bytes):
-            return None
-        self.call.took(len(raw))
-        return raw
+        return raw if isinstance(raw, bytes) else None
 
     async def only(self, *, to_the_end: bool) -> Any:
         """Reads and decodes the only request of a unary method.
@@ -82,8 +71,6 @@ class RequestReader:
         if raw is None or more is not None:
             count = "no message" if raw is None else "more than one message"
             raise ProtocolViolationError(f"{count} in a request to {self._path}, which takes one")
-        if to_the_end:
-            self.call.finish()
         return self._decoded(raw)
 
     def __aiter__(self) -> AsyncIterator[Any]:
@@ -116,8 +103,8 @@ class Intake(grpc.aio.ServerInterceptor):
     end.
     """
 
-    def __init__(self, callers: Callers, unfinished: UnfinishedCalls, credentials: Credentials) -> None:
-        self._callers, self._unfinished, self._credentials = callers, unfinished, credentials
+    def __init__(self, callers: Callers, credentials: Credentials) -> None:
+        self._callers, self._credentials = callers, credentials
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def intercept_service(
@@ -139,20 +126,17 @@ class Intake(grpc.aio.ServerInterceptor):
     async def _serve(self, path: str, handler: Handler, _: object, context: Context) -> None:
         caller = RpcCaller(host_of(context), context.peer(), tuple(context.invocation_metadata() or ()))
         CALLER.set(caller)  # each call is served in a task of its own
-        with self._unfinished.call(caller.connection) as call:
-            try:
-                async with call.until_hung_up():
-                    with self._callers.call(context, path):
-                        # Refused without reading a message, also if there is no such method.
-                        if refusal := denial(path, caller.headers, self._credentials):
-                            self._callers.refusals.note(caller.host, refusal)
-                            await context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal)
-                        incoming = RequestReader(context, path, handler.request_deserializer, call)
-                        await _answer(handler, incoming, context)
-            except grpc.aio.AbortError:
-                raise
-            except Exception as error:
-                await refuse(context, path, error)
+        try:
+            with self._callers.call(context, path):
+                # Refused without reading a message, also if there is no such method.
+                if refusal := denial(path, caller.headers, self._credentials):
+                    self._callers.refusals.note(caller.host, refusal)
+                    await context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal)
+                await _answer(handler, RequestReader(context, path, handler.request_deserializer), context)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            await refuse(context, path, error)
 
 
 async def _answer(handler: Handler, incoming: RequestReader, context: Context) -> None:

@@ -15,7 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from averaging.config import Inspection
-from averaging.errors import ListenError
+from averaging.errors import ListenError, ProtocolViolationError
 from averaging.protocol import AveragingData, DownloadData, JoinRequest, MessageFromLeader, Record
 from averaging.receipts import PeerStatus
 from averaging.security import Credentials
@@ -23,11 +23,9 @@ from averaging.tensors import Schema
 from averaging.transport import AveragingService, GossipService, RpcHandler, RpcMethod, linger, rpc_caller
 from averaging.transport.grpc import channel_options as headers
 from averaging.transport.grpc import methods
-from averaging.transport.grpc.authentication import Callers, host_of, server_credentials
-from averaging.transport.grpc.channel_options import held_limits, server_options
+from averaging.transport.grpc.authentication import Callers, server_credentials
+from averaging.transport.grpc.channel_options import WRITE_BYTES_PER_SECOND, WRITE_SECONDS, server_options
 from averaging.transport.grpc.request_intake import Intake, RequestReader
-from averaging.transport.grpc.unfinished_calls import UnfinishedCalls
-from averaging.transport.grpc.unread_replies import write_average
 
 logger = logging.getLogger("averaging.transport")
 
@@ -53,9 +51,7 @@ class Server:
         """
         self._credentials = credentials = credentials or Credentials()
         self._callers = Callers(authenticated=credentials.tls is not None)
-        self._unfinished = UnfinishedCalls(held_limits(max_message_bytes))
-        self._callers.unread.hang_up = self._unfinished.hang_up
-        self._intake = Intake(self._callers, self._unfinished, credentials)
+        self._intake = Intake(self._callers, credentials)
         self._server = grpc.aio.server(options=server_options(max_message_bytes), interceptors=[self._intake])
         escaped = address.replace("%", "%25")  # the interface of a link-local address
         try:
@@ -82,7 +78,6 @@ class Server:
         )
         await self._add_standard_services(list(services))
         self._started = True
-        self._unfinished.start(self.port)
         await self._server.start()
 
     async def _add_standard_services(self, services: list[str]) -> None:
@@ -109,8 +104,6 @@ class Server:
             raise
         finally:
             await self._intake.ended()
-            await self._callers.unread.ended()
-            self._unfinished.stop()
 
 
 def averaging_handlers(service: AveragingService) -> list[RpcHandler]:
@@ -172,15 +165,14 @@ def _grpc_handler(rpc: RpcHandler, callers: Callers) -> grpc.RpcMethodHandler[by
     async def handle(raw: bytes, context: Context) -> None:
         request = callers.read(method, context)(raw)
         del raw  # some streams last for days
-        # Also a single reply is written and not returned, so that the server sees when the caller has read it.
-        await _write_all(context, method, callers, replies(request))
+        # Also a single reply is written and not returned, so that its caller has only so long to read it.
+        await _write_all(context, method, replies(request))
 
     async def handle_stream(incoming: RequestReader, context: Context) -> None:
         messages: _Messages[Any] = _Messages(incoming, callers.read(method, context))
-        if method is methods.AGGREGATE_PART:
-            await _write_averages(context, answer(messages), messages)
-        else:
-            await _write_all(context, method, callers, replies(messages))
+        last = await _write_all(context, method, replies(messages))
+        if isinstance(last, AveragingData) and last.tensor_part is None:  # the sender is refused
+            await linger(messages.drop)
 
     if method.requests_stream:
         return grpc.stream_stream_rpc_method_handler(handle_stream)
@@ -189,27 +181,25 @@ def _grpc_handler(rpc: RpcHandler, callers: Callers) -> grpc.RpcMethodHandler[by
     )
 
 
-async def _write_averages(
-    context: Context, replies: AsyncGenerator[AveragingData, None], messages: _Messages[AveragingData]
-) -> None:
-    method, refused = methods.AGGREGATE_PART, False
-    async with aclosing(replies):
-        async for reply in replies:
-            refused = reply.tensor_part is None
-            await write_average(context, method.path, method.reply.SerializeToString(reply))
-    if refused:
-        await linger(messages.drop)
-
-
 async def _write_all(
-    context: Context, method: RpcMethod[Any, Reply], callers: Callers, replies: AsyncGenerator[Reply, None]
-) -> None:
-    """Writes the replies as the caller reads them, and closes their generator however the call ends."""
-    host = host_of(context)
+    context: Context, method: RpcMethod[Any, Reply], replies: AsyncGenerator[Reply, None]
+) -> Reply | None:
+    """Writes the replies as the caller reads them, closes their generator however the call ends, and returns the last.
+
+    Raises:
+        ProtocolViolationError: the caller has not read a reply in time.
+    """
+    reply = None
     async with aclosing(replies):
-        callers.unread.check(host, context.peer())
         async for reply in replies:
-            await callers.unread.write(context, host, method.path, method.reply.SerializeToString(reply))
+            raw = method.reply.SerializeToString(reply)
+            try:
+                async with asyncio.timeout(WRITE_SECONDS + len(raw) / WRITE_BYTES_PER_SECOND):
+                    await context.write(raw)
+            except TimeoutError:
+                logger.warning("%s reads no reply to %s and is cut off", context.peer(), method.path)
+                raise ProtocolViolationError("the caller took no answer for too long") from None
+    return reply
 
 
 class _Messages(Generic[Request]):
@@ -218,17 +208,13 @@ class _Messages(Generic[Request]):
     def __init__(self, incoming: RequestReader, decode: Callable[[bytes], Request]) -> None:
         self._incoming = incoming
         self._decode = decode
-        self._begun = False
         self._reading = False
 
     def __aiter__(self) -> AsyncIterator[Request]:
         return self
 
     async def __anext__(self) -> Request:
-        if self._begun:  # the service has accepted the sender
-            self._incoming.call.finish()
         raw = await self._read()
-        self._begun = True
         if raw is not None:
             return self._decode(raw)
         await asyncio.sleep(END_DOUBT_SECONDS)
@@ -236,10 +222,7 @@ class _Messages(Generic[Request]):
 
     async def drop(self) -> bool:
         """Reads a message that nobody wants; returns whether there was one."""
-        if self._reading or await self._read() is None:
-            return False
-        self._incoming.call.release()
-        return True
+        return not self._reading and await self._read() is not None
 
     async def _read(self) -> bytes | None:
         self._reading = True  # still so after a cancellation: gRPC continues to read, and allows no second read

@@ -1,16 +1,12 @@
-"""Requests that are never finished: what a peer holds of them is bounded, and they end."""
+"""Requests as a peer receives them: refused unread without the token, one where one is due, and complete in time."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack
 from itertools import repeat
 
 import grpc
-import psutil
 import pytest
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -19,21 +15,15 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from averaging.security.credentials import Credentials
 from averaging.transport.grpc import GrpcTransport, channel_options, methods, request_intake, server
 from averaging.transport.grpc.authentication import Callers
-from averaging.transport.grpc.unfinished_calls import LOOK_SECONDS, ByteLimits
 from tests.support.certificates import TOKEN
 from tests.support.grpc_fakes import (
-    MAX_MESSAGE_BYTES,
-    SCHEMA,
     FakeGossip,
     FakePeer,
-    client,
-    number_of,
     part,
-    parts,
     serving,
+    until,
 )
-from tests.support.processes import JsonProcess
-from tests.support.raw_http2 import MIB, Stranger, message, stranger
+from tests.support.raw_http2 import message, stranger
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
@@ -53,14 +43,6 @@ ONE_REPLY = [
 UNKNOWN = "/no.such.Service/Method"
 SERVED = [*methods.REQUEST_BYTES, *STANDARD]
 
-FEW = ByteLimits(per_connection=2 * MIB, per_host=3 * MIB, in_all=8 * MIB)
-
-
-@pytest.fixture
-def few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer that holds little."""
-    monkeypatch.setattr(server, "held_limits", lambda _: FEW)
-
 
 @pytest.fixture
 def little_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,80 +51,16 @@ def little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_intake, "REQUEST_BYTES_PER_SECOND", 1 << 60)
 
 
-async def leaves_unfinished(caller: Stranger, path: str, nbytes: int, streams: int = 2) -> None:
-    """Sends so many bytes of messages that are announced as longer, until the connection is closed."""
-    calls = [await caller.open(path) for _ in range(streams)]
-    for call in calls:
-        await caller.send(call, message(b"", MAX_MESSAGE_BYTES))
-    for _ in range(nbytes // streams >> 16):
-        for call in calls:
-            await caller.send(call, bytes(1 << 16))
-
-
-# Bytes
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("path", SERVED)
-async def test_a_connection_that_leaves_too_much_unfinished_is_closed(
-    path: str, few_bytes: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with (
-        serving(FakePeer(), FakeGossip()) as (transport, endpoint),
-        client() as other,
-        stranger(endpoint) as caller,
-        asyncio.timeout(PATIENCE),
-    ):
-        await leaves_unfinished(caller, path, 4 * MIB)
-        await caller.wait_until_hung_up()
-        assert await other.get_schema(endpoint) == SCHEMA
-        await nothing_is_held(transport)
-    (told,) = [record for record in caplog.records if record.name == "averaging.transport"]
-    assert told.levelno == logging.WARNING
-    assert "its unfinished requests hold" in told.getMessage()
-
-
-async def nothing_is_held(transport: GrpcTransport) -> None:
-    """Returns when no call is unfinished."""
+async def no_call_is_in_progress(transport: GrpcTransport) -> None:
+    """Returns when no call is in progress."""
     assert transport._server is not None
-    connections = transport._server._unfinished._connections
-    await until(lambda: not any(one.calls for one in connections.values()))
-
-
-async def until(true: Callable[[], object]) -> None:
-    """Returns when something in this process is so that nobody tells of."""
-    for pause in repeat(0.01):
-        if true():
-            return
-        await asyncio.sleep(pause)
+    tasks = transport._server._intake._tasks
+    await until(lambda: not tasks)
 
 
 @pytest.mark.asyncio
-async def test_what_a_few_bytes_of_a_message_keep_in_memory_counts_too(few_bytes: None) -> None:
-    """gRPC keeps the whole block of memory in which they came, also what it has passed over."""
-    async with serving(FakePeer()) as (_, endpoint), stranger(endpoint) as caller, asyncio.timeout(PATIENCE):
-        call = await caller.open(methods.GET_STATUS.path)
-        await caller.send(call, message(b"", MAX_MESSAGE_BYTES))
-        for _ in range(400):
-            await caller.send(call, bytes(32))
-            await caller.junk(8192)
-        await caller.wait_until_hung_up()
-
-
-@pytest.mark.asyncio
-async def test_all_connections_of_a_host_count_together(few_bytes: None) -> None:
-    async with serving(FakePeer()) as (_, endpoint), AsyncExitStack() as stack, asyncio.timeout(PATIENCE):
-        callers = [await stack.enter_async_context(stranger(endpoint)) for _ in range(4)]
-        for caller in callers:
-            await leaves_unfinished(caller, methods.GET_STATUS.path, MIB + MIB // 4)
-        await until(lambda: sum(caller.gone for caller in callers) >= 2)
-        await asyncio.sleep(10 * LOOK_SECONDS)
-        assert sum(caller.gone for caller in callers) == 2
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("path", [*SERVED, UNKNOWN])
-async def test_a_peer_that_has_no_token_is_refused_before_anything_is_read(path: str, few_bytes: None) -> None:
+@pytest.mark.parametrize("path", [path for path in (*SERVED, UNKNOWN) if path != HEALTH_CHECK])
+async def test_a_peer_that_has_no_token_is_refused_before_anything_is_read(path: str) -> None:
     credentials = Credentials(tokens=(TOKEN,))
     async with (
         serving(FakePeer(), FakeGossip(), credentials=credentials) as (transport, endpoint),
@@ -150,12 +68,8 @@ async def test_a_peer_that_has_no_token_is_refused_before_anything_is_read(path:
         asyncio.timeout(PATIENCE),
     ):
         call = await caller.open(path)
-        if path == HEALTH_CHECK:  # it needs none
-            await leaves_unfinished(caller, path, 4 * MIB)
-            await caller.wait_until_hung_up()
-            return
         assert (await caller.ended(call))["grpc-status"] == str(grpc.StatusCode.UNAUTHENTICATED.value[0])
-        await nothing_is_held(transport)
+        await no_call_is_in_progress(transport)
 
 
 @pytest.mark.asyncio
@@ -163,120 +77,7 @@ async def test_an_unknown_method_reads_nothing() -> None:
     async with serving(FakePeer()) as (transport, endpoint), stranger(endpoint) as caller, asyncio.timeout(PATIENCE):
         told = await caller.ended(await caller.open(UNKNOWN))
         assert told["grpc-status"] == str(grpc.StatusCode.UNIMPLEMENTED.value[0])
-        await nothing_is_held(transport)
-
-
-@pytest.mark.asyncio
-async def test_what_is_taken_is_not_held(few_bytes: None) -> None:
-    """Beside a call that is never finished, a stream of parts goes on over the same connection."""
-    async with (
-        serving(FakePeer()) as (_, endpoint),
-        stranger(endpoint) as caller,
-        asyncio.timeout(PATIENCE),
-    ):
-        await caller.open(methods.GET_STATUS.path)
-        stream = await caller.open(methods.AGGREGATE_PART.path)
-        raw = message(methods.AGGREGATE_PART.request.SerializeToString(part(7, MIB // 4)))
-        for number in range(24):  # 6 MiB
-            assert await caller.send(stream, raw)
-            assert await caller.replied(stream, (number + 1) * len(raw))
-            await asyncio.sleep(0.01)
-        assert not caller.gone
-
-
-@pytest.mark.asyncio
-async def test_a_connection_lasts_however_much_it_carries(monkeypatch: pytest.MonkeyPatch) -> None:
-    most = channel_options.WINDOW_BYTES + 4 * MIB  # a sender fills a window before its first part is read
-    monkeypatch.setattr(server, "held_limits", lambda _: ByteLimits(most, most, most))
-    async with serving(FakePeer(), FakeGossip()) as (_, endpoint), client() as caller, asyncio.timeout(PATIENCE):
-        for _ in range(3):
-            async with aclosing(caller.aggregate_part(endpoint, parts(16, MIB))) as replies:
-                assert [number_of(reply) async for reply in replies] == list(range(16))
-            await caller.get_schema(endpoint)
-        (connection,) = caller._channels._connections.values()
-        assert connection.channel.get_state() is grpc.ChannelConnectivity.READY
-
-
-@pytest.mark.asyncio
-async def test_a_first_part_that_waits_for_its_round_is_held(few_bytes: None) -> None:
-    """Strangers' messages lie in this process, not in gRPC, while their group is waited for."""
-
-    async def waits(messages: AsyncIterator[object]) -> AsyncIterator[object]:
-        await anext(messages)
-        await asyncio.Event().wait()
-        yield None
-
-    async with (
-        serving(FakePeer(aggregate=waits)) as (_, endpoint),  # type: ignore[arg-type]
-        stranger(endpoint) as caller,
-        asyncio.timeout(PATIENCE),
-    ):
-        raw = message(methods.AGGREGATE_PART.request.SerializeToString(part(7, MIB)))
-        for _ in range(3):
-            await caller.send(await caller.open(methods.AGGREGATE_PART.path), raw)
-        await caller.wait_until_hung_up()
-
-
-# Of a whole process
-
-PEER = """
-import asyncio, json, sys, torch
-from averaging import Peer
-
-async def main():
-    async with Peer([torch.zeros(3)], run_id="run") as peer:
-        print(json.dumps({"event": "ready", "endpoint": peer.endpoint}), flush=True)
-        await asyncio.to_thread(sys.stdin.read)
-
-asyncio.run(main())
-"""
-
-FLOOD = 480 * MIB
-PACE = 0.005
-"""Seconds after each MiB, so that it is no race between two processes for the same processors."""
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize(
-    ("path", "connections", "junk"),
-    [
-        (methods.GET_STATUS.path, 1, False),
-        pytest.param(methods.AGGREGATE_PART.path, 1, False, marks=pytest.mark.long),
-        pytest.param(HEALTH_CHECK, 8, False, marks=pytest.mark.long),
-        pytest.param(methods.GET_STATUS.path, 1, True, marks=pytest.mark.long),
-    ],
-    ids=["streams of one connection", "parts", "connections of one host", "few bytes of a message"],
-)
-async def test_a_process_keeps_its_memory(path: str, connections: int, junk: bool) -> None:
-    with JsonProcess(sys.executable, "-c", PEER) as process:
-        endpoint = str(process.expect("ready")["endpoint"])
-        memory = psutil.Process(process.pid).memory_info
-        before, most = memory().rss, 0
-        limits = channel_options.held_limits(34 * MIB)
-        bound = limits.per_connection if connections == 1 else limits.per_host
-        async with AsyncExitStack() as stack, asyncio.timeout(3 * PATIENCE):
-            callers = [await stack.enter_async_context(stranger(endpoint)) for _ in range(connections)]
-            calls = [(caller, await caller.open(path)) for _ in range(16) for caller in callers]
-            for caller, call in calls:
-                await caller.send(call, message(b"", 32 * MIB))
-            sent, number = 0, 0
-            while sent < FLOOD and not all(caller.gone for caller in callers):
-                caller, call = calls[number % len(calls)]
-                number += 1
-                before_this = caller.sent
-                if junk:
-                    for _ in range(128):
-                        await caller.send(call, bytes(32))
-                        await caller.junk(8192)
-                else:
-                    await caller.send(call, bytes(MIB))
-                sent += caller.sent - before_this
-                most = max(most, memory().rss - before)
-                if not caller.gone:
-                    await asyncio.sleep(PACE)
-            gone = sum(caller.gone for caller in callers)
-        assert gone == 1 if connections == 1 else gone >= 1
-        assert most < bound + 128 * MIB, f"{most / MIB:.0f} MiB after {sent / MIB:.0f}"
+        await no_call_is_in_progress(transport)
 
 
 # Time
@@ -294,7 +95,7 @@ async def test_a_request_that_is_not_complete_in_time_ends(path: str, sent: str,
             await caller.send(call, message(b""))
         async with asyncio.timeout(PATIENCE):
             told = await caller.ended(call)
-            await nothing_is_held(transport)
+            await no_call_is_in_progress(transport)
         if sent == "no end" and path in ONE_REPLY:
             assert "grpc-message" not in told or "complete" not in told["grpc-message"]
             return
@@ -341,7 +142,7 @@ async def test_a_reflection_stream_that_asks_no_more_ends(little_time: None) -> 
         assert (await stream.read()).list_services_response.service
         async with asyncio.timeout(PATIENCE):
             assert await stream.read() is grpc.aio.EOF
-            await nothing_is_held(transport)
+            await no_call_is_in_progress(transport)
 
 
 def test_a_large_request_has_the_time_that_a_slow_link_needs() -> None:
