@@ -251,10 +251,10 @@ class DecentralizedAverager(OptimizerWrapper):
             self._endpoint = site.broadcast_from_leader(lambda: start(""))
             if site.size > 1:
                 site.all_gather(lambda: None if site.leads else start(self._endpoint))
-            self._training.parts.measure_frozen()
+            self._training.parts.measure_untrained()
             with self._training.copies.following():
                 RunStart(strategy, self._training, random.SystemRandom()).begin()
-            self._training.warn_of_other_bases()
+            self._training.warn_of_others()
             self._training.modes.settle(wanted=False)  # a newcomer begins in the mode of the state
             strategy.joined(self._training)
             self._training_state.drive_scheduler()

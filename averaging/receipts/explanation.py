@@ -176,6 +176,11 @@ class Round:
         return self.receipts[0].members
 
     @property
+    def present(self) -> set[str]:
+        """The members that were not dropped."""
+        return set(self.members) - self.dropped.keys()
+
+    @property
     def outcome(self) -> Outcome:
         """Averaged if it is for any peer, else the outcome of the first receipt."""
         outcomes = [receipt.outcome for receipt in self.receipts]
@@ -308,10 +313,9 @@ def _result(round_: Round) -> str:
     first = round_.receipts[0]
     if round_.outcome is not Outcome.AVERAGED:
         return _how_it_failed(first)
-    here = len(round_.members) - len(round_.dropped)
     longest = max(round_.receipts, key=lambda receipt: receipt.seconds)
     return (
-        f"{here} of {len(round_.members)} in {duration(longest.seconds)} "
+        f"{len(round_.present)} of {len(round_.members)} in {duration(longest.seconds)} "
         f"(all-reduce {duration(max(receipt.allreduce_seconds for receipt in round_.receipts))})"
     )
 
@@ -344,9 +348,12 @@ def _agreement(round_: Round) -> list[str]:
         states = ", ".join(f"{digest} at {listed(names)}" for digest, names in round_.states.items())
         differing.append(f"DIFFERENT STATES: {states}")
     if round_.digests and not differing:
-        compared = {name for digests in round_.digests.values() for names in digests.values() for name in names}
-        return [f"all {len(compared)} agree"]
+        return [f"all {len(_compared(round_.digests.values()))} agree"]
     return differing
+
+
+def _compared(reports: Iterable[Mapping[str, Sequence[str]]]) -> set[str]:
+    return {name for digests in reports for names in digests.values() for name in names}
 
 
 def _header(rounds: Sequence[Round], peers: Iterable[str]) -> str:
@@ -375,17 +382,21 @@ def _summary(rounds: Sequence[Round], peers: set[str]) -> Iterator[str]:
     received = sum(receipt.bytes_received for receipt in receipts)
     yield f"bytes: {size(sent)} sent, {size(received)} received"
     if len(peers) > 1:
-        averages = [any(len(seen) > 1 for seen in round_.digests.values()) for round_ in rounds if round_.digests]
-        yield _summary_of_agreement("averages", averages)
-        yield _summary_of_agreement("states", [len(round_.states) > 1 for round_ in rounds if round_.states])
+        yield _summary_of_agreement("averages", [(round_, [*round_.digests.values()]) for round_ in rounds])
+        yield _summary_of_agreement("states", [(round_, [round_.states]) for round_ in rounds])
 
 
-def _summary_of_agreement(what: str, differing: Sequence[bool]) -> str:
-    """Returns a line about the rounds in which peers can be compared; `differing` has whether they differ in each."""
-    if not differing:
+def _summary_of_agreement(what: str, reports: Sequence[tuple[Round, list[dict[str, list[str]]]]]) -> str:
+    """Returns a line about the rounds in which peers can be compared, by the endpoints of each digest."""
+    compared = [(round_, digests) for round_, digests in reports if any(digests)]
+    if not compared:
         return f"{what}: no round has receipts of several peers to compare"
-    verdict = f"DIFFERENT in {sum(differing)}" if any(differing) else "the same in all"
-    return f"{what}: {verdict} of {counted(len(differing), 'round')} that can be compared"
+    differing = sum(any(len(seen) > 1 for seen in digests) for _, digests in compared)
+    verdict = f"DIFFERENT in {differing}" if differing else "the same in all"
+    partly = sum(not round_.present <= _compared(digests) for round_, digests in compared)
+    limits = f", {partly} of them only between some of the members" if partly else ""
+    limits += f"; {others} cannot" if (others := len(reports) - len(compared)) else ""
+    return f"{what}: {verdict} of {counted(len(compared), 'round')} that can be compared{limits}"
 
 
 def _summary_of_drops(rounds: Sequence[Round]) -> Iterator[str]:

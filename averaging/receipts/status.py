@@ -169,6 +169,10 @@ class TrainingStatus:
         return html_table(f"training of run {self.peer.run_id}", rows)
 
 
+UNSAVED = "buffers with persistent=False"
+"""Name of the part of a model that is in no state dict, so that neither rounds nor newcomers get it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Finish:
     """How the training of a peer ended, see `DecentralizedAverager.finish`.
@@ -180,8 +184,8 @@ class Finish:
         late: endpoints of the peers that still train.
         receipt: receipt of the last round; None if there was none.
         left: whether this peer had left the run before, on a signal.
-        differing: the parts of the model in which another peer differs, by its endpoint: "parameters", "buffers" or
-            "frozen parameters" (those that the optimizer does not train).
+        differing: the parts of the model in which another peer differs, by its endpoint: "parameters", "buffers",
+            "frozen parameters" (those that the optimizer does not train) or `UNSAVED`.
         unchecked: whether buffers and frozen parameters were not compared, since the averager was made without `model`.
         dropped: local steps of this peer, or samples with `GradientAveraging`, that are in no average.
     """
@@ -199,10 +203,12 @@ class Finish:
     def alike(self) -> bool:
         """Whether all peers of the run hold the same weights now, as far as they were compared. True for a single peer.
 
-        With `model` all that it computes with is compared: parameters, buffers, and what is not trained.
+        With `model` these are the parameters, trained and frozen, and the buffers of its state dict. Other buffers may
+        be caches, so those that differ are only named in the text.
         """
         same = all(digest == self.digest for digest in self.digests.values())
-        return same and not self.left and not self.late and not self.differing
+        others = any(set(parts) - {UNSAVED} for parts in self.differing.values())
+        return same and not self.left and not self.late and not others
 
     def __str__(self) -> str:
         if self.left:
@@ -218,7 +224,10 @@ class Finish:
             unchecked = (
                 "; buffers and frozen parameters were not compared, which takes model=" if self.unchecked else ""
             )
-            return f"all {count + 1} peers hold the same weights{unchecked}" if count else "finished alone"
+            other = (
+                f"; {listed(list(self.differing))} with other {UNSAVED}: outputs may differ" if self.differing else ""
+            )
+            return f"all {count + 1} peers hold the same weights{unchecked}{other}" if count else "finished alone"
         others: dict[str, list[str]] = {}
         for name, digest in self.digests.items():
             if digest and (digest != self.digest or name in self.differing):

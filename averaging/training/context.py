@@ -25,7 +25,6 @@ from averaging.training.history import still_training
 from averaging.training.layout import as_divided, clip, local
 from averaging.training.named_tensors import (
     BUFFER,
-    FROZEN,
     Counters,
     ModelBuffers,
     ModelParts,
@@ -604,11 +603,11 @@ class StrategyContext:
         with self.peer.tensors():
             self.parts.measure_all()
 
-    def warn_of_other_bases(self) -> None:
-        """Warns of peers whose parameters that are not trained are others, once of each."""
-        if FROZEN in self.parts.digests and self.site.leads:
+    def warn_of_others(self) -> None:
+        """See `ModelParts.warn_of_others`."""
+        if self.parts.digests and self.site.leads:
             with suppress(ClosedError):
-                self.parts.warn_of_other_bases(self.announcements.at_leader(wait=False))
+                self.parts.warn_of_others(self.announcements.at_leader(wait=False))
 
     def _report(self, receipt: Receipt, *, may_fail: bool = False) -> Receipt:
         """Passes a receipt on, and warns of a failed round once per reason."""
@@ -621,7 +620,7 @@ class StrategyContext:
             receipt = replace(
                 receipt, gathered={name: without_counters(sent) for name, sent in receipt.gathered.items()}
             )
-        self.warn_of_other_bases()
+        self.warn_of_others()
         reason = "" if receipt.averaged else receipt.reason
         if may_fail and receipt.outcome is Outcome.NO_GROUP:
             reason = self._warned

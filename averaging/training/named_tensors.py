@@ -9,6 +9,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from averaging.common import listed, pack, unpack, without_wrappers
 from averaging.errors import ConfigError, TensorError
+from averaging.receipts.status import UNSAVED
 from averaging.tensors import AVERAGED_DTYPES, STATE_DTYPES, all_finite, digest_of_tensors
 from averaging.training.history import read_progress
 from averaging.training.layout import is_divided, local
@@ -30,6 +32,13 @@ BUFFER = "buffer/"
 FROZEN = "frozen parameters"
 """Name of the part of a model that the optimizer does not train."""
 
+NOT_AVERAGED = {
+    FROZEN: "parameters that the optimizer does not train, so these peers compute something else, even if all trained "
+    "parameters are equal; load the same base model at all peers",
+    UNSAVED: f"{UNSAVED}, so these peers may compute something else, even if all weights are equal; unless they are "
+    "caches, compute them alike at all peers, also after to_empty()",
+}
+"""What a warning says of the parts of a model that are not averaged, if they differ."""
 
 WITHOUT_MODEL = (
     "the averager was made without model=, so it cannot check what the optimizer does not hold: peers may have other "
@@ -60,7 +69,7 @@ class TrainedModel:
                 "modules torch.nn.ModuleList([first, second])"
             )
         self.model = model
-        self.parameters, self.buffers = _named_tensors(model)
+        self.parameters, self.buffers, _ = _named_tensors(model)
         # What each module holds: the dicts themselves, and the identities of what is in them now.
         holders = [members for module in model.modules() for members in (module._parameters, module._modules)]
         self._members = [(members, [id(member) for member in members.values()]) for members in holders]
@@ -101,6 +110,11 @@ class TrainedModel:
         """The present buffers of its state dict by name."""
         return _named_tensors(self.model)[1]
 
+    @property
+    def unsaved(self) -> dict[str, torch.Tensor]:
+        """The present buffers that are not in its state dict by name."""
+        return _named_tensors(self.model)[2]
+
     def check(self, buffers: Collection[str]) -> None:
         """Checks that the model has the same tensors as when this was made.
 
@@ -114,7 +128,7 @@ class TrainedModel:
             members.get(key) is buffer for members, key, buffer in self._places
         ):
             return  # the usual case takes about a millisecond for a thousand modules
-        parameters, now = _named_tensors(self.model)
+        parameters, now, _ = _named_tensors(self.model)
         for kind, before, after in (
             ("parameter", self.parameters, parameters),
             ("buffer", {name: self.buffers[name] for name in buffers if name in self.buffers}, now),
@@ -153,7 +167,8 @@ class ModelParts:
         self._site, self._model, self._trained, self._buffers = site, model, trained, buffers
         self.digests: dict[str, str] = {}
         self.of_strategy: Callable[[], Mapping[str, torch.Tensor]] | None = None
-        self._other_bases: set[str] = set()
+        self._is_start = True
+        self._named: set[tuple[str, str]] = set()  # the parts and peers of which a warning said that they differ
 
     def joint(self, digest: Callable[[], str]) -> str:
         """The digest of what all ranks of the site hold; of the ranks with the same shard its owner counts."""
@@ -163,17 +178,27 @@ class ModelParts:
             return of_shard[0]
         return hashlib.sha256("".join(of_shard[shard] for shard in sorted(of_shard)).encode()).hexdigest()[:16]
 
-    def measure_frozen(self) -> None:
-        """Sets the digest of the parameters that the optimizer does not train, if the model has some.
+    def measure_untrained(self) -> None:
+        """Sets the digests of what is not averaged: parameters that the optimizer does not train, unsaved buffers.
 
-        Warns if it is another one than before.
+        Warns of parameters that have changed, and at the start of buffers that nothing has written.
         """
-        frozen = {} if self._model is None else self._model.frozen(self._trained.values())
-        if not frozen:
+        before, is_start, self._is_start = self.digests.get(FROZEN), self._is_start, False
+        if self._model is None:
             return
-        before = self.digests.get(FROZEN)
-        self.digests[FROZEN] = self.joint(lambda: digest_of(frozen))
-        if before not in (None, self.digests[FROZEN]) and self.of_strategy is None and self._site.leads:
+        frozen, unsaved = self._model.frozen(self._trained.values()), self._model.unsaved
+        for part, tensors in ((FROZEN, frozen), (UNSAVED, unsaved)):
+            if tensors:
+                self.digests[part] = self.joint(partial(digest_of, tensors))
+        unwritten = [name for name, buffer in unsaved.items() if _is_unwritten(buffer)]
+        if unwritten and is_start and self._site.leads:
+            logger.warning(
+                "%s with NaN or subnormal numbers, as in memory that nothing has written: %s. After to_empty() compute "
+                "them anew, since no state dict and no other peer has them",
+                UNSAVED,
+                listed(unwritten),
+            )
+        if before not in (None, self.digests.get(FROZEN)) and self.of_strategy is None and self._site.leads:
             logger.warning(
                 "parameters that the optimizer does not train have changed since the start (of %s); they are not "
                 "averaged, so give them to the optimizer, or leave them as they are",
@@ -182,7 +207,7 @@ class ModelParts:
 
     def measure_all(self) -> None:
         """Sets the digests of all that the model computes with. The caller holds the tensors' lock."""
-        self.measure_frozen()
+        self.measure_untrained()
         buffers = self._buffers if self._model is None else self._model.present_buffers
         plain = {name.removeprefix(BUFFER): buffer for name, buffer in sorted(buffers.items())}
         # By number, since a peer that was made without the model has no names for them.
@@ -194,20 +219,19 @@ class ModelParts:
         if plain:
             self.digests["buffers"] = self.joint(lambda: digest_of(plain))
 
-    def warn_of_other_bases(self, announcements: Mapping[str, bytes]) -> None:
-        """Warns of peers whose parameters that are not trained are others, once of each."""
-        if self.of_strategy is not None:
-            return  # it compares them itself, and may change them
-        own = self.digests[FROZEN]
+    def warn_of_others(self, announcements: Mapping[str, bytes]) -> None:
+        """Warns of peers that have other values in what is not averaged, once of each."""
         progress = read_progress(announcements)
-        others = {name for name, peer in progress.items() if peer.parts.get(FROZEN, own) != own} - self._other_bases
-        self._other_bases |= others
-        if others:
-            logger.warning(
-                "%s: other values in parameters that the optimizer does not train, so these peers compute something "
-                "else, even if all trained parameters are equal; load the same base model at all peers",
-                listed(sorted(others)),
-            )
+        for part, advice in NOT_AVERAGED.items():
+            own = self.digests.get(part)
+            if own is None or (part == FROZEN and self.of_strategy is not None):
+                continue  # the strategy compares the base itself, and may change it
+            training = {name: peer.parts for name, peer in progress.items() if not peer.digest}
+            others = {(part, name) for name, parts in training.items() if parts.get(part, own) != own}
+            names = sorted(name for _, name in others - self._named)
+            self._named |= others
+            if names:
+                logger.warning("%s: other values in %s", listed(names), advice)
 
 
 def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -217,6 +241,14 @@ def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
         values = "".join(digest_of_tensors([part]) for part in _plain_parts(tensor.detach()))
         digest.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0{values}\0".encode(errors="surrogatepass"))
     return digest.hexdigest()
+
+
+def _is_unwritten(buffer: torch.Tensor) -> bool:
+    """Whether a buffer has NaN or subnormal numbers, which no constant of a model has, but memory often."""
+    if not buffer.is_floating_point() or buffer.dtype not in AVERAGED_DTYPES.values():
+        return False
+    sizes = [part.abs() for part in _plain_parts(buffer.detach()) if part.is_floating_point()]
+    return any(bool((size.isnan() | ((size > 0) & (size < torch.finfo(size.dtype).tiny))).any()) for size in sizes)
 
 
 def _plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -241,17 +273,21 @@ def _changed(kind: str, name: str, how: str) -> str:
     )
 
 
-def _named_tensors(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The parameters and the persistent buffers of a model by name."""
-    parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
+def _named_tensors(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], ...]:
+    """The parameters, the persistent buffers and the other buffers of a model by name."""
+    keys = {
+        f"{at}.{key}" if at else key
+        for at, module in model.named_modules()
+        for key in module._non_persistent_buffers_set
+    }
     buffers = dict(model.named_buffers())
-    for prefix, module in model.named_modules():
-        for key in module._non_persistent_buffers_set:
-            buffers.pop(f"{prefix}.{key}" if prefix else key, None)
-    names = without_wrappers([*parameters, *buffers])
-    return dict(zip(names, parameters.values(), strict=False)), dict(
-        zip(names[len(parameters) :], buffers.values(), strict=True)
-    )
+    kinds: list[dict[str, torch.Tensor]] = [
+        dict(model.named_parameters()),
+        {name: buffer for name, buffer in buffers.items() if name not in keys},
+        {name: buffer for name, buffer in buffers.items() if name in keys},
+    ]
+    names = iter(without_wrappers([name for named in kinds for name in named]))
+    return tuple({next(names): tensor for tensor in named.values()} for named in kinds)
 
 
 # What an optimizer trains, and which buffers the peers have in common.

@@ -94,7 +94,9 @@ def test_all_that_a_model_with_batch_norm_computes_with_is_equal_in_the_end(
         run.add(strategy(), SGD, normed(seed))
     finishes = train(run)
     assert differing(run.models) == []
-    assert all(str(finish).startswith("all 2 peers hold the same weights") for finish in finishes)
+    assert [str(finish).partition("; no average has")[0] for finish in finishes] == [
+        "all 2 peers hold the same weights"
+    ] * 2
     assert run.models[0].get_buffer("1.num_batches_tracked") >= 7  # the larger number of steps
 
 
@@ -160,6 +162,43 @@ def test_equal_frozen_parameters_are_no_news(run: Run, caplog: pytest.LogCapture
         run.add(LocalSGD(3), trained, adapted(0))
     assert all(finish.alike for finish in train(run))
     assert "does not train" not in caplog.text
+
+
+def unsaved(values: torch.Tensor) -> nn.Module:
+    model = adapted(0)
+    model.register_buffer("table", values, persistent=False)
+    return model
+
+
+def test_other_buffers_that_no_state_dict_has_are_named_from_the_start_to_the_end(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    for value in range(2):
+        run.add(LocalSGD(3), trained, unsaved(torch.full((4,), float(value))))
+    other = "other values in buffers with persistent=False"
+    assert f"{run.averagers[0].endpoint}: {other}" in caplog.text
+    finishes = train(run)
+    assert f"{run.averagers[1].endpoint}: {other}" in caplog.text
+    assert all(finish.alike for finish in finishes)  # all that a state dict has
+    assert str(finishes[0]) == (
+        f"all 2 peers hold the same weights; {run.averagers[1].endpoint} with other buffers with persistent=False: "
+        "outputs may differ"
+    )
+
+
+@pytest.mark.parametrize("value", [float("nan"), 4.5e-41])
+def test_buffers_that_nothing_has_written_are_named_at_the_start(
+    run: Run, caplog: pytest.LogCaptureFixture, value: float
+) -> None:
+    run.add(LocalSGD(3), trained, unsaved(torch.tensor([0.0, value])))
+    assert "memory that nothing has written: table. After to_empty()" in caplog.text
+
+
+def test_equal_masks_that_no_state_dict_has_are_no_news(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        run.add(LocalSGD(3), trained, unsaved(torch.tensor([-torch.inf, 0.0, torch.finfo(torch.float32).min])))
+    assert [str(finish) for finish in train(run)] == ["all 2 peers hold the same weights"] * 2
+    assert "persistent=False" not in caplog.text
 
 
 def test_without_the_model_the_end_says_what_was_not_compared(run: Run, caplog: pytest.LogCaptureFixture) -> None:

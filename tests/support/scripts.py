@@ -147,6 +147,7 @@ def scripted(seed: int, clock: Callable[[], float] = virtual_time.clock) -> Iter
         patch.setattr("averaging.averager.EventLoopThread", ScriptThread)
         patch.setattr("averaging.averager.Peer", make_peer)
         patch.setattr("averaging.averager.leave_on_signals", lambda *_: None)  # a killed one never closes
+        patch.setattr("averaging.averager.note_open", lambda _: None)  # likewise, and each has a process of its own
         patch.setattr("averaging.averager.random", SimpleNamespace(SystemRandom=lambda: rng))
         patch.setattr("averaging.strategies.lockstep.secrets", SimpleNamespace(token_bytes=rng.randbytes))
         patch.setattr("averaging.training.context.time", clocks)
