@@ -130,7 +130,7 @@ class GradientAveraging(LockstepStrategy):
         if is_level and self._is_complete(others) and not self._ends_with_others(training, others.together):
             self.announce(training)
             if not training.site.broadcast_from_leader(lambda: self._holds(training, self._topic)):
-                self._global_step(training, others.together)
+                self._global_step(training, others.together, training.peer.config.round_timeout)
         self.announce(training, computing=samples)
         self._batch_began = training.now()
         return loss
@@ -170,7 +170,7 @@ class GradientAveraging(LockstepStrategy):
             mean.zero_()
             self._present[name] = False
 
-    def _global_step(self, training: StrategyContext, together: tuple[str, ...]) -> None:
+    def _global_step(self, training: StrategyContext, together: tuple[str, ...], search_timeout: float) -> None:
         scale = None if self.max_norm is None else training.clip(self._means.values(), self.max_norm)
         lacking = {number for number, here in enumerate(self._present.values()) if not here}
         receipt: Receipt | None = None
@@ -184,6 +184,7 @@ class GradientAveraging(LockstepStrategy):
                     gather={"samples": self._gathered, "lacking": _bitmap(lacking, len(self._present))},
                     expected_peers=self._expected_peers(training, together),
                     drift=training.fingerprint(training.parameters, self.history.phase, self.history.step),
+                    search_timeout=search_timeout,
                 )
             finally:  # also after a KeyboardInterrupt
                 if receipt is None or not receipt.averaged:
@@ -212,12 +213,15 @@ class GradientAveraging(LockstepStrategy):
         return training.evaluate(closure)
 
     def conclude(self, training: StrategyContext, partners: Collection[str], timeout: float) -> Receipt | None:
-        """Averages the buffers, which may differ since the last global step; the parameters are equal already."""
+        """Makes the step that was left to the end, if there is one, and averages the buffers, which may differ."""
+        others, end = self.present_others(training), training.monotonic() + timeout
+        if others.together and self._is_complete(others):
+            self._global_step(training, others.together, timeout)
         self.dropped = self._gathered
         if not training.buffers and not training.counters:
             return None
         topic = training.topic("buffers", training.buffers or {"nothing": torch.zeros(1)}, adopt=Adopt.WHOLE)
-        return self._average_at_the_end(training, topic, timeout)
+        return self._average_at_the_end(training, topic, max(0.0, end - training.monotonic()))
 
     def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
         """Loads the state and drops the gathered gradients, which belong to other parameters."""
