@@ -66,7 +66,6 @@ class StateService(RpcService, Protocol):
 
         It should return soon.
         """
-        ...
 
 
 class DecentralizedAverager(OptimizerWrapper):

@@ -96,18 +96,15 @@ class Discovery(Protocol):
                 than an hour from now, or too many records are stored.
             ClosedError: the discovery has not been entered, or has been left.
         """
-        ...
 
     async def until_stored(self, key: str, subkey: str) -> None:
         """Waits until this peer's record has its place in the order of discovery, and all before it are known.
 
         Without such an order, or if that takes some seconds, it returns at once.
         """
-        ...
 
     async def withdraw(self, key: str, subkey: str) -> None:
         """Removes this peer's record before it expires; does nothing if there is none."""
-        ...
 
     async def follow(self, key: str, *, keep: bool = True) -> None:
         """Has this peer hold the records under `key`; returns when it holds them.
@@ -118,14 +115,12 @@ class Discovery(Protocol):
             key: the key.
             keep: whether they are held until this peer leaves; otherwise until nobody has read them for a while.
         """
-        ...
 
     def get(self, key: str) -> Mapping[str, Entry]:
         """The records under `key` that have not expired, by subkey.
 
         If the key is neither followed nor watched, they may be missing the first time, and come later.
         """
-        ...
 
     def watch(self, key: str) -> AsyncGenerator[Mapping[str, Entry], None]:
         """Yields what `get(key)` returns, at once and again whenever it changes, also by expiration.
@@ -133,7 +128,6 @@ class Discovery(Protocol):
         Changes that come faster than the reader are merged. Close it (`contextlib.aclosing`) to stop watching. It ends
         when the discovery is left.
         """
-        ...
 
     async def take_place(self, key: str, size: int) -> str:
         """The key under which this peer should look for a group of at most `size` of those under `key`.
@@ -141,7 +135,6 @@ class Discovery(Protocol):
         It is `key` itself unless discovery has an order that all peers see alike, and knows that they are more than
         `size`: then it divides them in that order. Call it again for another declaration of the same search.
         """
-        ...
 
     def leave_place(self, key: str, *, began: bool, full: bool) -> None:
         """Ends the search for which `take_place` was called.
@@ -151,26 +144,21 @@ class Discovery(Protocol):
             began: whether a group has begun.
             full: whether it has as many members as it may have, or another peer leads it.
         """
-        ...
 
     def knows(self, endpoint: str) -> bool:
         """Whether any record that this peer holds, and that has not expired, has `endpoint` as its subkey."""
-        ...
 
     def withdrew(self, endpoint: str) -> bool:
         """Whether a peer that this one knew lately has withdrawn its records, and not only let them expire."""
-        ...
 
     def endpoints(self) -> frozenset[str]:
         """The peers that discovery knows: all subkeys of the records that it holds and that have not expired.
 
         A peer that seems to have died may be left out sooner.
         """
-        ...
 
     def diagnose(self) -> Diagnosis:
         """The other peers and what may keep them from this one; used to explain why no group was found."""
-        ...
 
 
 # Waits for changes under a key, for the readers of a discovery.

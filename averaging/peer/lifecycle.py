@@ -44,7 +44,6 @@ class DiscoveryFactory(Protocol):
 
     def __call__(self, endpoint: str, transport: Transport) -> AbstractAsyncContextManager[Discovery]:
         """Called between `bind` and `serve` of the transport."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

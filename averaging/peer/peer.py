@@ -342,10 +342,11 @@ class Peer(InProcess):
                 self.data.mark_gone(name)
                 yield name
 
-    async def mark_gone(self, names: Collection[str]) -> None:
-        """Ignores the progress of those of these peers whose address refuses connections."""
+    async def mark_gone(self, names: Collection[str]) -> list[str]:
+        """Ignores, and returns, those of these peers that have not left but refuse connections."""
         for name in await refusing(self._transport, names):
             self.progress.mark_gone(name)
+        return [name for name in names if self.progress.is_gone(name)]
 
     def declared_until(self, topic: Topic, phase: str = "") -> float | None:
         """When the last declaration of other training peers for this topic expires; None if there is none.

@@ -45,7 +45,6 @@ class ReadByService(Protocol):
 
     def readers(self) -> Iterable[WeightReader]:
         """Called in the event loop of the server, for the status of the peer."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -219,6 +219,7 @@ class RunEnd:
         self._end = training.monotonic() + timeout
         self._digests: dict[str, str] = {}  # kept, since a peer that has finished may leave
         self._parts: dict[str, Mapping[str, str]] = {}  # likewise
+        self._gone: set[str] = set()  # peers that were killed
 
     def finish(self) -> Finish:
         """Ends the round in progress, makes the weights of all peers equal, and compares them."""
@@ -243,9 +244,9 @@ class RunEnd:
         training.measure_parts()
         self._announce(Stage.ENDED)
         self._wait(lambda seen: all(self._digest_of(name, seen) for name in partners & seen.keys()), self._remaining)
-        digests = {name: self._digests.get(name, "") for name in sorted(partners)}
         # A peer that leaves withdraws its record, so it stays until the others have read it.
         self._announce(Stage.COMPARED)
+        digests = {name: self._digests.get(name, "") for name in sorted(partners - self._gone)}
         self._wait(lambda seen: partners & seen.keys() <= done_training(seen, Stage.COMPARED), self._remaining)
         differing = {name: _differing(training.parts.digests, self._parts.get(name, {})) for name in digests}
         return Finish(
@@ -277,10 +278,6 @@ class RunEnd:
             return min(end - self._training.monotonic(), strategy.wait_at_the_end(seen, group_size))
 
         end = self._training.monotonic() + self._remaining / 2
-        # The record of a peer that was killed remains for a while.
-        late, training = still_training(self._training.announcements.of_others()), self._training
-        training.site.broadcast_from_leader(lambda: training.thread.run(training.peer.mark_gone(late)))
-        self._training.announcements.refresh()
         seen = self._wait(enough, self._remaining / 2)
         left = self._training.site.broadcast_from_leader(patience)
         if left > 0:
@@ -292,6 +289,15 @@ class RunEnd:
     def _announce(self, stage: Stage) -> None:
         self._strategy.stage = stage
         self._strategy.announce(self._training)
+        self._forget_gone()
+
+    def _forget_gone(self) -> None:
+        """Ignores peers that were killed, whose records remain for a while; not those whose digests are known."""
+        training = self._training
+        others = training.announcements.of_others().keys() - self._digests.keys()
+        gone = training.site.broadcast_from_leader(lambda: training.thread.run(training.peer.mark_gone(others)))
+        self._gone.update(gone)
+        training.announcements.refresh()
 
     def _catch_up(self, partners: frozenset[str], seconds: float) -> None:
         """Takes over the state of peers that are ahead, until all remaining partners have the same history."""

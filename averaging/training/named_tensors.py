@@ -167,7 +167,6 @@ class ModelParts:
         self._site, self._model, self._trained, self._buffers = site, model, trained, buffers
         self.digests: dict[str, str] = {}
         self.of_strategy: Callable[[], Mapping[str, torch.Tensor]] | None = None
-        self._is_start = True
         self._named: set[tuple[str, str]] = set()  # the parts and peers of which a warning said that they differ
 
     def joint(self, digest: Callable[[], str]) -> str:
@@ -183,7 +182,7 @@ class ModelParts:
 
         Warns of parameters that have changed, and at the start of buffers that nothing has written.
         """
-        before, is_start, self._is_start = self.digests.get(FROZEN), self._is_start, False
+        before, is_start = self.digests.get(FROZEN), UNSAVED not in self.digests
         if self._model is None:
             return
         frozen, unsaved = self._model.frozen(self._trained.values()), self._model.unsaved

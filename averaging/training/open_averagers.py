@@ -29,24 +29,19 @@ class OpenAverager(Protocol):
     @property
     def run_id(self) -> str:
         """The id of its run."""
-        ...
 
     @property
     def endpoint(self) -> str:
         """The address at which other peers join it."""
-        ...
 
     def close(self) -> None:
         """Leaves its run and ends its thread."""
-        ...
 
     def begin_to_leave(self) -> None:
         """Starts to leave its run on a signal, without waiting."""
-        ...
 
     def leave(self) -> None:
         """Leaves its run and waits until that is done."""
-        ...
 
 
 _open: WeakSet[OpenAverager] = WeakSet()
@@ -171,7 +166,6 @@ class AskedToLeave(Protocol):
     @property
     def leaves(self) -> bool:
         """Whether its owner has asked it to leave."""
-        ...
 
     async def __aenter__(self) -> object: ...
 

@@ -280,15 +280,12 @@ class SharedState(Protocol):
 
     def shared(self) -> ExtraState:
         """The state for newcomers."""
-        ...
 
     def check(self, user: Mapping[str, Any]) -> None:
         """Checks what a state holds besides its tensors; raises StateError if it cannot be taken over."""
-        ...
 
     def take_over(self, state: State) -> None:
         """Loads a downloaded state. The caller holds the tensors' lock, and overwrites them afterwards."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

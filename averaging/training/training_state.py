@@ -137,27 +137,21 @@ class StrategyState(Protocol):
 
     def schedule(self, training: StrategyContext) -> int:
         """Number of steps that a scheduler driven by the averager must have made by now."""
-        ...
 
     def joined(self, training: StrategyContext) -> None:
         """Called when a checkpoint was loaded."""
-        ...
 
     def announced_history(self, training: StrategyContext) -> History:
         """The history with which other peers compare theirs."""
-        ...
 
     def state(self) -> ExtraState:
         """The tensors (not copied) and numbers of the strategy that newcomers and checkpoints need."""
-        ...
 
     def parameter_of(self, name: str) -> str | None:
         """The parameter like which a tensor of `state` is divided between ranks; None if it is not divided."""
-        ...
 
     def check(self, user: Mapping[str, Any]) -> None:
         """Raises StateError if a state with these numbers cannot be loaded, before its tensors are downloaded."""
-        ...
 
     def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
         """Loads what `state` returned, here or at another peer.
@@ -165,15 +159,12 @@ class StrategyState(Protocol):
         Raises:
             StateError: it is malformed; nothing was changed.
         """
-        ...
 
     def own_state(self) -> Mapping[str, torch.Tensor]:
         """Tensors (not copied) that this peer's checkpoints need as well, but no newcomer gets; by name."""
-        ...
 
     def load_own(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Loads what `own_state` returned; called after `load` with each checkpoint, also if that has none."""
-        ...
 
 
 class TrainingState:

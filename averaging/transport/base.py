@@ -49,7 +49,6 @@ class AveragingService(Protocol):
 
     def join_group(self, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
         """Yields the verdict on the request, then the group or the reason why there is none."""
-        ...
 
     def aggregate_part(self, messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
         """Reads a sender's parts in order and yields their averages in the same order.
@@ -57,7 +56,6 @@ class AveragingService(Protocol):
         It asks for a second message only after a round has accepted the sender. The transport relies on that: until
         then it bounds what the sender can make it hold.
         """
-        ...
 
     def download_state(self, resume: Resume | None, caller: str) -> AsyncGenerator[DownloadData, None]:
         """Yields the last committed state in chunks; nothing if it is not shared.
@@ -66,7 +64,6 @@ class AveragingService(Protocol):
             resume: the part that the caller has already. It is skipped if the states agree.
             caller: identifies the calling host; the same for all its connections.
         """
-        ...
 
     def get_status(self, receipts: int = 0, after_round: int = 0, peers: bool = False) -> PeerStatus:
         """Returns the identity and present activity of this peer.
@@ -76,15 +73,12 @@ class AveragingService(Protocol):
             after_round: only receipts of later rounds.
             peers: whether it names the known peers.
         """
-        ...
 
     def get_schema(self) -> Schema:
         """Returns the schema of the tensors that this peer averages."""
-        ...
 
     def watch_rounds(self, last: int) -> AsyncGenerator[Watched, None]:
         """Yields the `last` receipts of this peer, and each further one until it leaves."""
-        ...
 
 
 class GossipService(Protocol):
@@ -97,19 +91,15 @@ class GossipService(Protocol):
 
     def exchange(self, digest: Digest) -> AsyncGenerator[ExchangeReply, None]:
         """Yields the records that the caller lacks, and last the ids of those that this peer lacks."""
-        ...
 
     async def push(self, run_id: str, rumours: tuple[Rumour, ...]) -> tuple[Refusal, ...]:
         """Accepts fresh records and forwards them; returns the refused ones."""
-        ...
 
     def subscribe(self, digest: Digest) -> AsyncGenerator[tuple[Record, ...], None]:
         """Yields the records that the caller lacks, then every fresh record, without end."""
-        ...
 
     def list_records(self, key: str) -> tuple[Record, ...]:
         """Returns the records under `key`, or all records if it is empty."""
-        ...
 
 
 class Transport(Protocol):
@@ -127,29 +117,23 @@ class Transport(Protocol):
         Raises:
             ListenError: the address is not available.
         """
-        ...
 
     async def serve(self, averaging: AveragingService, gossip: GossipService | None) -> None:
         """Starts to serve calls and returns at once."""
-        ...
 
     async def close(self, grace: float = 0.0) -> None:
         """Stops serving, after at most `grace` seconds for calls in progress, and closes all connections."""
-        ...
 
     def join_group(self, endpoint: str, request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
         """Asks `endpoint` to lead this peer, and yields its answers."""
-        ...
 
     def aggregate_part(
         self, endpoint: str, messages: AsyncIterator[AveragingData]
     ) -> AsyncGenerator[AveragingData, None]:
         """Sends parts to their reducer `endpoint` with the network's backpressure, and yields the replies."""
-        ...
 
     def prepare_lane(self, endpoint: str) -> None:
         """Called when this peer may soon send parts to `endpoint`. It returns at once."""
-        ...
 
     async def check_lane(self, endpoint: str) -> None:
         """Returns when the connection that carries a stream of parts to `endpoint` works, at once if calls share it.
@@ -157,31 +141,24 @@ class Transport(Protocol):
         Raises:
             PeerUnreachableError: it is lost.
         """
-        ...
 
     def lane(self, endpoint: str) -> Lane | None:
         """Returns how the last stream of parts to `endpoint` travelled; None if there is only one way."""
-        ...
 
     def download_state(self, endpoint: str, resume: Resume | None = None) -> AsyncGenerator[DownloadData, None]:
         """Downloads the state of `endpoint`. Bytes named by `resume` are skipped if `endpoint` has the same."""
-        ...
 
     async def get_schema(self, endpoint: str) -> Schema:
         """Returns the schema of the tensors that `endpoint` averages."""
-        ...
 
     def exchange(self, endpoint: str, digest: Digest) -> AsyncGenerator[ExchangeReply, None]:
         """Synchronizes records with `endpoint`."""
-        ...
 
     async def push(self, endpoint: str, run_id: str, rumours: tuple[Rumour, ...]) -> tuple[Refusal, ...]:
         """Sends fresh records to `endpoint`; returns the refused ones."""
-        ...
 
     def subscribe(self, endpoint: str, digest: Digest) -> AsyncGenerator[tuple[Record, ...], None]:
         """Yields the fresh records that `endpoint` receives."""
-        ...
 
 
 async def is_alive(transport: Transport, endpoint: str) -> bool:

@@ -73,15 +73,12 @@ class KeyValueStore(Protocol):
 
     async def grant(self, seconds: float) -> int:
         """Returns a new lease, which ends this long after its last renewal; the store may make it longer."""
-        ...
 
     async def keep_alive(self, lease: int) -> bool:
         """Renews a lease; returns False if it has ended."""
-        ...
 
     async def revoke(self, lease: int) -> None:
         """Ends a lease, with all that was written under it."""
-        ...
 
     async def change(self, changes: Mapping[bytes, bytes | None], lease: int) -> int:
         """Writes values under a lease, and deletes the keys whose value is None, in one step; returns its revision.
@@ -89,7 +86,6 @@ class KeyValueStore(Protocol):
         Raises:
             LeaseEndedError: there is no such lease any more; nothing was changed.
         """
-        ...
 
     async def list_values(self, prefix: bytes, limit: int, start: bytes = b"") -> StoredValues:
         """Returns at most `limit` values whose keys begin with `prefix`, in the order of their keys.
@@ -99,7 +95,6 @@ class KeyValueStore(Protocol):
             limit: maximum number of values.
             start: the first key that is returned, if it exists; empty for the first of all.
         """
-        ...
 
     def watch(self, prefix: bytes, after: int) -> AsyncGenerator[StoredChanges, None]:
         """Yields each change under `prefix` since the revision `after`, without end. May yield no changes at times.
@@ -107,12 +102,9 @@ class KeyValueStore(Protocol):
         Raises:
             CompactedError: the store has forgotten changes since then.
         """
-        ...
 
     async def draw(self, key: bytes, lease: int) -> StoredValue:
         """Writes an empty value and returns it, in one step: its `writes` number the calls since `created`."""
-        ...
 
     async def delete_unless_drawn(self, drawn: StoredValue, most: int) -> bool:
         """Deletes a key that has been written at most `most` times since `drawn.created`; returns whether it did."""
-        ...

@@ -32,23 +32,18 @@ class Identity(Protocol):
     @property
     def owner(self) -> bytes:
         """The public key, 32 bytes."""
-        ...
 
     def sign(self, run_id: str, record: Record) -> bytes:
         """This peer's signature of `record`; the `signature` field of that is ignored."""
-        ...
 
     def verify(self, run_id: str, record: Record) -> bool:
         """Whether `record` is signed by its owner, in this run."""
-        ...
 
     def may_sign(self, run_id: str, record: Record) -> bool:
         """Whether other peers accept a record of this owner that it has signed itself."""
-        ...
 
     def holder(self, run_id: str, record: Record) -> str:
         """The certificate with which a verified record was written; empty in a run without certificates."""
-        ...
 
 
 class Ed25519Identity:
