@@ -23,6 +23,7 @@ from averaging.receipts.receipt_log import ReceiptBook, ReceiptLog, Recorded, Wa
 from averaging.receipts.status import (
     MAX_ITEMS,
     MAX_READERS,
+    UNSAVED,
     Finish,
     PeerStatus,
     ReadByService,
@@ -38,6 +39,7 @@ __all__ = [
     "MAX_ITEMS",
     "MAX_READERS",
     "UNKNOWN_LANE",
+    "UNSAVED",
     "Account",
     "Drift",
     "DriftCheck",

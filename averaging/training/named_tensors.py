@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from averaging.common import listed, pack, unpack, without_wrappers
 from averaging.errors import ConfigError, TensorError
-from averaging.receipts.status import UNSAVED
+from averaging.receipts import UNSAVED
 from averaging.tensors import AVERAGED_DTYPES, STATE_DTYPES, all_finite, digest_of_tensors
 from averaging.training.history import read_progress
 from averaging.training.layout import is_divided, local
