@@ -33,6 +33,15 @@ TRIES_PER_DONOR = 5
 was too slow do not count: `throughput.expected_rate` bounds their number."""
 
 
+SMALL = 1 << 10
+"""Bytes of a message that passes in one packet everywhere: IPv6 requires 1,280 bytes with all headers."""
+
+LOSES_LARGE = (
+    "only small messages arrive from it, so the path may lose large packets: `averaging doctor --deep` measures that, "
+    "and a smaller MTU here or there is a remedy"
+)
+
+
 class _AllDonorsFailedError(StateError):
     """No donor delivered the whole state. Donors that agreed before may have another state by now."""
 
@@ -145,6 +154,7 @@ class _Download:
         self._on_progress = on_progress
         self._kept = ReceivedState()
         self._not_started: dict[str, None] = {}  # donors that timed out before their first message, in order
+        self._only_small: dict[str, bool] = {}  # whether donors answer, but deliver no more than one small message
 
     async def load(self, donors: Sequence[str], expected: StateFingerprint | None = None) -> tuple[State, str]:
         """Reads from one donor after the other until one has delivered the whole state."""
@@ -176,11 +186,11 @@ class _Download:
             else:
                 failures.pop(donor, None)
                 for other, failure in failures.items():
-                    reason = _reason(other, failure)
+                    reason = self._reason(other, failure)
                     logger.warning("could not download the state from %s; downloaded it from %s", reason, donor)
                 return state, donor
             # Not a warning: if all donors fail, the error has the reasons, and the caller may retry often.
-            logger.info("could not download the state from %s", _reason(donor, failures[donor]))
+            logger.info("could not download the state from %s", self._reason(donor, failures[donor]))
             if assembler.mixed_sources:  # either source may be wrong, so this donor is asked for the whole tensor
                 self._kept = replace(self._kept, partial=None)
                 queue.insert(0, donor)
@@ -192,7 +202,7 @@ class _Download:
             max_tries = TRIES_PER_DONOR + deadlines.times_slow[donor]
             if assembler.outdated or (interrupted and retry and tries[donor] < max_tries):
                 queue.append(donor)
-        text = _error_text(_reason(donor, error) for donor, error in failures.items())
+        text = _error_text(self._reason(donor, error) for donor, error in failures.items())
         raise _AllDonorsFailedError(text, gone, unconnected=_some_unconnected(failures.values()))
 
     async def compare(
@@ -219,7 +229,9 @@ class _Download:
         if not agreeing:
             notes = {donor: f", not {self._declared[donor]:.0f} as declared: probably restarted" for donor in restarted}
             reasons = _error_text(
-                _reason(donor, answer) if isinstance(answer, Exception) else f"{donor}: {answer}{notes.get(donor, '')}"
+                self._reason(donor, answer)
+                if isinstance(answer, Exception)
+                else f"{donor}: {answer}{notes.get(donor, '')}"
                 for donor, answer in answers.items()
             )
             counted = "" if members is None else " of different certificates or hosts"
@@ -237,6 +249,7 @@ class _Download:
         alive = await asyncio.gather(*(self._is_alive(donor) for donor in asked))
         for donor in itertools.compress(asked, alive):
             self._donor_deadlines.set_preparing(donor)
+            self._only_small.setdefault(donor, True)
         preparing = [donor for donor in asked if self._donor_deadlines.should_retry(donor)]
         for donor in preparing:
             logger.warning("%s answers but has not begun to send its state; still waiting, it may be large", donor)
@@ -248,6 +261,11 @@ class _Download:
                 return await is_alive(self._transport, donor)
         except TimeoutError:
             return False
+
+    def _reason(self, donor: str, error: Exception) -> str:
+        text = str(error) if getattr(error, "endpoint", None) == donor else f"{donor}: {error}"
+        silent = isinstance(error, TimeoutError) and self._only_small.get(donor)
+        return f"{text} ({LOSES_LARGE})" if silent else text
 
     async def _announced(self, donor: str) -> StateFingerprint | Exception:
         """Fingerprint of the donor's state, or the error because of which it is unknown."""
@@ -279,6 +297,8 @@ class _Download:
                 async for message in messages:
                     if not count or _has_content(message):
                         watch.message_received()
+                    is_small = not count and _size(message) <= SMALL
+                    self._only_small[donor] = self._only_small.get(donor, True) and is_small
                     assembler.feed(message)
                     watch.delivered(assembler.left)
                     on_progress(assembler)
@@ -293,11 +313,6 @@ class _Download:
             raise
 
 
-def _reason(donor: str, error: Exception) -> str:
-    names_it = getattr(error, "endpoint", None) == donor
-    return str(error) if names_it else f"{donor}: {error}"
-
-
 def _some_unconnected(answers: Iterable[object]) -> bool:
     return any(isinstance(answer, PeerUnreachableError) and answer.unconnected for answer in answers)
 
@@ -306,6 +321,10 @@ def _has_content(message: DownloadData) -> bool:
     """Whether a message makes progress. A donor could send empty messages forever, so they do not count as life."""
     piece = message.tensor_part
     return piece is not None and bool(piece.dtype or len(piece.buffer))
+
+
+def _size(message: DownloadData) -> int:
+    return len(message.metadata) + (len(message.tensor_part.buffer) if message.tensor_part else 0)
 
 
 def _error_text(failures: Iterable[str]) -> str:

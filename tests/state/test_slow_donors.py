@@ -96,6 +96,9 @@ class Network:
     async def get_schema(self, endpoint: str) -> Schema:
         return schema_of(self.donors[endpoint].state)
 
+    async def check_lane(self, endpoint: str) -> None:
+        pass
+
     @property
     def asked(self) -> list[str]:
         return [endpoint for endpoint, _ in self.calls]
@@ -158,6 +161,40 @@ def test_the_log_reports_it_where_another_donor_had_the_state(drip: int, caplog:
         f"could not download the state from slow:1: delivered {42 if drip else 3 << 18} bytes in 30 s, "
         "expected at least 4687500: 1/8 of the 10 Mbit/s assumed for slow links; downloaded it from x:1"
     )
+
+
+@dataclass
+class Silent(Donor):
+    """Sends so many of its messages and then nothing more; answers small calls."""
+
+    messages: int = 0
+    mtu: float = float("inf")
+
+    async def send(self, endpoint: str, resume: Resume | None) -> AsyncGenerator[DownloadData, None]:
+        for message in list(pack(self.state, resume))[: self.messages]:
+            assert message.tensor_part is not None
+            if len(message.metadata) + len(message.tensor_part.buffer) > self.mtu:
+                break
+            yield message
+        await asyncio.sleep(1e6)
+
+
+@pytest.mark.parametrize(
+    ("donor", "hinted"),
+    [
+        (Silent(snapshot(8)), True),
+        (Silent(snapshot(8), messages=9, mtu=1400), True),
+        (Silent(seal(State(3, {"a": torch.zeros(8), "b": torch.zeros(1 << 20)})), messages=9, mtu=1400), True),
+        (Silent(snapshot(8), messages=2), False),
+        (Donor(snapshot(8), hangs_up_after=0), False),
+    ],
+)
+def test_a_donor_of_which_only_small_messages_arrive_is_named_with_the_path_as_a_possible_cause(
+    donor: Donor, hinted: bool
+) -> None:
+    _, _, _, error = fetch({"x:1": donor})
+    assert error
+    assert ("may lose large packets: `averaging doctor --deep`" in error) is hinted
 
 
 @pytest.mark.parametrize("dead", [0, 3])
