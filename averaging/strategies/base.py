@@ -21,7 +21,7 @@ from averaging.protocol import CompressionType, parse_compression
 from averaging.receipts import Receipt
 from averaging.state import NO_EXTRA_STATE, ExtraState
 from averaging.strategies.catch_up import CatchUp
-from averaging.strategies.quorum import Attendance, Event, Punctuality, Standstill, Timeliness, quorum_options
+from averaging.strategies.quorum import PATIENCE, Attendance, Event, Punctuality, Standstill, Timeliness, quorum_options
 from averaging.strategies.schedule import Schedule, spelled_seconds
 from averaging.training import (
     BackgroundDownload,
@@ -103,7 +103,7 @@ class Strategy(ABC):
     _warned_of_terms: frozenset[str] = frozenset()  # peers with other terms
     _moment: float | None = None  # at which this peer comes next, as it announces it
     _attendance = Attendance()  # with a quorum
-    _standstill = Standstill()  # likewise
+    _standstill = Standstill()  # at the leader of a site
     _pieces = 1  # rounds in which all of the model is averaged once
     missed = 0
     _warned_of_quorum = 0  # number of peers of which a warning said that they are too few
@@ -258,7 +258,8 @@ class Strategy(ABC):
         others = still_training(seen) & coming_at(seen, schedule.moment, FAR * schedule.interval)
         nobody = until is None and not others & coming_at(seen, schedule.moment, schedule.interval)
         if nobody and others:
-            schedule.skip()  # all others have said that they come to a later one
+            schedule.skip()
+            self._stands_still("all others come to a later moment")
             return None
         return Due(max(0.0, schedule.moment - now), schedule.moment, nobody)
 
@@ -326,22 +327,38 @@ class Strategy(ABC):
     def _attend(self, event: Event, began: float | None = None) -> None:
         self._attendance = self._attendance.after(event, began)
 
-    def _tell_standstill(self, training: StrategyContext, schedule: Schedule, position: int) -> None:
-        """Says once why the run's steps do not reach this peer; of a missing quorum it is said already."""
-        now, usual = training.monotonic(), self._punctuality.interval
-        seconds = max(schedule.interval, usual if usual < math.inf else 0.0)
-        still = self._standstill = self._standstill.after_step(position, now)
-        if not still.is_long(now, self._pieces * schedule.length, self._pieces * seconds):
+    def _stands_still(self, reason: str, *, failed: int = 0) -> None:
+        self._standstill = replace(self._standstill, reason=reason, failed=self._standstill.failed + failed)
+
+    def _cycle(self, training: StrategyContext) -> tuple[int, float]:
+        """After how many local steps, and seconds, a step of the whole model is expected."""
+        usual, schedule = self._punctuality.interval, self._schedule
+        length, interval = (schedule.length, schedule.interval) if schedule else (1, 0.0)
+        return self._pieces * length, self._pieces * max(interval, usual if usual < math.inf else 0.0)
+
+    def _tell_standstill(self, training: StrategyContext, position: int, passed: int = 0) -> None:
+        """Says once why this peer makes no step of the run; the others have made `passed`, if these are more."""
+        still = self._standstill
+        # A state that is taken over is no step of this peer: it could take over one after the other for ever.
+        if still.position is None or (position != still.position and training.standing.made):
+            since = training.local_step, training.monotonic()
+            still = self._standstill = Standstill(position, *since, still.reason if still.position is None else "")
+        if still.told or self._warned_of_quorum or not training.site.leads:
             return
+        skipped = max(passed - (still.position or 0), still.failed - 1) >= PATIENCE * self._pieces
+        if not skipped and not still.is_long(training.local_step, training.monotonic(), *self._cycle(training)):
+            return
+        if not still_training(training.announcements.at_leader(wait=False)):
+            return  # it is alone, or the others have ended their training
         self._standstill = replace(still, told=True)
         reason = still.reason or "no round of its own was due"
         if self._attendance.timeliness is Timeliness.REBASED:
             reason = "no round of the others has taken the local steps that it has made on top of their state"
         elif self.missed:
             reason = f"it has missed {counted(self.missed, 'round')} of the others and does not hold their state yet"
-        if training.site.leads and not self._warned_of_quorum:
-            text = "%s have brought no step of the run, since %s; training goes on without averages"
-            logger.warning(text, counted(still.steps, "local step"), reason)
+        steps, seconds = training.local_step - still.local_step, training.monotonic() - still.since
+        text = "this peer makes no step of the run, for %s and %.3g s by now: %s; training goes on without averages"
+        logger.warning(text, counted(steps, "local step"), seconds, reason)
 
     def _at_moment(self, expected: ExpectedPeers, moment: float) -> ExpectedPeers:
         interval = 0.0 if self._schedule is None else self._schedule.interval
@@ -364,8 +381,7 @@ class Strategy(ABC):
             return
         schedule = self._schedule
         schedule.resume(training.run_now() if schedule.interval else training.now())
-        if self.quorum is not None:
-            self._tell_standstill(training, schedule, position)
+        self._tell_standstill(training, position)
         if schedule.interval and not in_round:  # in one, the others wait for this peer because of that moment
             self._tell(training, training.site.broadcast_from_leader(lambda: schedule.comes(training.run_now())))
 

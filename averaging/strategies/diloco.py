@@ -334,7 +334,7 @@ class DiLoCo(LockstepStrategy):
             return
         self._next_quorum(training, once=True)  # warns if there are too few peers
         if look.obstacle:
-            self._standstill = replace(self._standstill, reason=look.obstacle)
+            self._stands_still(look.obstacle)
         if self._attendance.timeliness is Timeliness.LATE or look.obstacle:
             return  # another step than that of the others must not be made: it would lead to a second history
         self.announce(training)  # who was missing in the last round is expected again
@@ -521,6 +521,7 @@ class DiLoCo(LockstepStrategy):
             self._step(training, self._next_fragment, receipt)
         else:
             self._discarded = bool(receipt.group_id)
+            self._stands_still(f"its last round failed: {receipt.reason}", failed=1)
             if self.quorum is not None:
                 self._miss(training, target, receipt)
         return receipt
@@ -535,7 +536,6 @@ class DiLoCo(LockstepStrategy):
 
     def _miss(self, training: StrategyContext, target: History | None, receipt: Receipt) -> None:
         """A round that has failed, or that this peer has missed, is made up for in the next one."""
-        self._standstill = replace(self._standstill, reason=f"its last round failed: {receipt.reason}")
         if receipt.group_id:
             self._attendance = self._attendance.after_failure()
             return

@@ -20,6 +20,7 @@ from averaging.training import (
     StrategyContext,
     full_precision,
     needs_closure,
+    read_progress,
 )
 
 WAITED_BATCHES = 2.0
@@ -131,9 +132,15 @@ class GradientAveraging(LockstepStrategy):
             self.announce(training)
             if not training.site.broadcast_from_leader(lambda: self._holds(training, self._topic)):
                 self._global_step(training, others.together, training.peer.config.round_timeout)
+            self._tell_standstill(training, self.history.step)
         self.announce(training, computing=samples)
         self._batch_began = training.now()
         return loss
+
+    def _cycle(self, training: StrategyContext) -> tuple[int, float]:
+        progress = read_progress(training.announcements.at_leader(wait=False)).values()
+        samples = sum(rate for rate in (training.rate.per_second, *(peer.rate for peer in progress)) if rate)
+        return 1, self.target_batch_size / samples if samples else math.inf
 
     def _is_complete(self, others: Others) -> bool:
         return self._gathered + others.samples >= self.target_batch_size
@@ -190,6 +197,7 @@ class GradientAveraging(LockstepStrategy):
                 if receipt is None or not receipt.averaged:
                     self._unclip(scale)
             if not receipt.averaged:
+                self._stands_still(f"its last round failed: {receipt.reason}", failed=1)
                 return
             for member in receipt.members:
                 lacking &= _numbers(receipt.gathered[member], "lacking")

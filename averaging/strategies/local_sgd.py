@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from averaging.receipts import DriftCheck, Receipt
 from averaging.state import ExtraState
 from averaging.strategies.base import Due, Strategy
 from averaging.strategies.diloco import PLAIN, DiLoCo
-from averaging.strategies.quorum import Attendance, Event, Timeliness
+from averaging.strategies.quorum import Attendance, Event, Standstill, Timeliness
 from averaging.strategies.schedule import Schedule, make_schedule
 from averaging.tensors import HostCopies, is_on_device, on_cpu, sent, sharing_memory
 from averaging.training import (
@@ -249,7 +248,7 @@ class LocalSGD(Strategy):
         topic, due = self._due_topic(training)
         if topic is not None and due is not None and self._has_caught_up(training):
             self._average(training, topic, due)
-        self._go_on(training, self._rounds, in_round=self._pending is not None)
+        self._go_on(training, training.standing.rounds, in_round=self._pending is not None)
         return loss
 
     def _average(self, training: StrategyContext, topic: Topic, due: Due) -> None:
@@ -363,10 +362,9 @@ class LocalSGD(Strategy):
 
     def _note_round(self, training: StrategyContext, receipt: Receipt) -> None:
         """Notes what a round of this peer with a quorum says of the others."""
-        if self._quorum is None:
-            return
         if not receipt.averaged:
-            self._standstill = replace(self._standstill, reason=f"its last round failed: {receipt.reason}")
+            self._stands_still(f"its last round failed: {receipt.reason}", failed=1)
+        if self._quorum is None or not receipt.averaged:
             return
         self._punctuality.note(receipt, self._quorum)
         users = [user for user in receipt.gathered.values() if isinstance(user, dict)]
@@ -455,6 +453,7 @@ class LocalSGD(Strategy):
         is_alike = receipt.averaged and receipt.digest and not receipt.kept_local and self._delayed is None
         self._averaged_in = receipt.group_id.hex() if is_alike else ""
         if not receipt.averaged and training.announcements.none_known:
+            self._standstill = Standstill()
             with training.replacing():
                 return
 

@@ -57,7 +57,6 @@ class LockstepStrategy(Strategy):
     _alone = False  # whether it has made the last step alone
     _awaited_since: float | None = None  # since when only peers that have ended their training share its history
     _awaited: int | None = None  # the step whose state it downloads while the others wait, see `Progress.late`
-    _told_behind = 0  # 1 once it has said since its last step that it is behind, 2 that it still is
     _put_off: Mapping[str, float] = {}  # until when it puts off its steps for a peer that is behind, on its own clock
     _missing: Mapping[str, bytes] = {}  # last announcements of the peers that the last round lacked or dropped
 
@@ -104,28 +103,23 @@ class LockstepStrategy(Strategy):
     ) -> bool:
         """Also tells the others, and the log, that this peer is behind."""
         if others.ahead and self.quorum is None:
-            self._tell_behind(training, others.ahead)
+            self._note_behind(training, others.ahead)
         taken = super().catch_up(training, others, start_timeout, wait=wait)
         if self._awaited is not None and not training.site.broadcast_from_leader(lambda: self._downloads.busy):
             self._awaited = None  # its download has failed
             self.announce(training)
         return taken
 
-    def _tell_behind(self, training: StrategyContext, ahead: Mapping[str, History]) -> None:
-        newest, again = max(ahead.values()), not training.standing.made
-        if again and self._awaited is None and newest.origin.id == self.history.origin.id:
+    def _note_behind(self, training: StrategyContext, ahead: Mapping[str, History]) -> None:
+        newest, rate = max(ahead.values()), training.states.rate
+        same_run = newest.origin.id == self.history.origin.id
+        if not training.standing.made and self._awaited is None and same_run:
             self._awaited = newest.step
             self.announce(training)
-        if training.site.leads and self._told_behind < 1 + again:
-            self._told_behind = 1 + again
-            logger.log(
-                logging.WARNING if again else logging.INFO,
-                "this peer is %sat global step %d, and %s at %d: it takes part in no step until it has downloaded that "
-                "state%s%s",
-                *("still " if again else "", self.history.step, listed(sorted(ahead)), newest.step),
-                f"; the last download came at {rate / 1e6:.3g} MB/s" if (rate := training.states.rate) else "",
-                "; the others put off their next step for it" if self._awaited is not None else "",
-            )
+        reason = f"it is at global step {self.history.step}, and downloads the state of {listed(sorted(ahead))} at "
+        reason += f"{newest.step}; its last download came at {rate / 1e6:.3g} MB/s" if rate else f"{newest.step}"
+        self._stands_still(f"{reason}{'; the others put off their next step for it' * (self._awaited is not None)}")
+        self._tell_standstill(training, self.history.step, newest.step if same_run else 0)
 
     def _take_over(self, training: StrategyContext, fetch: BackgroundDownload) -> None:
         super()._take_over(training, fetch)
@@ -138,16 +132,12 @@ class LockstepStrategy(Strategy):
         now, behind = training.monotonic(), find_behind(self.history, training.announcements.of_others(wait=False))
         size = sum(parameter.nbytes for parameter in training.parameters.values())
         limit = HELD_SECONDS + HELD_COPIES * size / SLOW_LINK
-        # Once its time is over a peer is not waited for again before it has been level, or has left.
-        known = self._put_off
+        known = self._put_off  # once its time is over a peer is not waited for again before it was level, or has left
         held = {name: known.get(name, now + limit) for name, asks in behind.items() if asks or name in known}
         waits = [name for name, until in held.items() if behind[name] and until > now]
-        if new := [name for name in waits if name not in known]:
-            logger.warning(
-                "the next global step, after %d, waits for %s, which downloads the state and is behind again: training "
-                "goes on meanwhile, for up to %.0f s",
-                *(self.history.step, listed(new), limit),
-            )
+        if waits:
+            text = "the next global step waits for up to %.0f s for %s, which downloads the state and is behind again"
+            self._stands_still(text % (limit, listed(waits)))
         if over := [name for name, until in held.items() if -math.inf < until <= now]:
             logger.warning(
                 "%s has not become level with global step %d in %.0f s: no step waits for it any more. Its link may be "
@@ -231,7 +221,7 @@ class LockstepStrategy(Strategy):
         """
         if receipt is None and not self._alone and training.site.leads:
             logger.warning("%r is alone and trains on; it averages again as soon as other peers come", training.peer)
-        self._alone, self._told_behind = receipt is None, 0
+        self._alone = receipt is None
         if receipt is not None:
             present = set(receipt.members) - {dropped.endpoint for dropped in receipt.dropped}
             # Who does not hold the state takes over the result when it can; nobody waits for that.

@@ -236,20 +236,16 @@ PATIENCE = 2
 class Standstill:
     """For how long a peer has made no step of its run."""
 
-    position: int = -1  # number of the run's steps, or rounds, in its state
-    steps: int = 0  # local steps since that has changed
-    since: float = 0.0  # when it has changed
-    reason: str = ""  # why its last round brought none
+    position: int | None = None  # number of the run's steps, or of its rounds, when it has made the last one
+    local_step: int = 0  # its local steps then
+    since: float = 0.0  # when that was
+    reason: str = ""  # why none has come since
+    failed: int = 0  # rounds that have failed since
     told: bool = False  # whether it has said so
 
-    def after_step(self, position: int, now: float) -> Standstill:
-        """The standstill after a local step."""
-        return replace(self, steps=self.steps + 1) if position == self.position else Standstill(position, 0, now)
-
-    def is_long(self, now: float, steps: int, seconds: float) -> bool:
-        """Whether the peer says now why it makes no step, if rounds come after so many local steps and seconds."""
-        over = self.steps > PATIENCE * max(1, steps) and now - self.since > PATIENCE * seconds
-        return over and not self.told
+    def is_long(self, local_step: int, now: float, steps: int, seconds: float) -> bool:
+        """Whether it is longer than rounds take that come after so many local steps and seconds."""
+        return local_step - self.local_step > PATIENCE * max(1, steps) and now - self.since > PATIENCE * seconds
 
 
 def late_in(user: object) -> float | None:

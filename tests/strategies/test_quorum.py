@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -186,15 +185,11 @@ def test_a_round_that_fails_is_repeated_once_and_then_with_the_next_that_is_due(
     assert Attendance(owed=True, repeats=True).after_failure().owed  # one of its own is due meanwhile
 
 
-def test_a_peer_without_a_step_says_why_after_two_rounds_once() -> None:
-    standstill = Standstill().after_step(7, 100.0)
-    assert standstill == Standstill(7, 0, 100.0)
+def test_a_standstill_is_long_after_two_rounds_of_steps_and_of_seconds() -> None:
+    standstill = Standstill(7, 30, 100.0)
     for number in range(1, 50):
-        standstill = standstill.after_step(7, 100.0 + number)
-        assert standstill.is_long(100.0 + number, 10, 0.0) is (number > 10 * PATIENCE)
-        assert standstill.is_long(100.0 + number, 0, 15.0) is (number > 15 * PATIENCE)
-        assert not replace(standstill, told=True).is_long(100.0 + number, 10, 0.0)
-    assert standstill.after_step(8, 150.0) == Standstill(8, 0, 150.0)
+        assert standstill.is_long(30 + number, 100.0 + number, 10, 0.0) is (number > 10 * PATIENCE)
+        assert standstill.is_long(30 + number, 100.0 + number, 0, 15.0) is (number > 15 * PATIENCE)
 
 
 def _progress(history: History, made: Made = Made.TOGETHER) -> bytes:

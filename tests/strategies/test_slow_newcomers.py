@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from averaging import DiLoCo, GradientAveraging, LocalSGD, Strategy
+from averaging.errors import PeerUnreachableError
 from averaging.strategies import lockstep
 from averaging.testing.transport import MemoryTransport
 from tests.support.selection import rest_is_long
@@ -97,7 +98,7 @@ def test_a_newcomer_is_in_step_after_a_bounded_number_of_downloads(
     assert len({site.global_step for site in sites}) == 1
 
 
-@pytest.mark.parametrize("name", ["diloco", "gradients"])
+@pytest.mark.parametrize("name", ["diloco", "gradients", "delay", "fragments", "clock", "top_k"])
 def test_it_is_named_by_all_and_its_time_is_bounded(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -106,11 +107,35 @@ def test_it_is_named_by_all_and_its_time_is_bounded(
     monkeypatch.setattr(lockstep, "HELD_SECONDS", 3.0)
     sites = trained(monkeypatch, partial(STRATEGIES[name], 3), 3, 8, 1, 50.0)
     said = [record.getMessage() for record in caplog.records]
-    assert sum("waits for peer-2:1, which downloads the state" in text for text in said) == 2
+    assert sum("waits for up to 3 s for peer-2:1, which downloads the state" in text for text in said) == 2
     assert sum("peer-2:1 has not become level" in text for text in said) == 2
-    (still,) = [text for text in said if text.startswith("this peer is still at global step")]
+    (still,) = [text for text in said if "downloads the state of" in text]
     assert "MB/s" in still
     assert "the others put off their next step" in still
     assert averaged(sites[0]) > 20
     assert averaged(sites[2]) == 0
     assert agree(sites)
+
+
+@pytest.mark.parametrize("name", ["diloco", "gradients", "delay", "fragments", "clock", "local"])
+def test_peers_whose_rounds_fail_say_so_once_within_a_few_cycles(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def unreachable(self: MemoryTransport, endpoint: str, request: Any) -> AsyncGenerator[Any, None]:
+        raise PeerUnreachableError(endpoint, "no way to it")
+        yield
+
+    monkeypatch.setattr(MemoryTransport, "join_group", unreachable)
+    sites = trained(monkeypatch, partial(STRATEGIES[name], 2), 2, 0.25, 1, COMES + 20 * CYCLE)
+    said = [record.getMessage() for record in caplog.records if "makes no step of the run" in record.getMessage()]
+    assert len(said) == len(sites)
+    reasons = "its last round failed: ", "it is at global step", "all others come to a later moment"
+    assert all(any(reason in text for reason in reasons) for text in said), said
+
+
+@pytest.mark.parametrize("name", ["diloco", "gradients", "fragments", "local"])
+def test_peers_whose_rounds_succeed_say_nothing_of_the_kind(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(monkeypatch, partial(STRATEGIES[name], 2), 2, 0.01, 1, COMES + 8 * CYCLE)
+    assert not [record for record in caplog.records if "makes no step of the run" in record.getMessage()]
