@@ -357,7 +357,7 @@ class Strategy(ABC):
         elif self.missed:
             reason = f"it has missed {counted(self.missed, 'round')} of the others and does not hold their state yet"
         steps, seconds = training.local_step - still.local_step, training.monotonic() - still.since
-        text = "this peer makes no step of the run, for %s and %.3g s by now: %s; training goes on without averages"
+        text = "this peer makes no step of the run, for %s and %.1f s by now: %s; training goes on without averages"
         logger.warning(text, counted(steps, "local step"), seconds, reason)
 
     def _at_moment(self, expected: ExpectedPeers, moment: float) -> ExpectedPeers:

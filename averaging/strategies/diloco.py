@@ -82,7 +82,9 @@ class DiLoCo(LockstepStrategy):
 
     A peer that is alone makes the outer step with its own pseudo-gradient. If a round fails or lacks a part of the
     result, nothing changes, and the next round sends all local steps since the last global step. A peer that has missed
-    a global step takes over the state of another peer and adds its own local steps.
+    a global step takes over the state of another peer and adds its own local steps. If it is behind again after the
+    download, the others put off their next step until it is level, for 300 s and the time of eight copies of the model
+    at 10 Mbit/s at most; with `quorum` nobody waits.
 
     The outer state (the model after the last global step, and the outer optimizer's state) is kept on the CPU.
 

@@ -39,7 +39,8 @@ class GradientAveraging(LockstepStrategy):
     A peer that is alone steps when it has the whole batch itself; while others wait for it in `finish`, it goes on
     gathering, see `LockstepStrategy`. If a round fails, the gradients stay and the next `opt.step` tries again. A peer
     that misses a global step takes over the state of another peer; it drops the gradients gathered meanwhile, because
-    they belong to old parameters.
+    they belong to old parameters. If it is behind again after the download, the others put off their next step and
+    gather on until it is level, for 300 s and the time of eight copies of the model at 10 Mbit/s at most.
 
     Args:
         target_batch_size: samples of one global step, of all peers together; tokens if the steps count tokens.

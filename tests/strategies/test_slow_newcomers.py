@@ -6,17 +6,18 @@ import asyncio
 import itertools
 import logging
 import random
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any
 
 import pytest
 
-from averaging import DiLoCo, GradientAveraging, LocalSGD, Strategy
+from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, LocalSGD, Strategy
 from averaging.errors import PeerUnreachableError
 from averaging.strategies import lockstep
 from averaging.testing.transport import MemoryTransport
+from tests.support.ledger import Ledger, Step
 from tests.support.selection import rest_is_long
 from tests.support.training_run import Noise, Run, Site, agree
 
@@ -68,9 +69,31 @@ def trained(
         )
         for number in range(peers)
     ]
+    if isinstance(strategy(), GradientAveraging):
+        audited(sites)
     run = Run(seed, "diloco", sites, until=until, group_wait=2.0)
     run.stall_timeout = 60.0  # the link is slow, but not silent
     return run.simulate()
+
+
+def audited(sites: Sequence[Site]) -> None:
+    """Checks after each step of `GradientAveraging` that no sample is lost or counts twice."""
+    ledger = Ledger()
+
+    def tamper(site: Site, seen: list[int]) -> Callable[[DecentralizedAverager, int], None]:
+        def note(opt: DecentralizedAverager, number: int) -> None:
+            step, version = opt.strategy.history.step, opt.strategy.history.phase
+            new = tuple(site.receipts[seen[-1] :])
+            if len(seen) == 1:
+                ledger.begins(site.name, 1, step, version)
+            else:
+                ledger.step(site.name, 1, Step(Noise.batch_size, opt.strategy.samples, step, version, new))
+            seen.append(len(site.receipts))
+
+        return note
+
+    for site in sites:
+        site.tamper = tamper(site, [0])
 
 
 def averaged(site: Site) -> int:
