@@ -36,11 +36,6 @@ was too slow do not count: `throughput.expected_rate` bounds their number."""
 SMALL = 1 << 10
 """Bytes of a message that passes in one packet everywhere: IPv6 requires 1,280 bytes with all headers."""
 
-LOSES_LARGE = (
-    "only small messages arrive from it, so the path may lose large packets: `averaging doctor --deep` measures that, "
-    "and a smaller MTU here or there is a remedy"
-)
-
 
 class _AllDonorsFailedError(StateError):
     """No donor delivered the whole state. Donors that agreed before may have another state by now."""
@@ -109,12 +104,7 @@ def choose(
 ) -> list[str]:
     """Returns the donors of the state that most members announce; empty if fewer than `wanted` agree.
 
-    A tie is decided for the state of the earliest donor.
-
-    Args:
-        announced: the state of each donor.
-        wanted: number of members that must agree.
-        members: what each donor counts as; itself if it is not in it.
+    A donor counts as what `members` says, or as itself. A tie is decided for the state of the earliest donor.
     """
 
     def count(donors: list[str]) -> int:
@@ -227,12 +217,10 @@ class _Download:
             if agreeing or not (asked := asked or await self._preparing()):
                 break
         if not agreeing:
-            notes = {donor: f", not {self._declared[donor]:.0f} as declared: probably restarted" for donor in restarted}
+            note = {donor: f", not {self._declared[donor]:.0f} as declared: probably restarted" for donor in restarted}
             reasons = _error_text(
-                self._reason(donor, answer)
-                if isinstance(answer, Exception)
-                else f"{donor}: {answer}{notes.get(donor, '')}"
-                for donor, answer in answers.items()
+                self._reason(name, answer) if isinstance(answer, Exception) else f"{name}: {answer}{note.get(name, '')}"
+                for name, answer in answers.items()
             )
             counted = "" if members is None else " of different certificates or hosts"
             option = spelled("verify_donors")
@@ -264,8 +252,12 @@ class _Download:
 
     def _reason(self, donor: str, error: Exception) -> str:
         text = str(error) if getattr(error, "endpoint", None) == donor else f"{donor}: {error}"
-        silent = isinstance(error, TimeoutError) and self._only_small.get(donor)
-        return f"{text} ({LOSES_LARGE})" if silent else text
+        if isinstance(error, TimeoutError) and self._only_small.get(donor):
+            text += (
+                " (only small messages arrive from it, so the path may lose large packets: `averaging doctor --deep` "
+            )
+            text += "measures that, and a smaller MTU here or there is a remedy)"
+        return text
 
     async def _announced(self, donor: str) -> StateFingerprint | Exception:
         """Fingerprint of the donor's state, or the error because of which it is unknown."""
@@ -297,7 +289,8 @@ class _Download:
                 async for message in messages:
                     if not count or _has_content(message):
                         watch.message_received()
-                    is_small = not count and _size(message) <= SMALL
+                    piece = message.tensor_part
+                    is_small = not count and len(message.metadata) + (len(piece.buffer) if piece else 0) <= SMALL
                     self._only_small[donor] = self._only_small.get(donor, True) and is_small
                     assembler.feed(message)
                     watch.delivered(assembler.left)
@@ -321,10 +314,6 @@ def _has_content(message: DownloadData) -> bool:
     """Whether a message makes progress. A donor could send empty messages forever, so they do not count as life."""
     piece = message.tensor_part
     return piece is not None and bool(piece.dtype or len(piece.buffer))
-
-
-def _size(message: DownloadData) -> int:
-    return len(message.metadata) + (len(message.tensor_part.buffer) if message.tensor_part else 0)
 
 
 def _error_text(failures: Iterable[str]) -> str:

@@ -223,7 +223,6 @@ class Strategy(ABC):
 
     @property
     def _late(self) -> int | None:
-        """See `Progress`."""
         return None
 
     def progress(self, training: StrategyContext, computing: float = 0.0) -> Progress:

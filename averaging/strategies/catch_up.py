@@ -118,20 +118,11 @@ class CatchUp:
         *,
         wait: bool = True,
     ) -> BackgroundDownload | None:
-        """Downloads the state of a peer that is ahead.
+        """Downloads the state of a peer that is ahead; returns one that has brought a greater history than `own`.
 
-        Args:
-            training: the training whose state is to be replaced.
-            own: its history.
-            others: the peers that are ahead.
-            partners: members of the last group.
-            start_timeout: seconds to wait until a download starts. A peer that can average with nobody waits for
-                `START_TIMEOUT` at least, any other one for `FIRST_ANSWER_SECONDS`. One that has started is always
-                waited for.
-            wait: whether to wait at all; if not, training goes on during the download, and later calls return it.
-
-        Returns:
-            The download, if it has brought a greater history than `own`.
+        A peer that can average with nobody waits until a download starts for `START_TIMEOUT` at least, and any other
+        one for `start_timeout`, or `FIRST_ANSWER_SECONDS`. One that has started is always waited for. Without `wait`
+        training goes on during the download, and later calls return it.
         """
         began = training.monotonic()
         if wait and not others.together and self._claims.may_wait(began):
@@ -215,7 +206,6 @@ class CatchUp:
         self._keep(training, None)
 
     def _keep(self, training: StrategyContext, only: BackgroundDownload | None) -> None:
-        """Cancels all downloads but one."""
         for fetch in self._fetches:
             if fetch is not only:
                 training.states.cancel(fetch)
@@ -272,10 +262,6 @@ def read_history(user: Mapping[str, Any]) -> History:
 
 def check_history(user: Mapping[str, Any], wanted: History) -> None:
     """Refuses a state that does not have the history its donor has announced, or has left it far behind.
-
-    Args:
-        user: the strategy's part of the state.
-        wanted: the announced history.
 
     Raises:
         StateError: the state has another history.

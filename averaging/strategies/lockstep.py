@@ -212,13 +212,7 @@ class LockstepStrategy(Strategy):
         return training.site.broadcast_from_leader(is_awaited)
 
     def _advance(self, training: StrategyContext, receipt: Receipt | None, samples: float) -> None:
-        """Adds a global step to the history.
-
-        Args:
-            training: the training that made the step.
-            receipt: receipt of its round; None if this peer has made the step alone.
-            samples: this peer's samples in a step that it made alone.
-        """
+        """Adds a global step to the history; without a receipt one that this peer made alone, with its `samples`."""
         if receipt is None and not self._alone and training.site.leads:
             logger.warning("%r is alone and trains on; it averages again as soon as other peers come", training.peer)
         self._alone = receipt is None
