@@ -12,7 +12,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
+from weakref import WeakValueDictionary
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -267,6 +268,9 @@ class EngineServer:
 
 Handler = Callable[[Request, bytearray], Awaitable[Response]]
 
+Asked = tuple[RequestFields, int | None, Sequence[tuple[int, ...]]]
+"""A request, of which the texts are not kept, the version that it names, and the token ids of its prompts."""
+
 
 class EngineRoutes:
     """Answers requests whose body has been read.
@@ -281,8 +285,9 @@ class EngineRoutes:
     def __init__(self, engine: Engine, weights: RunWeights | None, name: ServedName, limits: RequestLimits) -> None:
         self._engine, self._weights, self._name, self._limits = engine, weights, name, limits
         self._created = int(time.time())
-        # Long texts are turned into tokens beside the event loop, one after the other.
-        self._encoding = ThreadPoolExecutor(1, "averaging engine encoding")
+        # Requests are decoded and turned into tokens beside the event loop, one after the other.
+        self._reader = ThreadPoolExecutor(1, "averaging engine reader")
+        self._reading: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by network
 
     def handlers(self) -> dict[tuple[str, str], Handler]:
         """The routes: method and path."""
@@ -297,40 +302,38 @@ class EngineRoutes:
 
     def close(self) -> None:
         """Ends the thread."""
-        self._encoding.shutdown(wait=False, cancel_futures=True)
+        self._reader.shutdown(wait=False, cancel_futures=True)
 
     async def _chat(self, request: Request, body: bytearray) -> Response:
-        asked = parse_request(body, ChatRequest)
-        body.clear()
-        version = self._name.version_in(asked.model)
-        messages, options = messages_of(asked), template_options(asked)
-        check_length(sum(len(message["content"]) for message in messages), self._limits, "messages")
-        prompt = await self._encoded(lambda: self._engine.model.encode_chat(messages, options))
-        return await self._answer(request, asked, [prompt], version, ChatForm)
+        def read() -> Asked:
+            asked = parse_request(body, ChatRequest)
+            messages, asked.messages, options = messages_of(asked), [], template_options(asked)
+            check_length(sum(len(message["content"]) for message in messages), self._limits, "messages")
+            return asked, self._name.version_in(asked.model), [self._engine.model.encode_chat(messages, options)]
+
+        return await self._answer(request, body, read, ChatForm)
 
     async def _completion(self, request: Request, body: bytearray) -> Response:
-        asked = parse_request(body, CompletionRequest)
-        body.clear()
-        version, special = self._name.version_in(asked.model), asked.add_special_tokens is not False
+        def read() -> Asked:
+            asked = parse_request(body, CompletionRequest)
+            version = self._name.version_in(asked.model)
 
-        def encode(text: str) -> tuple[int, ...]:
-            check_length(len(text), self._limits, "prompt")
-            return self._engine.model.encode(text, special=special)
+            def encode(text: str) -> tuple[int, ...]:
+                check_length(len(text), self._limits, "prompt")
+                return self._engine.model.encode(text, special=asked.add_special_tokens is not False)
 
-        prompts = await self._encoded(lambda: prompts_of(asked, encode, self._limits.sequences))
-        return await self._answer(request, asked, prompts, version, CompletionForm)
+            prompts, asked.prompt = prompts_of(asked, encode, self._limits.sequences), ""
+            return asked, version, prompts
 
-    async def _encoded(self, encode: Callable[[], Any]) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._encoding, encode)
+        return await self._answer(request, body, read, CompletionForm)
 
     async def _answer(
-        self,
-        request: Request,
-        asked: RequestFields,
-        prompts: Sequence[tuple[int, ...]],
-        version: int | None,
-        form: type[AnswerForm],
+        self, request: Request, body: bytearray, read: Callable[[], Asked], form: type[AnswerForm]
     ) -> Response:
+        # An address has one request at a time in the thread, so those of others do not wait for all of its requests.
+        async with self._reading.setdefault(_network(request), asyncio.Lock()):
+            asked, version, prompts = await asyncio.get_running_loop().run_in_executor(self._reader, read)
+            body.clear()
         wanted = generation_of(asked, prompts, version, self._limits)
         running = RunningRequest(self._engine, wanted, _network(request))
         style = AnswerStyle(

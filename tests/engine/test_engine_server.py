@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import threading
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,8 +17,8 @@ import torch
 
 from averaging import WeightPublisher
 from averaging.engine import EngineLimits, EngineServer, Generated, TextPiece, TokenLogprob
-from averaging.engine.messages import WITHOUT_MEANING, CompletionRequest, parse_request
-from averaging.errors import ConfigError, TensorError
+from averaging.engine.messages import CompletionRequest, parse_request
+from averaging.errors import ConfigError, EngineError, TensorError
 from averaging.rpc import RpcServer
 from averaging.weights import FollowerOptions
 from tests.engine.engines import CountingModel
@@ -269,10 +271,50 @@ async def test_the_bytes_of_all_requests_are_bounded_and_come_free() -> None:
         assert not server._body_bytes
 
 
-def test_fields_without_meaning_are_not_kept() -> None:
-    body = json.dumps(ABC | {"metadata": [[]] * 100, "user": "u", "priority": 3}).encode()
-    request = parse_request(body, CompletionRequest)
-    assert [getattr(request, name) for name in WITHOUT_MEANING] == [None] * len(WITHOUT_MEANING)
+def test_fields_without_meaning_are_not_decoded() -> None:
+    tracked: list[int] = []
+    metadata = b"[%b[]]" % (b"[]," * 100_000)
+    body = (
+        json.dumps(ABC | {"metadata": 0, "user": "u", "logit_bias": {}})
+        .encode()
+        .replace(b'"metadata": 0', b'"metadata": ' + metadata)
+    )
+    gc.callbacks.append(lambda phase, info: tracked.append(1))
+    try:
+        request = parse_request(body, CompletionRequest)
+    finally:
+        gc.callbacks.pop()
+    assert (request.prompt, hasattr(request, "metadata"), tracked) == (ABC["prompt"], False, [])
+    assert gc.isenabled()
+    for value in ("[" + "[]," * 1000 + "[]]", '{"1": 2}'):
+        with pytest.raises(EngineError, match="logit_bias is not implemented"):
+            parse_request(body.replace(b'"logit_bias": {}', b'"logit_bias": ' + value.encode()), CompletionRequest)
+
+
+@pytest.mark.asyncio
+async def test_requests_are_read_beside_the_event_loop_and_each_address_has_its_turn() -> None:
+    """A long text of one address holds up neither the health route nor, for longer than one text, other addresses."""
+    model, begun, go, order = CountingModel(), threading.Event(), threading.Event(), []
+    encode = model.encode
+
+    def slow(text: str, *, special: bool = True) -> tuple[int, ...]:
+        order.append(text)
+        begun.set()
+        assert go.wait(LIMIT)
+        return encode(text, special=special)
+
+    model.encode = slow  # type: ignore[method-assign]
+    async with serving(model) as client, from_address(client, "127.0.0.3") as other:
+        server = client.server  # type: ignore[attr-defined]
+        long = json.dumps(ABC | {"prompt": "a"}).encode()
+        hog = [asyncio.create_task(client.post("/v1/completions", content=long)) for _ in range(4)]
+        await until(lambda: begun.is_set() and server._body_bytes.total() == 4 * len(long))
+        honest = asyncio.create_task(other.post("/v1/completions", json=ABC | {"prompt": "b"}))
+        await until(lambda: len(server._body_bytes) == 2)
+        assert (await client.get("/health")).status_code == 200
+        go.set()
+        assert {answer.status_code for answer in await asyncio.gather(*hog, honest)} == {200}
+        assert order.index("b") == 1
 
 
 @pytest.mark.asyncio
