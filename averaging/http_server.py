@@ -37,9 +37,9 @@ from averaging.security import read_tls, read_tokens
 
 __all__ = [
     "HttpAccess",
+    "HttpListener",
     "HttpRefusal",
     "HttpServer",
-    "LimitedListener",
     "carries_secret",
     "host_in",
     "http_access",
@@ -76,7 +76,7 @@ class HttpServer:
     Args:
         application: the ASGI application.
         listener: listening socket; the caller closes it afterwards.
-        connections: maximum number of connections, see `LimitedListener.limit`; fewer if the limit of file descriptors,
+        connections: maximum number of connections, see `HttpListener.limit`; fewer if the limit of file descriptors,
             which is raised, allows fewer.
         seconds: a connection is aborted if for this time no request arrives, or the client does not read its reply.
         grace: seconds for unfinished requests when the server ends.
@@ -86,7 +86,7 @@ class HttpServer:
     def __init__(
         self,
         application: Any,
-        listener: LimitedListener,
+        listener: HttpListener,
         *,
         connections: int,
         seconds: float,
@@ -97,7 +97,7 @@ class HttpServer:
         self._listener = listener
         self._config = uvicorn.Config(
             application,
-            http=partial(_LimitedConnection, seconds=seconds),  # type: ignore[arg-type] # uvicorn only calls it
+            http=partial(_HttpConnection, seconds=seconds),  # type: ignore[arg-type] # uvicorn only calls it
             ws="none",
             lifespan="off",
             log_config=None,
@@ -148,7 +148,7 @@ def network_of(host: str | None) -> str:
     return address.exploded[:19]
 
 
-class _LimitedConnection(H11Protocol):
+class _HttpConnection(H11Protocol):
     """Aborts a connection without progress for `seconds`: no request arrives, or the client does not read its reply."""
 
     _timer: asyncio.TimerHandle
@@ -178,7 +178,7 @@ class _LimitedConnection(H11Protocol):
         self._timer = self.loop.call_later(self._seconds, self._check_progress)
 
 
-class LimitedListener(socket.socket):
+class HttpListener(socket.socket):
     """A listening socket that refuses connections above its limits as it accepts them.
 
     A refused connection has no descriptor afterwards, also with TLS, where a server is told of a connection only after
@@ -258,7 +258,7 @@ def _with_descriptors(connections: int) -> int:
     return max(1, min(connections, soft * 3 // 4))
 
 
-def listening(address: str) -> LimitedListener:
+def listening(address: str) -> HttpListener:
     """Listens on the first address of a host that can be listened on.
 
     Args:
@@ -277,7 +277,7 @@ def listening(address: str) -> LimitedListener:
         ) from None
     for family, _, _, _, where in found:
         # asyncio sets TCP_NODELAY only on sockets whose protocol is given.
-        listener = LimitedListener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        listener = HttpListener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(where)

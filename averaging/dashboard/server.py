@@ -18,7 +18,7 @@ from starlette.routing import Route
 from averaging.common import loopback_here
 from averaging.dashboard.access import PageGuard, check_https, page_access
 from averaging.dashboard.history import Json, RunHistory
-from averaging.http_server import HttpServer, LimitedListener, listening
+from averaging.http_server import HttpListener, HttpServer, listening
 
 MAX_PAGES = 32
 """Pages that may be open at the same time; another one is refused with status 503."""
@@ -173,7 +173,7 @@ class DashboardServer:
         self._following.cancel()
         await asyncio.wait({self._following})
 
-    def _http_server(self, listener: LimitedListener) -> HttpServer:
+    def _http_server(self, listener: HttpListener) -> HttpServer:
         routes = [Route(path, _file(name, kind), methods=["GET"]) for path, (name, kind) in FILES.items()]
         routes += [
             Route("/events", self._events, methods=["GET"]),

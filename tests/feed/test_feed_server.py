@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from averaging.errors import ConfigError, ListenError
-from averaging.http_server import LimitedListener, _with_descriptors, listening, network_of
+from averaging.http_server import HttpListener, _with_descriptors, listening, network_of
 from averaging.rl.feed import FeedServer, ServerLimits
 from averaging.rl.feed.connection import Connection
 from averaging.rl.feed.messages import Registration
@@ -353,7 +353,7 @@ async def test_one_address_does_not_take_all_connections() -> None:
             assert (await client.get("/status")).status_code == 200, "closed connections do not count"
 
 
-def accepted(listener: LimitedListener, clients: ExitStack, host: str, count: int) -> list[socket.socket]:
+def accepted(listener: HttpListener, clients: ExitStack, host: str, count: int) -> list[socket.socket]:
     """What it accepts of so many connections of an address."""
     found = []
     for _ in range(count):

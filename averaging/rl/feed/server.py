@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from averaging.common import is_count, loopback_here
 from averaging.errors import ConfigError, FeedError
-from averaging.http_server import HttpAccess, HttpServer, LimitedListener, http_access, listening, network_of
+from averaging.http_server import HttpAccess, HttpListener, HttpServer, http_access, listening, network_of
 from averaging.rl.feed.database import Database, DatabaseThread
 from averaging.rl.feed.routes import CHANGING, ROUTES, Event, Handler, Routes, ServerLimits, error_reply
 from averaging.rl.feed.run_state import RunState
@@ -125,7 +125,7 @@ class FeedServer:
         """Waits until the server ends. It ends only if it fails."""
         await self._server.wait()
 
-    def _http_server(self, gate: Gate, listener: LimitedListener) -> HttpServer:
+    def _http_server(self, gate: Gate, listener: HttpListener) -> HttpServer:
         connections, seconds = self._limits.connections, self._limits.seconds
         tls = self._access.tls
         return HttpServer(gate.application(), listener, connections=connections, seconds=seconds, grace=GRACE, tls=tls)
