@@ -454,7 +454,9 @@ class FollowSession:
         receiver, version = self._receiver, self._version()
         newest = None if receiver.announced is None else receiver.announced.version
         stale, _ = self._watch.look(time.monotonic(), version, newest, connected=receiver.connected)
-        return follower_samples(receiver, self._options.credentials, version, stale.versions, stale.seconds)
+        partial = None if self._engine is None else self._engine.partial
+        samples = follower_samples(receiver, self._options.credentials, version, stale.versions, stale.seconds)
+        return samples if partial is None else {**samples, "averaging_follower_partial_version": partial}
 
     def _not_ready(self) -> str:
         if self._engine is not None and self._engine.partial is not None:
@@ -534,15 +536,17 @@ class FollowSession:
             except StateError as error:
                 if self._once:
                     raise
+                if partial := engine.partial is not None:
+                    await self._receiver.tell(None, version)  # again and again: the publisher may be a new one
                 if str(error) not in reasons:  # once for each reason, however long the engine is away
                     reasons.add(str(error))
                     text = f"version {version} is not loaded: {error}; trying again"
-                    partial = engine.partial is not None
                     self._report.emit({"event": "unloaded", **event, "message": str(error), "partial": partial}, text)
                 if await self._receiver.wait_newer(version, backoff.next_delay()):
                     return False
                 continue
             seconds = time.monotonic() - began
+            await self._receiver.tell(version)
             text = f"version {version}: {engine.url} has loaded it in {seconds:.1f} s"
             self._report.emit({"event": "loaded", **event, "seconds": round(seconds, 3)}, text)
             return True

@@ -312,14 +312,20 @@ def reader_lines(readers: Sequence[tuple[str, WeightReader]]) -> list[str]:
             (
                 fitted(each.kind, 8),
                 fitted(each.name, 24),
-                fitted(each.status or "-", 12),
-                fitted("no version yet" if each.version is None else f"version {each.version}", 16),
+                fitted(each.status if each.kind == "explorer" else "-", 12),
+                _version_text(each),
                 "" if each.newest is None else f"of {each.newest}",
                 f"from {printable(peer)}",
             )
         )
         for peer, each in readers
     ]
+
+
+def _version_text(reader: WeightReader) -> str:
+    if reader.version is not None:
+        return fitted(f"version {reader.version}", 16)
+    return printable(reader.status) if reader.kind == "follower" and reader.status else fitted("no version yet", 16)
 
 
 def services(snapshot: RunSnapshot) -> list[str]:

@@ -23,8 +23,8 @@ class WeightReader:
     Attributes:
         kind: follower or explorer.
         name: endpoint of a follower that hands on what it has, or the name that an explorer has given.
-        status: of an explorer: running, require_sync or stopped.
-        version: newest version that it has asked for; None before the first.
+        status: of an explorer: running, require_sync or stopped; of a follower empty, or why its version is unknown.
+        version: newest version that it has asked for, or that its engine has; None before the first, and if unknown.
         newest: newest version that there is; None before the first.
     """
 

@@ -60,6 +60,9 @@ MAX_WRONG = 3
 """Times that a publisher may send something wrong. Another source may not."""
 
 
+TELL_SECONDS = 2.0
+"""A publisher that does not answer in this time is not told what an engine has."""
+
 TOO_SLOW = "was slower than the publisher would be"
 
 
@@ -211,6 +214,13 @@ class Downloads:
             raise self._undelivered(incoming, at_publisher, error) from None
         if not incoming.complete:
             raise self._undelivered(incoming, at_publisher, "it did not send all pieces")
+
+    async def tell(self, publisher: Publisher, has: int) -> None:
+        """Tells a publisher what this follower's engine has, see `DescribeRequest`. An older one refuses that."""
+        request = wire.DescribeRequest(run_id=self._run_id, follower=publisher.follower, has=has)
+        with suppress(AveragingError, TimeoutError):
+            async with aclosing(publisher.channel.stream(DESCRIBE, request)) as messages:
+                await self._next(messages, TELL_SECONDS)
 
     def blame(self, publisher: str, error: Exception) -> None:
         """Rejects a publisher that sends wrong pieces again and again. Without TLS a link may have spoilt one."""

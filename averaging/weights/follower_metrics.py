@@ -8,6 +8,9 @@ from averaging.weights.receiver import VersionReceiver
 
 FOLLOWER_METRICS = (
     gauge("follower_version", "Version in the model, file or engine; missing before the first, or if it is unknown."),
+    gauge(
+        "follower_partial_version", "Version of which a part may be in the engine, which is paused; missing if none is."
+    ),
     gauge("follower_newest_version", "Newest version that a publisher has announced; missing before the first."),
     gauge(
         "follower_staleness_seconds",

@@ -215,6 +215,7 @@ class WeightPublisher:
         self._publishing = threading.Lock()
         self._followers: dict[bytes, str] = {}  # endpoints of those that follow now
         self._asked_for: dict[bytes, int] = {}  # newest version that each of those has asked for
+        self._in_engines: dict[bytes, int] = {}  # what some of those have said that their engines have
         self._local: set[bytes] = set()  # those that reach this publisher through loopback
         self._rates: dict[bytes, float] = {}  # bytes/s that each of those has received from here
         self._trees: dict[bytes, _Shaped] = {}  # by the name of the version
@@ -252,7 +253,9 @@ class WeightPublisher:
     def readers(self) -> Iterable[WeightReader]:
         """The connected followers, for the status of the peer."""
         for name, endpoint in self._followers.items():
-            yield WeightReader("follower", endpoint or name.hex()[:8], "", self._asked_for.get(name), self.version)
+            has = self._in_engines.get(name, self._asked_for.get(name))
+            part = "" if has is None or has >= 0 else f"unknown: a part of {-1 - has}"
+            yield WeightReader("follower", endpoint or name.hex()[:8], part, None if part else has, self.version)
 
     async def publish(self, state: Mapping[str, torch.Tensor] | None = None, version: int | None = None) -> int:
         """Publishes weights. The tensors must not change until it returns.
@@ -420,6 +423,7 @@ class WeightPublisher:
             self._local.discard(name)
             self._rates.pop(name, None)
             self._asked_for.pop(name, None)
+            self._in_engines.pop(name, None)
             self._claims.leave(name)
             for shaped in self._trees.values():
                 shaped.tree.leave(name)
@@ -481,6 +485,10 @@ class WeightPublisher:
 
     async def _describe(self, request: wire.DescribeRequest) -> AsyncGenerator[wire.Digests, None]:
         self._check_run(request.run_id)
+        if not request.name:
+            if request.follower in self._followers:
+                self._in_engines[request.follower] = request.has
+            return
         asked = self._store.find(request.name)
         if request.follower in self._followers and asked is not None:
             self._rates[request.follower] = float(request.rate)

@@ -262,6 +262,11 @@ class VersionReceiver:
         await self.store.changes.wait(lambda: is_newer() or self.failure is not None, timeout)
         return is_newer()
 
+    async def tell(self, version: int | None, part_of: int = 0) -> None:
+        """Tells the publisher the version that an engine has got from here; None if it may have a part of `part_of`."""
+        if self._current is not None:
+            await self._downloads.tell(self._current, -1 - part_of if version is None else version)
+
     def _not_reached(self) -> AveragingError:
         reasons, seeds = list(self._reasons.values()), self._options.seeds
         if self._all_refuse():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -14,7 +15,11 @@ from starlette.routing import Route
 
 from averaging.errors import StateError
 from averaging.http_server import HttpServer, listening
-from averaging.weights import VllmServer, WeightSnapshot, seal, view_state
+from averaging.monitor.table import reader_lines
+from averaging.rpc import RpcServer
+from averaging.weights import VllmServer, WeightPublisher, WeightSnapshot, seal, view_state
+from tests.support.processes import averaging_process
+from tests.support.scraping import scrape
 
 pytestmark = pytest.mark.asyncio
 
@@ -99,3 +104,31 @@ async def test_what_a_process_has_left_paused_is_not_resumed_by_the_next_before_
             assert "resume" not in engine.calls
             await server.load(snapshot(7))
         assert engine.calls[-5:] == WHOLE
+
+
+async def test_the_run_and_the_metrics_name_the_version_of_which_an_engine_may_have_a_part() -> None:
+    engine, publisher = Engine(update_weights=1 << 30), WeightPublisher()
+    async with serving(engine) as url, RpcServer("127.0.0.1:0", [publisher]) as server:
+        await publisher.publish({"w": torch.ones(4)}, 7)
+        command = ["follow", server.endpoint, "--engine", f"vllm={url}", "--metrics-listen", "127.0.0.1:0"]
+        with averaging_process(*command) as process:
+            here = (await asyncio.to_thread(process.expect, "ready"))["metrics"]
+            assert (await asyncio.to_thread(process.expect, "unloaded"))["partial"]
+            (reader,) = publisher.readers()
+            assert (reader.status, reader.version, reader.newest) == ("unknown: a part of 7", None, 7)
+            assert "unknown: a part of 7" in reader_lines([("peer", reader)])[0]
+            page = await asyncio.to_thread(scrape, here)
+            assert page["averaging_follower_partial_version"][()] == 7
+            assert "averaging_follower_version" not in page
+            await publisher.publish({"w": torch.zeros(4)}, 8)  # received, and not loaded by all
+            while (await asyncio.to_thread(process.expect, "unloaded"))["version"] < 8:
+                pass
+            (reader,) = publisher.readers()
+            assert (reader.status, reader.version) == ("unknown: a part of 8", None)
+            engine.failing.clear()
+            assert (await asyncio.to_thread(process.expect, "loaded"))["version"] == 8
+            (reader,) = publisher.readers()
+            assert (reader.status, reader.version) == ("", 8)
+            assert "version 8" in reader_lines([("peer", reader)])[0]
+            while "averaging_follower_partial_version" in await asyncio.to_thread(scrape, here):
+                pass  # a page is kept for a moment
