@@ -481,12 +481,10 @@ class ChatForm(AnswerForm):
         ]
 
     def whole(self, sequences: Sequence[Sequence[TextPiece]]) -> Json:
-        """See `AnswerForm`."""
         prompt = {"prompt_token_ids": list(self._prompts[0])} if self._style.token_ids else {}
         return {**super().whole(sequences), **prompt}
 
     def chunk(self, piece: TextPiece, logprobs: bool) -> Json:
-        """See `AnswerForm`."""
         choice = {
             **self._end(piece),
             "delta": {"content": piece.text},
@@ -526,7 +524,6 @@ class CompletionForm(AnswerForm):
         self._begun: set[int] = set()
 
     def chunk(self, piece: TextPiece, logprobs: bool) -> Json:
-        """See `AnswerForm`."""
         return {**self._head, "object": self.chunk_object, "choices": [self._of(piece, logprobs)]}
 
     def _choice(self, merged: TextPiece) -> Json:

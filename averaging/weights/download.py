@@ -60,9 +60,6 @@ MAX_WRONG = 3
 """Times that a publisher may send something wrong. Another source may not."""
 
 
-TELL_SECONDS = 2.0
-"""A publisher that does not answer in this time is not told what an engine has."""
-
 TOO_SLOW = "was slower than the publisher would be"
 
 
@@ -220,7 +217,7 @@ class Downloads:
         request = wire.DescribeRequest(run_id=self._run_id, follower=publisher.follower, has=has)
         with suppress(AveragingError, TimeoutError):
             async with aclosing(publisher.channel.stream(DESCRIBE, request)) as messages:
-                await self._next(messages, TELL_SECONDS)
+                await self._next(messages, 2.0)
 
     def blame(self, publisher: str, error: Exception) -> None:
         """Rejects a publisher that sends wrong pieces again and again. Without TLS a link may have spoilt one."""

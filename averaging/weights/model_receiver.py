@@ -98,9 +98,9 @@ class ModelReceiver(VersionReceiver):
         return super().bytes_sent + sum(part.bytes_sent for part in tuple(self._parts.values()))
 
     async def tell(self, version: int | None, part_of: int = 0) -> None:
-        """See `VersionReceiver`; of a model in parts, all its publishers are told."""
-        await super().tell(version, part_of)
-        await asyncio.gather(*(part.tell(version, part_of) for part in self._parts.values()))
+        await asyncio.gather(
+            super().tell(version, part_of), *(part.tell(version, part_of) for part in self._parts.values())
+        )
 
     def _work(self) -> list[Coroutine[None, None, None]]:
         return [*super()._work(), self._follow_parts()]

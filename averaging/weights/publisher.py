@@ -315,7 +315,6 @@ class WeightPublisher:
             self._seal(copy, step, at_least=True)
 
     def rpc_handlers(self) -> Iterable[RpcHandler]:
-        """See `RpcService`."""
         return [
             FOLLOW.streams(self._follow),
             FETCH.streams(self._fetch),
@@ -485,9 +484,8 @@ class WeightPublisher:
 
     async def _describe(self, request: wire.DescribeRequest) -> AsyncGenerator[wire.Digests, None]:
         self._check_run(request.run_id)
-        if not request.name:
-            if request.follower in self._followers:
-                self._in_engines[request.follower] = request.has
+        if not request.name and request.follower in self._followers:
+            self._in_engines[request.follower] = request.has
             return
         asked = self._store.find(request.name)
         if request.follower in self._followers and asked is not None:

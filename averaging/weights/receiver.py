@@ -492,5 +492,4 @@ class _HandsOn:
         self._store = store
 
     def rpc_handlers(self) -> list[RpcHandler]:
-        """See `RpcService`."""
         return [FETCH.streams(partial(self._store.send, early=EARLY_SECONDS)), WARM.streams(self._store.warm)]

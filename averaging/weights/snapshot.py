@@ -91,7 +91,6 @@ class WeightSnapshot(WeightPieces):
         return frozenset(found)
 
     def repeats(self, index: int) -> bool:
-        """See `WeightPieces`."""
         return index in self._repeating
 
     def under(self, version: int) -> WeightSnapshot:
@@ -374,15 +373,12 @@ class OpenedVersion(WeightPieces):
 
     @property
     def digests(self) -> Sequence[bytes]:
-        """See `WeightPieces`."""
         return self._digests
 
     def has(self, index: int) -> bool:
-        """See `WeightPieces`."""
         return index < len(self._digests)
 
     def repeats(self, index: int) -> bool:
-        """See `WeightPieces`."""
         return index in self._repeating
 
     def describe(self) -> Iterator[int]:
@@ -455,7 +451,6 @@ class Incoming(WeightPieces):
 
     @property
     def digests(self) -> Sequence[bytes]:
-        """See `WeightPieces`."""
         return self._digests
 
     @property
@@ -470,11 +465,9 @@ class Incoming(WeightPieces):
         return self._count == len(self._has) and self.manifest.is_described
 
     def has(self, index: int) -> bool:
-        """See `WeightPieces`."""
         return bool(self._has[index])
 
     def repeats(self, index: int) -> bool:
-        """See `WeightPieces`."""
         return self._places[self._key(index)][0] != index
 
     def knows(self, index: int) -> bool:
@@ -543,7 +536,6 @@ class Incoming(WeightPieces):
                 self._take(place, piece)
 
     def encoded(self, index: int, base: bytes) -> tuple[Coding, bytes] | None:
-        """See `WeightPieces`."""
         own = self.differs_from
         return self._encoded.get(index) if own is not None and own.manifest.digest == base else None
 

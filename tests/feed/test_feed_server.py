@@ -37,9 +37,9 @@ GROUP: dict[str, Any] = {"tokens": [[1, 2], [3]], "masks": [[-100, 2], [3]], "sc
 
 
 @asynccontextmanager
-async def serving(**options: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """Yields a client of a server with its store in memory."""
-    async with FeedServer(":memory:", **options) as server, httpx.AsyncClient(base_url=server.url) as client:
+async def serving(store: str | Path = ":memory:", **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """Yields a client of a server, by default with its store in memory."""
+    async with FeedServer(store, **options) as server, httpx.AsyncClient(base_url=server.url) as client:
         yield client
 
 

@@ -282,7 +282,9 @@ async def test_what_is_too_old_is_counted_and_told() -> None:
         assert [post.json() for post in posts] == [told, told, told | {"stale": 1}]
         many = await client.post("/scored_data_list", json=[GROUP | {"version": [5, 1]}, GROUP | {"version": 2}, GROUP])
         assert many.json() == {"groups_processed": 3, "stale": 2} | told
-        assert (await client.get("/status")).json() == {
+        status = (await client.get("/status")).json()
+        assert "env_0 posts" in status.pop("warning")
+        assert status == {
             "current_step": 0,
             "queue_size": 3,
             "newest_version": 5,
@@ -333,11 +335,12 @@ async def test_groups_of_unknown_weights_are_dropped_where_versions_are_limited(
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("version", [{}, {"version": None}])
+@pytest.mark.parametrize("version", [{}, {"version": None}, {"version": 3}, {"version": [3, 5]}])
 async def test_an_environment_whose_engine_follows_nobody_is_named(
-    version: dict[str, None], caplog: pytest.LogCaptureFixture
+    version: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with serving(max_staleness=1) as client:
+    store = tmp_path / "feed.sqlite"
+    async with serving(store=store, max_staleness=1) as client:
         await begin(client)
         await client.get("/batch", params={"version": 5})
         await client.post("/scored_data", json=GROUP | {"env_id": 0} | version)
@@ -345,8 +348,14 @@ async def test_an_environment_whose_engine_follows_nobody_is_named(
         assert "env_0 posts groups without a version" in warning
         assert "averaging serve --follow" in warning
         assert caplog.text.count("env_0 posts groups without a version") == 1
+    caplog.clear()
+    async with serving(store=store, max_staleness=1) as client:  # the environment may wait for a version meanwhile
+        assert (await client.get("/status")).json()["warning"] == warning
+        assert caplog.text.count("env_0 posts groups without a version") == 1
         await client.post("/scored_data", json=GROUP | {"env_id": 0, "version": 5})
         assert "warning" not in (await client.get("/status")).json(), "it follows now"
+        await client.get("/batch", params={"version": 9})
+        assert "warning" not in (await client.get("/status")).json(), "its group was not too old when it was posted"
 
 
 @pytest.mark.asyncio

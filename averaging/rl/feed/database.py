@@ -190,7 +190,6 @@ class Database:
         self._db.close()
 
     def register(self, registration: Registration, trainer: int = 0) -> bool:
-        """See `RunState.register`."""
         is_new = self.state.register(registration, trainer)
         if is_new:
             encoded = msgspec.json.encode(registration)
@@ -199,7 +198,6 @@ class Database:
         return is_new
 
     def register_env(self, config: RegisterEnv, owner: bytes, now: float) -> int:
-        """See `RunState.register_env`."""
         env_id = self.state.register_env(config, owner, now)
         if env_id >= 0:
             row = _env_row(env_id, self.state.envs[env_id])
@@ -207,7 +205,6 @@ class Database:
         return env_id
 
     def disconnect(self, env_id: int, owners: Collection[bytes]) -> None:
-        """See `RunState.disconnect`."""
         self.state.disconnect(env_id, owners)
         self._write("UPDATE envs SET connected = 0 WHERE id = ?", [(env_id,)])
 
@@ -237,7 +234,11 @@ class Database:
             (*group, len(content), version)
             for group, content, version in zip(post.groups, post.contents, versions, strict=True)
         ]
+        unfit_before = [env_id for env_id, env in enumerate(self.state.envs) if env.unfit]
         added = self.state.add(groups, now)
+        unfit = [env_id for env_id, env in enumerate(self.state.envs) if env.unfit]
+        if unfit != unfit_before:
+            self._set(unfit=msgspec.json.encode(unfit))
         self._db.executemany(
             "INSERT INTO groups (number, env, size, content, version) VALUES (?, ?, ?, ?, ?)",
             [(added.first + i, *groups[i][:2], content, versions[i]) for i, content in enumerate(post.contents)],
@@ -441,6 +442,8 @@ class Database:
         for _, config, name, connected, owner in execute("SELECT * FROM envs ORDER BY id"):
             decoded = msgspec.json.decode(config, type=RegisterEnv)
             state.envs.append(Env(decoded, name, bool(connected), owner or b"", heard=now, posted=True, waited=now))
+        for env_id in msgspec.json.decode(facts.get("unfit", b"[]"), type=list[int]):
+            state.envs[env_id].unfit = True
         query = (
             "SELECT place, step, aside, number, env, size, length(content), version FROM groups ORDER BY place, number"
         )

@@ -98,7 +98,7 @@ class Env:
         waited: time since which the run waits for its groups: that of its last post, or of a batch with its groups.
         silent: whether it has given up its reservation, because the run waited for longer than `RunState.env_timeout`.
         stale: its groups that did not fit the trainer's version, since the server has started.
-        versionless: whether its last group had no known version.
+        unfit: whether its last group had no known version, or one that did not fit the trainer's.
     """
 
     config: RegisterEnv
@@ -110,7 +110,7 @@ class Env:
     waited: float = field(default=0.0, compare=False)
     silent: bool = field(default=False, compare=False)
     stale: int = field(default=0, compare=False)
-    versionless: bool = field(default=False, compare=False)
+    unfit: bool = field(default=False, compare=False)
 
 
 @dataclass(kw_only=True)
@@ -365,10 +365,12 @@ class RunState:
 
     def _turn_away(self, group: SampleGroup) -> None:
         """Drops a group, or sets it aside; the oldest of those are dropped if there are too many."""
-        self.stale[self._fit_of(group), group.env] += 1
+        fit = self._fit_of(group)
+        self.stale[fit, group.env] += 1
         self.stale_groups += 1
         if group.env is not None:
             self.envs[group.env].stale += 1
+            self.envs[group.env].unfit |= fit is not Fit.OLD  # one that was not old when it arrived says nothing of it
         self.moves.append((group, Move.ASIDE))
         self._set_aside(group)
 
@@ -421,7 +423,7 @@ class RunState:
         added = Added(self.next_number, [], [])
         for env, size, nbytes, version in groups:
             if env is not None:
-                self.envs[env].versionless = version in (None, UNKNOWN)
+                self.envs[env].unfit = version in (None, UNKNOWN) or self.is_stale(version)
             group = SampleGroup(self.next_number, env, size, nbytes, version, self.version.reports)
             self.next_number += 1
             if self._is_stale(group):
@@ -530,12 +532,12 @@ class RunState:
         if self.registration is None:
             return ""
         if self.max_staleness is not None and self.version.newest is not None:
-            versionless = [env.name for env in self.envs if env.versionless and env.connected]
-            if versionless:
+            if unfit := [env.name for env in self.envs if env.unfit and env.connected]:
                 return (
-                    f"{listed(versionless)} posts groups without a version beside the limit of {self.max_staleness} "
-                    "versions; they are dropped, or from an environment that knows of no versions trained at any age. "
-                    "Have its engine follow the run: averaging serve --follow, or averaging follow --engine for vLLM"
+                    f"{listed(unfit)} posts groups without a version, or of one that does not fit the limit of "
+                    f"{self.max_staleness} versions; they are dropped, or from an environment that knows of no "
+                    "versions trained at any age. Have its engine follow the run: averaging serve --follow, or "
+                    "averaging follow --engine for vLLM"
                 )
         if (
             self.max_staleness is not None
