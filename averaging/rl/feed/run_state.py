@@ -531,14 +531,14 @@ class RunState:
         """Returns why no batch is ever formed as things are, or the limit of versions does not hold; else nothing."""
         if self.registration is None:
             return ""
-        if self.max_staleness is not None and self.version.newest is not None:
-            if unfit := [env.name for env in self.envs if env.unfit and env.connected]:
-                return (
-                    f"{listed(unfit)} posts groups without a version, or of one that does not fit the limit of "
-                    f"{self.max_staleness} versions; they are dropped, or from an environment that knows of no "
-                    "versions trained at any age. Have its engine follow the run: averaging serve --follow, or "
-                    "averaging follow --engine for vLLM"
-                )
+        unfit = [env.name for env in self.envs if env.unfit and env.connected]
+        if self.max_staleness is not None and self.version.newest is not None and unfit:
+            return (
+                f"{listed(unfit)} posts groups without a version, or of one that does not fit the limit of "
+                f"{self.max_staleness} versions; they are dropped, or from an environment that knows of no versions "
+                "trained at any age. Have its engine follow the run: averaging serve --follow, or averaging follow "
+                "--engine for vLLM"
+            )
         if (
             self.max_staleness is not None
             and self.version.newest is None
