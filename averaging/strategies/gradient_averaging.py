@@ -10,7 +10,7 @@ import torch
 
 from averaging.config import NonFinite
 from averaging.errors import ConfigError, TensorError
-from averaging.peer import Adopt
+from averaging.peer import Adopt, RoundOptions
 from averaging.protocol import CompressionType
 from averaging.receipts import Receipt
 from averaging.strategies.lockstep import LockstepStrategy
@@ -132,7 +132,7 @@ class GradientAveraging(LockstepStrategy):
         if is_level and self._is_complete(others) and not self._ends_with_others(training, others.together):
             self.announce(training)
             if not training.site.broadcast_from_leader(lambda: self._holds(training, self._topic)):
-                self._global_step(training, others.together, training.peer.config.round_timeout)
+                self._global_step(training, others.together)
             self._tell_standstill(training, self.history.step)
         self.announce(training, computing=samples)
         self._batch_began = training.now()
@@ -178,22 +178,25 @@ class GradientAveraging(LockstepStrategy):
             mean.zero_()
             self._present[name] = False
 
-    def _global_step(self, training: StrategyContext, together: tuple[str, ...], search_timeout: float) -> None:
+    def _global_step(
+        self, training: StrategyContext, together: tuple[str, ...], search_timeout: float | None = None
+    ) -> None:
         scale = None if self.max_norm is None else training.clip(self._means.values(), self.max_norm)
         lacking = {number for number, here in enumerate(self._present.values()) if not here}
         receipt: Receipt | None = None
         if together:
             training.drift.note_hyperparameters(self.history.step)
             try:
-                receipt = training.average(
-                    self._topic,
-                    phase=self.history.phase,
-                    weight=self._gathered,
-                    gather={"samples": self._gathered, "lacking": _bitmap(lacking, len(self._present))},
-                    expected_peers=self._expected_peers(training, together),
-                    drift=training.fingerprint(training.parameters, self.history.phase, self.history.step),
-                    search_timeout=search_timeout,
-                )
+                options: RoundOptions = {
+                    "phase": self.history.phase,
+                    "weight": self._gathered,
+                    "gather": {"samples": self._gathered, "lacking": _bitmap(lacking, len(self._present))},
+                    "expected_peers": self._expected_peers(training, together),
+                    "drift": training.fingerprint(training.parameters, self.history.phase, self.history.step),
+                }
+                if search_timeout is not None:
+                    options["search_timeout"] = search_timeout
+                receipt = training.average(self._topic, **options)
             finally:  # also after a KeyboardInterrupt
                 if receipt is None or not receipt.averaged:
                     self._unclip(scale)

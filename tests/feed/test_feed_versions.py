@@ -251,7 +251,8 @@ async def test_a_version_that_is_none_is_refused() -> None:
 async def test_who_sends_no_versions_sees_the_old_api() -> None:
     """Also if the server has a limit: the bytes are those of a server without."""
     replies = []
-    for options in ({}, {"max_staleness": 0}):
+    limits: list[dict[str, Any]] = [{}, {"max_staleness": 0}]
+    for options in limits:
         async with serving(**options) as client:
             await begin(client)
             answers = [
