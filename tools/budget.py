@@ -33,7 +33,7 @@ def count(root: Path) -> Figures:
     rooms: Counter[str] = Counter()
     for path in package:
         rooms[room_of(path.relative_to(root / "averaging"))] += _lines([path])
-    pages = [*root.glob("*.md"), *(root / "docs").rglob("*.md")]
+    pages = [path for path in (*root.glob("*.md"), *(root / "docs").rglob("*.md")) if path.name != "CHANGELOG.md"]
     return {
         "rooms": dict(sorted(rooms.items())),
         "all": {
