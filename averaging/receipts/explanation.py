@@ -395,7 +395,8 @@ def _summary_of_agreement(what: str, reports: Sequence[tuple[Round, list[dict[st
     verdict = f"DIFFERENT in {differing}" if differing else "the same in all"
     partly = sum(not round_.present <= _compared(digests) for round_, digests in compared)
     limits = f", {partly} of them only between some of the members" if partly else ""
-    limits += f"; {others} cannot" if (others := len(reports) - len(compared)) else ""
+    others = sum(round_.outcome is Outcome.AVERAGED and not any(digests) for round_, digests in reports)
+    limits += f"; {others} cannot" if others else ""
     return f"{what}: {verdict} of {counted(len(compared), 'round')} that can be compared{limits}"
 
 

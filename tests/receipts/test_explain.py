@@ -160,8 +160,7 @@ def test_what_it_comes_to() -> None:
         "last to arrive: no peer regularly",
         f"straggler: {D} in 1 round, maximum 0.8 s, total 0.8 s",
         "bytes: 18.0 MiB sent, 12.0 MiB received",
-        "averages: the same in all of 3 rounds that can be compared, 3 of them only between some of the members; 1 "
-        "cannot",
+        "averages: the same in all of 3 rounds that can be compared, 3 of them only between some of the members",
         "states: no round has receipts of several peers to compare",
     ]
     assert list(explain(told, summary_only=True)) == [lines[0], *lines[5:]]
@@ -172,6 +171,11 @@ def test_where_nothing_can_be_compared_nothing_is_said_to_be_the_same() -> None:
     assert list(explain(told))[-2:] == [
         f"{what}: no round has receipts of several peers to compare" for what in ("averages", "states")
     ]
+
+
+def test_a_round_with_one_receipt_is_counted_among_those_that_cannot_be_compared() -> None:
+    lines = list(explain([receipt(A, 4), receipt(B, 4), receipt(A, 5)]))
+    assert lines[-2].endswith("; 1 cannot")
 
 
 def test_equal_averages_of_different_states_are_not_called_the_same() -> None:
