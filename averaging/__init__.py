@@ -11,6 +11,8 @@ of options), `averaging.receipts`, `averaging.peer`, `averaging.state`, `averagi
 
 from __future__ import annotations
 
+import signal
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +81,10 @@ def __getattr__(name: str) -> Any:
         return version("averaging")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if not hasattr(signal, "SIGHUP"):
+        from averaging.errors import SUPPORTED_SYSTEMS
+
+        raise ImportError(f"averaging does not run on this operating system ({sys.platform}); {SUPPORTED_SYSTEMS}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
 
 

@@ -129,7 +129,10 @@ class LockstepStrategy(Strategy):
         """Whether this peer puts off a global step that is due; called at the leader of a site."""
         if self.quorum is not None or training.announcements.declared_until(topic, self.history.phase) is not None:
             return False  # another peer has begun already
-        now, behind = training.monotonic(), find_behind(self.history, training.announcements.of_others(wait=False))
+        behind = find_behind(self.history, training.announcements.of_others(wait=False))
+        if not behind and not self._put_off:
+            return False
+        now = training.monotonic()
         size = sum(parameter.nbytes for parameter in training.parameters.values())
         limit = HELD_SECONDS + HELD_COPIES * size / SLOW_LINK
         known = self._put_off  # once its time is over a peer is not waited for again before it was level, or has left

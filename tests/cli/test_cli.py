@@ -444,3 +444,9 @@ def test_an_operating_system_that_is_not_supported_is_named_in_one_sentence(miss
     assert ended.stderr.startswith("Error: averaging does not run on this operating system (")
     assert ended.stderr.endswith("); use Linux, macOS for peers, or WSL 2 on Windows\n")
     assert ended.stderr.count("\n") == 1
+
+
+def test_a_script_on_such_a_system_gets_that_sentence_too() -> None:
+    script = "import signal; del signal.SIGHUP; from averaging import Peer"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.stderr.splitlines()[-1].startswith("ImportError: averaging does not run on this operating system (")
