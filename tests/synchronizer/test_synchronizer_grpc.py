@@ -20,7 +20,14 @@ from averaging.errors import (
     ProtocolViolationError,
     WaitTimeoutError,
 )
-from averaging.rl.synchronizer import RunningStatus, Synchronizer, SynchronizerConfig, WeightReceiver, methods
+from averaging.rl.synchronizer import (
+    RunningStatus,
+    Synchronizer,
+    SynchronizerConfig,
+    WeightReceiver,
+    methods,
+    state_sources,
+)
 from averaging.rl.synchronizer.remote import RemoteSynchronizer
 from averaging.rl.synchronizer.service import SynchronizerService
 from averaging.rpc import RpcChannel, RpcServer, read_credentials
@@ -184,6 +191,30 @@ async def test_the_versions_of_a_peer_are_handed_out_until_a_trainer_sets_a_stat
         await peer.commit()
         assert await explorer.wait_new_model_state_dict(1) == 8
         assert synchronizer.trainer_requires_weight_sync() is None, "the peer is no trainer any more"
+
+
+@pytest.mark.asyncio
+async def test_weights_of_the_peer_that_are_being_copied_do_not_follow_the_state_of_a_trainer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started, release = asyncio.Event(), asyncio.Event()
+
+    async def held(action: Callable[[], object]) -> object:
+        started.set()
+        await release.wait()
+        return action()
+
+    monkeypatch.setattr(state_sources, "in_thread", held)
+    peer = Peer({"w": torch.ones(3)}, run_id="demo")
+    synchronizer = Synchronizer(peer)
+    async with peer, synchronizer:
+        await started.wait()
+        assert await synchronizer.set_model_state_dict(state(), 5) == 5
+        release.set()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert synchronizer.model_version == 5
+        assert same(synchronizer.get_model_state_dict()[0], state())
 
 
 @pytest.mark.asyncio

@@ -76,6 +76,7 @@ class Synchronizer:
         self._groups = WeightGroups(self.config.group_name, self._modules, self._state, self._waiting)
         self._peer = peer
         self._main: asyncio.Task[None] | None = None
+        self._following: asyncio.Task[None] | None = None  # hands out the versions of the peer
         self._holders, self._detached, self._ended = 0, False, False
         self._loop: asyncio.AbstractEventLoop | None = None  # in which `get_actor` finds it
         self._closing = asyncio.Event()
@@ -116,12 +117,14 @@ class Synchronizer:
         if self.config.sync_method is SyncMethod.CHECKPOINT and folder is not None:
             hand_out = partial(self.set_model_state_dict, None)
             work.append(find_checkpoints(folder, lambda: self._state.step, hand_out))
-        if self._peer is not None:
-            self._state.set_trainer_status(RunningStatus.RUNNING, _PEER)
-            work.append(follow_peer(self._peer, partial(self._publish, member=_PEER)))
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(each) for each in work]
+                if self._peer is not None:
+                    self._state.set_trainer_status(RunningStatus.RUNNING, _PEER)
+                    following = follow_peer(self._peer, partial(self._publish, member=_PEER))
+                    self._following = tasks.create_task(following)
+                    running.append(self._following)
                 await self._closing.wait()
                 for task in running:
                     task.cancel()
@@ -163,12 +166,10 @@ class Synchronizer:
 
     @property
     def module_count(self) -> int:
-        """The number of modules that are tracked."""
         return len(self._modules)
 
     @property
     def ended(self) -> bool:
-        """Whether it was closed, or none of its modules is alive."""
         return self._ended
 
     async def _poll_modules(self) -> None:
@@ -189,7 +190,6 @@ class Synchronizer:
 
     @property
     def explorer_status_counts(self) -> dict[RunningStatus, int]:
-        """The number of explorers in each status."""
         return self._state.explorer_status_counts
 
     def readers(self) -> Iterable[WeightReader]:
@@ -199,7 +199,6 @@ class Synchronizer:
             yield WeightReader("explorer", member or "this process", status.value, version, newest)
 
     def note_received(self, member: str, version: int) -> None:
-        """Notes that an explorer of `member` has got the state of this version."""
         self._state.note_received(member, version)
 
     async def set_trainer_status(self, status: RunningStatus | str, *, member: str = "") -> None:
@@ -436,9 +435,10 @@ class Synchronizer:
         if self._peer is not None:
             self._peer = None
             self.remove_member(_PEER)
+            if self._following is not None:
+                self._following.cancel()  # the peer's weights that are being copied would get a version above this
 
     def rpc_handlers(self) -> Iterable[RpcHandler]:
-        """See `averaging.rpc.RpcService`."""
         return SynchronizerService([self]).rpc_handlers()
 
     @classmethod
