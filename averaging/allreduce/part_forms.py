@@ -65,7 +65,6 @@ class Slice(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return self.stop - self.start
 
 
@@ -89,7 +88,6 @@ class Part:
 
     @classmethod
     def of(cls, tensor: int, start: int, stop: int) -> Part:
-        """A part of one slice."""
         return cls((Slice(tensor, start, stop),))
 
     def divide(self, values: torch.Tensor) -> Iterator[tuple[Slice, torch.Tensor]]:
@@ -182,7 +180,6 @@ class PartForm(ABC, Generic[Tensor, Contributed, Average, Result]):
         """Whether all values are finite in the dtype of the tensor."""
 
     def clamped(self, values: Result) -> int:
-        """Number of values of a contribution or of a decoded average that the codec clamps, or has clamped."""
         return 0
 
 
@@ -203,7 +200,6 @@ class DenseForm(PartForm["torch.Tensor | StagedTensor", torch.Tensor, torch.Tens
         self.continues = self._codec.elementwise and aggregation.kind is not AggregationKind.CLIP
 
     def cuts(self, part_size_bytes: int) -> Iterator[tuple[int, int]]:
-        """See `PartForm`."""
         length = part_size_bytes // self._per_element
         if length < 1:
             raise ConfigError(
@@ -214,7 +210,6 @@ class DenseForm(PartForm["torch.Tensor | StagedTensor", torch.Tensor, torch.Tens
             yield start, min(start + length, numel)
 
     def joins(self, other: AnyForm) -> bool:
-        """Dense tensors of one dtype and codec; not with `clip`, which measures distances over a part."""
         return (
             isinstance(other, DenseForm)
             and self._codec is other._codec
@@ -222,19 +217,15 @@ class DenseForm(PartForm["torch.Tensor | StagedTensor", torch.Tensor, torch.Tens
         )
 
     def encoded_size(self, piece: Slice) -> int:
-        """See `PartForm`."""
         return self._codec.nbytes((piece.numel,))
 
     def nbytes(self, part: Part) -> int:
-        """See `PartForm`."""
         return part.numel * self._per_element
 
     def packed_size(self, part_size_bytes: int, members: int) -> int:
-        """See `PartForm`."""
         return self._spec.numel * self._per_element
 
     def encode(self, tensors: Sequence[torch.Tensor | StagedTensor], part: Part) -> WireTensor:
-        """See `PartForm`."""
         return self._encode(self.own(tensors, part), part)
 
     def _encode(self, values: torch.Tensor, part: Part) -> WireTensor:
@@ -255,7 +246,6 @@ class DenseForm(PartForm["torch.Tensor | StagedTensor", torch.Tensor, torch.Tens
         return _joined(pieces)
 
     def decode(self, wire: WireTensor, part: Part) -> torch.Tensor:
-        """See `PartForm`."""
         codec = self._codec
         as_usual = wire.compression == self._spec.compression and wire.dtype == codec.wire_dtype
         if as_usual and (codec.elementwise or len(part.slices) == 1):
@@ -266,7 +256,6 @@ class DenseForm(PartForm["torch.Tensor | StagedTensor", torch.Tensor, torch.Tens
         return decode_slices(wire, self._dtype, _lengths(part))
 
     def reducer(self) -> PartReducer[torch.Tensor, torch.Tensor]:
-        """See `PartForm`."""
         return MeanReducer() if self._aggregation == MEAN else RobustReducer(self._aggregation)
 
     def answer(
@@ -285,15 +274,12 @@ class DenseForm(PartForm["torch.Tensor | StagedTensor", torch.Tensor, torch.Tens
         return wire, kept
 
     def decode_answer(self, wire: WireTensor, part: Part) -> torch.Tensor:
-        """See `PartForm`."""
         return self.decode(wire, part)
 
     def is_finite(self, values: torch.Tensor) -> bool:
-        """See `PartForm`."""
         return finite_as(values, self._dtype)
 
     def clamped(self, values: torch.Tensor) -> int:
-        """See `PartForm`."""
         limit = self._codec.limit
         if math.isinf(limit) or not values.numel() or torch.linalg.vector_norm(values, math.inf).item() < limit:
             return 0
@@ -325,7 +311,6 @@ class ReplyResidual:
         self._pending: list[tuple[int, int, slice | torch.Tensor, torch.Tensor]] = []
 
     def begin(self) -> None:
-        """Forgets what was lost in a round that was not applied."""
         self._pending = []
 
     def of(self, tensor: int, start: int, stop: int) -> torch.Tensor | None:
@@ -392,19 +377,15 @@ class SparseForm(PartForm[SparseTensor, Contribution, "list[Contribution]", Spar
         return self._layout.cuts(int(part_size_bytes / max(1.0, per_element)))
 
     def joins(self, other: AnyForm) -> bool:
-        """Never: the norms of contributions are compared part by part."""
         return False
 
     def encoded_size(self, piece: Slice) -> int:
-        """See `PartForm`."""
         return top_k_nbytes(piece.numel, self._block_size(piece.start), self._top_k)
 
     def nbytes(self, part: Part) -> int:
-        """See `PartForm`."""
         return self.encoded_size(part.slices[0])
 
     def packed_size(self, part_size_bytes: int, members: int) -> int:
-        """See `PartForm`."""
         return sum(self._packed_size(start, stop, members) for start, stop in self.cuts(part_size_bytes))
 
     def _packed_size(self, start: int, stop: int, members: int) -> int:
@@ -412,7 +393,6 @@ class SparseForm(PartForm[SparseTensor, Contribution, "list[Contribution]", Spar
         return max(top_k_nbytes(stop - start, size, self._top_k), union_limit(stop - start, size, self._top_k, members))
 
     def encode(self, tensors: Sequence[SparseTensor], part: Part) -> WireTensor:
-        """See `PartForm`."""
         (piece,) = part.slices
         return tensors[piece.tensor].wire(piece.start, piece.stop)
 
@@ -423,12 +403,10 @@ class SparseForm(PartForm[SparseTensor, Contribution, "list[Contribution]", Spar
         return Contribution(values, self.encode(tensors, part).buffer)
 
     def decode(self, wire: WireTensor, part: Part) -> Contribution:
-        """See `PartForm`."""
         (piece,) = part.slices
         return Contribution(decode_top_k(wire, self._block_size(piece.start), self._top_k), wire.buffer)
 
     def reducer(self) -> PartReducer[Contribution, list[Contribution]]:
-        """See `PartForm`."""
         return SparseReducer()
 
     def answer(
@@ -443,12 +421,10 @@ class SparseForm(PartForm[SparseTensor, Contribution, "list[Contribution]", Spar
         return reply.wire, reply.part
 
     def decode_answer(self, wire: WireTensor, part: Part) -> SparsePart:
-        """See `PartForm`."""
         (piece,) = part.slices
         return decode_union(wire, self._block_size(piece.start), self._top_k, self._members)
 
     def is_finite(self, values: Contribution | SparsePart) -> bool:
-        """See `PartForm`."""
         part = values.part if isinstance(values, Contribution) else values
         return finite_as(part.values, self._dtype)
 

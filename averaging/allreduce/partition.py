@@ -50,7 +50,6 @@ def shares(members: Sequence[Member]) -> list[float]:
 
 
 def busiest_link(shares: Sequence[float], nbytes: int) -> float:
-    """Bytes that the member with the busiest link sends, and receives, in a round."""
     return nbytes * (1 + max(0, len(shares) - 2) * max(shares) / sum(shares))
 
 
@@ -147,12 +146,10 @@ def _parts(
 
 
 def packed_sizes(forms: Sequence[AnyForm], parts: Sequence[Part]) -> list[int]:
-    """Bytes of a contribution to each part on the wire, without per-block overhead of a dense compression."""
     return [forms[part.tensor].nbytes(part) for part in parts]
 
 
 def packed_size(forms: Sequence[AnyForm], part_size_bytes: int, members: int) -> int:
-    """Bytes of all tensors on the wire, in the larger direction if `members` contribute, without that overhead."""
     return sum(form.packed_size(part_size_bytes, members) for form in forms)
 
 
@@ -185,7 +182,6 @@ def _balanced_time(bandwidths: Sequence[float], others: int) -> float:
 
 
 def _ends(shares: Sequence[float], total: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """The end of each member's interval of the `total` elements."""
     proportions = np.asarray(shares, dtype=np.float64)
     whole = np.sum(proportions)
     if not (np.all(proportions >= 0) and 0 < whole < math.inf):

@@ -40,8 +40,6 @@ class _Delivered:
 
 @dataclass(slots=True)
 class _Sender:
-    """One sender's stream."""
-
     window: SendWindow
     """Bounds how far its parts are read ahead of the replies it has taken, and so the memory of a round. Beyond it the
     transport's flow control stops the sender."""
@@ -129,7 +127,6 @@ class ReducerSide:
 
     @property
     def unfinished(self) -> list[str]:
-        """The senders that have not sent all parts or have not taken all averages."""
         return [name for name, sender in self._senders.items() if not sender.done]
 
     def drop_delaying(self, delays: DelayBudget, now: float) -> None:
@@ -191,7 +188,6 @@ class ReducerSide:
             self._monitor.shorten(name, Phase.OPENING, "the last of its averages", self._first_nbytes / nbytes)
 
     def drop_unfinished(self, reason: str) -> None:
-        """Drops every sender that is not done."""
         for name, sender in self._senders.items():
             after = "" if sender.opened else self._before_opening(name)
             self._drop(Dropped(name, f"{reason}, after {after}" if after else reason, DropCode.ROUND_DEADLINE))
@@ -268,7 +264,6 @@ class ReducerSide:
         return self._with_metadata(AveragingData(code=code), first)
 
     def _with_metadata(self, reply: AveragingData, first: AveragingData) -> AveragingData:
-        """Adds metadata to the first reply, but only if the sender has sent some in `first`."""
         return replace(reply, metadata=self._tally.metadata, encoded=[]) if first.metadata else reply
 
     def _handle_leave_notice(self, sender: _Sender, name: str, leave_notice: AveragingData) -> None:
@@ -296,14 +291,12 @@ class ReducerSide:
             self.suspect(dropped)
 
     def _fail(self, error: LyingLeaderError) -> None:
-        """Ends the round at this member without a result."""
         self._failure, self._over = error, True
         for sender in self._senders.values():
             sender.answer(AveragingData(code=MessageCode.CANCELLED))
             self._finish(sender)
 
     def _finish(self, sender: _Sender) -> None:
-        """Nothing more is expected of a sender."""
         sender.done = True
         if not self.unfinished:
             self._all_done.set()

@@ -115,7 +115,6 @@ class AllReduce:
         )
 
     def waiting_for(self, least: float) -> list[str]:
-        """The members that have sent nothing for at least this many seconds although something is due."""
         return self._monitor.waiting_for(least)
 
     async def run(self, prepare: Prepare, timeout: float) -> RoundResult:
@@ -172,11 +171,9 @@ class AllReduce:
         return self.result()
 
     async def leave(self) -> None:
-        """Called instead of `run`: announces to the others that this member leaves, so that they do not wait for it."""
         await self._end(asyncio.CancelledError())
 
     async def _end(self, error: BaseException) -> None:
-        """Gives up the round and announces that to the others."""
         leaves = isinstance(error, asyncio.CancelledError | LyingLeaderError)
         code = MessageCode.CANCELLED if leaves else MessageCode.INTERNAL_ERROR
         self._reducing.close(code)
@@ -199,13 +196,11 @@ class AllReduce:
         return check
 
     def result(self) -> RoundResult:
-        """The result so far."""
         return self._tally.result()
 
     def aggregate_part(
         self, first: AveragingData, messages: AsyncIterator[AveragingData]
     ) -> AsyncGenerator[AveragingData, None]:
-        """Serves one sender's stream, whose message `first` has been read already."""
         return self._reducing.serve(first, messages)
 
 

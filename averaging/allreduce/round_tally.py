@@ -44,7 +44,6 @@ class ShardDigest:
         self._hash = xxhash.xxh3_64()
 
     def add(self, buffer: Buffer) -> None:
-        """Adds the next part's average."""
         self._hash.update(buffer)
         self.parts += 1
 
@@ -53,7 +52,6 @@ class ShardDigest:
 
 
 def digest_of(shards: Iterable[str]) -> str:
-    """One digest, 16 hex digits, over the digests of all shards in the group's order."""
     return xxhash.xxh3_64_hexdigest(" ".join(shards).encode())
 
 
@@ -131,7 +129,6 @@ class Lag:
             self._update(now)
 
     def dropped(self, name: str, now: float) -> None:
-        """Stops counting a sender."""
         if self._next.pop(name, None) is not None:
             self._update(now)
 
@@ -297,24 +294,19 @@ class RoundTally:
         self._began: float | None = None
 
     def begin(self) -> None:
-        """Starts the clock of the round."""
         self._began = _now()
 
     def ready(self) -> None:
-        """Records that this member has prepared its tensors and can answer the others."""
         self._lag.ready(_now())
 
     def lane(self, name: str, lane: str, reason: str) -> None:
-        """Records how this member's parts travel to a reducer; see `Account`."""
         self._lanes[name] = lane, reason
 
     def sent_part(self, name: str, nbytes: int) -> None:
-        """Records a part sent to a reducer."""
         self._sent[name] += nbytes
         self._part_bytes_sent += nbytes
 
     def sent_average(self, name: str, nbytes: int) -> None:
-        """Records an average sent to a sender."""
         self._sent[name] += nbytes
 
     def received_part(self, name: str, nbytes: int) -> None:
@@ -334,11 +326,9 @@ class RoundTally:
 
     @property
     def busier_bytes(self) -> int:
-        """Bytes sent or received, whichever are more."""
         return max(self._sent.total(), self._received.total())
 
     def has_received_from(self, name: str) -> bool:
-        """Whether a part or an average of that member has arrived."""
         return name in self._received
 
     def put(self, part: Part, values: Averaged) -> None:
@@ -392,7 +382,6 @@ class RoundTally:
             self._lag.dropped(dropped.endpoint, _now())
 
     def result(self) -> RoundResult:
-        """The result so far."""
         wanted = [part for parts in self._parts_of.values() for part in parts] if self._sends else []
         digests = {  # empty if an average is missing
             name: str(self._digests[name]) if self._digests[name].parts == len(parts) else ""

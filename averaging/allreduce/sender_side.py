@@ -132,7 +132,6 @@ class ReducerLiveness:
         self._wait.begin(self.seconds)
 
     async def _is_alive(self) -> bool:
-        """Whether the reducer answers a ping in time."""
         try:
             async with asyncio.timeout(None) as limit:
                 self._monitor.begin(self._name, Phase.ANSWER, lambda *_: expire(limit), self._ping_deadline)
@@ -186,7 +185,6 @@ class SenderSide:
 
     @property
     def unfinished(self) -> list[str]:
-        """The reducers whose averages are missing."""
         return list(self._pending)
 
     def drop_delaying(self, delays: DelayBudget, now: float) -> None:

@@ -90,7 +90,6 @@ class ShardReducer:
         self._add(number, values, self._weights[sender], self._places[sender], spare)
 
     def drop(self, sender: str) -> None:
-        """Stops waiting for `sender`."""
         self._next.pop(sender, None)
 
     def take_complete(self) -> range:
@@ -138,7 +137,6 @@ class MeanReducer(PartReducer[torch.Tensor, torch.Tensor]):
         self._unit, self._relative_weight = 0.0, 0.0
 
     def add(self, values: torch.Tensor, weight: float, place: int, *, spare: bool = False) -> None:
-        """See `PartReducer`."""
         if values.dtype not in (torch.float32, torch.float64):
             values, spare = values.to(torch.float32), True
         total, unit = self._sum, self._unit
@@ -158,7 +156,6 @@ class MeanReducer(PartReducer[torch.Tensor, torch.Tensor]):
             self._unit = weight
 
     def finish(self) -> torch.Tensor:
-        """1-D, float32 or float64."""
         total = torch.empty(0, device="cpu") if self._sum is None else self._sum
         return torch.div(total, self._relative_weight, out=None if self._is_borrowed else total)
 
@@ -182,7 +179,6 @@ class SparseReducer(PartReducer[Contribution, list[Contribution]]):
         self._kept: dict[int, tuple[Contribution, float]] = {}
 
     def add(self, values: Contribution, weight: float, place: int, *, spare: bool = False) -> None:
-        """See `PartReducer`."""
         self._kept[place] = values, weight
 
     def finish(self) -> list[Contribution]:
@@ -242,12 +238,10 @@ class RobustReducer(PartReducer[torch.Tensor, torch.Tensor]):
         self._kept: list[tuple[float, torch.Tensor]] = []
 
     def add(self, values: torch.Tensor, weight: float, place: int, *, spare: bool = False) -> None:
-        """See `PartReducer`."""
         values = values if values.dtype == torch.float64 else values.to(torch.float32)
         self._kept.append((weight, values))
 
     def finish(self) -> torch.Tensor:
-        """See `aggregate`."""
         return aggregate(self._aggregation, [values for _, values in self._kept], [weight for weight, _ in self._kept])
 
 

@@ -65,7 +65,6 @@ class SendWindow:
         self._enforced = True
 
     def holds(self, number: int) -> bool:
-        """Whether part `number` must wait."""
         return self._enforced and number >= self._send_limits[self._answered]
 
     async def wait(self, number: int) -> None:
@@ -119,7 +118,6 @@ class RoundClock:
         self.any_received = False
 
     def now(self) -> float:
-        """Fair seconds; 0 before the start."""
         return 0.0 if self.clock is None else self.clock.at(_now())
 
 
@@ -155,12 +153,10 @@ class StreamWait:
         self.since = self._clock.now() - waited
 
     def end(self) -> None:
-        """Ends it, with what was waited for."""
         self._ended(self._clock.now())
         self.since = None
 
     def again(self) -> None:
-        """Ends it with what was waited for, and begins the next one."""
         now = self._clock.now()
         self._ended(now)
         self.since = now
@@ -210,7 +206,6 @@ class WaitMonitor:
             raise failure
 
     def on_check(self, check: Callable[[float], None]) -> None:
-        """Calls `check` at every tick of the clock from now on, with the fair seconds since the start of the round."""
         self._checks.append(check)
 
     def wait(
@@ -228,7 +223,6 @@ class WaitMonitor:
         return wait
 
     def begin(self, name: str, phase: Phase, overdue: Overdue, deadline: Deadline | None = None) -> None:
-        """Begins a wait that does not come again; see `wait`."""
         self.wait(name, phase, overdue, deadline).begin()
 
     def end(self, name: str, phase: Phase) -> None:
@@ -264,7 +258,6 @@ class WaitMonitor:
         return deadline
 
     def forget(self, name: str, *phases: Phase) -> None:
-        """Cancels waits for a member without learning from them."""
         for phase in phases:
             if (wait := self._waits.get((name, phase))) is not None:
                 wait.since = None
@@ -283,15 +276,12 @@ class WaitMonitor:
         return sorted({name for name, since in waits if since is not None and now - since >= least})
 
     def record_miss(self, name: str, phase: Phase) -> None:
-        """Records that a member missed its deadline."""
         self.deadlines.record_miss(name, phase, self._size, _now())
 
     def record_hold_up(self, name: str) -> None:
-        """Records that a member was given up because it held the whole round up."""
         self.deadlines.probation.add(name, _now())
 
     def on_probation(self, name: str) -> bool:
-        """Whether a member has held a whole round up lately."""
         return self.deadlines.probation.includes(name, _now())
 
     def _check(self, clock: FairClock) -> None:

@@ -23,7 +23,6 @@ APPEAR_SECONDS = 5.0
 
 
 def shards_key(run_id: str) -> str:
-    """The discovery key under which peers tell which shard they hold."""
     return f"{run_id}.shards"
 
 
@@ -42,7 +41,6 @@ class ShardRecord:
     site: str
 
     def pack(self) -> bytes:
-        """For a record."""
         return pack([self.layout, self.shard, self.site])
 
     @classmethod
@@ -80,15 +78,12 @@ class ShardOfRun:
 
     @property
     def key(self) -> str:
-        """The key of `record`."""
         return shards_key(self._run_id)
 
     def record(self) -> bytes:
-        """The record in which this peer tells what it holds."""
         return ShardRecord(self._layout, self._shard, self.site).pack()
 
     def members(self) -> dict[str, str]:
-        """The sites of the other peers that hold the same shard, by endpoint."""
         return {
             name: record.site
             for name, record in self._shard_records().items()
@@ -96,7 +91,6 @@ class ShardOfRun:
         }
 
     def site_of(self, endpoint: str) -> str | None:
-        """The site of a peer that holds the same shard; None if it is unknown."""
         return self.site if endpoint == self._endpoint else self.members().get(endpoint)
 
     async def endpoints_of(self, sites: Sequence[str]) -> list[str]:

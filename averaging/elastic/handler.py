@@ -286,7 +286,6 @@ class AveragingRendezvousHandler(DynamicRendezvousHandler):
         return True
 
     def num_nodes_waiting(self) -> int:
-        """See torch's `RendezvousHandler`. Returns 0 while the register does not answer."""
         if time.monotonic() < self._ask_again:
             return 0
         try:
@@ -466,5 +465,4 @@ def _handler(
 
 
 def torchrun_handler() -> RendezvousHandlerCreator:
-    """The entry point in the group `torchrun.handlers`."""
     return create_handler

@@ -77,13 +77,9 @@ class Register(Protocol):
         ProtocolViolationError: From both methods: the answer is malformed.
     """
 
-    async def get(self, key: str) -> RegisterEntry | None:
-        """Returns the present entry."""
-        ...
+    async def get(self, key: str) -> RegisterEntry | None: ...
 
-    async def compare_and_set(self, key: str, value: bytes, token: bytes | None) -> SwapResult:
-        """Sets `value` if `token` is that of the present entry, or if there is neither an entry nor a token."""
-        ...
+    async def compare_and_set(self, key: str, value: bytes, token: bytes | None) -> SwapResult: ...
 
 
 class MemoryRegister:
@@ -128,13 +124,11 @@ class MemoryRegister:
         return SwapResult(new, done=True)
 
     def listing(self) -> list[KeptEntry]:
-        """What is kept, the earliest written first."""
         self._forget()
         now = self._clock()
         return [KeptEntry(key, len(entry.value), now - written) for key, (entry, written) in self._entries.items()]
 
     def _forget(self) -> None:
-        """Removes entries whose last write is more than `LIFETIME` ago."""
         end = self._clock() - LIFETIME
         while self._entries:
             key, (entry, written) = next(iter(self._entries.items()))

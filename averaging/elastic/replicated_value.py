@@ -314,7 +314,6 @@ class ReplicatedValue:
         raise PeerUnreachableError("the register", f"{self._key!r} changes too fast; try again")
 
     def _yields(self, own: Sealed, present: Sealed | None) -> bool:
-        """Whether this node takes another lineage as a newcomer does."""
         if present is None or present.origin == own.origin:
             return False
         # A rooted node may have been away while its job ended, and another one with the same id began.

@@ -82,7 +82,6 @@ class RoundLogger(ABC):
         self._has_failed = False
 
     def follow(self, averager: DecentralizedAverager) -> None:
-        """Also writes the averager's status with each round: its steps, samples and peers."""
         self._averager = averager
 
     def __call__(self, receipt: Receipt) -> None:

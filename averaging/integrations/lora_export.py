@@ -68,7 +68,6 @@ def warn_before_saving(model: PeftModel, keepers: Sequence[RestKeeper]) -> None:
 
 
 def _with_correction(keeper: RestKeeper) -> tuple[torch.Tensor, torch.Tensor]:
-    """The factors A and B of a layer, with those of its correction."""
     layer = keeper.layer
     left, right = keeper.factors() if isinstance(keeper, Correction) else (None, None)
     if left is None or right is None or not left.shape[1]:

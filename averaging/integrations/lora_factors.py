@@ -34,11 +34,9 @@ class LayerShape:
 
     @property
     def factors(self) -> int:
-        """Number of elements of A and B."""
         return self.rank * (self.out + self.into)
 
     def sends_product(self, slots: int) -> bool:
-        """Whether the product and the mean factors are fewer bytes than a slot with the factors for each member."""
         return self.out * self.into + self.factors < slots * self.factors
 
 

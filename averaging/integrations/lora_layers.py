@@ -38,29 +38,24 @@ class AdaptedLayer:
 
     @property
     def a(self) -> torch.Tensor:
-        """The parameter A, [rank, into]."""
         weight: torch.Tensor = self.module.lora_A[self.adapter].weight
         return weight
 
     @property
     def b(self) -> torch.Tensor:
-        """The parameter B, [out, rank]."""
         weight: torch.Tensor = self.module.lora_B[self.adapter].weight
         return weight
 
     @property
     def rank(self) -> int:
-        """Rows of A, with padding."""
         return int(self.a.shape[0])
 
     @property
     def scaling(self) -> float:
-        """Factor of B·A in the model."""
         return float(self.module.scaling[self.adapter])
 
     @property
     def shape(self) -> LayerShape:
-        """The shape of the adapted matrix."""
         return LayerShape(self.b.shape[0], self.a.shape[1], self.rank)
 
     @property
@@ -71,7 +66,6 @@ class AdaptedLayer:
 
     @torch.no_grad()
     def product(self) -> torch.Tensor:
-        """What the adapter adds to the matrix, scaling·B·A: [out, into], float32, on the layer's device."""
         return (self.b.float() @ self.a.float()) * self.scaling
 
     @torch.no_grad()
@@ -145,7 +139,6 @@ def _check(name: str, module: Any, adapter: str) -> None:
 
 
 def plain_name(name: str) -> str:
-    """The name of a tensor or layer in the base model, without what peft adds."""
     return name.removeprefix("base_model.model.").replace(".base_layer", "").replace("base_layer.", "")
 
 
@@ -234,7 +227,6 @@ class RestInBase(RestKeeper):
         base += total
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The matrix as the base layer has it."""
         return {f"base/{self.layer.name}": self.layer.module.get_base_layer().weight.detach()}
 
     def read(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -247,13 +239,11 @@ class RestInBase(RestKeeper):
         return {name: given}
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Writes the matrix."""
         ((name, own),) = self.tensors().items()
         own.copy_(tensors[name])
 
     @property
     def state_bytes(self) -> int:
-        """Those of the matrix."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
 
 
@@ -287,7 +277,6 @@ class Correction(RestKeeper):
         return output if more is None else (output + more).to(output.dtype)
 
     def remove(self) -> None:
-        """The layer no longer adds the correction."""
         self._hook.remove()
 
     def add(self, rest: Rest) -> None:
@@ -306,7 +295,6 @@ class Correction(RestKeeper):
         self.dense, self.left, self.right = dense, self.left[:, :0], self.right[:0]
 
     def matrix(self) -> torch.Tensor:
-        """The correction as a matrix, [out, into]."""
         whole = self.left @ self.right
         return whole if self.dense is None else whole + self.dense
 
@@ -342,12 +330,10 @@ class Correction(RestKeeper):
         return given
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Replaces the correction."""
         empty = {"left": self.left[:, :0], "right": self.right[:0]}
         taken = empty | {kind: tensor.to(self.left, copy=True) for kind, tensor in tensors.items()}
         self.left, self.right, self.dense = taken["left"], taken["right"], taken.get("dense")
 
     @property
     def state_bytes(self) -> int:
-        """Those of a matrix in float32."""
         return 4 * self.layer.shape.out * self.layer.shape.into

@@ -108,7 +108,6 @@ class AdapterRound:
             copied.copy_(tensor)
 
     def take_slot(self, slot: int) -> None:
-        """Moves the factors to the slot of this member of the group."""
         self._slots.move(slot)
 
     @torch.no_grad()
@@ -369,7 +368,6 @@ class LoRAAveraging(LockstepStrategy):
         return receipt
 
     def _take_slot(self, training: StrategyContext, gathered: Mapping[str, Any]) -> None:
-        """Called in another thread as the round begins."""
         for name, sent in gathered.items():
             if not isinstance(sent, dict) or sent.get("base") != self._digest:  # it never downloaded a state
                 raise RoundError(f"{name} has another base or adapter than this peer; {REMEDY}")

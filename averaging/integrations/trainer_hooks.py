@@ -16,7 +16,6 @@ logger = logging.getLogger("averaging.integrations")
 
 
 def weighs_steps(averager: DecentralizedAverager) -> bool:
-    """Whether each step needs a `batch_size`."""
     return isinstance(averager.strategy, GradientAveraging) or averager.weight == "samples"
 
 

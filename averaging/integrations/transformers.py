@@ -171,7 +171,6 @@ class AveragingCallback(TrainerCallback):
         return arguments, {"batch_size": self._samples() if given is None else given, **options}
 
     def _samples(self) -> int:
-        """Returns the number of samples of the next step."""
         if self._trainer is None:
             raise RuntimeError("called before attach")
         arguments, state = self._trainer.args, self._trainer.state
@@ -231,7 +230,6 @@ class _UnchangedLR(LRScheduler):
     """A scheduler that does not change the learning rate. Without one the Trainer would create its own."""
 
     def get_lr(self) -> list[Any]:
-        """Returns the present learning rates."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
 

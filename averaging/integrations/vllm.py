@@ -121,7 +121,6 @@ class AveragingWeightTransferEngine(WeightTransferEngine[AveragingInitInfo, Aver
         """Does nothing: the model is prepared once the version is here, so that a failure before leaves it whole."""
 
     def update_weights(self, update_info: dict[str, object]) -> None:
-        """Loads a version; see `AveragingUpdateInfo`."""
         self.receive_weights(self.parse_update_info(update_info))
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
@@ -158,7 +157,6 @@ class AveragingWeightTransferEngine(WeightTransferEngine[AveragingInitInfo, Aver
         self.version, self._loaded = version, digests
 
     def shutdown(self) -> None:
-        """Ends following. The model keeps its weights."""
         thread, self._thread, self._receiver = self._thread, None, None
         if thread is not None:
             thread.close()

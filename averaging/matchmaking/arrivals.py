@@ -69,7 +69,6 @@ class Arrivals:
             self._add(name, now)
 
     def set_ready(self, now: float) -> None:
-        """Notes that the group is complete."""
         self._ready = now
 
     def waited(self, name: str) -> float | None:

@@ -111,7 +111,6 @@ class ResponseHistory:
         self._fruitless.pop(endpoint, None)
 
     def fruitless(self, endpoint: str) -> int:
-        """The number of fruitless requests in a row."""
         return self._fruitless.get(endpoint, (0, 0.0))[0]
 
     def suspicion(self, endpoint: str) -> int:
@@ -125,7 +124,6 @@ class ResponseHistory:
         return len(self._unanswered) if endpoint in self._unanswered else self.silent_newcomers
 
     def unanswered(self, endpoint: str) -> int:
-        """The number of requests in a row that it did not answer in time."""
         return self._unanswered.get(endpoint, 0)
 
     def standing(self, endpoint: str, now: float) -> LeaderStanding:
@@ -215,7 +213,6 @@ class Exclusions:
         return now < self._one_way.get(endpoint, (0, now))[1]
 
     def excludes(self, endpoint: str, now: float) -> bool:
-        """Whether this peer forms no group with `endpoint` at present."""
         return endpoint in self.excluded(now)
 
     def excluded(self, now: float) -> dict[str, float]:
@@ -225,7 +222,6 @@ class Exclusions:
 
     @property
     def counts(self) -> dict[str, Mapping[DropCode, int]]:
-        """The number of offences of each kind, by endpoint."""
         return {name: dict(entry.counts) for name, entry in self._entries.items()}
 
     def _follow_clock(self, now: float) -> None:

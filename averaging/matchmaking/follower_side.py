@@ -61,7 +61,6 @@ class SchemaDifferences:
         self._logged = logged
 
     async def warn(self, endpoint: str, known: dict[str, NoGroupError | None]) -> None:
-        """Logs what `find` returns, each difference once."""
         difference = await self.find(endpoint, known)
         logger.log(logging.WARNING if self._logged.add(difference) else logging.DEBUG, "%s", difference)
 
@@ -207,7 +206,6 @@ class FollowerSide:
     def _candidates(
         self, search: SearchState, own: Declaration, key: str, now: float, deserters_from: float
     ) -> tuple[list[Declaration], float | None]:
-        """See `rules.candidates`; peers with an open request are left out."""
         moment = asyncio.get_running_loop().time()
         declared = self._last.read(self._discovery.get(key), surely=True)
         return rules.candidates(

@@ -52,7 +52,6 @@ class LastGroup:
         self._asked = False
 
     def note_declaration(self, until: float) -> None:
-        """This peer has declared itself until then, in seconds since the epoch."""
         self._declared_until = until
 
     def note_begin(self, group: Group, entries: Mapping[str, Entry]) -> None:
@@ -71,7 +70,6 @@ class LastGroup:
         self._probably_over = {name: entry.expiration for name, entry in entries.items() if name in self._members}
 
     def note_asked(self, endpoint: str) -> None:
-        """A peer has asked this one to lead it while that was not possible."""
         self._asked |= endpoint not in self._members
 
     def take_asked(self) -> bool:
@@ -97,7 +95,6 @@ class LastGroup:
         }
 
     def is_all(self, entries: Mapping[str, Entry], known: Collection[str]) -> bool:
-        """Whether nobody else declares itself under the key, or is known to discovery."""
         return self._members.issuperset(entries) and self._members.issuperset(known)
 
     def leader(self, entries: Mapping[str, Entry], known: Collection[str], now: float) -> str:
@@ -113,9 +110,7 @@ class LastGroup:
         return self._leader if again and not waiting else ""
 
     def may_return(self, endpoint: str) -> bool:
-        """Whether a member of the group that this peer led may ask it before it looks for a group itself."""
         return self._averages and not self._asked and self._leader == self._endpoint and endpoint in self._members
 
     def is_member(self, endpoint: str) -> bool:
-        """Whether a peer was in the group."""
         return endpoint in self._members

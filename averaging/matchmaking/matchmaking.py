@@ -127,17 +127,14 @@ class Matchmaking:
 
     @property
     def group_key(self) -> str:
-        """The discovery key under which this peer looks for others."""
         return group_key(self._run_id, self.group_bits[self._dropped_bits :], self.schema.topic)
 
     @property
     def looking(self) -> bool:
-        """Whether it looks for a group now."""
         return self._search is not None and not self._search.state.assembled
 
     @property
     def declared_expiration(self) -> float:
-        """When its declaration expires, in seconds since the epoch; 0 if it has none."""
         return (self._search.state.declared or 0.0) if self._search else 0.0
 
     def latest_declaration(self, of: Container[str]) -> float | None:
@@ -160,7 +157,6 @@ class Matchmaking:
 
     @property
     def leader(self) -> str:
-        """The peer that it follows; empty if none."""
         return self._search.state.leader if self._search else ""
 
     async def find_group(
@@ -260,7 +256,6 @@ class Matchmaking:
             self.group_bits = next_group_bits(self.group_bits, group, place, self._group_size)
 
     def note_end(self, whole: bool) -> None:
-        """The round of the last group is over; `whole` if it averaged and lost no member."""
         self._last.note_end(self._discovery.get(self.group_key), whole)
 
     async def withdraw(self) -> bool:
@@ -347,7 +342,6 @@ class Matchmaking:
             self._early.discard(request.endpoint)
 
     def _yields_to_others(self, endpoint: str) -> bool:
-        """Whether a member of the last group has to wait for those outside it, who have asked in vain."""
         return asyncio.get_running_loop().time() < self._yields_until and self._last.is_member(endpoint)
 
     async def _search_once(self, search: SearchState, left: SearchDeadline) -> Group | None:
@@ -408,7 +402,6 @@ class Matchmaking:
                     await search.changed.wait()
 
     def _accept(self, search: SearchState, expiration: float) -> None:
-        """Begins to accept followers whose declarations expire later."""
         search.state.declared = expiration
         self._accepting.set()
 
@@ -464,7 +457,6 @@ class Matchmaking:
         self._discovery.leave_place(self.group_key, began=group is not None, full=full)
 
     def _latest_loop_time(self, moment: float) -> float:
-        """The loop's time at which `moment` has come at the latest, even if the clock is set back meanwhile."""
         return asyncio.get_running_loop().time() + moment - self._clock() + rules.CLOCK_TOLERANCE
 
     async def _declare_looking(self, search: SearchState, looking: bool) -> None:

@@ -88,7 +88,6 @@ class Declaration:
 
     @classmethod
     def of(cls, endpoint: str, entry: Entry) -> Declaration:
-        """The declaration in a record."""
         return cls(entry.expiration, endpoint, entry.created or UNORDERED)
 
 
@@ -112,7 +111,6 @@ class Quorum:
     once: bool = False
 
     def pack(self) -> list[Any]:
-        """As members state it in their `gather`, for an auxiliary that leads them."""
         return [self.count, self.grace, self.once]
 
 
@@ -158,11 +156,9 @@ class LeaderCandidate:
 
     @property
     def leads(self) -> bool:
-        """Whether it declares itself and accepts followers."""
         return self.member.mode is not Mode.CLIENT and not self.follows
 
     def names_fit(self, names: str) -> bool:
-        """Whether a member whose tensors have these names can average with all that are in the group."""
         return not any(contradict(names, others) for others in (self.names, *self.follower_names.values()))
 
 
@@ -247,7 +243,6 @@ def counts_for_quorum(member: Member) -> bool:
 
 
 def holds_state(user: object) -> bool:
-    """Whether a member holds the state that its group changes, unless it says in its `gather` that it does not."""
     return not isinstance(user, dict) or user.get("holds", True) is not False
 
 
@@ -270,7 +265,6 @@ def _unpack_quorum(value: object) -> tuple[int, float, bool] | None:
 
 
 def has_quorum(searching: LeaderCandidate) -> bool:
-    """Whether the group of a leader can begin once its grace period is over."""
     return searching.quorum is not None and followers_for_group(searching, searching.min_group_size) is not None
 
 
@@ -348,12 +342,10 @@ class JoinRefusal:
     silent: bool = False
 
     def applies_to(self, expiration: float) -> bool:
-        """Whether it also counts for a declaration that expires at `expiration`."""
         return self.silent or self.expiration == expiration
 
 
 def can_lead(endpoint: str) -> bool:
-    """Whether a peer with this endpoint can be asked to lead."""
     return is_endpoint(endpoint) and not endpoint.startswith(CLIENT_PREFIX)
 
 
@@ -461,7 +453,6 @@ def next_join_refusal(
 
 
 def pack_looking(looking: bool) -> bytes:
-    """The value of a declaration."""
     return pack(looking)
 
 
@@ -488,5 +479,4 @@ def unpack_in_group(value: bytes) -> float | None:
 
 
 def unpack_looking(value: bytes) -> bool:
-    """Whether the peer that stored this value looks for a group; False if it is unreadable."""
     return value == pack_looking(True)

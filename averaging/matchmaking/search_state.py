@@ -61,7 +61,6 @@ def explain_faults(diagnosis: Diagnosis, known_silent: Container[str] = ()) -> l
 
 
 def describe(peer: KnownPeer, key: str) -> str:
-    """What a peer does that looks for no group under `key`: `in the run since 12:03:25 UTC, trains`."""
     return f"in the run since {_clock_time(peer.since)}, {_activity(peer.values, key)}"
 
 
@@ -186,7 +185,6 @@ class SearchState:
             self._prepare_lanes(waiting)
 
     def add_seen(self, endpoint: str) -> None:
-        """Notes a peer that has asked this one to lead it."""
         self.seen.add(endpoint)
         self.looking_too.add(endpoint)
 
@@ -219,7 +217,6 @@ class SearchState:
         return decision
 
     def set_target_contributors(self, target: int) -> None:
-        """Changes `LeaderCandidate.target_contributors`."""
         self.state.target_contributors = target
         if self.state.followers:
             self.begin_if_complete()
@@ -240,17 +237,14 @@ class SearchState:
 
     @property
     def has_pending_request(self) -> bool:
-        """Whether a peer that was asked to lead still has its head start."""
         return any(request.pending for request in self.open_requests.values())
 
     @property
     def request_counts(self) -> tuple[int, int]:
-        """How many requests are pending, and how many are overdue."""
         pending = sum(request.pending for request in self.open_requests.values())
         return pending, len(self.open_requests) - pending
 
     def close_request(self, endpoint: str, request: OpenRequest) -> None:
-        """Forgets a request that is over."""
         if self.open_requests.get(endpoint) is request:
             del self.open_requests[endpoint]
             self.changed.set()
@@ -275,7 +269,6 @@ class SearchState:
             self.disband("")  # no member has tensors to average
 
     def release(self, endpoint: str, decision: asyncio.Future[MessageFromLeader]) -> None:
-        """Forgets a follower that has left before the decision."""
         if self._decisions.get(endpoint) is decision:  # whether or not it is done: a cancelled wait cancels it too
             self._remove_follower(endpoint)
             self.changed.set()
@@ -329,7 +322,6 @@ class SearchState:
         self.disband(self.state.leader)
 
     def unfollow(self, leader: Declaration) -> None:
-        """Removes a leader that has decided, or that this peer leaves."""
         del self.leaders[leader]
         self.state.leader = min(self.leaders).endpoint if self.leaders else ""
         self.changed.set()

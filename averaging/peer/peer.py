@@ -46,7 +46,6 @@ class SingleAverage:
 
     @property
     def in_progress(self) -> bool:
-        """Whether an `average` is in progress."""
         return self._timeout is not None
 
     @asynccontextmanager
@@ -73,7 +72,6 @@ class SingleAverage:
             self._idle.set()
 
     async def close(self) -> None:
-        """Ends the `average` in progress and waits for its end."""
         if self._timeout is not None:
             expire(self._timeout)
         await self._idle.wait()

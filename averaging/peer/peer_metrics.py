@@ -82,12 +82,10 @@ class PeerMetrics:
 
 
 def known(samples: dict[str, float | None]) -> Samples:
-    """The samples without those that are None."""
     return {name: value for name, value in samples.items() if value is not None}
 
 
 def of_totals(totals: Totals) -> Samples:
-    """What the rounds of a peer add up to."""
     directions = {"sent": totals.bytes_sent, "received": totals.bytes_received}
     return {
         "averaging_rounds_total": {(outcome.value,): count for outcome, count in totals.rounds.items()},

@@ -440,7 +440,6 @@ class Rounds:
         )
 
     def _is_proven(self, endpoint: str) -> bool:
-        """Whether the transport proves that a stream in the name of `endpoint` comes from there."""
         return self._config.tls_cert is not None and (not endpoint.startswith(CLIENT_PREFIX) or is_bound(endpoint))
 
     async def _prepare(self, round_: _Round) -> Sequence[Prepared]:

@@ -96,7 +96,6 @@ class RunProgress:
         return bool(self._apart[name])
 
     def is_outvoted(self, differing: Collection[str], alike: Collection[str]) -> bool:
-        """Whether this peer is the one with the wrong options, see `is_outvoted`."""
         return is_outvoted(self._endpoint, differing, alike, self.members, self._given)
 
     @property
@@ -107,7 +106,6 @@ class RunProgress:
 
     @property
     def announcers(self) -> frozenset[str]:
-        """The other peers whose announcement has not expired, also those marked as gone."""
         return frozenset(self._discovery.get(self._key).keys() - {self._endpoint})
 
     def step_rates(self, names: Collection[str]) -> dict[str, float]:
@@ -125,11 +123,9 @@ class RunProgress:
             self._gone[endpoint] = entry
 
     def is_gone(self, endpoint: str) -> bool:
-        """Whether a peer is marked as gone."""
         return endpoint in self._gone
 
     async def watch(self) -> AsyncGenerator[dict[str, bytes], None]:
-        """Yields the announcements, at once and after each change."""
         async with aclosing(self._discovery.watch(self._key)) as changes:
             async for _ in changes:
                 yield self.announcements

@@ -41,12 +41,10 @@ class HostQueue:
         self._waiting: dict[str, dict[asyncio.Future[None], None]] = {}  # by host, the next one first
 
     def taken_by(self, host: str) -> int:
-        """Number of places that `host` has."""
         return self._quota.taken_by(host)
 
     @property
     def wanted(self) -> bool:
-        """Whether a caller waits for a place."""
         return bool(self._waiting)
 
     async def enter(self, host: str) -> None:
@@ -228,7 +226,6 @@ class PeerService:
             logger.warning("left while %s still downloaded the state", counted(self._sending, "peer"))
 
     def get_schema(self) -> Schema:
-        """The schema of the present or last round."""
         return self.matchmaking.schema if self.matchmaking else self._schema
 
     def get_status(self, receipts: int = 0, after_round: int = 0, peers: bool = False) -> PeerStatus:
@@ -267,7 +264,6 @@ class PeerService:
         return [] if self.search is None else self.search.waiting_for(LEAST_WAIT)
 
     def watch_rounds(self, last: int) -> AsyncGenerator[Watched, None]:
-        """Yields the `last` receipts of this peer and each further one as it happens."""
         return self.book.watch(last)
 
     async def _find_round(self, group_id: bytes) -> AllReduce | None:

@@ -234,7 +234,6 @@ class SparseFeedback:
         self.residuals, self._last = added, None
 
     def reset(self) -> None:
-        """Forgets the residuals, which belong to other parameters than those of this peer."""
         self.residuals, self.replies, self._last, self._sent = {}, ReplyResidual(), None, {}
 
     def unsent(self) -> tuple[float, float]:
@@ -243,7 +242,6 @@ class SparseFeedback:
         return math.sqrt(squares), self._change
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The residuals by name, in the shapes of their tensors."""
         return {
             self._names[number]: self.layouts[number].from_blocks(residual)
             for number, residual in self.residuals.items()

@@ -135,12 +135,10 @@ class Member:
 
     @property
     def sends(self) -> bool:
-        """Whether it contributes tensors."""
         return self.mode is not Mode.AUXILIARY
 
     @property
     def reduces(self) -> bool:
-        """Whether it can reduce parts."""
         return self.mode is not Mode.CLIENT
 
 
@@ -171,21 +169,17 @@ class Group:
 
     @property
     def public_id(self) -> bytes:
-        """A hash of the id, 20 bytes: the same at all members, and safe to publish."""
         return hashlib.sha256(b"averaging.v1.GroupPublicId" + self.group_id).digest()[:20]
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """The members' endpoints, in order."""
         return tuple(member.endpoint for member in self.members)
 
     @property
     def total_weight(self) -> float:
-        """Sum of the weights of the members that contribute tensors."""
         return sum(member.weight for member in self.members if member.sends)
 
     def index(self, endpoint: str) -> int:
-        """Index of a member."""
         return self.endpoints.index(endpoint)
 
 
@@ -236,7 +230,6 @@ def group_digest(group_id: bytes, endpoints: Sequence[str], gathered: Sequence[b
 
 
 def _canonical(endpoints: Sequence[str], gathered: Sequence[bytes]) -> bytes:
-    """Length-prefixed concatenation of endpoints and gathers."""
     pieces = [endpoint.encode(errors="surrogatepass") for endpoint in endpoints] + list(gathered)
     lengths = struct.pack(f"<{1 + len(pieces)}I", len(endpoints), *map(len, pieces))
     return lengths + b"".join(pieces)
@@ -331,22 +324,18 @@ def unpack_gather(endpoint: str, gather: bytes) -> Member:
 
 
 def group_key(run_id: str, bits: str, topic: str = "") -> str:
-    """The discovery key of declarations for `topic` by peers with these group bits."""
     return f"{run_id}/{topic}.0b{bits}" if topic else f"{run_id}.0b{bits}"
 
 
 def progress_key(run_id: str) -> str:
-    """The discovery key under which training peers announce their progress."""
     return f"{run_id}.progress"
 
 
 def data_key(run_id: str) -> str:
-    """The discovery key under which training peers announce which samples they train."""
     return f"{run_id}.data"
 
 
 def donors_key(run_id: str) -> str:
-    """The discovery key under which peers declare that their state can be downloaded."""
     return f"{run_id}.all_averagers"
 
 
@@ -363,7 +352,6 @@ def next_group_bits(bits: str, group: Group, index: int, target_group_size: int)
 
 
 def digits_per_round(target_group_size: int) -> int:
-    """How many bits one round replaces: ceil(log2 of the group size)."""
     return (target_group_size - 1).bit_length()
 
 

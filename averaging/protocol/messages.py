@@ -139,7 +139,6 @@ class TopK:
         object.__setattr__(self, "mean_over", one_of(MeanOver, self.mean_over, "mean_over"))
 
     def kept(self, size: int) -> int:
-        """The number of elements that are sent of a block of `size`, at least 1."""
         return max(1, round(size * self.density))
 
 
@@ -163,7 +162,6 @@ class WireTensor:
     requires_grad: bool = False
 
     def with_buffer(self, buffer: Buffer) -> WireTensor:
-        """The same tensor with other bytes."""
         return WireTensor(buffer, self.size, self.dtype, self.compression, self.chunks, self.requires_grad)
 
 
@@ -220,7 +218,6 @@ class AveragingData:
     encoded: list[bytes] = field(default_factory=list, compare=False, repr=False)
 
     def with_tensor(self, tensor: WireTensor | None) -> AveragingData:
-        """The same message with another tensor."""
         return AveragingData(self.code, self.group_id, self.endpoint, tensor, self.metadata)
 
 
@@ -232,7 +229,6 @@ class DownloadData:
     tensor_part: WireTensor | None = None
 
     def with_tensor(self, tensor: WireTensor | None) -> DownloadData:
-        """The same message with another tensor."""
         return DownloadData(self.metadata, tensor)
 
 

@@ -36,7 +36,6 @@ class Issued:
 
     @property
     def expires(self) -> datetime.datetime:
-        """When the certificate expires."""
         return x509.load_pem_x509_certificate(self.certificate).not_valid_after_utc
 
 

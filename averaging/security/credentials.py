@@ -65,7 +65,6 @@ class Tls:
 
     @property
     def expires(self) -> float:
-        """When the certificate of this peer expires, in seconds since the epoch."""
         return self.certificate.not_valid_after_utc.timestamp()
 
     def check_host(self, host: str) -> None:
@@ -335,7 +334,6 @@ def bound_name(certificate: x509.Certificate, random_bytes: bytes) -> str:
 
 
 def is_bound(endpoint: str) -> bool:
-    """Whether `endpoint` is that of a client and bound to one key. Other implementations may use unbound ones."""
     return _version_of(endpoint) == 8
 
 

@@ -80,7 +80,6 @@ class EtcdSeeds:
 
 
 def _address(value: bytes) -> str:
-    """The address in a value; empty if it is none."""
     try:
         text = value.decode()
     except UnicodeError:

@@ -123,7 +123,6 @@ class Seeds:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """See the class."""
         found = (address for each in self._found.values() for address in each.addresses)
         return tuple(dict.fromkeys((*self._given, *found)))
 
@@ -135,12 +134,10 @@ class Seeds:
 
     @property
     def failures(self) -> Mapping[str, str]:
-        """See the class."""
         return {name: found.failure for name, found in self._found.items() if found.failure}
 
     @property
     def findings(self) -> str:
-        """What the sources answered last, for a message."""
         return "; ".join(map(str, self._found.values()))
 
     def bind(self, endpoint: str, listen: str | None) -> None:
@@ -238,7 +235,6 @@ class Seeds:
                 return await self._read_etcd(source)
 
     async def _own(self, source: SeedSource, addresses: Collection[str]) -> tuple[str, ...]:
-        """Those of `addresses` at which this peer listens."""
         if not self._endpoint:
             return ()
         if source.kind is SourceKind.ETCD:  # written by others, so nothing is looked up

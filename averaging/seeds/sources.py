@@ -147,5 +147,4 @@ def _range(text: str) -> Iterator[str]:
 
 
 def own_node(environ: Mapping[str, str] = os.environ) -> str:
-    """The name of this node in Slurm; empty if this is no process of a job."""
     return environ.get("SLURMD_NODENAME", "")

@@ -32,7 +32,6 @@ MAX_GROWTH = 16
 
 
 def largest_state(schema: Schema | None) -> int:
-    """Default limit on the bytes of a state that begins with the schema's tensors."""
     return MAX_GROWTH * (schema.nbytes if schema else 0) + (64 << 20)
 
 
@@ -79,7 +78,6 @@ class ReceivedState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes received, at any place in the state."""
         return nbytes_of(list(self.tensors)) + (self.partial.filled if self.partial else 0)
 
     @property
@@ -155,17 +153,14 @@ class StateAssembler:
 
     @property
     def complete(self) -> bool:
-        """Whether all announced tensors were received and verified."""
         return self.started and len(self._done) == len(self._announced)
 
     @property
     def count(self) -> int:
-        """Number of announced tensors."""
         return len(self._announced)
 
     @property
     def left(self) -> int:
-        """Bytes still to be received, plus `PER_TENSOR` for each incomplete tensor."""
         return self.nbytes - self.received + PER_TENSOR * (len(self._announced) - len(self._done))
 
     @property

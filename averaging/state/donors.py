@@ -49,7 +49,6 @@ class Donors:
         )
 
     async def follow(self) -> None:
-        """Waits until this peer holds the declarations, which it need not do all the time."""
         await self._discovery.follow(self._key, keep=False)
 
     def others(self) -> list[tuple[float, str]]:
@@ -60,7 +59,6 @@ class Donors:
         return sorted(known, key=lambda donor: (-donor[0], donor[1]))
 
     def members(self) -> dict[str, str]:
-        """What each donor counts as, see `member_of`."""
         return {name: member_of(name, entry.holder) for name, entry in self._discovery.get(self._key).items()}
 
 
@@ -107,7 +105,6 @@ class Rate:
 
     @property
     def is_minimum(self) -> bool:
-        """Whether the rate cannot be lowered further."""
         return self.bytes_per_second <= MIN_BYTES_PER_SECOND
 
 
@@ -151,7 +148,6 @@ class Throughput:
 
     @property
     def limit(self) -> float:
-        """Maximum seconds of the whole download, from the first message on."""
         return (self.delivered + self._left) / self._rate.bytes_per_second + self._window
 
     def update(self, left: int, now: float) -> None:
@@ -162,11 +158,9 @@ class Throughput:
         self._next_window(now)
 
     def time_left(self, now: float) -> float:
-        """Seconds until the donor is too slow unless it delivers more; infinity if this window is complete."""
         return math.inf if self._missing <= 0 else max(0.0, self._start + self._window - now)
 
     def seconds(self, now: float) -> float:
-        """Seconds since the first message."""
         return now - self._first
 
     def __str__(self) -> str:
@@ -248,16 +242,13 @@ class DonorDeadlines:
         (self.too_slow if rate.is_minimum else self._retry_slower).add(donor)
 
     def set_preparing(self, donor: str) -> None:
-        """Records that `donor` answers calls but has not begun to send."""
         self._next_factor[donor] = PREPARING
 
     @property
     def ping_timeout(self) -> float:
-        """Seconds within which a donor must answer whether it is alive."""
         return self._deadlines.upper / 3
 
     def should_retry(self, donor: str) -> bool:
-        """Whether `donor` may succeed with a longer deadline or a lower expected rate than last time."""
         return donor in self._retry_slower or self._next_factor[donor] > self._last_factor[donor]
 
 
@@ -349,7 +340,6 @@ class DonorWatch:
         self._limit.deadline = Deadline(time_left, self._rate.basis) if self._rate_decides else silence
 
     def finished(self) -> None:
-        """Learns the rate of a complete download."""
         if self._throughput is not None:
             seconds = self._throughput.seconds(self._last_message_at)
             self._deadlines.rates.record(self._throughput.delivered, seconds, _now())

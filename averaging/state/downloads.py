@@ -124,8 +124,6 @@ def of_all_members(donors: Sequence[str], members: Mapping[str, str]) -> list[st
 
 
 class _Download:
-    """One download, with the data received so far."""
-
     def __init__(
         self,
         transport: Transport,

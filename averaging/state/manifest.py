@@ -47,7 +47,6 @@ class StateTensor(TensorInfo):
 
     @property
     def described(self) -> list[Any]:
-        """Name, dtype and shape, as in the metadata."""
         return [self.name, self.dtype, list(self.shape)]
 
 
@@ -68,7 +67,6 @@ class Manifest:
     named: bool = True
 
     def pack(self) -> bytes:
-        """Serializes it for `DownloadData.metadata`."""
         fields: dict[str, Any] = {
             "version": self.version,
             "tensors": [tensor.described for tensor in self.tensors],
@@ -80,7 +78,6 @@ class Manifest:
 
 
 def max_items(schema: Schema | None) -> int:
-    """Limit on msgpack items in the metadata of a state that begins with the schema's tensors."""
     return MAX_ITEMS if schema is None else min(MAX_ITEMS, BASE_ITEMS + ITEMS_PER_TENSOR * len(schema.tensors))
 
 
@@ -228,18 +225,15 @@ class Snapshot:
 
     @property
     def tensors(self) -> tuple[StateTensor, ...]:
-        """The tensors as they are announced in the metadata."""
         named = zip(self.state.tensors.items(), self.digests, strict=True)
         return tuple(announced(name, tensor, digest) for (name, tensor), digest in named)
 
 
 def announced(name: str, tensor: torch.Tensor, digest: bytes) -> StateTensor:
-    """A tensor as it is announced in the metadata."""
     return StateTensor(name, dtype_name(tensor.dtype), tuple(tensor.shape), digest)
 
 
 def seal(state: State) -> Snapshot:
-    """Computes the digests. The tensors must not be written afterwards."""
     return Snapshot(state, tuple(hashlib.sha256(view_memory(tensor)).digest() for tensor in state.tensors.values()))
 
 

@@ -47,7 +47,6 @@ class SelfCheck:
 
     @property
     def tried(self) -> bool:
-        """Whether a state was checked."""
         return self._refused or self._accepted > 0
 
     def check(self, manifest: Manifest) -> None:
@@ -149,7 +148,6 @@ class Snapshots:
 
     @property
     def needs_copy(self) -> bool:
-        """Whether the tensors hold the only copy of the committed state, so that a write must copy them first."""
         return self.shared and self._copy is None
 
     def commit(self, version: int) -> None:

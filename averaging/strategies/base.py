@@ -136,7 +136,6 @@ class Strategy(ABC):
         self.max_norm = max_norm
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """Refuses to copy or pickle a strategy that is in use."""
         if self.attached:
             raise ConfigError(
                 f"{self!r} is in use by an averager and cannot be copied or pickled; make a new strategy for another "

@@ -32,11 +32,9 @@ class ProgressClaims:
         self._next = 0.0
 
     def ignored(self, now: float) -> Collection[str]:
-        """The peers whose claims are ignored at `now`, in seconds of a monotonic clock."""
         return frozenset(self._failed) if now < self._next else frozenset()
 
     def may_wait(self, now: float) -> bool:
-        """Whether training may wait for the next download: not while the last failure is recent."""
         return now >= self._next
 
     def failed(self, donors: Collection[str], now: float, seconds: float) -> None:
@@ -49,7 +47,6 @@ class ProgressClaims:
         self._failed.update(donors)
 
     def succeeded(self) -> None:
-        """Forgets all failures."""
         self._failed, self._next = set(), 0.0
         self._backoff.reset()
 
@@ -101,11 +98,9 @@ class CatchUp:
 
     @property
     def busy(self) -> bool:
-        """Whether a download is in progress."""
         return bool(self._fetches)
 
     def ignored(self, training: StrategyContext) -> Collection[str]:
-        """The peers whose claims are ignored now."""
         return self._claims.ignored(training.monotonic())
 
     def follow(
@@ -202,7 +197,6 @@ class CatchUp:
         self._warned = True
 
     def stop(self, training: StrategyContext) -> None:
-        """Cancels all downloads."""
         self._keep(training, None)
 
     def _keep(self, training: StrategyContext, only: BackgroundDownload | None) -> None:

@@ -314,7 +314,6 @@ class DiLoCo(LockstepStrategy):
         return loss
 
     def _is_over(self, training: StrategyContext, pending: PendingRound) -> bool:
-        """Whether the pending round ends now: in time it is waited for after `delay` steps, and otherwise never."""
         return training.is_over(pending) if self._target is not None else self._schedule.steps >= self.delay
 
     def _go_along(self, training: StrategyContext) -> None:

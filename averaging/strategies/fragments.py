@@ -57,12 +57,10 @@ class Fragment:
 
     @property
     def feedback(self) -> SparseFeedback | None:
-        """What was not sent yet, with `top_k`."""
         return self.topic.feedback if isinstance(self.topic.feedback, SparseFeedback) else None
 
     @torch.no_grad()
     def anchor(self) -> None:
-        """Sets the anchors to the present parameters."""
         self.complete()
         copy_to_host(list(self.parameters.values()), list(self.anchors.values()))
 
@@ -106,16 +104,13 @@ class Fragment:
 
     @property
     def base(self) -> float | None:
-        """Global step whose state the open local steps were made on, on average; None without any."""
         return self._bases / self.open_steps if self.open_steps else None
 
     def start_at(self, step: int, open_steps: int = 0) -> None:
-        """Notes that so many local steps are open, all made on the state after global step `step`."""
         self.open_steps, self._bases = open_steps, float(open_steps * step)
 
     @property
     def keeps(self) -> bool:
-        """Whether the local steps since `measure` are known, so that they can be put on top of a result."""
         return bool(self._measured)
 
     @torch.no_grad()
@@ -136,7 +131,6 @@ class Fragment:
         return sent, new
 
     def exclude(self) -> None:
-        """Forgets what `include` has noted."""
         self._included = {}
 
     def applied(self, step: int) -> None:

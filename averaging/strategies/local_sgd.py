@@ -91,7 +91,6 @@ class DelayedUpdate:
                 tensor.copy_(result)
 
     def averages(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """The averages of these tensors, on the CPU, after a round."""
         return {name: (self.sent or {})[name] + self.copies[name] for name in names}
 
 

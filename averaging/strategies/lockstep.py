@@ -62,11 +62,9 @@ class LockstepStrategy(Strategy):
 
     @property
     def global_step(self) -> int:
-        """Number of global steps of the run."""
         return self.history.step
 
     def announced_history(self, training: StrategyContext) -> History:
-        """The history itself: peers that announce equal histories hold equal parameters."""
         return self.history
 
     def others(self, training: StrategyContext, announcements: Mapping[str, bytes]) -> Others:
@@ -236,6 +234,5 @@ class LockstepStrategy(Strategy):
 
 
 def gathered_samples(user: Any) -> float:
-    """The samples in a member's `gather`; 0 if it is malformed."""
     samples = user.get("samples") if isinstance(user, dict) else None
     return float(samples) if is_number(samples) and 0 < samples <= MAX_SAMPLES else 0.0

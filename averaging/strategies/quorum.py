@@ -60,7 +60,6 @@ class QuorumOptions:
         return max(2, math.ceil(self.quorum * training - 1e-9))
 
     def weight_factor(self, age: int) -> float:
-        """The factor of the weight of a contribution of this age, in global steps."""
         return max(LEAST_DISCOUNT, self.discount**age)
 
     def __str__(self) -> str:
@@ -146,7 +145,6 @@ class Punctuality:
 
     @property
     def grace(self) -> float:
-        """The grace period of the next round in seconds."""
         return learned_grace(self._rounds, self._bound, self.interval)
 
     @property
@@ -224,7 +222,6 @@ class Attendance:
         return Attendance(now, self.owed, missed_at, self.repeats and not averaged)
 
     def after_failure(self) -> Attendance:
-        """The attendance after a round whose group has failed: it is repeated at once, but not twice in a row."""
         return replace(self, owed=self.owed or not self.repeats, repeats=not self.repeats)
 
 
@@ -244,7 +241,6 @@ class Standstill:
     told: bool = False  # whether it has said so
 
     def is_long(self, local_step: int, now: float, steps: int, seconds: float) -> bool:
-        """Whether it is longer than rounds take that come after so many local steps and seconds."""
         return local_step - self.local_step > PATIENCE * max(1, steps) and now - self.since > PATIENCE * seconds
 
 

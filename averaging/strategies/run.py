@@ -93,7 +93,6 @@ class RunStart:
         return bool(set(self._peer.config.join) - {self._peer.endpoint})
 
     def _new_history(self) -> History:
-        """The history of a run that begins with this peer's parameters."""
         rank = Rank.FOUND_NOBODY if self._joins else Rank.APPOINTED
         return History(origin=Origin(rank, -self._now, self._rng.randbytes(8).hex()))
 

@@ -44,7 +44,6 @@ class Schedule(ABC):
 
     @property
     def moment(self) -> float:
-        """The moment of the run's clock that the next round serves; 0 if there is none (yet)."""
         return 0.0
 
     @abstractmethod
@@ -65,15 +64,12 @@ class Schedule(ABC):
         """Starts counting anew, because a round begins; its duration does not count as a step's."""
 
     def resume(self, now: float) -> None:
-        """Called when training goes on at `now`, after a step and the round that may have followed it."""
         return
 
     def skip(self) -> None:
-        """Called instead of `restart` if the present moment passes without a round of this peer."""
         return
 
     def comes(self, now: float) -> float:
-        """The moment at which this peer expects to come, as it tells the others; 0 if it has made no step yet."""
         return 0.0
 
 
@@ -229,7 +225,6 @@ def make_schedule(sync_every: int | str, fragments: int = 1) -> Schedule:
 
 
 def spelled_seconds(seconds: float) -> str:
-    """Seconds as they are written in `sync_every`, such as `120s`."""
     return f"{seconds:.10g}s"
 
 

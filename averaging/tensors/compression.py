@@ -80,7 +80,6 @@ class Half(Codec):
         self.limit = limit
 
     def nbytes(self, size: tuple[int, ...]) -> int:
-        """Two bytes per element."""
         return prod(size) * self._dtype.itemsize
 
     def pack(self, tensor: torch.Tensor) -> Buffer:
@@ -98,7 +97,6 @@ class Half(Codec):
         return view_memory(packed)
 
     def unpack(self, buffer: Buffer, size: tuple[int, ...]) -> torch.Tensor:
-        """A new float32 tensor."""
         return view_bytes(buffer, self._dtype).to(torch.float32).view(size)
 
 
@@ -128,7 +126,6 @@ class MeanStd16Bit(Codec):
         super().__init__("compressed_float32", 2)
 
     def nbytes(self, size: tuple[int, ...]) -> int:
-        """Two bytes per element and eight per row."""
         rows, columns = _matrix(size)
         return rows * (2 * columns + _STATISTICS_BYTES)
 
@@ -172,11 +169,9 @@ class Raw(Codec):
         self._dtype = dtype
 
     def nbytes(self, size: tuple[int, ...]) -> int:
-        """One item per element."""
         return prod(size) * self._dtype.itemsize
 
     def pack(self, tensor: torch.Tensor) -> Buffer:
-        """The tensor's own memory if it is contiguous, read-only; the caller sends it before the tensor changes."""
         return view_memory(tensor).toreadonly()
 
     def unpack(self, buffer: Buffer, size: tuple[int, ...]) -> torch.Tensor:
@@ -209,7 +204,6 @@ class BlockwiseInt8(Codec):
         super().__init__("compressed_float32", 1)
 
     def nbytes(self, size: tuple[int, ...]) -> int:
-        """One byte per element and four per block."""
         count = prod(size)
         return count + 4 * _block_count(count)
 
@@ -255,7 +249,6 @@ def _pieces(count: int) -> Iterator[tuple[slice, slice]]:
 
 
 def _padded(values: torch.Tensor) -> torch.Tensor:
-    """The values as whole blocks, padded with zeros."""
     missing = -values.numel() % BLOCK
     return (torch.nn.functional.pad(values, (0, missing)) if missing else values).view(-1, BLOCK)
 
@@ -296,7 +289,6 @@ class Lookup8Bit(Codec):
         super().__init__("compressed_float32", 1)
 
     def nbytes(self, size: tuple[int, ...]) -> int:
-        """The table and one byte per element."""
         return _TABLE_BYTES + prod(size)
 
     def pack(self, tensor: torch.Tensor) -> Buffer:
@@ -309,7 +301,6 @@ class Lookup8Bit(Codec):
         return b"".join((view_memory(table), view_memory(indices)))
 
     def unpack(self, buffer: Buffer, size: tuple[int, ...]) -> torch.Tensor:
-        """A new float32 tensor."""
         raw = view_bytes(buffer)
         table = raw[:_TABLE_BYTES].view(torch.float32)
         return table.index_select(0, raw[_TABLE_BYTES:].to(torch.int32)).view(size)

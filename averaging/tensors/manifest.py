@@ -44,7 +44,6 @@ MAX_ELEMENTS = 1 << 40
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype in all tables of this file."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -58,34 +57,28 @@ class TensorInfo:
 
     @property
     def key(self) -> object:
-        """Identifies the tensor among others."""
         return self.name
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype as a `torch.dtype`."""
         return DTYPES[self.dtype]
 
     @property
     def numel(self) -> int:
-        """Number of elements; 1 for a 0-dim tensor."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements in memory."""
         return prod(self.shape) * self.torch_dtype.itemsize
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
 
     def over(self, buffer: Buffer | bytearray) -> torch.Tensor:
-        """The tensor over its bytes, without a copy; it keeps the memory of `buffer` alive."""
         return view_bytes(buffer, self.torch_dtype).reshape(self.shape)
 
 
 def nbytes_of(tensors: Iterable[TensorInfo]) -> int:
-    """Bytes of all tensors together."""
     return sum(tensor.nbytes for tensor in tensors)
 
 
@@ -194,7 +187,6 @@ class TensorBuffer:
 
     @property
     def complete(self) -> bool:
-        """Whether all bytes and messages are here."""
         return self.filled == self.nbytes and not self._chunks
 
     def add(self, piece: Buffer) -> bool:

@@ -63,12 +63,10 @@ class Schema:
 
     @cached_property
     def names(self) -> str:
-        """What peers of this software compare of the names of the tensors, see `digest_of_names`."""
         return digest_of_names(spec.name for spec in self.tensors)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors in memory."""
         return nbytes_of(self.tensors)
 
 

@@ -31,12 +31,10 @@ takes 6 to 16 % longer, one of 256 MiB 7 % less."""
 
 
 def takes_long(nbytes: int) -> bool:
-    """Whether work on `nbytes` bytes should run in a thread."""
     return nbytes > INLINE_BYTES
 
 
 async def offload(action: Callable[[], T], nbytes: int) -> T:
-    """Runs `action`, which processes `nbytes` bytes, in a thread if they are many."""
     return await in_thread(action) if takes_long(nbytes) else action()
 
 
@@ -138,7 +136,6 @@ class SharedTensors:
 
     @property
     def waits(self) -> bool:
-        """Whether reading the tensors may take as long as a device computes."""
         return bool(self._elsewhere) or self.before_reading is not None
 
     def note_computed(self) -> None:
@@ -147,7 +144,6 @@ class SharedTensors:
             self._computed = computed(self.tensors)
 
     def _for_reading(self) -> None:
-        """Called by a thread that reads the tensors from here on."""
         if self.before_reading is not None:
             self.before_reading()
         self.wait_for_computed()
@@ -211,7 +207,6 @@ class SharedTensors:
         ]
 
     def _copies(self) -> HostCopies | None:
-        """The memory on the host for what is on a device."""
         if self._host is None and self._elsewhere:
             self._host = HostCopies([self.tensors[number] for number in self._elsewhere])
         return self._host
@@ -260,7 +255,6 @@ class SharedTensors:
             finish(self.tensors)
 
     def _there(self, index: int, pieces: Iterable[tuple[int, torch.Tensor]]) -> Iterable[tuple[int, torch.Tensor]]:
-        """Pieces of a tensor where it is."""
         host = self._copies()
         if host is None or index not in self._elsewhere:
             return pieces
@@ -373,13 +367,11 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[str, int, int]:
-    """Device, start address and end address of a tensor's memory."""
     last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def finite_as(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether all elements are finite after conversion to `dtype`, in which large values may overflow."""
     return all_finite(tensor if tensor.dtype == dtype else tensor.to(dtype))
 
 
@@ -427,6 +419,5 @@ def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[int]]:
 
 
 def all_finite(tensor: torch.Tensor) -> bool:
-    """Whether all elements are finite. Usually takes one pass without a temporary."""
     # A sum is finite only if all its terms are. It can also overflow with finite terms; then every element is checked.
     return math.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())

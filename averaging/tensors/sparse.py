@@ -54,7 +54,6 @@ class BlockRun:
 
     @property
     def stop(self) -> int:
-        """One past the last element, in tile order."""
         return self.start + self.count * self.size
 
 
@@ -75,7 +74,6 @@ class BlockLayout:
 
     @cached_property
     def numel(self) -> int:
-        """Number of elements; 1 for a 0-dim tensor."""
         return prod(self.shape)
 
     @cached_property
@@ -144,7 +142,6 @@ class BlockLayout:
 
 
 def _tiles(extent: int) -> list[tuple[int, int]]:
-    """Number and size of the tiles along a dimension: the full ones, then the rest."""
     return [(extent // TILE, TILE), (1, extent % TILE)]
 
 
@@ -166,7 +163,6 @@ class SparsePart:
     values: torch.Tensor
 
     def dense(self) -> torch.Tensor:
-        """All elements: a new tensor, 1-D, float32."""
         return torch.zeros(self.numel, dtype=torch.float32, device="cpu").index_copy_(0, self.indices, self.values)
 
 
@@ -210,7 +206,6 @@ class SparseTensor:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the tensor, of which some are sent."""
         return self.layout.numel
 
     def wire(self, start: int, stop: int) -> WireTensor:
@@ -237,7 +232,6 @@ class SparseTensor:
         return SparsePart(stop - start, origin.add_(self._indices[kept]), self._decoded(self._codes[kept]))
 
     def dense(self) -> torch.Tensor:
-        """What receivers of all parts decode: all elements in tile order, a new float32 tensor."""
         return self.values(0, self.numel).dense()
 
     def _decoded(self, codes: torch.Tensor) -> torch.Tensor:
@@ -298,7 +292,6 @@ def _largest(blocks: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def _rows_of_groups(size: int, k: int) -> int:
-    """Elements of each group of a block; 1 if groups do not pay, since many elements are chosen."""
     return next((rows for rows, share in ((8, 32), (4, 16)) if size % rows == 0 and k * share <= size), 1)
 
 
@@ -394,7 +387,6 @@ class Contribution:
 
     @property
     def shape(self) -> tuple[int]:
-        """The shape of the part."""
         return (self.part.numel,)
 
 
@@ -525,7 +517,6 @@ def decode_union(wire: WireTensor, block_size: int, top_k: TopK, members: int) -
 
 
 def _union_sizes(numel: int, block_size: int, count: int) -> dict[int, int]:
-    """Bytes of each form of a union of `count` elements."""
     places = {False: 2 * (numel // block_size) + _index_bytes(count), True: ceil(numel / 8)}
     return {
         _INDICES_8BIT: 1 + places[False] + _TABLE_BYTES + count,
@@ -597,14 +588,12 @@ def _read_indices(raw: Bytes, numel: int, block_size: int, most: int) -> tuple[n
 
 
 def _bitmap_of(part: SparsePart, block_size: int) -> Bytes:
-    """One bit for each element of the part."""
     present = np.zeros(part.numel, dtype=np.bool_)
     present[part.indices.numpy()] = True
     return np.packbits(present, bitorder="little")
 
 
 def _read_bitmap(raw: Bytes, numel: int, most: int) -> tuple[npt.NDArray[np.int64], Bytes]:
-    """The indices that `_bitmap_of` packed, and what follows them."""
     if len(raw) < ceil(numel / 8):
         raise ProtocolViolationError("a reply in top_k ends before the end of its bitmap")
     packed, rest = _cut(raw, ceil(numel / 8))
@@ -663,7 +652,6 @@ def _view_buffer(buffer: Buffer) -> Bytes:
 
 
 def _cut(raw: Bytes, nbytes: int) -> tuple[Bytes, Bytes]:
-    """The first bytes, which are copied so that they can be viewed as larger numbers, and the rest."""
     return raw[:nbytes].copy(), raw[nbytes:]
 
 
@@ -677,11 +665,6 @@ def _pack_indices(indices: npt.NDArray[np.int16]) -> Bytes:
 
 def _unpack_indices(packed: Bytes, starts: npt.NDArray[np.int64], block_size: int) -> npt.NDArray[np.int64]:
     """The indices within the part.
-
-    Args:
-        packed: what `_pack_indices` returned.
-        starts: the start of the block of each index, ascending.
-        block_size: elements of each block.
 
     Raises:
         ProtocolViolationError: an index is out of range, or an element of a block comes twice or after a later one.
@@ -712,7 +695,6 @@ def _pack_codes(codes: Bytes, bits: int) -> Bytes:
 
 
 def _unpack_codes(packed: Bytes, count: int, bits: int) -> Bytes:
-    """The numbers that `_pack_codes` packed."""
     mask = np.uint8((1 << bits) - 1)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     return ((packed[:, None] >> shifts) & mask).reshape(-1)[:count]

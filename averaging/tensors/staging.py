@@ -26,7 +26,6 @@ _PAGE = 4096
 
 
 def is_on_device(tensor: torch.Tensor) -> bool:
-    """Whether the CPU cannot read the memory of a tensor."""
     return tensor.device.type != "cpu"
 
 
@@ -195,17 +194,14 @@ class StagedTensor:
         self._flat = copies.copies[number].view(-1)
 
     def has(self, stop: int) -> bool:
-        """Whether the elements before `stop` are here, so that reading them does not wait."""
         return self._copies.has(self._number, stop)
 
     def __getitem__(self, place: slice) -> torch.Tensor:
-        """A view of some elements, once they are here."""
         _, stop, _ = place.indices(self._flat.numel())
         self._copies.wait(self._number, stop)
         return self._flat[place]
 
     def whole(self) -> torch.Tensor:
-        """A view of all elements, once they are here."""
         return self[: self._flat.numel()]
 
 
@@ -276,10 +272,8 @@ def _sent_together(values: Sequence[torch.Tensor], device: torch.device) -> list
 
 
 def copy_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy on the CPU, detached from autograd, once the device has computed the tensor."""
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, detached from autograd, if it is on the CPU; else a copy there."""
     return tensor.detach().cpu()

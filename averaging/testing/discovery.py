@@ -49,11 +49,9 @@ class MemoryRegistry:
         return self._table
 
     def attach(self, view: MemoryDiscovery) -> None:
-        """Notifies `view` of changes from now on, in the running event loop."""
         self._views[view] = asyncio.get_running_loop()
 
     def detach(self, view: MemoryDiscovery) -> None:
-        """Stops notifying `view`."""
         self._views.pop(view, None)
 
     def publish(self, record: Record) -> None:
@@ -153,7 +151,6 @@ class MemoryDiscovery:
         return self._watchers.watch(key)
 
     async def take_place(self, key: str, size: int) -> str:
-        """See `Discovery.take_place`; there is no order that all peers see alike."""
         return key
 
     def leave_place(self, key: str, *, began: bool, full: bool) -> None:
@@ -164,7 +161,6 @@ class MemoryDiscovery:
             return self._registry.table().has_subkey(endpoint) or endpoint in self._own_subkeys()
 
     def withdrew(self, endpoint: str) -> bool:
-        """See `Discovery.withdrew`; the records of a peer that has died stay for longer than this is asked."""
         return not self.knows(endpoint)
 
     def endpoints(self) -> frozenset[str]:
@@ -172,7 +168,6 @@ class MemoryDiscovery:
             return self._registry.table().subkeys() | self._own_subkeys()
 
     def diagnose(self) -> Diagnosis:
-        """See `Discovery.diagnose`; within one process no peer is silent and all have the same clock."""
         own = {subkey for _, subkey in self._own}
         with self._registry.lock:
             return Diagnosis({name: peer for name, peer in self._registry.table().peers().items() if name not in own})
@@ -181,7 +176,6 @@ class MemoryDiscovery:
         return min((entry.expiration for entry in self.get(key).values()), default=None)
 
     def notify(self, key: str) -> None:
-        """Called by the registry: something under `key` changed."""
         self._watchers.notify(key)
 
     def _publish(self, record: Record) -> None:

@@ -49,16 +49,13 @@ class MemoryEtcd:
         self._lengths: dict[int, int] = {}  # of the watched prefixes, and how many have it
 
     def client(self) -> MemoryEtcdClient:
-        """Another client."""
         return MemoryEtcdClient(self)
 
     def compact(self) -> None:
-        """Forgets the changes until now. Watches that are open go on."""
         self._history.clear()
         self.compacted = self.revision
 
     def end_all_watches(self) -> None:
-        """Breaks the connections of all watches."""
         for queues in self._watches.values():
             for queue in queues:
                 queue.put_nowait(None)
@@ -256,7 +253,6 @@ class MemoryEtcdClient:
         return done
 
     async def _way(self, method: str = "") -> None:
-        """One direction of a call."""
         if method:
             self._etcd.calls[method] = self._etcd.calls.get(method, 0) + 1
         if self._etcd.latency[1]:

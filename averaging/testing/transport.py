@@ -79,7 +79,6 @@ class MemoryNetwork:
         self._refused: set[tuple[str, str]] = set()  # caller and callee
 
     def transport(self, endpoint: str | None) -> MemoryTransport:
-        """Returns a transport for `endpoint`; None makes a client, which cannot be called."""
         return MemoryTransport(self, endpoint)
 
     def kill(self, endpoint: str) -> None:
@@ -88,7 +87,6 @@ class MemoryNetwork:
         self._break_calls(lambda call: endpoint in (call.caller, call.callee), f"{endpoint} died")
 
     def freeze(self, endpoint: str) -> None:
-        """Delays all messages from and to `endpoint` until `thaw`, without errors, as with SIGSTOP."""
         self._frozen.setdefault(endpoint, _Freeze())
 
     def thaw(self, endpoint: str) -> None:
@@ -131,8 +129,6 @@ class MemoryNetwork:
 
 
 class _Freeze:
-    """Delays messages in any event loops until it ends."""
-
     def __init__(self) -> None:
         self._waiting: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
         self._over = False
@@ -224,7 +220,6 @@ class _MemoryCall:
         self._server: asyncio.Task[None] | None = None
 
     def serve(self, start: Callable[[], asyncio.Task[None]]) -> None:
-        """Starts the task that answers, in its event loop."""
 
         def begin() -> None:
             self._server = start()

@@ -43,7 +43,6 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._clock_resolution = 1e-9
 
     def time(self) -> float:
-        """Virtual seconds since the loop was created."""
         return self._jumping.jumped
 
 
@@ -70,5 +69,4 @@ def stand_still(seconds: float) -> None:
 
 
 def clock() -> float:
-    """Returns the virtual wall-clock time of the running loop, in seconds since the epoch."""
     return EPOCH + asyncio.get_running_loop().time()

@@ -21,7 +21,6 @@ MAX_INTERVAL = 0.25
 
 
 def interval_of(shortest: float) -> float:
-    """Seconds between two ticks if no deadline is shorter than `shortest`."""
     return min(shortest / TICKS, MAX_INTERVAL)
 
 
@@ -52,7 +51,6 @@ class FairClock:
         return self._fair
 
     def at(self, now: float) -> float:
-        """The fair seconds up to `now`, assuming that this peer is not isolated."""
         return self._fair + self._passed(now)
 
     def _passed(self, now: float) -> float:
@@ -115,12 +113,10 @@ class FairTimeout:
 
     @property
     def waited(self) -> float:
-        """Fair seconds since the wait began or was restarted."""
         return self._clock.at(self._loop.time()) - self._since
 
     @property
     def expired(self) -> bool:
-        """Whether the deadline has passed."""
         return self._limit.expired()
 
     def restart(self, deadline: Deadline) -> None:

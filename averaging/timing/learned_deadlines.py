@@ -45,7 +45,6 @@ class Rates:
             self._best, self._since = rate, now
 
     def best(self, now: float) -> float | None:
-        """Bytes/s; None if nothing is known."""
         return self._best if now - self._since <= LIFETIME else None
 
 
@@ -80,7 +79,6 @@ class Probation:
             self._until.popitem(last=False)
 
     def includes(self, endpoint: str, now: float) -> bool:
-        """Whether a member is on probation."""
         return now < self._until.get(endpoint, (0, 0.0))[1]
 
 
@@ -230,7 +228,6 @@ class Deadlines:
 
     @property
     def shortest(self) -> Deadline:
-        """The lower bound of all deadlines."""
         return Deadline(self.lower, "min_stall_timeout")
 
     def longest(self, phase: Phase) -> Deadline:
@@ -339,7 +336,6 @@ class Deadlines:
 
 
 def _gets_longest(misses: int) -> bool:
-    """Whether a peer that has missed the longest deadline this often gets it again: after 0, 1, 2, 4, 8 … misses."""
     return misses & (misses - 1) == 0
 
 
@@ -354,7 +350,6 @@ def size_class(nbytes: int, members: int) -> int:
 
 
 def _typical(waits: Sequence[float]) -> Deadline:
-    """The deadline that follows from these waits."""
     median, latest = statistics.median(waits), waits[-1]
     deviation = statistics.median(abs(wait - median) for wait in waits)
     seconds = MEDIAN_FACTOR * median + DEVIATION_FACTOR * deviation

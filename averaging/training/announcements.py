@@ -68,7 +68,6 @@ class CachedQueries:
         return thread.wait(kept.latest)
 
     def clear(self) -> None:
-        """Forgets all results, so that each is queried again."""
         self._cached.clear()
 
 
@@ -113,23 +112,19 @@ class Announcements:
         return self._site.broadcast_from_leader(lambda: self.at_leader(wait=wait))
 
     def at_leader(self, *, wait: bool) -> dict[str, bytes]:
-        """The same; called at the leader only."""
         progress = self._peer.progress
         return self._queries.recent(self._thread, "announcements", lambda: progress.announcements, wait=wait)
 
     @property
     def members(self) -> Mapping[str, str]:
-        """What each announcer counts as, see `member_of`, as of the last announcements; at the leader of a site."""
         return self._peer.progress.members
 
     @property
     def member(self) -> str:
-        """What this peer counts as; at the leader of a site."""
         return self.members[self._peer.endpoint]
 
     @property
     def none_known(self) -> bool:
-        """Whether no other peer of the run is known."""
         return self._site.broadcast_from_leader(lambda: len(self._thread.run(on_loop(lambda: self._peer.peers))) == 1)
 
     def wait_for(self, condition: Callable[[dict[str, bytes]], bool], seconds: float) -> dict[str, bytes]:
@@ -175,5 +170,4 @@ class Announcements:
         return self._queries.recent(self._thread, key, lambda: self._peer.group_began(topic, phase), wait=False)
 
     def refresh(self) -> None:
-        """Forgets cached announcements and declarations."""
         self._queries.clear()

@@ -70,11 +70,9 @@ class SampleCount:
         self.averaged: dict[str, int] = {}
 
     def waiting(self, topic: str) -> int:
-        """The samples that no average of this topic has."""
         return self.made - self.averaged.get(topic, 0)
 
     def forget(self) -> None:
-        """Called when the parameters were replaced, so that the samples so far are not in them."""
         self.made, self.averaged = 0, {}
 
 
@@ -311,7 +309,6 @@ class StrategyContext:
             )
 
     def _parameter_ids(self) -> list[list[int]]:
-        """Identities of the inner optimizer's parameters; `parameters` keeps the initial ones alive."""
         return [[id(parameter) for parameter in group["params"]] for group in self.optimizer.param_groups]
 
     def evaluate(self, closure: Callable[[], float] | None) -> float | None:
@@ -574,7 +571,6 @@ class StrategyContext:
         return await self.peer.average(topic, **options)
 
     def _may_come(self, expected: ExpectedAtFirst, announcements: Mapping[str, bytes]) -> bool:
-        """Whether a group may be found; called in the peer's thread."""
         may_come = self.peer.peers - {self.peer.endpoint}
         # Those whose training has ended, or that refuse connections, make no group any more.
         if not expected.peers(announcements) and not still_training(announcements):

@@ -45,16 +45,13 @@ class DataRecords:
 
     @property
     def is_published(self) -> bool:
-        """Whether the others get this peer's last record, see `RunProgress.is_published`."""
         return self._thread.run(on_loop(lambda: self._peer.data.is_published))
 
     def is_outvoted(self, differing: Collection[str], alike: Collection[str]) -> bool:
-        """See `RunProgress.is_outvoted`."""
         return self._peer.data.is_outvoted(differing, alike)
 
     @property
     def have_changed(self) -> bool:
-        """Whether there is something new since the last `read`."""
         return self._serial != self._read
 
     def read(self) -> tuple[Mapping[str, bytes], list[bytes]]:

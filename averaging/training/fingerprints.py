@@ -62,7 +62,6 @@ ROUNDING_OF_OTHERS = 1e-5
 
 
 def tolerance_of(tensors: Sequence[torch.Tensor]) -> float:
-    """The relative difference that rounding may cause in the least precise of these tensors."""
     return max((ROUNDING.get(tensor.dtype, ROUNDING_OF_OTHERS) for tensor in tensors), default=0.0)
 
 
@@ -275,7 +274,6 @@ def _arguments(kinds: tuple[type, ...]) -> frozenset[str]:
 
 
 def _value(value: object) -> Any:
-    """A value of a group, as it travels."""
     if isinstance(value, torch.Tensor):
         return value.item() if value.device.type == "cpu" and value.numel() == 1 else _UNREADABLE
     if isinstance(value, list | tuple):

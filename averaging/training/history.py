@@ -79,7 +79,6 @@ class Origin:
     id: str = ""
 
     def pack(self) -> list[int | float | str]:
-        """Packs it for msgpack, in a checkpoint or a record."""
         return [int(self.rank), self.earliness, self.id]
 
     @classmethod
@@ -151,11 +150,9 @@ class History:
 
     @property
     def phase(self) -> str:
-        """The phase of topics in which only peers with this history meet."""
         return f"{self.step}-{self.lineage or self.origin.id}"
 
     def pack(self) -> list[int | float | str | list[int | float | str]]:
-        """Packs it for msgpack, in a checkpoint or a record."""
         return [self.step, self.samples, self.lineage, self.origin.pack()]
 
     def pack_trail(self) -> bytes:
@@ -236,7 +233,6 @@ class Progress:
 
     @property
     def made_history(self) -> History | None:
-        """The history up to the last step that the peer has made; None if it is known to have made none of it."""
         return self.history.before(self.missed) if self.made or self.missed else None
 
     def pack(self) -> bytes:
@@ -283,7 +279,6 @@ def _unpack_trail(packed: object) -> tuple[str, ...]:
 
 
 def _read_parts(packed: object) -> dict[str, str]:
-    """The digests of parts; empty if they are malformed."""
     if not isinstance(packed, dict):
         return {}
     sound = all(isinstance(text, str) and len(text) <= MAX_LINEAGE for pair in packed.items() for text in pair)
@@ -299,7 +294,6 @@ def _read_moment(packed: object) -> float | None:
 
 
 def _read_terms(packed: object) -> dict[str, str]:
-    """The terms; without those that are malformed."""
     if not isinstance(packed, str) or len(packed) > MAX_TERMS:
         return {}
     pairs = (term.partition("=") for term in packed.split(","))
@@ -307,7 +301,6 @@ def _read_terms(packed: object) -> dict[str, str]:
 
 
 def coming_at(announcements: Mapping[str, bytes], moment: float, interval: float) -> frozenset[str]:
-    """The peers that expect to average at this moment, which comes once in `interval` seconds."""
     return frozenset(
         name
         for name, progress in read_progress(announcements).items()
@@ -346,7 +339,6 @@ def most_rounds(own: History, announcements: Mapping[str, bytes]) -> tuple[int, 
 
 
 def find_late(own: History, announcements: Mapping[str, bytes]) -> tuple[str, ...]:
-    """The training peers that wait to contribute to the next step of this history although they have missed others."""
     return tuple(
         name
         for name, progress in read_progress(announcements).items()
@@ -358,7 +350,6 @@ def find_late(own: History, announcements: Mapping[str, bytes]) -> tuple[str, ..
 
 
 def find_behind(own: History, announcements: Mapping[str, bytes]) -> dict[str, bool]:
-    """The training peers of this run that are behind this history; whether they say that the others should wait."""
     return {
         name: progress.late is not None
         for name, progress in read_progress(announcements).items()
@@ -367,7 +358,6 @@ def find_behind(own: History, announcements: Mapping[str, bytes]) -> dict[str, b
 
 
 def any_advanced(target: History, names: Collection[str], announcements: Mapping[str, bytes]) -> bool:
-    """Whether one of these peers has made a step after `target`."""
     return any(
         name in names and progress.history.origin.id == target.origin.id and progress.history.step > target.step
         for name, progress in read_progress(announcements).items()
@@ -389,10 +379,8 @@ def same_origin(own: History, announcements: Mapping[str, bytes]) -> frozenset[s
 
 
 def still_training(announcements: Mapping[str, bytes]) -> frozenset[str]:
-    """The peers that are training, and those whose progress is malformed."""
     return frozenset(announcements.keys() - done_training(announcements))
 
 
 def done_training(announcements: Mapping[str, bytes], stage: Stage = Stage.WAITING) -> frozenset[str]:
-    """The peers whose training has ended and has reached at least `stage`."""
     return frozenset(name for name, progress in read_progress(announcements).items() if progress.stage >= stage)

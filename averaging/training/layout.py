@@ -85,7 +85,6 @@ def _kind(name: str, placement: Any) -> str:
 
 
 def _places(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """All coordinates in a mesh of that shape."""
     places: list[tuple[int, ...]] = [()]
     for extent in shape:
         places = [(*place, number) for place in places for number in range(extent)]
@@ -123,7 +122,6 @@ def as_divided(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def full_precision(tensor: torch.Tensor) -> torch.dtype:
-    """float32 for the half-precision dtypes, whose sums are too inexact; else the tensor's dtype."""
     return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
 
 

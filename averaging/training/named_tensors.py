@@ -107,12 +107,10 @@ class TrainedModel:
 
     @property
     def present_buffers(self) -> dict[str, torch.Tensor]:
-        """The present buffers of its state dict by name."""
         return _named_tensors(self.model)[1]
 
     @property
     def unsaved(self) -> dict[str, torch.Tensor]:
-        """The present buffers that are not in its state dict by name."""
         return _named_tensors(self.model)[2]
 
     def check(self, buffers: Collection[str]) -> None:
@@ -491,7 +489,6 @@ class Counters:
 
 
 def without_counters(gathered: Any) -> Any:
-    """What the strategy or the application of a member has sent."""
     if not isinstance(gathered, dict) or not isinstance(gathered.get(KEY), bytes):
         return gathered
     return {key: value for key, value in gathered.items() if key != KEY} or None

@@ -48,7 +48,6 @@ _open: WeakSet[OpenAverager] = WeakSet()
 
 
 def note_open(averager: OpenAverager) -> None:
-    """Notes an averager that `close_all` closes."""
     _open.add(averager)
 
 

@@ -73,7 +73,6 @@ class GroupProgress:
             self.keys |= {key for key in changed if SCHEDULED.get(key, frozenset()).isdisjoint(group)}
 
     def values(self) -> Groups:
-        """The progress of each group."""
         return [
             {key: value for key, value in group.items() if self._is_progress(key, value)}
             for group in self._optimizer.param_groups
@@ -151,7 +150,6 @@ def _is_number(value: object) -> bool:
 
 
 def _fingerprints(group: Mapping[str, Any]) -> dict[str, object]:
-    """For each key but the parameters, something that differs once the value has changed; no tensor is read."""
     return {key: _fingerprint(value) for key, value in group.items() if key not in ("params", "param_names")}
 
 

@@ -38,26 +38,21 @@ class OptimizerWrapper(InProcess, torch.optim.Optimizer):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The inner optimizer."""
         return self._inner
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Parameter groups of the inner optimizer."""
         return self._inner.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """State of the inner optimizer."""
         return self._inner.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Defaults of the inner optimizer; empty if it is none of torch's class and has none."""
         return getattr(self._inner, "defaults", {})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Resets the gradients with the inner optimizer."""
         self._inner.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
@@ -123,12 +118,10 @@ class OptimizerWrapper(InProcess, torch.optim.Optimizer):
 
     @property
     def local_step(self) -> int:
-        """Number of calls of `step`, including those of the state that was downloaded or loaded."""
         return self._training.local_step
 
     @property
     def weight(self) -> float | str:
-        """Weight of this peer in the averages: finite and at least 0, or "samples"."""
         return "samples" if self._training.weighs_samples else self._training.weight
 
     @weight.setter

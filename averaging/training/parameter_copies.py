@@ -148,7 +148,6 @@ class WeightModes:
 
     @property
     def exist(self) -> bool:
-        """Whether the optimizer has modes."""
         switches = all(callable(getattr(self._optimizer, name, None)) for name in ("train", "eval"))
         return switches and (hasattr(self._optimizer, MODE) or any(MODE in group for group in self._groups))
 

@@ -73,7 +73,6 @@ class Site:
         return [work()]
 
     def broadcast_from_owner(self, make: Callable[[], T]) -> T:
-        """Like `broadcast_from_leader`, but the owner of each shard answers the ranks that hold the same shard."""
         return make()
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -165,21 +164,18 @@ class ProcessGroupSite(Site):
             self._replicas = ControlGroup(copies)
 
     def broadcast_from_leader(self, question: Callable[[], T]) -> T:
-        """See `Site`."""
         if self._answering:
             return question()  # part of the answer to another question, which only the leader is asked
         answer: T = self._broadcast(self.leads, question, self._group, self._relay.latest)
         return answer
 
     def broadcast_from_owner(self, make: Callable[[], T]) -> T:
-        """See `Site`."""
         if self._replicas is None:
             return make()
         made: T = self._broadcast(self.owns, make, self._replicas, lambda: None)
         return made
 
     def all_gather(self, work: Callable[[], T]) -> list[T]:
-        """See `Site`."""
         failure: BaseException | None = None
         answer = _Answer()
         try:
@@ -196,7 +192,6 @@ class ProcessGroupSite(Site):
         return [other.value for other in heard]
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> None:
-        """See `Site`."""
         if self._replicas is None:
             return
         with self._collective():
@@ -208,7 +203,6 @@ class ProcessGroupSite(Site):
                     whole.copy_(sent)
 
     def close(self) -> None:
-        """See `Site`."""
         self._lost = "the averager was closed"
         self._group.close()
         if self._replicas is not None:
@@ -276,7 +270,6 @@ def site_of(process_group: object, parameters: Mapping[str, torch.Tensor], relay
 
 
 def _portable(error: BaseException, rank: int) -> BaseException:
-    """The error as the other ranks raise it."""
     if not isinstance(error, Exception):
         return SiteError(f"rank {rank} of this site was interrupted by {type(error).__name__}; end this process, too")
     try:
@@ -361,7 +354,6 @@ def _shifted(address: str | None, by: int) -> str | None: ...
 
 
 def _shifted(address: str | None, by: int) -> str | None:
-    """The address with a higher port, unless that is 0."""
     if address is None or address == AUTO:
         return address
     host, port = parse_address(address)

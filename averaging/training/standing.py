@@ -50,7 +50,6 @@ class HistoryStanding:
         return replace(standing, rounds=self.rounds + together, met=met)
 
     def after_step(self) -> HistoryStanding:
-        """The standing after a step that it has made, or after it has begun a history."""
         return replace(self, made=True, missed=0)
 
     def after_loading(self, history: History, before: History, *, made: bool) -> HistoryStanding:
@@ -66,7 +65,6 @@ class HistoryStanding:
 
     @property
     def trained_together(self) -> bool:
-        """Whether this peer and others have trained together for some time."""
         return self.rounds >= TRAINED_TOGETHER
 
     @property
@@ -119,8 +117,6 @@ class Others:
 
 @dataclass(slots=True)
 class _Side:
-    """Those that stand behind one history."""
-
     members: set[str] = field(default_factory=set)
     endpoints: set[str] = field(default_factory=set)
     together: bool = False
@@ -309,7 +305,6 @@ class Claim:
     given: bool
 
     def weight(self, *, of_one_machine: bool) -> tuple[int, int, bool, History]:
-        """By which claims are compared. If all peers are of one machine, they can only be counted one by one."""
         return len(self.members), len(self.endpoints) if of_one_machine else 0, self.given, self.history
 
     def __str__(self) -> str:

@@ -120,7 +120,6 @@ class PendingRound:
                 self.receipt = thread.start(self.run(self._make))
 
     def done(self) -> bool:
-        """Whether the round has ended at this rank."""
         return self.receipt is None or self.receipt.done()
 
     @property
@@ -154,7 +153,6 @@ class PendingRound:
         return thread.wait(self.receipt)
 
     def proposed(self, thread: EventLoopThread) -> _Proposal | str:
-        """Waits until this rank's round has a result, or has ended without one: why."""
         return thread.wait(self._proposal) or self.wait(thread).reason or "it was given up"
 
     def decide(self, thread: EventLoopThread, reason: str) -> None:
@@ -232,7 +230,6 @@ def _why_not(proposals: Mapping[int, _Proposal | str | Exception]) -> tuple[str,
 
 
 def wrapped(site: str, number: int, user: Any) -> dict[str, Any]:
-    """What a shard's peer sends to its group: its site and the number of the round, beside what the strategy sends."""
     return {"site": site, "round": number, "user": user}
 
 
@@ -247,7 +244,6 @@ def _round_in(gathered: Any) -> tuple[str, int | None] | None:
 
 
 def unwrapped(gathered: Any) -> Any:
-    """What the strategy of a member has sent."""
     return gathered.get("user") if isinstance(gathered, dict) else None
 
 
@@ -271,7 +267,6 @@ class BackgroundDownload:
         self.started = asyncio.Event()  # also used by the peer's thread only; set together with `delivering`
 
     def done(self) -> bool:
-        """Whether it has ended, with or without a state."""
         return self.result.done()
 
 
@@ -368,7 +363,6 @@ class StateTakeover:
         self._thread.run(wait())
 
     def cancel(self, fetch: BackgroundDownload) -> None:
-        """Cancels a download."""
         self._thread.start(on_loop(lambda: fetch.task is not None and fetch.task.cancel()))
 
     def receive(self, fetch: BackgroundDownload) -> Mapping[str, Any]:

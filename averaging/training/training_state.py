@@ -370,7 +370,6 @@ class TrainingState:
             raise StateError(f"it averages {len(theirs)} tensors, this peer {len(own)} ({which}); use the same model")
 
     def _pack_strategy(self, user: Mapping[str, Any]) -> dict[str, Any]:
-        """The strategy's part of a state, without its tensors."""
         history = self._strategy.announced_history(self._training)
         # As text, since torch.load(weights_only=True) refuses bytes in a checkpoint.
         packed = {"history": history.pack(), "trail": history.pack_trail().hex()}
@@ -385,7 +384,6 @@ class TrainingState:
             self._training.standing = self._training.standing.after_loading(history, before, made=made)
 
     def _check_kind(self, strategy: Mapping[str, Any]) -> None:
-        """Checks that a state has the same class of strategy, or none."""
         kind, ours = strategy.get("kind"), type(self._strategy).__name__
         if kind not in (None, ours):
             raise StateError(f"its strategy is {str(kind)[:100]}, but this peer's is {ours}; use the same strategy")

@@ -31,12 +31,10 @@ class Message(Protocol):
     """The interface of a generated protobuf class."""
 
     def SerializeToString(self) -> bytes:  # noqa: N802 - protobuf's name
-        """The message as bytes."""
         ...
 
     @classmethod
     def FromString(cls, raw: bytes, /) -> Self:  # noqa: N802 - protobuf's name
-        """The message that `raw` encodes. Raises google.protobuf.message.DecodeError if it is malformed."""
         ...
 
 
@@ -49,11 +47,9 @@ class MessageType(Protocol[Content]):
     """What `RpcMethod` needs of the type of a message: a generated class has it, and so does a `MessageCopier`."""
 
     def SerializeToString(self, message: Content, /) -> bytes:  # noqa: N802 - protobuf's name
-        """The bytes of `message`."""
         ...
 
     def FromString(self, raw: bytes, /) -> Content:  # noqa: N802 - protobuf's name
-        """The message that `raw` encodes; raises DecodeError, or ProtocolViolationError if a field is invalid."""
         ...
 
 
@@ -92,7 +88,6 @@ CALLER: ContextVar[RpcCaller] = ContextVar("CALLER", default=_NOBODY)
 
 
 def rpc_caller() -> RpcCaller:
-    """Returns who has made the call that the current task serves; empty outside of calls."""
     return CALLER.get()
 
 

@@ -30,7 +30,6 @@ class Contact:
         return None if self._lost_at is None else asyncio.get_running_loop().time() - self._lost_at
 
     def note_answer(self) -> None:
-        """A call was answered."""
         if (seconds := self.lost_seconds) is not None:
             logger.warning("%s answers again after %.0f s", self.name, seconds)
         self._lost_at, self.reason = None, ""

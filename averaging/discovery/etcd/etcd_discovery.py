@@ -267,7 +267,6 @@ class EtcdDiscovery:
 
     @property
     def refused(self) -> Mapping[Reason, int]:
-        """Number of records in etcd that were refused since the start, by reason."""
         return dict(self._records.refused)
 
     def __repr__(self) -> str:
@@ -293,7 +292,6 @@ class EtcdDiscovery:
         yield
 
     def list_records(self, key: str) -> tuple[Record, ...]:
-        """See `GossipService.list_records`: the records that this peer holds."""
         return self._records.table().list_records(key)
 
     def _no_gossip(self) -> CallRefusedError:

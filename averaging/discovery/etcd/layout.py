@@ -27,22 +27,18 @@ _PLAIN, _SEALED = b"\0", b"\1"
 
 
 def run_prefix(run_id: str) -> bytes:
-    """What all keys of a run begin with."""
     return f"{ROOT}/{_quoted(run_id)}/".encode()
 
 
 def prefix_of(run_id: str, key: str) -> bytes:
-    """What the keys of all records under `key` begin with."""
     return run_prefix(run_id) + f"{_quoted(key)}/".encode()
 
 
 def start_of(run_id: str, key: str, subkey: str) -> bytes:
-    """What the keys of all records under (`key`, `subkey`) begin with."""
     return prefix_of(run_id, key) + f"{_quoted(subkey)}/".encode()
 
 
 def name_of(run_id: str, record: Record) -> bytes:
-    """The key of a record."""
     return start_of(run_id, record.key, record.subkey) + record.owner.hex().encode()
 
 
@@ -65,7 +61,6 @@ class RecordSeal:
         self._keys = tuple(token.encode() for token in tokens)
 
     def pack(self, record: Record) -> bytes:
-        """The value of a record."""
         body = RECORD.SerializeToString(record)
         return _SEALED + _mac(self._keys[0], body) + body if self._keys else _PLAIN + body
 

@@ -64,7 +64,6 @@ class OwnRecords:
         return self._lease or 0
 
     def put(self, key: bytes, value: bytes) -> None:
-        """Has a value written."""
         self._kept[key] = value
         self._note_pending(key)
 

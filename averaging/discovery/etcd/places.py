@@ -82,7 +82,6 @@ class GroupPlaces:
         return place
 
     async def close(self, place: GroupPlace) -> None:
-        """Has the numbers begin anew, unless others have drawn numbers of a later place."""
         await self._store.delete_unless_drawn(place.drawn, place.last)
 
     async def _is_open(self, key: str, place: GroupPlace) -> bool:
@@ -91,5 +90,4 @@ class GroupPlaces:
         return present is not None and present.created == place.drawn.created and present.writes < place.last
 
     def _name(self, key: str) -> bytes:
-        """The key in etcd at which numbers are drawn. `#` is in no quoted key of discovery."""
         return self._prefix + b"#/" + quote(key, safe=":.[]@+~").encode()

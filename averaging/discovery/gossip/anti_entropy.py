@@ -91,11 +91,7 @@ class AntiEntropy:
         yield ExchangeReply(tuple(lacking), tuple(wanted), sent=self._clock())
 
     async def _ask(self, endpoint: str, digest: Digest) -> tuple[int, list[int] | None]:
-        """Sends a digest and merges the answer.
-
-        Returns:
-            The number of new records in the answer; and the ids of those that `endpoint` lacks, None if hashes differ.
-        """
+        """Sends a digest and merges the answer."""
         limit = 2 * self._settings.limits.records
         wanted: list[int] = []
         records = new = 0
@@ -251,7 +247,6 @@ class Maintenance:
         return received
 
     def _around(self, seconds: float) -> float:
-        """Adds jitter, so that peers that started together do not call at the same times."""
         return seconds * self._rng.uniform(0.5, 1.5)
 
 
@@ -274,7 +269,6 @@ class Reachability:
         self._answers = 0  # since the last call
 
     def note_answer(self) -> None:
-        """Another peer has answered a call."""
         self._answers += 1
         if self._answers == WARN_AFTER:
             logger.warning(

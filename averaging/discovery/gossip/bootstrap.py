@@ -46,14 +46,10 @@ class SeedSources(Protocol):
     """Where further seeds are looked up, see `averaging.seeds.Seeds`."""
 
     @property
-    def failures(self) -> Mapping[str, str]:
-        """For each source that did not answer last time, the reason."""
-        ...
+    def failures(self) -> Mapping[str, str]: ...
 
     @property
-    def findings(self) -> str:
-        """What the sources answered last."""
-        ...
+    def findings(self) -> str: ...
 
 
 class Bootstrap:
@@ -100,7 +96,6 @@ class Bootstrap:
             self._add(seed)
 
     def note_call_from_itself(self) -> None:
-        """This peer was called under its own name: a seed may be another address of it."""
         self._called_itself = True
 
     def note_call(self, endpoint: str) -> None:

@@ -98,11 +98,9 @@ class ClockOffsets:
         return -statistics.median(ahead) if ahead else None
 
     def correction(self, moment: float) -> float:
-        """Seconds to add to this peer's clock for the median of all clocks that are known, its own included."""
         return max(-MAX_CORRECTION, min(statistics.median([0.0, *self._offsets(moment)]), MAX_CORRECTION))
 
     def _offsets(self, moment: float) -> list[float]:
-        """Seconds by which the clocks of the peers that have answered lately are ahead."""
         return [
             (estimate.lower + estimate.upper) / 2
             for estimate in self._estimates.values()

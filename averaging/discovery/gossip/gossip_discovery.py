@@ -41,7 +41,6 @@ _WARNING_PERIOD = 10.0  # s between two warnings that other peers refuse this pe
 
 
 def peers_key(run_id: str) -> str:
-    """The key under which every peer of a run but the clients keeps an empty record; the subkey is its endpoint."""
     return f"{run_id}.peers"
 
 
@@ -153,7 +152,6 @@ class GossipDiscovery:
         return self._records.watch(key)
 
     async def take_place(self, key: str, size: int) -> str:
-        """See `Discovery.take_place`; there is no order that all peers see alike."""
         return key
 
     def leave_place(self, key: str, *, began: bool, full: bool) -> None:
@@ -163,7 +161,6 @@ class GossipDiscovery:
         return self._records.table().has_subkey(endpoint)
 
     def withdrew(self, endpoint: str) -> bool:
-        """See `Discovery.withdrew`; the records of a peer that has died stay for longer than this is asked."""
         return not self.knows(endpoint)
 
     def endpoints(self) -> frozenset[str]:
@@ -192,7 +189,6 @@ class GossipDiscovery:
 
     @property
     def refused(self) -> Mapping[Reason, int]:
-        """Number of records from other peers that were refused since the start, by reason."""
         return dict(self._records.refused)
 
     def __repr__(self) -> str:
@@ -347,7 +343,6 @@ class GossipDiscovery:
         return merged
 
     def _publish(self, record: Record) -> None:
-        """Sends a record of this peer to all others."""
         self._streams.publish(record)
         self._rumours.spread(record, *((1, RING - 1) if self._is_client else all_others(self._endpoint)))
 

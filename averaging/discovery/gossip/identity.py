@@ -125,11 +125,9 @@ class Author:
         return self._identity.verify(self._run_id, record)
 
     def may_write(self, record: Record) -> bool:
-        """Whether other peers accept `record`, which this author has just signed."""
         return self._identity.may_sign(self._run_id, record)
 
     def holder(self, record: Record) -> str:
-        """The certificate with which a verified record was written, see `Identity.holder`."""
         return self._identity.holder(self._run_id, record)
 
     def observe(self, record: Record) -> None:

@@ -38,12 +38,10 @@ class BroadcastBranch:
 
 @lru_cache(maxsize=16384)
 def peer_hash(endpoint: str) -> int:
-    """A peer's place on the ring, from 1 to 2**64 - 1."""
     return int.from_bytes(blake2b(endpoint.encode(), digest_size=8).digest(), "little") or 1
 
 
 def all_others(endpoint: str) -> tuple[int, int]:
-    """The range of all peers but `endpoint`."""
     own = peer_hash(endpoint)
     return (own + 1) % RING, own - 1
 
@@ -170,7 +168,6 @@ class Membership:
         return self._seeds
 
     def set_seeds(self, seeds: Iterable[str]) -> None:
-        """Replaces the peers to join, after a look-up."""
         self._seeds = tuple(dict.fromkeys(seed for seed in seeds if seed != self._endpoint))
         self._joined_seeds.intersection_update(self._seeds)
 
@@ -219,7 +216,6 @@ class Membership:
             self._callers[endpoint] = now
 
     def note_answer(self, endpoint: str) -> None:
-        """`endpoint` has answered this peer."""
         self._suspects.pop(endpoint, None)
         self._refusing.discard(endpoint)
         self._failures.pop(endpoint, None)

@@ -72,7 +72,6 @@ def record_id(key: str, subkey: str, owner: bytes) -> int:
 
 
 def entry_hash(number: int, version: int) -> int:
-    """64-bit hash of one entry of a digest; the hash of a table is the XOR of its entries' hashes."""
     return int.from_bytes(blake2b(struct.pack("<QQ", number, version), digest_size=8).digest(), "little")
 
 
@@ -129,12 +128,10 @@ CALL_FAILURES = (TransportError, ProtocolViolationError, TimeoutError)
 
 
 def why_failed(error: Exception) -> str:
-    """The reason of one of `CALL_FAILURES`, without the peer's endpoint."""
     return error.reason if isinstance(error, AveragingError) else str(error) or "no answer"
 
 
 def is_refused(error: Exception) -> bool:
-    """Whether nobody listens at the address that was called."""
     return isinstance(error, PeerUnreachableError) and error.refused
 
 

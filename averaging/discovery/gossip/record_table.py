@@ -176,7 +176,6 @@ class RecordTable:
         return self._readable.get(key, {}).get(subkey)
 
     def claim(self, key: str, subkey: str, owner: bytes) -> Record | None:
-        """The newest record of `owner` there, whether or not it is read, or its withdrawal."""
         return self._places.get((key, subkey), {}).get(owner)
 
     def claims_of(self, owner: bytes) -> list[Record]:
@@ -245,7 +244,6 @@ class RecordTable:
         return Reason.FULL if len(self._by_id) >= self._limits.records else None
 
     def _was_removed_early(self, number: int, version: int) -> bool:
-        """Whether this version of a record, or a later one, was removed before it expired."""
         return version <= self._removed_early.get(number, (0.0, 0))[1]
 
     def _remember_removal(self, number: int, record: Record, now: float) -> None:
@@ -419,15 +417,12 @@ class RecordStore:
         return [record for record in withdrawals if record is not None]
 
     def drop(self, key: str, subkey: str) -> None:
-        """Removes the record that is read there, as if it had expired; see `RecordTable.drop`."""
         self._changed(self.table().drop(key, subkey, self._clock()), expired=True)
 
     def remove(self, key: str, subkey: str, owner: bytes) -> None:
-        """Removes the record of an owner that has withdrawn it elsewhere; see `RecordTable.remove`."""
         self._changed(self.table().remove(key, subkey, owner, self._clock()))
 
     def forget(self, key: str, subkey: str, owner: bytes) -> None:
-        """Removes a record that nobody reads any more; see `RecordTable.forget`."""
         self._table.forget(key, subkey, owner)
 
     def merge(self, record: Record, sender: str, created: int = 0) -> Merged:

@@ -91,7 +91,6 @@ class Rumours:
                 spawn(self._send_all(batches))
 
     async def flush(self) -> None:
-        """Sends the remaining records and waits until they have been received."""
         await self._send_all(self._take())
 
     async def push(self, endpoint: str, records: list[Record]) -> None:
@@ -196,7 +195,6 @@ class ClientStream:
         self._ready.set()
 
     def end(self) -> None:
-        """Ends the stream after the records that wait."""
         self._ready.set()
         self._ended = True
 

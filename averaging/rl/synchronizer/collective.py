@@ -64,7 +64,6 @@ class _CollectiveMember:
         self._leaving = threading.Event()
 
     def is_alive(self) -> bool:
-        """A module is alive as long as its process."""
         return True
 
     async def setup_weight_sync_group(

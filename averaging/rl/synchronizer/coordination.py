@@ -179,7 +179,6 @@ class Coordination:
 
     @property
     def trainers_stopped(self) -> bool:
-        """Whether no trainer runs any more. Explorers wait for the first trainer, and not after the last."""
         return self.trainer_came and self.trainer_status is RunningStatus.STOPPED
 
     def is_trainer(self, member: str) -> bool:
@@ -189,11 +188,9 @@ class Coordination:
 
     @property
     def explorer_status_counts(self) -> dict[RunningStatus, int]:
-        """The number of explorers in each status."""
         return {status: sum(counts[status] for counts in self._explorers.values()) for status in RunningStatus}
 
     def note_received(self, member: str, version: int) -> None:
-        """Notes that an explorer of `member` has this version."""
         if member in self._explorers:
             self._received[member] = max(version, self._received.get(member, 0))
 
@@ -248,7 +245,6 @@ class Coordination:
         self._trainer_stopped()
 
     def end(self) -> None:
-        """Ends all waits. Later waits end at once."""
         self._ended = True
         for wait in list(self._waits):
             self._withdraw(wait, End.LEFT)
@@ -278,7 +274,6 @@ class Coordination:
         return self.version
 
     def no_new_state(self) -> None:
-        """Ends waits for a new state with the present version."""
         self._answer_new_state()
 
     # Waits
@@ -339,13 +334,11 @@ class Coordination:
         return wait
 
     def cancel(self, wait: Wait) -> None:
-        """Ends a wait whose caller is gone."""
         if wait.end is None:
             self._withdraw(wait, End.LEFT)
             self._settle()
 
     def expire(self, now: float) -> None:
-        """Ends the waits whose deadline has passed."""
         for wait in [wait for wait in self._waits if wait.deadline <= now]:
             self._withdraw(wait, End.TIMED_OUT)
 
@@ -365,7 +358,6 @@ class Coordination:
         self._settle()
 
     def intact_groups(self) -> list[SyncGroup]:
-        """The groups that have lost no member."""
         return [group for group in self._groups or () if not self._is_broken(group)]
 
     def _settle(self) -> None:
@@ -453,7 +445,6 @@ class Coordination:
         wait.version = version
 
     def _withdraw(self, wait: Wait, end: End) -> None:
-        """Ends a wait and sets the member's status back to RUNNING."""
         self._finish(wait, end)
         if wait.purpose is Purpose.TRAINER_READY:
             if self._trainers.get(wait.member) is RunningStatus.REQUIRE_SYNC:

@@ -50,12 +50,10 @@ class SynchronizerMethod(Generic[Result]):
 
     @property
     def name(self) -> str:
-        """Name of the method of `Synchronizer` and `RemoteSynchronizer`."""
         return re.sub(r"(?<!^)(?=[A-Z])", "_", self.rpc.name).lower()
 
     @property
     def argument_names(self) -> list[str]:
-        """Names of the arguments that travel in a request."""
         names = [field.name for field in self.rpc.request.FromString(b"").DESCRIPTOR.fields]
         names = [name for name in names if name not in ("namespace", "session", self.leaves_out)]
         return [META if name == "meta" else name for name in names]
@@ -82,7 +80,6 @@ class SynchronizerMethod(Generic[Result]):
         return filled(reply, result if isinstance(result, dict) else {_first_field(reply): result})
 
     def result(self, reply: Any) -> Result:
-        """Returns the result in a reply. An empty text stands for None."""
         field = _first_field(reply)
         value: Any = value_of(reply, field) if field else None
         return None if value == "" else value  # type: ignore[return-value]

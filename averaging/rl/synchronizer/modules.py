@@ -37,28 +37,20 @@ GROUP_SECONDS = 300.0
 class Module(Protocol):
     """What a synchronizer tracks."""
 
-    def is_alive(self) -> Any:
-        """Returns whether the module is alive, or raises if it is not; may be a coroutine."""
-        ...
+    def is_alive(self) -> Any: ...
 
 
 @runtime_checkable
 class SendsWeights(Protocol):
     """A trainer of a weight sync group; see `WeightSender`."""
 
-    def get_weight_sync_info(self) -> Any:
-        """Returns the address and the free port of the group's store, and the meta of the weights."""
-        ...
+    def get_weight_sync_info(self) -> Any: ...
 
     def setup_weight_sync_group(
         self, master_address: str, master_port: int, world_size: int, group_name: str, timeout: float, rank: int
-    ) -> Any:
-        """Joins the group as `rank` 0; returns when all `world_size` members have joined, within `timeout` seconds."""
-        ...
+    ) -> Any: ...
 
-    def teardown_weight_sync_group(self) -> Any:
-        """Leaves the group; also during the set-up, and without one."""
-        ...
+    def teardown_weight_sync_group(self) -> Any: ...
 
 
 @runtime_checkable
@@ -67,17 +59,11 @@ class ReceivesWeights(Protocol):
 
     def setup_weight_sync_group(
         self, master_address: str, master_port: int, world_size: int, group_name: str, timeout: float, rank: int
-    ) -> Any:
-        """As for a trainer; the rank is above 0."""
-        ...
+    ) -> Any: ...
 
-    def set_state_dict_meta(self, state_dict_meta: Meta) -> Any:
-        """Takes the names, dtypes and shapes that the trainer will send."""
-        ...
+    def set_state_dict_meta(self, state_dict_meta: Meta) -> Any: ...
 
-    def teardown_weight_sync_group(self) -> Any:
-        """As for a trainer."""
-        ...
+    def teardown_weight_sync_group(self) -> Any: ...
 
 
 class Modules:
@@ -91,12 +77,10 @@ class Modules:
         return len(self._modules)
 
     def add(self, module: Module, member: str) -> None:
-        """Tracks a module; does nothing if it is tracked already."""
         self.tracked = True
         self._modules.setdefault(module, member)
 
     def remove(self, member: str) -> None:
-        """Forgets the modules of a member."""
         self._modules = {module: name for module, name in self._modules.items() if name != member}
 
     async def dead(self) -> list[str]:
@@ -107,11 +91,9 @@ class Modules:
         return sorted(gone - set(self._modules.values()))
 
     def senders(self) -> dict[str, SendsWeights]:
-        """The trainers that can be in a weight sync group."""
         return {member: module for module, member in self._modules.items() if isinstance(module, SendsWeights)}
 
     def receivers(self) -> dict[str, ReceivesWeights]:
-        """The explorers that can be in a weight sync group."""
         return {member: module for module, member in self._modules.items() if isinstance(module, ReceivesWeights)}
 
 
@@ -127,14 +109,11 @@ async def _is_alive(module: Module) -> bool:
 
 
 async def result_of(value: Any) -> Any:
-    """Awaits `value` if it is awaitable."""
     return await value if inspect.isawaitable(value) else value
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """One group: its trainer and its explorers by name."""
-
     trainer: tuple[str, SendsWeights]
     explorers: Mapping[str, ReceivesWeights]
 
@@ -299,7 +278,6 @@ def _first(error: BaseException) -> BaseException:
 
 
 def now() -> float:
-    """The clock of all deadlines."""
     return asyncio.get_running_loop().time()
 
 
@@ -318,7 +296,6 @@ class Waiters:
         return len(self._futures)
 
     def release(self) -> None:
-        """Wakes the tasks whose waits have ended."""
         for wait, future in self._futures.items():
             if wait.end is not None and not future.done():
                 future.set_result(None)

@@ -332,7 +332,6 @@ class RemoteSynchronizer:
     # Calls
 
     async def _call(self, call: methods.SynchronizerMethod[Result], **arguments: Any) -> Result:
-        """Calls a method as the table says."""
         session = await self._open_session()
         return await self._send(session, call, call.request(self._namespace, session.number, arguments))
 

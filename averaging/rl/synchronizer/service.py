@@ -132,7 +132,6 @@ class ServerSession:
 
     @property
     def open(self) -> bool:
-        """Whether the connection is open."""
         return not self._gone
 
     async def ask(self, kind: str, *arguments: Any) -> wire.ModuleReply:
@@ -159,7 +158,6 @@ class ServerSession:
         return reply
 
     def take(self, reply: wire.ModuleReply) -> None:
-        """Takes the reply to a command. Late ones are ignored."""
         future = self._pending.get(reply.number)
         if future is not None and not future.done():
             future.set_result(reply)
@@ -218,7 +216,6 @@ class Sessions:
         return session
 
     def close(self, session: ServerSession) -> None:
-        """Closes a session."""
         session.close()
         self._places.leave(session.place)
         self._sessions.pop(session.number, None)
@@ -235,8 +232,6 @@ class _Plain:
 
 
 class _SessionModule(_Plain):
-    """A process that can be in a weight sync group."""
-
     async def setup_weight_sync_group(self, *arguments: Any) -> None:
         await self._session.ask("setup_weight_sync_group", *arguments)
 
@@ -245,16 +240,12 @@ class _SessionModule(_Plain):
 
 
 class _SessionSender(_SessionModule):
-    """A trainer."""
-
     async def get_weight_sync_info(self) -> tuple[Any, ...]:
         reply = await self._session.ask("get_weight_sync_info")
         return tuple((await methods.values_of(reply, methods.SYNC_INFO)).values())
 
 
 class _SessionReceiver(_SessionModule):
-    """An explorer."""
-
     async def set_state_dict_meta(self, state_dict_meta: Meta) -> None:
         await self._session.ask("set_state_dict_meta", state_dict_meta)
 
@@ -310,12 +301,10 @@ class SynchronizerService:
         self.synchronizers[namespace] = synchronizer
 
     def rpc_handlers(self) -> Iterable[RpcHandler]:
-        """See `RpcService`."""
         calls = [call for call in vars(methods).values() if isinstance(call, methods.SynchronizerMethod)]
         return [RpcHandler(call.rpc, getattr(self, f"_{call.name}", partial(self._answer, call))) for call in calls]
 
     def readers(self) -> Iterable[WeightReader]:
-        """The explorers of all synchronizers, for the status of the peer."""
         return itertools.chain.from_iterable(each.readers() for each in self.synchronizers.values() if not each.ended)
 
     def _find(self, namespace: str) -> _Served:
@@ -372,7 +361,6 @@ class SynchronizerService:
                 session.take(message.reply)
 
     def _member(self, session: bytes, namespace: str) -> str:
-        """The member of a session, which every call that changes something needs."""
         return self._sessions.find(session, namespace).member
 
     async def _answer(self, call: methods.SynchronizerMethod[Any], request: Any) -> Any:

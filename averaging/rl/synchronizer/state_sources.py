@@ -87,7 +87,6 @@ class CheckpointFolder:
             self.version = max(self.version, wanted)
 
     def weights(self, step: int | None) -> Path | None:
-        """Returns the folder with the weights of a step, which may not exist; None without a folder or a step."""
         return None if self.path is None or step is None else self.path / f"global_step_{step}" / "actor"
 
 

@@ -75,12 +75,10 @@ async def copy_in_thread(state: object) -> ModelState:
 
 
 def meta_of(state: StateDict) -> Meta:
-    """Returns the name, dtype and shape of each tensor."""
     return [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in state.items()]
 
 
 def tensors_of(meta: Meta) -> list[wire.Tensor]:
-    """Returns the messages that describe the tensors."""
     return [wire.Tensor(name=name, dtype=dtype, shape=shape) for name, dtype, shape in meta]
 
 
@@ -211,7 +209,6 @@ class TensorAssembler:
             self._next_tensor()
 
     def _next_tensor(self) -> None:
-        """Goes to the next tensor that has bytes."""
         while self._missing and not self._missing[0].nbytes:
             tensor = self._missing.popleft()
             self._state[tensor.name] = tensor.over(b"")

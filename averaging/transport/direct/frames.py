@@ -86,7 +86,6 @@ class Frame(NamedTuple):
 
 
 def pack_header(kind: FrameKind, head: int, body: int) -> bytes:
-    """Returns the header of a frame."""
     return HEADER.pack(kind, 0, head, body)
 
 
@@ -114,17 +113,14 @@ def read_header(raw: bytes | bytearray | memoryview, max_body: int, accepted: fr
 
 
 def commitment_to(nonce: bytes) -> bytes:
-    """Returns what the caller sends with `Open` instead of the nonce, 32 bytes."""
     return sha256(b"averaging.v1.Direct nonce" + nonce).digest()
 
 
 def proof_of(nonce: bytes, ticket: bytes) -> bytes:
-    """Returns the digest by which a connection belongs to a nonce of the caller and a ticket of the callee."""
     return sha256(b"averaging.v1.Direct hello" + nonce + ticket).digest()
 
 
 def pack_hello(nonce: bytes, ticket: bytes) -> bytes:
-    """Returns the first bytes of a connection."""
     return MAGIC + nonce + proof_of(nonce, ticket)
 
 

@@ -151,7 +151,6 @@ class Link:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is open and nothing of a frame has arrived that was not read."""
         return not self.lost and not self._frames and not self._header_got and not self._missing
 
     def close(self, *, abort: bool = False) -> None:
@@ -427,7 +426,6 @@ class Link:
 
 
 def _rest(pieces: list[memoryview], sent: int) -> list[memoryview]:
-    """What is left of a frame after so many bytes of it."""
     for place, piece in enumerate(pieces):
         if sent < len(piece):
             return [piece[sent:], *pieces[place + 1 :]]

@@ -212,7 +212,6 @@ class Listener:
 
 
 def write_seconds(nbytes: int) -> float:
-    """How long a caller may take to read a reply of a size."""
     return WRITE_SECONDS + nbytes / WRITE_BYTES_PER_SECOND
 
 

@@ -85,7 +85,6 @@ class Cipher:
         self.nbytes = 0
 
     def seal(self, data: Buffer, header: bytes, room: memoryview) -> None:
-        """Encrypts `data` to `room`, which has `TAG_BYTES` more, and authenticates `header` too."""
         self._aead.encrypt_into(self._nonce(len(data)), data, header, room)
 
     def open(self, sealed: memoryview, header: bytes) -> None:

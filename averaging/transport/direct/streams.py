@@ -48,7 +48,6 @@ _DEFINITE, _WRONG_RUN, _OTHER = 1, 2, 3
 
 
 def frame_of(data: AveragingData) -> tuple[FrameKind, bytes, Buffer]:
-    """Returns the kind, head and body of the frame of a message: the body is the buffer of its tensor."""
     return FrameKind.PART, encode_head(data), b"" if data.tensor_part is None else data.tensor_part.buffer
 
 
@@ -179,7 +178,6 @@ class Stream:
         return not self.ended
 
     def close(self) -> None:
-        """Ends the count of its bytes."""
         self._accept()
         self._link.on_frame = None
 

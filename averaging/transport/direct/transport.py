@@ -66,7 +66,6 @@ class DirectTransport(GrpcTransport):
         self._last_lanes: dict[str, Lane] = {}
 
     async def bind(self) -> str:
-        """See `GrpcTransport.bind`; it binds the direct port too."""
         endpoint = await super().bind()
         if self._listen is not None and SUPPORTED:
             address = self._direct_listen
@@ -89,7 +88,6 @@ class DirectTransport(GrpcTransport):
 
     @property
     def direct_port(self) -> int:
-        """The port of direct connections, as other peers reach it; 0 if this peer accepts none."""
         return 0 if self._listener is None else self._direct_advertise or self._listener.port
 
     async def serve(self, averaging: AveragingService, gossip: GossipService | None) -> None:
@@ -117,7 +115,6 @@ class DirectTransport(GrpcTransport):
             self._lanes.prepare(endpoint)
 
     async def check_lane(self, endpoint: str) -> None:
-        """See `transport.base.Transport`. It asks for a sign of life over a connection that carries a stream."""
         link = self._lanes.in_use(endpoint)
         if link is None:
             return
@@ -155,7 +152,6 @@ class DirectTransport(GrpcTransport):
     def aggregate_part(
         self, endpoint: str, messages: AsyncIterator[AveragingData]
     ) -> AsyncGenerator[AveragingData, None]:
-        """See `GrpcTransport.aggregate_part`. The lane is chosen when the stream begins, and kept to its end."""
         if len(self._last_lanes) >= MAX_KNOWN:
             self._last_lanes.clear()
         if not self._lanes.is_ready(endpoint):

@@ -100,12 +100,10 @@ def server_credentials(tls: Tls) -> grpc.ServerCredentials:
 
 
 def channel_credentials(tls: Tls) -> grpc.ChannelCredentials:
-    """For the calling side; gRPC compares the certificate of the callee with the host that it dials."""
     return grpc.ssl_channel_credentials(tls.ca_pem, tls.key_pem, tls.certificate_pem)
 
 
 def call_metadata(tokens: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Returns the metadata of every call."""
     return ((HEADER, f"Bearer {tokens[0]}"),) if tokens else ()
 
 
@@ -119,7 +117,6 @@ def is_token(value: str | bytes, tokens: Sequence[str]) -> bool:
 
 
 def needs_token(path: str, inspection: Inspection) -> bool:
-    """Whether a method requires a token in a run that has tokens."""
     return path != HEALTH_CHECK and not (inspection is Inspection.ON and path.startswith(_INSPECTION))
 
 
@@ -238,7 +235,6 @@ def _counted(quota: HostQuota, host: str, what: str) -> Iterator[None]:
 
 
 def host_of(context: Context) -> str:
-    """Returns the address of a caller, without the port."""
     return context.peer().rpartition(":")[0]
 
 

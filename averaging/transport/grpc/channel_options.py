@@ -66,7 +66,6 @@ Options = list[tuple[str, int]]
 
 
 def server_options(max_message_bytes: int) -> Options:
-    """For the listening side."""
     return [
         *_common(max_message_bytes),
         ("grpc.max_concurrent_streams", MAX_STREAMS),
@@ -80,7 +79,6 @@ def server_options(max_message_bytes: int) -> Options:
 
 
 def channel_options(max_message_bytes: int) -> Options:
-    """For the calling side. gRPC would use the proxies of variables such as HTTPS_PROXY; `Channels` adds one itself."""
     return [
         *_common(max_message_bytes),
         ("grpc.service_config_disable_resolution", 1),  # DNS supplies addresses only
@@ -233,12 +231,10 @@ def read_names(headers: Iterable[tuple[str, str | bytes]]) -> str:
 
 
 def read_joins_parts(headers: Iterable[tuple[str, str | bytes]]) -> bool:
-    """Reads whether the caller joins parts; False if the header is missing or malformed."""
     return _match(_JOINS, JOINS_PARTS, headers) is not None
 
 
 def read_large_parts(headers: Iterable[tuple[str, str | bytes]]) -> bool:
-    """Reads whether the caller wants large parts; False if the header is missing or malformed."""
     return _match(_JOINS, LARGE_PARTS, headers) is not None
 
 

@@ -63,15 +63,7 @@ class Channels:
         dialling: Dialling | None = None,
         proxy: str | None = None,
     ) -> None:
-        """Opens nothing yet.
-
-        Args:
-            max_message_bytes: largest message sent or received.
-            max_idle: channels that are kept without a call.
-            credentials: certificates and tokens.
-            dialling: which addresses may be dialled.
-            proxy: URL of the HTTP proxy; None for that of `AVERAGING_PROXY`, if any.
-        """
+        """Opens nothing yet."""
         credentials = credentials or Credentials()
         self._options = channel_options(max_message_bytes)
         self._credentials = channel_credentials(credentials.tls) if credentials.tls else None
@@ -151,7 +143,6 @@ class Channels:
                 await close(replies)
 
     async def _next(self, endpoint: str, call: StreamCall, replies: AsyncIterator[bytes]) -> bytes | None:
-        """Returns the next reply; None after the last."""
         with calling(endpoint, sent_token=bool(self._metadata), proxy=self._proxy_of(endpoint)):
             try:
                 return await anext(replies, None)

@@ -27,8 +27,6 @@ Content = TypeVar("Content")
 
 
 class _Bulk(Protocol):
-    """A dataclass with a tensor, hashable without it."""
-
     @property
     def tensor_part(self) -> WireTensor | None: ...
 
@@ -288,7 +286,6 @@ class _AveragingDataCopier(TensorCopier[AveragingData]):
     """Keeps the encoded message in the object, since one average goes to every sender."""
 
     def SerializeToString(self, content: AveragingData, /) -> bytes:  # noqa: N802 - protobuf's name
-        """The message as bytes."""
         if not content.encoded:
             content.encoded.append(super().SerializeToString(content))
         return content.encoded[0]

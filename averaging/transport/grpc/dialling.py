@@ -66,7 +66,6 @@ class Dialling:
         self._zone = zone
 
     def reachable(self, endpoint: str) -> str:
-        """Returns the endpoint as this machine calls it: other machines give their interfaces other names."""
         return endpoint if endpoint in self._given else in_zone(endpoint, self.zone)
 
     async def check(self, endpoint: str) -> None:
@@ -216,6 +215,5 @@ def _try_to_bind(family: int, where: tuple[object, ...]) -> OSError | None:
 
 
 def endpoint_of(listen: str, advertise: str | None, port: int) -> str:
-    """Returns the endpoint of a peer that listens on `port`."""
     host, advertised_port = parse_address(advertise or listen)
     return f"{host}:{advertised_port if advertise and advertised_port else port}"

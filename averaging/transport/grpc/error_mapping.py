@@ -190,7 +190,6 @@ def _through(proxy: str | None, failure: AveragingError) -> AveragingError:
 
 
 def is_failed_write(details: str | None) -> bool:
-    """Whether a status comes from grpcio itself, because a write failed after the end of the call."""
     return details == "Internal error from Core"
 
 
@@ -300,6 +299,5 @@ _FILTERS = {"grpc._cython.cygrpc": _LostEnds(), "asyncio": _LateWakeUps()}
 
 
 def quieten() -> None:
-    """Drops these errors from now on, in the whole process."""
     for name, drop in _FILTERS.items():
         logging.getLogger(name).addFilter(drop)  # once: a logger has a filter only one time

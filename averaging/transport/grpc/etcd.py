@@ -220,7 +220,6 @@ class EtcdCluster:
 
 
 def _end(prefix: bytes) -> bytes:
-    """The end of the range of keys that begin with `prefix`, whose last byte is below 255."""
     return prefix[:-1] + bytes([prefix[-1] + 1])
 
 

@@ -216,8 +216,6 @@ WATCH_ROUNDS = RpcMethod(
 
 
 class _SchemaCopier(MessageCopier[Schema]):
-    """A schema is sent with its hash, which must match."""
-
     def write(self, content: Schema) -> Any:
         message: Any = super().write(content)
         message.schema_hash = content.hash
@@ -231,8 +229,6 @@ class _SchemaCopier(MessageCopier[Schema]):
 
 
 class _SpecCopier(MessageCopier[TensorSpec]):
-    """The compression of a tensor is sent by its name."""
-
     def read(self, message: Any) -> TensorSpec:
         for field, known in (("dtype", DTYPES), ("compression", CompressionType.__members__)):
             if (value := getattr(message, field)) not in known:
@@ -250,8 +246,6 @@ def _aggregation(text: str) -> Aggregation:
 
 
 class _TopKCopier(MessageCopier[TopK]):
-    """The options check themselves."""
-
     def read(self, message: Any) -> TopK:
         try:
             return super().read(message)

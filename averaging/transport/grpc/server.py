@@ -141,7 +141,6 @@ def averaging_handlers(service: AveragingService) -> list[RpcHandler]:
 
 
 def gossip_handlers(service: GossipService) -> list[RpcHandler]:
-    """Serves discovery."""
 
     async def list_records(key: str) -> tuple[Record, ...]:
         return service.list_records(key)
@@ -221,7 +220,6 @@ class _Messages(Generic[Request]):
         raise StopAsyncIteration
 
     async def drop(self) -> bool:
-        """Reads a message that nobody wants; returns whether there was one."""
         return not self._reading and await self._read() is not None
 
     async def _read(self) -> bytes | None:

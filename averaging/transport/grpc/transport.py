@@ -161,24 +161,20 @@ class GrpcTransport:
         """Does nothing: each answer to a call shows that the connection works."""
 
     def lane(self, endpoint: str) -> Lane | None:
-        """Returns how the last stream of parts to `endpoint` travelled."""
         return Lane("grpc")
 
     def download_state(self, endpoint: str, resume: Resume | None = None) -> AsyncGenerator[DownloadData, None]:
-        """Downloads the state of `endpoint`. Bytes named by `resume` are skipped if `endpoint` has the same."""
         return self._channels.stream(endpoint, methods.DOWNLOAD_STATE, None, headers.of_resume(resume))
 
     async def get_status(
         self, endpoint: str, *, receipts: int = 0, after_round: int = 0, peers: bool = False
     ) -> PeerStatus:
-        """Returns the status of `endpoint`, see `AveragingService.get_status`."""
         return await self._channels.call(endpoint, methods.GET_STATUS, (receipts, after_round, peers))
 
     async def get_schema(self, endpoint: str) -> Schema:
         return await self._channels.call(endpoint, methods.GET_SCHEMA, None)
 
     def watch_rounds(self, endpoint: str, last: int = 0) -> AsyncGenerator[Watched, None]:
-        """Yields the `last` receipts of `endpoint`, and each further one until it leaves."""
         return self._channels.stream(endpoint, methods.WATCH_ROUNDS, last)
 
     def exchange(self, endpoint: str, digest: Digest) -> AsyncGenerator[ExchangeReply, None]:
