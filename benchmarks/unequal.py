@@ -74,7 +74,7 @@ OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.6, nesterov=True)
 
 STRATEGIES: dict[str, Callable[[int, int], Strategy]] = {
     "LocalSGD": lambda steps, quorum: LocalSGD(steps, **_quorum(quorum)),
-    "LocalSGD overlap": lambda steps, quorum: LocalSGD(steps, overlap=True, **_quorum(quorum)),
+    "LocalSGD overlap": lambda steps, quorum: LocalSGD(steps, **({"quorum": quorum} if quorum else {"overlap": True})),
     "DiLoCo": lambda steps, quorum: DiLoCo(steps, outer=OUTER, **_quorum(quorum)),
     "DiLoCo delay": lambda steps, quorum: DiLoCo(steps, outer=OUTER, delay=max(1, steps // 4), **_quorum(quorum)),
 }

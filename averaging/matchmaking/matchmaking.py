@@ -371,7 +371,7 @@ class Matchmaking:
         if self._last.take_asked():
             self._yields_until = now + QUIET_SECONDS
             return ""
-        if search.key != self.group_key or self.group_bits or (quorum is not None and quorum.once):
+        if search.key != self.group_key or self.group_bits or quorum is not None:
             return ""
         leader = self._last.leader(self._discovery.get(search.key), self._discovery.endpoints(), self._clock())
         if leader == self._endpoint:
@@ -467,8 +467,7 @@ class Matchmaking:
             # A peer that averages under a new key in every step would otherwise reach the limit of records per owner.
             until = min(until, self._clock() + self._ended_lifetime)
         value = rules.pack_looking(looking)
-        quorum = search.state.quorum
-        if not looking and search.group is not None and quorum is not None and quorum.once:
+        if not looking and search.group is not None and search.state.quorum is not None:
             # As long as the group may average: a peer that comes meanwhile must know it.
             value, until = rules.pack_in_group(self._clock()), self._clock() + self._in_group_lifetime
             self._in_group = search.key
@@ -483,10 +482,9 @@ class Matchmaking:
 
         Under the key of a single phase it is said in any case, since that record is kept for less time.
         """
-        quorum = search.state.quorum
         if search.group is None or search.key != self.group_key or self._ended_lifetime is not None:
             return False
-        if quorum is not None and quorum.once:
+        if search.state.quorum is not None:
             return False
         return self._last.is_all(self._discovery.get(search.key), self._discovery.endpoints())
 

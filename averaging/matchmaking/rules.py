@@ -99,19 +99,19 @@ MAX_STATED_GRACE = 600.0
 class Quorum:
     """When a group begins although expected members are missing.
 
+    Only one group has the key then: none begins while the members of another one average, since two groups would make
+    two different steps of the run.
+
     Attributes:
         count: members without which no group begins, see `counts_for_quorum`.
         grace: seconds for which the group waits for further ones once these are there.
-        once: whether only one group may have this key: then none begins while the members of another one average. Peers
-            in lockstep need that, since two groups would make two different steps.
     """
 
     count: int
     grace: float
-    once: bool = False
 
     def pack(self) -> list[Any]:
-        return [self.count, self.grace, self.once]
+        return [self.count, self.grace, True]  # True: only one group may have the key
 
 
 @dataclass(slots=True)
@@ -256,12 +256,12 @@ def stated_quorum(followers: Iterable[Member]) -> Quorum | None:
     return Quorum(*stated[(len(stated) - 1) // 2]) if stated else None
 
 
-def _unpack_quorum(value: object) -> tuple[int, float, bool] | None:
+def _unpack_quorum(value: object) -> tuple[int, float] | None:
     if not isinstance(value, list | tuple) or len(value) != 3:
         return None
     count, grace, once = value
     valid = is_count(count) and is_finite(grace) and 0 <= grace <= MAX_STATED_GRACE and isinstance(once, bool)
-    return (count, float(grace), once) if valid else None
+    return (count, float(grace)) if valid else None
 
 
 def has_quorum(searching: LeaderCandidate) -> bool:

@@ -173,7 +173,7 @@ class SearchState:
         self.arrivals.observe(looking, asyncio.get_running_loop().time())
         self.seen.update(others)
         leads_others = self.state.member.mode is Mode.AUXILIARY  # whose quorum it learns from them
-        if leads_others or (self.state.quorum is not None and self.state.quorum.once):
+        if leads_others or self.state.quorum is not None:
             self.others_in_group = frozenset(
                 name
                 for name, entry in others.items()

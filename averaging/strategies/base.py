@@ -305,7 +305,7 @@ class Strategy(ABC):
             return math.inf
         return self._punctuality.interval + self.quorum.grace
 
-    def _next_quorum(self, training: StrategyContext, *, once: bool) -> Quorum | None:
+    def _next_quorum(self, training: StrategyContext) -> Quorum | None:
         """When the next round begins although peers are missing; at all ranks of a site."""
         if self.quorum is None:
             return None
@@ -320,7 +320,7 @@ class Strategy(ABC):
                 "goes on without averages. Start more peers, or use a smaller quorum",
                 *(count, present),
             )
-        return Quorum(count, self._punctuality.grace, once)
+        return Quorum(count, self._punctuality.grace)
 
     def _attend(self, event: Event, began: float | None = None) -> None:
         self._attendance = self._attendance.after(event, began)

@@ -333,7 +333,7 @@ class DiLoCo(LockstepStrategy):
         if look.target is not None or self._attendance.timeliness is Timeliness.REBASED:
             self._begin_late(training, look.target or self.history)
             return
-        self._next_quorum(training, once=True)  # warns if there are too few peers
+        self._next_quorum(training)  # warns if there are too few peers
         if look.obstacle:
             self._stands_still(look.obstacle)
         if self._attendance.timeliness is Timeliness.LATE or look.obstacle:
@@ -493,7 +493,7 @@ class DiLoCo(LockstepStrategy):
         options.update(self._contribution(training, fragment, self.history))
         if search_timeout is not None:
             options["search_timeout"] = search_timeout  # at the end of training all wait for all
-        elif (quorum := self._next_quorum(training, once=True)) is not None:
+        elif (quorum := self._next_quorum(training)) is not None:
             self._quorum = options["quorum"] = quorum
             options["gather"]["quorum"] = quorum.pack()
             options["stop_search"] = self._stop(training, self.history, expected)

@@ -8,25 +8,21 @@ from typing import Any
 
 import torch
 
-from averaging.common import is_count
-from averaging.errors import ConfigError, RoundError, StateError
-from averaging.matchmaking import Quorum
+from averaging.errors import ConfigError
 from averaging.peer import Adopt, RoundOptions, Topic, TopicOptions
 from averaging.protocol import CompressionType
 from averaging.receipts import DriftCheck, Receipt
 from averaging.state import ExtraState
 from averaging.strategies.base import Due, Strategy
 from averaging.strategies.diloco import PLAIN, DiLoCo
-from averaging.strategies.quorum import Attendance, Event, Standstill, Timeliness
+from averaging.strategies.quorum import Standstill
 from averaging.strategies.schedule import Schedule, make_schedule
-from averaging.tensors import HostCopies, is_on_device, on_cpu, sent, sharing_memory
+from averaging.tensors import HostCopies, is_on_device, sent, sharing_memory
 from averaging.training import (
-    BackgroundDownload,
     Others,
     PendingRound,
     StrategyContext,
     count_in,
-    most_rounds,
     still_training,
 )
 
@@ -137,14 +133,17 @@ class LocalSGD(Strategy):
             ends, the change (average minus what was sent) is added to the parameters. For second moments and running
             variances the change is reduced by as much as they have decayed since.
         compression, error_feedback, max_norm: see `Strategy`.
-        quorum: see `Strategy`. A peer that has missed rounds takes over the parameters of one that has not, in the
-            background and with the change of its own steps on top, before it takes part in the next one. It keeps a
-            copy of the parameters on the CPU for that.
-        grace, staleness_discount: see `Strategy`.
+        quorum, grace, staleness_discount: see `Strategy`. With a quorum changes are averaged, see `of_changes`.
 
     Raises:
         ConfigError: an argument is invalid.
     """
+
+    def __new__(cls, *sync_every: Any, **options: Any) -> Any:
+        # A peer that has missed rounds cannot average its parameters with newer ones, but the change of its own steps.
+        if all(options.get(name) is None for name in ("quorum", "grace", "staleness_discount")):
+            return super().__new__(cls)
+        return cls.of_changes(*sync_every, **options)
 
     def __init__(
         self,
@@ -159,14 +158,7 @@ class LocalSGD(Strategy):
         grace: float | str | None = None,
         staleness_discount: float | None = None,
     ) -> None:
-        super().__init__(
-            compression=compression,
-            error_feedback=error_feedback,
-            max_norm=max_norm,
-            quorum=quorum,
-            grace=grace,
-            staleness_discount=staleness_discount,
-        )
+        super().__init__(compression=compression, error_feedback=error_feedback, max_norm=max_norm)
         self._schedule: Schedule = make_schedule(sync_every)
         self.sync_every = sync_every
         self.statistics = statistics
@@ -176,12 +168,6 @@ class LocalSGD(Strategy):
         self._delayed: DelayedUpdate | None = None  # with `overlap`
         self._pending: PendingRound | None = None
         self._parameters: Mapping[str, torch.Tensor] = {}
-        self._base: dict[str, torch.Tensor] = {}  # the parameters after the last round, with a quorum
-        self._rounds, self._open_steps = 0, 0  # rounds that the parameters hold, and the local steps since
-        self._bases = 0.0  # sum over these steps of the rounds that the parameters held then
-        self._fetch: BackgroundDownload | None = None
-        self._quorum: Quorum | None = None  # of the last round
-        self._missing: Mapping[str, bytes] = {}  # last announcements of the peers that it lacked
         self._replaced = False  # whether the parameters were loaded since the pending round began
         self._announcements: Mapping[str, bytes] = {}  # those read last
         self._averaged_in = ""  # group that has averaged the parameters, until the next step changes them
@@ -211,21 +197,14 @@ class LocalSGD(Strategy):
         flags = "".join(f", {name}=True" for name in ("statistics", "overlap") if getattr(self, name))
         return f"LocalSGD(sync_every={self.sync_every!r}{flags}{self._options()})"
 
-    @property
-    def _late(self) -> int | None:
-        return self._rounds if self.quorum else None
-
     def start(self, training: StrategyContext) -> None:
         """Creates the topic, unless the optimizer's state is in it: that exists only after the first gradients."""
-        self._check_quorum(training)
         self._parameters = training.parameters
         if not self._averages_state(training):
             self._make_topic(training)
 
     def joined(self, training: StrategyContext) -> None:
         """Drops a topic of statistics, which a loaded state replaces, and a pending change, as `load` does."""
-        self._bases = 0.0
-        self._base, self._open_steps, self._attendance = self._copied(), 0, Attendance()
         super().joined(training)
         self._replaced, self._averaged_in = True, ""
         if self._averages_state(training):
@@ -243,9 +222,8 @@ class LocalSGD(Strategy):
             self._alike = training.fingerprint(training.parameters, group, int(group[:8], 16))
         loss = training.inner_step(closure, self.max_norm)
         self._count(training)
-        self._open_steps, self._bases = self._open_steps + 1, self._bases + self._rounds
         topic, due = self._due_topic(training)
-        if topic is not None and due is not None and self._has_caught_up(training):
+        if topic is not None and due is not None:
             self._average(training, topic, due)
         self._go_on(training, training.standing.rounds, in_round=self._pending is not None)
         return loss
@@ -253,7 +231,6 @@ class LocalSGD(Strategy):
     def _average(self, training: StrategyContext, topic: Topic, due: Due) -> None:
         self._schedule.restart()  # before the round, whose result newcomers get together with the steps since it
         options: RoundOptions = {"expected_peers": self._at_moment(still_training, due.moment)}
-        options.update(self._quorum_of_round(training, topic, due))
         if self._alike is not None:
             options["drift"] = self._alike
         if due.moment:
@@ -282,111 +259,13 @@ class LocalSGD(Strategy):
             topic = self._current_topic(training, topic)
         return topic, due
 
-    # With a quorum, some rounds begin without this peer.
-
-    def _has_caught_up(self, training: StrategyContext) -> bool:
-        """Whether this peer has the parameters of the last round, or cannot get them; begins to download them if not.
-
-        Training goes on during the download, and the round that is due begins after it.
-        """
-        if self.quorum is None:
-            return True
-        seen = training.announcements.of_others(wait=False)
-        rounds, donors = most_rounds(self.history, seen)
-        if self._fetch is None:
-            self._attend(Event.MISSED if rounds > self._rounds and donors else Event.LEVEL)
-        self.missed = 0 if self._attendance.timeliness is Timeliness.REBASED else max(0, rounds - self._rounds)
-        if self._attendance.timeliness is not Timeliness.LATE:
-            return True
-        if self._fetch is None:
-            self._fetch = training.states.fetch(donors[: training.peer.config.verify_donors])
-        fetch, until = self._fetch, self._fetch.began + training.peer.config.round_timeout
-        if not training.site.broadcast_from_leader(fetch.done):
-            if not training.site.broadcast_from_leader(lambda: training.monotonic() > until):
-                return False
-            training.states.cancel(fetch)
-        self._fetch = None
-        self._attend(Event.REBASED)  # or has tried to
-        self._rebase(training, fetch)
-        return True
-
-    @torch.no_grad()
-    def _rebase(self, training: StrategyContext, fetch: BackgroundDownload) -> None:
-        since = self._schedule.steps
-        change = {name: on_cpu(tensor) - self._base[name] for name, tensor in training.parameters.items()}
-        try:
-            training.take_over(fetch)
-        except (StateError, RoundError) as error:
-            logger.info("takes part in the next round with its own parameters, since no newer ones came: %s", error)
-            return
-        self._schedule.steps = since
-        self._base = self._copied()
-        with training.locked(), training.changing_parameters():
-            for name, tensor in training.parameters.items():
-                tensor.add_(change[name].to(tensor.device, tensor.dtype))
-
-    def _copied(self) -> dict[str, torch.Tensor]:
-        if self.quorum is None:
-            return {}
-        return {name: value.detach().to("cpu", copy=True) for name, value in self._parameters.items()}
-
-    def _quorum_of_round(self, training: StrategyContext, topic: Topic, due: Due) -> RoundOptions:
-        quorum = self._next_quorum(training, once=False)
-        if self.quorum is None or quorum is None:
-            return {}
-        self._quorum = quorum
-        self.announce(training)  # who was missing in the last round is expected again
-        rounds, _ = most_rounds(self.history, training.announcements.of_others(wait=False))
-        rounds = max(rounds, self._rounds)
-        age = int(rounds - self._bases / self._open_steps) if self._open_steps else rounds - self._rounds
-        factor = self.quorum.weight_factor(age)
-        missing = self._missing
-
-        def expected(seen: Mapping[str, bytes]) -> Collection[str]:
-            return [name for name in still_training(seen) if missing.get(name) != seen[name]]
-
-        return {
-            "expected_peers": self._at_moment(expected, due.moment),
-            "quorum": quorum,
-            "weight": training.weight_of(topic) * factor,
-            "gather": {
-                "round": rounds,
-                "steps": self._open_steps,
-                "age": age,
-                "discount": factor,
-                "quorum": quorum.pack(),
-                **training.unit,
-            },
-        }
-
-    def _note_round(self, training: StrategyContext, receipt: Receipt) -> None:
-        """Notes what a round of this peer with a quorum says of the others."""
-        if not receipt.averaged:
-            self._stands_still(f"its last round failed: {receipt.reason}", failed=1)
-        if self._quorum is None or not receipt.averaged:
-            return
-        self._punctuality.note(receipt, self._quorum)
-        users = [user for user in receipt.gathered.values() if isinstance(user, dict)]
-        self._rounds = 1 + max((user["round"] for user in users if is_count(user.get("round"))), default=self._rounds)
-        self._open_steps, self.missed = self._schedule.steps, 0
-        self._attend(Event.AVERAGED)
-        self._bases = float(self._open_steps * self._rounds)
-        if self._delayed is None:
-            self._base = self._copied()
-        present = {account.endpoint for account in receipt.accounts if not account.age}
-        seen = training.announcements.of_others(wait=False)
-        self._missing = {name: progress for name, progress in seen.items() if name not in present}
-
     def state(self) -> ExtraState:
         """The local steps since the last round."""
-        rounds = {} if self.quorum is None else {"rounds": self._rounds}
-        return ExtraState({}, {"since": self._schedule.steps, **rounds})
+        return ExtraState({}, {"since": self._schedule.steps})
 
     def load(self, tensors: Mapping[str, torch.Tensor], user: Mapping[str, Any]) -> None:
         """Loads the step count; a pending change belongs to other parameters and is not added."""
         self._schedule.steps = count_in(user, "since")
-        if self.quorum is not None and is_count(rounds := user.get("rounds")):
-            self._rounds = rounds
         self._replaced, self._averaged_in = True, ""
 
     def _claims(self, training: StrategyContext) -> Others | None:
@@ -400,9 +279,6 @@ class LocalSGD(Strategy):
 
     def finish(self, training: StrategyContext) -> None:
         """Waits for the round in progress and adds its change."""
-        if self._fetch is not None:
-            training.states.cancel(self._fetch)
-            self._fetch = None
         self._averaged_in = ""  # `average_now` may follow
         if self._pending is not None:
             self._apply(training, self._pending)
@@ -446,7 +322,8 @@ class LocalSGD(Strategy):
     def _end_round(self, training: StrategyContext, receipt: Receipt) -> None:
         """Announces the progress; the parameters of a peer that is alone become the state that newcomers get."""
         training.announcements.refresh()  # cached declarations belong to the round that has ended
-        self._note_round(training, receipt)
+        if not receipt.averaged:
+            self._stands_still(f"its last round failed: {receipt.reason}", failed=1)
         training.announcements.announce(self.progress(training).pack(), soon=False)
         # A round that was overlapped, or lacks a part, leaves its members with different parameters. So do deltas.
         is_alike = receipt.averaged and receipt.digest and not receipt.kept_local and self._delayed is None
@@ -470,12 +347,9 @@ class LocalSGD(Strategy):
             with training.copies.following():
                 self._delayed.add()
             present = {name: tensor.clone() for name, tensor in self._parameters.items()}
-            average = self._delayed.averages(self._parameters)
-            _write(training, average)
+            _write(training, self._delayed.averages(self._parameters))
         with training.locked():
             _write(training, present)
-        if self.quorum is not None:
-            self._base = average
 
 
 @torch.no_grad()

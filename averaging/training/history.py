@@ -324,20 +324,6 @@ def compare_terms(own: Mapping[str, str], announcements: Mapping[str, bytes]) ->
     return differing, alike
 
 
-def most_rounds(own: History, announcements: Mapping[str, bytes]) -> tuple[int, list[str]]:
-    """The most rounds that the parameters of a training peer of this origin hold, and the donors that have them."""
-    peers = {
-        name: progress
-        for name, progress in read_progress(announcements).items()
-        if progress.late is not None
-        and progress.donates
-        and progress.stage is Stage.TRAINING
-        and progress.history.origin.id == own.origin.id
-    }
-    most = max((progress.late or 0 for progress in peers.values()), default=0)
-    return most, [name for name, progress in peers.items() if progress.late == most]
-
-
 def find_late(own: History, announcements: Mapping[str, bytes]) -> tuple[str, ...]:
     return tuple(
         name

@@ -95,8 +95,8 @@ def test_the_in_group_record_and_the_quorum_of_the_page() -> None:
     assert not rules.unpack_looking(bytes.fromhex(packed))  # to software without a quorum the search is over
     assert f"seconds (0 to {rules.MAX_STATED_GRACE:g})" in PAGE
     assert f"Of more than {rounds.MAX_OVER_RECORDS}\n" in PAGE
-    member = Member("a:1", 1.0, None, Mode.NODE, {"quorum": rules.Quorum(2, 0.5, True).pack()})
-    assert rules.stated_quorum([member]) == rules.Quorum(2, 0.5, True)
+    member = Member("a:1", 1.0, None, Mode.NODE, {"quorum": rules.Quorum(2, 0.5).pack()})
+    assert rules.stated_quorum([member]) == rules.Quorum(2, 0.5)
     assert not rules.counts_for_quorum(replace(member, user={"holds": False}))
 
 

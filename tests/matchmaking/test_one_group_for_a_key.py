@@ -16,7 +16,7 @@ from averaging.testing import virtual_time
 from tests.support.swarm import Swarm
 
 GRACE = 0.25
-ONCE = Quorum(2, GRACE, once=True)
+ONCE = Quorum(2, GRACE)
 
 
 async def refuse(_: object) -> str:

@@ -368,8 +368,8 @@ def test_the_quorum_that_followers_state_is_the_lower_median_and_checked() -> No
     def stated(*values: object) -> rules.Quorum | None:
         return rules.stated_quorum([Member(f"h:{n}", user={"quorum": value}) for n, value in enumerate(values, 1)])
 
-    assert stated([2, 1.0, True], [1000, 1.0, True], [2, 0.5, True]) == rules.Quorum(2, 1.0, once=True)
-    assert stated([2, 1.0, True], [1000, 600.0, False]) == rules.Quorum(2, 1.0, once=True)
+    assert stated([2, 1.0, True], [1000, 1.0, True], [2, 0.5, True]) == rules.Quorum(2, 1.0)
+    assert stated([2, 1.0, True], [1000, 600.0, False]) == rules.Quorum(2, 1.0)
     hostile: list[object] = [None, 3, [2], [True, 1.0, True], [2, float("nan"), True], [2, 1e9, True], [-1, 1.0, True]]
     assert stated(*hostile) is None
     assert rules.stated_quorum([Member("h:1", user="text")]) is None

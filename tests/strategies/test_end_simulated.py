@@ -24,7 +24,7 @@ STRATEGIES: dict[str, Callable[[int], Strategy]] = {
 
 
 def run_of(strategy: str, seed: int) -> tuple[Run, int]:
-    """A run of 2 to 8 peers, of which one may die. Also how many survive.
+    """A run of 2 to 8 peers, of which one may die, if it has not ended before. Also how many survive at least.
 
     One or two of them are up to two intervals behind: their loops are longer, or they join so late.
     """
@@ -58,7 +58,7 @@ def run_of(strategy: str, seed: int) -> tuple[Run, int]:
 def test_peers_whose_loops_end_at_different_times_hold_one_set_of_weights(strategy: str, seed: int) -> None:
     run, surviving = run_of(strategy, seed)
     survivors = run.simulate()
-    assert len(survivors) == surviving
+    assert len(survivors) >= surviving
     assert agree(survivors), [(site.name, site.global_step, str(site.finish)) for site in survivors]
     assert all(site.finish is not None and site.finish.alike for site in survivors), [
         (site.name, str(site.finish)) for site in survivors

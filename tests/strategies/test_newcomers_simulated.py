@@ -107,12 +107,8 @@ STRATEGIES: list[tuple[type[Strategy], dict[str, Any]]] = [
             (3, 1), (2, 0), ({"quorum": 2, "staleness_discount": 1.0}, {}, {"alpha": 0.5}), (12, "1.2s")
         )
     ),
-    *(
-        (LocalSGD, {"sync_every": every, "overlap": overlap, **more})
-        for overlap, more, every in itertools.product(
-            (True, False), ({"quorum": 2, "staleness_discount": 1.0}, {}), (7, "0.7s")
-        )
-    ),
+    *((LocalSGD, {"sync_every": every, "overlap": overlap}) for overlap in (True, False) for every in (7, "0.7s")),
+    *((LocalSGD, {"sync_every": every, "quorum": 2, "staleness_discount": 1.0}) for every in (7, "0.7s")),
 ]
 
 

@@ -67,7 +67,7 @@ def test_alpha_is_refused_since_all_local_steps_stay() -> None:
 
 def test_options_are_shown() -> None:
     assert repr(DiLoCo(10, quorum=2)) == "DiLoCo(sync_every=10, quorum=2)"
-    shown = "LocalSGD(sync_every=10, quorum=0.5, grace=4s, staleness_discount=0.9)"
+    shown = "DiLoCo(sync_every=10, quorum=0.5, grace=4s, staleness_discount=0.9)"
     assert repr(LocalSGD(10, quorum=0.5, grace="4s", staleness_discount=0.9)) == shown
 
 
