@@ -5,18 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import sys
 import threading
 import time
-from collections.abc import Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Hashable, Mapping
 from datetime import timedelta
 from hashlib import sha256
-from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-import torch.distributed
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import (
@@ -41,100 +36,31 @@ from averaging.elastic.options import PET_MASTER, RendezvousOptions, read_option
 from averaging.elastic.rendezvous_state import decode_place
 from averaging.elastic.replicated_value import ReplicatedValue
 from averaging.elastic.session import RegisterSession
-from averaging.errors import AveragingError, ConfigError
+from averaging.errors import ConfigError
 from averaging.rpc import EventLoopThread, read_credentials
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+    pass
 
-# What torchrun's agent does beside the rendezvous: it counts restarts, and shows a refusal as a traceback. torch has no
-# interface for either, so a private attribute is read and `sys.excepthook` is replaced. If another torch has neither,
-# restarts are counted as torch does, and refusals look as they did.
+logger = logging.getLogger("averaging.elastic")
 
+MAX_JOB_ID_BYTES = 200
+"""The id is part of a key of the register, which has at most 256 bytes."""
 
-TORCHRUN = Path(torch.distributed.__file__).with_name("run.py")
+UNNAMED = "none"
+"""torchrun's default of `--rdzv-id`, with which unrelated jobs would meet."""
 
-_RESTARTS_LEFT = "_remaining_restarts"
+CONNECT_SECONDS = 10
+"""Time limit of a connection to the store of a round. Then the state of its node is checked again."""
 
+STORE_SECONDS = 300
+"""How long agents wait for each other's keys in the store of a round: torch's default."""
 
-class RestartBudget:
-    """Gives an agent back the restart that the loss of another node has cost it.
+PAUSE = 2.0
+"""Seconds for which an agent does not call a register that did not answer, because it must monitor its workers."""
 
-    The workers of a node fail when those of another node are gone, and torch counts that as their own failure.
-
-    Attributes:
-        left: restarts after the last rendezvous; None if it is not known.
-    """
-
-    def __init__(self) -> None:
-        self.left: int | None = None
-
-    def settle(self, lost: bool) -> bool:
-        """Call it at the end of a rendezvous, from the agent's thread.
-
-        Args:
-            lost: whether a node of the round before is not in this one.
-
-        Returns:
-            Whether a restart was given back.
-        """
-        agent = _calling_agent()
-        left = getattr(agent, _RESTARTS_LEFT, None)
-        if not isinstance(left, int):
-            return False
-        give_back = lost and self.left is not None and left < self.left
-        if give_back:
-            setattr(agent, _RESTARTS_LEFT, self.left)
-        else:
-            self.left = left
-        return give_back
-
-
-def _calling_agent() -> SimpleElasticAgent | None:
-    """The agent that has called this thread's function, directly or not."""
-    # torch may load this module as a plugin while it imports that one.
-    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
-
-    frame = sys._getframe()
-    while frame := frame.f_back:  # type: ignore[assignment] # None ends the loop
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, SimpleElasticAgent):
-            return caller
-    return None
-
-
-@contextmanager
-def report_in_one_line() -> Iterator[None]:
-    """Has torchrun end with the message of an error that is raised inside, not with the traceback of its own frames."""
-    try:
-        yield
-    except (AveragingError, RendezvousError) as error:
-        _report_without_traceback(error)
-        raise
-
-
-def _report_without_traceback(error: Exception) -> None:
-    before = sys.excepthook
-
-    def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        if value is error and _is_torchruns(trace) and not logger.isEnabledFor(logging.DEBUG):
-            print(f"torchrun: {error}", file=sys.stderr)
-        else:
-            before(kind, value, trace)
-
-    sys.excepthook = hook
-
-
-def _is_torchruns(trace: TracebackType | None) -> bool:
-    while trace is not None:
-        if Path(trace.tb_frame.f_code.co_filename) == TORCHRUN:
-            return True
-        trace = trace.tb_next
-    return False
-
-
-# Finds silent nodes by this node's own clock, without a comparison of clocks. Pure.
-
+POLL = 0.2
+"""Seconds between two queries for the store of a round."""
 
 Node = TypeVar("Node", bound=Hashable)
 
@@ -166,27 +92,6 @@ class Silence(Generic[Node]):
             seen[node] = (heartbeat, last[1] + passed if same and last is not None else 0.0)
         self._seen = seen
         return [node for node, (_, silence) in seen.items() if silence > self._limit]
-
-
-logger = logging.getLogger("averaging.elastic")
-
-MAX_JOB_ID_BYTES = 200
-"""The id is part of a key of the register, which has at most 256 bytes."""
-
-UNNAMED = "none"
-"""torchrun's default of `--rdzv-id`, with which unrelated jobs would meet."""
-
-CONNECT_SECONDS = 10
-"""Time limit of a connection to the store of a round. Then the state of its node is checked again."""
-
-STORE_SECONDS = 300
-"""How long agents wait for each other's keys in the store of a round: torch's default."""
-
-PAUSE = 2.0
-"""Seconds for which an agent does not call a register that did not answer, because it must monitor its workers."""
-
-POLL = 0.2
-"""Seconds between two queries for the store of a round."""
 
 
 class _StateHolder(_BackendRendezvousStateHolder):
@@ -232,23 +137,9 @@ class AveragingRendezvousHandler(DynamicRendezvousHandler):
         self._round_store: TCPStore | None = None
         self._logged = -LOG_INTERVAL
         self._ask_again = 0.0
-        self._budget = RestartBudget()
-        self._last_nodes: frozenset[_NodeDesc] = frozenset()  # of the round before
         self._shut = threading.Event()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        with report_in_one_line():
-            info = self._meet()
-        nodes = frozenset(self._state_holder.state.participants)
-        lost, begins, self._last_nodes = self._last_nodes - nodes, not self._last_nodes, nodes
-        if self._budget.settle(bool(lost)):
-            gone = ", ".join(str(node) for node in sorted(lost))
-            logger.warning("this restart is not counted against --max-restarts: it follows the loss of %s", gone)
-        if begins and self._budget.left == 0 and self._settings.max_nodes > 1:
-            logger.warning("--max-restarts is 0, torchrun's default: the loss of one worker or node ends this job")
-        return info
-
-    def _meet(self) -> RendezvousInfo:
         end = time.monotonic() + self._settings.timeout.join.total_seconds()
         while True:
             # torch keeps these across rounds, and nodes would wait for the store of a lost node.
@@ -261,29 +152,12 @@ class AveragingRendezvousHandler(DynamicRendezvousHandler):
             except _NodeLost as lost:
                 logger.warning("%s; the nodes meet again", lost)
             except RendezvousClosedError:
-                with self._backend.retrying(max(1.0, end - time.monotonic())):
-                    if not self._last_nodes and not self._stays_closed():
-                        continue
                 raise RendezvousClosedError(
                     f"the job {self._settings.run_id!r} has ended, and takes no node any more. To start another one, "
                     "give another --rdzv-id, or wait two minutes"
                 ) from None
             except RendezvousTimeoutError:
                 raise RendezvousTimeoutError(self._too_few()) from None
-
-    def _stays_closed(self) -> bool:
-        """Whether the job has ended, and nobody puts another state back.
-
-        A node that has no state of its own believes what it is shown, which may be the end of an earlier job.
-        """
-        end = time.monotonic() + 2 * self._settings.keep_alive_interval.total_seconds()
-        while time.monotonic() < end:
-            time.sleep(POLL)
-            with self._heartbeat_lock:
-                self._state_holder.sync()
-                if not self._state_holder.state.closed:
-                    return False
-        return True
 
     def num_nodes_waiting(self) -> int:
         if time.monotonic() < self._ask_again:
@@ -383,11 +257,6 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     Raises:
         ConfigError: An option is invalid.
     """
-    with report_in_one_line():
-        return _create(params)
-
-
-def _create(params: RendezvousParameters) -> AveragingRendezvousHandler:
     options = read_options(params.endpoint or "", params.config, params.max_nodes, os.environ)
     if options.origin == PET_MASTER:
         logger.info("the rendezvous is at %s, from %s", options.endpoint, PET_MASTER)

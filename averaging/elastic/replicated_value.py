@@ -15,63 +15,48 @@ from averaging.common import pack, unpack
 from averaging.elastic.register import Register, RegisterEntry
 from averaging.errors import ConfigError, PeerUnreachableError, ProtocolViolationError
 
-# The value of a job in a register: a state with its lineage, authenticated with the run's token. Pure.
-#
-# A *lineage* is a first write and all writes that follow it. A job has one, unless its register loses everything and a
-# newcomer begins another. Then the older lineage overrules the other, and its writes name the other, so that the nodes
-# of
-# the other follow. A node refuses a lineage that does not name its own: it may be that of an earlier job with the same
-# id
-# and token, whose states somebody kept.
-#
-# A newcomer cannot tell such a state from a present one. So it overrules nothing, and takes a later state of another
-# lineage, until it is *rooted*: it has begun its lineage, or a rooted node has built on one of its writes, as no kept
-# state does.
-
+logger = logging.getLogger("averaging.elastic")
 
 MAC_BYTES = 32
-_PURPOSE = b"averaging register 1"
-_FIELDS = (bytes, float, int, float, str, str, list, list, bool, bool, bytes, bytes)
+_PURPOSE = b"averaging register 2"
+_FIELDS = (int, float, str, str, bool, bytes, bytes)
 
-MAX_NAMED = 16
-"""Lineages, and earlier writes, that a write names: the latest ones."""
+FORGOTTEN = 120.0
+"""Seconds after its last write from which a state is void: a new job with the same id then starts from nothing."""
+
+TOLERATED_SKEW = 5.0
+"""Maximum difference of two clocks, in seconds, without a warning."""
+
+TRIES = 20
+"""Maximum number of concurrent writes while a state is restored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """One write.
+    """One write, authenticated with the run's token.
 
     Attributes:
-        origin: Random name of the lineage, equal for all writes that follow the same first one.
-        created: When the first write was made, in seconds since the epoch by its writer's clock.
-        version: Number of the write in its lineage, from 1.
-        sent: When this write was made, by its writer's clock.
+        version: Number of the write, from 1.
+        sent: When it was made, in seconds since the epoch by its writer's clock.
         writer: The node that made it.
         world: The options that must be equal at all nodes of the job, as text.
-        overruled: Origins of the lineages that this one replaces, the latest last.
-        follows: Names of the writes before this one, the latest last.
-        rooted: Whether its writer was rooted.
         ended: Whether the job has ended.
         payload: The state.
         raw: The complete value in the register.
     """
 
-    origin: bytes
-    created: float
     version: int
     sent: float
     writer: str
     world: str
-    overruled: tuple[bytes, ...]
-    follows: tuple[bytes, ...]
-    rooted: bool
     ended: bool
     payload: bytes = field(repr=False)
     raw: bytes = field(repr=False)
 
     @property
-    def name(self) -> bytes:
-        return self.raw[: MAC_BYTES // 2]
+    def order(self) -> tuple[int, bytes]:
+        """Of two states the one with the higher order is valid; the authentication code decides between two writers."""
+        return self.version, self.raw[:MAC_BYTES]
 
 
 class Seal:
@@ -87,27 +72,11 @@ class Seal:
         self._secrets = [sha256(_PURPOSE + secret.encode()).digest() for secret in secrets] or [_PURPOSE]
 
     def close(
-        self,
-        payload: bytes,
-        *,
-        origin: bytes,
-        created: float,
-        version: int,
-        sent: float,
-        writer: str,
-        world: str,
-        nonce: bytes,
-        overruled: tuple[bytes, ...] = (),
-        follows: tuple[bytes, ...] = (),
-        rooted: bool = False,
-        ended: bool = False,
+        self, payload: bytes, *, version: int, sent: float, writer: str, world: str, nonce: bytes, ended: bool = False
     ) -> Sealed:
         """Seals a write; `nonce` makes it differ from every other."""
-        named = list(overruled), list(follows)
-        fields = [origin, created, version, sent, writer, world, *named, rooted, ended, nonce, payload]
-        body = pack(fields)
-        raw = self._mac(self._secrets[0], body) + body
-        return Sealed(origin, created, version, sent, writer, world, overruled, follows, rooted, ended, payload, raw)
+        body = pack([version, sent, writer, world, ended, nonce, payload])
+        return Sealed(version, sent, writer, world, ended, payload, self._mac(self._secrets[0], body) + body)
 
     def open(self, raw: bytes) -> Sealed:
         """Checks and reads a write.
@@ -122,55 +91,19 @@ class Seal:
                 "refused. Give all nodes the same token_file, and find out who else can write there"
             )
         try:
-            fields: Any = unpack(body, len(_FIELDS) + 2 * MAX_NAMED + 1)
+            fields: Any = unpack(body, len(_FIELDS) + 1)
         except ValueError:
             fields = None
-        fits = isinstance(fields, list) and tuple(map(type, fields)) == _FIELDS
-        if not fits or not all(isinstance(name, bytes) for name in (*fields[6], *fields[7])):
+        if not isinstance(fields, list) or tuple(map(type, fields)) != _FIELDS:
             raise ProtocolViolationError(
                 f"the register holds another version's bytes for {self._key!r}; update all nodes"
             )
-        origin, created, version, sent, writer, world, overruled, follows, rooted, ended, _, payload = fields
-        named = tuple(overruled), tuple(follows)
-        return Sealed(origin, created, version, sent, writer, world, *named, rooted, ended, payload, raw)
+        version, sent, writer, world, ended, _, payload = fields
+        return Sealed(version, sent, writer, world, ended, payload, raw)
 
     def _mac(self, secret: bytes, body: bytes) -> bytes:
         place = self._key.encode()
         return hmac.digest(secret, len(place).to_bytes(4, "big") + place + body, "sha256")
-
-
-def is_newer(own: Sealed, present: Sealed | None) -> bool:
-    """Whether the state of this node replaces that of the register, which may have lost it in a restart.
-
-    Within one lineage the later write is valid. Another lineage is valid only if it overrules that of this node.
-    """
-    if present is None:
-        return True
-    if own.origin == present.origin:
-        return own.version > present.version
-    return own.origin not in present.overruled
-
-
-def overrules(own: Sealed, present: Sealed | None) -> bool:
-    """Whether the lineage of this node replaces that of the register also at the nodes that hold the latter.
-
-    It is the older one: a node that found an empty register began the other.
-    """
-    if present is None or own.origin == present.origin:
-        return False
-    return (own.created, own.origin) < (present.created, present.origin)
-
-
-logger = logging.getLogger("averaging.elastic")
-
-FORGOTTEN = 120.0
-"""Seconds after its last write from which a state is void: a new job with the same id then starts from nothing."""
-
-TOLERATED_SKEW = 5.0
-"""Maximum difference of two clocks, in seconds, without a warning."""
-
-TRIES = 20
-"""Maximum number of concurrent writes while a state is restored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +119,7 @@ class Fenced:
 
 
 class ReplicatedValue:
-    """Reads and writes one key of a register.
+    """Reads and writes one key of a register. The highest version wins: nodes put back what the register has lost.
 
     Args:
         register: The register.
@@ -214,8 +147,6 @@ class ReplicatedValue:
         self._clock, self._monotonic = clock, monotonic
         self._held: Sealed | None = None
         self._held_at = 0.0
-        self._rooted = False  # see `envelope`
-        self._written: bytes | None = None  # the name of this node's last write
         self._void: bytes | None = None  # the token of a void entry, which may be overwritten
         self._unsure: tuple[bytes, bytes | None, Sealed] | None = None
         self._asked_at: float | None = None
@@ -249,43 +180,18 @@ class ReplicatedValue:
         written = await self._register.compare_and_set(self._key, sealed.raw, token)
         self._unsure = None
         if written.entry is not None and written.entry.value == sealed.raw:
-            self._written = sealed.name
             return self._hold(Fenced(sealed, written.entry.token)), True
         return await self._settle(written.entry), False
 
     def _next(self, payload: bytes, base: Sealed | None, *, ended: bool) -> Sealed:
-        now = self._clock()
         return self._seal.close(
             payload,
-            origin=base.origin if base else os.urandom(16),
-            created=base.created if base else now,
             version=base.version + 1 if base else 1,
-            sent=now,
+            sent=self._clock(),
             writer=self._writer,
             world=self._world,
             nonce=os.urandom(16),
-            overruled=base.overruled if base else (),
-            follows=(*base.follows, base.name)[-MAX_NAMED:] if base else (),
-            rooted=self._rooted or base is None,
             ended=ended,
-        )
-
-    def _against(self, own: Sealed, present: Sealed) -> Sealed:
-        """The same state as a new write, in the place of another lineage."""
-        named = self._rooted and overrules(own, present)
-        return self._seal.close(
-            own.payload,
-            origin=own.origin,
-            created=own.created,
-            version=own.version,  # so it replaces no later state that another node holds
-            sent=self._clock(),
-            writer=self._writer,
-            world=own.world,
-            nonce=os.urandom(16),
-            overruled=(*own.overruled, present.origin)[-MAX_NAMED:] if named else own.overruled,
-            follows=own.follows,
-            rooted=self._rooted,
-            ended=own.ended,
         )
 
     async def _settle(self, entry: RegisterEntry | None) -> Fenced | None:
@@ -297,12 +203,10 @@ class ReplicatedValue:
                 if refused is not None:
                     raise refused
                 return self._take_first(entry, present)
-            if not is_newer(own, present):
+            if present is not None and present.order >= own.order:
                 return self._hold(self._fenced(entry, present))
             if refused is not None:
                 logger.warning("%s; this node puts back what it holds", refused)
-            if present is not None and present.origin != own.origin:
-                own = self._against(own, present)
             written = await self._register.compare_and_set(self._key, own.raw, entry.token if entry else None)
             entry = written.entry
             if written.done:
@@ -314,11 +218,9 @@ class ReplicatedValue:
         raise PeerUnreachableError("the register", f"{self._key!r} changes too fast; try again")
 
     def _yields(self, own: Sealed, present: Sealed | None) -> bool:
-        if present is None or present.origin == own.origin:
-            return False
-        # A rooted node may have been away while its job ended, and another one with the same id began.
+        # The job of a node that was away for so long may have ended, and another one with the same id may have begun.
         away = self._monotonic() - self._held_at > FORGOTTEN
-        return (away or not self._rooted) and present.sent > own.sent
+        return away and present is not None and present.sent > own.sent
 
     def _open(self, entry: RegisterEntry | None) -> tuple[Sealed | None, ProtocolViolationError | None]:
         if entry is None:
@@ -352,12 +254,6 @@ class ReplicatedValue:
 
     def _hold(self, fenced: Fenced) -> Fenced:
         now, sealed = self._clock(), fenced.sealed
-        own = sealed.writer == self._writer
-        if self._held is None or self._held.origin != sealed.origin:
-            self._asked_at = None  # the time of a write in another lineage is unknown
-            self._rooted = own and sealed.version == 1
-        if not own and sealed.rooted and self._written in sealed.follows:
-            self._rooted = True
         if self._held is None or self._held.raw != sealed.raw:
             self._compare_clocks(sealed, now)
         self._held, self._held_at, self._asked_at = sealed, self._monotonic(), now

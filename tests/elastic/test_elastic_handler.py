@@ -186,8 +186,6 @@ def test_without_a_token_a_local_user_executes_nothing(
         key = f"elastic/job/{part}"
         value = Seal(key, ()).close(
             pickle.dumps(Bomb(path)),
-            origin=bytes(16),
-            created=time.time(),
             version=1,
             sent=time.time(),
             writer="a",
@@ -287,31 +285,6 @@ def test_the_node_with_the_local_address_of_the_endpoint_hosts_the_register(
         assert node.next_rendezvous().world_size == 1
     finally:
         node.shutdown()
-
-
-def test_a_late_node_that_is_shown_the_end_of_an_earlier_job_waits_for_those_that_know_better(nodes: Nodes) -> None:
-    store, key = MemoryRegister(), "elastic/job/state"
-    register = nodes.register(store)
-    earlier = nodes.node(is_host=False)
-    nodes.meet(earlier)
-    earlier.set_closed()
-    kept = register.run(store.get(key))
-    assert kept is not None
-    earlier.shutdown()
-    store._entries.clear()  # the register forgets that job
-    running = nodes.node(is_host=False)
-    nodes.meet(running)
-
-    async def replay() -> None:
-        entry = await store.get(key)
-        assert entry is not None
-        assert (await store.compare_and_set(key, kept.value, entry.token)).done
-
-    register.run(replay())
-    late = nodes.join(nodes.node(is_host=False))
-    wait_for(lambda: running.num_nodes_waiting() == 1)
-    assert nodes.meet(running)[0].world_size == 2
-    assert late.result(LIMIT).world_size == 2
 
 
 def test_tls_and_a_token(nodes: Nodes, tmp_path: Path) -> None:
