@@ -3,7 +3,7 @@
 An all-reduce gives the mean of what the members send, and the mean of two factors says nothing about that of their
 products. So each member writes its factors to a slot of its own, and zeros elsewhere: the mean holds the factors of
 all members, side by side. With many members or small matrices the products themselves are fewer bytes, and travel
-instead. docs/design/decisions/0043-adapters.md has the reasons and the numbers.
+instead. docs/design/decisions/training.md has the reasons and the numbers.
 
 Pure: tensors in, tensors out.
 """

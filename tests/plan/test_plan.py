@@ -21,7 +21,7 @@ from averaging.receipts import Account, Outcome, Receipt
 from averaging.receipts.receipt_log import dumps
 from tests.support.receipts import receipt
 
-BENCHMARKS = Path(__file__).parents[2] / "docs/design/benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks/results"
 RUN = RunPlan(parameters=1 << 20, peers=4, link=PeerLink(100e6, 0.04), sync_every=10, step_seconds=(0.5,))
 
 

@@ -7,7 +7,7 @@ Read in this order: `layout` (the keys, and what stands under them), `contact` (
 (what this peer writes, and its lease), `followed_key` (what it reads), `places` (peers under one key are divided into
 groups in etcd's order), `etcd_discovery` (puts them together).
 
-docs/design/decisions/0050-etcd.md has the reasons.
+docs/design/decisions/discovery.md has the reasons.
 """
 
 from averaging.discovery.etcd.etcd_discovery import EtcdDiscovery, EtcdSettings

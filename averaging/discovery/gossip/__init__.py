@@ -15,7 +15,7 @@ Read the modules in this order:
 7. `clock_offsets`: warnings about clocks.
 8. `gossip_discovery`: puts all of this together as the discovery of one peer.
 
-docs/design/decisions/0001-gossip.md has the reasons and the costs.
+docs/design/decisions/discovery.md has the reasons and the costs.
 """
 
 from averaging.discovery.gossip.bootstrap import Waiting

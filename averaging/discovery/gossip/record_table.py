@@ -6,7 +6,7 @@ gives the same table in whatever order the records arrive, and however often.
 Several owners may claim one place, that is, one (key, subkey). Of those whose record has neither expired nor been
 withdrawn, the one that claimed the place first holds it; of equal claims, the smaller public key. Only its record is
 read. The others are kept, and when the holder's record goes, all peers read the next one without a message. Owners set
-the time of their claim themselves; docs/design/decisions/0001-gossip.md has the consequences.
+the time of their claim themselves; docs/design/decisions/discovery.md has the consequences.
 
 A record whose owner's clock is ahead is removed before it expires (`record.kept_until`), and so is the presence record
 of a peer whose port refuses connections. Peers remove it at different times, so those that still hold it would send it
