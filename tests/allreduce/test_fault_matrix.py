@@ -1,7 +1,4 @@
-"""Every fault, of a peer in every role, at every moment: the others continue, agree, and account for their average.
-
-`docs/operate/reliability.md` has the table of the cells; a test compares it with what runs here.
-"""
+"""Every fault, of a peer in every role, at every moment: the others continue, agree, and account for their average."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 import pytest
 import torch
@@ -249,28 +245,5 @@ def test_a_download(fault: str, role: str, moment: str) -> None:
     processes.run(main())
 
 
-def table() -> str:
-    """The cells in Markdown: a row per role and moment with any cell, a column per fault."""
-    places = list(itertools.product(ROLES, MOMENTS))
-    rows = [place for place in places if any(not left_out(fault, *place) for fault in FAULTS)]
-    lines = ["| | " + " | ".join(FAULTS) + " |", "|---|" + "---|" * len(FAULTS)]
-    for role, moment in rows:
-        cells = [
-            left_out(fault, role, moment) or ("✓¹" if (fault, role, moment) == MAY_BE_LATE else "✓") for fault in FAULTS
-        ]
-        lines.append(f"| {role}, {moment} | " + " | ".join(cells) + " |")
-    lines.append("")
-    without = {place: left_out(FAULTS[0], *place) for place in places if place not in rows}
-    for letter, reason in LEGEND.items():
-        named = "; ".join(f"{role}, {moment}" for (role, moment), found in without.items() if found == letter)
-        lines.append(f"- {letter}: {reason}" + (f" (no row for {named})" if named else ""))
-    return "\n".join(lines)
-
-
 def test_every_reason_is_used() -> None:
     assert {left_out(*cell) for cell in itertools.product(FAULTS, ROLES, MOMENTS)} == {"", *LEGEND}
-
-
-def test_the_table_in_the_documents_is_this_one() -> None:
-    page = Path(__file__).parents[2] / "docs" / "operate" / "reliability.md"
-    assert table() in page.read_text(), f"put this into {page.name}:\n{table()}"

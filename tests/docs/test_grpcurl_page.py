@@ -1,4 +1,4 @@
-"""Every command of docs/operate/grpcurl.md is run as it stands there, and prints what the page says."""
+"""Every command about a peer in docs/operate/grpcurl.md is run as it stands there, and prints what the page says."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ import pytest
 from tests.support.pages import Block, blocks_of
 from tests.support.processes import DEADLINE, averaging_process
 
-PAGE = (Path(__file__).parents[2] / "docs" / "operate" / "grpcurl.md").read_text()
+PAGE, _, SYNCHRONIZER = (
+    (Path(__file__).parents[2] / "docs" / "operate" / "grpcurl.md").read_text().partition("\n## A synchronizer\n")
+)
 ADDRESS = "127.0.0.1:4222"
 """Of the peer on the page; the tests' own takes a free port."""
 

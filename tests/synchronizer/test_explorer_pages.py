@@ -1,4 +1,4 @@
-"""docs/how-to/explorers.md and docs/operate/grpcurl-explorers.md: run as written, and print what the pages say."""
+"""docs/how-to/explorers.md, and docs/operate/grpcurl.md about a synchronizer: run as written, print what they say."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from pathlib import Path
 import pytest
 
 from averaging.rl.synchronizer import RemoteSynchronizer, Synchronizer
-from tests.docs.test_grpcurl_page import ADDRESS, PROGRAMS, agrees, cases_of
+from tests.docs.test_grpcurl_page import ADDRESS, PROGRAMS, SYNCHRONIZER, agrees, cases_of
 from tests.support.pages import ROOT, blocks_of, run_page
 from tests.support.ports import free_address
 from tests.support.processes import DEADLINE
 
 PAGE = (ROOT / "docs" / "how-to" / "explorers.md").read_text()
-GRPCURL = (ROOT / "docs" / "operate" / "grpcurl-explorers.md").read_text()
-
-SERVE, *CASES = cases_of(blocks_of(GRPCURL))
+SERVE, *CASES = cases_of(blocks_of(SYNCHRONIZER))
 
 
 def test_the_scripts_run_and_print_what_the_page_says(tmp_path: Path) -> None:
@@ -39,7 +37,7 @@ def test_the_page_names_all_methods_of_both_classes() -> None:
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The page's synchronizer, at a free port."""
     folder = tmp_path_factory.mktemp("page")
-    [script] = [block for block in blocks_of(GRPCURL) if block.language == "python"]
+    [script] = [block for block in blocks_of(SYNCHRONIZER) if block.language == "python"]
     endpoint = free_address()
     (folder / script.title).write_text(script.text.replace(ADDRESS, endpoint))
     assert SERVE[0] == f"python {script.title}"
