@@ -21,6 +21,7 @@ STAGE = ROOT / "build" / "docs"
 SITE = ROOT / "build" / "site"
 
 FROM_ROOT = {
+    "README.md": "index.md",
     "CHANGELOG.md": "reference/changelog.md",
     "CONTRIBUTING.md": "design/contributing.md",
     "SECURITY.md": "operate/security.md",
