@@ -78,10 +78,9 @@ def options_page() -> str:
             sections.setdefault(declared.section, []).append(name)
     page = [INTRODUCTION]
     for title, names in sections.items():
-        page.append(f"## {title}\n\n| option | value | default |\n|---|---|---|")
-        page += [f"| [`{name}`](#{name}) | {value(name)} | {default(name)} |" for name in names]
+        page.append(f"## {title}\n\n| option | value | default | meaning |\n|---|---|---|---|")
+        page += [f"| `{name}` | {value(name)} | {default(name)} | {meaning(name)} |" for name in names]
         page.append("")
-        page += [f"### {name}\n\n{meaning(name)}\n" for name in names]
     return "\n".join(page)
 
 
@@ -114,8 +113,19 @@ def default(name: str) -> str:
 
 def cli_page() -> str:
     """The page with the `--help` of each command."""
-    helps = [f"## {context.command_path}\n\n```text\n{context.get_help()}\n```\n" for context in contexts()]
+    helps = [f"## {context.command_path}\n\n{help_of(context)}\n" for context in contexts()]
     return "\n".join(["# Command line\n", "This page is written by `make reference`; do not edit it.\n", *helps])
+
+
+def help_of(context: click.Context) -> str:
+    """The `--help` of a command without the options of a peer, which have a page of their own."""
+    text = context.get_help()
+    parts = re.split(r"^(?=\S.*:$)", text, flags=re.MULTILINE)
+    titles = {declared.section for declared in OPTIONS.values()}
+    own = "".join(part for part in parts if part.partition(":\n")[0] not in titles).rstrip()
+    options = "It takes the [options of a peer](options.md) too: `group_size` is `--group-size`.\n\n"
+    more = "" if own == text.rstrip() else options
+    return f"{more}```text\n{own}\n```\n"
 
 
 def contexts() -> Iterator[click.Context]:

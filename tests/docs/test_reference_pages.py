@@ -23,8 +23,14 @@ def test_options_and_commands_are_those_of_the_code() -> None:
         assert written.split() == page.split(), f"docs/reference/{name} is old: make reference"
 
 
+def test_the_options_of_a_peer_are_on_their_own_page_only() -> None:
+    page = reference.cli_page()
+    assert "--rounds K" in page
+    assert "--min-group-size N" not in page
+
+
 def test_the_basic_options_come_first_and_none_is_missing() -> None:
-    names = re.findall(r"^### (\w+)$", reference.options_page(), re.MULTILINE)
+    names = re.findall(r"^\| `(\w+)` \|", reference.options_page(), re.MULTILINE)
     assert names[:3] == ["run_id", "join", "listen"]
     assert set(names) == option_names() - {"in_place"} | {"run_id"}
     assert len(names) == len(set(names))
