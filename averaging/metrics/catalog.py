@@ -1,16 +1,25 @@
-"""The declared metrics: names, types, labels and meanings, from which docs/reference/metrics.md is written too. Pure.
+"""The declared metrics, from which docs/reference/metrics.md is written too, and their values for prometheus_client.
 
 All begin with `averaging_`, use base units (seconds, bytes), and end in `_total` if they only grow. No label has the
 address of a peer, since a run may see thousands of them. A new metric is declared here, or in the room that measures
-it, and sampled where a component is observed.
+it. A component returns its values when it is asked, see `Samples`: so counting costs a round nothing but an addition,
+and shares no lock between the thread that trains, the event loop, and the threads that answer Prometheus.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
+from typing import TYPE_CHECKING, TypeAlias
 
 from averaging.receipts import UNKNOWN_LANE, DropCode, Outcome
+from averaging.security import Credentials
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric as Family
 
 PREFIX = "averaging_"
 
@@ -126,3 +135,67 @@ PEER_METRICS = (
     gauge("last_average_timestamp_seconds", "When the last round that averaged ended, in seconds since the epoch."),
 )
 """Of a peer, and of the averager that it belongs to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """What a histogram has counted.
+
+    Attributes:
+        counts: observations by bucket: those up to each of `BUCKETS` and above the one before, and the larger ones.
+        sum: sum of all observations.
+    """
+
+    counts: tuple[int, ...] = (0,) * (len(BUCKETS) + 1)
+    sum: float = 0.0
+
+    def plus(self, value: float) -> Distribution:
+        """The distribution with one more observation."""
+        place = bisect_left(BUCKETS, value)
+        counts = (count + (number == place) for number, count in enumerate(self.counts))
+        return Distribution(tuple(counts), self.sum + value)
+
+
+Value: TypeAlias = "float | Distribution"
+
+Samples: TypeAlias = "Mapping[str, Value | Mapping[tuple[str, ...], Value]]"
+"""Values by the full name of the metric; those of a metric with labels by the labels' values. Unknown ones are left
+out."""
+
+
+def certificate_samples(credentials: Credentials) -> Samples:
+    """The samples of `CERTIFICATE_METRICS`."""
+    tls = credentials.tls
+    return {} if tls is None else {"averaging_certificate_expiry_timestamp_seconds": tls.expires}
+
+
+def families(metrics: Sequence[Metric], samples: Samples) -> Iterator[Family]:
+    """The metrics that have a value, in the form of prometheus_client."""
+    for metric in metrics:
+        value = samples.get(metric.name)
+        if value is None and not metric.known:
+            continue
+        nothing: Value = Distribution() if metric.kind is MetricKind.HISTOGRAM else 0.0
+        values = dict.fromkeys(metric.known, nothing)
+        if isinstance(value, Mapping):
+            values |= value
+        elif value is not None:
+            values[()] = value
+        yield _family(metric, values)
+
+
+def _family(metric: Metric, values: Mapping[tuple[str, ...], Value]) -> Family:
+    from prometheus_client.core import Metric as Family
+
+    family = Family(metric.name.removesuffix("_total"), metric.help, metric.kind)
+    for key, value in values.items():
+        labels = dict(zip(metric.labels, key, strict=True))
+        if isinstance(value, Distribution):
+            counts = list(accumulate(value.counts))
+            for bound, count in zip([*map(str, BUCKETS), "+Inf"], counts, strict=True):
+                family.add_sample(f"{metric.name}_bucket", {**labels, "le": bound}, count)
+            family.add_sample(f"{metric.name}_count", labels, counts[-1])
+            family.add_sample(f"{metric.name}_sum", labels, value.sum)
+        else:
+            family.add_sample(metric.name, labels, value)
+    return family

@@ -53,14 +53,12 @@ class LagRecord:
         self._recent: deque[tuple[float, float]] = deque()  # (time, lag) of the answers in the window
         self._logged = False
 
-    @property
-    def is_asked(self) -> bool:
-        """Whether the loop has not answered yet."""
-        return self._asked is not None
-
-    def ask(self, now: float) -> None:
-        """A callback has been sent to the loop."""
+    def ask(self, now: float) -> bool:
+        """Whether a callback is to be sent to the loop: it has answered the one before."""
+        if self._asked is not None:
+            return False
         self._asked, self._excused = now, 0.0
+        return True
 
     def answer(self, now: float) -> float | None:
         """The callback runs. Returns how long the loop stood still, if that was logged when it began."""
@@ -104,11 +102,7 @@ class LagRecord:
 
 
 class WatchedLoop:
-    """An event loop under watch, see `watch_loop`. Any thread may read it.
-
-    Attributes:
-        name: what runs in it, for the log.
-    """
+    """An event loop under watch, see `watch_loop`. Any thread may read it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, name: str) -> None:
         self.name = name
@@ -118,12 +112,10 @@ class WatchedLoop:
 
     @property
     def lag(self) -> float:
-        """Seconds for which the loop has not answered; 0 if it has."""
         return self._record.lag(time.monotonic())
 
     @property
     def longest_lag(self) -> float:
-        """The longest lag of the last 30 s."""
         with self._lock:
             return self._record.longest(time.monotonic())
 
@@ -138,9 +130,7 @@ class WatchedLoop:
             if excused:
                 self._record.excuse(excused, now)
             begins = self._record.begins_to_stall(now)
-            asks = not self._record.is_asked
-            if asks:
-                self._record.ask(now)
+            asks = self._record.ask(now)
         if begins:
             where = place_of(sys._current_frames().get(self._thread))
             logger.warning(
@@ -180,7 +170,6 @@ class Watchdog:
         self._changed = threading.Event()
 
     def add(self, loop: WatchedLoop) -> None:
-        """Begins to watch a loop."""
         with self._lock:
             self._loops[loop] = None
             if self._thread is None:
@@ -248,7 +237,6 @@ _LIBRARY, _PACKAGES = str(Path(threading.__file__).parent), "site-packages"
 
 
 def _is_library(frame: FrameType) -> bool:
-    """Whether a frame is of Python's own library."""
     file = frame.f_code.co_filename
     return file.startswith(("<frozen", _LIBRARY)) and _PACKAGES not in file
 

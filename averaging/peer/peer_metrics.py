@@ -9,8 +9,8 @@ from averaging.config import PeerConfig
 from averaging.metrics import (
     CERTIFICATE_METRICS,
     PEER_METRICS,
+    Distribution,
     MetricsListener,
-    PhaseDurations,
     RoundTracer,
     Samples,
     certificate_samples,
@@ -42,7 +42,7 @@ class PeerMetrics:
     ) -> None:
         self.service: PeerService | None = None
         self._certificate, self._not_ready, self._clock = certificate_samples(credentials), not_ready, clock
-        self._phases = PhaseDurations()
+        self._durations: dict[tuple[str, ...], Distribution] = {}  # of phases of rounds, by name
         self._last_average: float | None = None
         self.tracer = RoundTracer() if config.traces else None
         metrics = (*PEER_METRICS, *CERTIFICATE_METRICS)
@@ -51,7 +51,8 @@ class PeerMetrics:
 
     def note(self, receipt: Receipt) -> None:
         """Counts a round that has ended."""
-        self._phases.observe(receipt.phases)
+        for phase, seconds in receipt.phases.items():
+            self._durations[(phase,)] = self._durations.get((phase,), Distribution()).plus(seconds)
         if self.tracer is not None:
             self.tracer.note(receipt)
         if receipt.averaged:
@@ -77,7 +78,7 @@ class PeerMetrics:
             "averaging_peers": status.known_peers,
             "averaging_clock_offset_seconds": None if discovery is None else discovery.diagnose().clock_ahead,
         }
-        durations: Samples = {"averaging_round_duration_seconds": self._phases.samples()}
+        durations: Samples = {"averaging_round_duration_seconds": dict(self._durations)}
         return {**known(samples), **self._certificate, **of_totals(self.service.book.totals), **durations}
 
 
