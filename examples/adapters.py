@@ -31,8 +31,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--sync-every", type=positive, default=20, help="local steps between two rounds (20)")
     parser.add_argument("--own-rank", type=positive, default=4, help="rank of this peer's adapter (4)")
     parser.add_argument("--rank", type=positive, default=8, help="to which adapters are padded, alike at all peers (8)")
-    rests = ("correction", "base")
-    parser.add_argument("--rest", choices=rests, default=rests[0], help="alike at all peers (correction)")
     parser.add_argument("--base-seed", type=int, default=0, help="makes the base, alike at all peers (0)")
     parser.add_argument(
         "--text", type=int, choices=range(len(TEXTS)), default=0, help="which text this peer learns (0)"
@@ -65,7 +63,7 @@ def tune(options: argparse.Namespace) -> None:
         base_of(options.base_seed),
         LoraConfig(r=options.own_rank, lora_alpha=16, target_modules=targets, modules_to_save=["lm_head"]),
     )
-    strategy = LoRAAveraging(model, options.sync_every, rest=options.rest, rank=options.rank)
+    strategy = LoRAAveraging(model, options.sync_every, rank=options.rank)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
     characters = torch.tensor([ord(character) for character in TEXTS[options.text] * CONTEXT])
     with DecentralizedAverager(
@@ -105,10 +103,9 @@ def report(receipt: Receipt) -> None:
 
 
 def write(strategy: Any, options: argparse.Namespace) -> None:
-    """Writes the adapter, if it fits a base that others have, and the merged model."""
-    if options.rest == "correction":
-        strategy.save_adapter(options.output / "adapter")
-        print(f"Wrote {options.output / 'adapter'}: PeftModel.from_pretrained(base, ...) loads it", flush=True)
+    """Writes the adapter and the merged model."""
+    strategy.save_adapter(options.output / "adapter")
+    print(f"Wrote {options.output / 'adapter'}: PeftModel.from_pretrained(base, ...) loads it", flush=True)
     strategy.merge().save_pretrained(options.output / "merged")
     print(f"Wrote {options.output / 'merged'}: LlamaForCausalLM.from_pretrained(...) loads it", flush=True)
 

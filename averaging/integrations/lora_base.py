@@ -15,7 +15,7 @@ REMEDY = "load the same base model, in the same dtype and with the same quantisa
 
 
 def describe_base(
-    model: torch.nn.Module, trained: Iterable[torch.Tensor], layers: Iterable[AdaptedLayer], rest: str
+    model: torch.nn.Module, trained: Iterable[torch.Tensor], layers: Iterable[AdaptedLayer]
 ) -> dict[str, Any]:
     """Describes the frozen tensors and the adapter of a peer for the others; it can be packed.
 
@@ -23,7 +23,6 @@ def describe_base(
         model: the peft model.
         trained: the parameters that are not frozen.
         layers: the adapted layers.
-        rest: where the rest of the products is kept.
     """
     ids = {id(parameter) for parameter in trained}
     tensors = []
@@ -33,7 +32,6 @@ def describe_base(
             shown = f"{str(parameter.dtype).removeprefix('torch.')} {list(parameter.shape)}{kind}"
             tensors.append([plain_name(name), shown, digest_of({"": parameter})])
     return {
-        "rest": rest,
         "tensors": tensors,
         "layers": [[layer.name, layer.rank, layer.scaling] for layer in layers],
     }
@@ -47,9 +45,6 @@ def check_base(own: Mapping[str, Any], theirs: object) -> None:
     """
     if not isinstance(theirs, dict) or not _is_well_formed(theirs):
         raise StateError("it does not say which base its adapter belongs to")
-    if theirs["rest"] != own["rest"]:
-        there = printable(theirs["rest"])[:20]
-        raise StateError(f"it has rest={there!r}, this peer rest={own['rest']!r}; use the same at all peers")
     ours_by_name = {name: (kind, digest) for name, kind, digest in own["tensors"]}
     theirs_by_name = {name: (kind, digest) for name, kind, digest in theirs["tensors"]}
     if missing := sorted(ours_by_name.keys() ^ theirs_by_name.keys()):
@@ -94,7 +89,7 @@ def _check_layers(own: list[list[Any]], theirs: list[list[Any]]) -> None:
 
 def _is_well_formed(theirs: Mapping[str, Any]) -> bool:
     tensors, layers = theirs.get("tensors"), theirs.get("layers")
-    if not (isinstance(theirs.get("rest"), str) and isinstance(tensors, list) and isinstance(layers, list)):
+    if not (isinstance(tensors, list) and isinstance(layers, list)):
         return False
     texts = all(isinstance(row, list) and len(row) == 3 and all(isinstance(x, str) for x in row) for row in tensors)
     return texts and all(

@@ -1,16 +1,14 @@
-"""The LoRA layers of a peft model: which can be averaged exactly, and where the rest of the products is kept."""
+"""The LoRA layers of a peft model: which can be averaged exactly, and what is kept beside their bases."""
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
-from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from averaging.common import listed
@@ -161,100 +159,15 @@ def pad_ranks(model: PeftModel, layers: Iterable[AdaptedLayer], rank: int) -> No
     config.r, config.rank_pattern = rank, {}
 
 
-# Where the rest of the products is kept. One object for each layer.
+class Correction:
+    """What the mean of a layer's products has more than the product of the mean factors, equal at all peers.
 
-
-class RestKeeper(ABC):
-    """Keeps what the mean of the products has more than the product of the mean factors, for one layer."""
+    It is kept beside the frozen matrix, as dense + left @ right in float32, and added to the layer's output. The rank
+    grows with every round. Once the two factors are as large as the matrix, they become one.
+    """
 
     def __init__(self, layer: AdaptedLayer) -> None:
         self.layer = layer
-
-    @abstractmethod
-    def add(self, rest: Rest) -> None:
-        """Adds the rest of a round, with the same bytes at all peers."""
-
-    @abstractmethod
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """What newcomers and checkpoints need, by name."""
-
-    @abstractmethod
-    def read(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors of this layer among those of a state.
-
-        Raises:
-            StateError: they do not fit.
-        """
-
-    @abstractmethod
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Takes over what `read` returned."""
-
-    @property
-    @abstractmethod
-    def state_bytes(self) -> int:
-        """The most bytes that `tensors` ever has."""
-
-
-class RestInBase(RestKeeper):
-    """Adds the rest to the frozen matrix itself, which newcomers get.
-
-    Raises:
-        ConfigError: the matrix is quantised, or too coarse for the rest.
-    """
-
-    def __init__(self, layer: AdaptedLayer) -> None:
-        super().__init__(layer)
-        weight = layer.module.get_base_layer().weight
-        if type(layer.module) is not LoraLinear or type(weight) not in (torch.nn.Parameter, torch.Tensor):
-            raise ConfigError(
-                f"the base of layer {layer.name!r} is quantised ({type(layer.module).__name__}, "
-                f"{type(weight).__name__}), so nothing can be added to it; use rest='correction'"
-            )
-        if weight.dtype not in (torch.float32, torch.float64):
-            raise ConfigError(
-                f"the base of layer {layer.name!r} is {weight.dtype}: the rest is smaller than its rounding and would "
-                "be lost; use rest='correction', or load the base in float32"
-            )
-
-    def add(self, rest: Rest) -> None:
-        """Adds the rest to the matrix."""
-        base = self.layer.base
-        total = torch.zeros(base.shape, dtype=base.dtype, device=base.device)
-        if rest.dense is not None:
-            total += rest.dense.to(total)
-        add_product(total, rest.left.to(total), rest.right.to(total))
-        base += total
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {f"base/{self.layer.name}": self.layer.module.get_base_layer().weight.detach()}
-
-    def read(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The matrix."""
-        ((name, own),) = self.tensors().items()
-        given = tensors.get(name)
-        if given is None or given.shape != own.shape or given.dtype != own.dtype:
-            there = "missing" if given is None else f"{given.dtype} {list(given.shape)}"
-            raise StateError(f"{name!r} is {there} in the state, but {own.dtype} {list(own.shape)} at this peer")
-        return {name: given}
-
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        ((name, own),) = self.tensors().items()
-        own.copy_(tensors[name])
-
-    @property
-    def state_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
-
-
-class Correction(RestKeeper):
-    """Keeps the rest beside the frozen matrix, and adds it to the layer's output: dense + left @ right, float32.
-
-    The rank grows with every round. Once the two factors are as large as the matrix, they become one.
-    """
-
-    def __init__(self, layer: AdaptedLayer) -> None:
-        super().__init__(layer)
         shape, device = layer.shape, layer.b.device
         self.left = torch.zeros(shape.out, 0, device=device)
         self.right = torch.zeros(0, shape.into, device=device)
@@ -336,4 +249,5 @@ class Correction(RestKeeper):
 
     @property
     def state_bytes(self) -> int:
+        """The most bytes that `tensors` ever has."""
         return 4 * self.layer.shape.out * self.layer.shape.into

@@ -20,13 +20,12 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from enum import Enum
 from typing import Any
 
 import torch
 from peft import PeftModel
 
-from averaging.common import one_of, pack
+from averaging.common import pack
 from averaging.errors import ConfigError, RoundError
 from averaging.integrations.lora_base import REMEDY, check_base, describe_base
 from averaging.integrations.lora_export import MergedView, merge, save_adapter, warn_before_saving
@@ -41,8 +40,6 @@ from averaging.integrations.lora_factors import (
 from averaging.integrations.lora_layers import (
     AdaptedLayer,
     Correction,
-    RestInBase,
-    RestKeeper,
     adapted_layers,
     pad_ranks,
 )
@@ -56,32 +53,23 @@ from averaging.training import BackgroundDownload, StrategyContext, count_in, fu
 logger = logging.getLogger("averaging.training")
 
 
-class RestPlace(Enum):
-    """Where a peer keeps what the mean of the products has more than the product of the mean factors."""
-
-    CORRECTION = "correction"
-    """Beside the frozen base."""
-    BASE = "base"
-    """In the base."""
-
-
 class AdapterRound:
     """What the peers average in one round, and how its result is applied.
 
     Args:
         layers: the adapted layers.
-        keepers: where the rest of each is kept.
+        corrections: what is kept of each beside the base.
         training: has the other trained parameters and the buffers.
         slots: members of a group for which there is room.
     """
 
     def __init__(
-        self, layers: Sequence[AdaptedLayer], keepers: Sequence[RestKeeper], training: StrategyContext, slots: int
+        self, layers: Sequence[AdaptedLayer], corrections: Sequence[Correction], training: StrategyContext, slots: int
     ) -> None:
         whole = [layer.shape.sends_product(slots) for layer in layers]
-        kept = list(zip(layers, keepers, whole, strict=True))
-        self._by_factors = [(layer, keeper) for layer, keeper, sends_product in kept if not sends_product]
-        self._by_product = [(layer, keeper) for layer, keeper, sends_product in kept if sends_product]
+        kept = list(zip(layers, corrections, whole, strict=True))
+        self._by_factors = [(layer, correction) for layer, correction, sends_product in kept if not sends_product]
+        self._by_product = [(layer, correction) for layer, correction, sends_product in kept if sends_product]
         self._shapes = [layer.shape for layer, _ in self._by_factors]
         part_elements = training.peer.config.part_size_bytes // 4
         self._slots = FactorSlots(sum(shape.factors for shape in self._shapes), slots, part_elements)
@@ -122,15 +110,15 @@ class AdapterRound:
             return False
         shares = [share for share, _ in read]
         of_members = [unpacked(values, self._shapes) for _, values in read]
-        for number, (layer, keeper) in enumerate(self._by_factors):
+        for number, (layer, correction) in enumerate(self._by_factors):
             factors = [of_member[number] for of_member in of_members]
             layer.a.copy_(mean_of(shares, [a for a, _ in factors]))
             layer.b.copy_(mean_of(shares, [b for _, b in factors]))
-            keeper.add(rest_of_factors(shares, factors, (layer.a, layer.b), layer.scaling))
+            correction.add(rest_of_factors(shares, factors, (layer.a, layer.b), layer.scaling))
         for tensor, copied in self._plain.values():
             tensor.copy_(copied)
-        for layer, keeper in self._by_product:
-            keeper.add(rest_of_product(self._products[layer.name], (layer.a, layer.b), layer.scaling))
+        for layer, correction in self._by_product:
+            correction.add(rest_of_product(self._products[layer.name], (layer.a, layer.b), layer.scaling))
         return True
 
 
@@ -155,9 +143,6 @@ class LoRAAveraging(LockstepStrategy):
         model: the peft model, with one active LoRA adapter of linear layers. DoRA and other kinds that are not linear
             in B·A are refused.
         sync_every: local steps between two rounds.
-        rest: where the rest of the products is kept, the same at all peers. "correction" keeps it beside the base,
-            float32, and adds it to the output of each layer. "base" adds it to this peer's base weights, which must be
-            float32 for that, and which newcomers download then.
         rank: the rank to which adapters are padded, if peers have different ones: the highest of all. A peer trains its
             own rows of A and columns of B only, and holds the others as the rounds make them. None does not pad.
         max_norm: limit for the gradients of each local step, see `Strategy`.
@@ -176,25 +161,21 @@ class LoRAAveraging(LockstepStrategy):
         model: PeftModel,
         sync_every: int,
         *,
-        rest: RestPlace | str = RestPlace.CORRECTION,
         rank: int | None = None,
         max_norm: float | None = None,
     ) -> None:
         super().__init__(max_norm=max_norm)
         self._schedule: AveragingSchedule = AveragingSchedule(sync_every)
-        self.rest = one_of(RestPlace, rest, "rest")
         self._model, self._layers = model, adapted_layers(model)
-        kind = RestInBase if self.rest is RestPlace.BASE else Correction
         self._padded = False
         if rank is not None:
             pad_ranks(model, self._layers, rank)
             self._padded = any(layer.trained_rank < rank for layer in self._layers)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._description = describe_base(model, trained, self._layers, self.rest.value)
+        self._description = describe_base(model, trained, self._layers)
         self._digest = hashlib.sha256(pack(self._description)).hexdigest()[:16]
-        self._keepers: list[RestKeeper] = [kind(layer) for layer in self._layers]
-        if self.rest is RestPlace.CORRECTION:
-            warn_before_saving(model, self._keepers)
+        self._corrections = [Correction(layer) for layer in self._layers]
+        warn_before_saving(model, self._corrections)
         self._round: AdapterRound  # both are made by `start`
         self._topic: Topic
         self._anchors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -202,7 +183,7 @@ class LoRAAveraging(LockstepStrategy):
         self._discarded = False  # whether another peer's result may include the local steps since the last global step
 
     def __repr__(self) -> str:
-        return f"LoRAAveraging(sync_every={self.sync_every}, rest={self.rest.value!r}{self._options()})"
+        return f"LoRAAveraging(sync_every={self.sync_every}{self._options()})"
 
     @property
     def sync_every(self) -> int:
@@ -218,11 +199,8 @@ class LoRAAveraging(LockstepStrategy):
         """Writes the adapter with its correction as a folder that `PeftModel.from_pretrained` loads on the same base.
 
         The correction is part of its factors, so that its ranks are higher. Call it between two steps, or at the end.
-
-        Raises:
-            ConfigError: the rest is in the base, so that the adapter fits no other base; use `merge`.
         """
-        save_adapter(self._model, self._keepers, folder)
+        save_adapter(self._model, self._corrections, folder)
 
     def merge(self) -> Any:
         """Adds adapter and correction to the base, and returns the base model without peft, to call `save_pretrained`.
@@ -232,7 +210,7 @@ class LoRAAveraging(LockstepStrategy):
         Raises:
             ConfigError: a base weight is quantised; nothing was changed.
         """
-        return merge(self._model, self._keepers)
+        return merge(self._model, self._corrections)
 
     def merged_view(self) -> torch.nn.Module:
         """Stands for the merged model in `WeightPublisher(strategy.merged_view())`; training goes on as before.
@@ -243,7 +221,7 @@ class LoRAAveraging(LockstepStrategy):
         Raises:
             ConfigError: a base weight is quantised.
         """
-        return MergedView(self._model, self._keepers)
+        return MergedView(self._model, self._corrections)
 
     def start(self, training: StrategyContext) -> None:
         """Checks what the optimizer trains, and creates the topic.
@@ -253,13 +231,13 @@ class LoRAAveraging(LockstepStrategy):
         """
         self._check(training)
         config = training.peer.config
-        self._round = AdapterRound(self._layers, self._keepers, training, config.group_size)
+        self._round = AdapterRound(self._layers, self._corrections, training, config.group_size)
         self._topic = training.topic(
             f"adapters of {config.group_size}", self._round.tensors, adopt=Adopt.WHOLE, compression=CompressionType.NONE
         )
         self._anchors = {name: (tensor, _copy_of(tensor)) for name, tensor in training.parameters.items()}
         training.parts.of_strategy = self._kept
-        training.peer.further_state_bytes = sum(keeper.state_bytes for keeper in self._keepers)
+        training.peer.further_state_bytes = sum(correction.state_bytes for correction in self._corrections)
 
     def _check(self, training: StrategyContext) -> None:
         if training.model is None or all(module is not self._model for module in training.model.model.modules()):
@@ -420,7 +398,7 @@ class LoRAAveraging(LockstepStrategy):
     # The state
 
     def _kept(self) -> dict[str, torch.Tensor]:
-        return {name: tensor for keeper in self._keepers for name, tensor in keeper.tensors().items()}
+        return {name: tensor for correction in self._corrections for name, tensor in correction.tensors().items()}
 
     def state(self) -> ExtraState:
         """The adapter after the last round, the rest of the products, and what the peers must have alike."""
@@ -437,10 +415,10 @@ class LoRAAveraging(LockstepStrategy):
         self.check(user)
         since = count_in(user, "since")
         anchors = {name: take_tensor(tensors, f"anchor/{name}", own) for name, (_, own) in self._anchors.items()}
-        kept = [keeper.read(tensors) for keeper in self._keepers]
+        kept = [correction.read(tensors) for correction in self._corrections]
         with torch.no_grad():
             for name, anchor in anchors.items():
                 self._anchors[name][1].copy_(anchor)
-            for keeper, of_layer in zip(self._keepers, kept, strict=True):
-                keeper.load(of_layer)
+            for correction, of_layer in zip(self._corrections, kept, strict=True):
+                correction.load(of_layer)
         self._schedule.steps, self._loaded, self._discarded = since, True, False

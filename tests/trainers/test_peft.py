@@ -20,7 +20,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from averaging import ConfigError, DecentralizedAverager, LocalSGD, StateError, WeightPublisher
 from averaging.integrations.lora_base import check_base
-from averaging.integrations.lora_layers import Correction
 from averaging.integrations.peft import LoRAAveraging
 from averaging.integrations.transformers import AveragingCallback
 from examples import adapters
@@ -55,10 +54,10 @@ class Peers(Run):
         self.strategies: list[LoRAAveraging] = []
         self.before: dict[int, dict[str, torch.Tensor]] = {}
 
-    def tune(self, model: PeftModel | None = None, rest: str = "correction", **options: Any) -> DecentralizedAverager:
+    def tune(self, model: PeftModel | None = None, **options: Any) -> DecentralizedAverager:
         model = adapted() if model is None else model
         number, every = len(self.models), options.pop("sync_every", 3)
-        strategy = LoRAAveraging(model, every, rest=rest, rank=options.pop("rank", None))
+        strategy = LoRAAveraging(model, every, rank=options.pop("rank", None))
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         defaults: dict[str, Any] = {"run_id": "tune", "group_size": 3, "group_wait": 30.0}
         defaults["join"] = [self.averagers[0].endpoint] if self.averagers else []
@@ -90,13 +89,12 @@ class Peers(Run):
 def matrices(strategy: LoRAAveraging) -> dict[str, torch.Tensor]:
     """The matrix that each adapted layer multiplies with, in float64, and the other trained parameters."""
     found = {}
-    for keeper in strategy._keepers:
-        layer = keeper.layer
+    for correction in strategy._corrections:
+        layer = correction.layer
         found[layer.name] = layer.base.double() + layer.scaling * (
             layer.b.detach().double() @ layer.a.detach().double()
         )
-        if isinstance(keeper, Correction):
-            found[layer.name] = found[layer.name] + keeper.matrix().double()
+        found[layer.name] = found[layer.name] + correction.matrix().double()
     for name, parameter in strategy._model.named_parameters():
         if parameter.requires_grad and "lora_" not in name:
             found[name] = parameter.detach().double().clone()
@@ -126,12 +124,11 @@ def peers() -> Iterator[Peers]:
     peers.close()
 
 
-@pytest.mark.parametrize("rest", ["correction", "base"])
 @pytest.mark.parametrize("group_size", [3, 40])  # the larger one sends products
-def test_each_round_gives_the_weighted_mean_of_the_models(peers: Peers, rest: str, group_size: int) -> None:
+def test_each_round_gives_the_weighted_mean_of_the_models(peers: Peers, group_size: int) -> None:
     weights = [1.0, 2.0, 3.5]
     for weight in weights:
-        peers.tune(rest=rest, weight=weight, group_size=group_size)
+        peers.tune(weight=weight, group_size=group_size)
     kinds, start = peers.strategies[0]._round.tensors, matrices(peers.strategies[0])
     assert any(name.startswith("product/") for name in kinds) == (group_size == 40)
     peers.meet()
@@ -140,10 +137,10 @@ def test_each_round_gives_the_weighted_mean_of_the_models(peers: Peers, rest: st
         receipts = [opt.last_receipt for opt in peers.averagers]
         assert all(receipt is not None and receipt.averaged and len(receipt.members) == 3 for receipt in receipts)
         assert_mean(peers, weights)
-        some = peers.strategies[0]._keepers[0]
+        some = peers.strategies[0]._corrections[0]
         rest_of_some = matrices(peers.strategies[0])[some.layer.name] - start[some.layer.name] - some.layer.product()
         assert rest_of_some.abs().max() > 1e-6  # or the means of the factors alone would do
-    newcomer = peers.tune(rest=rest, group_size=group_size)
+    newcomer = peers.tune(group_size=group_size)
     assert (newcomer.global_step, newcomer.local_step) == (3, 9)
     assert torch.equal(logits_of(peers.models[3]), logits_of(peers.models[0]))
     moments = [opt.state[opt.param_groups[0]["params"][0]]["exp_avg"] for opt in peers.averagers]
@@ -283,10 +280,9 @@ def test_a_peer_that_missed_a_round_takes_over_the_others_and_keeps_its_steps(pe
     assert all(torch.equal(tensor, other._kept()[name]) for name, tensor in late._kept().items())
 
 
-@pytest.mark.parametrize("rest", ["correction", "base"])
-def test_a_checkpoint_holds_the_rest(peers: Peers, rest: str, tmp_path: Path) -> None:
+def test_a_checkpoint_holds_the_rest(peers: Peers, tmp_path: Path) -> None:
     for _ in range(2):
-        peers.tune(rest=rest)
+        peers.tune()
     peers.meet()
     peers.round()
     torch.save(
@@ -296,12 +292,12 @@ def test_a_checkpoint_holds_the_rest(peers: Peers, rest: str, tmp_path: Path) ->
     saved = torch.load(tmp_path / "state.pt", weights_only=True)
     again = Peers()
     try:
-        opt = again.tune(rest=rest, run_id="another")
+        opt = again.tune(run_id="another")
         again.models[0].load_state_dict(saved["model"])
         opt.load_state_dict(saved["averager"])
         assert opt.global_step == 1
         assert torch.equal(logits_of(again.models[0]), logits)
-        newcomer = again.tune(rest=rest, run_id="another")
+        newcomer = again.tune(run_id="another")
         assert newcomer.global_step == 1
         assert torch.equal(logits_of(again.models[1]), logits)
     finally:
@@ -321,7 +317,7 @@ def test_the_adapter_is_written_with_its_correction_and_merges(
     torch.testing.assert_close(logits_of(plain), logits)
     for seed in range(3):
         peers.round(seed)
-    assert any(isinstance(k, Correction) and k.dense is not None for k in peers.strategies[0]._keepers)
+    assert any(correction.dense is not None for correction in peers.strategies[0]._corrections)
     peers.strategies[0].save_adapter(tmp_path / "dense")
     logits = logits_of(peers.models[0])
     plain = PeftModel.from_pretrained(base_of(), tmp_path / "dense")
@@ -335,18 +331,6 @@ def test_the_adapter_is_written_with_its_correction_and_merges(
     torch.testing.assert_close(logits_of(merged), logits)
     merged.save_pretrained(tmp_path / "merged")
     torch.testing.assert_close(logits_of(LlamaForCausalLM.from_pretrained(tmp_path / "merged")), logits)
-
-
-def test_an_adapter_whose_rest_is_in_the_base_is_not_written_alone(peers: Peers, tmp_path: Path) -> None:
-    for _ in range(2):
-        peers.tune(rest="base")
-    peers.meet()
-    peers.round()
-    with pytest.raises(ConfigError, match="rest='base'.*merge"):
-        peers.strategies[0].save_adapter(tmp_path)
-    logits = logits_of(peers.models[0])
-    peers.close()
-    torch.testing.assert_close(logits_of(peers.strategies[0].merge()), logits)
 
 
 def test_the_correction_belongs_to_the_adapter(peers: Peers) -> None:
@@ -380,7 +364,6 @@ DIFFERENCES: dict[str, tuple[Callable[[], tuple[PeftModel, dict[str, Any]]], str
     "rank": (lambda: (adapted(3, lora_alpha=12), {}), r"rank 2 in layer .* this peer's 3; .*LoRAAveraging\(rank=3\)"),
     "alpha": (lambda: (adapted(2, lora_alpha=16), {}), "counts 4 times in layer .* this peer's 8 times"),
     "targets": (lambda: (adapted(2, target_modules=["v_proj"]), {}), "'model.layers.0.mlp.down_proj' is only there"),
-    "rest": (lambda: (adapted(), {"rest": "base"}), "rest='correction', this peer rest='base'"),
 }
 
 
@@ -393,7 +376,7 @@ def test_differences_are_named(what: str) -> None:
         check_base(LoRAAveraging(model, 3, **options)._description, theirs)
 
 
-@pytest.mark.parametrize("theirs", [None, {}, {"rest": "base", "tensors": [1], "layers": []}, {"rest": 1}])
+@pytest.mark.parametrize("theirs", [None, {}, {"tensors": [1], "layers": []}])
 def test_a_strange_description_is_refused(theirs: object) -> None:
     with pytest.raises(StateError, match="does not say which base"):
         check_base(LoRAAveraging(adapted(), 3)._description, theirs)
@@ -431,11 +414,9 @@ def two() -> PeftModel:
         (merged, {}, "is merged"),
         (two, {}, "'?default'?, '?other'? are active at once"),
         (base_of, {}, "must be a PeftModel"),
-        (adapted, {"rest": "nowhere"}, "rest"),
         (adapted, {"rank": 1}, "has rank 2; rank must be at least that"),
         (adapted, {"rank": 0}, "rank must be a whole number"),
         (adapted, {"sync_every": 0}, "sync_every"),
-        (lambda: adapted(2, base_of().to(torch.bfloat16)), {"rest": "base"}, "is torch.bfloat16: the rest is smaller"),
     ],
 )
 def test_what_cannot_be_exact_is_refused_by_name(
