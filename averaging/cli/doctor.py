@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import importlib
 import logging
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from averaging.cli.exits import NOT_DONE, CommandError, Stop, Stopped, failure_of, run, stopped
-from averaging.cli.options import (
-    NOT_NEGATIVE,
-    CheckedPath,
-    KindType,
-    PeerCommand,
-    output_options,
-    peer_config,
-    peer_options,
-)
-from averaging.common import number
+from averaging.cli.options import CheckedPath, PeerCommand, output_options, peer_config, peer_options
 from averaging.errors import AveragingError, ConfigError
 
 if TYPE_CHECKING:
@@ -30,11 +20,6 @@ if TYPE_CHECKING:
     from averaging.doctor import Examination, Finding
     from averaging.tensors import Schema
 
-IDLE_SECONDS = 30.0
-"""Longest time for which connections are left idle by default: longer than those on which peers rely."""
-
-MAX_IDLE_SECONDS = 590.0
-
 NO_RUN = "doctor"
 """Run id of the options if the user gives none: all other options can be checked without one."""
 
@@ -42,36 +27,19 @@ NO_RUN = "doctor"
 @click.command("doctor", cls=PeerCommand)
 @click.argument("file", type=CheckedPath(), metavar="[FILE.safetensors]", required=False)
 @click.option(
-    "--deep",
-    is_flag=True,
-    help="Measure the paths to the peers of --join too: about 30 s for each, and at most 64 MiB each way.",
-)
-@click.option(
-    "--idle",
-    type=NOT_NEGATIVE,
-    metavar="SECONDS",
-    help="With --deep: leave connections idle for up to so long, and see whether they still work; 0 leaves it out.  "
-    f"[default: {IDLE_SECONDS:g}]",
+    "--deep", is_flag=True, help="Measure the bandwidth to the peers of --join too, with at most 64 MiB each way."
 )
 @peer_options
 @click.option("--only", multiple=True, metavar="PATTERN", help="Tensors of FILE, as for `averaging peer`.")
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Tensors of FILE to leave out, as there.")
 @click.option(
-    "--parameters",
-    type=KindType(number(least=1, most=1e15, metavar="N")),
-    metavar="N",
-    help="Trained elements of the model, as 1.2e9: is there memory for it?  [default: those of FILE]",
-)
-@click.option("--dtype", metavar="[fp64|fp32|fp16|bf16]", help="Their dtype.  [default: that of FILE, or fp32]")
-@click.option(
     "--strategy",
     type=click.Choice(["diloco", "local_sgd", "gradient_averaging"]),
-    help="Strategy of the training, for its memory, and compared with that of the peers.  [default: none for a FILE, "
-    "else diloco]",
+    help="Strategy of the training, compared with that of the peers.  [default: none]",
 )
 @output_options
 def doctor_command(
-    file: Path | None, *, deep: bool, idle: float | None, as_json: bool, verbose: int, **given: Any
+    file: Path | None, *, deep: bool, strategy: str | None, as_json: bool, verbose: int, **given: Any
 ) -> None:
     r"""Checks what will not work before a run wastes time on it, and says what to do.
 
@@ -91,12 +59,8 @@ def doctor_command(
       averaging doctor a.safetensors --run-id demo --join 192.0.2.7:4222
 
     \b
-    Whether there is memory for a model and its strategy:
-      averaging doctor --parameters 1.2e9 --dtype bf16 --strategy diloco
-
-    \b
-    And how fast the way is, which packets pass, and how long an idle connection lives on it:
-      averaging doctor --config run.toml --join a.example.org:4222 --deep --idle 120
+    And how fast the way is, and whether full packets pass:
+      averaging doctor --config run.toml --join a.example.org:4222 --deep
 
     While a peer calls back, the command listens at --listen unless a peer does already. It calls the addresses of
     --join, and connects to those at which these peers want to be dialled.
@@ -109,7 +73,6 @@ def doctor_command(
     Events of --json, each with "event":
       finding    check, severity (ok, warning or failure), peer (of --join; empty for this machine), text, remedy;
                  figures, by names with their units, if something was measured
-      measuring  text; with --deep, before each measurement
       done       failures, warnings
       error      message
     """
@@ -121,25 +84,14 @@ def doctor_command(
             logging.getLogger("averaging").setLevel(logging.ERROR)
         config, run_known = read_options(given)
         _import()
-        _check_deep(config, idle, deep=deep)
-        examination = _examination(file, config, given, run_known=run_known)
-        _run(replace(examination, deep=deep, idle=IDLE_SECONDS if idle is None else idle), report)
+        if deep and not config.join:
+            raise click.UsageError("--deep measures the paths to other peers; give --join HOST:PORT as well.")
+        if file is None and (given["only"] or given["exclude"]):
+            raise click.UsageError("--only and --exclude are for the tensors of FILE; give it as well.")
+        from averaging.doctor import Examination
 
-
-def _check_deep(config: PeerConfig, idle: float | None, *, deep: bool) -> None:
-    """Checks that the options of measurements have something to measure.
-
-    Raises:
-        UsageError: They do not.
-    """
-    if idle is not None and not deep:
-        raise click.UsageError("--idle is a part of --deep; give --deep as well.")
-    if deep and not config.join:
-        raise click.UsageError("--deep measures the paths to other peers; give --join HOST:PORT as well.")
-    if idle is not None and idle > MAX_IDLE_SECONDS:
-        raise click.UsageError(
-            f"--idle must be at most {MAX_IDLE_SECONDS:g}; peers close connections themselves that were idle for 600 s."
-        )
+        schema = None if file is None else _schema_of(file, config, given)
+        _run(Examination(config=config, run_known=run_known, schema=schema, strategy=strategy or "", deep=deep), report)
 
 
 def _import() -> None:
@@ -172,74 +124,6 @@ def read_options(given: dict[str, Any]) -> tuple[PeerConfig, bool]:
         raise failure_of(error) from None
 
 
-def _examination(file: Path | None, config: PeerConfig, given: dict[str, Any], *, run_known: bool) -> Examination:
-    """What is to be checked.
-
-    Raises:
-        CommandError: FILE cannot be read, or holds nothing that is averaged; or the dtype is unknown.
-    """
-    from averaging.doctor import Examination
-
-    if file is None and (given["only"] or given["exclude"]):
-        raise click.UsageError("--only and --exclude are for the tensors of FILE; give it as well.")
-    schema = None if file is None else _schema_of(file, config, given)
-    memory = _memory_of(schema, config, given)
-    return Examination(
-        config=config, run_known=run_known, schema=schema, strategy=given["strategy"] or "", memory=memory
-    )
-
-
-def _memory_of(schema: Schema | None, config: PeerConfig, given: dict[str, Any]) -> dict[str, int]:
-    from averaging.doctor import memory_of_file
-    from averaging.plan import RunPlan, StrategyKind, memory_of_peer, parse_dtype
-
-    if schema is None and given["parameters"] is None:
-        if given["dtype"]:
-            raise click.UsageError("--dtype is for the memory of a model; give --parameters or FILE.")
-        return {}
-    if schema is not None and not (given["parameters"] or given["strategy"]):
-        return memory_of_file(schema.nbytes, share_state=config.share_state)
-    elements = sum(spec.numel for spec in schema.tensors) if schema else 0
-    dtype = given["dtype"] or (schema.tensors[0].dtype if schema else "fp32")
-    try:
-        planned = RunPlan(
-            parameters=int(given["parameters"] or elements),
-            dtype=parse_dtype(dtype),
-            strategy=StrategyKind(given["strategy"] or "diloco"),
-            compression=config.compression,
-            share_state=config.share_state,
-        )
-    except ConfigError as error:
-        raise failure_of(error) from None
-    return memory_of_peer(planned)
-
-
-def _run(examination: Examination, report: CommandOutput) -> None:
-    from averaging.doctor import Severity, examine
-
-    counts = dict.fromkeys(Severity, 0)
-    lines = Lines(report)
-
-    def note(finding: Finding) -> None:
-        counts[finding.severity] += 1
-        lines.write(finding)
-
-    def tell(text: str) -> None:
-        report.note({"event": "measuring", "text": text}, f"measuring {text}")
-
-    async def check(_: Stop) -> None:
-        await examine(examination, note, tell)
-
-    try:
-        run(check)
-    except Stopped as signal:
-        raise stopped(signal.number) from None
-    failures, warnings = counts[Severity.FAILURE], counts[Severity.WARNING]
-    lines.end(failures, warnings)
-    if failures:
-        raise click.exceptions.Exit(NOT_DONE)
-
-
 def _schema_of(file: Path, config: PeerConfig, given: dict[str, Any]) -> Schema:
     """What `averaging peer FILE` would average.
 
@@ -265,15 +149,15 @@ def _schema_of(file: Path, config: PeerConfig, given: dict[str, Any]) -> Schema:
         raise failure_of(error) from None
 
 
-class Lines:
-    """Writes findings as JSON, or as lines under the machine that they are about."""
+def _run(examination: Examination, report: CommandOutput) -> None:
+    from averaging.doctor import Severity, examine
 
-    def __init__(self, report: CommandOutput) -> None:
-        self._report = report
-        self._about: str | None = None
+    counts, about = dict.fromkeys(Severity, 0), "none yet"
 
-    def write(self, finding: Finding) -> None:
-        """Writes one finding."""
+    def write(finding: Finding) -> None:
+        """Writes a finding as JSON, or as a line under the machine that it is about."""
+        nonlocal about
+        counts[finding.severity] += 1
         event = {
             "event": "finding",
             "check": finding.check,
@@ -283,14 +167,21 @@ class Lines:
             "remedy": finding.remedy,
             **({"figures": dict(finding.figures)} if finding.figures else {}),
         }
-        heading = "" if finding.peer == self._about else f"{finding.peer or 'this machine'}\n"
-        self._about = finding.peer
+        heading = "" if finding.peer == about else f"{finding.peer or 'this machine'}\n"
+        about = finding.peer
         remedy = f"\n{'':19}→ {finding.remedy}" if finding.remedy else ""
-        text = f"{heading}  {finding.severity.mark} {finding.check:<16} {finding.text}{remedy}"
-        self._report.emit(event, text)
+        report.emit(event, f"{heading}  {finding.severity.mark} {finding.check:<16} {finding.text}{remedy}")
 
-    def end(self, failures: int, warnings: int) -> None:
-        """Writes the sum."""
-        what = f"{failures} will not work" if failures else "nothing that will not work was found"
-        also = f", {warnings} may go wrong or could not be checked" if warnings else ""
-        self._report.emit({"event": "done", "failures": failures, "warnings": warnings}, f"{what}{also}")
+    async def check(_: Stop) -> None:
+        await examine(examination, write)
+
+    try:
+        run(check)
+    except Stopped as signal:
+        raise stopped(signal.number) from None
+    failures, warnings = counts[Severity.FAILURE], counts[Severity.WARNING]
+    what = f"{failures} will not work" if failures else "nothing that will not work was found"
+    also = f", {warnings} may go wrong or could not be checked" if warnings else ""
+    report.emit({"event": "done", "failures": failures, "warnings": warnings}, f"{what}{also}")
+    if failures:
+        raise click.exceptions.Exit(NOT_DONE)

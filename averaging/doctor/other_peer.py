@@ -1,430 +1,497 @@
-"""The checks of one peer to join, each of which needs what the one before has found."""
+"""The checks of one peer to join: each needs what those above it have found."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import os
+import statistics
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, TypeVar
 
 from averaging.common import (
     CLIENT_PREFIX,
     chosen_proxy,
+    counted,
     duration,
+    format_address,
+    ignored_proxies,
     is_endpoint,
     is_loopback,
     is_own,
+    is_placeholder,
     objection,
     parse_address,
     parse_ip,
     proxy_for,
     shown_proxy,
+    size,
     spelled,
+    without_wrappers,
 )
 from averaging.config import PeerConfig
-from averaging.doctor import tls
-from averaging.doctor.comparison import (
-    MAX_VALUE,
-    compare_clocks,
-    compare_options,
-    compare_runs,
-    compare_schemas,
-    compare_software,
-    compare_strategies,
-    judge_call_back,
-    judge_nat,
+from averaging.doctor.checks import Check, Finding, Severity, failure, ok, warning
+from averaging.doctor.connections import (
+    Connection,
+    Handshake,
+    connect,
+    judge_handshake,
+    listening,
+    shake_hands,
+    smaller_packets,
 )
-from averaging.doctor.dial_back import NONCE_BYTES, DialListener, DialOutcome, look_up
-from averaging.doctor.findings import Finding, failure, ok, told, warning
-from averaging.doctor.probe import CLOCK, DESCRIBE, DIAL_BACK, SOFTWARE, options_alike
-from averaging.errors import (
-    AveragingError,
-    CallRefusedError,
-    ConfigError,
-    PeerUnreachableError,
-    RefusalCause,
-    printable,
-    refusal_cause,
+from averaging.errors import AveragingError, ConfigError, PeerUnreachableError, RefusalCause, printable, refusal_cause
+from averaging.probe import (
+    CLOCK,
+    DESCRIBE,
+    DIAL_BACK,
+    ECHO,
+    MAX_ECHO_BYTES,
+    NONCE_BYTES,
+    SOFTWARE,
+    DialOutcome,
+    look_up,
+    noise,
+    options_alike,
 )
 from averaging.protocol import Mode
+from averaging.receipts import PeerStatus
 from averaging.security import Credentials
+from averaging.tensors import Schema, TensorSpec, first_difference
 from averaging.transport import RpcMethod
-from averaging.transport.grpc import GET_SCHEMA, GET_STATUS, Channels, Dialling
+from averaging.transport.grpc import GET_SCHEMA, GET_STATUS, RpcChannel
 from averaging.wire import probe_pb2
-
-if TYPE_CHECKING:
-    from averaging.receipts import PeerStatus
-    from averaging.tensors import Schema
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
 
-CONNECT_SECONDS, CALL_SECONDS, CALL_BACK_SECONDS = 5.0, 10.0, 15.0
+CALL_SECONDS, CALL_BACK_SECONDS, BATCH_SECONDS = 10.0, 15.0, 20.0
 
-RESOLVER_VARIABLE = "GRPC_DNS_RESOLVER"
-"""With another value than `native` gRPC asks the DNS server itself, also for names in /etc/hosts."""
+CLOCK_CALLS = 20
+"""Calls that measure the round trip; the fastest tells the difference of the clocks."""
 
-MAX_MESSAGE_BYTES = 32 << 20
+CLOCK_TOLERANCE = 3.0
+"""Seconds by which the clocks of two peers may differ (docs/reference/protocol.md)."""
 
-CLOCK_CALLS = 5
-"""Calls of which the fastest tells the difference of the clocks: its error is at most half its round trip."""
+LONG_ROUND_TRIP = 1.0
+"""Seconds from which on a round trip disturbs a run: connections are lost after 10 s without an acknowledgement."""
 
-MAX_DIALLED = 8
-"""Addresses of one name that are tried, so that another peer cannot make this one dial many."""
+FIRST_BATCH_BYTES, LAST_BATCH_BYTES = 64 << 10, 32 << 20
+"""Batches of echoes. The first one fills the packets of any usual network."""
 
-NOT_ASKED = "this cannot be asked: the peer has a release without it, other software, or inspection switched off"
+MAX_VALUE = 100
+"""Characters of a value of another peer that are shown."""
 
 
 @dataclass(slots=True)
 class Visit:
-    """One peer to join, and what is known of it so far.
+    """One peer to join, and what is known of it so far."""
 
-    Attributes:
-        seed: HOST:PORT as the user gave it.
-        config: The options of the peer that will be started.
-        credentials: What calls are made with; None if its files cannot be used, so that no calls are made.
-        listener: What listens at `listen` meanwhile; None if nothing or another process does.
-        run_known: Whether `config.run_id` is that of the user.
-        schema: What this peer will average; None if it is not known.
-        certified_host: The host for which its certificate must be valid.
-        channels: The connections for gRPC, while they are open.
-        addresses: The IP addresses at which a connection came about.
-        proxied: Whether it is called through a proxy, so that this machine opens no connections to it.
-        endpoint: What gRPC dials: `seed`, or one of these addresses if gRPC does not find the name itself.
-        description: What the peer says of itself; None if it was not asked or does not serve that.
-        their_schema: What it averages, if it says so.
-        strategy: The strategy of this peer; empty if it is not known.
-        their_strategy: That of the other one; empty if it does not train, None if it is not known.
-    """
-
-    seed: str
-    config: PeerConfig
-    credentials: Credentials | None
-    listener: DialListener | None
-    run_known: bool
-    schema: Schema | None
-    certified_host: str = ""
-    channels: Channels | None = None
-    addresses: list[str] = field(default_factory=list)
-    proxied: bool = False
-    endpoint: str = ""
-    description: probe_pb2.Description | None = None
-    their_schema: Schema | None = None
-    strategy: str = ""
-    their_strategy: str | None = None
-
-    def __post_init__(self) -> None:
-        self.certified_host = self.certified_host or parse_address(self.seed)[0].strip("[]")
-        self.endpoint = self.seed
+    seed: str  # HOST:PORT as the user gave it
+    config: PeerConfig  # of the peer that will be started
+    credentials: Credentials | None  # None if the files cannot be used
+    certified_host: str  # the host for which the peer's certificate must be valid; empty for that of `seed`
+    known: dict[str, tuple[str, Any]]  # what peers must have alike, with where it is so: "here", or "at HOST:PORT"
+    run_known: bool = True  # whether `config.run_id` is that of the user
+    addresses: list[str] = field(default_factory=list)  # first those of the name, then those that accept connections
+    status: PeerStatus | None = None
+    description: probe_pb2.Description | None = None  # None if the peer does not serve it
+    round_trips: list[float] = field(default_factory=list)  # in seconds
+    channel: RpcChannel | None = None
 
     @property
-    def address(self) -> str:
-        """An IP address at which a connection came about; empty if there is none."""
-        return self.addresses[0] if self.addresses else ""
-
-    def endpoint_at(self, address: str) -> str:
-        """The endpoint at which gRPC dials one of `addresses`."""
-        host, port = parse_address(self.seed)
-        literal = f"[{address}]" if ":" in address else address
-        return self.seed if parse_ip(host) else f"{literal}:{port}"
-
-    def open(self) -> None:
-        """Makes calls possible; the connection is opened by the first call."""
-        dialled = [self.seed, *map(self.endpoint_at, self.addresses)]
-        names = {endpoint: self.certified_host for endpoint in dialled if endpoint != self._own_name}
-        dialling = Dialling(dialled, names=names)
-        self.channels = Channels(
-            MAX_MESSAGE_BYTES, credentials=self.credentials, dialling=dialling, proxy=self.config.proxy
-        )
+    def host(self) -> str:
+        return parse_address(self.seed)[0]
 
     @property
-    def _own_name(self) -> str:
-        """The seed, if the certificate must be valid for its own host."""
-        return self.seed if self.certified_host == parse_address(self.seed)[0].strip("[]") else ""
+    def port(self) -> int:
+        return parse_address(self.seed)[1]
 
-    async def call(
-        self, method: RpcMethod[Request, Reply], request: Request, seconds: float | None = None, at: str = ""
-    ) -> Reply:
-        """Calls a method of the peer with one reply.
+    @property
+    def certified(self) -> str:
+        return self.certified_host or self.host.strip("[]")
 
-        Args:
-            method: The method.
-            request: Its request.
-            seconds: Time limit; `CALL_SECONDS` if None.
-            at: The endpoint; `endpoint` if it is empty.
+    async def call(self, method: RpcMethod[Request, Reply], request: Request, seconds: float = CALL_SECONDS) -> Reply:
+        if self.channel is None:
+            self.channel = self.open(self.seed)
+        return await self.channel.call(method, request, seconds)
 
-        Raises:
-            AveragingError: The call failed; PeerUnreachableError also if there is no answer in time.
-        """
-        if self.channels is None:
-            raise PeerUnreachableError(self.seed, "no call is made without credentials")
-        seconds = CALL_SECONDS if seconds is None else seconds
-        try:
-            async with asyncio.timeout(seconds):
-                return await self.channels.call(at or self.endpoint, method, request)
-        except TimeoutError:
-            raise PeerUnreachableError(self.seed, f"no answer within {seconds:g} s") from None
+    def open(self, endpoint: str) -> RpcChannel:
+        if self.credentials is None:
+            raise ConfigError("no call is made, since this peer's certificate or token cannot be used, see above")
+        host = self.certified_host or ("" if endpoint == self.seed else self.certified)
+        return RpcChannel(endpoint, credentials=self.credentials, certified_host=host or None, proxy=self.config.proxy)
 
-    async def close(self) -> None:
-        """Closes the connection for gRPC."""
-        channels, self.channels = self.channels, None
-        if channels is not None:
-            await channels.close()
+    def compare(self, what: str, theirs: Any) -> tuple[str, Any]:
+        """What `theirs` is compared with, and where that is; the first peer sets it if nothing is known here."""
+        return self.known.setdefault(what, (f"at {self.seed}", theirs))
 
 
-async def visit(this: Visit) -> AsyncGenerator[Finding, None]:
-    """Makes all checks of one peer; the later ones only if the earlier ones let them. Close `this` afterwards."""
+async def visit(this: Visit, *, deep: bool) -> AsyncGenerator[Finding, None]:
+    """Makes all checks of one peer, until a vital one fails."""
     try:
-        proxy = proxy_for(parse_address(this.seed)[0], chosen_proxy(this.config.proxy))
-    except ConfigError as error:
-        yield told("call", error, this.seed)
-        return
-    if proxy is not None:
-        this.proxied = True
-        text = f"called through the proxy {shown_proxy(proxy)}, which also looks the name up"
-        yield ok("tcp", text, this.seed)
-    else:
-        for finding in await _check_connections(this):
-            yield finding
-        if not this.address:
-            return
-        yield await tls.check_handshake(this.config, this.seed, this.address, this.certified_host)
-    if this.credentials is None:
-        text = "no call was made, since this peer's certificate or token cannot be used"
-        yield warning("call", text, "see certificate and token-file above", this.seed)
-        return
-    this.open()
-    async for finding in _calls(this):
-        yield finding
-
-
-async def running_peer(config: PeerConfig, credentials: Credentials | None) -> Finding | None:
-    """Says that a peer of the run is up at `listen` already, which is no fault; None if none answers."""
-    endpoint = config.advertise or config.listen
-    if config.mode is Mode.CLIENT or not parse_address(endpoint)[1] or credentials is None:
-        return None
-    this = Visit(endpoint, config, credentials, None, True, None)
-    this.open()
-    try:
-        described = await this.call(DESCRIBE, probe_pb2.DescribeRequest(), CONNECT_SECONDS)
-    except AveragingError:
-        return None
+        for check in (*CHECKS, *(DEEP if deep else ())):
+            found = await check.make(this, this.seed)
+            if found is not None:
+                yield found
+                if check.vital and found.severity is Severity.FAILURE:
+                    return
     finally:
-        await this.close()
-    if described.run_id != config.run_id:
-        return None
-    text = f"a peer of run {config.run_id!r} is up at {endpoint} already"
-    return warning("port", text, "nothing has to be done if it is the one that you examine")
+        if this.channel is not None:
+            await this.channel.close()
 
 
 # Name, addresses, connections.
 
 
-async def _check_connections(this: Visit) -> list[Finding]:
-    """Looks the name up, and connects to each of its addresses."""
-    host, port = parse_address(this.seed)
-    addresses = [str(address) for address in await look_up(host)]
+def proxy_of(this: Visit) -> str | None:
+    return proxy_for(this.host, chosen_proxy(this.config.proxy))
+
+
+async def ask_addresses(this: Visit) -> list[str] | None:
+    """The addresses of the peer's name; None if a proxy looks it up."""
+    if proxy_of(this) is not None:
+        return None
+    this.addresses = [str(address) for address in await look_up(this.host)]
+    return this.addresses
+
+
+def judge_addresses(this: Visit, addresses: list[str]) -> Finding | None:
     if not addresses:
-        return [failure("addresses", f"{host} is an unknown host", "correct the name, or ask its owner", this.seed)]
-    findings = [] if parse_ip(host) else [ok("addresses", f"{host} is {', '.join(addresses)}", this.seed)]
-    results = await asyncio.gather(*(_connect(address, port) for address in addresses))
-    this.addresses = [address for address, (failed, _) in zip(addresses, results, strict=True) if not failed]
-    for address, (failed, seconds) in zip(addresses, results, strict=True):
-        where = f"{address} port {port}"
-        if not failed:
-            findings.append(ok("tcp", f"{where}: connected in {duration(seconds)}", this.seed))
-            continue
-        text, remedy = failed
-        kind = warning if this.address else failure
-        findings.append(kind("tcp", f"{where}: {text}", remedy, this.seed))
-    return findings
+        return failure(f"{this.host} is an unknown host", "correct the name, or ask its owner")
+    return None if parse_ip(this.host) else ok(f"{this.host} is {', '.join(addresses)}")
 
 
-async def _connect(address: str, port: int) -> tuple[tuple[str, str] | None, float]:
-    """Connects; returns what failed and the remedy, or None, and the seconds."""
-    started = time.monotonic()
+async def ask_connections(this: Visit) -> list[Connection]:
+    """What came of a connection to each address; none through a proxy."""
+    made = await asyncio.gather(*(connect(address, this.port) for address in this.addresses))
+    this.addresses = [each.address for each in made if not each.failed]
+    return made
+
+
+def judge_connections(this: Visit, made: list[Connection]) -> Finding:
+    if (proxy := proxy_of(this)) is not None:
+        return ok(f"called through the proxy {shown_proxy(proxy)}, which also looks the name up")
+    text = "; ".join(map(str, made))
+    failed = [each for each in made if each.failed]
+    if not failed:
+        return ok(text)
+    remedy = "; ".join(filter(None, (failed[0].remedy, ignored_proxies())))
+    return (warning if this.addresses else failure)(text, remedy)
+
+
+async def ask_handshake(this: Visit) -> Handshake | None:
+    with suppress(OSError):  # this peer's own files cannot be used, as `certificate` says
+        if this.addresses:
+            return await shake_hands(this.config, this.addresses[0], this.port, this.certified)
+    return None
+
+
+# Calls: who the peer is.
+
+
+async def ask_status(this: Visit) -> bool:
+    """Makes the first call, which a run with a token refuses without it."""
     try:
-        async with asyncio.timeout(CONNECT_SECONDS):
-            _, writer = await asyncio.open_connection(address, port)
-    except TimeoutError:
-        remedy = f"a firewall or router drops it, or no machine is there: let TCP port {port} in"
-        return (f"no answer within {CONNECT_SECONDS:g} s", remedy), 0.0
-    except ConnectionRefusedError:
-        return ("connection refused: nothing listens there", "start the peer, or correct the port"), 0.0
-    except OSError as error:
-        reason = os.strerror(error.errno).lower() if error.errno else str(error)
-        return (reason, "check the address, and the routes of this machine"), 0.0
-    writer.transport.abort()
-    return None, time.monotonic() - started
-
-
-# Calls.
-
-
-async def _calls(this: Visit) -> AsyncGenerator[Finding, None]:
-    """What the peer answers. A run with a token refuses the first call without it."""
-    try:
-        status, note = await _first_call(this)
-    except CallRefusedError as error:
-        if error.cause is not RefusalCause.NOT_SERVED:
-            yield _refused(error, this.seed)
-            return
-        status, note = None, None
-    except AveragingError as error:
-        yield _unanswered(error, this.seed)
-        return
-    if note is not None:
-        yield note
-    tokens = this.credentials is not None and bool(this.credentials.tokens)
-    yield ok("token", "the token is accepted" if tokens else "no token is required", this.seed)
-    try:
-        this.description = await this.call(DESCRIBE, probe_pb2.DescribeRequest())
+        this.status = await this.call(GET_STATUS, (0, 0, False))
     except AveragingError as error:
         if refusal_cause(error) is not RefusalCause.NOT_SERVED:
-            yield told("call", error, this.seed)
-            return
-    told_by = this.description or status
-    if told_by is None:
-        yield warning("run", NOT_ASKED, "compare the run ids by hand", this.seed)
-    else:
-        yield compare_runs(this.config.run_id if this.run_known else None, told_by.run_id, this.seed)
-        yield compare_software(SOFTWARE, told_by.software, this.seed)
-    if status is not None and not this.proxied:
-        yield await _check_endpoint(this, status.endpoint)
-    if this.description is None:
-        yield warning("probe", f"clock, options and a call back: {NOT_ASKED}", "update that peer", this.seed)
-    else:
-        yield await _check_clocks(this)
-        yield await _check_call_back(this)
-        yield compare_options(options_alike(this.config), this.description.options, this.seed)
-    if status is not None:
-        this.their_strategy = "" if status.training is None else status.training.strategy
-        if this.strategy or this.their_strategy:
-            yield compare_strategies(this.strategy, this.their_strategy, this.seed)
-    yield await _check_schema(this)
-
-
-async def _first_call(this: Visit) -> tuple[PeerStatus, Finding | None]:
-    """Asks for the status by the name as gRPC finds it, and if it does not, at an address that the system has found."""
-    try:
-        return await this.call(GET_STATUS, (0, 0, False)), None
-    except PeerUnreachableError as error:
-        not_found = error.unknown_host or error.reason.startswith("no answer")
-        if this.proxied or this.endpoint_at(this.address) == this.seed or not not_found:
             raise
-        this.endpoint = this.endpoint_at(this.address)
-        status = await this.call(GET_STATUS, (0, 0, False))
-        text = f"gRPC does not find the name ({error.reason}), which this machine knows"
-        remedy = "join it at its IP address"
-        if os.environ.get(RESOLVER_VARIABLE, "native") != "native":
-            remedy = f"unset {RESOLVER_VARIABLE}, so that gRPC asks the system for names, or {remedy}"
-        return status, failure("call", text, remedy, this.seed)
+    return bool(this.credentials and this.credentials.tokens)
 
 
-def _unanswered(error: AveragingError, seed: str) -> Finding:
-    """A call without an answer, although the port accepts connections."""
-    if not getattr(error, "reason", "").startswith("no answer"):
-        return told("call", error, seed)
-    remedy = "look whether that peer hangs, or its path loses large packets (--deep)"
-    return failure("call", f"the port accepts connections, and a call gets {error.reason}", remedy, seed)
+async def ask_description(this: Visit) -> probe_pb2.Description:
+    this.description = await this.call(DESCRIBE, probe_pb2.DescribeRequest())
+    return this.description
 
 
-def _refused(error: CallRefusedError, seed: str) -> Finding:
-    return told("token" if error.cause is RefusalCause.UNAUTHENTICATED else "call", error, seed)
+def judge_run(this: Visit, described: probe_pb2.Description) -> Finding:
+    theirs, ours = printable(described.run_id, MAX_VALUE), this.config.run_id
+    if not this.run_known:
+        remedy = f"give it as {spelled('run_id')} if it is the run that you mean"
+        return warning(f"the peer belongs to run {theirs!r}", remedy)
+    if theirs == ours:
+        return ok(f"the peer belongs to run {theirs!r}, as this one")
+    text = f"another run: the peer belongs to run {theirs!r}, not to {ours!r}"
+    return failure(text, "give both peers the same run id, or join a peer of the other run")
 
 
-async def _check_endpoint(this: Visit, endpoint: str) -> Finding:
-    """Checks that this peer reaches the other one at the endpoint that it tells all others."""
-    shown = printable(endpoint, MAX_VALUE)
+def judge_software(_: Visit, described: probe_pb2.Description) -> Finding:
+    theirs = printable(described.software, MAX_VALUE)
+    if theirs == SOFTWARE:
+        return ok(f"{theirs}, as here")
+    return warning(f"{theirs or 'unknown'} there, {SOFTWARE} here", "use one release in a run")
+
+
+async def ask_endpoint(this: Visit) -> list[Connection] | None:
+    """Connections to the endpoint that the peer tells all others; none if that is the address of `join`."""
+    if this.status is None or not this.addresses:
+        return None
+    endpoint = this.status.endpoint
     if endpoint == this.seed:
-        return ok("endpoint", f"it tells others to dial {shown}", this.seed)
-    text, remedy = f"it tells others to dial {shown}", "correct advertise there"
+        return []
+    text = f"it tells others to dial {printable(endpoint, MAX_VALUE)}"
     if not is_endpoint(endpoint) or endpoint.startswith(CLIENT_PREFIX):
-        return failure("endpoint", f"{text}, which is no address", remedy, this.seed)
+        raise ConfigError(f"{text}, which is no address; correct advertise there")
     host, port = parse_address(endpoint)
     addresses = [str(address) for address in await look_up(host)]
-    if not addresses:
-        return failure("endpoint", f"{text}, an unknown host here", f"{remedy}, or make the name known here", this.seed)
-    loopback = is_loopback(this.address)
-    if reason := next(filter(None, (objection(address, loopback=loopback) for address in addresses)), None):
-        return failure("endpoint", f"{text}, {reason}: parts do not reach it there", remedy, this.seed)
-    results = [
-        failed for failed, _ in await asyncio.gather(*(_connect(each, port) for each in addresses[:MAX_DIALLED]))
-    ]
-    if None in results:
-        return ok("endpoint", f"{text}, where it is reached from here too", this.seed)
-    reason = next(failed[0] for failed in results if failed)
-    return failure("endpoint", f"{text}, where it is not reached from here: {reason}", remedy, this.seed)
+    loopback = is_loopback(this.addresses[0])  # otherwise a loopback address would be this machine
+    reason = next(filter(None, (objection(each, loopback=loopback) for each in addresses)), None)
+    if not addresses or reason:
+        raise ConfigError(f"{text}, {reason or 'an unknown host here'}; correct advertise there")
+    return await asyncio.gather(*(connect(each, port) for each in addresses))
 
 
-async def _check_clocks(this: Visit) -> Finding:
-    """The difference of the clocks, from the fastest of several calls."""
-    best = (math.inf, 0.0)  # half of the round trip, and how far the other clock is ahead
-    try:
-        for _ in range(CLOCK_CALLS):
-            started, began = time.monotonic(), time.time()
-            there = (await this.call(CLOCK, probe_pb2.ClockRequest())).time
-            half = (time.monotonic() - started) / 2
-            best = min(best, (half, there - began - half))
-    except AveragingError as error:
-        return told("clock-difference", error, this.seed)
-    return compare_clocks(*best, this.seed)
+def judge_endpoint(this: Visit, made: list[Connection]) -> Finding:
+    text = f"it tells others to dial {printable(this.status.endpoint if this.status else '', MAX_VALUE)}"
+    if not made:
+        return ok(text)
+    if any(not each.failed for each in made):
+        return ok(f"{text}, where it is reached from here too")
+    return failure(f"{text}, where it is not reached from here: {made[0].failed}", "correct advertise there")
 
 
-async def _check_call_back(this: Visit) -> Finding:
-    """Lets the peer dial this one at the address that it would have."""
-    config, check = this.config, "call-back"
-    if config.mode is Mode.CLIENT:
-        return ok(check, "not needed: a client accepts no connections", this.seed)
-    if this.proxied:
-        text = "not tried, because calls arrive from the proxy"
-        return warning(check, text, f"use {spelled('mode', 'client')} behind a proxy", this.seed)
+# Clocks.
+
+
+async def ask_clock(this: Visit) -> tuple[float, float] | None:
+    """How far the other clock is ahead in seconds, and how wrong that may be: half of the shortest round trip."""
+    if this.description is None:
+        return None
+    ahead, bound = 0.0, math.inf
+    for _ in range(CLOCK_CALLS):
+        started, began = time.monotonic(), time.time()
+        there = (await this.call(CLOCK, probe_pb2.ClockRequest())).time
+        this.round_trips.append(time.monotonic() - started)
+        half = this.round_trips[-1] / 2
+        if half < bound:
+            ahead, bound = there - began - half, half
+    return ahead, bound
+
+
+def judge_clock(_: Visit, answer: tuple[float, float]) -> Finding:
+    ahead, bound = answer
+    direction = "ahead of" if ahead >= 0 else "behind"
+    text = f"the clock there is {1000 * abs(ahead):.0f} ms {direction} this one (± {1000 * bound:.1f} ms)"
+    remedy = "set both clocks, for example with NTP"
+    if not abs(ahead) - bound <= CLOCK_TOLERANCE:  # also if it is no number
+        return failure(f"{text}; with more than {CLOCK_TOLERANCE:g} s peers may not find each other", remedy)
+    if abs(ahead) + bound > CLOCK_TOLERANCE / 2:
+        return warning(f"{text}; at most {CLOCK_TOLERANCE:g} s are tolerated", remedy)
+    return ok(text)
+
+
+# The way back.
+
+
+async def ask_call_back(this: Visit) -> tuple[str, bool, probe_pb2.DialBackReply] | None:
+    """Lets the peer dial this one's address, which is returned with whether this process listened there."""
+    config = this.config
+    if this.description is None or config.mode is Mode.CLIENT or not this.addresses:
+        return None
     host, port = parse_address(config.advertise or config.listen)
-    port = port or parse_address(config.listen)[1] or (this.listener.port if this.listener else 0)
-    if not port:
-        return warning(check, "not tried, because this command could not listen", "see port above", this.seed)
-    endpoint, listening = f"{host}:{port}", this.listener is not None
-    # The peer dials only the address that calls it, so the call leaves over a family that `endpoint` has.
-    versions = {address.version for address in await look_up(host)}
-    at = next((this.endpoint_at(each) for each in this.addresses if (6 if ":" in each else 4) in versions), "")
-    nonce = this.listener.nonce if this.listener else bytes(NONCE_BYTES)
-    request = probe_pb2.DialBackRequest(run_id=config.run_id, endpoint=endpoint, nonce=nonce)
-    try:
-        reply = await this.call(DIAL_BACK, request, CALL_BACK_SECONDS, at)
-    except AveragingError as error:
-        busy = "in a minute" in error.reason
-        remedy = "ask again in a minute" if busy else "correct what is said above, and ask again"
-        return warning(check, f"not tried: {error.reason}", remedy, this.seed)
+    run_id = config.run_id if this.run_known else this.description.run_id
+    nonce = os.urandom(NONCE_BYTES)
+    async with listening(config, nonce) as listened:
+        port = port or parse_address(config.listen)[1] or listened
+        if not port:  # the check of this machine's port says why
+            return None
+        request = probe_pb2.DialBackRequest(run_id=run_id, endpoint=f"{host}:{port}", nonce=nonce)
+        # The peer dials only the address that calls it, so the call leaves over a family that `endpoint` has.
+        versions = {address.version for address in await look_up(host)}
+        fitting = [format_address(each, this.port) for each in this.addresses if (6 if ":" in each else 4) in versions]
+        async with this.open(fitting[0] if fitting else this.seed) as channel:
+            return request.endpoint, bool(listened), await channel.call(DIAL_BACK, request, CALL_BACK_SECONDS)
+
+
+def judge_call_back(_: Visit, answer: tuple[str, bool, probe_pb2.DialBackReply]) -> Finding:
+    endpoint, listened, reply = answer
+    host, port = parse_address(endpoint)
+    client, reason = f"use {spelled('mode', 'client')}", printable(reply.reason or reply.outcome, 2 * MAX_VALUE)
     caller = parse_ip(reply.caller)
     if reply.outcome == DialOutcome.NOT_YOURS and caller is not None and not is_own(str(caller)):
-        outside = f"[{caller}]:{port}" if caller.version == 6 else f"{caller}:{port}"
-        return judge_nat(reply.at_caller, endpoint, outside, this.seed)
-    return judge_call_back(reply.outcome, reply.reason, reply.seconds, endpoint, this.seed, listening=listening)
+        text, outside = f"calls from here arrive from {caller}, so a NAT is between", format_address(str(caller), port)
+        if reply.at_caller == DialOutcome.REACHED:
+            text += f"; its port {port} leads here, and {endpoint} is another address"
+            return failure(text, f"advertise {outside}, or let the name of {endpoint} lead to it")
+        text += f", which does not let port {port} in to this machine ({printable(reply.at_caller, 40)})"
+        forward = f"forward TCP port {port} of {caller} to this machine and advertise {outside}"
+        return failure(text, f"{forward}, or {client}")
+    match reply.outcome:
+        case DialOutcome.REACHED:
+            return ok(f"the peer reaches {endpoint} in {duration(max(0.0, reply.seconds))}")
+        case DialOutcome.OTHER if not listened:
+            return ok(f"the peer reaches {endpoint}, where something listens already")
+        case DialOutcome.OTHER:
+            text = f"at {endpoint} the peer reaches something else than this machine"
+            return failure(text, f"correct the forwarding, or {spelled('advertise')}")
+        case DialOutcome.CERTIFICATE:
+            text = f"the peer reaches {endpoint}, but TLS fails there: {reason}"
+            return failure(text, f"issue a certificate for {host} (averaging ca issue), and give it here")
+        case DialOutcome.NOT_YOURS:
+            text = f"not tried, because a peer calls back only the address that calls it: {reason}"
+            return warning(text, f"try {endpoint} from that machine, for example with `nc -vz`")
+    forward = f"let TCP port {port} in, or forward it to this machine; or {client}"
+    return failure(f"the peer cannot reach {endpoint}: {reason}", forward)
 
 
-async def _check_schema(this: Visit) -> Finding:
-    """Compares what is averaged, if this peer knows."""
+# What all peers of a run must have alike.
+
+
+def judge_options(this: Visit, described: probe_pb2.Description) -> Finding:
+    """Names the options that differ. One that the peer does not name is of another release."""
+    theirs: Mapping[str, str] = described.options
+    common = {name: ours for name, ours in options_alike(this.config).items() if name in theirs}
+    differing = [name for name, ours in common.items() if theirs[name] != ours]
+    if not differing:
+        return ok(f"{counted(len(common), 'option')} of a run are the same here and there")
+    text = "; ".join(f"{name} is {common[name]} here and {printable(theirs[name], 40)} there" for name in differing)
+    if differing == ["compression"]:
+        return warning(text, "it must be the same, unless a strategy with the option wins at both")
+    return failure(text, f"set {', '.join(map(spelled, differing))} alike at all peers")
+
+
+def judge_strategy(this: Visit, theirs: str) -> Finding | None:
+    """Compares the names of strategies, such as `local_sgd` or `LocalSGD`; empty if the peer does not train."""
+    theirs = printable(theirs, MAX_VALUE)
+    if not theirs:
+        where, ours = this.known.get("strategy", ("", ""))
+        if not ours:
+            return None
+        return warning(f"the peer does not train, and {ours} is used {where}", "join a trainer as well")
+    where, ours = this.compare("strategy", theirs)
+    if ours.replace("_", "").lower() != theirs.replace("_", "").lower():
+        return failure(f"{ours} {where} and {theirs} there", "use one strategy in a run")
+    return ok(f"the peer trains with {theirs}{'' if where == f'at {this.seed}' else f', as {where}'}")
+
+
+def judge_schema(this: Visit, theirs: Schema) -> Finding:
+    where, ours = this.compare("schema", theirs)
+    text = f"{counted(len(theirs.tensors), 'tensor')}, {size(theirs.nbytes)}"
+    if where == f"at {this.seed}":
+        return ok(f"the peer averages {text}; with a FILE they are compared")
+    between = "" if where == "here" else f"between {where.removeprefix('at ')} (here) and {this.seed} (there): "
+    if ours.topic != theirs.topic:
+        topics = f"{ours.topic or 'its own tensors'!r} here and {theirs.topic or 'its own tensors'!r} there"
+        return warning(f"{between}not compared: a round averages {topics} at this moment", "ask again")
+    if difference := difference_of(ours, theirs):
+        remedy = "all peers of a run average the same in the same way: compare the models, the options of the strategy"
+        return failure(f"{between}{difference}", f"{remedy}, and the versions of their code")
+    if first_difference(ours, theirs):
+        text = f"{between}the same {text}, in another order: a file has them by name, a model as its code does"
+        return warning(text, "this fits a training script with that model, and not `averaging peer`")
+    return ok(f"{between}{text}, the same here and there")
+
+
+def difference_of(ours: Schema, theirs: Schema) -> str | None:
+    """The first difference between two schemas, in the order of the names if all tensors have some."""
+    here, there = by_name(ours), by_name(theirs)
+    for where, missing in (("here", here.keys() - there.keys()), ("there", there.keys() - here.keys())):
+        if missing and here and there:
+            return f"{counted(len(missing), 'tensor')} only {where}, such as {min(missing)!r}"
+    if here and there:
+        theirs = replace(theirs, tensors=tuple(there[name] for name in here))
+    return first_difference(ours, theirs)
+
+
+def by_name(schema: Schema) -> dict[str, TensorSpec]:
+    """The tensors of a schema by name; none if they have no names of their own."""
+    names = without_wrappers(spec.name for spec in schema.tensors)
+    return {} if any(map(is_placeholder, names)) else dict(zip(names, schema.tensors, strict=True))
+
+
+# The path, with `--deep`.
+
+
+def judge_round_trips(_: Visit, seconds: list[float]) -> Finding:
+    """The median, and how much one round trip differs from the next (RFC 3550)."""
+    median, jitter = statistics.median(seconds), statistics.mean(abs(after - last) for last, after in pairwise(seconds))
+    text = f"{1000 * median:.3g} ms (median of {len(seconds)}), jitter {1000 * jitter:.3g} ms"
+    if median > LONG_ROUND_TRIP:
+        found = warning(text, "look for a link that queues too much, or choose a peer that is nearer")
+    else:
+        found = ok(text)
+    return replace(found, figures={"median_seconds": median, "jitter_seconds": jitter})
+
+
+async def ask_bandwidth(this: Visit) -> tuple[float, float] | None:
+    """Bytes/s to the peer and from it; 0 if not even an echo arrives that fills packets, where small calls do."""
+    if this.description is None:
+        return None
     try:
-        this.their_schema = await this.call(GET_SCHEMA, None)
-    except AveragingError as error:
-        if refusal_cause(error) is RefusalCause.NOT_SERVED:
-            return warning("schema", NOT_ASKED, "", this.seed)
-        return told("schema", error, this.seed)
-    return compare_schemas(this.schema, this.their_schema, this.seed)
+        return await measure_rate(this, upward=True), await measure_rate(this, upward=False)
+    except PeerUnreachableError:
+        return 0.0, 0.0
 
 
-def compare_peers(visits: Sequence[Visit]) -> Iterator[Finding]:
-    """Compares the peers to join with the first one that answers: what they average, and their options."""
-    averaging = [(visit.seed, visit.their_schema) for visit in visits if visit.their_schema is not None]
-    for seed, schema in averaging[1:]:
-        where = f"between {averaging[0][0]} (here) and {seed} (there): "
-        yield compare_schemas(averaging[0][1], schema, seed, where)
-    training = [(visit.seed, visit.their_strategy) for visit in visits if visit.their_strategy]
-    for seed, strategy in training[1:]:
-        yield compare_strategies(training[0][1], strategy, seed, f"at {training[0][0]}")
-    described = [(visit.seed, visit.description.options) for visit in visits if visit.description is not None]
-    for seed, options in described[1:]:
-        yield compare_options(described[0][1], options, seed, f"at {described[0][0]}")
+async def measure_rate(this: Visit, *, upward: bool) -> float:
+    """Moves batches of echoes over one connection, each twice as large as the last, until one takes a second."""
+    nbytes, rate = FIRST_BATCH_BYTES, 0.0
+    while nbytes <= LAST_BATCH_BYTES:
+        each, started = min(nbytes, MAX_ECHO_BYTES), time.perf_counter()
+        out, back = (each, 0) if upward else (0, each)
+        request = probe_pb2.EchoRequest(padding=noise()[:out], reply_bytes=back)
+        await asyncio.gather(*(this.call(ECHO, request, BATCH_SECONDS) for _ in range(nbytes // each)))
+        seconds = time.perf_counter() - started
+        rate = nbytes / seconds
+        if seconds > 1:
+            break
+        nbytes *= 2
+    return rate
+
+
+def judge_bandwidth(this: Visit, rates: tuple[float, float]) -> Finding:
+    config, (there, back) = this.config, rates
+    if not there:
+        text = f"calls are answered, and {size(FIRST_BATCH_BYTES)} do not pass within {BATCH_SECONDS:g} s"
+        return failure(f"{text}: large packets vanish, or the path is too slow", smaller_packets())
+    text = f"{_bits(there)} to the peer, {_bits(back)} from it, over one connection{' with TLS' * bool(config.tls_ca)}"
+    slowest, others = min(rates), max(1, (config.group_size or 2) - 1)
+    seconds = others * config.part_size_bytes / slowest
+    if seconds > config.stall_timeout:
+        text += (
+            f"; a part for each of {others} other members takes {duration(seconds)}, and a member without progress is "
+            f"dropped after {config.stall_timeout:g} s"
+        )
+        found = failure(text, f"lower {spelled('part_size_bytes')}, or raise {spelled('stall_timeout')}")
+    else:
+        found = ok(text)
+    return replace(found, figures={"to_peer_bytes_per_second": there, "from_peer_bytes_per_second": back})
+
+
+def _bits(rate: float) -> str:
+    mbit = 8 * rate / 1e6
+    return f"{mbit / 1000:.3g} Gbit/s" if mbit >= 1000 else f"{mbit:.3g} Mbit/s"
+
+
+CHECKS: tuple[Check[Visit], ...] = (
+    Check("addresses", ask_addresses, judge_addresses, vital=True),
+    Check("tcp", ask_connections, judge_connections, vital=True),
+    Check("tls", ask_handshake, lambda this, done: judge_handshake(this.config, this.certified, done), vital=True),
+    Check(
+        "call",
+        ask_status,
+        lambda _, tokens: ok(f"answered; {'the token is accepted' if tokens else 'no token is required'}"),
+        vital=True,
+    ),
+    Check("run", ask_description, judge_run),
+    Check("software", lambda this: this.description, judge_software),
+    Check("endpoint", ask_endpoint, judge_endpoint),
+    Check("clock-difference", ask_clock, judge_clock),
+    Check("call-back", ask_call_back, judge_call_back),
+    Check("options", lambda this: this.description, judge_options),
+    Check(
+        "strategy",
+        lambda this: this.status and (this.status.training.strategy if this.status.training else ""),
+        judge_strategy,
+    ),
+    Check("schema", lambda this: this.call(GET_SCHEMA, None), judge_schema),
+)
+DEEP: tuple[Check[Visit], ...] = (
+    Check("round-trip", lambda this: this.round_trips or None, judge_round_trips),
+    Check("bandwidth", ask_bandwidth, judge_bandwidth),
+)

@@ -1,266 +1,272 @@
-"""The checks of this machine that need no other peer: software, addresses, limits, clock."""
+"""The checks of this machine that need no other peer: software, addresses, certificate, limits, clock."""
 
 from __future__ import annotations
 
 import ctypes
-import ipaddress
 import math
-import multiprocessing
-import os
 import platform
-import re
-import socket
-from collections.abc import Collection, Iterator, Mapping
+import resource
+import stat
+import time
+from collections.abc import Collection
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 
 import torch
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
-from averaging.common import (
-    Address,
-    chosen_proxy,
-    counted,
-    ignored_proxies,
-    is_loopback,
-    is_own,
-    parse_address,
-    parse_ip,
-    shown_proxy,
-    spelled,
-)
+from averaging.common import Address, counted, is_loopback, is_own, parse_address, size, spelled
 from averaging.config import PeerConfig
-from averaging.doctor.dial_back import look_up
-from averaging.doctor.findings import Finding, failure, ok, told, warning
-from averaging.errors import SUPPORTED_SYSTEMS, ConfigError, ListenError
+from averaging.doctor.checks import Check, Finding, failure, ok, warning
+from averaging.errors import SUPPORTED_SYSTEMS, AveragingError, ConfigError, ListenError
+from averaging.probe import DESCRIBE, look_up
 from averaging.protocol import Mode
-from averaging.transport.grpc import check_listen
+from averaging.security import (
+    EXPIRES_SOON,
+    Credentials,
+    Tls,
+    is_open_to_others,
+    read_tls,
+    read_tokens,
+    validity_problem,
+)
+from averaging.transport.grpc import RpcChannel, check_listen
+from averaging.wire import probe_pb2
 
 PACKAGES = ("torch", "grpcio", "protobuf")
-"""The packages whose versions are compared with what this one requires."""
 
 FEW_FILES = 1024
 """File descriptors that a peer should have at least. It needs a few for each other peer that it knows."""
 
-ELSEWHERE = {"ipv4": "192.0.2.1", "ipv6": "2001:db8::1"}
-"""Addresses for documentation, to which nothing is sent: the system only says from which address it would be."""
+HEADROOM = 0.8
+"""Part of the free memory above which data loaders and the process itself may not fit any more."""
+
+ANSWER_SECONDS = 5.0
+"""Time for the answer of a peer that is up on this machine already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What is known before the checks of this machine."""
+
+    config: PeerConfig  # of the peer that will be started
+    credentials: Credentials | None = None  # None if the files cannot be used
+    seeds: Collection[str] = ()  # addresses of the peers to join
+    held_bytes: int = 0  # what the peer will hold in memory; 0 if that is not known
 
 
 # Software.
 
 
-def check_software(required: Mapping[str, str] | None = None, version: str | None = None) -> list[Finding]:
-    """Compares the versions of Python and of the packages with those that this package requires.
-
-    Args:
-        required: The requirement of each, such as `>=2.4`; those of the installed package if None.
-        version: The version of Python; that of this process if None.
-    """
-    required = requirements() if required is None else required
-    installed = {"python": version or platform.python_version()} | {name: _installed(name) for name in PACKAGES}
-    return [compare_version(name, found, required.get(name, "")) for name, found in installed.items()]
-
-
-def check_system(system: str | None = None, release: str | None = None) -> list[Finding]:
-    """Says whether this operating system is supported; WSL 2 is a Linux whose kernel names Microsoft."""
-    system, release = system or platform.system(), release or platform.release()
-    if system == "Linux":
-        which = "WSL 2, whose own network needs forwarding of ports" if "microsoft" in release.lower() else "tested"
-        return [ok("system", f"Linux {release} ({which})")]
-    if system == "Darwin":
-        return [warning("system", "macOS is supported for peers, and not tested", "use Linux for servers and engines")]
-    return [failure("system", f"{system} is not supported", SUPPORTED_SYSTEMS)]
-
-
-def requirements() -> dict[str, str]:
+@cache
+def requirements() -> dict[str, SpecifierSet]:
     """What the installed package requires of Python and of other packages, without extras, by name."""
-    required = {"python": metadata.metadata("averaging")["Requires-Python"] or ""}
-    for line in metadata.requires("averaging") or ():
-        if "extra ==" not in line and (found := re.match(r"([\w.-]+)\s*\(?([^;)]*)", line)):
-            required[found[1].lower()] = found[2].strip()
+    required = {"python": SpecifierSet(metadata.metadata("averaging")["Requires-Python"] or "")}
+    for requirement in map(Requirement, metadata.requires("averaging") or ()):
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            required[requirement.name.lower()] = requirement.specifier
     return required
 
 
-def _installed(name: str) -> str:
-    try:
+def ask_version(name: str, _: Machine) -> str:
+    if name == "python":
+        return platform.python_version()
+    with suppress(metadata.PackageNotFoundError):
         return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
+    return ""
 
 
-def compare_version(name: str, found: str, required: str) -> Finding:
-    """The finding about one package."""
+def judge_version(name: str, _: Machine, found: str) -> Finding:
+    required = requirements().get(name, SpecifierSet())
     install = f"install {name}{required} (pip install '{name}{required}')"
     if name == "python":
         install = f"make an environment with Python {required}"
     if not found:
-        return failure(name, "it is not installed", install)
-    if not all(_fits(found, bound.strip()) for bound in required.split(",") if bound.strip()):
-        return failure(name, f"{found} is installed, and {required} is required", install)
-    return ok(name, f"{found}{f' ({required} is required)' if required else ''}")
+        return failure("it is not installed", install)
+    if not required.contains(found, prereleases=True):
+        return failure(f"{found} is installed, and {required} is required", install)
+    return ok(f"{found} ({required} is required)")
 
 
-def _fits(found: str, bound: str) -> bool:
-    operator, least = re.fullmatch(r"([<>=!~]*)(.*)", bound).groups()  # type: ignore[union-attr] # matches any text
-    own, other = _numbers(found), _numbers(least)
-    return {">=": own >= other, "<": own < other, ">": own > other, "<=": own <= other}.get(operator, True)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """The release of a version, without zeros at its end: (2, 4) of `2.4.0+cpu`."""
-    release = re.match(r"\d+(?:\.\d+)*", version)
-    numbers = [int(part) for part in release[0].split(".")] if release else []
-    while numbers and not numbers[-1]:
-        numbers.pop()
-    return tuple(numbers)
+def judge_system(_: Machine, system: tuple[str, str]) -> Finding:
+    name, release = system
+    if name == "Linux":  # WSL 2 is a Linux whose kernel names Microsoft
+        which = "WSL 2, whose own network needs forwarding of ports" if "microsoft" in release.lower() else "tested"
+        return ok(f"Linux {release} ({which})")
+    if name == "Darwin":
+        return warning("macOS is supported for peers, and not tested", "use Linux for servers and engines")
+    return failure(f"{name} is not supported", SUPPORTED_SYSTEMS)
 
 
 # Addresses.
 
 
-async def check_port(config: PeerConfig, *, exposed: bool) -> list[Finding]:
-    """Checks that a peer could listen on `listen`. Nothing is listened on for it."""
+async def ask_port(this: Machine) -> str | None:
+    """Checks that a peer can listen on `listen` now. Returns the endpoint of a peer of the run that does already."""
+    config = this.config
     if config.mode is Mode.CLIENT:
-        return [ok("port", "a client listens on none")]
+        return None
     try:
-        await check_listen(config.listen, config.advertise, exposed=exposed)
-    except (ListenError, ConfigError) as error:
-        return [told("port", error)]
-    port = parse_address(config.listen)[1]
-    return [ok("port", f"{config.listen} is free" if port else f"a free port of {config.listen} will be taken")]
+        await check_listen(config.listen, config.advertise, exposed=config.tls_cert is not None or config.insecure)
+    except (ListenError, ConfigError):
+        endpoint = config.advertise or config.listen
+        if not await _is_up(endpoint, this):
+            raise
+        return endpoint
+    return ""
 
 
-async def check_listen_host(config: PeerConfig, seeds: Collection[str]) -> list[Finding]:
-    """Checks that `listen` can be reached from elsewhere if the peers to join, at `seeds`, are elsewhere."""
-    if config.mode is Mode.CLIENT:
-        return []
-    host = parse_address(config.listen)[0]
-    own = await look_up(host)
-    if not own:
-        return []  # the check of the port says so
-    if not all(is_loopback(str(address)) for address in own):
-        return [ok("listen", f"{config.listen} is no loopback address")]
-    where = config.listen if is_loopback(host) else f"{config.listen}, which is {own[0]} here,"
+async def _is_up(endpoint: str, this: Machine) -> bool:
+    """Whether a peer of the run answers at an endpoint of this machine."""
+    with suppress(AveragingError):
+        async with RpcChannel(endpoint, credentials=this.credentials) as channel:
+            described = await channel.call(DESCRIBE, probe_pb2.DescribeRequest(), ANSWER_SECONDS)
+        return described.run_id == this.config.run_id
+    return False
+
+
+def judge_port(this: Machine, running: str) -> Finding:
+    listen = this.config.listen
+    if running:
+        text = f"a peer of run {this.config.run_id!r} is up at {running} already"
+        return warning(text, "nothing has to be done if it is the one that you examine")
+    return ok(f"{listen} is free" if parse_address(listen)[1] else f"a free port of {listen} will be taken")
+
+
+async def ask_listen(this: Machine) -> tuple[bool, list[str]] | None:
+    """Whether others reach `listen`, and the peers to join that are not on this machine."""
+    own = await look_up(parse_address(this.config.listen)[0])
+    if this.config.mode is Mode.CLIENT or not own:  # `port` says that the host is unknown
+        return None
+    hosts = {seed: parse_address(seed)[0] for seed in this.seeds}
+    elsewhere = [seed for seed, host in hosts.items() if not (is_loopback(host) or await _is_loopback(host))]
+    return not all(is_loopback(str(address)) for address in own), elsewhere
+
+
+async def _is_loopback(host: str) -> bool:
+    return any(is_loopback(str(address)) for address in await look_up(host))
+
+
+def judge_listen(this: Machine, answer: tuple[bool, list[str]]) -> Finding:
+    reached, elsewhere = answer
+    listen, advertise = this.config.listen, this.config.advertise
+    if reached:
+        return ok(f"{listen} is no loopback address")
+    text = f"{listen} is reached from this machine only"
     remedy = f"listen on an address that other peers reach, such as 0.0.0.0:PORT with {spelled('advertise')}, or use "
     remedy += spelled("mode", "client")
-    elsewhere = [seed for seed in seeds if not await _is_here(parse_address(seed)[0])]
-    if config.advertise is not None and not is_loopback(parse_address(config.advertise)[0]):
-        text = f"{where} is reached from this machine only, so something here must forward {config.advertise} to it"
-        return [warning("listen", text, remedy)]
+    if advertise is not None and not is_loopback(parse_address(advertise)[0]):
+        return warning(f"{text}, so something here must forward {advertise} to it", remedy)
     if elsewhere:
-        return [failure("listen", f"{where} is reached from this machine only, and {elsewhere[0]} is not here", remedy)]
-    if seeds:
-        return [ok("listen", f"{where} is reached from this machine only, as the peers to join are")]
-    return [warning("listen", f"{where} is reached from this machine only; no peer elsewhere can join it", remedy)]
+        return failure(f"{text}, and {elsewhere[0]} is not here", remedy)
+    if this.seeds:
+        return ok(f"{text}, as the peers to join are")
+    return warning(f"{text}; no peer elsewhere can join it", remedy)
 
 
-async def _is_here(host: str) -> bool:
-    return any(is_loopback(str(address)) for address in await look_up(host)) or is_loopback(host)
+async def ask_advertise(this: Machine) -> tuple[Address, ...] | None:
+    if this.config.mode is Mode.CLIENT:
+        return None
+    return await look_up(parse_address(this.config.advertise or this.config.listen)[0])
 
 
-async def check_advertise(config: PeerConfig) -> list[Finding]:
-    """Checks that the host of this peer's endpoint is known, and whether it is an address of this machine."""
-    if config.mode is Mode.CLIENT:
-        return [ok("advertise", "a client has no address")]
-    endpoint = config.advertise or config.listen
-    host, port = parse_address(endpoint)
-    addresses = await look_up(host)
+def judge_advertise(this: Machine, addresses: tuple[Address, ...]) -> Finding | None:
+    host, port = parse_address(this.config.advertise or this.config.listen)
     if not addresses:
         remedy = "correct the name, or give an IP address; all peers of the run must know the name"
-        return [failure("advertise", f"{host} is an unknown host here", remedy)]
+        return failure(f"{host} is an unknown host here", remedy)
     if any(address.is_unspecified for address in addresses):
-        return []  # the check of the port says so
-    named = "" if parse_ip(host) else f" ({', '.join(map(str, addresses))})"
-    foreign = [address for address in addresses if not is_own(str(address))]
+        return None  # `port` says so
+    foreign = [str(address) for address in addresses if not is_own(str(address))]
     if not foreign:
-        return [*_families(config, addresses), ok("advertise", f"{host}{named} is this machine")]
-    which = f"{host}{named}" if len(foreign) == len(addresses) else f"{', '.join(map(str, foreign))} of {host}"
-    text = f"{which} is no address of this machine, so a router must forward port {port or '(any)'} to it (NAT)"
-    remedy = f"check the forwarding: with {spelled('join')} a peer of the run calls back"
-    return [*_families(config, addresses), warning("advertise", text, remedy)]
+        return ok(f"{host} ({', '.join(map(str, addresses))}) is this machine")
+    text = f"{', '.join(foreign)} of {host} is no address of this machine, so a router must forward port {port} to it"
+    return warning(f"{text} (NAT)", f"check the forwarding: with {spelled('join')} a peer of the run calls back")
 
 
-def _families(config: PeerConfig, addresses: tuple[Address, ...]) -> Iterator[Finding]:
-    """Whether callers may come over a family on which `listen` does not listen."""
-    listened = parse_ip(parse_address(config.listen)[0])
-    if listened is None or listened.is_unspecified:
-        return
-    missing = {address.version for address in addresses if is_own(str(address))} - {listened.version}
-    if missing and config.advertise is not None:
-        text = f"{config.advertise} has an address of IPv{missing.pop()}, on which {config.listen} does not listen"
-        yield warning("advertise", text, "listen on [::]:PORT for both, or advertise an address of one family")
+# Certificate and token.
 
 
-def check_families() -> list[Finding]:
-    """Says from which address calls to the outside leave, for IPv4 and IPv6."""
-    sources = {name: source_address(ipaddress.ip_address(where)) for name, where in ELSEWHERE.items()}
-    if not any(sources.values()):
-        text = "this machine has no route to other networks; it can average with peers on this machine only"
-        return [warning("ipv4", text, "connect it to a network if peers are elsewhere")]
-    return [
-        ok(name, f"calls leave from {source}" if source else "no route to other networks")
-        for name, source in sources.items()
-    ]
+def ask_certificate(this: Machine) -> Tls | str:
+    """The certificate of this peer, checked; a word about TLS if it has none."""
+    config = this.config
+    own = read_tls(config.tls_ca, config.tls_cert, config.tls_key, time.time)
+    return own or ("insecure" if config.insecure else "none")
 
 
-def source_address(destination: Address) -> str:
-    """The address from which packets to `destination` leave; empty if there is no route. Nothing is sent."""
-    family = socket.AF_INET if destination.version == 4 else socket.AF_INET6
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((str(destination), 9))
-            return str(probe.getsockname()[0])
-    except OSError:
-        return ""
+def judge_certificate(this: Machine, own: Tls | str) -> Finding:
+    config, issue = this.config, "issue another one (averaging ca issue)"
+    if own == "insecure":
+        text = "no TLS files, and --insecure: every machine that can connect reads and changes the traffic"
+        return warning(text, "`averaging ca init` makes certificates")
+    if not isinstance(own, Tls):
+        return ok("no TLS files; only this machine may connect")
+    host = parse_address(config.advertise or config.listen)[0]
+    if config.mode is not Mode.CLIENT:
+        own.check_host(host)
+    if config.tls_key is not None and (open_to_others := _open_to_others(Path(config.tls_key))):
+        return open_to_others
+    end = own.certificate.not_valid_after_utc
+    text = f"{own.source} is valid until {end:%Y-%m-%d %H:%M} UTC"
+    if validity_problem(own.certificate, time.time() + EXPIRES_SOON):
+        return warning(text, issue)
+    covered = "" if config.mode is Mode.CLIENT else f", covers {host}"
+    return ok(f"{text}{covered}, and was issued by {own.certificate.issuer.rfc4514_string()}; the key fits")
 
 
-# The process and its surroundings.
+def judge_token(this: Machine, tokens: tuple[str, ...]) -> Finding:
+    file = this.config.token_file
+    if file is None:
+        return ok("none is given; a run with a token will refuse this peer")
+    text = f"{file}: the first of {len(tokens)} is sent" if len(tokens) > 1 else str(file)
+    return _open_to_others(Path(file)) or ok(f"{text}; only its owner can read it")
 
 
-def check_proxies(proxy: str | None = None, environ: Mapping[str, str] = os.environ) -> list[Finding]:
-    """Names the proxy through which others are called, and the variables that are set and not used.
-
-    Args:
-        proxy: the option `proxy`.
-        environ: the environment.
-    """
-    try:
-        chosen = chosen_proxy(proxy, environ)
-    except ConfigError as error:
-        return [failure("proxies", str(error), "correct the variable, or unset it")]
-    if chosen is not None:
-        return [
-            ok("proxies", f"others are called through the proxy {shown_proxy(chosen)}, except loopback and NO_PROXY")
-        ]
-    if ignored := ignored_proxies(environ):
-        return [warning("proxies", ignored, "if this machine has no other way out, set it, and take part as a client")]
-    return [ok("proxies", "no proxy variable is set")]
+def _open_to_others(file: Path) -> Finding | None:
+    """A warning if other users can read a secret."""
+    if not is_open_to_others(file):
+        return None
+    mode = stat.S_IMODE(file.stat().st_mode)
+    return warning(f"{file} has mode {mode:03o}, so other users of this machine can read it", f"chmod 600 {file}")
 
 
-def check_open_files(limit: int | None = None) -> list[Finding]:
-    """Checks the limit of file descriptors of this process."""
-    import resource
+# Limits.
 
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = soft if limit is None else limit
-    if limit == resource.RLIM_INFINITY or limit >= FEW_FILES:
-        return [ok("open-files", f"this process may open {'any number of' if limit < 0 else limit} files")]
-    text = f"this process may open {counted(limit, 'file')}; each other peer takes some, and data loaders take many"
+
+def free_memory(root: Path = Path("/")) -> int | None:
+    """Bytes that a new process may use: what the system has available, within the limit of this container."""
+    found: list[int] = []
+    with suppress(OSError, StopIteration, ValueError):
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        found.append(int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024)
+    with suppress(OSError, ValueError):  # no limit is the text "max"
+        cgroup = root / "sys/fs/cgroup"
+        limit = int((cgroup / "memory.max").read_text())
+        found.append(max(0, limit - int((cgroup / "memory.current").read_text())))
+    return min(found, default=None)
+
+
+def judge_memory(this: Machine, free: int) -> Finding:
+    held = this.held_bytes
+    if not held:
+        return ok(f"{size(free)} are free; `averaging plan` reckons what a peer that trains holds")
+    text, remedy = f"{size(held)} are needed, and {size(free)} are free", "share no state, or use more memory"
+    if held > free:
+        return failure(text, remedy)
+    return warning(f"{text}, also for the process itself", remedy) if held > HEADROOM * free else ok(text)
+
+
+def judge_open_files(_: Machine, limits: tuple[int, int]) -> Finding:
+    soft, hard = limits
+    if soft == resource.RLIM_INFINITY or soft >= FEW_FILES:
+        return ok(f"this process may open {'any number of' if soft < 0 else soft} files")
     most = "4096" if hard == resource.RLIM_INFINITY else str(min(4096, hard))
-    return [warning("open-files", text, f"ulimit -n {most}")]
-
-
-def check_processors(threads: int | None = None, quota: float | None = None) -> list[Finding]:
-    """Compares the threads with which torch computes with the quota of processors of this process's cgroup."""
-    threads = torch.get_num_threads() if threads is None else threads
-    quota = processor_quota() if quota is None else quota
-    granted = (
-        "no cgroup limits them" if quota == math.inf else f"the cgroup of this process grants {quota:g} processors"
-    )
-    text = f"torch computes with {counted(threads, 'thread')}, and {granted}"
-    if threads > max(1.0, quota):
-        return [warning("processors", f"{text}: threads beyond that stop all", f"OMP_NUM_THREADS={max(1, int(quota))}")]
-    return [ok("processors", text)]
+    text = f"this process may open {counted(soft, 'file')}; each other peer takes some, and data loaders take many"
+    return warning(text, f"ulimit -n {most}")
 
 
 def processor_quota(root: Path = Path("/")) -> float:
@@ -282,7 +288,6 @@ def processor_quota(root: Path = Path("/")) -> float:
 
 
 def _quota_of(folder: Path) -> float | None:
-    """The quota of one cgroup; None if it has none."""
     with suppress(OSError, ValueError, ZeroDivisionError):
         files = [folder / name for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
         texts = (folder / "cpu.max").read_text().split() if not files[0].exists() else [f.read_text() for f in files]
@@ -291,36 +296,21 @@ def _quota_of(folder: Path) -> float | None:
     return None
 
 
-def check_fork(environ: Mapping[str, str] = os.environ, method: str | None = None) -> list[Finding]:
-    """Says how data loaders start their workers, and whether gRPC's own support of forks, which can crash, is on."""
-    # The default of this Python; asking for the present method would also set it.
-    method = method or multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
-    wanted = environ.get("GRPC_ENABLE_FORK_SUPPORT", "").lower()
-    if wanted in ("1", "true", "yes") and method != "spawn":
-        text = f"GRPC_ENABLE_FORK_SUPPORT={wanted}: gRPC starts threads in each forked worker, which sometimes crash"
-        return [warning("fork", text, "unset GRPC_ENABLE_FORK_SUPPORT; workers of data loaders need no gRPC")]
-    if method == "fork":
-        text = (
-            "data loaders fork workers beside open channels of gRPC, whose own support of forks is off, as it should be"
-        )
-        return [ok("fork", f"{text}. A worker cannot use the averager")]
-    return [ok("fork", f"data loaders start their workers by {method}, which shares no channel of gRPC with them")]
+def judge_processors(_: Machine, threads_and_quota: tuple[int, float]) -> Finding:
+    threads, quota = threads_and_quota
+    granted = (
+        "no cgroup limits them" if quota == math.inf else f"the cgroup of this process grants {quota:g} processors"
+    )
+    text = f"torch computes with {counted(threads, 'thread')}, and {granted}"
+    if threads > max(1.0, quota):
+        return warning(f"{text}: threads beyond that stop all", f"OMP_NUM_THREADS={max(1, int(quota))}")
+    return ok(text)
 
 
+# Clock.
+
+# Offsets in `struct timex` of Linux with 64 bits, and the bit of its status that is set without synchronisation.
 _STATUS, _UNSYNCHRONISED, _MAX_ERROR = 40, 0x40, 24
-"""Offsets in `struct timex` of Linux with 64 bits, and the bit of its status that is set without synchronisation."""
-
-
-def check_clock() -> list[Finding]:
-    """Asks the kernel whether something, such as NTP, keeps the clock right."""
-    remedy = "run NTP (chrony, systemd-timesyncd) if nothing else keeps it right; clocks may be 3 s apart"
-    known = clock_discipline()
-    if known is None:
-        return [warning("clock", "this system does not say whether its clock is synchronised", remedy)]
-    synchronised, error = known
-    if not synchronised:
-        return [warning("clock", "the kernel says that nothing synchronises the clock of this machine", remedy)]
-    return [ok("clock", f"it is synchronised, to {1000 * error:.0f} ms at worst")]
 
 
 def clock_discipline() -> tuple[bool, float] | None:
@@ -336,3 +326,26 @@ def clock_discipline() -> tuple[bool, float] | None:
     status = int.from_bytes(timex.raw[_STATUS : _STATUS + 4], "little")
     error = int.from_bytes(timex.raw[_MAX_ERROR : _MAX_ERROR + 8], "little") / 1e6
     return not status & _UNSYNCHRONISED, error
+
+
+def judge_clock(_: Machine, known: tuple[bool, float]) -> Finding:
+    synchronised, error = known
+    if synchronised:
+        return ok(f"it is synchronised, to {1000 * error:.0f} ms at worst")
+    remedy = "run NTP (chrony, systemd-timesyncd) if nothing else keeps it right; clocks may be 3 s apart"
+    return warning("the kernel says that nothing synchronises the clock of this machine", remedy)
+
+
+CHECKS: tuple[Check[Machine], ...] = (
+    *(Check(name, partial(ask_version, name), partial(judge_version, name)) for name in ("python", *PACKAGES)),
+    Check("system", lambda _: (platform.system(), platform.release()), judge_system),
+    Check("port", ask_port, judge_port),
+    Check("listen", ask_listen, judge_listen),
+    Check("advertise", ask_advertise, judge_advertise),
+    Check("certificate", ask_certificate, judge_certificate),
+    Check("token-file", lambda this: read_tokens(this.config.token_file), judge_token),
+    Check("memory", lambda _: free_memory(), judge_memory),
+    Check("open-files", lambda _: resource.getrlimit(resource.RLIMIT_NOFILE), judge_open_files),
+    Check("processors", lambda _: (torch.get_num_threads(), processor_quota()), judge_processors),
+    Check("clock", lambda _: clock_discipline(), judge_clock),
+)

@@ -18,11 +18,11 @@ from averaging.config import Inspection, NonFinite, PeerConfig, PeerOptions, con
 from averaging.control import ControlService
 from averaging.discovery import Discovery, ShardOfRun, shards_key
 from averaging.discovery.gossip import Waiting
-from averaging.doctor import ProbeService, TransferService
 from averaging.errors import ClosedError, ConfigError, RoundError
 from averaging.peer.lifecycle import DiscoveryFactory, Running, make_transport, start
 from averaging.peer.run_progress import RunProgress, find_gone, refusing
 from averaging.peer.topics import RoundOptions, Topic, TopicOptions, make_topic
+from averaging.probe import ProbeService
 from averaging.protocol import Mode, attach, pack_gather, progress_key
 from averaging.receipts import DriftCheck, DropCode, PeerStatus, ReadByService, Receipt, TrainingProgress
 from averaging.security import read_credentials
@@ -179,8 +179,7 @@ class Peer(InProcess):
         if on_leave is not None and not is_client:
             services = [*services, self._control]
         if transport is None and not is_client and self.config.inspection is not Inspection.OFF:
-            probe = ProbeService(self.config, self._credentials.tls, clock=clock)
-            services = [probe, TransferService(self._is_in_round), *services]
+            services = [ProbeService(self.config, self._credentials.tls, clock=clock), *services]
         self._seeds = Seeds(self.config.join, self._credentials, on_found=on_found)
         self._transport = transport or make_transport(self.config, self._credentials, self._seeds, services)
         self._on_joining = on_joining
@@ -565,9 +564,6 @@ class Peer(InProcess):
         await self._tensors.while_locked(write, self.config.round_timeout, self._tensors.nbytes)
         self._entered.donors.declaration.changed(urgent=True)
         logger.info("took over the state of %s, version %d", fetched.donor, state.version)
-
-    def _is_in_round(self) -> bool:
-        return self._running is not None and self._running.service.round is not None
 
     @property
     def _entered(self) -> Running:

@@ -13,9 +13,9 @@ from averaging.allreduce import AllReduce
 from averaging.common import HostQuota, counted
 from averaging.config import PeerConfig
 from averaging.discovery import Discovery
-from averaging.doctor import SOFTWARE
 from averaging.errors import BusyError, ProtocolViolationError
 from averaging.matchmaking import Matchmaking
+from averaging.probe import SOFTWARE
 from averaging.protocol import AveragingData, DownloadData, JoinRequest, MessageCode, MessageFromLeader, Resume
 from averaging.receipts import MAX_READERS, PeerStatus, ReadByService, ReceiptBook, TrainingProgress, Watched
 from averaging.state import MIN_RATE, Snapshots, Throughput, pack

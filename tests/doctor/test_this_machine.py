@@ -2,59 +2,79 @@
 
 from __future__ import annotations
 
+import datetime
 import resource
 import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from averaging import PeerConfig
-from averaging.doctor import Severity, memory_of_file, this_machine
-from averaging.doctor.findings import Finding, exit_code, failure, ok, told, warning
-from averaging.doctor.memory import check_memory, free_memory
-from averaging.doctor.tls import check_certificate, check_token_file
-from averaging.errors import ConfigError
-from tests.support.certificates import NOW, write
+from averaging.doctor import Finding, Severity, this_machine
+from averaging.doctor.checks import finding_of
+from averaging.doctor.this_machine import CHECKS, Machine
+from averaging.errors import BusyError, CallRefusedError, PeerUnreachableError, RefusalCause
+from averaging.security.ca import issue, make_authority
+from tests.support.certificates import NOW, stored, write
 from tests.support.ports import free_port
 
-
-def config(**options: Any) -> PeerConfig:
-    return PeerConfig(run_id="run", **options)
+HERE = Machine(config=PeerConfig(run_id="run"))
 
 
-def severities(findings: list[Finding]) -> list[str]:
-    return [each.severity.value for each in findings]
+async def made(name: str, seeds: Any = (), **options: Any) -> Finding:
+    """The finding of one check of this machine, of a peer with these options."""
+    machine = Machine(config=PeerConfig(run_id="run", **options), seeds=seeds)
+    [check] = [each for each in CHECKS if each.name == name]
+    found = await check.make(machine)
+    assert found is not None
+    assert (found.check, found.peer) == (name, "")
+    return found
 
 
-def test_versions_are_compared_with_what_the_package_requires() -> None:
-    required = this_machine.requirements()
-    assert required["grpcio"].startswith(">=1.8")
-    assert required["python"] == ">=3.11"
-    assert severities(this_machine.check_software()) == ["ok"] * 4
-    [python, *_] = this_machine.check_software(version="3.10.14")
-    assert "3.10.14 is installed, and >=3.11 is required" in python.text
-    compare = this_machine.compare_version
-    assert compare("torch", "2.4.0+cpu", ">=2.4").severity is Severity.OK
-    assert compare("torch", "2.3.1", ">=2.4").severity is Severity.FAILURE
-    assert compare("protobuf", "8.0.0", "<8,>=6.31.1").severity is Severity.FAILURE
-    assert compare("protobuf", "", "<8").text == "it is not installed"
+@pytest.mark.asyncio
+@pytest.mark.parametrize("package", ["python", "torch", "grpcio", "protobuf"])
+async def test_the_installed_packages_fit(package: str) -> None:
+    assert (await made(package)).severity is Severity.OK
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "required", "severity"),
+    [
+        ("python", "3.10.14", ">=3.11", Severity.FAILURE),
+        ("torch", "2.4.0+cpu", ">=2.4", Severity.OK),
+        ("torch", "2.3.1", ">=2.4", Severity.FAILURE),
+        ("torch", "2.5.1", "~=2.4.0", Severity.FAILURE),
+        ("torch", "2.5.1", "!=2.5.1", Severity.FAILURE),
+        ("torch", "2.5.1", "==2.4", Severity.FAILURE),
+        ("torch", "2.14.0a0+git1", ">=2.4", Severity.OK),
+        ("protobuf", "8.0.0", "<8,>=6.31.1", Severity.FAILURE),
+        ("protobuf", "", "<8", Severity.FAILURE),
+    ],
+)
+def test_versions_are_compared_with_what_the_package_requires(
+    name: str, found: str, required: str, severity: Severity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert {"python", "torch", "grpcio", "protobuf"} < this_machine.requirements().keys()
+    monkeypatch.setattr(this_machine, "requirements", lambda: {name: SpecifierSet(required)})
+    judged = this_machine.judge_version(name, HERE, found)
+    assert judged.severity is severity
+    assert bool(judged.remedy) == (severity is Severity.FAILURE)
 
 
 @pytest.mark.asyncio
 async def test_a_port_that_is_taken_or_needs_tls() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         listen = f"127.0.0.1:{server.getsockname()[1]}"
-        [taken] = await this_machine.check_port(config(listen=listen), exposed=False)
-    assert (taken.severity, taken.check) == (Severity.FAILURE, "port")
+        taken = await made("port", listen=listen)
+    assert taken.severity is Severity.FAILURE
     assert "the port is taken" in taken.text
-    assert "choose another port" in taken.remedy
-    [free] = await this_machine.check_port(config(listen=listen), exposed=False)
-    assert free.severity is Severity.OK
-    everywhere = config(listen=f"0.0.0.0:{free_port()}", advertise="127.0.0.1:0")
-    [exposed] = await this_machine.check_port(everywhere, exposed=False)
-    assert "without TLS" in exposed.text
-    assert severities(await this_machine.check_port(everywhere, exposed=True)) == ["ok"]
+    assert "choose another port" in taken.text
+    assert (await made("port", listen=listen)).severity is Severity.OK
+    everywhere = {"listen": f"0.0.0.0:{free_port()}", "advertise": "127.0.0.1:0"}
+    assert "without TLS" in (await made("port", **everywhere)).text
+    assert (await made("port", **everywhere, insecure=True)).severity is Severity.OK
 
 
 @pytest.mark.asyncio
@@ -70,7 +90,7 @@ async def test_a_port_that_is_taken_or_needs_tls() -> None:
     ],
 )
 async def test_a_peer_that_others_must_reach_and_cannot(options: Any, severity: str) -> None:
-    assert severities(await this_machine.check_listen_host(config(**options), options.get("join", ()))) == [severity]
+    assert (await made("listen", options.get("join", ()), **options)).severity == severity
 
 
 @pytest.mark.asyncio
@@ -84,52 +104,24 @@ async def test_a_peer_that_others_must_reach_and_cannot(options: Any, severity: 
     ],
 )
 async def test_whether_advertise_is_this_machine(advertise: str, severity: str, words: str) -> None:
-    found = (await this_machine.check_advertise(config(advertise=advertise)))[-1]
-    assert found.severity.value == severity
+    found = await made("advertise", advertise=advertise)
+    assert found.severity == severity
     assert words in found.text
 
 
-@pytest.mark.asyncio
-async def test_a_family_on_which_nothing_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The name has both addresses, and gRPC would listen on one of them."""
-
-    def both(host: Any, *_: Any, **__: Any) -> Any:
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, 0)) for each in ("127.0.0.1", "::1")]
-
-    monkeypatch.setattr(socket, "getaddrinfo", both)
-    found = await this_machine.check_advertise(config(listen="127.0.0.1:0", advertise="both.example:4222"))
-    assert severities(found) == ["warning", "ok"]
-    assert "IPv6" in found[0].text
-
-
-def test_proxies_are_named_and_whether_they_are_used() -> None:
-    check = this_machine.check_proxies
-    assert severities(check(environ={})) == ["ok"]
-    [found] = check(environ={"HTTPS_PROXY": "http://proxy:3128", "grpc_proxy": "http://proxy:3128", "NO_PROXY": "a"})
-    assert found.severity is Severity.WARNING
-    assert "HTTPS_PROXY, grpc_proxy are set and not used" in found.text
-    [used] = check(environ={"HTTPS_PROXY": "http://other:1", "AVERAGING_PROXY": "http://user:secret@proxy:3128"})
-    assert used.severity is Severity.OK
-    assert "proxy:3128" in used.text
-    assert "secret" not in used.text
-    [chosen] = check("http://mine:1", {"AVERAGING_PROXY": "http://proxy:3128"})
-    assert "mine:1" in chosen.text
-    [wrong] = check(environ={"AVERAGING_PROXY": "socks5h://proxy:3128"})
-    assert wrong.severity is Severity.FAILURE
-
-
 def test_few_file_descriptors() -> None:
-    [few] = this_machine.check_open_files(256)
-    assert (few.severity, few.remedy[:9]) == (Severity.WARNING, "ulimit -n")
-    assert severities(this_machine.check_open_files(4096)) == ["ok"]
-    assert severities(this_machine.check_open_files(resource.RLIM_INFINITY)) == ["ok"]
+    few = this_machine.judge_open_files(HERE, (256, 4096))
+    assert (few.severity, few.remedy) == (Severity.WARNING, "ulimit -n 4096")
+    for limit in (4096, resource.RLIM_INFINITY):
+        assert this_machine.judge_open_files(HERE, (limit, limit)).severity is Severity.OK
 
 
 def test_the_systems_that_are_supported_are_named() -> None:
-    assert severities(this_machine.check_system("Linux", "6.18")) == ["ok"]
-    assert "WSL 2" in this_machine.check_system("Linux", "5.15.90.1-microsoft-standard-WSL2")[0].text
-    assert severities(this_machine.check_system("Darwin", "24.0")) == ["warning"]
-    [windows] = this_machine.check_system("Windows", "11")
+    judge = this_machine.judge_system
+    assert judge(HERE, ("Linux", "6.18")).severity is Severity.OK
+    assert "WSL 2" in judge(HERE, ("Linux", "5.15.90.1-microsoft-standard-WSL2")).text
+    assert judge(HERE, ("Darwin", "24.0")).severity is Severity.WARNING
+    windows = judge(HERE, ("Windows", "11"))
     assert windows.severity is Severity.FAILURE
     assert "WSL 2" in windows.remedy
 
@@ -166,91 +158,85 @@ def test_the_quota_of_processors_is_that_of_the_cgroup(
 
 
 def test_threads_beyond_the_quota_are_named() -> None:
-    [many] = this_machine.check_processors(8, 2.5)
+    judge = this_machine.judge_processors
+    many = judge(HERE, (8, 2.5))
     assert many.severity is Severity.WARNING
     assert "8 threads" in many.text
     assert "2.5 processors" in many.text
     assert many.remedy == "OMP_NUM_THREADS=2"
-    assert this_machine.check_processors(8, 0.5)[0].remedy == "OMP_NUM_THREADS=1"
-    assert severities(this_machine.check_processors(2, 2.0)) == ["ok"]
-    assert severities(this_machine.check_processors(1, 0.5)) == ["ok"]
-    assert severities(this_machine.check_processors(8, float("inf"))) == ["ok"]
+    assert judge(HERE, (8, 0.5)).remedy == "OMP_NUM_THREADS=1"
+    for fits in ((2, 2.0), (1, 0.5), (8, float("inf"))):
+        assert judge(HERE, fits).severity is Severity.OK
 
 
-def test_forks_beside_grpc() -> None:
-    [crashing] = this_machine.check_fork({"GRPC_ENABLE_FORK_SUPPORT": "1"}, "fork")
-    assert crashing.severity is Severity.WARNING
-    assert "unset" in crashing.remedy
-    assert severities(this_machine.check_fork({}, "fork")) == ["ok"]
-    assert "forkserver" in this_machine.check_fork({}, "forkserver")[0].text
-
-
-def test_the_kernel_s_word_about_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    for known, severity in (((True, 0.02), "ok"), ((False, 16.0), "warning"), (None, "warning")):
-        monkeypatch.setattr(this_machine, "clock_discipline", lambda known=known: known)
-        assert severities(this_machine.check_clock()) == [severity]
-
-
-def test_what_the_kernel_is_asked_has_a_plausible_answer() -> None:
+def test_the_kernel_s_word_about_the_clock() -> None:
+    assert this_machine.judge_clock(HERE, (True, 0.02)).severity is Severity.OK
+    assert this_machine.judge_clock(HERE, (False, 16.0)).severity is Severity.WARNING
     known = this_machine.clock_discipline()
     assert known is not None
     assert 0 <= known[1] <= 3600
 
 
-def test_certificates_are_checked_before_a_peer_uses_them(tmp_path: Path) -> None:
-    files: Any = write(tmp_path, "127.0.0.1")
-    own, found = check_certificate(config(**files), NOW.timestamp())
-    assert own is not None
-    assert {each.check: each.severity.value for each in found} == {
-        "certificate": "ok",
-        "expiry": "warning",  # it is for one day
-        "coverage": "ok",
-    }
-    own, [late] = check_certificate(config(**files), NOW.timestamp() + 3 * 86400)
-    assert own is None
-    assert "expired on" in late.text
-    _, found = check_certificate(config(**files, advertise="a.example:4222"), NOW.timestamp())
-    assert "other peers reach this one at a.example" in found[-1].text
+@pytest.mark.asyncio
+async def test_certificates_are_checked_before_a_peer_uses_them(tmp_path: Path) -> None:
+    authority = make_authority("run", NOW, 60)
+    files: Any = stored(tmp_path / "new", authority, issue(authority, "peer", ["127.0.0.1"], NOW, 30))
+    assert "covers 127.0.0.1, and was issued by CN=run" in (await made("certificate", **files)).text
+    other = await made("certificate", **files, advertise="a.example:4222")
+    assert other.severity is Severity.FAILURE
+    assert "other peers reach this one at a.example" in other.text
     files["tls_key"].chmod(0o644)
-    _, found = check_certificate(config(**files), NOW.timestamp())
-    assert found[-1].remedy.startswith("chmod 600")
+    assert (await made("certificate", **files)).remedy.startswith("chmod 600")
+    soon: Any = write(tmp_path / "soon", "127.0.0.1")  # for one day
+    assert "issue another one" in (await made("certificate", **soon)).remedy
+    begun = NOW - datetime.timedelta(days=3)
+    old = make_authority("run", begun, 10)
+    expired: Any = stored(tmp_path / "old", old, issue(old, "peer", ["127.0.0.1"], begun, 1))
+    late = await made("certificate", **expired)
+    assert late.severity is Severity.FAILURE
+    assert "expired on" in late.text
 
 
-def test_the_mode_of_a_token_file(tmp_path: Path) -> None:
+@pytest.mark.asyncio
+async def test_the_mode_of_a_token_file(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text("0123456789abcdef\n")
     path.chmod(0o640)
-    [open_to_others] = check_token_file(config(token_file=path))
+    open_to_others = await made("token-file", token_file=path)
     assert open_to_others.severity is Severity.WARNING
     assert "mode 640" in open_to_others.text
     path.chmod(0o600)
-    assert severities(check_token_file(config(token_file=path))) == ["ok"]
+    assert (await made("token-file", token_file=path)).severity is Severity.OK
     path.write_text("short\n")
-    assert severities(check_token_file(config(token_file=path))) == ["failure"]
-    assert severities(check_token_file(config(token_file=tmp_path / "none"))) == ["failure"]
+    assert (await made("token-file", token_file=path)).severity is Severity.FAILURE
+    assert (await made("token-file", token_file=tmp_path / "none")).severity is Severity.FAILURE
 
 
-def test_memory_is_compared_where_the_tensors_are(tmp_path: Path) -> None:
-    held = {"parameters": 60, "gradients": 30, "outer momentum": 50}
-    assert severities(check_memory(held, 1000, None)) == ["ok"]
-    assert severities(check_memory(held, 150, None)) == ["warning"]  # activations are not reckoned
-    assert severities(check_memory(held, 139, None)) == ["failure"]
-    assert severities(check_memory(held, 100, 1000)) == ["ok", "ok"]
-    assert severities(check_memory(held, 100, 80)) == ["ok", "failure"]
-    assert severities(check_memory(held, None, None)) == ["warning"]
-    assert sum(memory_of_file(100, share_state=True).values()) == 300
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal: 9 kB\nMemAvailable:  8 kB\n")
-    assert free_memory(meminfo, tmp_path) == 8192
-    (tmp_path / "memory.max").write_text("5000\n")
-    (tmp_path / "memory.current").write_text("4000\n")
-    assert free_memory(meminfo, tmp_path) == 1000
-    assert free_memory(tmp_path / "none", tmp_path / "none") is None
+@pytest.mark.parametrize(
+    ("held", "free", "severity"), [(0, 1, "ok"), (140, 1000, "ok"), (140, 150, "warning"), (140, 139, "failure")]
+)
+def test_what_a_peer_holds_is_compared_with_free_memory(held: int, free: int, severity: str) -> None:
+    machine = Machine(config=HERE.config, held_bytes=held)
+    assert this_machine.judge_memory(machine, free).severity == severity
 
 
-def test_findings() -> None:
-    assert exit_code([ok("a", "fine"), warning("b", "perhaps")]) == 0
-    assert exit_code([ok("a", "fine"), failure("b", "broken")]) == 1
-    found = told("port", ConfigError("cannot listen: taken; choose another"))
-    assert (found.text, found.remedy) == ("cannot listen: taken", "choose another")
-    assert str(failure("b", "broken\x1b[2J", "mend it")) == "✗ b: broken?[2J → mend it"
+def test_free_memory_is_that_of_the_system_within_the_container(tmp_path: Path) -> None:
+    assert this_machine.free_memory(tmp_path) is None
+    for name, text in {
+        "proc/meminfo": "MemTotal: 9 kB\nMemAvailable:  8 kB\n",
+        "sys/fs/cgroup/memory.max": "max",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert this_machine.free_memory(tmp_path) == 8192
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text("5000\n")
+    (tmp_path / "sys/fs/cgroup/memory.current").write_text("4000\n")
+    assert this_machine.free_memory(tmp_path) == 1000
+
+
+def test_errors_are_findings() -> None:
+    assert finding_of(PeerUnreachableError("a:1", "connection refused")).text == "connection refused"
+    assert finding_of(CallRefusedError("a:1", "calls others back; ask again")).severity is Severity.WARNING
+    assert finding_of(CallRefusedError("a:1", "no", RefusalCause.UNAUTHENTICATED)).severity is Severity.FAILURE
+    assert finding_of(CallRefusedError("a:1", "no", RefusalCause.NOT_SERVED)).severity is Severity.WARNING
+    assert finding_of(BusyError("broken\x1b[2J")).text == "broken?[2J"

@@ -14,8 +14,7 @@ import torch
 from averaging import Peer
 from averaging.config import PeerConfig
 from averaging.discovery.etcd import EtcdSettings
-from averaging.doctor.examination import Examination, examine
-from averaging.doctor.findings import Finding, Severity
+from averaging.doctor import Examination, Finding, Severity, examine
 from averaging.errors import AveragingError
 from averaging.monitor.collector import Collector
 from averaging.rpc import RpcChannel

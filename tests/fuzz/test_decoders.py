@@ -17,9 +17,9 @@ from msgspec import msgpack
 
 from averaging.data.dealing import DataRecord, Dealer, Division
 from averaging.discovery.base import Entry
-from averaging.doctor.probe import CLOCK, DESCRIBE, DIAL_BACK
 from averaging.errors import ProtocolViolationError, StateError, ViolationKind
 from averaging.matchmaking import rules
+from averaging.probe import CLOCK, DESCRIBE, DIAL_BACK, ECHO
 from averaging.protocol.group import Member, Mode, pack_gather, unpack_gather
 from averaging.protocol.messages import JoinRequest, MessageCode, MessageFromLeader, WireTensor
 from averaging.receipts import receipt_log
@@ -36,7 +36,7 @@ from tests.support.selection import examples
 
 MANY = settings(max_examples=examples(600), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
-METHODS: list[RpcMethod[Any, Any]] = [*methods.METHODS, DESCRIBE, CLOCK, DIAL_BACK]
+METHODS: list[RpcMethod[Any, Any]] = [*methods.METHODS, DESCRIBE, CLOCK, DIAL_BACK, ECHO]
 DECODERS = {f"{m.name}-{side}": getattr(m, f"read_{side}") for m in METHODS for side in ("request", "reply")}
 
 STATE = State(3, {"w": torch.arange(6.0).reshape(2, 3), "b": torch.zeros(0), "n": torch.tensor(1)}, {"step": 1})

@@ -11,7 +11,7 @@ from averaging.doctor import Examination, Finding, Severity, examine
 
 async def examined(*seeds: str, run_known: bool = True, **options: Any) -> list[Finding]:
     """All findings of one examination; `schema` and options of a peer."""
-    extra = {name: options.pop(name) for name in ("schema", "memory", "strategy") if name in options}
+    extra = {name: options.pop(name) for name in ("schema", "strategy", "deep") if name in options}
     options.setdefault("run_id", "run")
     findings: list[Finding] = []
     examination = Examination(config=PeerConfig(join=seeds, **options), run_known=run_known, **extra)

@@ -4,7 +4,6 @@
 (`averaging.direct.v1.Direct/Open`), and gRPC carries the parts where it cannot be had.
 """
 
-from averaging.transport.direct.sealing import sealing_rate
 from averaging.transport.direct.transport import DirectTransport
 
-__all__ = ["DirectTransport", "sealing_rate"]
+__all__ = ["DirectTransport"]

@@ -125,23 +125,6 @@ class Ciphers:
         return max(self.sending.nbytes, self.receiving.nbytes)
 
 
-def sealing_rate(nbytes: int, seconds: float, clock: Callable[[], float]) -> float:
-    """Returns how many bytes/s one core of this machine seals.
-
-    Args:
-        nbytes: size of a body.
-        seconds: time for which bodies are sealed.
-        clock: seconds of a monotonic clock.
-    """
-    cipher, body, room = Cipher(bytes(KEY_BYTES)), bytes(nbytes), memoryview(bytearray(nbytes + TAG_BYTES))
-    cipher.seal(body, b"", room)  # the first one waits for memory
-    started, done = clock(), 0
-    while (taken := clock() - started) < seconds:
-        cipher.seal(body, b"", room)
-        done += nbytes
-    return done / taken
-
-
 # The tickets with which connections are admitted: valid once, and for a short time. Pure.
 #
 # A ticket is found by the nonce of which the caller has sent a digest, and admits the caller that knows both.

@@ -11,7 +11,7 @@ from typing import Any
 
 from averaging.common import HostQuota, parse_address
 from averaging.config import AUTO
-from averaging.errors import AveragingError, CallRefusedError, PeerUnreachableError, ProtocolViolationError
+from averaging.errors import AveragingError, PeerUnreachableError, ProtocolViolationError
 from averaging.protocol import AveragingData
 from averaging.transport import AveragingService, GossipService, Lane, Upload
 from averaging.transport.direct.frames import BufferPool, FrameKind
@@ -124,27 +124,6 @@ class DirectTransport(GrpcTransport):
                 tasks.create_task(self._channels.call(endpoint, ECHO, link.ticket))
         except* AveragingError:
             raise PeerUnreachableError(endpoint, "the direct connection is lost") from None
-
-    async def try_lane(self, endpoint: str) -> Lane:
-        """Opens a direct connection to `endpoint` and closes it again; returns how parts to it would travel, and why.
-
-        Raises:
-            AveragingError: the peer does not answer over gRPC either, or it refuses this peer.
-        """
-        if not SUPPORTED:
-            return Lane("grpc", "this system has no direct lane")
-        try:
-            link = await self._open(endpoint)
-        except PeerUnreachableError as error:
-            if error.unconnected:
-                raise
-            return Lane("grpc", error.reason)
-        except CallRefusedError as error:
-            if error.definite:
-                raise
-            return Lane("grpc", error.reason)
-        link.close()
-        return Lane("sealed" if self._sealed else "direct")
 
     def lane(self, endpoint: str) -> Lane | None:
         return self._last_lanes.get(endpoint)

@@ -34,6 +34,7 @@ class RpcChannel:
             such as link-local ones, are not dialled then.
         loopback: Whether an endpoint that another peer has named may be on this machine's loopback.
         certified_host: The host for which the server's certificate must be valid; None for that of the endpoint.
+        proxy: URL of the HTTP proxy; None for that of `AVERAGING_PROXY`, if any.
 
     Raises:
         ConfigError: The endpoint is malformed.
@@ -48,13 +49,14 @@ class RpcChannel:
         named_by_peer: bool = False,
         loopback: bool = False,
         certified_host: str | None = None,
+        proxy: str | None = None,
     ) -> None:
         if parse_address(endpoint)[1] == 0:
             raise ConfigError(f"{endpoint} has port 0; give the port on which the server listens")
         self.endpoint = endpoint
         names = {endpoint: certified_host} if certified_host else {}
         dialling = Dialling(() if named_by_peer else (endpoint,), loopback=loopback, names=names)
-        self._channels = Channels(max_message_bytes, credentials=credentials, dialling=dialling)
+        self._channels = Channels(max_message_bytes, credentials=credentials, dialling=dialling, proxy=proxy)
 
     async def __aenter__(self) -> Self:
         return self
