@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sized
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -15,22 +15,15 @@ from torch.utils.data import Sampler
 
 from averaging.averager import DecentralizedAverager
 from averaging.common import InProcess, is_count
-from averaging.data.dealing import DEFAULT_BLOCKS, LEASE_SECONDS, DataRecord, DataStatistics, Dealer, Division
+from averaging.data.dealing import DEFAULT_BLOCKS, DataRecord, DataStatistics, Dealer, Division
 from averaging.errors import ClosedError, ConfigError, ProtocolViolationError, StateError
 
 logger = logging.getLogger("averaging.data")
 
-POLL = 0.02
-"""Seconds between two looks while this peer waits for a claim to settle, or for the others."""
-
-ASK_AGAIN_SECONDS = 20.0
-"""Seconds after which the ranks of a site meet while they wait for other peers."""
-
-SIGN_OF_LIFE_SECONDS = 10.0
-"""Seconds after which a peer announces that it has trained more, within a block."""
-
-AHEAD = 2
-"""Claims beyond the block that is handed out."""
+POLL = 0.02  # seconds between two looks while this peer waits for a claim to settle, or for the others
+ASK_AGAIN_SECONDS = 20.0  # the ranks of a site meet so often while they wait for other peers
+SIGN_OF_LIFE_SECONDS = 10.0  # a peer announces so often that it has trained more, within a block
+AHEAD = 2  # claims beyond the block that is handed out
 
 
 class RunSampler(Sampler[int], InProcess):
@@ -49,9 +42,9 @@ class RunSampler(Sampler[int], InProcess):
     Peers may come, leave, die and start again at any time. Each sample is trained at least once in an epoch. A block of
     samples is trained twice, in part, if a peer dies in the midst of it. See docs/how-to/data.md.
 
-    One iteration is a pass: it ends when no block is free. `epochs` waits between two passes until the other peers have
-    trained their last blocks, and repeats the pass if one of them is lost. Without it, each iteration waits so at its
-    beginning, and the samples of peers that are lost at the very end of the training are not dealt again.
+    One iteration ends when no block is free. `epochs` waits then until the other peers have trained their last blocks,
+    and repeats the epoch if one of them is lost. Without it, each iteration waits so at its beginning, and the samples
+    of peers that are lost at the very end of the training are not dealt again.
 
     In a site each rank makes a sampler with the same arguments and iterates alike, and gets its part of each block.
 
@@ -65,7 +58,6 @@ class RunSampler(Sampler[int], InProcess):
         batch_size: Samples of this process in each `opt.step()`. None if you give them to `opt.step` as its
             `batch_size`; give them here if that one counts tokens. One or the other tells the sampler what is trained,
             since a loader fetches ahead. Without both, a block counts as trained at the end of the pass only.
-        lease_timeout: Seconds without progress after which the blocks of a peer that hangs are dealt again.
 
     Raises:
         ConfigError: An argument is invalid, or the run divides its dataset otherwise.
@@ -82,7 +74,6 @@ class RunSampler(Sampler[int], InProcess):
         shuffle: bool = True,
         seed: int = 0,
         batch_size: int | None = None,
-        lease_timeout: float = LEASE_SECONDS,
     ) -> None:
         length = dataset if isinstance(dataset, int) else _length(dataset)
         if not isinstance(opt, DecentralizedAverager):
@@ -99,7 +90,7 @@ class RunSampler(Sampler[int], InProcess):
         if block_size % ranks:
             raise ConfigError(f"block_size {block_size} must be a multiple of the {ranks} ranks of this site")
         name = self._records.endpoint if self._records else ""
-        self._dealer = Dealer(self._division, name, lease_timeout)
+        self._dealer = Dealer(self._division, name)
         self._batch_size = batch_size
         self._warned: set[str] = set()
         self._announced, self._announced_at = -1, 0.0
@@ -108,7 +99,7 @@ class RunSampler(Sampler[int], InProcess):
         # Blocks that were handed out, with the number of samples that this rank has handed out up to their end.
         self._handed: deque[tuple[int, int]] = deque()
         self._handed_out = self._trained = self._last_step = 0
-        self._settled = False  # whether `epochs` has waited already
+        self._settled = False  # whether there is work for the next pass
         self._epoch_of_pass = 0
         self._hook = opt.register_step_post_hook(self._after_step)
         self._site.broadcast_from_leader(self._look_at_first)
@@ -127,8 +118,7 @@ class RunSampler(Sampler[int], InProcess):
     def epochs(self, count: int) -> Iterator[int]:
         """Yields the number of the epoch for each pass, until `count` epochs of the run are trained by all peers.
 
-        A newcomer begins with the run's epoch. If a peer is lost at the end of an epoch, the others get the same number
-        again, for its samples.
+        A newcomer begins with the run's epoch. An epoch comes again for the samples of a peer that was lost at its end.
 
         Raises:
             ConfigError: count is no number above 0.
@@ -149,20 +139,12 @@ class RunSampler(Sampler[int], InProcess):
             self._announce_quietly()
 
     def __iter__(self) -> Iterator[int]:
-        """Yields the indices of the samples of one pass.
-
-        Raises:
-            ClosedError: the averager was closed.
-        """
-        self.begin_pass()
-        return self._pass()
-
-    def begin_pass(self) -> None:
-        """Waits until there is something to train in this epoch or the next, unless `epochs` has done so."""
-        if not self._settled:
+        """Yields the indices of the samples of one pass. Raises ClosedError if the averager was closed."""
+        if not self._settled:  # `epochs` has not waited
             self._end_pass()
             self._wait_for_work(None)
         self._settled = False
+        return self._pass()
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch and its trained blocks, for a checkpoint of this peer; at rank 0 of a site."""
@@ -179,17 +161,15 @@ class RunSampler(Sampler[int], InProcess):
         Raises:
             StateError: it is malformed, or of a dataset that is divided otherwise.
         """
-        match state:
-            case {"division": str(division), "epoch": int(epoch), "done": str(done)} if is_count(epoch):
-                if division != self._division.digest.hex():
-                    raise StateError("the checkpoint's dataset has another length, block_size or seed")
-                try:
-                    bits = int.from_bytes(bytes.fromhex(done), "little")
-                except ValueError:
-                    raise StateError("the checkpoint of the sampler is malformed") from None
-                self._dealer.take_over_done(epoch, bits)
-            case _:
-                raise StateError("the checkpoint of the sampler is malformed")
+        try:
+            epoch, done = state["epoch"], int.from_bytes(bytes.fromhex(state["done"]), "little")
+        except (KeyError, TypeError, ValueError):
+            epoch = None
+        if not is_count(epoch):
+            raise StateError("the checkpoint of the sampler is malformed")
+        if state.get("division") != self._division.digest.hex():
+            raise StateError("the checkpoint's dataset has another length, block_size or seed")
+        self._dealer.take_over_done(epoch, done)
 
     # What is trained
 
@@ -229,32 +209,30 @@ class RunSampler(Sampler[int], InProcess):
 
     def _look_at_first(self) -> None:
         """Checks that the run divides the dataset alike, see `is_outvoted`; `_see` warns of single peers."""
-        self._see()
-        alike = {name for name, record in self._all_records.items() if record.digest == self._division.digest}
-        others = sorted(self._all_records.keys() - alike)
+        alike, others = self._see()
         if self._records is not None and self._records.is_outvoted(others, alike):
             raise ConfigError(
                 f"{', '.join(others)} of this run divide their dataset otherwise; give all peers the same dataset, "
                 "block_size, seed and shuffle"
             )
 
-    def _see(self) -> None:
-        """Takes what the other peers announce."""
+    def _see(self) -> tuple[set[str], list[str]]:
+        """Takes what the other peers announce. Returns which divide the dataset alike, and which otherwise."""
         if self._records is None:
-            return
+            return set(), []
         live, gone = self._records.read()
+        own, dealer = self._division.digest, self._dealer
         for packed in gone:
             record = self._read(packed, "a peer that has left")
-            if record is not None and record.digest == self._division.digest and record.epoch == self._dealer.epoch:
-                self._dealer.take_over_done(record.epoch, record.done)
-        read = {name: self._read(packed, name) for name, packed in live.items()}
-        self._all_records = {name: record for name, record in read.items() if record is not None}
-        alike = {name: record for name, record in self._all_records.items() if record.digest == self._division.digest}
-        for name in self._all_records.keys() - alike.keys():
+            if record is not None and record.digest == own and record.epoch == dealer.epoch:
+                dealer.take_over_done(record.epoch, record.done)
+        records = {name: record for name, packed in live.items() if (record := self._read(packed, name)) is not None}
+        alike = {name: record for name, record in records.items() if record.digest == own}
+        others = sorted(records.keys() - alike.keys())
+        for name in others:
             self._warn_once(f"{name} divides the dataset otherwise, so its samples and ours may be the same")
-        self._dealer.see(alike, time.monotonic())
-
-    _all_records: Mapping[str, DataRecord] = {}
+        dealer.see(alike, time.monotonic())
+        return set(alike), others
 
     def _read(self, packed: bytes, name: str) -> DataRecord | None:
         try:
@@ -268,7 +246,7 @@ class RunSampler(Sampler[int], InProcess):
         is_new = self._dealer.version != self._announced or now - self._announced_at >= SIGN_OF_LIFE_SECONDS
         if self._records is not None and is_new:
             self._announced, self._announced_at = self._dealer.version, now
-            self._records.announce(self._dealer.record.pack(self._division.blocks))
+            self._records.announce(self._dealer.record.pack())
 
     def _next_block(self) -> tuple[int, int] | None:
         """Returns the epoch and the next block for this peer; None if there is none, or the averager was closed."""
@@ -295,11 +273,7 @@ class RunSampler(Sampler[int], InProcess):
         return None
 
     def _wait_for_work(self, epochs: int | None) -> bool:
-        """Waits until there is a free block, and begins the next epoch if all are done. At all ranks of a site.
-
-        Returns:
-            False if `epochs` epochs are done.
-        """
+        """Waits, at all ranks of a site, until there is work in this epoch or the next. False after `epochs`."""
         while True:
             epoch, has_work = self._site.broadcast_from_leader(lambda: self._look_for_work(epochs))
             if not self._site.leads:
@@ -329,36 +303,20 @@ class RunSampler(Sampler[int], InProcess):
     # The samples
 
     def _pass(self) -> Iterator[int]:
-        for epoch, block in self.blocks():
-            indices = self._indices(epoch, block)
-            for index in indices[:-1]:
-                self.hand_out(block)
-                yield index
-                if not self.has(block):
-                    break
-            else:
-                self.hand_out(block, is_last=True)
-                yield indices[-1]
-
-    def blocks(self) -> Iterator[tuple[int, int]]:
-        """Begins one block after the other, as (epoch, block), until none is free. For what deals out blocks itself."""
         while (dealt := self._site.broadcast_from_leader(self._next_block)) is not None:
-            yield dealt
+            epoch, block = dealt
+            indices = self._indices(epoch, block)
+            for number, index in enumerate(indices, 1):
+                self._handed_out += 1
+                if (claim := self._dealer.claims.get(block)) is not None:
+                    claim.handed += 1
+                if number == len(indices):
+                    self._handed.append((self._handed_out, block))
+                yield index
+                if not self._has(block):
+                    break
 
-    def hand_out(self, block: int, *, is_last: bool = False) -> None:
-        """Notes that the next sample is one of this block, or its last one."""
-        self._handed_out += 1
-        if (claim := self._dealer.claims.get(block)) is not None:
-            claim.handed += 1
-        if is_last:
-            self._handed.append((self._handed_out, block))
-
-    def hand_out_nothing(self, block: int) -> None:
-        """Notes that this block has no samples."""
-        self._handed.append((self._handed_out, block))
-        self._count_trained(0)
-
-    def has(self, block: int) -> bool:
+    def _has(self, block: int) -> bool:
         """Whether a block that was begun is still this peer's. The ranks of a site always end what they have begun."""
         if self._site.size > 1 or self._records is None:
             return True
@@ -375,12 +333,8 @@ class RunSampler(Sampler[int], InProcess):
         """The samples of a block for this rank; all ranks get equally many, in the last block some of them twice."""
         size, ranks = self._division.size(block), self._site.size
         each = -(-size // ranks)
-        return self.places(epoch, block, [min(self._site.rank * each + offset, size - 1) for offset in range(each)])
-
-    def places(self, epoch: int, block: int, offsets: Sequence[int] | None = None) -> list[int]:
-        """The samples of a block at these offsets; all of them if None."""
         start = block * self._division.block_size
-        places = [start + offset for offset in (range(self._division.size(block)) if offsets is None else offsets)]
+        places = [start + min(self._site.rank * each + offset, size - 1) for offset in range(each)]
         if self._division.seed is None:
             return places
         if self._order is None or self._order[0] != epoch:
@@ -399,6 +353,6 @@ def _length(dataset: Sized) -> int:
         return len(dataset)
     except TypeError:
         raise ConfigError(
-            f"{type(dataset).__name__} has no length; a dataset that is iterated is dealt out by its shards, see "
+            f"{type(dataset).__name__} has no length; index the samples of a dataset that is iterated, see "
             "docs/how-to/data.md"
         ) from None

@@ -51,11 +51,11 @@ def test_the_loop_over_shards_trains_each_sample_once_an_epoch() -> None:
         seen.extend(batch.flatten().tolist())
         return outputs.pow(2).mean()
 
-    run(SHARDS, paths=range(12), read=read, loss_of=loss_of)
+    run(SHARDS.replace("1000", "7"), paths=range(12), read=read, loss_of=loss_of)
     assert sorted(seen) == sorted(3 * [float(sample) for path in range(12) for sample in read(path)])
 
 
 def test_the_numbers_of_the_page_are_those_of_the_code() -> None:
     assert (DEFAULT_BLOCKS, MAX_BLOCKS, SETTLE, LEASE_SECONDS) == (1024, 4096, 0.5, 600.0)
-    for words in ("about a thousand", "4096 blocks", "half a second", "(600 s)"):
+    for words in ("about a thousand", "4096 blocks", "half a second", "600 s"):
         assert words in PAGE

@@ -266,7 +266,7 @@ RECORDS = st.builds(
 
 @given(RECORDS)
 def test_a_record_fits_and_comes_back_as_it_was(record: DataRecord) -> None:
-    packed = record.pack(MAX_BLOCKS)
+    packed = record.pack()
     assert len(packed) <= 1024
     assert DataRecord.unpack(packed) == record
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from averaging import DecentralizedAverager, LocalSGD
 from averaging.common import pack
-from averaging.data import RunSampler, RunShards
+from averaging.data import RunSampler
 from averaging.data.dealing import MAX_BLOCKS
 from averaging.errors import AveragingError, ConfigError, StateError
 from tests.support.data_worker import Numbers
@@ -161,46 +161,6 @@ def test_alone_each_epoch_has_each_sample_once(opt: DecentralizedAverager, worke
     assert (statistics.epoch, statistics.blocks_here, statistics.most_duplicates) == (2, 26, 0)
 
 
-def tenfold(shard: int) -> Iterator[int]:
-    """Reads a shard; every fourth one is empty."""
-    yield from range(10 * shard, 10 * shard + (10 if shard % 4 else 0))
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_shards_are_dealt_out_whole(opt: DecentralizedAverager, workers: int) -> None:
-    shards = RunShards(range(13), tenfold, opt, num_workers=workers)
-    epochs: dict[int, list[int]] = {}
-    for epoch in shards.epochs(2):
-        for samples in DataLoader(shards, batch_size=4):
-            epochs.setdefault(epoch, []).extend(train(opt, samples))
-    every = [sample for shard in range(13) for sample in tenfold(shard)]
-    assert [sorted(seen) for seen in epochs.values()] == [every, every]
-    assert epochs[0] != epochs[1]
-    assert (shards.statistics.blocks_here, shards.statistics.most_duplicates) == (26, 0)
-
-
-def test_shards_that_were_not_trained_are_dealt_again(opt: DecentralizedAverager) -> None:
-    shards = RunShards(range(13), tenfold, opt, num_workers=1)
-    seen: list[int] = []
-    for number, samples in enumerate(DataLoader(shards, batch_size=4)):
-        if number == 7:
-            break
-        seen += train(opt, samples)
-    state = shards.state_dict()
-    resumed = RunShards(range(13), tenfold, opt)
-    resumed.load_state_dict(state)
-    seen += [sample for samples in DataLoader(resumed, batch_size=4) for sample in train(opt, samples)]
-    every = [sample for shard in range(13) for sample in tenfold(shard)]
-    assert set(seen) == set(every)
-    assert len(seen) - len(every) <= 10, "a part of a shard"
-
-
-def test_the_processes_belong_to_the_shards(opt: DecentralizedAverager) -> None:
-    shards = RunShards(range(3), tenfold, opt)
-    with pytest.raises(ConfigError, match="give RunShards num_workers"):
-        next(iter(DataLoader(shards, batch_size=4, num_workers=1, multiprocessing_context="fork")))
-
-
 def test_a_loop_without_epochs_goes_on_with_the_next_one(opt: DecentralizedAverager) -> None:
     sampler = RunSampler(20, opt, block_size=4, shuffle=False)
     seen = [[train(opt, samples) for samples in DataLoader(Numbers(20), 4, sampler=sampler)] for _ in range(2)]
@@ -275,7 +235,7 @@ class Endless:
 @pytest.mark.parametrize(
     ("dataset", "options", "message"),
     [
-        (Endless(), {}, "Endless has no length; .* dealt out by its shards"),
+        (Endless(), {}, "Endless has no length; index the samples"),
         (0, {}, "length must be a whole number"),
         (10, {"block_size": 0}, "block_size must be"),
         (2 * MAX_BLOCKS, {"block_size": 1}, "give a block_size of at least 2"),

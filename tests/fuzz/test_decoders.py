@@ -124,7 +124,7 @@ DATA = DataRecord(b"division", 3, 0b10111, {1: True, 7: False}, 99)
 
 
 @MANY
-@given(st.lists(st.one_of(packed, damaged([DATA.pack(16)])), min_size=1, max_size=3))
+@given(st.lists(st.one_of(packed, damaged([DATA.pack()])), min_size=1, max_size=3))
 def test_records_of_data(raw: list[bytes]) -> None:
     dealer, records = Dealer(Division(32, 2, 0), "peer:1"), {}
     for number, each in enumerate(raw):
@@ -135,7 +135,7 @@ def test_records_of_data(raw: list[bytes]) -> None:
         dealer.claim(float(now), 2)
         assert all(0 <= block < 16 for block in dealer.claims)
         assert dealer.done >> 16 == 0
-        assert len(dealer.record.pack(16)) <= 1024
+        assert len(dealer.record.pack()) <= 1024
 
 
 @MANY
