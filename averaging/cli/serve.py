@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,6 @@ import click
 
 from averaging.cli.exits import WRONG_USAGE, CommandError, failure_of, serve
 from averaging.cli.options import (
-    DURATION,
     JOINED,
     CheckedPath,
     credentials_of,
@@ -18,21 +17,18 @@ from averaging.cli.options import (
     hosts_option,
     insecure_option,
     output_options,
-    request_timeout_option,
     security_options,
 )
-from averaging.common import counted, size
 from averaging.errors import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from contextlib import AsyncExitStack
 
     from averaging.cli.output import CommandOutput
-    from averaging.engine import EngineServer
+    from averaging.engine import EngineServer, Unfollowed, VersionLoaded
     from averaging.weights import FollowerOptions
 
-POSITIVE = click.IntRange(min=1)
+EVENTS = {"VersionLoaded": "version", "Unfollowed": "unfollowed"}
 
 
 @click.command("serve")
@@ -65,41 +61,15 @@ POSITIVE = click.IntRange(min=1)
 @click.option(
     "--batch",
     default=16,
-    type=POSITIVE,
+    type=click.IntRange(min=1),
     metavar="N",
     help="Sequences that are generated at once, and that one request may ask for.",
 )
-@click.option("--queue", default=256, type=POSITIVE, metavar="N", help="Requests that may wait; then status 429.")
-@click.option(
-    "--max-tokens", default=4096, type=POSITIVE, metavar="N", help="Tokens that a request may ask for, for a sequence."
-)
 @click.option(
     "--max-model-len",
-    type=POSITIVE,
+    type=click.IntRange(min=1),
     metavar="N",
     help="Tokens that a sequence may have with its prompt.  [default: what config.json says]",
-)
-@click.option(
-    "--body-bytes",
-    default=4 << 20,
-    type=click.IntRange(min=1 << 10),
-    metavar="BYTES",
-    help="Maximum size of a request.",
-)
-@request_timeout_option
-@click.option(
-    "--timeout",
-    default=10.0,
-    type=DURATION,
-    metavar="SECONDS",
-    help="With --follow: try the next publisher if one is silent so long.",
-)
-@click.option(
-    "--max-bytes",
-    default=16 << 30,
-    type=POSITIVE,
-    metavar="BYTES",
-    help="With --follow: refuse larger weights, because two to three copies are kept in memory.",
 )
 @hosts_option
 @security_options
@@ -109,9 +79,9 @@ def serve_command(folder: Path, addresses: tuple[str, ...], *, as_json: bool, ve
     r"""Serves the language model in MODEL_DIR with OpenAI's API, on the CPU or one GPU.
 
     MODEL_DIR is what save_pretrained of transformers writes, with its tokenizer. With --follow it takes each version of
-    the weights that a training process publishes, between two requests and never inside one, and answers name the
-    version: "model" is NAME@7 and "weight_version" is "7". Until the first version is here, requests get status 503.
-    A publisher that is away, also at the start, costs nothing but age; it is tried again. See docs/how-to/serve.md.
+    the weights that a training process publishes, between two requests and never inside one, and "weight_version" of
+    an answer names the version that made it. Until the first version is here, requests get status 503. A publisher that
+    is away, also at the start, costs nothing but age; it is tried again. See docs/how-to/serve.md.
 
     For environments on a laptop and for small models. Where vLLM runs, use `averaging follow --engine`.
 
@@ -162,55 +132,39 @@ def serve_command(folder: Path, addresses: tuple[str, ...], *, as_json: bool, ve
         _run(folder, list(dict.fromkeys(addresses)), given, report)
 
 
-def event_text(event: Mapping[str, Any]) -> str:
-    """Returns the line of an event of the server."""
-    if event["event"] == "unfollowed":
-        served = "nothing is served yet" if event["version"] is None else f"version {event['version']} is served on"
-        return printable(f"{event['message']}; {served}, and the run is followed on")
-    rest = f", and {counted(event['of_folder'], 'tensor')} of the folder" if event["of_folder"] else ""
-    return f"version {event['version']}: {size(event['bytes'])}{rest}, in {event['seconds']:.1f} s"
-
-
 def _run(folder: Path, addresses: list[str], given: dict[str, Any], report: CommandOutput) -> None:
     from averaging.errors import AveragingError
 
-    served: str = given["name"] or folder.absolute().name
-    try:
-        from averaging.engine import EngineLimits, EngineServer, load_model
+    name: str = given["name"] or folder.absolute().name
 
-        follow = _follower_options(addresses, given) if addresses else None
-        limits = EngineLimits(
-            **{field.name: given[field.name] for field in fields(EngineLimits) if field.name in given}
-        )
-        model = load_model(
-            folder, device=given["device"] or _default_device(), dtype=given["dtype"], bare=follow is not None
-        )
-        of_server = ("listen", "token_file", "tls_ca", "tls_cert", "tls_key", "insecure", "hosts")
+    def emit(event: VersionLoaded | Unfollowed) -> None:
+        report.emit({"event": EVENTS[type(event).__name__], **asdict(event)}, str(event))
+
+    try:
+        from averaging.engine import EngineServer, load_model
+        from averaging.http_server import http_access
+
+        of_access = ("token_file", "tls_ca", "tls_cert", "tls_key", "insecure", "hosts")
         server = EngineServer(
-            model,
-            name=served,
-            follow=follow,
-            limits=limits,
-            on_event=lambda event: report.emit(event, event_text(event)),
-            **{option: given[option] for option in of_server},
+            load_model(folder, device=given["device"] or _default_device(), dtype=given["dtype"], bare=bool(addresses)),
+            name=name,
+            follow=_follower_options(addresses, given) if addresses else None,
+            listen=given["listen"],
+            access=http_access(given["listen"], **{option: given[option] for option in of_access}),
+            batch=given["batch"],
+            max_model_len=given["max_model_len"],
+            on_event=emit,
         )
     except ModuleNotFoundError as error:
         raise CommandError(f"{error.name} is not installed; run: pip install 'averaging[serve]'", WRONG_USAGE) from None
     except AveragingError as error:
         raise failure_of(error) from None
-    _serve(server, served, addresses, report)
 
-
-def _serve(server: EngineServer, name: str, addresses: list[str], report: CommandOutput) -> None:
     async def start(stack: AsyncExitStack) -> EngineServer:
         await stack.enter_async_context(server)
-        event = {"event": "ready", "url": server.url, "model": name, "version": server.version}
+        event = {"event": "ready", "url": server.url, "model": name, "version": server.version, "following": addresses}
         following = f", following {', '.join(addresses)}" if addresses else ""
-        report.emit(
-            {**event, "following": addresses},
-            f"serving {printable(name)} at {server.url}/v1{following}; Ctrl+C ends this",
-        )
-        await stack.enter_async_context(report.waiting(server.describe))
+        report.emit(event, f"serving {printable(name)} at {server.url}/v1{following}; Ctrl+C ends this")
         return server
 
     serve(report, start)
@@ -219,15 +173,8 @@ def _serve(server: EngineServer, name: str, addresses: list[str], report: Comman
 def _follower_options(addresses: list[str], given: dict[str, Any]) -> FollowerOptions:
     from averaging.weights import FollowerOptions
 
-    return FollowerOptions(
-        join=addresses,
-        run_id=given["run_id"] or "",
-        credentials=credentials_of({**given, "token_file": given["run_token_file"]}),
-        listen=None,
-        join_timeout=given["timeout"],
-        stall_timeout=given["timeout"],
-        max_bytes=given["max_bytes"],
-    )
+    credentials = credentials_of({**given, "token_file": given["run_token_file"]})
+    return FollowerOptions(join=addresses, run_id=given["run_id"] or "", credentials=credentials, listen=None)
 
 
 def _default_device() -> str:

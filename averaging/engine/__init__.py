@@ -1,32 +1,20 @@
 """A small server of a language model with OpenAI's API, which follows a run. docs/how-to/serve.md is the guide.
 
-Read in this order: `batching` (what is to be generated, and what goes together), `text` (tokens as text, stop
-strings), `generation` (the model of transformers), `engine` (the thread that generates and takes new weights),
-`run_weights` (from where they come), `messages` (the JSON), `server` (the routes). Only `generation` imports
-transformers.
+Read in this order: `messages` (the JSON), `text` (tokens as text, stop strings), `generation` (the model of
+transformers), `engine` (the thread that generates and takes new weights), `run_weights` (from where they come),
+`server` (the routes). Only `generation` imports transformers.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from averaging.engine.batching import Generated, GenerationRequest, Sampling, TextPiece, TokenLogprob
-from averaging.engine.engine import Engine, NewWeights, TextModel
-from averaging.engine.server import EngineLimits, EngineServer
+from averaging.engine.engine import TextModel
+from averaging.engine.messages import Job, TextPiece
+from averaging.engine.run_weights import Unfollowed, VersionLoaded
+from averaging.engine.server import EngineServer
 
-__all__ = [
-    "Engine",
-    "EngineLimits",
-    "EngineServer",
-    "Generated",
-    "GenerationRequest",
-    "NewWeights",
-    "Sampling",
-    "TextModel",
-    "TextPiece",
-    "TokenLogprob",
-    "load_model",
-]
+__all__ = ["EngineServer", "Job", "TextModel", "TextPiece", "Unfollowed", "VersionLoaded", "load_model"]
 
 
 def load_model(folder: str | Path, *, device: str = "cpu", dtype: str = "auto", bare: bool = False) -> TextModel:

@@ -9,36 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as progress
 
-from averaging.common import VERSION_KEY, listed, plain_state
-from averaging.engine.batching import Generated, GenerationRequest, TextPiece, TokenLogprob
+from averaging.common import listed, plain_state
+from averaging.engine.messages import Job, TextPiece
 from averaging.engine.text import TokenText
 from averaging.errors import ConfigError, EngineError, StateError, TensorError
 
-LEAST_LOGPROB = -9999.0
-"""Stands for the logarithm of 0, which JSON cannot express."""
+LEAST_LOGPROB = -9999.0  # stands for the logarithm of 0, which JSON cannot express
+GREEDY = 1e-5  # a lower temperature takes the most probable token
 
 
 class LanguageModel:
-    """A causal language model and its tokenizer.
-
-    Args:
-        folder: as `save_pretrained` of transformers writes it. It may lack weights if `bare`.
-        device: such as "cpu" or "cuda".
-        dtype: of the weights; "auto" takes that of the folder.
-        bare: whether the weights come from elsewhere, so that the folder need not have them.
+    """A causal language model and its tokenizer, see `load_model` for the arguments.
 
     Attributes:
-        version: the version in the folder's metadata, later that of `load`; None if it has none.
+        version: that of the weights that were loaded last; None for those of the folder.
         context: tokens that a sequence may have, with its prompt; 0 if the configuration names no limit.
         vocabulary: number of token ids.
-        has_template: whether the tokenizer has a chat template.
-
-    Raises:
-        ConfigError: it is no such folder, or the device does not exist.
     """
 
     def __init__(self, folder: Path, *, device: str = "cpu", dtype: str = "auto", bare: bool = False) -> None:
@@ -62,7 +51,7 @@ class LanguageModel:
         config = self.model.config.get_text_config()
         self.context = int(getattr(config, "max_position_embeddings", 0) or 0)
         self.vocabulary = int(config.vocab_size)
-        self.version = _version_of(folder) if self._has_weights else None
+        self.version: int | None = None
         self._ends = _end_tokens(self.model.generation_config, config, self._encoder)
         # Nothing of the folder's own sampling is mixed into that of a request.
         self.model.generation_config = GenerationConfig()
@@ -73,11 +62,6 @@ class LanguageModel:
             return AutoModelForCausalLM.from_pretrained(self.folder, local_files_only=True, dtype=wanted)
         config = AutoConfig.from_pretrained(self.folder, local_files_only=True)
         return AutoModelForCausalLM.from_config(config, **({} if dtype == "auto" else {"dtype": wanted}))
-
-    @property
-    def has_template(self) -> bool:
-        """Whether the tokenizer has a chat template."""
-        return bool(self._encoder.chat_template)
 
     # Weights
 
@@ -94,15 +78,11 @@ class LanguageModel:
         given, own = plain_state(tensors), plain_state(self.model.state_dict())
         for name, tensor in given.items():
             if name not in own:
-                raise TensorError(
-                    f"the run publishes {listed([name])!r}, which the model in {self.folder} does not have; serve the "
-                    "model that the run trains"
-                )
+                text = f"the run publishes {listed([name])!r}, which the model in {self.folder} does not have"
+                raise TensorError(f"{text}; serve the model that the run trains")
             if tensor.shape != own[name].shape:
-                raise TensorError(
-                    f"{name!r} is {list(tensor.shape)} in the run and {list(own[name].shape)} in {self.folder}; serve "
-                    "the model that the run trains"
-                )
+                text = f"{name!r} is {list(tensor.shape)} in the run and {list(own[name].shape)} in {self.folder}"
+                raise TensorError(f"{text}; serve the model that the run trains")
             if tensor.is_floating_point() and not tensor.to(own[name].dtype).float().isfinite().all():
                 raise StateError(
                     f"{name!r} of version {version} has a value that is not finite as {own[name].dtype}, so that the "
@@ -120,36 +100,28 @@ class LanguageModel:
 
     # Text
 
-    def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
-        """Returns the token ids of a text, with those that the tokenizer adds if `special`."""
-        return tuple(self._encoder(text, add_special_tokens=special)["input_ids"])
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._encoder(text)["input_ids"])
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[int, ...]:
-        """Returns the token ids of a conversation.
-
-        Args:
-            messages: each with "role" and "content".
-            options: further arguments of the template.
+        """Returns the token ids of messages with "role" and "content". `options` are for the template.
 
         Raises:
             EngineError: the tokenizer has no template, or that refuses the messages.
         """
-        if not self.has_template:
-            raise EngineError(
-                "the tokenizer of this model has no chat template; use /v1/completions, or serve a folder with "
-                "chat_template.jinja",
-                400,
-            )
+        if not self._encoder.chat_template:
+            raise EngineError("the tokenizer of this model has no chat template; use /v1/completions", 400)
+        if taken := options.keys() & {"chat_template", "conversation", "documents", "return_dict", "tools"}:
+            raise EngineError(f"chat_template_kwargs cannot have {min(taken)}", 400, "chat_template_kwargs")
         try:
-            text = self._encoder.apply_chat_template(list(messages), tokenize=False, **options)
+            given = {**options, "tokenize": False, "add_generation_prompt": True}
+            text = self._encoder.apply_chat_template(list(messages), **given)
         except Exception as error:  # whatever the template raises
-            raise EngineError(
-                f"the model's chat template refuses the messages: {_first_line(error)}", 400, "messages"
-            ) from None
-        return self.encode(text, special=False)
+            text = f"the model's chat template refuses the messages: {_first_line(error)}"
+            raise EngineError(text, 400, "messages") from None
+        return tuple(self._encoder(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, tokens: Sequence[int], *, skip_special: bool = False) -> str:
-        """Returns the text of token ids."""
         text: str = self._decoder.decode(
             list(tokens), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
         )
@@ -158,34 +130,37 @@ class LanguageModel:
     # Generation
 
     @torch.inference_mode()
-    def generate(self, batch: Sequence[Generated]) -> None:
-        """Generates all sequences of a batch, see `next_batch`, and hands each piece to its request.
+    def generate(self, batch: Sequence[Job]) -> None:
+        """Generates all sequences of a batch, see `next_batch`, and hands each piece to its job.
 
         Raises:
             EngineError: it failed.
         """
         rows = [
-            _SequenceRow(self, each, index, prompt)
-            for each in batch
-            for index, prompt in enumerate(prompt for prompt in each.request.prompts for _ in range(each.request.n))
+            _SequenceRow(self, job, index, prompt, self._ends)
+            for job in batch
+            for index, prompt in enumerate(prompt for prompt in job.prompts for _ in range(job.asked.n))
         ]
-        most = max(each.request.max_tokens for each in batch)
-        width = max(len(row.prompt) for row in rows)
-        pad = next(iter(self._ends), 0)
+        width, pad = max(len(row.prompt) for row in rows), next(iter(self._ends), 0)
         tokens = torch.full((len(rows), width), pad, dtype=torch.long)
         mask = torch.zeros_like(tokens)
         for number, row in enumerate(rows):
             tokens[number, width - len(row.prompt) :] = torch.tensor(row.prompt)
             mask[number, width - len(row.prompt) :] = 1
-        steps = _Steps(rows, self._ends)
-        seed = batch[0].request.seed
-        if seed is not None:
-            torch.manual_seed(seed)
+        steps, asked = _Steps(rows), batch[0].asked
+        sampling: dict[str, Any] = {"do_sample": False}
+        if asked.temperature >= GREEDY:
+            sampling = {"do_sample": True, "temperature": asked.temperature, "top_p": asked.top_p}
+            sampling |= {"top_k": max(0, asked.top_k), "min_p": asked.min_p or None}
+        if asked.seed is not None:
+            torch.manual_seed(asked.seed)
         try:
             self.model.generate(
                 tokens.to(self.model.device),
                 attention_mask=mask.to(self.model.device),
-                generation_config=_generation_config(batch[0].request, most, pad),
+                generation_config=GenerationConfig(
+                    max_new_tokens=max(job.max_tokens for job in batch), pad_token_id=pad, **sampling
+                ),
                 logits_processor=[steps.see],
                 stopping_criteria=[steps],
             )
@@ -195,60 +170,34 @@ class LanguageModel:
         except RuntimeError as error:
             raise EngineError(f"the model failed: {_first_line(error)}", 500) from error
         finally:
-            if seed is not None:
-                torch.seed()
-
-
-def _generation_config(request: GenerationRequest, most: int, pad: int) -> Any:
-    sampling = request.sampling
-    if sampling.temperature == 0:
-        return GenerationConfig(max_new_tokens=most, do_sample=False, pad_token_id=pad)
-    return GenerationConfig(
-        max_new_tokens=most,
-        do_sample=True,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p or None,
-        pad_token_id=pad,
-    )
+            if asked.seed is not None:
+                torch.seed()  # the next batch must not repeat what follows this seed
 
 
 class _SequenceRow:
-    """One sequence of a batch."""
+    def __init__(
+        self, model: LanguageModel, job: Job, index: int, prompt: tuple[int, ...], ends: frozenset[int]
+    ) -> None:
+        asked = job.asked
+        self.prompt, self.done = prompt, False
+        self._job, self._index, self._left = job, index, job.max_tokens
+        self._ends = ends | set(asked.stop_token_ids)
+        stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop
+        self._text = TokenText(lambda tokens: model.decode(tokens, skip_special=asked.skip_special_tokens), stop)
 
-    def __init__(self, model: LanguageModel, generated: Generated, index: int, prompt: tuple[int, ...]) -> None:
-        request = generated.request
-        self.prompt, self.top = prompt, request.top_logprobs
-        self._generated, self._index = generated, index
-        self._text = TokenText(
-            lambda tokens: model.decode(tokens, skip_special=request.skip_special),
-            request.stop,
-            include_stop=request.include_stop,
-        )
-        self._left = request.max_tokens
-        self.done = False
-
-    def add(self, token: int, logprob: TokenLogprob | None, ends: frozenset[int]) -> None:
-        """Takes the next token."""
-        if self._generated.cancelled:
-            self.done = True
+    def add(self, token: int, logprob: float) -> None:
+        self.done = self.done or self._job.cancelled
         if self.done:
             return
-        request = self._generated.request
         text, self._left = self._text.add(token), self._left - 1
-        reason = None
-        is_end = token in request.stop_tokens or (token in ends and not request.ignore_eos)
-        if self._text.stopped_by is not None or is_end:
-            reason = "stop"
-        elif not self._left:
-            reason = "length"
+        reason = "stop" if token in self._ends else None if self._left else "length"
         if reason is not None:
-            self.done = True
             text += self._text.finish()
-            reason = "stop" if self._text.stopped_by is not None else reason
-        logprobs = () if logprob is None else (logprob,)
-        self._generated.take(TextPiece(self._index, text, (token,), logprobs, reason, self._text.stopped_by))
+        if self._text.stopped_by is not None:
+            reason = "stop"
+        self.done = reason is not None
+        logprobs = (logprob,) if self._job.wants_logprobs else ()
+        self._job.take(TextPiece(self._index, text, (token,), logprobs, reason, self._text.stopped_by))
 
 
 class _Steps:
@@ -258,10 +207,9 @@ class _Steps:
     to end single ones, and on a GPU a step later.
     """
 
-    def __init__(self, rows: Sequence[_SequenceRow], ends: frozenset[int]) -> None:
-        self._rows, self._ends = rows, ends
-        self._wanted = max((row.top for row in rows if row.top is not None), default=None)
-        self._logprobs: torch.Tensor | None = None
+    def __init__(self, rows: Sequence[_SequenceRow]) -> None:
+        self._rows = rows
+        self._logprobs = torch.empty(0)
 
     def see(self, tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Remembers the model's log-probabilities. It is the first of the logits processors.
@@ -271,34 +219,16 @@ class _Steps:
         """
         if logits.isnan().any():
             raise EngineError("the model computes values that are not numbers; its weights cannot be used", 500)
-        if self._wanted is not None:
-            self._logprobs = torch.log_softmax(logits.float(), -1)
+        self._logprobs = torch.log_softmax(logits.float(), -1)
         return logits
 
     def __call__(self, tokens: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
         """Takes the tokens of a step; returns which rows are done."""
-        chosen = tokens[:, -1]
-        logprobs = self._of(chosen)
-        for row, token, logprob in zip(self._rows, chosen.tolist(), logprobs, strict=True):
-            row.add(token, logprob, self._ends)
+        chosen = tokens[:, -1:]
+        logprobs = self._logprobs.gather(1, chosen).clamp(min=LEAST_LOGPROB)
+        for row, token, logprob in zip(self._rows, chosen[:, 0].tolist(), logprobs[:, 0].tolist(), strict=True):
+            row.add(token, logprob)
         return torch.tensor([row.done for row in self._rows], device=tokens.device)
-
-    def _of(self, chosen: torch.Tensor) -> list[TokenLogprob | None]:
-        if self._wanted is None or self._logprobs is None:
-            return [None] * len(self._rows)
-        own = self._logprobs.gather(1, chosen[:, None]).squeeze(1).tolist()
-        best, which = self._logprobs.topk(min(self._wanted, self._logprobs.shape[1]), dim=1)
-        tops = [list(zip(*each, strict=True)) for each in zip(which.tolist(), best.tolist(), strict=True)]
-        return [
-            None
-            if row.top is None
-            else TokenLogprob(token, _finite(logprob), tuple((each, _finite(value)) for each, value in top[: row.top]))
-            for row, token, logprob, top in zip(self._rows, chosen.tolist(), own, tops, strict=True)
-        ]
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, LEAST_LOGPROB)
 
 
 def _end_tokens(generation: Any, config: Any, tokenizer: Any) -> frozenset[int]:
@@ -307,18 +237,6 @@ def _end_tokens(generation: Any, config: Any, tokenizer: Any) -> frozenset[int]:
     for given in (generation.eos_token_id, config.eos_token_id, tokenizer.eos_token_id):
         ends |= set() if given is None else set(given) if isinstance(given, list | tuple) else {given}
     return frozenset(ends)
-
-
-def _version_of(folder: Path) -> int | None:
-    """The version that `averaging follow --layout hf` has written into the metadata of a folder."""
-    found: set[str] = set()
-    try:
-        for path in folder.glob("*.safetensors"):
-            with safe_open(path, framework="pt") as file:
-                found.add((file.metadata() or {}).get(VERSION_KEY, ""))
-        return int(found.pop()) if len(found) == 1 else None
-    except (SafetensorError, OSError, ValueError):
-        return None
 
 
 def _first_line(error: BaseException) -> str:

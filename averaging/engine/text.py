@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-INCOMPLETE = "\ufffd"
-"""What a decoder gives for bytes that are not a whole character yet."""
+INCOMPLETE = "\ufffd"  # what a decoder gives for bytes that are not a whole character yet
 
 
 class TokenText:
@@ -14,17 +13,12 @@ class TokenText:
     Text that may be the beginning of a stop string, and bytes of an unfinished character, are kept back until it is
     clear what they are.
 
-    Args:
-        decode: returns the text of token ids.
-        stop: strings that end the text.
-        include_stop: whether the text has the stop string that ended it.
-
     Attributes:
-        stopped_by: the stop string that has ended the text; None if none has.
+        stopped_by: the stop string that has ended the text, which is without it; None if none has.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = (), *, include_stop: bool = False):
-        self._decode, self._stop, self._include = decode, [text for text in stop if text], include_stop
+    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
+        self._decode, self._stop = decode, stop
         self._tokens: list[int] = []
         # The tokens from `_start` on are decoded together, because a token's text depends on those before it, such as
         # the space of a word. The text of those before `_end` has been taken.
@@ -55,7 +49,7 @@ class TokenText:
         if found:
             place, self.stopped_by = min(found, key=lambda each: each[0])
             self._kept = ""
-            return text[: place + len(self.stopped_by)] if self._include else text[:place]
+            return text[:place]
         kept = 0 if final else max((_overlap(text, stop) for stop in self._stop), default=0)
         self._kept = text[len(text) - kept :]
         return text[: len(text) - kept]

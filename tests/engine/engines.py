@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from averaging.engine import Generated, TextPiece, TokenLogprob
+from averaging.engine import Job, TextPiece
 from averaging.errors import StateError, TensorError
 
 
@@ -16,14 +16,14 @@ class CountingModel:
     """Counts on from the last token of the prompt. It ends a sequence at "~".
 
     Attributes:
-        batches: the requests of each batch, in order.
+        batches: the jobs of each batch, in order.
         go: while this is clear, nothing is generated.
     """
 
     def __init__(self, version: int | None = None) -> None:
         self.version = version
         self.context, self.vocabulary = 64, 128
-        self.batches: list[list[Generated]] = []
+        self.batches: list[list[Job]] = []
         self.go, self.begun = threading.Event(), threading.Event()
         self.go.set()
 
@@ -35,7 +35,7 @@ class CountingModel:
         self.version = version
         return 0
 
-    def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
+    def encode(self, text: str) -> tuple[int, ...]:
         return tuple(text.encode())
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[int, ...]:
@@ -44,19 +44,17 @@ class CountingModel:
     def decode(self, tokens: Sequence[int], *, skip_special: bool = False) -> str:
         return bytes(tokens).decode(errors="replace")
 
-    def generate(self, batch: Sequence[Generated]) -> None:
+    def generate(self, batch: Sequence[Job]) -> None:
         self.batches.append(list(batch))
         self.begun.set()
         self.go.wait()
-        for each in batch:
-            request = each.request
-            for index, prompt in enumerate(prompt for prompt in request.prompts for _ in range(request.n)):
-                for count in range(1, request.max_tokens + 1):
-                    if each.cancelled:
+        for job in batch:
+            for index, prompt in enumerate(prompt for prompt in job.prompts for _ in range(job.asked.n)):
+                for count in range(1, job.max_tokens + 1):
+                    if job.cancelled:
                         break
                     token = prompt[-1] + count
-                    end = "stop" if token == ord("~") else "length" if count == request.max_tokens else None
-                    logprobs = () if request.top_logprobs is None else (TokenLogprob(token, -0.5, ((token, -0.5),)),)
-                    each.take(TextPiece(index, chr(token), (token,), logprobs, end))
+                    end = "stop" if token == ord("~") else "length" if count == job.max_tokens else None
+                    job.take(TextPiece(index, chr(token), (token,), (-0.5,) if job.wants_logprobs else (), end))
                     if end:
                         break

@@ -1,53 +1,82 @@
-"""Which requests go together."""
+"""Which requests go together, and between which new weights are taken."""
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.engine import GenerationRequest, Sampling
-from averaging.engine.batching import in_turns, next_batch
+from averaging.engine import Job
+from averaging.engine.engine import Engine, next_batch
+from averaging.engine.messages import CompletionRequest
+from tests.engine.engines import CountingModel
 
-REQUESTS = st.lists(
+
+def job(
+    prompts: tuple[tuple[int, ...], ...] = ((1, 2),),
+    n: int = 1,
+    max_tokens: int = 3,
+    temperature: float = 1.0,
+    seed: int | None = None,
+    network: str = "a",
+) -> Job:
+    asked = CompletionRequest(model="m", prompt="", n=n, temperature=temperature, seed=seed)
+    return Job(asked=asked, prompts=prompts, max_tokens=max_tokens, network=network)
+
+
+JOBS = st.lists(
     st.builds(
-        GenerationRequest,
+        job,
         prompts=st.lists(st.lists(st.just(1), min_size=1, max_size=20).map(tuple), min_size=1, max_size=2).map(tuple),
         n=st.integers(1, 4),
         max_tokens=st.integers(1, 20),
-        sampling=st.sampled_from([Sampling(), Sampling(temperature=0)]),
+        temperature=st.sampled_from([0.0, 1.0]),
         seed=st.sampled_from([None, None, None, 7]),
+        network=st.sampled_from("abc"),
     ),
     max_size=8,
 )
 
 
-@given(REQUESTS)
-def test_a_batch_has_the_oldest_and_fits(waiting: list[GenerationRequest]) -> None:
-    chosen = [waiting[index] for index in next_batch(waiting, 8, 40)]
-    assert bool(chosen) == bool(waiting)
-    if chosen:
-        assert chosen[0] is waiting[0]
-        assert len({each.sampling for each in chosen}) == 1
-        assert sum(each.sequences for each in chosen) <= 8
-        assert max(each.longest for each in chosen) + max(each.max_tokens for each in chosen) <= 40
-        assert len(chosen) == 1 or all(each.seed is None for each in chosen)
+@given(JOBS, st.sets(st.sampled_from("abc")))
+def test_a_batch_has_the_oldest_of_a_network_whose_turn_it_is_and_fits(waiting: list[Job], last: set[str]) -> None:
+    batch = next_batch(waiting, last, 8, 40)
+    assert bool(batch) == bool(waiting)
+    if batch:
+        assert batch[0] is next((each for each in waiting if each.network not in last), waiting[0])
+        assert len(set(map(id, batch))) == len(batch)
+        assert len({each.sampling for each in batch}) == 1
+        assert sum(each.sequences for each in batch) <= 8
+        assert max(each.longest for each in batch) + max(each.max_tokens for each in batch) <= 40
+        assert len(batch) == 1 or all(each.asked.seed is None for each in batch)
 
 
 def test_all_that_are_alike_go_together() -> None:
-    request = GenerationRequest(prompts=((1, 2),), max_tokens=3)
-    assert next_batch([request] * 5, 4, 40) == [0, 1, 2, 3]
+    waiting = [job() for _ in range(5)]
+    assert next_batch(waiting, "", 4, 40) == waiting[:4]
 
 
-@pytest.mark.parametrize(
-    ("networks", "served", "order"),
-    [
-        ("", {}, []),
-        ("aaab", {}, [0, 3, 1, 2]),
-        ("aaab", {"a": 4}, [3, 0, 1, 2]),
-        ("abc", {"a": 5, "b": 4}, [2, 1, 0]),
-        ("aabbc", {"a": 1, "b": 2, "c": 3}, [0, 2, 4, 1, 3]),
-    ],
-)
-def test_networks_have_their_turns(networks: str, served: dict[str, int], order: list[int]) -> None:
-    assert in_turns(networks, served) == order
+@pytest.mark.parametrize(("last", "first"), [("", 0), ("a", 2), ("b", 0), ("ab", 0)])
+def test_networks_take_turns(last: str, first: int) -> None:
+    waiting = [job(seed=1, network=network) for network in "aab"]
+    assert next_batch(waiting, set(last), 4, 40) == [waiting[first]]
+
+
+@pytest.mark.asyncio
+async def test_weights_that_arrive_during_a_batch_make_the_next_one() -> None:
+    model, first, second = CountingModel(4), job(), job()
+    model.go.clear()
+    async with Engine(model, batch=4, context=40, queue=8) as engine:
+        running = engine.submit(first)
+        assert await asyncio.to_thread(model.begun.wait, 30.0)
+        loading = asyncio.create_task(engine.load({"w": torch.ones(1)}, 5))
+        await asyncio.sleep(0)  # so that it has begun
+        waiting = engine.submit(second)
+        model.go.set()
+        for pieces in (running, waiting):
+            assert len([piece async for piece in pieces]) == 3
+        assert await loading == 0
+    assert (first.version, second.version) == (4, 5)

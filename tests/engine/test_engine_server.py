@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import threading
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,9 @@ import pytest
 import torch
 
 from averaging import WeightPublisher
-from averaging.engine import EngineLimits, EngineServer, Generated, TextPiece, TokenLogprob
-from averaging.engine.messages import CompletionRequest, parse_request
-from averaging.errors import ConfigError, EngineError, TensorError
+from averaging.engine import EngineServer, Job, TextPiece, Unfollowed, server
+from averaging.errors import ConfigError, TensorError
+from averaging.http_server import http_access
 from averaging.rpc import RpcServer
 from averaging.weights import FollowerOptions
 from tests.engine.engines import CountingModel
@@ -35,14 +34,36 @@ async def serving(model: CountingModel, **options: Any) -> AsyncGenerator[httpx.
         EngineServer(model, name="m", **options) as server,
         httpx.AsyncClient(base_url=server.url, timeout=LIMIT, trust_env=False) as client,
     ):
-        client.server = server  # type: ignore[attr-defined]
+        client.wait = server.wait  # type: ignore[attr-defined]
         yield client
 
 
-async def until(condition: Any) -> None:
+async def until(condition: Callable[[], Any | Awaitable[Any]]) -> None:
     async with asyncio.timeout(LIMIT):
-        while not condition():  # noqa: ASYNC110 - what it looks at has no event
+        while not (await found if isinstance(found := condition(), Awaitable) else found):  # noqa: ASYNC110 - no event
             await asyncio.sleep(0.01)
+
+
+async def busy(client: httpx.AsyncClient, count: int) -> None:
+    """Until so many requests run or wait."""
+
+    async def asked() -> bool:
+        health = (await client.get("/health")).json()
+        return bool(health["running"] + health["waiting"] == count)
+
+    await until(asked)
+
+
+async def says(client: httpx.AsyncClient, **expected: object) -> dict[str, Any]:
+    """Until /weight_info says that. Returns all of it."""
+    info: dict[str, Any] = {}
+
+    async def asked() -> bool:
+        info.update((await client.get("/weight_info")).json())
+        return expected.items() <= info.items()
+
+    await until(asked)
+    return info
 
 
 @pytest.mark.asyncio
@@ -50,18 +71,22 @@ async def test_an_answer_has_text_tokens_logprobs_and_the_version() -> None:
     async with serving(CountingModel(7)) as client:
         asked = ABC | {"logprobs": 1, "return_token_ids": True, "n": 2}
         answer = (await client.post("/v1/completions", json=asked)).json()
-        assert (answer["model"], answer["weight_version"], answer["object"]) == ("m@7", "7", "text_completion")
+        assert (answer["model"], answer["weight_version"], answer["object"]) == ("m", "7", "text_completion")
         for index, choice in enumerate(answer["choices"]):
             assert (choice["index"], choice["text"], choice["finish_reason"]) == (index, "cde", "length")
             assert (choice["prompt_token_ids"], choice["token_ids"]) == ([97, 98], [99, 100, 101])
-            assert choice["logprobs"]["tokens"] == ["c", "d", "e"]
-            assert choice["logprobs"]["text_offset"] == [0, 1, 2]
+            assert choice["logprobs"] == {"tokens": ["c", "d", "e"], "token_logprobs": [-0.5] * 3}
         assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 6, "total_tokens": 8}
-        chat = {"model": "m@7", "messages": [{"role": "user", "content": [{"type": "text", "text": "y"}]}]}
+        chat = {"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "y"}]}]}
         answer = (await client.post("/v1/chat/completions", json=chat)).json()
         assert answer["choices"][0]["message"]["content"] == "z{|}~"
         assert answer["choices"][0]["finish_reason"] == "stop"
         assert "token_ids" not in answer["choices"][0]
+        more = {"logprobs": True, "return_token_ids": True, "max_completion_tokens": 1, "max_tokens": None}
+        answer = (await client.post("/v1/chat/completions", json=chat | more)).json()
+        entry = {"token": "z", "logprob": -0.5, "bytes": [122], "top_logprobs": []}
+        assert (answer["prompt_token_ids"], answer["choices"][0]["token_ids"]) == ([121], [122])
+        assert answer["choices"][0]["logprobs"]["content"] == [entry]
 
 
 @pytest.mark.asyncio
@@ -79,6 +104,10 @@ async def test_a_stream_has_all_of_the_answer() -> None:
             assert [token for choice in own for token in choice["token_ids"]] == [99, 100, 101]
             assert own[0]["prompt_token_ids"] == [97, 98]
             assert [choice["finish_reason"] for choice in own] == [None, None, "length"]
+        chat = {"model": "m", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "stream": True}
+        text = (await client.post("/v1/chat/completions", json=chat)).text
+        deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in text.split("\n\n") if line[6:7] == "{"]
+        assert deltas == [{"role": "assistant", "content": "b"}, {"content": "c"}]
 
 
 @pytest.mark.asyncio
@@ -89,7 +118,7 @@ async def test_what_waits_together_is_generated_together() -> None:
         first = asyncio.create_task(client.post("/v1/completions", json=ABC))
         await until(model.begun.is_set)
         others = [asyncio.create_task(client.post("/v1/completions", json=ABC)) for _ in range(5)]
-        await until(lambda: client.server._engine.waiting == 5)  # type: ignore[attr-defined]
+        await busy(client, 6)
         model.go.set()
         for answer in await asyncio.gather(first, *others):
             assert answer.json()["choices"][0]["text"] == "cde"
@@ -112,23 +141,14 @@ async def test_versions_change_between_requests_and_answers_name_theirs() -> Non
             model.go.clear()
             running = asyncio.create_task(client.post("/v1/completions", json=ABC))
             await until(model.begun.is_set)
-            pinned = asyncio.create_task(client.post("/v1/completions", json=ABC | {"model": "m@4"}))
-            later = asyncio.create_task(client.post("/v1/completions", json=ABC))
-            await until(lambda: client.server._engine.waiting == 2)  # type: ignore[attr-defined]
             await publisher.publish({"w": torch.ones(3), "b": torch.zeros(2)}, 5)
-            await until(lambda: client.server._engine._weights is not None)  # type: ignore[attr-defined]
-            info = (await client.get("/weight_info")).json()
-            assert (info["weight_version"], info["newest"], info["versions_behind"]) == ("4", "5", 1)
+            await says(client, weight_version="4", newest="5", versions_behind=1)
             model.go.set()
             assert (await running).json()["weight_version"] == "4"
-            assert (await later).json()["model"] == "m@5"
-            refused = await pinned
-            assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
-            info = (await client.get("/weight_info")).json()
-            assert (info["weight_version"], info["connected"]) == ("5", True)
+            info = await says(client, weight_version="5", connected=True, versions_behind=0)
             assert info["digest"] == publisher.digest.hex()  # type: ignore[union-attr]
-            names = [each["id"] for each in (await client.get("/v1/models")).json()["data"]]
-            assert names == ["m", "m@5"]
+            [served] = (await client.get("/v1/models")).json()["data"]
+            assert (served["id"], served["max_model_len"]) == ("m", 64)
 
 
 @pytest.mark.asyncio
@@ -138,11 +158,11 @@ async def test_a_publisher_that_is_away_costs_nothing() -> None:
     follow = FollowerOptions(join=[f"127.0.0.1:{port}"], run_id="", listen=None, join_timeout=0.3)
     async with serving(model, follow=follow, on_event=events.append) as client:
         await until(lambda: events)
-        assert "no publisher answered" in events[0]["message"]
+        assert "no publisher answered" in events[0].message
         await publisher.publish({"w": torch.zeros(3)}, 1)
         async with RpcServer(f"127.0.0.1:{port}", [publisher], grace=0.0):
             await until(lambda: model.version == 1)
-        await until(lambda: not client.server._weights.state().connected)  # type: ignore[attr-defined]
+        await says(client, connected=False)
         assert (await client.post("/v1/completions", json=ABC)).json()["weight_version"] == "1"
         await publisher.publish({"w": torch.ones(3)}, 2)
         async with RpcServer(f"127.0.0.1:{port}", [publisher], grace=0.0):
@@ -157,7 +177,7 @@ async def test_another_model_ends_the_server_only_before_the_first_version() -> 
         follow = FollowerOptions(join=[publishing.endpoint], run_id="", listen=None)
         async with serving(CountingModel(), follow=follow) as client:
             with pytest.raises(TensorError, match="another model"):
-                await asyncio.wait_for(client.server.wait(), LIMIT)  # type: ignore[attr-defined]
+                await asyncio.wait_for(client.wait(), LIMIT)  # type: ignore[attr-defined]
         events: list[Any] = []
         async with serving(CountingModel(0), follow=follow, on_event=events.append) as client:
             await until(lambda: events)
@@ -177,23 +197,22 @@ async def test_a_version_that_cannot_be_used_is_said_once_and_the_next_is_served
                 await publisher.publish({"w": torch.zeros(3)}, 1)
                 await until(lambda: model.version == 1)
             await publisher.publish({"w": torch.tensor([0.0, value, 0.0])}, 2)
-            await until(lambda: any(event["event"] == "unfollowed" for event in events))
+            await until(lambda: any(isinstance(event, Unfollowed) for event in events))
             answer = await client.post("/v1/completions", json=ABC)
             assert answer.status_code == 503 if first else answer.json()["weight_version"] == "1"
             await publisher.publish({"w": torch.ones(3)}, 3)
             await until(lambda: model.version == 3)
             assert (await client.post("/v1/completions", json=ABC)).json()["weight_version"] == "3"
-    said = [event["message"] for event in events if event["event"] == "unfollowed"]
+    said = [event.message for event in events if isinstance(event, Unfollowed)]
     assert said == ["'w' of version 2 has a value that is not finite"]
 
 
 @pytest.mark.asyncio
 async def test_a_stream_that_fails_ends_with_an_error(caplog: pytest.LogCaptureFixture) -> None:
     class Failing(CountingModel):
-        def generate(self, batch: Sequence[Generated]) -> None:
-            batch[0].take(TextPiece(0, "c", (99,)))
-            broken = TokenLogprob(100, float("nan"), ())
-            batch[0].take(TextPiece(0, "d", (100,), (broken,), "length"))
+        def generate(self, batch: Sequence[Job]) -> None:
+            batch[0].take(TextPiece(0, "c", (99,), (-0.5,)))
+            batch[0].take(TextPiece(0, "d", (100,), (float("nan"),), "length"))
 
     async with serving(Failing()) as client:
         text = (await client.post("/v1/completions", json=ABC | {"stream": True, "logprobs": 1})).text
@@ -203,21 +222,22 @@ async def test_a_stream_that_fails_ends_with_an_error(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.asyncio
-async def test_the_queue_is_bounded_and_a_client_that_goes_away_frees_its_place() -> None:
+async def test_a_client_that_goes_away_frees_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "QUEUE", 1)
     model = CountingModel()
     model.go.clear()
-    async with serving(model, limits=EngineLimits(queue=1)) as client:
-        engine = client.server._engine  # type: ignore[attr-defined]
+    async with serving(model) as client:
         running = asyncio.create_task(client.post("/v1/completions", json=ABC))
         await until(model.begun.is_set)
         waiting = asyncio.create_task(client.post("/v1/completions", json=ABC | {"stream": True}))
-        await until(lambda: engine.waiting == 1)
+        await busy(client, 2)
         full = await client.post("/v1/completions", json=ABC)
         assert (full.status_code, full.headers["retry-after"]) == (429, "1")
         waiting.cancel()
-        await until(lambda: engine.waiting == 0)
+        await busy(client, 1)
         running.cancel()
-        await until(lambda: model.batches[0][0].cancelled)
+        with suppress(asyncio.CancelledError):
+            await running
         model.go.set()
         assert (await client.post("/v1/completions", json=ABC)).status_code == 200
 
@@ -228,93 +248,65 @@ def from_address(client: httpx.AsyncClient, address: str) -> httpx.AsyncClient:
 
 
 @pytest.mark.asyncio
-async def test_one_address_has_half_of_the_queue_and_others_have_their_turn() -> None:
+async def test_one_address_has_half_of_the_queue_and_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "QUEUE", 8)
     model = CountingModel()
     model.go.clear()
-    async with serving(model, limits=EngineLimits(queue=8)) as client, from_address(client, "127.0.0.3") as other:
-        engine = client.server._engine  # type: ignore[attr-defined]
+    async with serving(model) as client, from_address(client, "127.0.0.3") as other:
         asked = [asyncio.create_task(client.post("/v1/completions", json=ABC | {"seed": 1}))]
         await until(model.begun.is_set)
         for count in range(1, 5):
             asked.append(asyncio.create_task(client.post("/v1/completions", json=ABC | {"seed": 1})))
-            await until(lambda count=count: engine.waiting == count)
+            await busy(client, 1 + count)
         refused = await client.post("/v1/completions", json=ABC | {"seed": 1})
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         asked.append(asyncio.create_task(other.post("/v1/completions", json=ABC | {"seed": 2})))
-        await until(lambda: engine.waiting == 5)
+        await busy(client, 6)
         model.go.set()
         assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
-        assert [batch[0].request.seed for batch in model.batches] == [1, 1, 2, 1, 1, 1]
+        assert [batch[0].asked.seed for batch in model.batches] == [1, 2, 1, 1, 1, 1]
 
 
 @pytest.mark.asyncio
-async def test_the_bytes_of_all_requests_are_bounded_and_come_free() -> None:
+async def test_the_bytes_of_all_requests_are_bounded_and_come_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "BODY_BYTES", 1024)
     model = CountingModel()
     model.go.clear()
     filled = json.dumps(ABC | {"metadata": ""}).encode().replace(b'""', b'"%b"')
     filled = filled % (b"x" * (1022 - len(filled)))
     assert len(filled) == 1020  # 32 of them are within 32 times 1024, and 33 are not
-    async with (
-        serving(model, limits=EngineLimits(body_bytes=1024, queue=256)) as client,
-        from_address(client, "127.0.0.3") as other,
-    ):
-        server = client.server  # type: ignore[attr-defined]
+    async with serving(model) as client, from_address(client, "127.0.0.3") as other:
         waiting = [asyncio.create_task(client.post("/v1/completions", content=filled)) for _ in range(32)]
-        await until(lambda: server._engine.waiting + server._engine.running == 32)
+        await until(model.begun.is_set)
+        await busy(client, 32)
         refused = await client.post("/v1/completions", content=filled)
         assert (refused.status_code, "too many bytes" in refused.text) == (429, True)
         honest = asyncio.create_task(other.post("/v1/completions", json=ABC))
-        await until(lambda: len(server._body_bytes) == 2)
+        await busy(client, 33)
         model.go.set()
         assert (await honest).status_code == 200
         assert {answer.status_code for answer in await asyncio.gather(*waiting)} == {200}
-        assert not server._body_bytes
-
-
-def test_fields_without_meaning_are_not_decoded() -> None:
-    tracked: list[int] = []
-    metadata = b"[%b[]]" % (b"[]," * 100_000)
-    body = (
-        json.dumps(ABC | {"metadata": 0, "user": "u", "logit_bias": {}})
-        .encode()
-        .replace(b'"metadata": 0', b'"metadata": ' + metadata)
-    )
-    gc.callbacks.append(lambda phase, info: tracked.append(1))
-    try:
-        request = parse_request(body, CompletionRequest)
-    finally:
-        gc.callbacks.pop()
-    assert (request.prompt, hasattr(request, "metadata"), tracked) == (ABC["prompt"], False, [])
-    assert gc.isenabled()
-    for value in ("[" + "[]," * 1000 + "[]]", '{"1": 2}'):
-        with pytest.raises(EngineError, match="logit_bias is not implemented"):
-            parse_request(body.replace(b'"logit_bias": {}', b'"logit_bias": ' + value.encode()), CompletionRequest)
+        assert (await client.post("/v1/completions", content=filled)).status_code == 200
 
 
 @pytest.mark.asyncio
-async def test_requests_are_read_beside_the_event_loop_and_each_address_has_its_turn() -> None:
-    """A long text of one address holds up neither the health route nor, for longer than one text, other addresses."""
-    model, begun, go, order = CountingModel(), threading.Event(), threading.Event(), []
+async def test_requests_are_read_beside_the_event_loop() -> None:
+    """A long text of one request does not hold up the health route."""
+    model, begun, go = CountingModel(), threading.Event(), threading.Event()
     encode = model.encode
 
-    def slow(text: str, *, special: bool = True) -> tuple[int, ...]:
-        order.append(text)
+    def slow(text: str) -> tuple[int, ...]:
         begun.set()
         assert go.wait(LIMIT)
-        return encode(text, special=special)
+        return encode(text)
 
     model.encode = slow  # type: ignore[method-assign]
-    async with serving(model) as client, from_address(client, "127.0.0.3") as other:
-        server = client.server  # type: ignore[attr-defined]
-        long = json.dumps(ABC | {"prompt": "a"}).encode()
-        hog = [asyncio.create_task(client.post("/v1/completions", content=long)) for _ in range(4)]
-        await until(lambda: begun.is_set() and server._body_bytes.total() == 4 * len(long))
-        honest = asyncio.create_task(other.post("/v1/completions", json=ABC | {"prompt": "b"}))
-        await until(lambda: len(server._body_bytes) == 2)
+    async with serving(model) as client:
+        long = asyncio.create_task(client.post("/v1/completions", json=ABC))
+        await until(begun.is_set)
         assert (await client.get("/health")).status_code == 200
         go.set()
-        assert {answer.status_code for answer in await asyncio.gather(*hog, honest)} == {200}
-        assert order.index("b") == 1
+        assert (await long).status_code == 200
 
 
 @pytest.mark.asyncio
@@ -336,35 +328,33 @@ async def test_requests_that_wait_at_the_end_get_an_error() -> None:
 
 REFUSED: list[tuple[dict[str, Any], int, str | None]] = [
     ({"model": "n"}, 404, "model"),
-    ({"model": "m@3"}, 404, "model"),
     ({"max_tokens": 63}, 400, "max_tokens"),
-    ({"max_tokens": 5000}, 400, "max_tokens"),
     ({"max_tokens": 0}, 400, None),
     ({"n": 17}, 400, "n"),
     ({"prompt": ["a"] * 17}, 400, "prompt"),
     ({"prompt": ""}, 400, "prompt"),
-    ({"prompt": []}, 400, "prompt"),
+    ({"prompt": []}, 400, None),
     ({"prompt": [[]]}, 400, "prompt"),
     ({"prompt": [1, "a"]}, 400, "prompt"),
-    ({"prompt": [True]}, 400, "prompt"),
+    ({"prompt": [True]}, 400, None),
     ({"prompt": [128]}, 400, "prompt"),
     ({"prompt": "a" * 64}, 400, "prompt"),
-    ({"prompt": "a" * 4000}, 400, "prompt"),
     ({"temperature": -1}, 400, None),
-    ({"top_p": 0}, 400, "top_p"),
-    ({"logprobs": 21}, 400, None),
+    ({"top_p": 0}, 400, None),
+    ({"logprobs": 2}, 400, None),
     ({"stop": ["x"] * 17}, 400, None),
     ({"stop": ""}, 400, None),
-    ({"presence_penalty": 0.5}, 400, "presence_penalty"),
-    ({"echo": True}, 400, "echo"),
+    ({"presence_penalty": 0.5}, 400, None),
+    ({"echo": True}, 400, None),
     ({"surprise": 1}, 400, None),
     ({"seed": 1 << 70}, 400, None),
 ]
 
 
 @pytest.mark.asyncio
-async def test_what_is_not_served_is_refused_in_the_form_of_openai() -> None:
-    async with serving(CountingModel(), limits=EngineLimits(body_bytes=8192)) as client:
+async def test_what_is_not_served_is_refused_in_the_form_of_openai(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "BODY_BYTES", 8192)
+    async with serving(CountingModel()) as client:
         for change, status, parameter in REFUSED:
             answer = await client.post("/v1/completions", json=ABC | change)
             assert answer.status_code == status, change
@@ -373,15 +363,17 @@ async def test_what_is_not_served_is_refused_in_the_form_of_openai() -> None:
             assert error["message"]
         for body in (b"", b"[", b"[" * 4000, b'{"model": "m"}', b"\xff", b'{"model": "m", "prompt": "\\ud800"}'):
             assert (await client.post("/v1/completions", content=body)).status_code == 400, body
+        deep = b'{"model": "m", "prompt": ' + b"[" * 3000 + b"]" * 3000 + b"}"
+        assert (await client.post("/v1/completions", content=deep)).status_code == 400
         chat = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
         wrong: list[dict[str, Any]] = [
             {"messages": []},
             {"messages": [{"content": "a"}]},
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]},
             {"tools": [{"type": "function"}]},
             {"top_logprobs": 2},
-            {"chat_template_kwargs": {"tokenize": True}},
-            {"continue_final_message": True, "add_generation_prompt": True},
+            {"chat_template_kwargs": {"a": ["b"]}},
         ]
         for more in wrong:
             assert (await client.post("/v1/chat/completions", json=chat | more)).status_code == 400, more
@@ -390,12 +382,15 @@ async def test_what_is_not_served_is_refused_in_the_form_of_openai() -> None:
         assert (await client.get("/v1/completions")).status_code == 405
         neutral = {"presence_penalty": 0, "response_format": {"type": "text"}, "user": "me", "seed": None, "stop": None}
         assert (await client.post("/v1/completions", json=ABC | neutral)).status_code == 200
+        answered = {"role": "assistant", "content": "b", "refusal": None, "tool_calls": None}
+        assert (await client.post("/v1/chat/completions", json=chat | {"messages": [answered]})).status_code == 200
 
 
 @pytest.mark.asyncio
 async def test_a_token_is_needed_but_for_health_and_web_pages_are_refused(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("a-long-secret-token\n")
-    async with serving(CountingModel(), token_file=tmp_path / "token") as client:
+    access = http_access("127.0.0.1:0", token_file=tmp_path / "token")
+    async with serving(CountingModel(), access=access) as client:
         assert (await client.get("/health")).status_code == 200
         assert (await client.get("/v1/models")).json()["error"]["code"] == "invalid_api_key"
         good = {"Authorization": "Bearer a-long-secret-token"}
@@ -406,4 +401,4 @@ async def test_a_token_is_needed_but_for_health_and_web_pages_are_refused(tmp_pa
     with pytest.raises(ConfigError, match="without TLS"):
         EngineServer(CountingModel(), name="m", listen="0.0.0.0:0")
     with pytest.raises(ConfigError, match="64 tokens"):
-        EngineServer(CountingModel(), name="m", limits=EngineLimits(max_model_len=65))
+        EngineServer(CountingModel(), name="m", max_model_len=65)

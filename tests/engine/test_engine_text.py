@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,9 +15,9 @@ def decode(tokens: Sequence[int]) -> str:
     return bytes(tokens).decode(errors="replace")
 
 
-def pieces_of(text: str, stop: Sequence[str] = (), *, include: bool = False) -> tuple[list[str], str | None]:
+def pieces_of(text: str, stop: Sequence[str] = ()) -> tuple[list[str], str | None]:
     """The pieces of a text of which every byte is a token, until a stop string ends it."""
-    writer = TokenText(decode, stop, include_stop=include)
+    writer = TokenText(decode, stop)
     pieces = []
     for token in text.encode():
         pieces.append(writer.add(token))
@@ -60,6 +59,5 @@ def test_an_end_within_a_stop_string_or_a_character_loses_nothing() -> None:
     assert writer.finish() == "\ufffd"
 
 
-@pytest.mark.parametrize(("include", "text"), [(False, "a "), (True, "a END")])
-def test_the_stop_string_is_left_out_unless_it_is_wanted(include: bool, text: str) -> None:
-    assert "".join(pieces_of("a END b", ["END"], include=include)[0]) == text
+def test_the_stop_string_is_left_out() -> None:
+    assert "".join(pieces_of("a END b", ["END"])[0]) == "a "
