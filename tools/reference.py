@@ -57,11 +57,6 @@ Lists are separated by commas, truth values are `true` or `false`, and an empty 
 An error says where a value was set. An unknown name is an error, which suggests the most similar option.
 """
 
-COMMANDS = (
-    *("peer", "doctor", "state", "watch", "top", "dashboard", "explain", "plan", "leave", "follow", "export"),
-    *("feed", "register", "ca init", "ca issue"),
-)
-
 
 def main() -> None:
     """Writes the pages."""
@@ -112,9 +107,21 @@ def default(name: str) -> str:
 
 
 def cli_page() -> str:
-    """The page with the `--help` of each command."""
-    helps = [f"## {context.command_path}\n\n{help_of(context)}\n" for context in contexts()]
-    return "\n".join(["# Command line\n", "This page is written by `make reference`; do not edit it.\n", *helps])
+    """The page with a map of the commands, and the `--help` of each."""
+    every = list(contexts())
+    helps = [f"## {context.command_path}\n\n{help_of(context)}\n" for context in every]
+    return "\n".join(
+        ["# Command line\n", "This page is written by `make reference`; do not edit it.\n", *_map(every), *helps]
+    )
+
+
+def _map(every: list[click.Context]) -> Iterator[str]:
+    """Yields the lines of the map: a command, and the first sentence of its help."""
+    yield "| command | what it does |\n|---|---|"
+    for context in every[1:]:
+        path, sentence = context.command_path, context.command.get_short_help_str(limit=200)
+        yield f"| [`{path}`](#{path.replace(' ', '-')}) | {sentence.rstrip('.')} |"
+    yield ""
 
 
 def help_of(context: click.Context) -> str:
@@ -129,16 +136,19 @@ def help_of(context: click.Context) -> str:
 
 
 def contexts() -> Iterator[click.Context]:
-    """Yields a context for each command, as for a call of it."""
+    """Yields a context for each command, as for a call of it; a group comes before its commands."""
     settings = averaging_command.context_settings
     root = click.Context(averaging_command, info_name="averaging", terminal_width=100, **settings)
     yield root
-    for name in COMMANDS:
-        context = root
-        for part in name.split():
-            assert isinstance(context.command, click.Group)
-            context = click.Context(context.command.commands[part], info_name=part, parent=context)
+    yield from _inside(averaging_command, root)
+
+
+def _inside(group: click.Group, parent: click.Context) -> Iterator[click.Context]:
+    for name, command in group.commands.items():
+        context = click.Context(command, info_name=name, parent=parent)
         yield context
+        if isinstance(command, click.Group):
+            yield from _inside(command, context)
 
 
 def _own(metrics: tuple[Metric, ...]) -> tuple[Metric, ...]:
