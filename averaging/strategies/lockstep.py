@@ -103,7 +103,9 @@ class LockstepStrategy(Strategy):
         if others.ahead and self.quorum is None:
             self._note_behind(training, others.ahead)
         taken = super().catch_up(training, others, start_timeout, wait=wait)
-        if self._awaited is not None and not training.site.broadcast_from_leader(lambda: self._downloads.busy):
+        if taken or self._awaited is None:
+            return taken
+        if not training.site.broadcast_from_leader(lambda: self._downloads.busy):
             self._awaited = None  # its download has failed
             self.announce(training)
         return taken
@@ -111,9 +113,10 @@ class LockstepStrategy(Strategy):
     def _note_behind(self, training: StrategyContext, ahead: Mapping[str, History]) -> None:
         newest, rate = max(ahead.values()), training.states.rate
         same_run = newest.origin.id == self.history.origin.id
-        if not training.standing.made and self._awaited is None and same_run:
-            self._awaited = newest.step
-            self.announce(training)
+        if not training.standing.made and same_run:
+            asked, self._awaited = self._awaited, newest.step
+            if asked is None:
+                self.announce(training)
         reason = f"it is at global step {self.history.step}, and downloads the state of {listed(sorted(ahead))} at "
         reason += f"{newest.step}; its last download came at {rate / 1e6:.3g} MB/s" if rate else f"{newest.step}"
         self._stands_still(f"{reason}{'; the others put off their next step for it' * (self._awaited is not None)}")
@@ -121,7 +124,11 @@ class LockstepStrategy(Strategy):
 
     def _take_over(self, training: StrategyContext, fetch: BackgroundDownload) -> None:
         super()._take_over(training, fetch)
-        self._awaited = None
+        if self._awaited is not None:
+            # They may have made a step before they knew of it; if they did not wait on now, this peer would always be
+            # one step behind.
+            ahead = self.present_others(training, wait=False).ahead
+            self._awaited = max(ahead.values()).step if ahead else None
 
     def _holds(self, training: StrategyContext, topic: Topic) -> bool:
         """Whether this peer puts off a global step that is due; called at the leader of a site."""
@@ -216,7 +223,7 @@ class LockstepStrategy(Strategy):
         """Adds a global step to the history; without a receipt one that this peer made alone, with its `samples`."""
         if receipt is None and not self._alone and training.site.leads:
             logger.warning("%r is alone and trains on; it averages again as soon as other peers come", training.peer)
-        self._alone = receipt is None
+        self._alone, self._awaited = receipt is None, None
         if receipt is not None:
             present = set(receipt.members) - {dropped.endpoint for dropped in receipt.dropped}
             # Who does not hold the state takes over the result when it can; nobody waits for that.
