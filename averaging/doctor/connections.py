@@ -30,7 +30,7 @@ _NOT_YET, _EXPIRED, _HOST, _IP = 9, 10, 62, 64
 
 
 @dataclass(frozen=True, slots=True)
-class Connection:
+class DialledAddress:
     """What came of a TCP connection to an address: the seconds until it was open, or why it failed."""
 
     address: str
@@ -42,7 +42,7 @@ class Connection:
         return f"{self.address}: {self.failed or f'connected in {duration(self.seconds)}'}"
 
 
-async def connect(address: str, port: int) -> Connection:
+async def connect(address: str, port: int) -> DialledAddress:
     """Connects to an IP address, and closes the connection."""
     started = time.monotonic()
     try:
@@ -50,15 +50,15 @@ async def connect(address: str, port: int) -> Connection:
             _, writer = await asyncio.open_connection(address, port)
     except TimeoutError:
         remedy = f"a firewall or router drops it, or no machine is there: let TCP port {port} in"
-        return Connection(address, failed=f"no answer within {CONNECT_SECONDS:g} s", remedy=remedy)
+        return DialledAddress(address, failed=f"no answer within {CONNECT_SECONDS:g} s", remedy=remedy)
     except ConnectionRefusedError:
         remedy = "start the peer, or correct the port"
-        return Connection(address, failed="connection refused: nothing listens there", remedy=remedy)
+        return DialledAddress(address, failed="connection refused: nothing listens there", remedy=remedy)
     except OSError as error:
         reason = os.strerror(error.errno).lower() if error.errno else str(error)
-        return Connection(address, failed=reason, remedy="check the address, and the routes of this machine")
+        return DialledAddress(address, failed=reason, remedy="check the address, and the routes of this machine")
     writer.transport.abort()
-    return Connection(address, time.monotonic() - started)
+    return DialledAddress(address, time.monotonic() - started)
 
 
 # The handshake.

@@ -36,7 +36,7 @@ from averaging.common import (
 from averaging.config import PeerConfig
 from averaging.doctor.checks import Check, Finding, Severity, failure, ok, warning
 from averaging.doctor.connections import (
-    Connection,
+    DialledAddress,
     Handshake,
     connect,
     judge_handshake,
@@ -166,14 +166,14 @@ def judge_addresses(this: Visit, addresses: list[str]) -> Finding | None:
     return None if parse_ip(this.host) else ok(f"{this.host} is {', '.join(addresses)}")
 
 
-async def ask_connections(this: Visit) -> list[Connection]:
+async def ask_connections(this: Visit) -> list[DialledAddress]:
     """What came of a connection to each address; none through a proxy."""
     made = await asyncio.gather(*(connect(address, this.port) for address in this.addresses))
     this.addresses = [each.address for each in made if not each.failed]
     return made
 
 
-def judge_connections(this: Visit, made: list[Connection]) -> Finding:
+def judge_connections(this: Visit, made: list[DialledAddress]) -> Finding:
     if (proxy := proxy_of(this)) is not None:
         return ok(f"called through the proxy {shown_proxy(proxy)}, which also looks the name up")
     text = "; ".join(map(str, made))
@@ -227,7 +227,7 @@ def judge_software(_: Visit, described: probe_pb2.Description) -> Finding:
     return warning(f"{theirs or 'unknown'} there, {SOFTWARE} here", "use one release in a run")
 
 
-async def ask_endpoint(this: Visit) -> list[Connection] | None:
+async def ask_endpoint(this: Visit) -> list[DialledAddress] | None:
     """Connections to the endpoint that the peer tells all others; none if that is the address of `join`."""
     if this.status is None or not this.addresses:
         return None
@@ -246,7 +246,7 @@ async def ask_endpoint(this: Visit) -> list[Connection] | None:
     return await asyncio.gather(*(connect(each, port) for each in addresses))
 
 
-def judge_endpoint(this: Visit, made: list[Connection]) -> Finding:
+def judge_endpoint(this: Visit, made: list[DialledAddress]) -> Finding:
     text = f"it tells others to dial {printable(this.status.endpoint if this.status else '', MAX_VALUE)}"
     if not made:
         return ok(text)
