@@ -142,7 +142,6 @@ def _run(folder: Path, addresses: list[str], given: dict[str, Any], report: Comm
 
     try:
         from averaging.engine import EngineServer, load_model
-        from averaging.http_server import http_access
 
         of_access = ("token_file", "tls_ca", "tls_cert", "tls_key", "insecure", "hosts")
         server = EngineServer(
@@ -150,10 +149,10 @@ def _run(folder: Path, addresses: list[str], given: dict[str, Any], report: Comm
             name=name,
             follow=_follower_options(addresses, given) if addresses else None,
             listen=given["listen"],
-            access=http_access(given["listen"], **{option: given[option] for option in of_access}),
             batch=given["batch"],
             max_model_len=given["max_model_len"],
             on_event=emit,
+            **{option: given[option] for option in of_access},
         )
     except ModuleNotFoundError as error:
         raise CommandError(f"{error.name} is not installed; run: pip install 'averaging[serve]'", WRONG_USAGE) from None

@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from functools import partial
 from typing import Any, Self
 
 from starlette.applications import Starlette
@@ -31,7 +32,7 @@ from averaging.engine.messages import (
 )
 from averaging.engine.run_weights import RunWeights, Unfollowed, VersionLoaded
 from averaging.errors import ConfigError, EngineError
-from averaging.http_server import HttpAccess, HttpServer, http_access, listening, network_of
+from averaging.http_server import HttpServer, http_access, listening, network_of
 from averaging.weights import FollowerOptions
 
 logger = logging.getLogger("averaging.engine")
@@ -41,7 +42,6 @@ BODY_BYTES = 4 << 20  # of a request
 BODIES = 64  # largest bodies that all requests together may have that are not answered yet; one address half of them
 SECONDS = 60.0  # for a request to arrive, and for a client to read its answer
 CONNECTIONS = 1024
-GRACE = 10  # seconds for unfinished requests when the server ends
 UNKNOWN_CONTEXT = 8192  # tokens of a sequence if the model's configuration names no limit
 
 
@@ -59,10 +59,13 @@ class EngineServer:
         name: its name in requests.
         follow: the run whose weights it takes; None to keep its own.
         listen: "HOST:PORT"; port 0 takes a free port.
-        access: who may use it, see `averaging.http_server.http_access`; None for programs on this machine.
         batch: sequences that are generated at once, and that one request may ask for.
         max_model_len: tokens that a sequence may have with its prompt; None for what the model's configuration says.
         on_event: receives each event that `averaging serve --json` prints of versions.
+        access: `token_file` (tokens, one per line; each request except GET /health must carry one of them), `tls_ca`,
+            `tls_cert`, `tls_key` (files for TLS; without `token_file` clients must show a certificate of `tls_ca`),
+            `insecure` (whether other machines may connect without TLS) and `hosts` (DNS names of this server: without
+            TLS and tokens, requests for other names with a dot are refused, because web pages can send those).
 
     Attributes:
         url: address of the server; empty before it is entered. OpenAI's base URL is this with /v1.
@@ -79,10 +82,10 @@ class EngineServer:
         name: str,
         follow: FollowerOptions | None = None,
         listen: str = "127.0.0.1:0",
-        access: HttpAccess | None = None,
         batch: int = 16,
         max_model_len: int | None = None,
         on_event: Callable[[VersionLoaded | Unfollowed], None] = lambda event: None,
+        **access: Any,
     ) -> None:
         if not 0 < len(name) <= 200 or not name.isprintable():
             raise ConfigError(f"name must have 1 to 200 printable characters, not {name!r:.300}")
@@ -90,7 +93,7 @@ class EngineServer:
             text = f"{spelled('max_model_len', max_model_len)}: the model is made for {model.context} tokens"
             raise ConfigError(text)
         self.url, self._name, self._model, self._listen = "", name, model, loopback_here(listen)
-        self._access = access or http_access(self._listen)
+        self._access = http_access(self._listen, **access)
         context = max_model_len or model.context or UNKNOWN_CONTEXT
         self._engine = Engine(model, batch=batch, context=context, queue=QUEUE, needs_version=follow is not None)
         self._weights = None if follow is None else RunWeights(follow, self._engine, on_event)
@@ -101,8 +104,8 @@ class EngineServer:
 
     async def __aenter__(self) -> Self:
         routes = [
-            Route("/v1/chat/completions", self._chat, methods=["POST"]),
-            Route("/v1/completions", self._completion, methods=["POST"]),
+            Route("/v1/chat/completions", partial(self._answer, self._read_chat), methods=["POST"]),
+            Route("/v1/completions", partial(self._answer, self._read_completion), methods=["POST"]),
             Route("/v1/models", self._models),
             Route("/weight_info", self._weight_info),
             Route("/health", self._health),
@@ -116,9 +119,9 @@ class EngineServer:
             if self._weights is not None:
                 self._following = [asyncio.create_task(self._weights.run())]
                 stack.push_async_callback(_end, self._following[0])
-            options: dict[str, Any] = {"connections": CONNECTIONS, "seconds": SECONDS, "grace": GRACE}
-            server = HttpServer(application, listener, tls=self._access.tls, **options)
-            self._server = await stack.enter_async_context(server)
+            tls = self._access.tls
+            self._server = HttpServer(application, listener, connections=CONNECTIONS, seconds=SECONDS, tls=tls)
+            await stack.enter_async_context(self._server)
             self.url = self._server.url(self._listen)
             self._stack = stack.pop_all()
         return self
@@ -139,21 +142,17 @@ class EngineServer:
         """
         await self._server.wait(*self._following)
 
-    async def _chat(self, request: Request) -> Response:
-        def read(body: bytearray) -> Job:
-            asked = parse_request(body, ChatRequest)
-            messages = [message.for_template() for message in asked.messages]
-            return self._job(asked, [self._model.encode_chat(messages, asked.chat_template_kwargs)])
+    def _read_chat(self, body: bytearray) -> Job:
+        asked = parse_request(body, ChatRequest)
+        messages = [message.for_template() for message in asked.messages]
+        return self._job(asked, [self._model.encode_chat(messages, asked.chat_template_kwargs)])
 
-        return await self._answer(request, read)
-
-    async def _completion(self, request: Request) -> Response:
-        def read(body: bytearray) -> Job:
-            asked = parse_request(body, CompletionRequest)
-            prompts = asked.prompts(limit=self._engine.batch)
-            return self._job(asked, [self._model.encode(p) if isinstance(p, str) else tuple(p) for p in prompts])
-
-        return await self._answer(request, read)
+    def _read_completion(self, body: bytearray) -> Job:
+        asked = parse_request(body, CompletionRequest)
+        prompts = asked.prompts(limit=self._engine.batch)
+        return self._job(
+            asked, [self._model.encode(each) if isinstance(each, str) else tuple(each) for each in prompts]
+        )
 
     def _job(self, asked: ChatRequest | CompletionRequest, prompts: list[tuple[int, ...]]) -> Job:
         if asked.model != self._name:
@@ -168,7 +167,7 @@ class EngineServer:
         max_tokens = max_tokens_of(asked, max(map(len, prompts)), self._engine.context)
         return Job(asked=asked, prompts=prompts, max_tokens=max_tokens)
 
-    async def _answer(self, request: Request, read: Callable[[bytearray], Job]) -> Response:
+    async def _answer(self, read: Callable[[bytearray], Job], request: Request) -> Response:
         self._admit(request)
         network = network_of(request.client and request.client.host)
         async with self._body(request, network) as body:

@@ -10,8 +10,7 @@ INCOMPLETE = "\ufffd"  # what a decoder gives for bytes that are not a whole cha
 class TokenText:
     """Turns tokens into text piece by piece.
 
-    Text that may be the beginning of a stop string, and bytes of an unfinished character, are kept back until it is
-    clear what they are.
+    Bytes of an unfinished character, and as much text as may be the beginning of a stop string, are kept back.
 
     Attributes:
         stopped_by: the stop string that has ended the text, which is without it; None if none has.
@@ -19,6 +18,7 @@ class TokenText:
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
         self._decode, self._stop = decode, stop
+        self._margin = max(map(len, stop), default=1) - 1
         self._tokens: list[int] = []
         # The tokens from `_start` on are decoded together, because a token's text depends on those before it, such as
         # the space of a word. The text of those before `_end` has been taken.
@@ -50,11 +50,6 @@ class TokenText:
             place, self.stopped_by = min(found, key=lambda each: each[0])
             self._kept = ""
             return text[:place]
-        kept = 0 if final else max((_overlap(text, stop) for stop in self._stop), default=0)
-        self._kept = text[len(text) - kept :]
-        return text[: len(text) - kept]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` with which `stop` begins."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
+        ready = len(text) if final else max(0, len(text) - self._margin)
+        self._kept = text[ready:]
+        return text[:ready]

@@ -17,7 +17,6 @@ import torch
 from averaging import WeightPublisher
 from averaging.engine import EngineServer, Job, TextPiece, Unfollowed, server
 from averaging.errors import ConfigError, TensorError
-from averaging.http_server import http_access
 from averaging.rpc import RpcServer
 from averaging.weights import FollowerOptions
 from tests.engine.engines import CountingModel
@@ -389,8 +388,7 @@ async def test_what_is_not_served_is_refused_in_the_form_of_openai(monkeypatch: 
 @pytest.mark.asyncio
 async def test_a_token_is_needed_but_for_health_and_web_pages_are_refused(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("a-long-secret-token\n")
-    access = http_access("127.0.0.1:0", token_file=tmp_path / "token")
-    async with serving(CountingModel(), access=access) as client:
+    async with serving(CountingModel(), token_file=tmp_path / "token") as client:
         assert (await client.get("/health")).status_code == 200
         assert (await client.get("/v1/models")).json()["error"]["code"] == "invalid_api_key"
         good = {"Authorization": "Bearer a-long-secret-token"}

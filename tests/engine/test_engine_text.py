@@ -47,7 +47,7 @@ def test_a_character_of_several_tokens_comes_whole() -> None:
 
 def test_what_may_begin_a_stop_string_waits() -> None:
     pieces, stopped_by = pieces_of("x</b></a>y", ["</a>"])
-    assert pieces[:6] == ["x", "", "", "</b", ">", ""]
+    assert pieces[:6] == ["", "", "", "x", "<", "/"]
     assert "".join(pieces) == "x</b>"
     assert stopped_by == "</a>"
 
