@@ -115,7 +115,7 @@ def serve_command(folder: Path, addresses: tuple[str, ...], *, as_json: bool, ve
 
     \b
     Events of --json, each with "event":
-      ready       url, model, version (of the folder), following
+      ready       url, model, following
       version     version, digest, bytes, of_folder (tensors that the run does not publish), seconds
       unfollowed  version, message: no version comes, or one cannot be used, for this reason; it, or the next, is tried
       done
@@ -161,7 +161,7 @@ def _run(folder: Path, addresses: list[str], given: dict[str, Any], report: Comm
 
     async def start(stack: AsyncExitStack) -> EngineServer:
         await stack.enter_async_context(server)
-        event = {"event": "ready", "url": server.url, "model": name, "version": server.version, "following": addresses}
+        event = {"event": "ready", "url": server.url, "model": name, "following": addresses}
         following = f", following {', '.join(addresses)}" if addresses else ""
         report.emit(event, f"serving {printable(name)} at {server.url}/v1{following}; Ctrl+C ends this")
         return server

@@ -1,4 +1,4 @@
-"""The JSON of requests and answers: OpenAI's, and where that lacks something, vLLM's. Pure.
+"""The JSON of requests and answers: OpenAI's, and where that lacks something, vLLM's.
 
 A field that would change the result and is not implemented is refused, and so is an unknown one: an answer that ignores
 it would be wrong without a word.
@@ -15,8 +15,6 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from averaging.errors import EngineError
-
-COMPLETION_TOKENS = 16  # the limit of a completion that names none, as OpenAI has it
 
 WITHOUT_MEANING = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "cache_salt"}
 NEUTRAL = {"best_of": 1, "repetition_penalty": 1, "tool_choice": "auto", "response_format": {"type": "text"}}
@@ -52,7 +50,7 @@ class TextPart(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fiel
     text: str
 
 
-class Message(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     role: Name
     content: str | list[TextPart] = ""
     name: str | None = None
@@ -66,10 +64,13 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 class ChatRequest(Asked, kw_only=True, forbid_unknown_fields=True):
     """A request of `/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], msgspec.Meta(min_length=1, max_length=4096)]
+    messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=4096)]
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     chat_template_kwargs: Annotated[dict[Name, str | int | float | bool], msgspec.Meta(max_length=64)] = {}
+
+    def limit(self, room: int) -> int:
+        return self.max_completion_tokens or self.max_tokens or room
 
 
 class CompletionRequest(Asked, kw_only=True, forbid_unknown_fields=True):
@@ -77,6 +78,9 @@ class CompletionRequest(Asked, kw_only=True, forbid_unknown_fields=True):
 
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], msgspec.Meta(min_length=1)]
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=1)] | None = None  # in any case of the chosen tokens alone
+
+    def limit(self, room: int) -> int:
+        return self.max_tokens or min(16, room)  # as OpenAI has it
 
     def prompts(self, limit: int) -> list[Any]:
         """The prompts: each a text, or token ids.
@@ -173,26 +177,10 @@ class Job:
         return self.asked.logprobs is not None and self.asked.logprobs is not False
 
 
-def max_tokens_of(asked: ChatRequest | CompletionRequest, longest: int, context: int) -> int:
-    """Returns the limit of each sequence, of at most `context` tokens with a prompt of `longest` tokens.
-
-    Raises:
-        EngineError: there is no room for so many.
-    """
-    room = context - longest
-    given, default = asked.max_tokens, min(COMPLETION_TOKENS, room)
-    if isinstance(asked, ChatRequest):
-        given, default = asked.max_completion_tokens or given, room
-    if room < 1 or (given is not None and given > room):
-        text = f"the prompt has {longest} of {context} tokens; shorten it, or ask for fewer tokens"
-        raise EngineError(text, 400, "prompt" if room < 1 else "max_tokens", code="context_length_exceeded")
-    return given or default
-
-
 # Answers
 
 
-class Answer:
+class AnswerWriter:
     """Writes the answer to a job, as a whole or in chunks. Make it once the job has its version."""
 
     def __init__(self, job: Job, model: str, decode: Callable[[Sequence[int]], str]) -> None:

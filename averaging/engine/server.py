@@ -20,13 +20,12 @@ from starlette.routing import Route
 from averaging.common import HostQuota, loopback_here, spelled
 from averaging.engine.engine import Engine, TextModel
 from averaging.engine.messages import (
-    Answer,
+    AnswerWriter,
     ChatRequest,
     CompletionRequest,
     Job,
     TextPiece,
     error_body,
-    max_tokens_of,
     parse_request,
     version_name,
 )
@@ -129,11 +128,6 @@ class EngineServer:
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
-    @property
-    def version(self) -> int | None:
-        """The version that is served; None if the weights have none."""
-        return self._model.version
-
     async def wait(self) -> None:
         """Waits until the server ends. It ends only if it fails.
 
@@ -164,8 +158,11 @@ class EngineServer:
         if not all(prompts) or max(map(max, prompts)) >= self._model.vocabulary:
             text = f"a prompt needs at least one token, and only the model's {self._model.vocabulary} tokens"
             raise EngineError(text, 400, "prompt")
-        max_tokens = max_tokens_of(asked, max(map(len, prompts)), self._engine.context)
-        return Job(asked=asked, prompts=prompts, max_tokens=max_tokens)
+        longest, context = max(map(len, prompts)), self._engine.context
+        if not 0 < (limit := asked.limit(context - longest)) <= context - longest:
+            text = f"the prompt has {longest} of {context} tokens; shorten it, or ask for fewer tokens"
+            raise EngineError(text, 400, "max_tokens", code="context_length_exceeded")
+        return Job(asked=asked, prompts=prompts, max_tokens=limit)
 
     async def _answer(self, read: Callable[[bytearray], Job], request: Request) -> Response:
         self._admit(request)
@@ -176,7 +173,7 @@ class EngineServer:
             pieces = self._engine.submit(job)
             if not job.asked.stream:
                 sequences = await _collect(request, job, pieces)
-                return JSONResponse(Answer(job, self._name, self._model.decode).whole(sequences))
+                return JSONResponse(AnswerWriter(job, self._name, self._model.decode).whole(sequences))
         events = self._events(job, pieces)
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
@@ -211,7 +208,7 @@ class EngineServer:
         async with aclosing(pieces):
             try:
                 async for piece in pieces:
-                    answer = answer or Answer(job, self._name, self._model.decode)  # once the version is known
+                    answer = answer or AnswerWriter(job, self._name, self._model.decode)  # once the version is known
                     tokens += len(piece.tokens)
                     yield _event(answer.chunk(piece))
                 if answer is not None and job.asked.stream_options.get("include_usage"):
@@ -275,8 +272,6 @@ def _event(data: dict[str, Any]) -> bytes:
 def _known(error: Exception) -> EngineError:
     if isinstance(error, EngineError):
         return error
-    if isinstance(error, ClientDisconnect):
-        return EngineError("the client disconnected before its request was complete", 400)
     logger.error("a request has failed", exc_info=error)
     return EngineError("internal error of this server; see its log")
 
@@ -285,6 +280,8 @@ async def _failed(request: Request, error: Exception) -> Response:
     """The answer to a request that failed."""
     if isinstance(error, HTTPException):  # no such route
         error = EngineError(f"{request.method} {request.url.path[:200]}: {error.detail}", error.status_code)
+    elif isinstance(error, ClientDisconnect):
+        error = EngineError("the client disconnected before its request was complete", 400)
     known = _known(error)
     later = {} if known.retry_after is None else {"Retry-After": f"{known.retry_after:.0f}"}
     return JSONResponse(error_body(known), known.status, headers=later)
