@@ -33,6 +33,7 @@ CODING: Mapping[CompressionType, float] = {  # CPU seconds of a peer for a GiB o
     CompressionType.TOP_K: 2.5,
 }
 
+COPY = "copy for newcomers, while one downloads"  # not with share_state=False
 DAY = 86_400.0
 DTYPE_NAMES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 LINK = re.compile(r"(?P<rate>\d+(?:\.\d+)?)(?P<unit>[kMG])bit(?:/s)?(?:/(?P<trip>\d+(?:\.\d+)?)ms)?")
@@ -183,7 +184,7 @@ def estimate(run: RunPlan, *, cores: float = 1.0) -> Estimate:
     return Estimate(moved, phases, rounds_per_day, math.ceil(seconds / run.step_seconds), memory_of_peer(run))
 
 
-def memory_of_peer(run: RunPlan, *, share_state: bool = True) -> dict[str, int]:
+def memory_of_peer(run: RunPlan) -> dict[str, int]:
     """Bytes that a training peer holds with AdamW, by what they hold, without activations and the process itself.
 
     The parameters, gradients and statistics are where the model is; all others are on the CPU. Measured: DiLoCo with
@@ -204,6 +205,4 @@ def memory_of_peer(run: RunPlan, *, share_state: bool = True) -> dict[str, int]:
         memory["mean gradients"] = averaged
     memory["results of a round"] = averaged
     memory["parts under way"] = min(PARTS_UNDER_WAY, 2 * averaged)
-    if share_state:
-        memory["copy for newcomers, while one downloads"] = shared
-    return memory
+    return memory | {COPY: shared}
