@@ -407,7 +407,7 @@ class FollowSession:
         from averaging.metrics import MetricsListener
         from averaging.weights import FOLLOWER_METRICS, ModelReceiver, StalenessWatch
 
-        self._watch = StalenessWatch(None)
+        self._watch = StalenessWatch()
         self._metrics = MetricsListener(
             given["metrics_listen"], "averaging follow", FOLLOWER_METRICS, self._sample, self._not_ready
         )
@@ -453,7 +453,7 @@ class FollowSession:
 
         receiver, version = self._receiver, self._version()
         newest = None if receiver.announced is None else receiver.announced.version
-        stale, _ = self._watch.look(time.monotonic(), version, newest, connected=receiver.connected)
+        stale = self._watch.look(time.monotonic(), version, newest, connected=receiver.connected)
         partial = None if self._engine is None else self._engine.partial
         samples = follower_samples(receiver, self._options.credentials, version, stale.versions, stale.seconds)
         return samples if partial is None else {**samples, "averaging_follower_partial_version": partial}

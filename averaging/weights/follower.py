@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Self
 
 import torch
 
-from averaging.common import is_count, plain_state
-from averaging.config import FilePath, TLSFiles, tls_files
-from averaging.errors import ClosedError, ConfigError
+from averaging.common import plain_state
+from averaging.config import FilePath, TLSFiles
+from averaging.errors import ClosedError
 from averaging.metrics import MetricsListener, Samples
 from averaging.rpc import EventLoopThread, read_credentials
 from averaging.tensors import in_thread
 from averaging.weights.follower_metrics import FOLLOWER_METRICS, follower_samples
-from averaging.weights.layout import WeightSpec, check_own, part_of, write_parts
-from averaging.weights.model_receiver import ModelReceiver
-from averaging.weights.receiver import FollowerOptions
+from averaging.weights.layout import WeightSpec
+from averaging.weights.parts import check_own, part_of, write_parts
+from averaging.weights.receiver import FollowerOptions, ModelReceiver
 from averaging.weights.snapshot import DividedSnapshot, WeightSnapshot
 
-# How old the weights of a follower are, and when that is too much. Pure.
+LOOK_SECONDS = 0.5
+"""Interval at which the staleness is looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,35 +36,20 @@ class Staleness:
         versions: The newest known version minus the version in the model; 0 if the model has the newest one, or if
             no version is known.
         seconds: Time since a newer version became known or the publisher was lost, whichever was first; 0 if neither.
-        exceeded: Whether that is more than `max_staleness`.
     """
 
     versions: int = 0
     seconds: float = 0.0
-    exceeded: bool = False
 
 
 class StalenessWatch:
-    """Follows the staleness of one model.
+    """Follows the staleness of one model."""
 
-    Args:
-        limit: versions, or a time; None for no limit.
-
-    Raises:
-        ConfigError: the limit is neither.
-    """
-
-    def __init__(self, limit: int | timedelta | None) -> None:
-        if not (limit is None or is_count(limit) or (isinstance(limit, timedelta) and limit > timedelta())):
-            raise ConfigError(
-                f"max_staleness must be a number of versions or a datetime.timedelta above 0, not {limit!r}"
-            )
-        self._limit = limit
+    def __init__(self) -> None:
         self._since: float | None = None
-        self._exceeded = False
 
-    def look(self, now: float, applied: int | None, newest: int | None, *, connected: bool) -> tuple[Staleness, bool]:
-        """Returns the staleness, and whether it has just begun to be too much.
+    def look(self, now: float, applied: int | None, newest: int | None, *, connected: bool) -> Staleness:
+        """Returns the staleness.
 
         Args:
             now: seconds of a monotonic clock.
@@ -73,25 +57,14 @@ class StalenessWatch:
             newest: newest known version; None if there is none.
             connected: whether a publisher is connected.
         """
-        behind = newest is not None and (applied is None or newest > applied)
-        if connected and not behind:
+        versions = 0
+        if newest is not None and (applied is None or newest > applied):
+            versions = newest - (-1 if applied is None else applied)
+        if connected and not versions:
             self._since = None
         elif self._since is None:
             self._since = now
-        versions = newest - (-1 if applied is None else applied) if behind and newest is not None else 0
-        seconds = 0.0 if self._since is None else now - self._since
-        if isinstance(self._limit, timedelta):
-            exceeded = seconds > self._limit.total_seconds()
-        else:
-            exceeded = self._limit is not None and versions > self._limit
-        began, self._exceeded = exceeded and not self._exceeded, exceeded
-        return Staleness(versions, seconds, exceeded), began
-
-
-logger = logging.getLogger("averaging.weights")
-
-LOOK_SECONDS = 0.5
-"""Interval at which the staleness is looked at."""
+        return Staleness(versions, 0.0 if self._since is None else now - self._since)
 
 
 class WeightFollower:
@@ -131,16 +104,9 @@ class WeightFollower:
             does not either, unless all publishers are on loopback.
         advertise: `host:port` at which other followers reach this one, if that differs.
         tls: Certificates.
-        tls_ca: Alternatively, the file of each certificate by itself; this is the authority.
-        tls_cert: Certificate of this follower.
-        tls_key: Private key of `tls_cert`.
         token_file: File with the run's tokens.
         insecure: Whether other machines may connect to `listen` without TLS.
-        max_staleness: How old the model may become before `on_stale` is called and a warning is logged: a number of
-            versions, or a `datetime.timedelta` since a newer one became known or the publisher was lost.
-        on_stale: Callback with the staleness when it begins to be too much, in the follower's thread or in `update`.
         join_timeout: Seconds within which a publisher must answer at the start.
-        stall_timeout: Seconds without a message after which another source is asked.
         metrics_listen: `host:port` for /metrics, /healthz and /readyz, see docs/operate/prometheus.md.
 
     Attributes:
@@ -159,33 +125,22 @@ class WeightFollower:
         listen: str | None = "127.0.0.1:0",
         advertise: str | None = None,
         tls: TLSFiles | None = None,
-        tls_ca: FilePath | None = None,
-        tls_cert: FilePath | None = None,
-        tls_key: FilePath | None = None,
         token_file: FilePath | None = None,
         insecure: bool = False,
-        max_staleness: int | timedelta | None = None,
-        on_stale: Callable[[Staleness], object] | None = None,
         join_timeout: float = 10.0,
-        stall_timeout: float = 30.0,
         metrics_listen: str | None = None,
     ) -> None:
         self._model, self._join = model, join
         options = FollowerOptions(
             join=tuple(join) if not isinstance(join, str) else join,
             run_id=run_id,
-            credentials=read_credentials(
-                tls=tls_files(tls_ca, tls_cert, tls_key, tls), token_file=token_file, insecure=insecure
-            ),
+            credentials=read_credentials(tls=tls, token_file=token_file, insecure=insecure),
             listen=listen,
             advertise=advertise,
             join_timeout=join_timeout,
-            stall_timeout=stall_timeout,
         )
         self._receiver = ModelReceiver(options, self._own_specs)
-        self._watch = StalenessWatch(max_staleness)
-        self._on_stale = on_stale
-        self._staleness = Staleness()
+        self._watch = StalenessWatch()
         self._credentials = options.credentials
         self._metrics = MetricsListener(
             metrics_listen, "the follower of weights", FOLLOWER_METRICS, self._sample, self._not_ready
@@ -238,8 +193,8 @@ class WeightFollower:
     @property
     def staleness(self) -> Staleness:
         """How old the weights in the model are."""
-        self._look()
-        return self._staleness
+        with self._look_lock:  # not the other one, since the application may hold that for long
+            return self._watch.look(time.monotonic(), self.version, self.newest, connected=self._receiver.connected)
 
     @property
     def metrics_endpoint(self) -> str:
@@ -320,7 +275,6 @@ class WeightFollower:
                 )
             write_parts(own, received.parts())
             self.version = received.manifest.version
-        self._look()
         return True
 
     def _own(self) -> list[tuple[WeightSpec, torch.Tensor]]:
@@ -332,22 +286,9 @@ class WeightFollower:
     def _own_specs(self) -> list[WeightSpec]:
         return [spec for spec, _ in self._own()]
 
-    def _look(self) -> None:
-        with self._look_lock:  # not the other one, since the application may hold that for long
-            staleness, began = self._watch.look(
-                time.monotonic(), self.version, self.newest, connected=self._receiver.connected
-            )
-            self._staleness = staleness
-        if began:
-            logger.warning(
-                "the weights are stale: %d versions behind, for %.1f s", staleness.versions, staleness.seconds
-            )
-            if self._on_stale is not None:
-                self._on_stale(staleness)
-
     @asynccontextmanager
     async def _following(self) -> AsyncGenerator[None, None]:
-        """The receiver, and the task that looks at the staleness."""
+        """The receiver, and the task that looks at the staleness, so that it knows since when the weights are old."""
         async with self._metrics, self._receiver:
             watching = asyncio.create_task(self._keep_looking())
             try:
@@ -356,14 +297,14 @@ class WeightFollower:
                 watching.cancel()
                 await asyncio.wait({watching})
 
+    async def _keep_looking(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            _ = self.staleness
+
     def _sample(self) -> Samples:
-        stale = self._staleness
+        stale = self.staleness
         return follower_samples(self._receiver, self._credentials, self.version, stale.versions, stale.seconds)
 
     def _not_ready(self) -> str:
         return "no version is in the model yet" if self.version is None else ""
-
-    async def _keep_looking(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_SECONDS)
-            self._look()

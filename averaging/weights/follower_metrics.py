@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from averaging.metrics import CERTIFICATE_METRICS, Samples, certificate_samples, counter, gauge
 from averaging.rpc import Credentials
-from averaging.weights.receiver import VersionReceiver
+from averaging.weights.receiver import ModelReceiver
 
 FOLLOWER_METRICS = (
     gauge("follower_version", "Version in the model, file or engine; missing before the first, or if it is unknown."),
@@ -29,7 +29,7 @@ FOLLOWER_METRICS = (
 
 
 def follower_samples(
-    receiver: VersionReceiver, credentials: Credentials, version: int | None, versions_behind: int, seconds: float
+    receiver: ModelReceiver, credentials: Credentials, version: int | None, versions_behind: int, seconds: float
 ) -> Samples:
     """The present values."""
     announced = receiver.announced

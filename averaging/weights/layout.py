@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from averaging.common import CLIENT_PREFIX, is_count, is_endpoint, pack, spelled
 from averaging.errors import ProtocolViolationError, TensorError
-from averaging.rpc import RpcMethod
 from averaging.tensors import (
-    OBJECTS_AT_ONCE,
     WEIGHT_DTYPES,
     TensorInfo,
     check_size,
@@ -28,18 +24,12 @@ from averaging.tensors import (
 )
 from averaging.wire import weights_pb2 as wire
 
-PIECE_BYTES, LARGE_PIECE_BYTES = 1 << 20, 1 << 22
-"""Size of the pieces of a publisher; the second for a state of `LARGE_BYTES` or more. Smaller pieces pass sooner
-through a chain of followers. After each, the thread that computes digests waits for the one that sends."""
-
+# Small pieces pass sooner through a chain of followers, and each costs a message and a hash of its own.
+PIECE_BYTES, LARGE_PIECE_BYTES = 1 << 20, 1 << 22  # the second for states of `LARGE_BYTES` or more
 LARGE_BYTES = 512 << 20
-
-MIN_PIECE_BYTES, MAX_PIECE_BYTES = 1 << 12, 1 << 23
-"""Sizes of pieces that are accepted from others; multiples of 16."""
-
+MIN_PIECE_BYTES, MAX_PIECE_BYTES = 1 << 12, 1 << 23  # that are accepted from others; multiples of 16
 MAX_SHARDS = 4096
-
-DIGEST_BYTES = 32
+DIGEST_BYTES, OPENED_BYTES = 32, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +46,7 @@ class WeightSpec(TensorInfo):
     offset: tuple[int, ...] = ()
 
     @property
-    def key(self) -> object:
-        """Name and offset, since parts of one tensor have one name."""
+    def key(self) -> object:  # parts of one tensor have one name
         return self.name, self.offset
 
     def __str__(self) -> str:
@@ -66,19 +55,12 @@ class WeightSpec(TensorInfo):
 
 
 class Bucket(NamedTuple):
-    """Successive tensors whose bytes follow one another in one buffer: a single one, or several small ones.
+    """Successive tensors whose bytes follow one another in one buffer: a single one, or several small ones."""
 
-    Attributes:
-        first: the first tensor.
-        stop: one after the last one.
-        nbytes: bytes of all.
-        itemsize: bytes of an element, the same for all.
-    """
-
-    first: int
-    stop: int
+    first: int  # number of the first tensor
+    stop: int  # one after the last one
     nbytes: int
-    itemsize: int
+    itemsize: int  # of an element of each tensor
 
 
 class Piece(NamedTuple):
@@ -142,7 +124,6 @@ class WeightLayout:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return nbytes_of(self.tensors)
 
     @cached_property
@@ -151,8 +132,7 @@ class WeightLayout:
         return any(spec.whole for spec in self.tensors)
 
     @property
-    def count(self) -> int:
-        """Number of pieces."""
+    def count(self) -> int:  # of the pieces
         return self._ends[-1] if self._ends else 0
 
     def of_bucket(self, bucket: int) -> range:
@@ -220,14 +200,9 @@ class WeightManifest:
         return manifest
 
     @property
-    def has_parts(self) -> bool:
-        """Whether a tensor of it is only a part of the model's."""
-        return self.layout.has_parts
-
-    @property
     def is_divided(self) -> bool:
         """Whether this is not the whole model, but a part of it."""
-        return len(self.shards) > 1 or self.has_parts
+        return len(self.shards) > 1 or self.layout.has_parts
 
     @cached_property
     def digest(self) -> bytes:
@@ -249,11 +224,6 @@ def spec_of(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -
 @lru_cache(maxsize=1 << 16)  # the same for each version; equal ones that are the same object compare faster
 def _spec_of(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> WeightSpec:
     return WeightSpec(name, dtype_name(dtype), shape)
-
-
-def whole_of(spec: WeightSpec) -> WeightSpec:
-    """The whole tensor of which this may be a part."""
-    return WeightSpec(spec.name, spec.dtype, spec.whole) if spec.whole else spec
 
 
 def layout_for(tensors: Sequence[WeightSpec]) -> WeightLayout:
@@ -334,194 +304,6 @@ def indices_of(ranges: Iterable[tuple[int, int]], count: int) -> list[int]:
     return indices
 
 
-# Parts of the tensors of a divided model: which part a rank holds, whether parts are complete, and where they go.
-
-Box = tuple[tuple[int, int], ...]
-"""(start, stop) of each dimension."""
-
-
-def is_divided(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a DTensor."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-def part_of(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> tuple[WeightSpec, torch.Tensor]:
-    """What this rank holds of a tensor: its description, and the part itself, which shares its memory.
-
-    Raises:
-        TensorError: tensors like this are not published.
-    """
-    if not is_divided(tensor):
-        return spec_of(name, tensor, dtype), tensor.detach()
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    divided: Any = tensor
-    with torch.no_grad():
-        local: torch.Tensor = divided.to_local()
-    shape, offset = compute_local_shape_and_global_offset(divided.shape, divided.device_mesh, divided.placements)
-    if tuple(local.shape) != tuple(shape):
-        raise TensorError(f"{name!r} is placed as {divided.placements}; only shards of fully_shard can be published")
-    plain = spec_of(name, local, dtype)
-    return WeightSpec(name, plain.dtype, tuple(shape), tuple(tensor.shape), tuple(offset)), local
-
-
-def box_of(spec: WeightSpec) -> Box:
-    """The part of the whole tensor that a description is about."""
-    starts = spec.offset or (0,) * len(spec.shape)
-    return tuple((start, start + extent) for start, extent in zip(starts, spec.shape, strict=True))
-
-
-def common(box: Box, other: Box) -> Box | None:
-    """The elements in both boxes; None if there are none."""
-    shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True))
-    return shared if all(start < stop for start, stop in shared) else None
-
-
-def elements(box: Box) -> int:
-    """Number of elements in a box."""
-    return prod(stop - start for start, stop in box)
-
-
-def check_own(own: Sequence[WeightSpec], manifest: WeightManifest, *, is_part: bool) -> None:
-    """Checks that a version, or a part of one, belongs to the model of the follower.
-
-    Raises:
-        TensorError: it belongs to another model; the error names the first tensor that differs.
-    """
-    theirs = [whole_of(spec) for spec in manifest.layout.tensors]
-    names = {spec.name for spec in theirs}
-    ours = [whole_of(spec) for spec in own if spec.name in names or not is_part]
-    difference = first_difference(ours, theirs)
-    if difference is not None:
-        raise TensorError(f"the publisher publishes another model: {difference}; follow with the same model")
-
-
-def missing_part(own: Iterable[WeightSpec], layouts: Sequence[WeightLayout]) -> str | None:
-    """What is wrong with the parts of a version for a model; None if they have each of its elements exactly once."""
-    there: dict[str, list[WeightSpec]] = {}
-    for layout in layouts:
-        for spec in layout.tensors:
-            known = there.setdefault(spec.name, [])
-            if spec not in known:
-                known.append(spec)
-    for spec in own:
-        parts = there.pop(spec.name, [])
-        if not parts and spec.shape and 0 in spec.shape:
-            continue
-        whole = whole_of(spec)
-        for part in parts:
-            if whole_of(part) != whole:
-                return f"tensor {spec.name!r} is {whole} here and {whole_of(part)} there"
-        boxes = [shared for part in parts if (shared := common(box_of(spec), box_of(part))) is not None]
-        twice = any(common(box, other) for place, box in enumerate(boxes) for other in boxes[:place])
-        if twice or sum(map(elements, boxes)) != prod(spec.shape):
-            return f"of tensor {spec.name!r} ({whole}) the parts have {'some elements twice' if twice else 'not all'}"
-    extra = next(iter(there.values()), None)
-    return None if extra is None else f"tensor {extra[0].name!r} ({whole_of(extra[0])}) is only there"
-
-
-def is_wanted(own: Sequence[WeightSpec], layout: WeightLayout) -> bool:
-    """Whether a part has elements of what the follower holds."""
-    boxes = {spec.name: box_of(spec) for spec in own}
-    return any(spec.name in boxes and _meet(boxes[spec.name], spec) for spec in layout.tensors)
-
-
-def _meet(box: Box, spec: WeightSpec) -> bool:
-    there = box_of(spec)
-    return len(box) == len(there) and common(box, there) is not None
-
-
-def cut(whole: torch.Tensor, spec: WeightSpec) -> torch.Tensor:
-    """A copy of the part of a tensor that a description is about."""
-    return whole[tuple(slice(start, stop) for start, stop in box_of(spec))].clone(memory_format=torch.contiguous_format)
-
-
-def put_together(parts: Iterable[tuple[WeightSpec, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The whole tensors by name. Those that are not divided share the memory of what is given."""
-    wholes: dict[str, torch.Tensor] = {}
-    for spec, part in parts:
-        if not spec.whole:
-            wholes[spec.name] = part
-            continue
-        whole = whole_of(spec)
-        if spec.name not in wholes:
-            wholes[spec.name] = torch.empty(whole.shape, dtype=whole.torch_dtype, device="cpu")
-        write_part(wholes[spec.name], whole, part, spec)
-    return wholes
-
-
-def write_parts(
-    own: Mapping[str, tuple[WeightSpec, torch.Tensor]], parts: Iterable[tuple[WeightSpec, torch.Tensor]]
-) -> None:
-    """Copies tensors, or parts of them, into what the follower holds, by name; many in one call."""
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    for spec, part in parts:
-        if spec.name not in own:
-            continue
-        mine, tensor = own[spec.name]
-        if mine != spec:
-            write_part(tensor, mine, part, spec)
-            continue
-        targets.append(tensor)
-        sources.append(part)
-        if len(targets) == OBJECTS_AT_ONCE:
-            torch._foreach_copy_(targets, sources)
-            targets, sources = [], []
-    if targets:
-        torch._foreach_copy_(targets, sources)
-
-
-def write_part(target: torch.Tensor, own: WeightSpec, part: torch.Tensor, spec: WeightSpec) -> None:
-    """Copies those elements of `part` that `target`, what the follower holds as `own`, has."""
-    if own == spec:
-        target.copy_(part)
-        return
-    mine, theirs = box_of(own), box_of(spec)
-    shared = common(mine, theirs)
-    if shared is None:
-        return
-    into = tuple(slice(a - base, b - base) for (a, b), (base, _) in zip(shared, mine, strict=True))
-    source = tuple(slice(a - base, b - base) for (a, b), (base, _) in zip(shared, theirs, strict=True))
-    target[into].copy_(part[source])
-
-
-# Manifests as messages, and the methods of `averaging.weights.v1.Weights`.
-
-FOLLOW = RpcMethod(
-    "/averaging.weights.v1.Weights/Follow",
-    wire.FollowRequest,
-    wire.Version,
-    replies_stream=True,
-    max_request_bytes=4096,
-)
-FETCH = RpcMethod(
-    "/averaging.weights.v1.Weights/Fetch", wire.FetchRequest, wire.Reply, replies_stream=True, max_request_bytes=1 << 20
-)
-
-DESCRIBE = RpcMethod(
-    "/averaging.weights.v1.Weights/Describe",
-    wire.DescribeRequest,
-    wire.Digests,
-    replies_stream=True,
-    max_request_bytes=4096,
-)
-
-MAX_WARM_BYTES = 4 << 20
-"""Bytes that a call of `Warm` sends at most."""
-
-WARM = RpcMethod(
-    "/averaging.weights.v1.Weights/Warm", wire.WarmRequest, wire.Filler, replies_stream=True, max_request_bytes=4096
-)
-
-NOTHING_YET = wire.Version()
-"""The first message of a publisher that has no version yet."""
-
-
-OPENED_BYTES = 16
-
-
 def version_message(manifest: WeightManifest, known: WeightLayout | None = None) -> wire.Version:
     """Encodes a manifest.
 
@@ -566,16 +348,15 @@ def read_version(message: wire.Version, max_bytes: int, known: WeightLayout | No
     if not is_count(message.version):
         raise ProtocolViolationError(f"version {message.version}")
     layout = _read_layout(message, max_bytes, known)
+    manifest = WeightManifest(message.version, layout, (), _read_shards(message), message.opened)
     if not message.digest:
-        return WeightManifest(message.version, layout, (), opened=message.opened)
+        return replace(manifest, shards=())
     digests = read_digests(message.piece_digests, layout.count)
     if len(digests) != layout.count:
         raise ProtocolViolationError(f"{len(message.piece_digests)} bytes of digests for {layout.count} pieces")
-    manifest = WeightManifest(message.version, layout, digests, _read_shards(message), message.opened)
+    manifest = manifest.described(digests, message.digest)
     if manifest.shards and manifest.shards[0].digest != manifest.digest:
         raise ProtocolViolationError(f"version {message.version}, which is not the first of its own parts")
-    if manifest.digest != message.digest:
-        raise ProtocolViolationError(f"the digest of version {message.version} does not match its pieces")
     return manifest
 
 

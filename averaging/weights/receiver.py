@@ -1,17 +1,17 @@
-"""The tasks of a follower: it follows publishers, receives their versions, and hands them on."""
+"""`ModelReceiver`: follows the publishers of a model, receives its versions, and hands them on."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Self
 
-from averaging.common import Backoff, is_loopback, parse_address
+from averaging.common import Backoff, is_loopback, parse_address, spelled
 from averaging.errors import (
     AveragingError,
     CallRefusedError,
@@ -26,18 +26,11 @@ from averaging.errors import (
 )
 from averaging.rpc import Credentials, RpcChannel, RpcHandler, RpcServer, RpcService
 from averaging.seeds import Seeds
-from averaging.weights.download import Downloads, OtherVersionError, Publisher
-from averaging.weights.lanes import KEEP_SECONDS
-from averaging.weights.layout import (
-    FETCH,
-    FOLLOW,
-    WARM,
-    WeightLayout,
-    WeightManifest,
-    read_version,
-)
+from averaging.weights.download import Downloads, PublisherLink
+from averaging.weights.layout import Shard, WeightLayout, WeightManifest, WeightSpec, read_version
+from averaging.weights.parts import check_own, is_wanted, missing_part, whole_of
 from averaging.weights.snapshot import DividedSnapshot, Incoming, WeightSnapshot
-from averaging.weights.store import Changes, Store
+from averaging.weights.store import FETCH, FOLLOW, Changes, Store
 from averaging.wire import weights_pb2 as wire
 
 logger = logging.getLogger("averaging.weights")
@@ -49,6 +42,9 @@ NAME_BYTES = 16
 
 EARLY_SECONDS = 2.0
 """A call for a version that was not announced here yet waits for so long."""
+
+REMEMBERED = 4
+"""Versions of each part of which the manifest is kept, so that those of one version are found together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +61,6 @@ class FollowerOptions:
         stall_timeout: seconds without a message after which a source is left.
         max_bytes: largest accepted state.
         min_version: earlier versions are not received.
-        given: addresses that the user has named, which are always dialled; None for those of `join`.
-        loopback: whether `join`, if another publisher has named it, may be on loopback.
         services: further gRPC methods to serve where it hands on versions.
         seeds: the addresses that `join` names now.
     """
@@ -80,8 +74,6 @@ class FollowerOptions:
     stall_timeout: float = 30.0
     max_bytes: int = 1 << 40
     min_version: int = 0
-    given: Collection[str] | None = None
-    loopback: bool = False
     services: Sequence[RpcService] = ()
     seeds: Seeds = field(init=False)
 
@@ -93,20 +85,6 @@ class FollowerOptions:
         except ConfigError as error:
             raise ConfigError(f"join: {error}") from None
 
-    def of_part(self, endpoint: str, *, loopback: bool) -> FollowerOptions:
-        """The options for another part of the model.
-
-        Args:
-            endpoint: address of its publisher, which the joined publisher has named.
-            loopback: whether that may be on loopback.
-        """
-        listen = self.listen
-        if listen is not None and (parse_address(listen)[1] != 0 or self.advertise is not None):
-            listen = None  # the port is that of the first part; so this one is not handed on
-        return replace(
-            self, join=[endpoint], given=self.seeds.named, loopback=loopback, listen=listen, advertise=None, services=()
-        )
-
     def dial(self, endpoint: str, *, loopback: bool) -> RpcChannel:
         """Returns a connection to a publisher or another follower. All connections of a follower are made here.
 
@@ -114,10 +92,12 @@ class FollowerOptions:
             endpoint: address; if the user has not named it, it is dialled only if a peer can be there.
             loopback: whether such an address may be on loopback.
         """
-        named = endpoint not in (self.seeds.named if self.given is None else self.given)
-        certified = self.seeds.names.get(endpoint)
         return RpcChannel(
-            endpoint, credentials=self.credentials, named_by_peer=named, loopback=loopback, certified_host=certified
+            endpoint,
+            credentials=self.credentials,
+            named_by_peer=endpoint not in self.seeds.named,
+            loopback=loopback,
+            certified_host=self.seeds.names.get(endpoint),
         )
 
     @property
@@ -129,82 +109,85 @@ class FollowerOptions:
         return not is_loopback(parse_address(own)[0]) or all(is_loopback(parse_address(each)[0]) for each in others)
 
 
-class VersionReceiver:
-    """Follows the publishers of a model, or of a part of one, while it is entered, as an async context manager.
+class ModelReceiver:
+    """Receives the versions of a model while it is entered, as an async context manager.
+
+    A model has one part or, if `fully_shard` divides it at the publishers, several. The joined publisher announces the
+    first part of each version, and names the publishers of the others, which are followed as well. A version is
+    complete when each wanted part has the digest that the joined publisher named for it. So parts of two versions are
+    never mixed.
 
     Args:
         options: options of the follower.
-        check: callback with the manifest of each version before it is received; raises TensorError to refuse it.
+        own: returns the part of each tensor that the follower holds, so that other models are refused, and of a model
+            in parts only what it holds is received; None to take whatever is published.
         base: weights that are here already.
-        on_progress: callback with received and expected bytes, before they are encoded.
-        wanted: whether a version is received; one that is not is only known by its manifest.
-        changes: shared with other receivers; None for its own.
+        on_progress: callback with received and expected bytes of all parts, before they are encoded.
 
     Attributes:
-        announced: the newest version that a publisher has announced.
-        announced_locally: whether that publisher is on loopback.
-        store: the received versions; its `changes` also happen when `failure` or `connected` change.
-        retries: attempts to receive a version that failed.
+        changes: happen when versions, parts of them, `failure` or `connected` change.
         endpoint: address at which this follower hands on versions; empty if it does not.
     """
 
     def __init__(
         self,
         options: FollowerOptions,
-        check: Callable[[WeightManifest], None] = lambda _: None,
+        own: Callable[[], Sequence[WeightSpec]] | None = None,
         base: WeightSnapshot | None = None,
         on_progress: Callable[[int, int], None] = lambda received, total: None,
-        *,
-        wanted: Callable[[WeightManifest], bool] = lambda _: True,
-        changes: Changes | None = None,
     ) -> None:
-        self._options, self._check, self._on_progress, self._wanted = options, check, on_progress, wanted
+        self._options, self._own, self._on_progress = options, own, on_progress
+        self.changes, self.endpoint = Changes(), ""
         self._stack = AsyncExitStack()
-        self.store = Store(bases=1, changes=changes)
-        if base is not None:
-            self.store.add(base)
-        self.announced: WeightManifest | None = None if base is None else base.manifest
-        self.announced_locally = False
-        self.retries = 0
-        self.endpoint = ""
-        self._failure: AveragingError | None = None
-        self._connected = False
-        self._bytes_received = 0
-        self._publisher: Publisher | None = None  # who announced that version
-        self._current: Publisher | None = None  # who is connected
-        self._layout: WeightLayout | None = None
-        self._incoming: Incoming | None = None
-        self._instead: WeightManifest | None = None  # what the publisher wants this follower to receive
-        self._planned: str | None = None  # from whom to get `announced`; "" is the publisher
-        self._next_source = ""  # from whom the next version will probably come; empty for the publisher
-        self._reasons: dict[str, AveragingError] = {}  # by address, since it was last connected
-        self._warned_old = False
-        self._reached = asyncio.Event()  # a publisher has answered, or all have refused
+        self._first = _PartReceiver(self, options, base)
+        self._others: dict[str, _PartReceiver] = {}  # by the endpoint of their publisher
+        self._former_bytes = 0  # received of parts that are followed no more
+        self._complete: WeightSnapshot | DividedSnapshot | None = base  # the newest complete version
+
+    @property
+    def announced(self) -> WeightManifest | None:
+        """The newest version that a publisher has announced."""
+        return self._first.announced
 
     @property
     def newest(self) -> WeightSnapshot | DividedSnapshot | None:
-        """The newest version that was received completely."""
-        return self.store.newest
+        """The newest version that is here completely.
+
+        Raises:
+            TensorError: the parts of a version are not one model, or not that of the follower.
+        """
+        for manifest in reversed(tuple(self._first.manifests)):
+            if self._complete is not None and manifest.version <= self._complete.manifest.version:
+                break
+            if (snapshot := self._put_together(manifest)) is not None:
+                self._complete = snapshot
+                break
+        return self._complete
 
     @property
     def failure(self) -> AveragingError | None:
         """Why following has ended for good."""
-        return self._failure
+        return next((part.failure for part in self._parts if part.failure), None)
 
     @property
     def connected(self) -> bool:
-        """Whether a publisher is connected."""
-        return self._connected
+        """Whether a publisher of each part is connected."""
+        return all(part.connected for part in self._parts)
 
     @property
     def bytes_received(self) -> int:
         """Bytes of encoded pieces."""
-        return self._bytes_received
+        return self._former_bytes + sum(part.bytes_received for part in self._parts)
 
     @property
     def bytes_sent(self) -> int:
         """Bytes handed on."""
-        return self.store.sent
+        return sum(part.store.sent for part in self._parts)
+
+    @property
+    def retries(self) -> int:
+        """Attempts to receive a version that failed."""
+        return sum(part.retries for part in self._parts)
 
     async def __aenter__(self) -> Self:
         """Returns when a publisher has answered.
@@ -215,32 +198,23 @@ class VersionReceiver:
             TensorError: the weights do not fit.
             TransportError: all refuse this follower.
         """
-        options = self._options
-        failure: AveragingError | None = None
+        options, first = self._options, self._first
         async with AsyncExitStack() as stack:
             stack.push_async_callback(options.seeds.close)
             await options.seeds.look_up()
             if options.hands_on and options.listen is not None:
                 server = RpcServer(
                     options.listen,
-                    [_HandsOn(self.store), *options.services],
+                    [self, *options.services],
                     advertise=options.advertise,
                     credentials=options.credentials,
                 )
                 self.endpoint = (await stack.enter_async_context(server)).endpoint
-            stack.push_async_callback(lambda: self._downloads.close())
-            self._downloads = Downloads(
-                options.run_id, options.dial, options.stall_timeout, self.endpoint, self.store.changes
-            )
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
-            for running in self._work():
+            for running in (first.run(), self._follow_others()):
                 stack.callback(tasks.create_task(running).cancel)
-            try:
-                async with asyncio.timeout(options.join_timeout):
-                    await self._reached.wait()
-            except TimeoutError:
-                failure = self._not_reached()
-            failure = failure or self._failure
+            answered = await self.changes.wait(lambda: first.reached or first.failure is not None, options.join_timeout)
+            failure = first.failure if answered else first.not_reached()
             if failure is None:
                 self._stack = stack.pop_all()
                 return self
@@ -259,16 +233,179 @@ class VersionReceiver:
             newest = self.newest
             return newest is not None and (version is None or newest.manifest.version > version)
 
-        await self.store.changes.wait(lambda: is_newer() or self.failure is not None, timeout)
+        await self.changes.wait(lambda: is_newer() or self.failure is not None, timeout)
         return is_newer()
 
     async def tell(self, version: int | None, part_of: int = 0) -> None:
-        """Tells the publisher the version that an engine has got from here; None if it may have a part of `part_of`."""
-        if self._current is not None:
-            await self._downloads.tell(self._current, -1 - part_of if version is None else version)
+        """Tells the publishers what an engine has got from here; None if it may have a part of version `part_of`."""
+        has = -1 - part_of if version is None else version
+        await asyncio.gather(*(part.tell(has) for part in self._parts))
 
-    def _not_reached(self) -> AveragingError:
-        reasons, seeds = list(self._reasons.values()), self._options.seeds
+    def rpc_handlers(self) -> list[RpcHandler]:
+        return [FETCH.streams(self._fetch)]
+
+    async def _fetch(self, request: wire.FetchRequest) -> AsyncGenerator[wire.Reply, None]:
+        """Hands on pieces. The caller may have been announced a version sooner than this follower."""
+
+        def holders() -> list[Store]:
+            return [part.store for part in self._parts if part.store.find(request.name) is not None]
+
+        await self.changes.wait(lambda: bool(holders()), EARLY_SECONDS)
+        store = next(iter(holders()), self._first.store)
+        async with aclosing(store.send(request)) as replies:
+            async for reply in replies:
+                yield reply
+
+    @property
+    def _parts(self) -> list[_PartReceiver]:
+        return [self._first, *tuple(self._others.values())]  # other threads look at them too
+
+    def check(self, part: _PartReceiver, manifest: WeightManifest) -> None:
+        """Checks a version of a part that its publisher announces.
+
+        Raises:
+            TensorError: it does not fit the follower's model.
+            ProtocolViolationError: all parts together are too large.
+        """
+        if self._own is not None:
+            check_own(self._own(), manifest, is_part=part is not self._first or manifest.is_divided)
+        if part is self._first and not manifest.shards and manifest.layout.has_parts:
+            raise TensorError(
+                f"{', '.join(self._options.join)} publishes a part of a model, and names no others; join the publisher "
+                "of rank 0"
+            )
+        total = manifest.layout.nbytes + sum(each.nbytes for each in self._parts if each is not part)
+        if total > self._options.max_bytes:
+            limit = spelled("max_bytes", self._options.max_bytes)
+            raise ProtocolViolationError(f"{total} bytes of weights in all parts, more than {limit}")
+
+    def wants(self, manifest: WeightManifest) -> bool:
+        """Whether this follower holds anything of a part."""
+        return self._own is None or not manifest.is_divided or is_wanted(self._own(), manifest.layout)
+
+    def advance(self) -> None:
+        """Reports the progress of all parts."""
+        counts = [part.progress for part in self._parts]
+        self._on_progress(sum(done for done, _ in counts), sum(of_all for _, of_all in counts))
+
+    def _put_together(self, manifest: WeightManifest) -> WeightSnapshot | DividedSnapshot | None:
+        """The version that the joined publisher has announced so; None if a part is not here."""
+        own = None if self._own is None else self._own()
+        manifests, snapshots = [], []
+        for number, shard in enumerate(manifest.shards or (Shard("", manifest.digest),)):
+            part = self._others.get(shard.endpoint) if number else self._first
+            known = () if part is None else tuple(part.manifests)
+            described = next((each for each in known if each.digest == shard.digest), None)
+            if part is None or described is None:
+                return None
+            manifests.append(described)
+            if self.wants(described):
+                snapshot = part.store.complete(shard.digest)
+                if snapshot is None:
+                    return None
+                snapshots.append(snapshot)
+        if not manifest.is_divided:
+            return replace(snapshots[0], manifest=manifest)
+        # Only with the layouts of all parts: each fits the model alone, and together they could lack elements.
+        layouts = [each.layout for each in manifests]
+        wholes = {spec.name: whole_of(spec) for layout in layouts for spec in layout.tensors}
+        difference = missing_part(list(wholes.values()) if own is None else own, layouts)
+        if difference is not None and own is None:
+            raise TensorError(
+                f"the published parts are not one model: {difference}; see that all ranks publish the same"
+            )
+        if difference is not None:
+            raise TensorError(f"the publishers publish another model: {difference}; follow with the same model")
+        return DividedSnapshot(manifest, tuple(snapshots))
+
+    async def _follow_others(self) -> None:
+        """Follows the parts that the joined publisher names, and no others."""
+        running: dict[str, asyncio.Task[None]] = {}
+
+        def named() -> set[str]:
+            return set() if self.announced is None else {shard.endpoint for shard in self.announced.shards[1:]}
+
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                endpoints = named()
+                for endpoint in running.keys() - endpoints:
+                    running.pop(endpoint).cancel()
+                    self._former_bytes += self._others.pop(endpoint).bytes_received
+                for endpoint in endpoints - running.keys():
+                    base = self._complete if isinstance(self._complete, WeightSnapshot) else None
+                    part = self._others[endpoint] = _PartReceiver(
+                        self, self._options, base, endpoint, self._first.is_local
+                    )
+                    running[endpoint] = tasks.create_task(part.run())
+                await self.changes.wait(lambda: named() != running.keys())
+
+
+class _PartReceiver:
+    """Follows the publishers of one part of a model, and receives its versions.
+
+    Args:
+        model: the model.
+        options: options of the follower.
+        base: weights that are here already.
+        endpoint: its publisher, if another publisher has named it; empty for the joined ones.
+        loopback: whether that may be on loopback.
+
+    Attributes:
+        store: the received versions.
+        announced: the newest version that a publisher has announced.
+        manifests: the newest versions whose digests are known, the newest last.
+        is_local: whether the publisher that announced the newest one is on loopback.
+        reached: whether a publisher has ever answered.
+        failure: why following has ended for good.
+        progress: bytes of the present version that were received and that are expected, before they are encoded.
+    """
+
+    def __init__(
+        self,
+        model: ModelReceiver,
+        options: FollowerOptions,
+        base: WeightSnapshot | None,
+        endpoint: str = "",
+        loopback: bool = False,
+    ) -> None:
+        self._model, self._options, self._endpoint, self._loopback = model, options, endpoint, loopback
+        self.store = Store(bases=1, changes=model.changes)
+        if base is not None:
+            self.store.add(base)
+        self.announced: WeightManifest | None = None if base is None else base.manifest
+        self.manifests: deque[WeightManifest] = deque(maxlen=REMEMBERED)
+        self.is_local = self.connected = self.reached = False
+        self.failure: AveragingError | None = None
+        self.retries = self.bytes_received = 0
+        self.progress = (0, 0)
+        self._publisher: PublisherLink | None = None  # who announced the newest version
+        self._current: PublisherLink | None = None  # who is connected
+        self._layout: WeightLayout | None = None
+        self._incoming: Incoming | None = None
+        self._reasons: dict[str, AveragingError] = {}  # by address, since it was last connected
+        self._warned_old = False
+
+    async def run(self) -> None:
+        """Follows and receives, until it is cancelled."""
+        options = self._options
+        self._downloads = Downloads(
+            options.run_id, options.dial, options.stall_timeout, self._model.endpoint, self.store.changes
+        )
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._follow())
+                tasks.create_task(self._receive())
+        finally:
+            await self._downloads.close()
+
+    async def tell(self, has: int) -> None:
+        """See `Downloads.tell`."""
+        if self._current is not None:
+            await self._downloads.tell(self._current, has)
+
+    def not_reached(self) -> AveragingError:
+        """Why no publisher has answered."""
+        reasons, findings = list(self._reasons.values()), "" if self._endpoint else self._options.seeds.findings
         if self._all_refuse():
             first = reasons[0]
             if isinstance(first, CallRefusedError) and first.cause is RefusalCause.NOT_SERVED:
@@ -277,63 +414,64 @@ class VersionReceiver:
                     "or follow another one"
                 )
             return first
-        answers = "; ".join((*map(str, reasons), seeds.findings)).strip("; ") or "no answer"
+        answers = "; ".join((*map(str, reasons), findings)).strip("; ") or "no answer"
         return StateError(
             f"no publisher answered within {self._options.join_timeout:g} s ({answers}); check the addresses, "
             "and that a publisher is up"
         )
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the part as it was announced last; 0 before."""
+        return 0 if self._layout is None else self._layout.nbytes
+
+    @property
+    def _addresses(self) -> Sequence[str]:
+        return (self._endpoint,) if self._endpoint else self._options.seeds.addresses
+
     def _all_refuse(self) -> bool:
-        seeds = self._options.seeds
-        reasons = [self._reasons.get(address) for address in seeds.addresses]
-        return bool(reasons) and not seeds.failures and all(error and _is_definite(error) for error in reasons)
-
-    def _work(self) -> list[Coroutine[None, None, None]]:
-        return [self._follow(), self._receive(), self._keep_warm()]
-
-    # Following
+        reasons = [self._reasons.get(address) for address in self._addresses]
+        failures = not self._endpoint and self._options.seeds.failures
+        return bool(reasons) and not failures and all(error and _is_definite(error) for error in reasons)
 
     async def _follow(self) -> None:
         backoff = Backoff(MIN_PAUSE, MAX_PAUSE)
-        while self._failure is None:
-            for address in self._options.seeds.addresses:
+        while self.failure is None:
+            for address in self._addresses:
                 try:
                     await self._follow_one(address)
                     error: AveragingError = StateError(f"{address} has ended the announcements")
                 except AveragingError as failure:
                     error = failure
                 if isinstance(error, TensorError):
-                    self._failure = error
-                if self._connected:
+                    self.failure = error
+                if self.connected:
                     logger.warning("the publisher %s is lost: %s; trying again", address, error)
-                    self._connected = False
+                    self.connected = False
                     backoff.reset()
                 self._reasons[address] = error
                 self.store.changes.happened()
             if self._all_refuse():
-                self._failure = self._failure or self._not_reached()
-            if self._failure is not None:
-                self._reached.set()
-            else:
+                self.failure = self.failure or self.not_reached()
+            if self.failure is None:
                 await asyncio.sleep(backoff.next_delay())
-                await self._options.seeds.look_up()
-                known = self._options.seeds.addresses
-                self._reasons = {name: error for name, error in self._reasons.items() if name in known}
+                if not self._endpoint:
+                    await self._options.seeds.look_up()
+                self._reasons = {name: error for name, error in self._reasons.items() if name in self._addresses}
         self.store.changes.happened()
 
     async def _follow_one(self, address: str) -> None:
         options = self._options
-        if address in self._downloads.rejected_sources:
-            raise ProtocolViolationError(
-                f"{address} sent something wrong and is not asked again: {self._downloads.rejected_sources[address]}"
-            )
-        publisher = Publisher(options.dial(address, loopback=options.loopback), os.urandom(NAME_BYTES))
+        if reason := self._downloads.rejected_sources.get(address):
+            raise ProtocolViolationError(f"{address} sent something wrong and is not asked again: {reason}")
+        publisher = PublisherLink(options.dial(address, loopback=self._loopback), os.urandom(NAME_BYTES))
         # A loopback endpoint is of no use to the followers of a publisher elsewhere.
-        reachable = self.endpoint and (publisher.is_local or not is_loopback(parse_address(self.endpoint)[0]))
+        own = self._model.endpoint
+        reachable = own and (publisher.is_local or not is_loopback(parse_address(own)[0]))
         request = wire.FollowRequest(
             run_id=options.run_id,
             follower=publisher.follower,
-            endpoint=self.endpoint if reachable else "",
+            endpoint=own if reachable else "",
             local=publisher.is_local,
         )
         try:
@@ -343,20 +481,17 @@ class VersionReceiver:
                         message = await anext(announcements, None)
                 except TimeoutError:
                     raise PeerUnreachableError(address, f"no answer within {options.join_timeout:g} s") from None
-                manifest: WeightManifest | None = None
+                layout: WeightLayout | None = None  # of the message before
                 while message is not None:
-                    layout = None if manifest is None else manifest.layout
                     try:
                         manifest = read_version(message, options.max_bytes, layout)
                     except ProtocolViolationError as error:
                         raise ProtocolViolationError(f"{address} announces {error}") from None
-                    planned = message.planned.source if message.HasField("planned") else None
-                    self._next_source = planned or ""
                     if manifest is not None:
-                        self._announce(manifest, publisher, planned)
-                    self._connected, self._current = True, publisher
+                        layout = manifest.layout
+                        self._announce(manifest, publisher)
+                    self.connected, self.reached, self._current = True, True, publisher
                     self._reasons.pop(address, None)
-                    self._reached.set()
                     self.store.changes.happened()
                     message = await anext(announcements, None)
         finally:
@@ -365,105 +500,75 @@ class VersionReceiver:
             if self._current is publisher:
                 self._current = None
 
-    def _announce(self, manifest: WeightManifest, publisher: Publisher, planned: str | None) -> None:
-        self._check(manifest)
-        if manifest.layout == self._layout:
-            manifest = replace(manifest, layout=self._layout)  # so that versions share it
-        else:
+    def _announce(self, manifest: WeightManifest, publisher: PublisherLink) -> None:
+        """Takes an announcement: the version is received from now on, if it is newer than what is here."""
+        if manifest.layout != self._layout:
+            self._model.check(self, manifest)
             self._layout = manifest.layout
             self.store.arrange(manifest.layout)
+        manifest = replace(manifest, layout=self._layout)  # one object for all versions, which compares fast
         received = self.store.newest
         if received is None or manifest.version > received.manifest.version:
-            self.announced, self._publisher, self.announced_locally = manifest, publisher, publisher.is_local
-            # Sources are planned for followers that are not busy. Another one asks when it comes to this version.
-            self._planned = planned if self._incoming is None else None
+            self.announced, self._publisher, self.is_local = manifest, publisher, publisher.is_local
             self._warned_old = False
+            if manifest.is_described:
+                self.manifests.append(manifest)
         elif not self._warned_old and not (manifest.is_described and manifest.digest == received.manifest.digest):
             self._warned_old = True
             logger.warning(
                 "%s publishes version %d, and version %d is here; versions never go back, so it is left out",
-                publisher.channel.endpoint,
+                publisher.endpoint,
                 manifest.version,
                 received.manifest.version,
             )
-
-    # Receiving
 
     async def _receive(self) -> None:
         backoff = Backoff(MIN_PAUSE, MAX_PAUSE)
         while True:
             await self.store.changes.wait(self._is_behind)
-            manifest, publisher = self._instead or self.announced, self._publisher
-            self._instead = None
+            manifest, publisher = self.announced, self._publisher
             if manifest is None or publisher is None:
                 continue
             # What has arrived of this version stays if a source fails. Of another one stays what is the same in this,
             # for example if its publisher has started again and gives it another name.
             incoming = self._incoming
-            if incoming is None or incoming.manifest.name != manifest.name:
+            if incoming is None or (incoming.manifest.name, incoming.manifest.version) != (
+                manifest.name,
+                manifest.version,
+            ):
                 incoming = Incoming(manifest, self.store.newest, incoming)
             self._incoming = incoming
             self.store.receiving(incoming)
-            total, before = incoming.left, self._bytes_received - incoming.received
-
-            def arrived(incoming: Incoming = incoming, total: int = total, before: int = before) -> None:
-                self._bytes_received = before + incoming.received
-                self.store.changes.happened()
-                self._on_progress(total - incoming.left, total)
-
             try:
-                planned, self._planned = self._planned, None
-                has = -1 if self.store.newest is None else self.store.newest.manifest.version
-                await self._downloads.receive(incoming, publisher, arrived, planned, has)
-            except (StateError, OtherVersionError) as error:
-                if isinstance(error, OtherVersionError):
-                    self._instead = self._read_other(error.message, publisher, has)
-                    if self._instead is not None:
-                        continue
+                await self._receive_one(incoming, publisher)
+            except StateError as error:
                 logger.warning("%s; trying again", error)
                 self.retries += 1
                 if not incoming.manifest.is_described and len(incoming.digests) == incoming.manifest.layout.count:
                     self._incoming = Incoming(manifest, self.store.newest, incoming)  # the digests may be wrong
                 self.store.changes.happened()
-                if publisher.channel.endpoint in self._downloads.rejected_sources:
+                if publisher.endpoint in self._downloads.rejected_sources:
                     self._publisher = None
                     await publisher.channel.close()  # ends its announcements too
                 await asyncio.sleep(backoff.next_delay())
             else:
-                snapshot = incoming.finish()
-                self._incoming = None
                 backoff.reset()
-                described = replace(snapshot.manifest, version=manifest.version, shards=manifest.shards)
-                if not manifest.is_described:
-                    self._check(described)
-                self.store.add(WeightSnapshot(described, snapshot.buffers))
-                self.store.receiving(None)
 
-    def _read_other(self, message: wire.Version, publisher: Publisher, has: int) -> WeightManifest | None:
-        """The version that the publisher wants this follower to take; None if it is none."""
-        try:
-            manifest = read_version(message, self._options.max_bytes, self._layout)
-            if manifest is None or manifest.version <= has or manifest.layout != self._layout:
-                raise ProtocolViolationError("no version that is newer and of the same model")
-        except ProtocolViolationError as error:
-            logger.warning("%s wants another version to be taken, and names %s", publisher.channel.endpoint, error)
-            self._downloads.blame(publisher.channel.endpoint, error)
-            return None
-        return replace(manifest, layout=self._layout)
+    async def _receive_one(self, incoming: Incoming, publisher: PublisherLink) -> None:
+        total, before = incoming.left, self.bytes_received - incoming.received
 
-    async def _keep_warm(self) -> None:
-        """Keeps the connections on which the next version will probably come."""
-        kept: tuple[Publisher | None, str] = (None, "")
+        def arrived() -> None:
+            self.bytes_received = before + incoming.received
+            self.progress = (total - incoming.left, total)
+            self.store.changes.happened()
+            self._model.advance()
 
-        def changed() -> bool:
-            return self._incoming is None and (self._current, self._next_source) != kept
-
-        while True:
-            await self.store.changes.wait(changed, KEEP_SECONDS)
-            if self._incoming is None:
-                kept = publisher, source = self._current, self._next_source
-                if publisher is not None:
-                    await self._downloads.keep_warm(publisher, source, self._layout)
+        await self._downloads.receive(incoming, publisher, arrived)
+        snapshot, self._incoming = incoming.finish(), None
+        if snapshot.manifest not in self.manifests:
+            self.manifests.append(snapshot.manifest)
+        self.store.add(snapshot)
+        self.store.receiving(None)
 
     def _is_behind(self) -> bool:
         newest, announced = self.store.newest, self.announced
@@ -471,7 +576,7 @@ class VersionReceiver:
             announced is not None
             and self._publisher is not None
             and announced.version >= self._options.min_version
-            and self._wanted(announced)
+            and self._model.wants(announced)
             and (newest is None or newest.manifest.version < announced.version)
         )
 
@@ -483,13 +588,3 @@ def _is_definite(error: AveragingError) -> bool:
         or refusal_cause(error) is RefusalCause.NOT_SERVED
         or (isinstance(error, TransportError) and error.definite)
     )
-
-
-class _HandsOn:
-    """The service of a follower: it sends pieces, and announces nothing."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def rpc_handlers(self) -> list[RpcHandler]:
-        return [FETCH.streams(partial(self._store.send, early=EARLY_SECONDS)), WARM.streams(self._store.warm)]

@@ -1,10 +1,9 @@
-"""The weights of one version in memory: complete, or being received."""
+"""The weights of one version in memory: complete, being published, or being received."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,20 +11,13 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from averaging.errors import ProtocolViolationError, TensorError
+from averaging.errors import ProtocolViolationError
 from averaging.weights.differences import Bytes, Coding, decode
-from averaging.weights.layout import (
-    OPENED_BYTES,
-    WeightLayout,
-    WeightManifest,
-    WeightSpec,
-    cut,
-    layout_for,
-    part_of,
-    put_together,
-    spec_of,
-    whole_of,
-)
+from averaging.weights.layout import OPENED_BYTES, WeightLayout, WeightManifest, WeightSpec, layout_for, spec_of
+from averaging.weights.parts import cut, part_of, put_together, whole_of
+
+SLICE_BYTES = 1 << 22
+"""Bytes that are copied at once, so that digests and senders can follow."""
 
 
 class WeightPieces:
@@ -93,50 +85,28 @@ class WeightSnapshot(WeightPieces):
     def repeats(self, index: int) -> bool:
         return index in self._repeating
 
-    def under(self, version: int) -> WeightSnapshot:
-        """The same weights under another version."""
-        return WeightSnapshot(replace(self.manifest, version=version), self.buffers)
-
     def arranged(self, layout: WeightLayout) -> WeightSnapshot:
         """The same weights in the order of another layout, and only the parts that it has of them.
 
         They are unchanged if the layout has other tensors.
         """
-        own = self.manifest.layout
-        numbers = {(spec.name, spec.offset): number for number, spec in enumerate(own.tensors)}
-        divided = any(spec.whole for spec in layout.tensors)
-        if own.piece_bytes != layout.piece_bytes or (len(layout.tensors) != len(numbers) and not divided):
-            return self
-        buffers: list[Bytes] = []
-        digests: list[bytes] = []
-        for number, bucket in enumerate(layout.buckets):
-            specs = layout.in_bucket(number)
-            first = numbers.get((specs[0].name, specs[0].offset))
-            same = None if first is None else own.places[first].bucket
-            if same is not None and own.in_bucket(same) == specs:
-                buffers.append(self.buffers[same])
-                digests.extend(self.manifest.piece_digests[index] for index in own.of_bucket(same))
-                continue
-            parts = [self._part(numbers, spec) for spec in specs]
-            if any(part is None for part in parts):
+        here = dict(self.parts())
+        tensors = []
+        for spec in layout.tensors:
+            tensor, whole = here.get(spec), here.get(whole_of(spec))
+            if tensor is None and whole is not None:
+                tensor = cut(whole, spec)
+            if tensor is None:
                 return self
-            joined = np.concatenate([part for part in parts if part is not None])
-            starts = range(0, bucket.nbytes, layout.piece_bytes)
-            buffers.append(joined)
-            digests.extend(_sha256(joined[start : start + layout.piece_bytes]) for start in starts)
-        manifest = WeightManifest(self.manifest.version, layout, tuple(digests), self.manifest.shards)
-        return WeightSnapshot(manifest, tuple(buffers))
-
-    def _part(self, numbers: Mapping[tuple[str, tuple[int, ...]], int], spec: WeightSpec) -> Bytes | None:
-        """The bytes of a tensor, or of a part of one; None if they are not here."""
-        own = self.manifest.layout.tensors
-        number = numbers.get((spec.name, spec.offset))
-        if number is not None and own[number] == spec:
-            return self.of_tensor(number)
-        number = numbers.get((spec.name, ()))
-        if number is None or own[number] != whole_of(spec):
-            return None
-        return _bytes(cut(own[number].over(self.of_tensor(number).data), spec))
+            tensors.append(tensor)
+        if len(tensors) != len(here) and not layout.has_parts:
+            return self
+        buffers = view_tensors(layout, tensors).buffers
+        # A tensor with a bucket of its own is the same memory in both orders, so its digests are known.
+        known = {_memory(self.piece(index)): digest for index, digest in enumerate(self.manifest.piece_digests)}
+        pieces = [buffers[bucket][start:stop] for bucket, start, stop in layout.pieces]
+        digests = tuple(known.get(_memory(piece)) or _sha256(piece) for piece in pieces)
+        return WeightSnapshot(replace(self.manifest, layout=layout, piece_digests=digests, opened=b""), buffers)
 
     def of_tensor(self, number: int) -> Bytes:
         """The bytes of a tensor, as a view."""
@@ -189,117 +159,64 @@ class DividedSnapshot:
         return seal(view_state(dict(sorted(self.tensors().items()))), self.manifest.version, None)
 
 
-SLICE_BYTES = 1 << 22
-"""Bytes that are copied at once, so that digests and senders can follow."""
-
-
 class StateCopy:
-    """A copy of a state dict, without digests yet. It is made in slices, so that a reader need not wait for all of it.
+    """A copy of a state dict, without digests yet. It is made in slices, so that senders need not wait for all of it.
 
     Args:
         layout: the tensors.
         buffers: the bytes of each bucket.
         sources: what to copy to the buffers; empty if they are filled.
-
-    Attributes:
-        filled_elsewhere: whether another thread than the reader's calls `fill`. If not, `wait` copies.
     """
 
-    def __init__(
-        self,
-        layout: WeightLayout,
-        buffers: Sequence[Bytes],
-        sources: Sequence[torch.Tensor],
-    ) -> None:
+    def __init__(self, layout: WeightLayout, buffers: Sequence[Bytes], sources: Sequence[torch.Tensor] = ()) -> None:
         self.layout, self.buffers = layout, tuple(buffers)
-        self.filled_elsewhere = False
-        self._changed = threading.Condition()
-        self._done = (0, 0) if sources else (len(self.buffers), 0)  # up to this byte of this bucket
-        self._failed = False
+        self._end = (len(self.buffers), 0)
+        self._done = (0, 0) if sources else self._end  # up to this byte of this bucket
         self._slices = self._copied(sources)
 
-    def fill(self) -> StateCopy:
-        """Copies all."""
-        try:
-            for done in self._slices:
-                self._advance(done)
-        except BaseException:
-            self._advance(self._done, failed=True)
-            raise
+    def copy_all(self) -> StateCopy:
+        """Copies what is left, and returns this copy."""
+        self.copy_up_to(*self._end)
         return self
 
-    def wait(self, bucket: int, stop: int) -> None:
-        """Returns when a bucket is copied up to a byte.
-
-        Raises:
-            TensorError: the thread that copies has failed.
-        """
-        if not self.filled_elsewhere:
-            while self._done < (bucket, stop):
-                self._done = next(self._slices)
-            return
-        with self._changed:
-            self._changed.wait_for(lambda: self._failed or self._done >= (bucket, stop))
-        if self._done < (bucket, stop):
-            raise TensorError("the weights could not be copied")
-
-    def _slice(self, buffers: Sequence[Bytes], number: int) -> torch.Tensor:
-        """A tensor in 1-D over its bytes in `buffers`."""
-        bucket, start, stop = self.layout.places[number]
-        return torch.from_numpy(buffers[bucket][start:stop]).view(self.layout.tensors[number].torch_dtype)
-
-    def _advance(self, done: tuple[int, int], *, failed: bool = False) -> None:
-        with self._changed:
-            self._done, self._failed = done, failed
-            self._changed.notify_all()
+    def copy_up_to(self, bucket: int, stop: int) -> None:
+        """Copies on, at least up to a byte of a bucket."""
+        while self._done < (bucket, stop):
+            self._done = next(self._slices)
 
     def _copied(self, sources: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
         """Copies the tensors and converts them. Yields how far it is."""
-        if not sources:
-            return
-        for bucket, (first, stop, _, _) in enumerate(self.layout.buckets):
+        for bucket, (first, stop, nbytes, _) in enumerate(self.layout.buckets):
+            specs, here = self.layout.tensors[first:stop], sources[first:stop]
+            dtype = specs[0].torch_dtype
             if stop - first == 1:
-                for done in self._copied_in_slices(first, sources[first]):
-                    yield bucket, done
+                yield from ((bucket, done) for done in self._copied_in_slices(first, here[0]))
+            elif all(spec.torch_dtype is dtype is each.dtype for spec, each in zip(specs, here, strict=True)) and all(
+                each.is_cpu for each in here
+            ):  # many small tensors at once
+                target = torch.from_numpy(self.buffers[bucket]).view(dtype)
+                torch.cat([each.reshape(-1) for each in here], out=target)
             else:
-                self._copy_all(range(first, stop), sources)
-                yield bucket, self.layout.buckets[bucket].nbytes
-        yield len(self.buffers), 0
-
-    def _copy_all(self, numbers: range, sources: Sequence[torch.Tensor]) -> None:
-        """Copies the small tensors of a bucket, at once if their bytes are taken as they are."""
-        specs, here = self.layout.tensors[numbers.start : numbers.stop], sources[numbers.start : numbers.stop]
-        dtype = specs[0].torch_dtype
-        if all(
-            spec.torch_dtype is dtype is source.dtype and source.is_cpu
-            for spec, source in zip(specs, here, strict=True)
-        ):
-            buffer = self.buffers[self.layout.places[numbers.start].bucket]
-            torch.cat([source.reshape(-1) for source in here], out=torch.from_numpy(buffer).view(dtype))
-            return
-        for number, source in zip(numbers, here, strict=True):
-            for _ in self._copied_in_slices(number, source):
-                pass
+                for number, each in enumerate(here, first):
+                    list(self._copied_in_slices(number, each))
+            yield bucket, nbytes
+        yield self._end
 
     def _copied_in_slices(self, number: int, source: torch.Tensor) -> Iterator[int]:
         """Copies a tensor. Yields how many bytes of it are copied."""
         spec = self.layout.tensors[number]
         if not spec.nbytes:
             return
-        target = self._slice(self.buffers, number)
+        bucket, start, stop = self.layout.places[number]
+        target = torch.from_numpy(self.buffers[bucket][start:stop]).view(spec.torch_dtype)
         if not source.is_contiguous():
             target.reshape(spec.shape).copy_(source)
             yield spec.nbytes
             return
         flat, count = source.reshape(-1), SLICE_BYTES // spec.torch_dtype.itemsize
-        for start in range(0, len(flat), count):
-            target[start : start + count].copy_(flat[start : start + count])
-            yield min(spec.nbytes, (start + count) * spec.torch_dtype.itemsize)
-
-
-def copy_state(state: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> StateCopy:
-    """Copies a state dict to the CPU, see `begin_copy`."""
-    return begin_copy(state, dtype).fill()
+        for begin in range(0, len(flat), count):
+            target[begin : begin + count].copy_(flat[begin : begin + count])
+            yield min(spec.nbytes, (begin + count) * spec.torch_dtype.itemsize)
 
 
 def begin_copy(
@@ -326,30 +243,22 @@ def begin_copy(
         spec, part = part_of(name, tensor, wanted)
         specs.append(spec)
         parts.append(part)
-    # numpy asks the system for large pages, which are four times faster to fill for the first time.
     same = before is not None and before.manifest.layout.tensors == tuple(specs)
     layout = before.manifest.layout if before is not None and same else layout_for(specs)
-    buffers = [np.empty(bucket.nbytes, np.uint8) for bucket in layout.buckets]
-    return StateCopy(layout, buffers, parts)
+    # numpy asks the system for large pages, which are four times faster to fill for the first time.
+    return StateCopy(layout, _empty(layout), parts)
 
 
 def view_state(state: Mapping[str, torch.Tensor]) -> StateCopy:
-    """Like `copy_state`, of contiguous tensors on the CPU that nobody changes; it shares the memory of large ones."""
-    return view_specs([spec_of(name, tensor) for name, tensor in state.items()], list(state.values()))
+    """Stands for a copy of contiguous tensors on the CPU that nobody changes; it shares the memory of large ones."""
+    return view_tensors(layout_for([spec_of(name, tensor) for name, tensor in state.items()]), list(state.values()))
 
 
-def view_specs(specs: Sequence[WeightSpec], tensors: Sequence[torch.Tensor]) -> StateCopy:
-    """The same of tensors, or parts of them, with these descriptions."""
-    layout, each = layout_for(specs), list(map(_bytes, tensors))
+def view_tensors(layout: WeightLayout, tensors: Sequence[torch.Tensor]) -> StateCopy:
+    """The same of tensors, or parts of them, in the order of a layout."""
+    each = [tensor.reshape(-1).view(torch.uint8).numpy() for tensor in tensors]
     joined = (each[bucket.first : bucket.stop] for bucket in layout.buckets)
-    return StateCopy(layout, [some[0] if len(some) == 1 else np.concatenate(some) for some in joined], ())
-
-
-def _known(layout: WeightLayout, before: WeightSnapshot | None) -> WeightLayout:
-    """The layout of the version before if it is equal."""
-    if before is not None and before.manifest.layout is layout:
-        return layout
-    return before.manifest.layout if before is not None and before.manifest.layout == layout else layout
+    return StateCopy(layout, [some[0] if len(some) == 1 else np.concatenate(some) for some in joined])
 
 
 class OpenedVersion(WeightPieces):
@@ -361,10 +270,14 @@ class OpenedVersion(WeightPieces):
         copy: the copy.
         version: its number.
         before: the version before.
+        name: what requests name it by; random bytes if None, empty for its digest.
     """
 
-    def __init__(self, copy: StateCopy, version: int, before: WeightSnapshot | None) -> None:
-        self.manifest = WeightManifest(version, _known(copy.layout, before), (), opened=os.urandom(OPENED_BYTES))
+    def __init__(self, copy: StateCopy, version: int, before: WeightSnapshot | None, name: bytes | None = None) -> None:
+        layout = copy.layout
+        if before is not None and before.manifest.layout == layout:
+            layout = before.manifest.layout  # the same object, so that versions are compared fast
+        self.manifest = WeightManifest(version, layout, (), opened=os.urandom(OPENED_BYTES) if name is None else name)
         self.buffers = copy.buffers
         self._copy, self._before = copy, before
         self._digests: list[bytes] = []
@@ -382,14 +295,10 @@ class OpenedVersion(WeightPieces):
         return index in self._repeating
 
     def describe(self) -> Iterator[int]:
-        """Computes the digests, each as soon as the piece is copied. Yields the bytes up to there.
-
-        Raises:
-            TensorError: the copy has failed.
-        """
+        """Computes the digests, each as soon as the piece is copied. Yields the bytes up to there."""
         done = 0
         for index, (bucket, start, stop) in enumerate(self.manifest.layout.pieces):
-            self._copy.wait(bucket, stop)
+            self._copy.copy_up_to(bucket, stop)
             digest = _sha256(self.buffers[bucket][start:stop])
             if (digest, stop - start) in self._seen:
                 self._repeating.add(index)
@@ -401,21 +310,15 @@ class OpenedVersion(WeightPieces):
     def finish(self) -> WeightSnapshot:
         """Returns the complete weights."""
         manifest = replace(self.manifest, piece_digests=tuple(self._digests))
-        before = self._before
-        if before is None or before.manifest.layout is not manifest.layout:
-            return WeightSnapshot(manifest, self.buffers)
-        return WeightSnapshot(manifest, _sharing(manifest, self.buffers, before))
+        return WeightSnapshot(manifest, _sharing(manifest, self.buffers, self._before))
 
 
 def seal(copy: StateCopy, version: int, before: WeightSnapshot | None) -> WeightSnapshot:
     """Computes the digests of a copy, about 1 s for each GiB."""
-    copy.wait(len(copy.buffers), 0)
-    layout = _known(copy.layout, before)
-    digests = tuple(_sha256(copy.buffers[bucket][start:stop]) for bucket, start, stop in layout.pieces)
-    manifest = WeightManifest(version, layout, digests)
-    if before is None or before.manifest.layout is not layout:
-        return WeightSnapshot(manifest, copy.buffers)
-    return WeightSnapshot(manifest, _sharing(manifest, copy.buffers, before))
+    opened = OpenedVersion(copy, version, before, b"")
+    for _ in opened.describe():
+        pass
+    return opened.finish()
 
 
 class Incoming(WeightPieces):
@@ -433,18 +336,16 @@ class Incoming(WeightPieces):
 
     def __init__(self, manifest: WeightManifest, base: WeightSnapshot | None, earlier: Incoming | None = None) -> None:
         self.manifest, self.base = manifest, base
-        self.received = 0
-        layout = manifest.layout
-        self.left = layout.nbytes
+        self.buffers = _empty(manifest.layout)
+        self.received, self.left = 0, manifest.layout.nbytes
         self._digests: list[bytes] = []
-        self._has = bytearray(layout.count)
+        self._has = bytearray(manifest.layout.count)
         self._count = 0  # of the pieces that are there
         self._encoded: dict[int, tuple[Coding, bytes]] = {}
         self._places: dict[tuple[bytes, int], list[int]] = {}  # of the pieces of one digest and length
         self._known: dict[tuple[bytes, int], Bytes] = {}  # pieces that are here already
         for other in (earlier, base):
             self._known |= {} if other is None else _by_digest(other)
-        self.buffers = self._allocate()
         self.learn(manifest.piece_digests)
         if manifest.is_described:
             self._known = {}
@@ -484,9 +385,7 @@ class Incoming(WeightPieces):
             places.append(index)
             if len(places) > 1:  # it is not received
                 self.left -= key[1]
-            if self._has[index]:  # its buffer is that of the base
-                self._took(index)
-            elif self._has[places[0]]:
+            if self._has[places[0]]:
                 self._take(index, self.piece(places[0]))
             elif (known := self._known.get(key)) is not None:
                 self._take(index, known)
@@ -530,10 +429,9 @@ class Incoming(WeightPieces):
         self.received += len(data)
         if coding != Coding.RAW:
             self._encoded[index] = Coding(coding), data
-        places = self._places[self._key(index)]
-        for place in places:
+        for place in self._places[self._key(index)]:
             if not self._has[place]:
-                self._take(place, piece)
+                self._take(place, None if place == index else piece)
 
     def encoded(self, index: int, base: bytes) -> tuple[Coding, bytes] | None:
         own = self.differs_from
@@ -543,61 +441,46 @@ class Incoming(WeightPieces):
         """Returns the complete weights."""
         if not self.complete:
             raise RuntimeError("pieces are missing")
-        base = self.differs_from
-        if base is None:
-            return WeightSnapshot(self.manifest, self.buffers)
-        return WeightSnapshot(self.manifest, _sharing(self.manifest, self.buffers, base))
+        return WeightSnapshot(self.manifest, _sharing(self.manifest, self.buffers, self.base))
 
     def _key(self, index: int) -> tuple[bytes, int]:
         _, start, stop = self.manifest.layout.pieces[index]
         return self._digests[index], stop - start
 
-    def _take(self, index: int, data: Bytes) -> None:
+    def _take(self, index: int, data: Bytes | None) -> None:
         piece = self.piece(index)
-        if piece is not data:
+        if data is not None:  # else it is in its place already
             piece[:] = data
-        self._took(index)
-
-    def _took(self, index: int) -> None:
         self._has[index] = True
         self._count += 1
         if not self.repeats(index):
-            self.left -= self._key(index)[1]
+            self.left -= len(piece)
 
-    def _allocate(self) -> tuple[Bytes, ...]:
-        """Buffers, which are those of the base for buckets that are known to be equal there."""
-        layout, base = self.manifest.layout, self.differs_from
-        buffers = []
-        for number, bucket in enumerate(layout.buckets):
-            pieces = layout.of_bucket(number)
-            if base is not None and self.manifest.is_described and _same(self.manifest, base.manifest, pieces):
-                buffers.append(base.buffers[number])
-                self._has[pieces.start : pieces.stop] = b"\1" * len(pieces)
-            else:
-                buffers.append(np.empty(bucket.nbytes, np.uint8))
-        return tuple(buffers)
+
+def _empty(layout: WeightLayout) -> tuple[Bytes, ...]:
+    return tuple(np.empty(bucket.nbytes, np.uint8) for bucket in layout.buckets)
 
 
 def _sha256(piece: Bytes) -> bytes:
     return hashlib.sha256(piece.data).digest()
 
 
-def _bytes(tensor: torch.Tensor) -> Bytes:
-    return tensor.reshape(-1).view(torch.uint8).numpy()
+def _memory(piece: Bytes) -> tuple[int, int]:
+    """The address and the length of a piece."""
+    return piece.__array_interface__["data"][0], len(piece)
 
 
-def _same(manifest: WeightManifest, other: WeightManifest, pieces: range) -> bool:
-    """Whether two versions of one layout have the same bytes in these pieces."""
-    place = slice(pieces.start, pieces.stop)
-    return manifest.piece_digests[place] == other.piece_digests[place]
-
-
-def _sharing(manifest: WeightManifest, buffers: Sequence[Bytes], before: WeightSnapshot) -> tuple[Bytes, ...]:
-    """The buffers, replaced by those of an earlier version where the buckets are equal."""
-    return tuple(
-        before.buffers[number] if _same(manifest, before.manifest, manifest.layout.of_bucket(number)) else buffer
-        for number, buffer in enumerate(buffers)
-    )
+def _sharing(manifest: WeightManifest, buffers: Sequence[Bytes], before: WeightSnapshot | None) -> tuple[Bytes, ...]:
+    """The buffers, replaced by those of an earlier version of the same layout where the buckets are equal."""
+    if before is None or before.manifest.layout != manifest.layout:
+        return tuple(buffers)
+    shared = list(buffers)
+    for number in range(len(shared)):
+        pieces = manifest.layout.of_bucket(number)
+        place = slice(pieces.start, pieces.stop)
+        if manifest.piece_digests[place] == before.manifest.piece_digests[place]:
+            shared[number] = before.buffers[number]
+    return tuple(shared)
 
 
 def _by_digest(pieces: WeightPieces) -> dict[tuple[bytes, int], Bytes]:

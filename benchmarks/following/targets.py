@@ -280,7 +280,6 @@ async def slow(options: argparse.Namespace) -> list[Outcome]:
             min(versions) > 0 and max(ages) <= 3 * transfer,
             {
                 "ages": ages,
-                "took": [each["took"] for each in seen],
                 "versions": versions,
                 "retries": [each["retries"] for each in seen],
             },

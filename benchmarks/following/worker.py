@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from averaging import WeightPublisher
 from averaging.common import keep_freed_memory
 from averaging.rpc import RpcServer
-from averaging.weights.receiver import FollowerOptions, VersionReceiver
+from averaging.weights.receiver import FollowerOptions, ModelReceiver
 
 LEARNING_RATE = 1e-6
 TENSORS = 16
@@ -131,7 +131,7 @@ class Follower:
             join_timeout=60.0,
             stall_timeout=60.0,
         )
-        self._tasks = await self._stack.enter_async_context(VersionReceiver(options))
+        self._tasks = await self._stack.enter_async_context(ModelReceiver(options))
         return {}
 
     async def bytes(self) -> dict[str, Any]:
@@ -143,19 +143,9 @@ class Follower:
         return {"time": time.monotonic(), "received": self._tasks.bytes_received}
 
     async def watch(self, seconds: str) -> dict[str, Any]:
-        """When each version was complete here, for some seconds, and how long it took."""
+        """When each version was complete here, for some seconds."""
         held: dict[str, float] = {}
         version: int | None = None
-        begun: dict[int, float] = {}
-
-        async def look() -> None:
-            while True:
-                incoming = self._tasks._incoming
-                if incoming is not None:
-                    begun.setdefault(incoming.manifest.version, time.monotonic())
-                await asyncio.sleep(0.02)
-
-        looking = asyncio.create_task(look())
         with suppress(TimeoutError):
             async with asyncio.timeout(float(seconds)):
                 while True:
@@ -163,9 +153,7 @@ class Follower:
                     newest = self._tasks.newest
                     version = None if newest is None else newest.manifest.version
                     held[str(version)] = time.monotonic()
-        looking.cancel()
-        took = [end - begun[int(number)] for number, end in held.items() if number != "None" and int(number) in begun]
-        return {"held": held, "retries": self._tasks.retries, "took": took}
+        return {"held": held, "retries": self._tasks.retries}
 
     async def leave(self) -> dict[str, Any]:
         await self._stack.aclose()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from averaging import DiLoCo
-from averaging.weights.snapshot import copy_state, seal
+from averaging.weights.snapshot import begin_copy, seal
 from tests.support.device_runs import CODES, STRATEGIES, trained
 from tests.support.device_states import check_committed_states
 from tests.support.separate_device import moved, separate_device, to_separate
@@ -68,6 +68,6 @@ def equal_on_cpu(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def test_what_is_sent_to_followers() -> None:
     model = moved(model_of(0))
-    published = copy_state(model.state_dict())
+    published = begin_copy(model.state_dict())
     for (_, copy), tensor in zip(seal(published, 1, None).parts(), model.state_dict().values(), strict=True):
         assert torch.equal(copy, tensor.cpu())

@@ -17,7 +17,7 @@ from averaging.monitor.table import as_text
 from averaging.rl.synchronizer import RunningStatus, Synchronizer
 from averaging.rl.synchronizer.remote import RemoteSynchronizer
 from averaging.rpc import Credentials, RpcChannel
-from averaging.weights.receiver import FollowerOptions, VersionReceiver
+from averaging.weights.receiver import FollowerOptions, ModelReceiver
 from tests.support.feeds import Feed
 from tests.support.peers import average
 from tests.support.ports import free_address
@@ -72,7 +72,7 @@ async def test_followers_and_explorers_with_their_versions() -> None:
         collector = await stack.enter_async_context(Collector([peer.endpoint], interval=0.1))
         await publisher.publish(model, 3)
         followers = await stack.enter_async_context(AsyncExitStack())
-        await followers.enter_async_context(VersionReceiver(FollowerOptions(join=[peer.endpoint], run_id="run")))
+        await followers.enter_async_context(ModelReceiver(FollowerOptions(join=[peer.endpoint], run_id="run")))
         remote = RemoteSynchronizer(
             peer.endpoint, namespace="", name="explorer of a test", credentials=Credentials(), timeout=LIMIT
         )

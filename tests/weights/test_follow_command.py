@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from averaging import Peer, WeightPublisher
 from averaging.rpc import EventLoopThread
+from averaging.weights import publisher as publishing
 from tests.support.ports import free_address
 from tests.support.processes import JsonProcess, averaging_command, averaging_process
 from tests.weights.test_weights import Publishing, same, state, stepped
@@ -143,8 +144,11 @@ def test_a_full_disk_leaves_the_old_file_and_the_next_version_is_tried(tmp_path:
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
-def test_a_killed_follower_leaves_a_whole_file_and_its_followers_go_on(tmp_path: Path) -> None:
-    publisher, published = WeightPublisher(copies=1, fan_out=1), {0: state()}
+def test_a_killed_follower_leaves_a_whole_file_and_its_followers_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing, "CHAIN_BYTES", 1)
+    publisher, published = WeightPublisher(), {0: state()}
     publisher.publish_now(published[0], 0)
     paths = [tmp_path / "first.safetensors", tmp_path / "second.safetensors"]
     with Publishing(publisher) as endpoint, follow(endpoint, paths[0]) as first:

@@ -8,9 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.weights.layout import (
-    WeightLayout,
-    WeightSpec,
+from averaging.weights.layout import WeightLayout, WeightSpec, layout_for
+from averaging.weights.parts import (
     box_of,
     common,
     elements,
@@ -20,7 +19,7 @@ from averaging.weights.layout import (
     whole_of,
     write_part,
 )
-from averaging.weights.snapshot import seal, view_specs, view_state
+from averaging.weights.snapshot import seal, view_state, view_tensors
 
 
 def rows(name: str, shape: tuple[int, ...], parts: int) -> list[WeightSpec]:
@@ -63,7 +62,7 @@ def test_whole_tensors_are_cut_into_parts_and_put_together(shape: tuple[int, ...
             specs.append(WeightSpec("n", "int64", ()))
             tensors["n"] = state["n"]
         # What the rank of this part would publish.
-        published = seal(view_specs(specs, [tensors[spec.name] for spec in specs]), 1, None)
+        published = seal(view_tensors(layout_for(specs), [tensors[spec.name] for spec in specs]), 1, None)
         part = whole.arranged(published.manifest.layout)
         assert part.manifest == published.manifest
         assert all(torch.equal(ours, tensors[spec.name]) for spec, ours in part.parts())

@@ -191,7 +191,7 @@ def test_the_command_refuses_parts_that_are_too_large_together(stack: ExitStack,
     path, most = tmp_path / "now.safetensors", sum(one.nbytes for one in model_of(1).state_dict().values()) - 1
     ended = averaging_command("follow", join, "--output", str(path), "--once", "--max-bytes", str(most))
     assert ended.returncode == 1
-    assert f"{most + 1} bytes of weights in 2 parts, more than --max-bytes {most}" in ended.stderr
+    assert f"{most + 1} bytes of weights in all parts, more than --max-bytes {most}" in ended.stderr
     assert not path.exists()
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from averaging import WeightPublisher
 from averaging.rpc import RpcHandler, RpcServer
+from averaging.weights import publisher as publishing
 from averaging.weights.download import SourcePace
-from averaging.weights.layout import FETCH
-from averaging.weights.receiver import FollowerOptions, VersionReceiver
-from averaging.weights.store import Store
+from averaging.weights.receiver import FollowerOptions, ModelReceiver
+from averaging.weights.store import FETCH, Store
 from averaging.wire import weights_pb2 as wire
 from tests.support.fault_proxy import Fault, FaultProxy
 from tests.support.processes import JsonProcess
@@ -54,8 +54,8 @@ async def tell(process: JsonProcess, event: str) -> None:
     await asyncio.to_thread(process.expect, event)
 
 
-async def slow(stack: AsyncExitStack, proxy: FaultProxy, moment: Moment, **options: float) -> VersionReceiver:
-    tasks = VersionReceiver(
+async def slow(stack: AsyncExitStack, proxy: FaultProxy, moment: Moment, **options: float) -> ModelReceiver:
+    tasks = ModelReceiver(
         FollowerOptions(join=[f"127.0.0.1:{proxy.port}"], run_id="", listen=None, **options),  # type: ignore[arg-type]
         on_progress=moment,
     )
@@ -88,7 +88,7 @@ async def test_the_publisher_is_killed(share: float, first: bool) -> None:
                 trainer.send("")
             await moment.comes()
             async with asyncio.timeout(LIMIT):
-                await follower.store.changes.wait(lambda: not follower.connected)
+                await follower.changes.wait(lambda: not follower.connected)
             if first:
                 assert follower.newest is None
             else:
@@ -125,7 +125,7 @@ async def test_the_link_fails_in_the_middle_of_a_difference(fault: Fault) -> Non
             assert holds(follower, weights_of(1))
             if fault in (Fault.STALL, Fault.HALF_OPEN):
                 async with asyncio.timeout(LIMIT):
-                    await follower.store.changes.wait(lambda: follower.retries > 0)
+                    await follower.changes.wait(lambda: follower.retries > 0)
             proxy.heal()
             await has(follower, 2)
             assert holds(follower, weights_of(2))
@@ -176,30 +176,35 @@ class Silent:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("pause", [None, 0.05], ids=["silent", "always-waiting"])
-async def test_a_source_that_sends_nothing_is_left(pause: float | None) -> None:
-    publisher, weights, silent = WeightPublisher(copies=1, fan_out=8), state(), Silent(pause)
+async def test_a_source_that_sends_nothing_is_left(pause: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publishing, "COPIES", 1)
+    publisher, weights, silent = WeightPublisher(), state(), Silent(pause)
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(RpcServer("127.0.0.1:0", [publisher], grace=0.0))
         other = await stack.enter_async_context(RpcServer("127.0.0.1:0", [silent], grace=0.0))
         front = await follow(stack, server.endpoint)
-        publisher._followers = dict.fromkeys(publisher._followers, other.endpoint)
+        for each in publisher._followers.values():
+            each.endpoint = other.endpoint
         await publisher.publish(weights, 1)
         await has(front, 1)
-        follower = await follow(stack, server.endpoint, stall_timeout=0.3)
+        follower = await follow(stack, server.endpoint, stall_timeout=1.0)
         await has(follower, 1)
         assert holds(follower, weights)
         assert silent.asked == 1
 
 
 @pytest.mark.asyncio
-async def test_one_of_many_silent_sources_is_tried_and_none_for_the_next_versions() -> None:
-    publisher, weights, silent = WeightPublisher(copies=1), state(), Silent(None)
+async def test_one_of_many_silent_sources_is_tried_and_none_for_the_next_versions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(publishing, "COPIES", 1)
+    publisher, weights, silent = WeightPublisher(), state(), Silent(None)
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(RpcServer("127.0.0.1:0", [publisher], grace=0.0))
         others = [await stack.enter_async_context(RpcServer("127.0.0.1:0", [silent], grace=0.0)) for _ in range(6)]
         for number in range(6):
             await follow(stack, server.endpoint)
-            publisher._followers[list(publisher._followers)[number]] = others[number].endpoint
+            list(publisher._followers.values())[number].endpoint = others[number].endpoint
         await publisher.publish(weights, 1)
         follower = await follow(stack, server.endpoint, stall_timeout=1.0)
         await has(follower, 1)
@@ -231,14 +236,16 @@ class Dripping:
 
 
 @pytest.mark.asyncio
-async def test_a_source_that_sends_a_message_now_and_then_is_left() -> None:
-    publisher, weights = WeightPublisher(copies=1, fan_out=8), state()
+async def test_a_source_that_sends_a_message_now_and_then_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publishing, "COPIES", 1)
+    publisher, weights = WeightPublisher(), state()
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(RpcServer("127.0.0.1:0", [publisher], grace=0.0))
         front = await follow(stack, server.endpoint)
-        dripping = Dripping(front.store)
+        dripping = Dripping(front._first.store)
         other = await stack.enter_async_context(RpcServer("127.0.0.1:0", [dripping], grace=0.0))
-        publisher._followers = dict.fromkeys(publisher._followers, other.endpoint)
+        for each in publisher._followers.values():
+            each.endpoint = other.endpoint
         await publisher.publish(weights, 1)
         await has(front, 1)
         follower = await follow(stack, server.endpoint, stall_timeout=2.0)

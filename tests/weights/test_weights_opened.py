@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack
 from functools import partial
@@ -14,13 +13,14 @@ import torch
 
 from averaging import WeightPublisher
 from averaging.common import pack
-from averaging.errors import ProtocolViolationError, TensorError
-from averaging.rpc import RpcChannel, RpcHandler, RpcServer
+from averaging.errors import ProtocolViolationError
+from averaging.rpc import RpcHandler, RpcServer
+from averaging.weights import publisher as publishing
 from averaging.weights.differences import Coding
-from averaging.weights.lanes import LANES, SourceLanes
-from averaging.weights.layout import DESCRIBE, FETCH, FOLLOW, PIECE_BYTES, WeightManifest, version_message
-from averaging.weights.receiver import FollowerOptions, VersionReceiver
-from averaging.weights.snapshot import Incoming, OpenedVersion, begin_copy, copy_state, seal
+from averaging.weights.layout import PIECE_BYTES, WeightManifest, version_message
+from averaging.weights.receiver import FollowerOptions, ModelReceiver
+from averaging.weights.snapshot import Incoming, OpenedVersion, begin_copy, seal
+from averaging.weights.store import DESCRIBE, FETCH, FOLLOW
 from averaging.wire import weights_pb2 as wire
 from tests.weights.test_weights import LIMIT, follow, has, holds, state, stepped
 
@@ -40,18 +40,21 @@ def reference_digest(weights: dict[str, torch.Tensor]) -> bytes:
     return hashlib.sha256(pack([PIECE_BYTES, tensors]) + joined).digest()
 
 
-async def until(follower: VersionReceiver, condition: Callable[[], bool]) -> None:
+async def until(follower: ModelReceiver, condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(LIMIT):
-        await follower.store.changes.wait(condition)
+        await follower.changes.wait(condition)
 
 
-def has_more(follower: VersionReceiver, received: int) -> bool:
+def has_more(follower: ModelReceiver, received: int) -> bool:
     return follower.bytes_received > received
 
 
 @pytest.mark.asyncio
-async def test_pieces_pass_through_a_chain_of_followers_before_the_digests_are_complete() -> None:
-    publisher, weights = WeightPublisher(copies=1, fan_out=1), state()
+async def test_pieces_pass_through_a_chain_of_followers_before_the_digests_are_complete(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(publishing, "CHAIN_BYTES", 1)
+    publisher, weights = WeightPublisher(), state()
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(RpcServer("127.0.0.1:0", [publisher]))
         chain = [await follow(stack, server.endpoint) for _ in range(3)]
@@ -59,7 +62,7 @@ async def test_pieces_pass_through_a_chain_of_followers_before_the_digests_are_c
         for follower in chain:
             await has(follower, 1)
         before, weights = [each.bytes_received for each in chain], stepped(weights)
-        opened = OpenedVersion(copy_state(weights), 2, publisher._store.newest)
+        opened = OpenedVersion(begin_copy(weights), 2, publisher._store.newest)
         describing = opened.describe()
         publisher._store.receiving(opened)
         for _ in range(3):
@@ -79,17 +82,12 @@ async def test_pieces_pass_through_a_chain_of_followers_before_the_digests_are_c
             assert follower.newest.manifest.digest == publisher.digest == reference_digest(weights)
 
 
-def test_the_digests_are_those_of_a_copy_that_is_still_made() -> None:
+def test_the_digests_are_those_of_the_plain_tensors() -> None:
     weights = {"turned": torch.arange(700_000.0).reshape(7, -1).T, **state()}
-    copy = begin_copy(weights)
-    copy.filled_elsewhere = True
-    opened = OpenedVersion(copy, 1, None)
-    filling = threading.Timer(0.05, copy.fill)
-    filling.start()
+    opened = OpenedVersion(begin_copy(weights), 1, None)
     assert list(opened.describe())[-1] == sum(tensor.nbytes for tensor in weights.values())
-    filling.join()
     plain = {name: tensor.contiguous() for name, tensor in weights.items()}
-    assert opened.finish().manifest.digest == seal(copy_state(weights), 1, None).manifest.digest
+    assert opened.finish().manifest.digest == seal(begin_copy(weights), 1, None).manifest.digest
     assert opened.finish().manifest.digest == reference_digest(plain)
 
 
@@ -107,11 +105,9 @@ async def test_a_copy_that_fails_ends_the_version_and_the_next_one_is_received()
             yield 0, 1 << 20
             raise MemoryError
 
-        copy.filled_elsewhere, copy._slices = True, failing()
+        copy._slices = failing()
         with pytest.raises(MemoryError):
-            copy.fill()
-        with pytest.raises(TensorError, match="could not be copied"):
-            publisher._seal(copy, 2)
+            publisher._publish_copy(copy, 2)
         assert publisher.version == 1
         weights = stepped(weights)
         await publisher.publish(weights, 3)
@@ -120,7 +116,7 @@ async def test_a_copy_that_fails_ends_the_version_and_the_next_one_is_received()
 
 
 def test_a_piece_is_taken_only_with_its_digest_and_a_version_only_with_all() -> None:
-    whole = seal(copy_state(state()), 1, None)
+    whole = seal(begin_copy(state()), 1, None)
     manifest = WeightManifest(1, whole.manifest.layout, (), opened=bytes(16))
     incoming, digests = Incoming(manifest, None), whole.manifest.piece_digests
     assert incoming.missing() == list(range(len(digests)))
@@ -153,7 +149,7 @@ class Scripted:
     """
 
     def __init__(self, weights: dict[str, torch.Tensor], pause: float | None = None) -> None:
-        self.whole = seal(copy_state(weights), 1, None)
+        self.whole = seal(begin_copy(weights), 1, None)
         self.manifest = WeightManifest(1, self.whole.manifest.layout, (), opened=b"o" * 16)
         self.describe = asyncio.Event()
         self.digest = self.whole.manifest.digest
@@ -164,9 +160,7 @@ class Scripted:
         return [FOLLOW.streams(self.follow), FETCH.streams(self.fetch), DESCRIBE.streams(self.described)]
 
     async def follow(self, _: wire.FollowRequest) -> AsyncGenerator[wire.Version, None]:
-        message = version_message(self.manifest)
-        message.planned.source = ""
-        yield message
+        yield version_message(self.manifest)
         await asyncio.Event().wait()
 
     async def described(self, request: wire.DescribeRequest) -> AsyncGenerator[wire.Digests, None]:
@@ -180,16 +174,16 @@ class Scripted:
         yield wire.Digests(digest=self.digest)
 
     async def fetch(self, request: wire.FetchRequest) -> AsyncGenerator[wire.Reply, None]:
-        self.fetched.set()
         for each in request.pieces:
+            self.fetched.set()
             for index in range(each.first, each.first + each.count):
                 yield wire.Reply(pieces=[wire.Piece(index=index, data=self.whole.piece(index).tobytes())])
 
 
-async def follow_scripted(stack: AsyncExitStack, scripted: Scripted, **options: float) -> VersionReceiver:
+async def follow_scripted(stack: AsyncExitStack, scripted: Scripted, **options: float) -> ModelReceiver:
     server = await stack.enter_async_context(RpcServer("127.0.0.1:0", [scripted], grace=0.0))
     settings = FollowerOptions(join=[server.endpoint], run_id="", **options)  # type: ignore[arg-type]
-    return await stack.enter_async_context(VersionReceiver(settings))
+    return await stack.enter_async_context(ModelReceiver(settings))
 
 
 @pytest.mark.asyncio
@@ -231,25 +225,6 @@ async def test_a_digest_that_does_not_fit_reaches_nobody() -> None:
         assert isinstance(follower.failure, ProtocolViolationError)
         assert "does not match its pieces" in str(follower.failure)
         assert follower.newest is None
-
-
-@pytest.mark.asyncio
-async def test_connections_are_warmed_in_steps_and_kept() -> None:
-    publisher = WeightPublisher()
-    async with RpcServer("127.0.0.1:0", [publisher], grace=0.0) as server:
-        lanes = SourceLanes("", lambda endpoint, *, loopback: RpcChannel(endpoint, loopback=loopback))
-        assert lanes.count_for(server.endpoint, 64 << 20) == LANES
-        assert lanes.count_for(server.endpoint, 1 << 20) == 1
-        (lane,) = lanes.to(server.endpoint, 1, loopback=True)
-        rate, limited = await lanes._grow(lane, 1 << 20, trip=10.0)
-        assert not limited, "each step takes less than a round trip"
-        assert rate == pytest.approx((1 << 20) / 2.5)
-        _, limited = await lanes._grow(lane, 1 << 20, trip=1e-9)
-        assert limited
-        await lanes.warm(server.endpoint, 1 << 20, loopback=True)
-        assert lanes.to(server.endpoint, 1, loopback=True) == [lane], "the same connection"
-        await lanes.close()
-        assert publisher.bytes_sent == 0, "these are no weights"
 
 
 @pytest.mark.asyncio

@@ -16,7 +16,6 @@ from averaging.weights.differences import Coding, encode
 from averaging.weights.layout import (
     LARGE_BYTES,
     LARGE_PIECE_BYTES,
-    NOTHING_YET,
     PIECE_BYTES,
     WeightLayout,
     WeightSpec,
@@ -28,7 +27,8 @@ from averaging.weights.layout import (
     read_version,
     version_message,
 )
-from averaging.weights.snapshot import Incoming, WeightSnapshot, copy_state, seal
+from averaging.weights.snapshot import Incoming, WeightSnapshot, begin_copy, seal
+from averaging.wire import weights_pb2
 
 STATE = {
     "big": torch.arange(700_000, dtype=torch.float32).reshape(7, -1),
@@ -42,7 +42,7 @@ STATE = {
 
 
 def snapshot(version: int = 1, before: WeightSnapshot | None = None, **changed: torch.Tensor) -> WeightSnapshot:
-    return seal(copy_state(STATE | changed), version, before)
+    return seal(begin_copy(STATE | changed), version, before)
 
 
 def test_a_snapshot_has_the_values_of_all_dtypes_and_layouts() -> None:
@@ -60,8 +60,8 @@ def test_the_digest_is_that_of_the_whole_state() -> None:
     first = snapshot().manifest.digest
     assert snapshot(version=9).manifest.digest == first
     assert snapshot(half=STATE["half"] + 1).manifest.digest != first
-    assert seal(copy_state({"other": torch.zeros(2)}), 1, None).manifest.digest != first
-    shapes = [seal(copy_state({"w": torch.zeros(shape)}), 1, None).manifest.digest for shape in ((2, 3), (3, 2))]
+    assert seal(begin_copy({"other": torch.zeros(2)}), 1, None).manifest.digest != first
+    shapes = [seal(begin_copy({"w": torch.zeros(shape)}), 1, None).manifest.digest for shape in ((2, 3), (3, 2))]
     assert shapes[0] != shapes[1]
 
 
@@ -80,7 +80,7 @@ def test_versions_share_the_memory_of_equal_tensors() -> None:
 
 def test_equal_pieces_are_received_once() -> None:
     tied = torch.randn(600_000)
-    whole = seal(copy_state({"in": tied, "out": tied, "zeros": torch.zeros(1 << 20)}), 1, None)
+    whole = seal(begin_copy({"in": tied, "out": tied, "zeros": torch.zeros(1 << 20)}), 1, None)
     incoming = Incoming(whole.manifest, None)
     assert incoming.missing() == [0, 1, 2, 6], "of `out` nothing, of `zeros` the first piece"
     assert incoming.left == 2_400_000 + PIECE_BYTES
@@ -93,8 +93,8 @@ def test_equal_pieces_are_received_once() -> None:
 
 def test_a_tensor_that_moved_to_another_place_is_taken_from_the_base() -> None:
     moved = torch.arange(PIECE_BYTES // 8)  # too large to be in one piece with others
-    old = seal(copy_state({"a": torch.arange(10), "b": moved}), 1, None)
-    new = seal(copy_state({"b": moved, "c": torch.ones(3)}), 2, None)
+    old = seal(begin_copy({"a": torch.arange(10), "b": moved}), 1, None)
+    new = seal(begin_copy({"b": moved, "c": torch.ones(3)}), 2, None)
     incoming = Incoming(new.manifest, old)
     assert incoming.missing() == [1]
     assert incoming.differs_from is None
@@ -105,7 +105,7 @@ def test_a_tensor_that_moved_to_another_place_is_taken_from_the_base() -> None:
     [(0, bytes(12), "'a'.*does not match its digest"), (0, bytes(11), "11 bytes"), (5, b"", "piece 5 of 1")],
 )
 def test_what_is_wrong_is_not_taken(index: int, data: bytes, match: str) -> None:
-    whole = seal(copy_state({"a": torch.arange(1.0, 4.0)}), 1, None)
+    whole = seal(begin_copy({"a": torch.arange(1.0, 4.0)}), 1, None)
     incoming = Incoming(whole.manifest, None)
     with pytest.raises(ProtocolViolationError, match=match):
         incoming.add(index, Coding.RAW, data)
@@ -116,16 +116,16 @@ def test_what_is_wrong_is_not_taken(index: int, data: bytes, match: str) -> None
 
 def test_what_cannot_be_published_is_named() -> None:
     with pytest.raises(TensorError, match="'w' is torch.complex64"):
-        copy_state({"w": torch.zeros(2, dtype=torch.complex64)})
+        begin_copy({"w": torch.zeros(2, dtype=torch.complex64)})
     with pytest.raises(TensorError, match="'w' has no dense values"):
-        copy_state({"w": torch.zeros(2, 2).to_sparse()})
-    assert [spec.name for spec in copy_state({"w": torch.zeros(1), "extra": None}).layout.tensors] == ["w"]  # type: ignore[dict-item]
+        begin_copy({"w": torch.zeros(2, 2).to_sparse()})
+    assert [spec.name for spec in begin_copy({"w": torch.zeros(1), "extra": None}).layout.tensors] == ["w"]  # type: ignore[dict-item]
 
 
 def test_a_manifest_travels() -> None:
     manifest = snapshot(7).manifest
     assert read_version(version_message(manifest), 1 << 30) == manifest
-    assert read_version(NOTHING_YET, 1) is None
+    assert read_version(weights_pb2.Version(), 1) is None
 
 
 def test_a_manifest_that_does_not_fit_together_is_refused() -> None:
@@ -237,8 +237,8 @@ def many(count: int) -> dict[str, torch.Tensor]:
 
 def test_small_tensors_travel_in_one_piece_each_way() -> None:
     first, second = many(40), many(40) | {"extra": torch.zeros(3, dtype=torch.int64)}
-    old = seal(copy_state(first | {"extra": torch.zeros(3, dtype=torch.int64)}), 1, None)
-    new = seal(copy_state(second), 2, old)
+    old = seal(begin_copy(first | {"extra": torch.zeros(3, dtype=torch.int64)}), 1, None)
+    new = seal(begin_copy(second), 2, old)
     assert new.manifest.layout.count == 2
     assert all(torch.equal(tensor, second[name]) for name, tensor in new.tensors().items())
     assert new.buffers[1] is old.buffers[1]
@@ -254,8 +254,8 @@ def test_small_tensors_travel_in_one_piece_each_way() -> None:
 
 def test_small_tensors_are_taken_over_in_another_order() -> None:
     state = many(30)
-    taken = seal(copy_state(state), 1, None)
-    other = seal(copy_state(dict(reversed(state.items()))), 1, None)
+    taken = seal(begin_copy(state), 1, None)
+    other = seal(begin_copy(dict(reversed(state.items()))), 1, None)
     assert taken.arranged(other.manifest.layout).manifest == other.manifest
     assert all(torch.equal(tensor, state[name]) for name, tensor in taken.whole().tensors().items())
 

@@ -181,11 +181,6 @@ class Coordination:
     def trainers_stopped(self) -> bool:
         return self.trainer_came and self.trainer_status is RunningStatus.STOPPED
 
-    def is_trainer(self, member: str) -> bool:
-        """Returns whether a member is a trainer that has not stopped, or has set the newest state."""
-        running = self._trainers.get(member, RunningStatus.STOPPED) is not RunningStatus.STOPPED
-        return running or member == self._publisher
-
     @property
     def explorer_status_counts(self) -> dict[RunningStatus, int]:
         return {status: sum(counts[status] for counts in self._explorers.values()) for status in RunningStatus}

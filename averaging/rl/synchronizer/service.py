@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
+from averaging.common import HostQuota
 from averaging.errors import (
     AveragingError,
     BusyError,
@@ -28,8 +29,7 @@ from averaging.rl.synchronizer import methods
 from averaging.rl.synchronizer.coordination import RunningStatus, SynchronizerConfig
 from averaging.rl.synchronizer.modules import Module, result_of
 from averaging.rl.synchronizer.state_stream import Meta, ModelState, TensorAssembler, parts_of
-from averaging.rpc import Deadline, FairTimeout, RpcCaller, RpcHandler, rpc_caller
-from averaging.weights import LEAST_RATE, Place, SlotTable
+from averaging.rpc import Deadline, FairTimeout, RpcHandler, rpc_caller
 from averaging.wire import synchronizer_pb2 as wire
 
 MAX_STATES = 4
@@ -85,14 +85,14 @@ HELLO_SECONDS = 10.0
 MAX_EXPLORERS = 10_000
 """Explorers of one member."""
 
-LATE_SECONDS, LATE_SECONDS_OF_TRAINER = 2.0, 10.0
-"""An upload that is so far behind the least rate gives way to others."""
+LEAST_RATE = 16 << 10
+"""Bytes per second at which a state must arrive."""
 
 ALIVE_SECONDS = 1.0
 """Interval of the messages with which both ends of a session say that they are alive."""
 
 
-MAX_SESSIONS, MAX_SESSIONS_PER_HOST, MAX_SESSIONS_PER_CONNECTION = 1024, 256, 64
+MAX_SESSIONS, MAX_SESSIONS_PER_HOST = 1024, 256
 MAX_NAME, MAX_ERROR = 100, 1000
 
 
@@ -102,16 +102,14 @@ class ServerSession:
     Attributes:
         number: Names the session in calls. It is secret, because it stands for the statuses of this process.
         member: Name of the process among the members.
-        place: Its place among the sessions.
-        serial: Its number in the order in which sessions were opened.
+        host: Where the process is.
     """
 
-    def __init__(self, name: str, namespace: str, serial: int, place: Place) -> None:
+    def __init__(self, name: str, namespace: str, serial: int, host: str) -> None:
         self.number = secrets.token_bytes(16)
-        self.serial = serial
         self.member = f"{printable(name, MAX_NAME) or 'session'} {serial}"
         self.namespace = namespace
-        self.place = place
+        self.host = host
         self._commands: asyncio.Queue[wire.Command] = asyncio.Queue()
         self._pending: dict[int, asyncio.Future[wire.ModuleReply]] = {}
         self._serials = itertools.count(1)
@@ -186,7 +184,7 @@ class Sessions:
 
     def __init__(self) -> None:
         self._sessions: dict[bytes, ServerSession] = {}
-        self._places = SlotTable("sessions", MAX_SESSIONS, MAX_SESSIONS_PER_HOST, MAX_SESSIONS_PER_CONNECTION)
+        self._quota = HostQuota(MAX_SESSIONS, MAX_SESSIONS_PER_HOST)
         self._serials = itertools.count(1)
 
     def open(self, name: str, namespace: str) -> ServerSession:
@@ -195,9 +193,10 @@ class Sessions:
         Raises:
             BusyError: There are too many.
         """
-        place = Place(rpc_caller())
-        self._places.enter(place, now=0.0)
-        session = ServerSession(name, namespace, next(self._serials), place)
+        host = rpc_caller().host
+        if not self._quota.take(host):
+            raise BusyError(f"there are {self._quota.taken_by(host)} sessions of your host here; try again later")
+        session = ServerSession(name, namespace, next(self._serials), host)
         self._sessions[session.number] = session
         return session
 
@@ -217,7 +216,7 @@ class Sessions:
 
     def close(self, session: ServerSession) -> None:
         session.close()
-        self._places.leave(session.place)
+        self._quota.leave(session.host)
         self._sessions.pop(session.number, None)
 
 
@@ -260,7 +259,6 @@ class _Served(Protocol):
     def start(self) -> None: ...
     async def add_module(self, module: Module, *, member: str = "") -> None: ...
     def remove_member(self, member: str) -> None: ...
-    def is_trainer(self, member: str) -> bool: ...
     def readers(self) -> Iterable[WeightReader]: ...
     def note_received(self, member: str, version: int) -> None: ...
     async def set_trainer_status(self, status: RunningStatus, *, member: str = "") -> None: ...
@@ -286,7 +284,7 @@ class SynchronizerService:
             self.add(synchronizer)
         self._sessions = Sessions()
         self._pinned = PinnedStates()
-        self._uploads: WeakKeyDictionary[_Served, SlotTable] = WeakKeyDictionary()
+        self._uploads: WeakKeyDictionary[_Served, HostQuota] = WeakKeyDictionary()
 
     def add(self, synchronizer: _Served) -> None:
         """Serves a synchronizer in its namespace, also in the place of a synchronizer that has ended.
@@ -324,15 +322,12 @@ class SynchronizerService:
         synchronizer.start()
         session = self._sessions.open(first.hello.name, synchronizer.config.namespace)
         reading = asyncio.ensure_future(self._read(messages, session, synchronizer))
-        session.place.lose = reading.cancel
         # The statuses of a process last as long as this call, however that ends: none of a dead process stays counted.
         try:
             await _restore(synchronizer, session.member, first)
             yield wire.ToModule(session=session.number)
             while not reading.done():
                 yield await session.next_command(ALIVE_SECONDS, reading) or wire.ToModule()
-            if session.place.lost:
-                raise BusyError("your host has the most sessions, and another one needs a place; try again later")
             reading.result()
         finally:
             reading.cancel()
@@ -383,48 +378,37 @@ class SynchronizerService:
         if first is None:
             raise ProtocolViolationError("a state without messages")
         synchronizer = self._find(first.namespace)
-        session = self._sessions.find(first.session, first.namespace)
+        self._sessions.find(first.session, first.namespace)
         assembler = TensorAssembler(synchronizer.config.max_state_bytes)
         assembler.add(first)
-        state = await self._receive(parts, assembler, synchronizer, session)
+        state = await self._receive(parts, assembler, synchronizer)
         member = self._member(first.session, first.namespace)  # it may have left meanwhile
         version = await synchronizer.set_model_state_dict(state, first.step, member=member, copy=False)
         return wire.Version(version=version)
 
     async def _receive(
-        self,
-        parts: AsyncIterator[wire.StatePart],
-        assembler: TensorAssembler,
-        synchronizer: _Served,
-        session: ServerSession,
+        self, parts: AsyncIterator[wire.StatePart], assembler: TensorAssembler, synchronizer: _Served
     ) -> ModelState:
-        """Receives the rest of a state. A trainer's upload takes the place of a stranger's."""
-        config, host, now = synchronizer.config, rpc_caller().host, asyncio.get_running_loop().time
+        """Receives the rest of a state."""
+        config, host = synchronizer.config, rpc_caller().host
         most = 2 * config.max_state_bytes
-        places = self._uploads.setdefault(synchronizer, SlotTable("states on their way", most, most, most))
-        trains = synchronizer.is_trainer(session.member)
-        late = LATE_SECONDS_OF_TRAINER if trains else LATE_SECONDS
+        quota = self._uploads.setdefault(synchronizer, HostQuota(most, most))
         amount = max(assembler.nbytes, most // MAX_UPLOADS)
-        place = Place(RpcCaller(host, session.member), amount, int(trains), session.serial, now() + late)
-        places.enter(place, now())
+        if not quota.take(host, amount):
+            raise BusyError("other states are on their way here; try again later")
         left = longest = config.silence_timeout  # seconds without progress; each byte adds to them
         try:
             async with FairTimeout(Deadline(longest, "silence_timeout"), longest) as limit:
-                place.lose = lambda: limit.restart(Deadline(0.0, "another state"))
-                while not (assembler.finished or place.lost) and (part := await anext(parts, None)) is not None:
+                while not assembler.finished and (part := await anext(parts, None)) is not None:
                     left = min(left - limit.waited + len(part.data) / LEAST_RATE, longest)
                     limit.restart(Deadline(left, f"{LEAST_RATE >> 10} KiB/s"))
-                    place.due = now() + late - (longest - left)
                     assembler.add(part)
         except TimeoutError:
-            if not place.lost:
-                raise ProtocolViolationError(
-                    f"a state that stopped arriving: in {longest:g} s less than {LEAST_RATE >> 10} KiB/s"
-                ) from None
+            raise ProtocolViolationError(
+                f"a state that stopped arriving: in {longest:g} s less than {LEAST_RATE >> 10} KiB/s"
+            ) from None
         finally:
-            places.leave(place)
-        if place.lost:
-            raise BusyError("the state of another caller is received instead; try again later")
+            quota.leave(host, amount)
         return assembler.result().state
 
     async def _get_model_state_dict(self, request: wire.Request) -> AsyncGenerator[wire.StatePart, None]:

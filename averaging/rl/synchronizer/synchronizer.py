@@ -247,10 +247,6 @@ class Synchronizer:
         self._check()
         return self.explorer_status_counts[RunningStatus.REQUIRE_SYNC] > 0
 
-    def is_trainer(self, member: str) -> bool:
-        """Returns whether a member is a trainer that has not stopped, or has set the newest state."""
-        return self._state.is_trainer(member)
-
     @property
     def model_version(self) -> int:
         """The newest version. It never decreases."""
