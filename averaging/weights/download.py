@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from averaging.common import CLIENT_PREFIX, is_endpoint, is_loopback, parse_address
 from averaging.errors import AveragingError, ProtocolViolationError, StateError
@@ -49,9 +48,6 @@ STRIPE = 2
 
 MAX_SOURCES = 32
 """Sources that are tried for one version before an error is reported."""
-
-MAX_WRONG = 3
-"""Times that a publisher may send something wrong. Another source may not."""
 
 TOO_SLOW = "was slower than the publisher would be"
 
@@ -97,23 +93,11 @@ class PublisherLink:
         return is_loopback(parse_address(self.endpoint)[0])
 
 
-class Dial(Protocol):
-    """How connections are opened, see `FollowerOptions.dial`."""
-
-    def __call__(self, endpoint: str, *, loopback: bool) -> RpcChannel: ...
-
-
 @dataclass(frozen=True, slots=True)
 class _VersionDownload:
-    """One version on its way."""
-
     incoming: Incoming
     publisher: PublisherLink
     arrived: Callable[[], None]  # called after each message with pieces or digests
-
-    @property
-    def version(self) -> int:
-        return self.incoming.manifest.version
 
 
 class Downloads:
@@ -121,22 +105,19 @@ class Downloads:
 
     Args:
         run_id: the run that is followed.
-        dial: opens connections.
+        dial: opens connections, see `FollowerOptions.dial`.
         stall_timeout: seconds without a message after which a source is left.
         own_endpoint: endpoint of this process, which is never a source; empty if it hands on nothing.
         changes: happen when digests have arrived.
-
-    Attributes:
-        rejected_sources: endpoints that sent something wrong, with what it was. They are never asked again.
     """
 
-    def __init__(self, run_id: str, dial: Dial, stall_timeout: float, own_endpoint: str, changes: Changes) -> None:
+    def __init__(
+        self, run_id: str, dial: Callable[..., RpcChannel], stall_timeout: float, own_endpoint: str, changes: Changes
+    ) -> None:
         self._run_id, self._dial, self._changes = run_id, dial, changes
         self._stall_timeout, self._own_endpoint = stall_timeout, own_endpoint
         self._lanes: dict[str, list[RpcChannel]] = {}  # open connections by endpoint
-        self._wrong: Counter[str] = Counter()  # what a publisher has sent
         self._publisher_rate = float(UNKNOWN_RATE)  # bytes/s that have come from it at last
-        self.rejected_sources: dict[str, str] = {}
 
     async def receive(self, incoming: Incoming, publisher: PublisherLink, arrived: Callable[[], None]) -> None:
         """Receives all missing pieces.
@@ -161,11 +142,7 @@ class Downloads:
             error = _worst(group)
         else:
             return
-        # Without TLS a link may have spoilt a piece, so a publisher is rejected only if it goes on.
-        self._wrong[publisher.endpoint] += isinstance(error, ProtocolViolationError)
-        if self._wrong[publisher.endpoint] >= MAX_WRONG:
-            self.rejected_sources[publisher.endpoint] = str(error)
-        raise StateError(f"{publisher.endpoint} did not deliver version {download.version}: {error}")
+        raise StateError(f"{publisher.endpoint} did not deliver version {incoming.manifest.version}: {error}")
 
     async def tell(self, publisher: PublisherLink, has: int) -> None:
         """Tells a publisher what this follower's engine has, see `DescribeRequest`. An older one refuses that."""
@@ -214,7 +191,7 @@ class Downloads:
 
     async def _receive_pieces(self, download: _VersionDownload) -> None:
         """Receives all missing pieces, as soon as their digests are known."""
-        failed = dict(self.rejected_sources)
+        failed: dict[str, str] = {}  # sources, and why
         for _ in range(MAX_SOURCES):
             if not download.incoming.missing():
                 return
@@ -225,12 +202,11 @@ class Downloads:
             try:
                 await self._receive_from(source, download)
                 failed[source] = "it did not send all pieces"
-            except ProtocolViolationError as error:
-                failed[source] = self.rejected_sources[source] = str(error)
-                logger.warning("%s sent something wrong and is not asked again: %s", source, error)
             except (AveragingError, TimeoutError) as error:
+                # The publisher learns it from the next request, and names this source to nobody for some versions.
                 failed[source] = str(error)
-                logger.info("%s did not deliver: %s", source, error)
+                level = logging.WARNING if isinstance(error, ProtocolViolationError) else logging.INFO
+                logger.log(level, "%s did not deliver: %s", source, error)
         if download.incoming.missing():
             tried = "; ".join(f"{source}: {reason}" for source, reason in failed.items())
             raise StateError(f"no source delivered it ({tried})")

@@ -20,7 +20,7 @@ from averaging.rpc import EventLoopThread, read_credentials
 from averaging.tensors import in_thread
 from averaging.weights.follower_metrics import FOLLOWER_METRICS, follower_samples
 from averaging.weights.layout import WeightSpec
-from averaging.weights.parts import check_own, part_of, write_parts
+from averaging.weights.parts import check_own, part_of, write_part
 from averaging.weights.receiver import FollowerOptions, ModelReceiver
 from averaging.weights.snapshot import DividedSnapshot, WeightSnapshot
 
@@ -43,20 +43,13 @@ class Staleness:
 
 
 class StalenessWatch:
-    """Follows the staleness of one model."""
+    """Follows the staleness of one model, as far as it is looked at."""
 
     def __init__(self) -> None:
         self._since: float | None = None
 
     def look(self, now: float, applied: int | None, newest: int | None, *, connected: bool) -> Staleness:
-        """Returns the staleness.
-
-        Args:
-            now: seconds of a monotonic clock.
-            applied: version in the model; None before the first.
-            newest: newest known version; None if there is none.
-            connected: whether a publisher is connected.
-        """
+        """Returns the staleness at `now` (seconds of a monotonic clock), with these versions in the model and known."""
         versions = 0
         if newest is not None and (applied is None or newest > applied):
             versions = newest - (-1 if applied is None else applied)
@@ -80,20 +73,12 @@ class WeightFollower:
 
     A thread of its own receives each new version beside the model, and verifies it. `update` copies the newest complete
     version into the model, so that the model never has parts of two versions. If other threads use the model meanwhile,
-    they do so inside `with weights.locked():`.
+    they do so inside `with weights.locked():`. In asyncio code, `async with WeightFollower(…) as weights` and
+    `async for version in weights` do the same.
 
-    In asyncio code, each iteration updates the model and yields the version:
-
-    ```python
-    async with WeightFollower(policy, join=["a.example:4222"], run_id="demo") as weights:
-        async for version in weights:
-            ...
-    ```
-
-    It receives only what changed since the version that it has, and hands on what it has to other followers, so that
-    many followers cost the publisher few copies. It takes the memory of two to three copies of the weights beside the
-    model. If the publisher is lost, it tries to reach it or another one of `join` again, for as long as it is open. The
-    version never goes back.
+    It receives only what changed since the version that it has, and hands on what it has to other followers. It takes
+    the memory of two to three copies of the weights beside the model. If the publisher is lost, it tries to reach it or
+    another one of `join` again, for as long as it is open. The version never goes back.
 
     Args:
         model: A module, with or without wrappers, or tensors by name. They are overwritten in place, on any device. If
@@ -228,7 +213,7 @@ class WeightFollower:
 
         Raises:
             TensorError: The publisher now publishes another model.
-            ProtocolViolationError: All publishers sent something wrong.
+            ProtocolViolationError: All publishers announce something malformed.
             ClosedError: The follower is not running.
         """
         thread = self._running()
@@ -273,7 +258,10 @@ class WeightFollower:
                 check_own(
                     [spec for spec, _ in own.values()], manifest, is_part=not isinstance(received, WeightSnapshot)
                 )
-            write_parts(own, received.parts())
+            for spec, part in received.parts():
+                if spec.name in own:
+                    mine, tensor = own[spec.name]
+                    write_part(tensor, mine, part, spec)
             self.version = received.manifest.version
         return True
 

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -85,7 +85,7 @@ class WeightLayout:
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
-        """All buckets in order. Successive tensors share one if their elements have one size and all fit in a piece."""
+        """Successive tensors share a bucket if their elements have one size and all fit in a piece."""
         buckets: list[Bucket] = []
         for number, spec in enumerate(self.tensors):
             itemsize, nbytes = spec.torch_dtype.itemsize, spec.nbytes
@@ -109,12 +109,7 @@ class WeightLayout:
         return tuple(places)
 
     @cached_property
-    def _ends(self) -> list[int]:
-        return list(accumulate(-(-bucket.nbytes // self.piece_bytes) for bucket in self.buckets))
-
-    @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """All pieces in order."""
         size = self.piece_bytes
         return tuple(
             Piece(number, start, min(start + size, bucket.nbytes))
@@ -128,19 +123,21 @@ class WeightLayout:
 
     @cached_property
     def has_parts(self) -> bool:
-        """Whether a tensor is only a part of the model's."""
         return any(spec.whole for spec in self.tensors)
 
     @property
     def count(self) -> int:  # of the pieces
-        return self._ends[-1] if self._ends else 0
+        return len(self.pieces)
 
-    def of_bucket(self, bucket: int) -> range:
-        """The indices of the pieces of one bucket."""
-        return range(self._ends[bucket - 1] if bucket else 0, self._ends[bucket])
+    def of_bucket(self, bucket: int) -> range:  # the indices of its pieces
+        return self._ranges[bucket]
+
+    @cached_property
+    def _ranges(self) -> tuple[range, ...]:
+        ends = [0, *accumulate(-(-bucket.nbytes // self.piece_bytes) for bucket in self.buckets)]
+        return tuple(range(start, stop) for start, stop in pairwise(ends))
 
     def in_bucket(self, bucket: int) -> tuple[WeightSpec, ...]:
-        """The tensors of one bucket."""
         return self.tensors[self.buckets[bucket].first : self.buckets[bucket].stop]
 
     @cached_property
@@ -154,10 +151,10 @@ class WeightLayout:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A part of a version: the endpoint of its publisher, and the digest of the part's manifest."""
+    """A part of a version."""
 
-    endpoint: str
-    digest: bytes
+    endpoint: str  # of its publisher
+    digest: bytes  # of its manifest
 
 
 @dataclass(frozen=True)
@@ -180,12 +177,10 @@ class WeightManifest:
 
     @property
     def is_described(self) -> bool:
-        """Whether the digests of all pieces are known."""
         return len(self.piece_digests) == self.layout.count
 
     @property
-    def name(self) -> bytes:
-        """What requests name the version by."""
+    def name(self) -> bytes:  # in requests
         return self.opened or self.digest
 
     def described(self, piece_digests: Sequence[bytes], digest: bytes) -> WeightManifest:
@@ -242,22 +237,17 @@ def check_layout(tensors: Sequence[WeightSpec], piece_bytes: int, max_bytes: int
         raise ProtocolViolationError(f"pieces of {piece_bytes} bytes")
     check_tensors(tensors, WEIGHT_DTYPES)
     for spec in tensors:
-        _check_part(spec)
+        if spec.whole or spec.offset:
+            check_size(spec.whole)
+            sizes = (spec.shape, spec.whole, spec.offset)
+            if len({len(size) for size in sizes}) != 1 or any(
+                start + extent > all_of for extent, all_of, start in zip(*sizes, strict=True)
+            ):
+                raise ProtocolViolationError(f"{spec.name!r} is {spec}, which is outside of the tensor")
     layout = WeightLayout(tuple(tensors), piece_bytes)
     if layout.nbytes > max_bytes:
         raise ProtocolViolationError(f"{layout.nbytes} bytes of weights, more than {spelled('max_bytes', max_bytes)}")
     return layout
-
-
-def _check_part(spec: WeightSpec) -> None:
-    if not spec.whole and not spec.offset:
-        return
-    check_size(spec.whole)
-    sizes = (spec.shape, spec.whole, spec.offset)
-    if len({len(size) for size in sizes}) != 1 or any(
-        start + extent > all_of for extent, all_of, start in zip(*sizes, strict=True)
-    ):
-        raise ProtocolViolationError(f"{spec.name!r} is {spec}, which is outside of the tensor")
 
 
 def first_difference(
@@ -305,12 +295,7 @@ def indices_of(ranges: Iterable[tuple[int, int]], count: int) -> list[int]:
 
 
 def version_message(manifest: WeightManifest, known: WeightLayout | None = None) -> wire.Version:
-    """Encodes a manifest.
-
-    Args:
-        manifest: the manifest, with or without digests.
-        known: the layout of the message before. If it is the same, a message without digests leaves it out.
-    """
+    """Encodes a manifest. Without digests it leaves out the layout if that was in the message before (`known`)."""
     if not manifest.is_described and manifest.layout is known:
         return wire.Version(version=manifest.version, opened=manifest.opened)
     return wire.Version(
@@ -328,18 +313,10 @@ def version_message(manifest: WeightManifest, known: WeightLayout | None = None)
 
 
 def read_version(message: wire.Version, max_bytes: int, known: WeightLayout | None = None) -> WeightManifest | None:
-    """Decodes and checks a manifest from another peer.
-
-    Args:
-        message: the message.
-        max_bytes: largest accepted state.
-        known: the layout of an earlier version; it is reused if the new one is equal.
-
-    Returns:
-        The manifest; None if the publisher has no version yet.
+    """Decodes a manifest from another peer; None if it has no version yet. An equal layout that is known is reused.
 
     Raises:
-        ProtocolViolationError: it is malformed, too large, or its digest does not match.
+        ProtocolViolationError: it is malformed, larger than `max_bytes`, or its digest does not match.
     """
     if not message.digest and not message.opened:
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from averaging.errors import SiteError, TensorError
-from averaging.tensors import OBJECTS_AT_ONCE
 from averaging.training import ControlGroup, ranks_of
 from averaging.weights.layout import Shard, WeightLayout, WeightManifest, WeightSpec, first_difference, spec_of
 
@@ -21,31 +20,16 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class AgreedVersion:
-    """What all ranks know of a version.
+    """What this rank knows of a version, or all ranks do."""
 
-    Attributes:
-        version: its number, at rank 0.
-        last: the newest version that any rank has published; -1 if none has.
-        changed: whether any part has changed since.
-        shards: all parts, that of rank 0 first. Parts of ranks that only repeat another one's are left out.
-    """
-
-    version: int
-    last: int
-    changed: bool
-    shards: tuple[Shard, ...] = ()
+    version: int  # its number, at rank 0
+    last: int  # the newest version that any rank has published; -1 if none has
+    changed: bool  # whether any part has changed since
+    shards: tuple[Shard, ...] = ()  # all parts, that of rank 0 first, without those that only repeat another one's
 
 
 class PublisherRanks:
-    """The ranks that publish one model.
-
-    Args:
-        group: their process group, of any backend.
-        endpoint: address of the server of this rank's publisher.
-
-    Raises:
-        ConfigError: torch.distributed is not initialized.
-    """
+    """The ranks that publish one model: their process group, and the address of this rank's publisher."""
 
     def __init__(self, group: Any, endpoint: str) -> None:
         self.endpoint = endpoint
@@ -159,12 +143,8 @@ def missing_part(own: Iterable[WeightSpec], layouts: Sequence[WeightLayout]) -> 
 def is_wanted(own: Sequence[WeightSpec], layout: WeightLayout) -> bool:
     """Whether a part has elements of what the follower holds."""
     boxes = {spec.name: box_of(spec) for spec in own}
-    return any(spec.name in boxes and _meet(boxes[spec.name], spec) for spec in layout.tensors)
-
-
-def _meet(box: Box, spec: WeightSpec) -> bool:
-    there = box_of(spec)
-    return len(box) == len(there) and common(box, there) is not None
+    both = ((boxes[spec.name], box_of(spec)) for spec in layout.tensors if spec.name in boxes)
+    return any(len(mine) == len(theirs) and common(mine, theirs) is not None for mine, theirs in both)
 
 
 def cut(whole: torch.Tensor, spec: WeightSpec) -> torch.Tensor:
@@ -186,28 +166,6 @@ def put_together(parts: Iterable[tuple[WeightSpec, torch.Tensor]]) -> dict[str, 
     return wholes
 
 
-def write_parts(
-    own: Mapping[str, tuple[WeightSpec, torch.Tensor]], parts: Iterable[tuple[WeightSpec, torch.Tensor]]
-) -> None:
-    """Copies tensors, or parts of them, into what the follower holds, by name; many in one call."""
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    for spec, part in parts:
-        if spec.name not in own:
-            continue
-        mine, tensor = own[spec.name]
-        if mine != spec:
-            write_part(tensor, mine, part, spec)
-            continue
-        targets.append(tensor)
-        sources.append(part)
-        if len(targets) == OBJECTS_AT_ONCE:
-            torch._foreach_copy_(targets, sources)
-            targets, sources = [], []
-    if targets:
-        torch._foreach_copy_(targets, sources)
-
-
 def write_part(target: torch.Tensor, own: WeightSpec, part: torch.Tensor, spec: WeightSpec) -> None:
     """Copies those elements of `part` that `target`, what the follower holds as `own`, has."""
     if own == spec:
@@ -215,8 +173,9 @@ def write_part(target: torch.Tensor, own: WeightSpec, part: torch.Tensor, spec: 
         return
     mine, theirs = box_of(own), box_of(spec)
     shared = common(mine, theirs)
-    if shared is None:
-        return
-    into = tuple(slice(a - base, b - base) for (a, b), (base, _) in zip(shared, mine, strict=True))
-    source = tuple(slice(a - base, b - base) for (a, b), (base, _) in zip(shared, theirs, strict=True))
-    target[into].copy_(part[source])
+    if shared is not None:
+        target[_inside(mine, shared)].copy_(part[_inside(theirs, shared)])
+
+
+def _inside(box: Box, shared: Box) -> tuple[slice, ...]:
+    return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(shared, box, strict=True))

@@ -74,15 +74,8 @@ class WeightPublisher:
     With an averager, the weights are published at the start, and after each round or global step if they have changed,
     also if no other peer took part. The version is the global step, or the local step if the strategy has no global
     steps. Of a schedule-free optimizer the evaluation weights are published. The training thread copies the weights;
-    their digests are computed in another thread. If training is faster than that, versions are left out.
-
-    Elsewhere, call `publish`:
-
-    ```python
-    publisher = WeightPublisher()
-    async with RpcServer("127.0.0.1:4300", [publisher]):
-        await publisher.publish(model.state_dict(), version=1)
-    ```
+    their digests are computed in another thread. If training is faster than that, versions are left out. Elsewhere,
+    serve it with `RpcServer("127.0.0.1:4300", [publisher])` and call `publish`.
 
     The publisher sends each version to one follower or two. The others get it from those. It keeps the newest version
     and `bases` earlier ones, and a follower that has one of them gets differences only. Each takes the memory of the
@@ -386,8 +379,7 @@ PUBLISHER = b""
 class Tree:
     """Decides who gets one version from whom: the first ones that ask from the publisher, the next ones from those.
 
-    A follower whose source fails gets the version from the publisher. One that is slow still receives an earlier
-    version when the others ask, and so comes last.
+    A follower that is slow still receives an earlier version when the others ask, and so comes last.
 
     Args:
         copies: followers that get it from the publisher.
@@ -399,16 +391,10 @@ class Tree:
         self.sources: dict[bytes, bytes] = {}  # of each follower
 
     def source_of(self, follower: bytes, able: Collection[bytes], failed: Collection[bytes]) -> bytes:
-        """The source from which a follower gets the version.
+        """The source of a follower: the same as before, or after a failure the publisher.
 
-        Args:
-            follower: who asks.
-            able: followers that hand on to it.
-            failed: sources that did not deliver.
-
-        Returns:
-            The same source as before, if there is one. Otherwise the publisher if it has room, else the follower with
-            the shortest way to the publisher that has room, or the publisher if there is none.
+        A new one gets the publisher if that has room, else one of those who are `able` to hand on and have room, that
+        with the shortest way to the publisher, or the publisher if there is none.
         """
         before = self.sources.pop(follower, None)
         if before is not None and before not in failed and (before == PUBLISHER or before in able):
@@ -425,7 +411,6 @@ class Tree:
         return chosen
 
     def leave(self, follower: bytes) -> None:
-        """Removes a follower that is gone. Those that get the version from it ask again."""
         self.sources.pop(follower, None)
 
     def _way(self, follower: bytes) -> list[bytes]:

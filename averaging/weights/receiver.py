@@ -35,16 +35,10 @@ from averaging.wire import weights_pb2 as wire
 
 logger = logging.getLogger("averaging.weights")
 
-MIN_PAUSE, MAX_PAUSE = 0.1, 2.0
-"""Seconds between two attempts to reach publishers; the pause doubles."""
-
+MIN_PAUSE, MAX_PAUSE = 0.1, 2.0  # seconds between two attempts to reach publishers; the pause doubles
 NAME_BYTES = 16
-
-EARLY_SECONDS = 2.0
-"""A call for a version that was not announced here yet waits for so long."""
-
-REMEMBERED = 4
-"""Versions of each part of which the manifest is kept, so that those of one version are found together."""
+EARLY_SECONDS = 2.0  # for which a call for a version waits that was not announced here yet
+REMEMBERED = 4  # versions of each part of which the manifest is kept, so that those of one version are found together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +120,8 @@ class ModelReceiver:
 
     Attributes:
         changes: happen when versions, parts of them, `failure` or `connected` change.
+        bytes_received: bytes of encoded pieces.
+        retries: attempts to receive a version that failed.
         endpoint: address at which this follower hands on versions; empty if it does not.
     """
 
@@ -141,12 +137,11 @@ class ModelReceiver:
         self._stack = AsyncExitStack()
         self._first = _PartReceiver(self, options, base)
         self._others: dict[str, _PartReceiver] = {}  # by the endpoint of their publisher
-        self._former_bytes = 0  # received of parts that are followed no more
+        self.bytes_received = self.retries = 0
         self._complete: WeightSnapshot | DividedSnapshot | None = base  # the newest complete version
 
     @property
-    def announced(self) -> WeightManifest | None:
-        """The newest version that a publisher has announced."""
+    def announced(self) -> WeightManifest | None:  # the newest that a publisher has announced
         return self._first.announced
 
     @property
@@ -156,7 +151,8 @@ class ModelReceiver:
         Raises:
             TensorError: the parts of a version are not one model, or not that of the follower.
         """
-        for manifest in reversed(tuple(self._first.manifests)):
+        # One that was announced with its digests is known before an earlier one that is still being received.
+        for manifest in sorted(self._first.manifests, key=lambda each: each.version, reverse=True):
             if self._complete is not None and manifest.version <= self._complete.manifest.version:
                 break
             if (snapshot := self._put_together(manifest)) is not None:
@@ -165,29 +161,16 @@ class ModelReceiver:
         return self._complete
 
     @property
-    def failure(self) -> AveragingError | None:
-        """Why following has ended for good."""
+    def failure(self) -> AveragingError | None:  # that has ended following for good
         return next((part.failure for part in self._parts if part.failure), None)
 
     @property
-    def connected(self) -> bool:
-        """Whether a publisher of each part is connected."""
+    def connected(self) -> bool:  # to a publisher of each part
         return all(part.connected for part in self._parts)
 
     @property
-    def bytes_received(self) -> int:
-        """Bytes of encoded pieces."""
-        return self._former_bytes + sum(part.bytes_received for part in self._parts)
-
-    @property
     def bytes_sent(self) -> int:
-        """Bytes handed on."""
         return sum(part.store.sent for part in self._parts)
-
-    @property
-    def retries(self) -> int:
-        """Attempts to receive a version that failed."""
-        return sum(part.retries for part in self._parts)
 
     async def __aenter__(self) -> Self:
         """Returns when a publisher has answered.
@@ -261,12 +244,7 @@ class ModelReceiver:
         return [self._first, *tuple(self._others.values())]  # other threads look at them too
 
     def check(self, part: _PartReceiver, manifest: WeightManifest) -> None:
-        """Checks a version of a part that its publisher announces.
-
-        Raises:
-            TensorError: it does not fit the follower's model.
-            ProtocolViolationError: all parts together are too large.
-        """
+        """Checks that what the publisher of a part announces fits the follower's model, and its limit of bytes."""
         if self._own is not None:
             check_own(self._own(), manifest, is_part=part is not self._first or manifest.is_divided)
         if part is self._first and not manifest.shards and manifest.layout.has_parts:
@@ -280,17 +258,14 @@ class ModelReceiver:
             raise ProtocolViolationError(f"{total} bytes of weights in all parts, more than {limit}")
 
     def wants(self, manifest: WeightManifest) -> bool:
-        """Whether this follower holds anything of a part."""
         return self._own is None or not manifest.is_divided or is_wanted(self._own(), manifest.layout)
 
     def advance(self) -> None:
-        """Reports the progress of all parts."""
         counts = [part.progress for part in self._parts]
         self._on_progress(sum(done for done, _ in counts), sum(of_all for _, of_all in counts))
 
     def _put_together(self, manifest: WeightManifest) -> WeightSnapshot | DividedSnapshot | None:
         """The version that the joined publisher has announced so; None if a part is not here."""
-        own = None if self._own is None else self._own()
         manifests, snapshots = [], []
         for number, shard in enumerate(manifest.shards or (Shard("", manifest.digest),)):
             part = self._others.get(shard.endpoint) if number else self._first
@@ -307,15 +282,15 @@ class ModelReceiver:
         if not manifest.is_divided:
             return replace(snapshots[0], manifest=manifest)
         # Only with the layouts of all parts: each fits the model alone, and together they could lack elements.
+        own = None if self._own is None else self._own()
         layouts = [each.layout for each in manifests]
         wholes = {spec.name: whole_of(spec) for layout in layouts for spec in layout.tensors}
         difference = missing_part(list(wholes.values()) if own is None else own, layouts)
-        if difference is not None and own is None:
-            raise TensorError(
-                f"the published parts are not one model: {difference}; see that all ranks publish the same"
-            )
         if difference is not None:
-            raise TensorError(f"the publishers publish another model: {difference}; follow with the same model")
+            other, remedy = "parts that are not one model", "see that all ranks publish the same"
+            if own is not None:
+                other, remedy = "another model", "follow with the same model"
+            raise TensorError(f"the publishers publish {other}: {difference}; {remedy}")
         return DividedSnapshot(manifest, tuple(snapshots))
 
     async def _follow_others(self) -> None:
@@ -330,7 +305,7 @@ class ModelReceiver:
                 endpoints = named()
                 for endpoint in running.keys() - endpoints:
                     running.pop(endpoint).cancel()
-                    self._former_bytes += self._others.pop(endpoint).bytes_received
+                    del self._others[endpoint]
                 for endpoint in endpoints - running.keys():
                     base = self._complete if isinstance(self._complete, WeightSnapshot) else None
                     part = self._others[endpoint] = _PartReceiver(
@@ -349,15 +324,6 @@ class _PartReceiver:
         base: weights that are here already.
         endpoint: its publisher, if another publisher has named it; empty for the joined ones.
         loopback: whether that may be on loopback.
-
-    Attributes:
-        store: the received versions.
-        announced: the newest version that a publisher has announced.
-        manifests: the newest versions whose digests are known, the newest last.
-        is_local: whether the publisher that announced the newest one is on loopback.
-        reached: whether a publisher has ever answered.
-        failure: why following has ended for good.
-        progress: bytes of the present version that were received and that are expected, before they are encoded.
     """
 
     def __init__(
@@ -373,11 +339,11 @@ class _PartReceiver:
         if base is not None:
             self.store.add(base)
         self.announced: WeightManifest | None = None if base is None else base.manifest
-        self.manifests: deque[WeightManifest] = deque(maxlen=REMEMBERED)
-        self.is_local = self.connected = self.reached = False
-        self.failure: AveragingError | None = None
-        self.retries = self.bytes_received = 0
-        self.progress = (0, 0)
+        self.manifests: deque[WeightManifest] = deque(maxlen=REMEMBERED)  # with digests
+        self.is_local = self.connected = False  # the publisher that announced the newest version, and any
+        self.reached = False  # whether a publisher has ever answered
+        self.failure: AveragingError | None = None  # why following has ended for good
+        self.progress = (0, 0)  # received and expected bytes of the present version, before they are encoded
         self._publisher: PublisherLink | None = None  # who announced the newest version
         self._current: PublisherLink | None = None  # who is connected
         self._layout: WeightLayout | None = None
@@ -386,7 +352,6 @@ class _PartReceiver:
         self._warned_old = False
 
     async def run(self) -> None:
-        """Follows and receives, until it is cancelled."""
         options = self._options
         self._downloads = Downloads(
             options.run_id, options.dial, options.stall_timeout, self._model.endpoint, self.store.changes
@@ -399,7 +364,6 @@ class _PartReceiver:
             await self._downloads.close()
 
     async def tell(self, has: int) -> None:
-        """See `Downloads.tell`."""
         if self._current is not None:
             await self._downloads.tell(self._current, has)
 
@@ -422,7 +386,6 @@ class _PartReceiver:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the part as it was announced last; 0 before."""
         return 0 if self._layout is None else self._layout.nbytes
 
     @property
@@ -462,8 +425,6 @@ class _PartReceiver:
 
     async def _follow_one(self, address: str) -> None:
         options = self._options
-        if reason := self._downloads.rejected_sources.get(address):
-            raise ProtocolViolationError(f"{address} sent something wrong and is not asked again: {reason}")
         publisher = PublisherLink(options.dial(address, loopback=self._loopback), os.urandom(NAME_BYTES))
         # A loopback endpoint is of no use to the followers of a publisher elsewhere.
         own = self._model.endpoint
@@ -543,22 +504,21 @@ class _PartReceiver:
                 await self._receive_one(incoming, publisher)
             except StateError as error:
                 logger.warning("%s; trying again", error)
-                self.retries += 1
+                self._model.retries += 1
                 if not incoming.manifest.is_described and len(incoming.digests) == incoming.manifest.layout.count:
                     self._incoming = Incoming(manifest, self.store.newest, incoming)  # the digests may be wrong
                 self.store.changes.happened()
-                if publisher.endpoint in self._downloads.rejected_sources:
-                    self._publisher = None
-                    await publisher.channel.close()  # ends its announcements too
                 await asyncio.sleep(backoff.next_delay())
             else:
                 backoff.reset()
 
     async def _receive_one(self, incoming: Incoming, publisher: PublisherLink) -> None:
-        total, before = incoming.left, self.bytes_received - incoming.received
+        total, before = incoming.left, incoming.received
 
         def arrived() -> None:
-            self.bytes_received = before + incoming.received
+            nonlocal before
+            self._model.bytes_received += incoming.received - before
+            before = incoming.received
             self.progress = (total - incoming.left, total)
             self.store.changes.happened()
             self._model.advance()

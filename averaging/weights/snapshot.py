@@ -21,28 +21,33 @@ SLICE_BYTES = 1 << 22
 
 
 class WeightPieces:
-    """The pieces of one version, all or those that are here.
-
-    Attributes:
-        manifest: what identifies the version.
-        buffers: the bytes of each bucket.
-    """
+    """The pieces of one version, all or those that are here."""
 
     manifest: WeightManifest
-    buffers: tuple[Bytes, ...]
+    buffers: tuple[Bytes, ...]  # of each bucket
+    _digests: list[bytes]
+    _firsts: dict[tuple[bytes, int], int]
 
     @property
-    def digests(self) -> Sequence[bytes]:
-        """The digests of the first pieces, as many as are known."""
-        return self.manifest.piece_digests
+    def digests(self) -> Sequence[bytes]:  # of the first pieces, as many as are known
+        return self._digests
+
+    @property
+    def firsts(self) -> Mapping[tuple[bytes, int], int]:  # the first of all equal pieces, by their key
+        return self._firsts
 
     def has(self, index: int) -> bool:
         """Whether a piece is here and verified."""
         return True
 
+    def key(self, index: int) -> tuple[bytes, int]:
+        """The digest and the length of a piece; equal pieces have equal ones."""
+        _, start, stop = self.manifest.layout.pieces[index]
+        return self.digests[index], stop - start
+
     def repeats(self, index: int) -> bool:
         """Whether a piece that is here equals an earlier one."""
-        raise NotImplementedError
+        return self.firsts[self.key(index)] != index
 
     def piece(self, index: int) -> Bytes:
         """The bytes of a piece that is here, as a view."""
@@ -67,23 +72,16 @@ class WeightSnapshot(WeightPieces):
     buffers: tuple[Bytes, ...]
 
     @property
-    def manifests(self) -> list[WeightManifest]:
-        """The manifest, as that of a version in parts."""
+    def manifests(self) -> list[WeightManifest]:  # as of a version in parts
         return [self.manifest]
 
-    @cached_property
-    def _repeating(self) -> frozenset[int]:
-        pieces, seen = self.manifest.layout.pieces, set[tuple[bytes, int]]()
-        found = set()
-        for index, digest in enumerate(self.manifest.piece_digests):
-            key = digest, pieces[index].stop - pieces[index].start
-            if key in seen:
-                found.add(index)
-            seen.add(key)
-        return frozenset(found)
+    @property
+    def digests(self) -> Sequence[bytes]:
+        return self.manifest.piece_digests
 
-    def repeats(self, index: int) -> bool:
-        return index in self._repeating
+    @cached_property
+    def firsts(self) -> Mapping[tuple[bytes, int], int]:
+        return {self.key(index): index for index in reversed(range(self.manifest.layout.count))}
 
     def arranged(self, layout: WeightLayout) -> WeightSnapshot:
         """The same weights in the order of another layout, and only the parts that it has of them.
@@ -142,7 +140,6 @@ class DividedSnapshot:
 
     @property
     def manifests(self) -> list[WeightManifest]:
-        """The manifests of the parts."""
         return [snapshot.manifest for snapshot in self.snapshots]
 
     def parts(self) -> Iterator[tuple[WeightSpec, torch.Tensor]]:
@@ -160,7 +157,7 @@ class DividedSnapshot:
 
 
 class StateCopy:
-    """A copy of a state dict, without digests yet. It is made in slices, so that senders need not wait for all of it.
+    """A copy of a state dict, made in slices, so that senders need not wait for all of it.
 
     Args:
         layout: the tensors.
@@ -264,13 +261,8 @@ def view_tensors(layout: WeightLayout, tensors: Sequence[torch.Tensor]) -> State
 class OpenedVersion(WeightPieces):
     """A version that is announced and sent while it is copied and its digests are computed.
 
-    One thread adds pieces in their order; the event loop reads those that are there.
-
-    Args:
-        copy: the copy.
-        version: its number.
-        before: the version before.
-        name: what requests name it by; random bytes if None, empty for its digest.
+    One thread adds pieces in their order; the event loop reads those that are there. Requests name it by random bytes,
+    since its digest is not known yet, unless another `name` is given.
     """
 
     def __init__(self, copy: StateCopy, version: int, before: WeightSnapshot | None, name: bytes | None = None) -> None:
@@ -281,18 +273,10 @@ class OpenedVersion(WeightPieces):
         self.buffers = copy.buffers
         self._copy, self._before = copy, before
         self._digests: list[bytes] = []
-        self._seen: set[tuple[bytes, int]] = set()
-        self._repeating: set[int] = set()
-
-    @property
-    def digests(self) -> Sequence[bytes]:
-        return self._digests
+        self._firsts: dict[tuple[bytes, int], int] = {}
 
     def has(self, index: int) -> bool:
         return index < len(self._digests)
-
-    def repeats(self, index: int) -> bool:
-        return index in self._repeating
 
     def describe(self) -> Iterator[int]:
         """Computes the digests, each as soon as the piece is copied. Yields the bytes up to there."""
@@ -300,17 +284,15 @@ class OpenedVersion(WeightPieces):
         for index, (bucket, start, stop) in enumerate(self.manifest.layout.pieces):
             self._copy.copy_up_to(bucket, stop)
             digest = _sha256(self.buffers[bucket][start:stop])
-            if (digest, stop - start) in self._seen:
-                self._repeating.add(index)
-            self._seen.add((digest, stop - start))
+            self._firsts.setdefault((digest, stop - start), index)
             self._digests.append(digest)  # last, since the event loop may read it now
             done += stop - start
             yield done
 
     def finish(self) -> WeightSnapshot:
         """Returns the complete weights."""
-        manifest = replace(self.manifest, piece_digests=tuple(self._digests))
-        return WeightSnapshot(manifest, _sharing(manifest, self.buffers, self._before))
+        self.manifest = replace(self.manifest, piece_digests=tuple(self._digests))
+        return WeightSnapshot(self.manifest, _sharing(self.manifest, self.buffers, self._before))
 
 
 def seal(copy: StateCopy, version: int, before: WeightSnapshot | None) -> WeightSnapshot:
@@ -342,17 +324,14 @@ class Incoming(WeightPieces):
         self._has = bytearray(manifest.layout.count)
         self._count = 0  # of the pieces that are there
         self._encoded: dict[int, tuple[Coding, bytes]] = {}
-        self._places: dict[tuple[bytes, int], list[int]] = {}  # of the pieces of one digest and length
+        self._firsts: dict[tuple[bytes, int], int] = {}
+        self._places: dict[tuple[bytes, int], list[int]] = {}  # of equal pieces
         self._known: dict[tuple[bytes, int], Bytes] = {}  # pieces that are here already
         for other in (earlier, base):
             self._known |= {} if other is None else _by_digest(other)
         self.learn(manifest.piece_digests)
         if manifest.is_described:
             self._known = {}
-
-    @property
-    def digests(self) -> Sequence[bytes]:
-        return self._digests
 
     @property
     def differs_from(self) -> WeightSnapshot | None:
@@ -368,9 +347,6 @@ class Incoming(WeightPieces):
     def has(self, index: int) -> bool:
         return bool(self._has[index])
 
-    def repeats(self, index: int) -> bool:
-        return self._places[self._key(index)][0] != index
-
     def knows(self, index: int) -> bool:
         """Whether the digest of a piece is known, without which the piece cannot be verified."""
         return index < len(self._digests)
@@ -380,7 +356,8 @@ class Incoming(WeightPieces):
         for digest in digests:
             index = len(self._digests)
             self._digests.append(digest)
-            key = self._key(index)
+            key = self.key(index)
+            self._firsts.setdefault(key, index)
             places = self._places.setdefault(key, [])
             places.append(index)
             if len(places) > 1:  # it is not received
@@ -429,7 +406,7 @@ class Incoming(WeightPieces):
         self.received += len(data)
         if coding != Coding.RAW:
             self._encoded[index] = Coding(coding), data
-        for place in self._places[self._key(index)]:
+        for place in self._places[self.key(index)]:
             if not self._has[place]:
                 self._take(place, None if place == index else piece)
 
@@ -442,10 +419,6 @@ class Incoming(WeightPieces):
         if not self.complete:
             raise RuntimeError("pieces are missing")
         return WeightSnapshot(self.manifest, _sharing(self.manifest, self.buffers, self.base))
-
-    def _key(self, index: int) -> tuple[bytes, int]:
-        _, start, stop = self.manifest.layout.pieces[index]
-        return self._digests[index], stop - start
 
     def _take(self, index: int, data: Bytes | None) -> None:
         piece = self.piece(index)
@@ -485,9 +458,4 @@ def _sharing(manifest: WeightManifest, buffers: Sequence[Bytes], before: WeightS
 
 def _by_digest(pieces: WeightPieces) -> dict[tuple[bytes, int], Bytes]:
     """The pieces that are here, as views."""
-    here = {}
-    for index, digest in enumerate(pieces.digests):
-        if pieces.has(index):
-            piece = pieces.piece(index)
-            here[digest, len(piece)] = piece
-    return here
+    return {pieces.key(index): pieces.piece(index) for index in range(len(pieces.digests)) if pieces.has(index)}

@@ -90,11 +90,7 @@ class Store:
 
     Args:
         bases: number of versions before the newest one that are kept.
-        changes: shared with other stores; None for its own.
-
-    Attributes:
-        changes: happen when a version is added, and when pieces have arrived.
-        sent: bytes of encoded pieces sent so far.
+        changes: happen when a version is added, and when pieces have arrived; None for its own.
     """
 
     def __init__(self, bases: int, changes: Changes | None = None) -> None:
@@ -106,11 +102,10 @@ class Store:
         self._quota = HostQuota(MAX_SENDING, MAX_SENDING_PER_HOST)
         self._sending: dict[object, WeightPieces] = {}  # by call
         self.changes = changes or Changes()
-        self.sent = 0
+        self.sent = 0  # bytes of encoded pieces
 
     @property
     def newest(self) -> WeightSnapshot | None:
-        """The newest complete version."""
         return next(iter(self._kept), None)
 
     @property
@@ -128,11 +123,9 @@ class Store:
         return None
 
     def complete(self, digest: bytes) -> WeightSnapshot | None:
-        """The complete version with that digest, if it is here."""
         return next((snapshot for snapshot in self._kept if snapshot.manifest.digest == digest), None)
 
     def add(self, snapshot: WeightSnapshot) -> None:
-        """Makes a version the newest one."""
         self._kept = (snapshot, *self._kept[: self._bases])
         self.changes.happened()
 
@@ -197,28 +190,24 @@ class Store:
         Raises:
             StateError: this process has no such version, or has given it up.
         """
-        sent = first
+        source, sent = self.get(name), first
         while True:
-            source = self.get(name)
-            known = source.digests[sent:]
-            if known or not source.manifest.is_described:
-                yield wire.Digests(pieces=b"".join(known))  # without any it says that this process lives
-                sent += len(known)
-            else:
+            given_up = source is not self._incoming  # before it is looked at, since both are set after its last digest
+            complete, known = source.manifest.is_described, source.digests[sent:]
+            if not known and complete:
                 yield wire.Digests(digest=source.manifest.digest)
                 return
-            if not source.manifest.is_described:
-                await self.changes.wait(
-                    lambda: self.find(name) is not source or len(source.digests) > sent,  # noqa: B023
-                    WAITING_SECONDS,
-                )
+            if not known and given_up:
+                raise StateError("the version has been given up; ask for the newest one")
+            yield wire.Digests(pieces=b"".join(known))  # without any it says that this process lives
+            sent += len(known)
+            await self.changes.wait(
+                lambda: source is not self._incoming or len(source.digests) > sent,  # noqa: B023
+                WAITING_SECONDS,
+            )
 
     def get(self, name: bytes) -> WeightPieces:
-        """The version of that name or digest.
-
-        Raises:
-            StateError: it is not here.
-        """
+        """Like `find`, or raises StateError."""
         pieces = self.find(name)
         if pieces is None:
             raise StateError(f"no version with the digest {name.hex()[:8]} is here; ask for the newest one")
@@ -231,7 +220,7 @@ class Store:
         return source.manifest.version in sorted(outdated)[MOST_OUTDATED:]
 
     async def _await_piece(self, source: WeightPieces, index: int) -> bool:
-        """Waits for a piece, or until it will not come. Returns False after `WAITING_SECONDS`."""
+        """Returns True if a piece has come or will not come, False after `WAITING_SECONDS`."""
         return await self.changes.wait(lambda: source is not self._incoming or source.has(index), WAITING_SECONDS)
 
     async def _encode(

@@ -7,9 +7,11 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import AsyncExitStack
 
 import pytest
+import torch
 
 from averaging import WeightPublisher
-from averaging.rpc import RpcHandler, RpcServer
+from averaging.errors import CallRefusedError
+from averaging.rpc import RpcChannel, RpcHandler, RpcServer
 from averaging.weights import publisher as publishing
 from averaging.weights.download import SourcePace
 from averaging.weights.receiver import FollowerOptions, ModelReceiver
@@ -299,3 +301,47 @@ async def test_followers_go_on_with_another_publisher_of_the_same_weights() -> N
         await has(follower, 2)
         assert holds(follower, weights)
         assert second.bytes_sent < 0.1 * first.bytes_sent, "a difference to what the other one has sent"
+
+
+async def pieces_of(channel: RpcChannel, name: bytes, count: int) -> AsyncGenerator[int, None]:
+    request = wire.FetchRequest(name=name, pieces=[wire.Range(count=count)])
+    async for reply in channel.stream(FETCH, request):
+        for piece in reply.pieces:
+            yield piece.index
+
+
+@pytest.mark.asyncio
+async def test_two_versions_that_newer_ones_have_replaced_are_sent_to_their_end() -> None:
+    publisher, count = WeightPublisher(bases=0), 48
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(RpcServer("127.0.0.1:0", [publisher], grace=0.0))
+        readers = []
+        for version in range(4):
+            await publisher.publish({"w": torch.randn(count << 18)}, version)
+            assert publisher.digest is not None
+            channel = await stack.enter_async_context(RpcChannel(server.endpoint))
+            readers.append(pieces_of(channel, publisher.digest, count))
+            assert await anext(readers[-1]) == 0, "then it waits, since nobody reads"
+        with pytest.raises(CallRefusedError, match="not kept any more; ask for the newest"):
+            async for _ in readers.pop(2):
+                pass
+        for reader in readers:
+            assert [index async for index in reader] == list(range(1, count))
+
+
+@pytest.mark.asyncio
+async def test_slow_followers_finish_versions_while_newer_ones_come() -> None:
+    publisher = WeightPublisher(bases=1)
+    with FaultProxy(20e6) as proxy:
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(RpcServer(f"127.0.0.1:{proxy.target}", [publisher], grace=0.0))
+            await publisher.publish(weights_of(1), 1)
+            followers = [await slow(stack, proxy, Moment(1.0)) for _ in range(4)]
+            version = 1
+            while any(each.newest is None or each.newest.manifest.version < 6 for each in followers):
+                version += 1
+                assert version < 1000
+                await publisher.publish(weights_of(version), version)
+            for each in followers:
+                assert await each.wait_newer(version - 1, LIMIT), "at last all have the newest"
+                assert holds(each, weights_of(version))
