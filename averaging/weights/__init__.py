@@ -2,12 +2,11 @@
 
 Read in this order: `layout` (the tensors of a version), `parts` (of a divided model), `snapshot` (one version) and
 `differences` (what changed), `store` (the versions that are kept and sent), `publisher` (who gets a version from whom),
-`download` and `receiver` (the other end), `follower` and `follower_metrics`, `vllm_server` (an engine that loads
+`download` and `receiver` (the other end), `follower`, `vllm_server` (an engine that loads
 versions).
 """
 
-from averaging.weights.follower import Staleness, StalenessWatch, WeightFollower
-from averaging.weights.follower_metrics import FOLLOWER_METRICS, follower_samples
+from averaging.weights.follower import FOLLOWER_METRICS, Staleness, StalenessWatch, WeightFollower, follower_samples
 from averaging.weights.publisher import WeightPublisher
 from averaging.weights.receiver import MAX_PAUSE, MIN_PAUSE, FollowerOptions, ModelReceiver
 from averaging.weights.snapshot import DividedSnapshot, WeightSnapshot, seal, view_state

@@ -26,12 +26,8 @@ Bytes: TypeAlias = NDArray[np.uint8]
 
 _Elements: TypeAlias = NDArray[Any]  # unsigned integers of 1, 2, 4 or 8 bytes
 
-LEVEL = 1
-"""Of zstd. Higher levels are slower than a link of 1 Gbit/s, and the result is the same or longer."""
-
-SPARSE_BELOW = 0.25
-"""`SPARSE` is used if less than this fraction of the elements changed. Above it is slower and hardly shorter."""
-
+LEVEL = 1  # of zstd; higher ones are slower than a link of 1 Gbit/s, and the result is the same or longer
+SPARSE_BELOW = 0.25  # with more elements that changed, `SPARSE` is slower and hardly shorter
 _HEAD = struct.Struct("<IB")
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -57,17 +53,14 @@ def encode(new: Bytes, old: Bytes, itemsize: int) -> tuple[Coding, bytes]:
 
 
 def decode(coding: int, data: bytes, old: Bytes | None, itemsize: int, out: Bytes) -> None:
-    """Decodes a piece from another peer.
+    """Decodes a piece from another peer into `out`, which is as long as the piece.
 
     Args:
         coding: a `Coding`.
         data: the encoded piece.
         old: the piece that it was encoded against; None if the reader has none.
         itemsize: bytes of an element.
-        out: destination, as long as the piece.
-
-    Raises:
-        ProtocolViolationError: the data is malformed. The contents of `out` are undefined then.
+        out: destination. If the data is malformed (ProtocolViolationError), its contents are undefined.
     """
     if coding == Coding.RAW:
         if len(data) != len(out):

@@ -22,44 +22,27 @@ logger = logging.getLogger("averaging.weights")
 
 Message = TypeVar("Message")
 
+# A source that waits for pieces itself is left after this many times `stall_timeout`. A follower that hands on is given
+# so many times as long as another one: its own source may be the slow one, and those behind that leave it first.
 WAITING_FACTOR = 4
-"""A source that waits for pieces itself is left after this many times `stall_timeout`. A follower that hands on is
-given so many times as long as another one: its own source may be the slow one, and those behind that leave it first."""
 
-SHARED_BY = 16
-"""The publisher would be so many times slower if all followers got their versions from it. One that is slower is left.
-"""
+# If all followers got their versions from the publisher, it would be so many times slower. One that is slower than that
+# is left, after a share of `stall_timeout` as grace.
+SHARED_BY, GRACE_SHARE = 16, 0.1
+UNKNOWN_RATE = 4 << 20  # bytes/s of the publisher while none are known
 
-UNKNOWN_RATE = 4 << 20
-"""Bytes/s of the publisher while none are known."""
-
-GRACE_SHARE = 0.1
-"""Share of `stall_timeout` that a follower may be late."""
-
+# Connections on which one version is received, a further one for so many bytes. The system lets one connection have a
+# few MiB under way, which carries 450 Mbit/s over 50 ms. They stay open between versions.
 LANES, BYTES_PER_LANE = 4, 8 << 20
-"""Connections on which one version is received, a further one for so many bytes. The system lets one connection have a
-few MiB under way, which carries 450 Mbit/s over 50 ms. They stay open between versions."""
+SHORTER = 16  # how many times shorter than the pieces differences are expected to be
 
-SHORTER = 16
-"""Differences are expected to be this many times shorter than the pieces."""
-
-STRIPE = 2
-"""Successive pieces on one connection, so that the pieces arrive about in their order, for those who wait for them."""
-
-MAX_SOURCES = 32
-"""Sources that are tried for one version before an error is reported."""
-
+STRIPE = 2  # successive pieces on one connection, so that they arrive about in their order, for those who wait for them
+MAX_SOURCES = 32  # that are tried for one version before an error is reported
 TOO_SLOW = "was slower than the publisher would be"
 
 
 class SourcePace:
-    """Whether a follower hands on as fast as it must, by the bytes of all calls to it. Pure.
-
-    Args:
-        rate: least bytes/s.
-        grace: seconds that it may be late.
-        now: seconds of a monotonic clock.
-    """
+    """Whether a follower hands on `rate` bytes/s, with `grace` seconds, by the bytes of all calls to it. Pure."""
 
     def __init__(self, rate: float, grace: float, now: float) -> None:
         self._rate, self._grace = rate, grace
@@ -107,7 +90,7 @@ class Downloads:
         run_id: the run that is followed.
         dial: opens connections, see `FollowerOptions.dial`.
         stall_timeout: seconds without a message after which a source is left.
-        own_endpoint: endpoint of this process, which is never a source; empty if it hands on nothing.
+        own_endpoint: endpoint of this process, which is never a source.
         changes: happen when digests have arrived.
     """
 
@@ -120,12 +103,7 @@ class Downloads:
         self._publisher_rate = float(UNKNOWN_RATE)  # bytes/s that have come from it at last
 
     async def receive(self, incoming: Incoming, publisher: PublisherLink, arrived: Callable[[], None]) -> None:
-        """Receives all missing pieces.
-
-        Args:
-            incoming: the version.
-            publisher: the publisher that announced it.
-            arrived: callback after each message with pieces or digests.
+        """Receives all missing pieces of a version that this publisher has announced.
 
         Raises:
             StateError: neither the publisher nor a follower delivered them. What was received stays in `incoming`.
@@ -152,7 +130,6 @@ class Downloads:
                 await self._next(messages, 2.0)
 
     async def close(self, but: Collection[str] = ()) -> None:
-        """Closes the connections to sources, but not those to these endpoints."""
         for endpoint in self._lanes.keys() - but:
             for lane in self._lanes.pop(endpoint):
                 await lane.close()

@@ -15,17 +15,52 @@ import torch
 from averaging.common import plain_state
 from averaging.config import FilePath, TLSFiles
 from averaging.errors import ClosedError
-from averaging.metrics import MetricsListener, Samples
-from averaging.rpc import EventLoopThread, read_credentials
+from averaging.metrics import CERTIFICATE_METRICS, MetricsListener, Samples, certificate_samples, counter, gauge
+from averaging.rpc import Credentials, EventLoopThread, read_credentials
 from averaging.tensors import in_thread
-from averaging.weights.follower_metrics import FOLLOWER_METRICS, follower_samples
 from averaging.weights.layout import WeightSpec
 from averaging.weights.parts import check_own, part_of, write_part
 from averaging.weights.receiver import FollowerOptions, ModelReceiver
 from averaging.weights.snapshot import DividedSnapshot, WeightSnapshot
 
-LOOK_SECONDS = 0.5
-"""Interval at which the staleness is looked at."""
+LOOK_SECONDS = 0.5  # interval at which the staleness is looked at
+
+FOLLOWER_METRICS = (
+    gauge("follower_version", "Version in the model, file or engine; missing before the first, or if it is unknown."),
+    gauge(
+        "follower_partial_version", "Version of which a part may be in the engine, which is paused; missing if none is."
+    ),
+    gauge("follower_newest_version", "Newest version that a publisher has announced; missing before the first."),
+    gauge(
+        "follower_staleness_seconds",
+        "Seconds since a newer version became known or the publisher was lost; 0 if neither.",
+    ),
+    gauge("follower_staleness_versions", "Newest known version minus that in the model or in the file."),
+    gauge("follower_connected", "Whether a publisher is connected: 1 or 0."),
+    counter(
+        "follower_bytes",
+        "Bytes of weights received, and handed on to other followers (sent).",
+        "direction",
+        known=(("sent",), ("received",)),
+    ),
+    *CERTIFICATE_METRICS,
+)
+
+
+def follower_samples(
+    receiver: ModelReceiver, credentials: Credentials, version: int | None, versions_behind: int, seconds: float
+) -> Samples:
+    """The present values of `FOLLOWER_METRICS`."""
+    announced = receiver.announced
+    return {
+        **({} if version is None else {"averaging_follower_version": version}),
+        **({} if announced is None else {"averaging_follower_newest_version": announced.version}),
+        "averaging_follower_staleness_seconds": seconds,
+        "averaging_follower_staleness_versions": versions_behind,
+        "averaging_follower_connected": float(receiver.connected),
+        "averaging_follower_bytes_total": {("sent",): receiver.bytes_sent, ("received",): receiver.bytes_received},
+        **certificate_samples(credentials),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +78,6 @@ class Staleness:
 
 
 class StalenessWatch:
-    """Follows the staleness of one model, as far as it is looked at."""
-
     def __init__(self) -> None:
         self._since: float | None = None
 
@@ -254,10 +287,9 @@ class WeightFollower:
                 return False
             # Before anything is written, since the application may have changed the model.
             own = {spec.name: (spec, tensor) for spec, tensor in self._own()}
-            for manifest in received.manifests:
-                check_own(
-                    [spec for spec, _ in own.values()], manifest, is_part=not isinstance(received, WeightSnapshot)
-                )
+            divided = isinstance(received, DividedSnapshot)
+            for each in received.snapshots if isinstance(received, DividedSnapshot) else (received,):
+                check_own([spec for spec, _ in own.values()], each.manifest, is_part=divided)
             for spec, part in received.parts():
                 if spec.name in own:
                     mine, tensor = own[spec.name]

@@ -13,15 +13,7 @@ import torch
 
 from averaging.common import CLIENT_PREFIX, is_count, is_endpoint, pack, spelled
 from averaging.errors import ProtocolViolationError, TensorError
-from averaging.tensors import (
-    WEIGHT_DTYPES,
-    TensorInfo,
-    check_size,
-    check_tensors,
-    dtype_name,
-    nbytes_of,
-    objection_to,
-)
+from averaging.tensors import WEIGHT_DTYPES, TensorInfo, check_size, check_tensors, dtype_name, nbytes_of, objection_to
 from averaging.wire import weights_pb2 as wire
 
 # Small pieces pass sooner through a chain of followers, and each costs a message and a hash of its own.
@@ -34,16 +26,10 @@ DIGEST_BYTES, OPENED_BYTES = 32, 16
 
 @dataclass(frozen=True, slots=True)
 class WeightSpec(TensorInfo):
-    """A tensor, or a rectangular part of one.
+    """A tensor, or a rectangular part of one, which `shape` is about."""
 
-    Attributes:
-        shape: shape of the tensor, or of the part.
-        whole: shape of the whole tensor if this is a part; empty otherwise.
-        offset: index of the first element in each dimension if this is a part; empty otherwise.
-    """
-
-    whole: tuple[int, ...] = ()
-    offset: tuple[int, ...] = ()
+    whole: tuple[int, ...] = ()  # shape of the whole tensor if this is a part; empty otherwise
+    offset: tuple[int, ...] = ()  # index of the first element in each dimension if this is a part; empty otherwise
 
     @property
     def key(self) -> object:  # parts of one tensor have one name
@@ -73,15 +59,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """The tensors of a state dict in order, divided into pieces.
+    """The tensors of a state dict in order, divided into pieces."""
 
-    Attributes:
-        tensors: names are unique, except for parts of one tensor.
-        piece_bytes: size of a piece; the last one of a bucket may be smaller.
-    """
-
-    tensors: tuple[WeightSpec, ...]
-    piece_bytes: int = PIECE_BYTES
+    tensors: tuple[WeightSpec, ...]  # with unique names, except for parts of one tensor
+    piece_bytes: int = PIECE_BYTES  # size of a piece; the last one of a bucket may be smaller
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -159,21 +140,13 @@ class Shard:
 
 @dataclass(frozen=True)
 class WeightManifest:
-    """What identifies one version.
-
-    Attributes:
-        version: its number.
-        layout: the tensors.
-        piece_digests: SHA-256 of each piece; empty for a version that was announced before they are known.
-        shards: all parts of a divided model if this is one of them, which comes first; not in the digest.
-        opened: 16 random bytes that name a version that was announced so; empty for others.
-    """
+    """What identifies one version."""
 
     version: int
     layout: WeightLayout
-    piece_digests: tuple[bytes, ...]
-    shards: tuple[Shard, ...] = ()
-    opened: bytes = b""
+    piece_digests: tuple[bytes, ...]  # SHA-256; empty for a version that was announced before they are known
+    shards: tuple[Shard, ...] = ()  # all parts of a divided model, this one first; not in the digest
+    opened: bytes = b""  # 16 random bytes that name a version that was announced so; empty for others
 
     @property
     def is_described(self) -> bool:
@@ -184,11 +157,7 @@ class WeightManifest:
         return self.opened or self.digest
 
     def described(self, piece_digests: Sequence[bytes], digest: bytes) -> WeightManifest:
-        """The same with all digests.
-
-        Raises:
-            ProtocolViolationError: they do not fit together.
-        """
+        """The same with all digests, unless they do not fit together (ProtocolViolationError)."""
         manifest = replace(self, piece_digests=tuple(piece_digests))
         if not manifest.is_described or manifest.digest != digest:
             raise ProtocolViolationError(f"the digest of version {self.version} does not match its pieces")
@@ -280,11 +249,7 @@ def ranges_of(indices: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def indices_of(ranges: Iterable[tuple[int, int]], count: int) -> list[int]:
-    """The reverse of `ranges_of`, for ranges from another peer.
-
-    Raises:
-        ProtocolViolationError: they are not ascending, or exceed the number of pieces `count`.
-    """
+    """The reverse of `ranges_of`, for ranges from another peer, which are refused if they are not below `count`."""
     indices: list[int] = []
     end = 0
     for first, number in ranges:
@@ -349,11 +314,7 @@ def _read_layout(message: wire.Version, max_bytes: int, known: WeightLayout | No
 
 
 def read_digests(joined: bytes, most: int) -> tuple[bytes, ...]:
-    """The digests of successive pieces, from another peer.
-
-    Raises:
-        ProtocolViolationError: they are not whole, or too many.
-    """
+    """The digests of successive pieces, from another peer, which are refused if they are not whole, or too many."""
     if len(joined) % DIGEST_BYTES or len(joined) > DIGEST_BYTES * most:
         raise ProtocolViolationError(f"{len(joined)} bytes of digests for {most} pieces")
     return tuple(joined[start : start + DIGEST_BYTES] for start in range(0, len(joined), DIGEST_BYTES))

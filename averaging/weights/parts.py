@@ -55,7 +55,6 @@ class PublisherRanks:
 
 
 def is_divided(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -98,7 +97,6 @@ def common(box: Box, other: Box) -> Box | None:
 
 
 def elements(box: Box) -> int:
-    """Number of elements in a box."""
     return prod(stop - start for start, stop in box)
 
 

@@ -43,33 +43,19 @@ REMEMBERED = 4  # versions of each part of which the manifest is kept, so that t
 
 @dataclass(frozen=True, kw_only=True)
 class FollowerOptions:
-    """The options of a follower that do not depend on what it does with the weights.
+    """The options of a follower that do not depend on what it does with the weights."""
 
-    Attributes:
-        join: addresses of publishers, or sources of them, see `averaging.seeds`.
-        run_id: the run that is followed.
-        credentials: certificates and tokens.
-        listen: address at which it hands on versions; None if it does not.
-        advertise: address at which others reach it, if that differs.
-        join_timeout: seconds within which a publisher must answer at the start.
-        stall_timeout: seconds without a message after which a source is left.
-        max_bytes: largest accepted state.
-        min_version: earlier versions are not received.
-        services: further gRPC methods to serve where it hands on versions.
-        seeds: the addresses that `join` names now.
-    """
-
-    join: Sequence[str]
-    run_id: str
+    join: Sequence[str]  # addresses of publishers, or sources of them, see `averaging.seeds`
+    run_id: str  # the run that is followed; empty for any
     credentials: Credentials = field(default_factory=Credentials)
-    listen: str | None = "127.0.0.1:0"
-    advertise: str | None = None
-    join_timeout: float = 10.0
-    stall_timeout: float = 30.0
-    max_bytes: int = 1 << 40
-    min_version: int = 0
-    services: Sequence[RpcService] = ()
-    seeds: Seeds = field(init=False)
+    listen: str | None = "127.0.0.1:0"  # address at which it hands on versions; None if it does not
+    advertise: str | None = None  # address at which others reach it, if that differs
+    join_timeout: float = 10.0  # seconds within which a publisher must answer at the start
+    stall_timeout: float = 30.0  # seconds without a message after which a source is left
+    max_bytes: int = 1 << 40  # of the largest state that is accepted
+    min_version: int = 0  # earlier versions are not received
+    services: Sequence[RpcService] = ()  # further gRPC methods to serve where it hands on versions
+    seeds: Seeds = field(init=False)  # the addresses that `join` names now
 
     def __post_init__(self) -> None:
         if isinstance(self.join, str) or not self.join:
@@ -82,9 +68,7 @@ class FollowerOptions:
     def dial(self, endpoint: str, *, loopback: bool) -> RpcChannel:
         """Returns a connection to a publisher or another follower. All connections of a follower are made here.
 
-        Args:
-            endpoint: address; if the user has not named it, it is dialled only if a peer can be there.
-            loopback: whether such an address may be on loopback.
+        An address that the user has not named is dialled only if a peer can be there, on loopback only if `loopback`.
         """
         return RpcChannel(
             endpoint,
@@ -177,9 +161,7 @@ class ModelReceiver:
 
         Raises:
             StateError: none did within `join_timeout`, or none of them publishes weights.
-            ListenError: it cannot listen.
-            TensorError: the weights do not fit.
-            TransportError: all refuse this follower.
+            ListenError, TensorError, TransportError: see `WeightFollower.__enter__`.
         """
         options, first = self._options, self._first
         async with AsyncExitStack() as stack:
@@ -318,12 +300,8 @@ class ModelReceiver:
 class _PartReceiver:
     """Follows the publishers of one part of a model, and receives its versions.
 
-    Args:
-        model: the model.
-        options: options of the follower.
-        base: weights that are here already.
-        endpoint: its publisher, if another publisher has named it; empty for the joined ones.
-        loopback: whether that may be on loopback.
+    Those that the user has joined publish the first part. That of another part is at an endpoint that one of them has
+    named, which may be on `loopback` if that is.
     """
 
     def __init__(

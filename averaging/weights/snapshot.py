@@ -16,8 +16,7 @@ from averaging.weights.differences import Bytes, Coding, decode
 from averaging.weights.layout import OPENED_BYTES, WeightLayout, WeightManifest, WeightSpec, layout_for, spec_of
 from averaging.weights.parts import cut, part_of, put_together, whole_of
 
-SLICE_BYTES = 1 << 22
-"""Bytes that are copied at once, so that digests and senders can follow."""
+SLICE_BYTES = 1 << 22  # that are copied at once, so that digests and senders can follow
 
 
 class WeightPieces:
@@ -61,19 +60,10 @@ class WeightPieces:
 
 @dataclass(frozen=True)
 class WeightSnapshot(WeightPieces):
-    """All weights of one version, which never change.
-
-    Attributes:
-        manifest: what identifies them.
-        buffers: the bytes of each bucket. Versions share the buffers of buckets that are equal.
-    """
+    """All weights of one version, which never change."""
 
     manifest: WeightManifest
-    buffers: tuple[Bytes, ...]
-
-    @property
-    def manifests(self) -> list[WeightManifest]:  # as of a version in parts
-        return [self.manifest]
+    buffers: tuple[Bytes, ...]  # of each bucket; versions share those of buckets that are equal
 
     @property
     def digests(self) -> Sequence[bytes]:
@@ -107,7 +97,6 @@ class WeightSnapshot(WeightPieces):
         return WeightSnapshot(replace(self.manifest, layout=layout, piece_digests=digests, opened=b""), buffers)
 
     def of_tensor(self, number: int) -> Bytes:
-        """The bytes of a tensor, as a view."""
         bucket, start, stop = self.manifest.layout.places[number]
         return self.buffers[bucket][start:stop]
 
@@ -128,19 +117,10 @@ class WeightSnapshot(WeightPieces):
 
 @dataclass(frozen=True)
 class DividedSnapshot:
-    """A version in parts, all that this follower wants of it.
+    """A version in parts, all that this follower wants of it."""
 
-    Attributes:
-        manifest: manifest of the joined publisher.
-        snapshots: one for each part.
-    """
-
-    manifest: WeightManifest
-    snapshots: tuple[WeightSnapshot, ...]
-
-    @property
-    def manifests(self) -> list[WeightManifest]:
-        return [snapshot.manifest for snapshot in self.snapshots]
+    manifest: WeightManifest  # of the joined publisher
+    snapshots: tuple[WeightSnapshot, ...]  # one for each part
 
     def parts(self) -> Iterator[tuple[WeightSpec, torch.Tensor]]:
         """Each tensor or part of one. They share the memory of the snapshots and must not be written."""
@@ -157,12 +137,9 @@ class DividedSnapshot:
 
 
 class StateCopy:
-    """A copy of a state dict, made in slices, so that senders need not wait for all of it.
+    """A copy of a state dict in `buffers`, made in slices, so that senders need not wait for all of it.
 
-    Args:
-        layout: the tensors.
-        buffers: the bytes of each bucket.
-        sources: what to copy to the buffers; empty if they are filled.
+    Without sources the buffers are filled already.
     """
 
     def __init__(self, layout: WeightLayout, buffers: Sequence[Bytes], sources: Sequence[torch.Tensor] = ()) -> None:
@@ -172,12 +149,10 @@ class StateCopy:
         self._slices = self._copied(sources)
 
     def copy_all(self) -> StateCopy:
-        """Copies what is left, and returns this copy."""
         self.copy_up_to(*self._end)
         return self
 
     def copy_up_to(self, bucket: int, stop: int) -> None:
-        """Copies on, at least up to a byte of a bucket."""
         while self._done < (bucket, stop):
             self._done = next(self._slices)
 
@@ -217,15 +192,12 @@ class StateCopy:
 
 
 def begin_copy(
-    state: Mapping[str, torch.Tensor],
-    dtype: torch.dtype | None = None,
-    before: WeightSnapshot | None = None,
+    state: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None, before: WeightSnapshot | None = None
 ) -> StateCopy:
-    """Prepares the copy of a state dict to the CPU.
+    """Prepares the copy of a state dict to the CPU. Of divided tensors, this rank's parts are copied.
 
     Args:
-        state: tensors by name, on any device; values that are no tensors are left out. Of a divided tensor, this rank's
-            part is copied.
+        state: tensors by name, on any device; values that are no tensors are left out.
         dtype: floating-point tensors are converted to it; None keeps their dtype.
         before: an earlier version, whose layout is shared if it is the same.
 
@@ -290,7 +262,6 @@ class OpenedVersion(WeightPieces):
             yield done
 
     def finish(self) -> WeightSnapshot:
-        """Returns the complete weights."""
         self.manifest = replace(self.manifest, piece_digests=tuple(self._digests))
         return WeightSnapshot(self.manifest, _sharing(self.manifest, self.buffers, self._before))
 
@@ -310,16 +281,13 @@ class Incoming(WeightPieces):
         manifest: manifest of the version, from its publisher, with or without digests.
         base: weights that the receiver has already; pieces that are equal there are not received again.
         earlier: what has arrived of a version that is received no more, for the same.
-
-    Attributes:
-        received: bytes of the encoded pieces that were received.
-        left: bytes of the missing pieces, before they are encoded.
     """
 
     def __init__(self, manifest: WeightManifest, base: WeightSnapshot | None, earlier: Incoming | None = None) -> None:
         self.manifest, self.base = manifest, base
         self.buffers = _empty(manifest.layout)
-        self.received, self.left = 0, manifest.layout.nbytes
+        self.received = 0  # bytes of pieces, as they were encoded
+        self.left = manifest.layout.nbytes  # bytes of the missing pieces, before they are encoded
         self._digests: list[bytes] = []
         self._has = bytearray(manifest.layout.count)
         self._count = 0  # of the pieces that are there
@@ -341,7 +309,6 @@ class Incoming(WeightPieces):
 
     @property
     def complete(self) -> bool:
-        """Whether all pieces are there, and the digest of the whole is verified."""
         return self._count == len(self._has) and self.manifest.is_described
 
     def has(self, index: int) -> bool:
@@ -368,11 +335,7 @@ class Incoming(WeightPieces):
                 self._take(index, known)
 
     def describe(self, digest: bytes) -> None:
-        """Takes the digest of the version, after those of all pieces.
-
-        Raises:
-            ProtocolViolationError: they do not fit together.
-        """
+        """Takes the digest of the version, after those of all pieces; raises ProtocolViolationError if it is wrong."""
         self.manifest = self.manifest.described(self._digests, digest)
         self._known = {}
 
@@ -415,7 +378,6 @@ class Incoming(WeightPieces):
         return self._encoded.get(index) if own is not None and own.manifest.digest == base else None
 
     def finish(self) -> WeightSnapshot:
-        """Returns the complete weights."""
         if not self.complete:
             raise RuntimeError("pieces are missing")
         return WeightSnapshot(self.manifest, _sharing(self.manifest, self.buffers, self.base))

@@ -24,20 +24,19 @@ DESCRIBE = RpcMethod(
     f"{_PATH}/Describe", wire.DescribeRequest, wire.Digests, replies_stream=True, max_request_bytes=4096
 )
 
+# Calls that are served at once, each with the memory of two messages; a follower makes up to four. More are refused,
+# and their callers try again.
 MAX_SENDING, MAX_SENDING_PER_HOST = 128, 64
-"""Calls that are served at once, each with the memory of two messages; a follower makes up to four. More are refused,
-and their callers try again."""
 
-BATCH_BYTES, MESSAGE_BYTES = 4 << 20, 1 << 20
-"""Bytes of the pieces that are encoded at once in a thread, and of those that are sent together."""
+BATCH_BYTES, MESSAGE_BYTES = 4 << 20, 1 << 20  # of pieces that are encoded at once in a thread, and sent together
 
+# A caller whose pieces are still on their way here gets an empty message after this time, and knows that this process
+# lives.
 WAITING_SECONDS = 0.25
-"""A caller that waits for pieces that are still on their way here gets an empty message after this time, so that it
-knows that this process lives."""
 
+# Versions that are sent to their end although newer ones have pushed them out. Without one, followers that receive
+# slower than versions come would never have any; with more, these could take any amount of memory.
 MOST_OUTDATED = 2
-"""Versions that are sent to their end although newer ones have pushed them out. Followers that receive slower than
-versions come would never have one without; with more they could take any amount of memory."""
 
 Encoded = tuple[Coding, bytes]
 
@@ -50,7 +49,6 @@ class Changes:
         self._waiting: set[Callable[[], object]] = set()
 
     def happened(self) -> None:
-        """Wakes all that wait."""
         with self._lock:
             waiting, self._waiting = self._waiting, set()
         for wake in waiting:
@@ -84,13 +82,10 @@ class Changes:
 
 
 class Store:
-    """The newest version, some earlier ones as bases of differences, and the one that is being received or published.
+    """The newest version, `bases` earlier ones for differences, and the one that is being received or published.
 
-    Versions are added from any thread. They are sent in one event loop.
-
-    Args:
-        bases: number of versions before the newest one that are kept.
-        changes: happen when a version is added, and when pieces have arrived; None for its own.
+    Versions are added from any thread. They are sent in one event loop. `changes` happen when a version is added, and
+    when pieces have arrived.
     """
 
     def __init__(self, bases: int, changes: Changes | None = None) -> None:
@@ -109,8 +104,7 @@ class Store:
         return next(iter(self._kept), None)
 
     @property
-    def latest(self) -> WeightPieces | None:
-        """The version that is being received or published, else the newest complete one."""
+    def latest(self) -> WeightPieces | None:  # also if it is still being received or published
         return self._incoming or self.newest
 
     def find(self, name: bytes) -> WeightPieces | None:
@@ -170,7 +164,10 @@ class Store:
                 # The next piece is not here. It comes only while this version is being received.
                 elif source is not self._incoming and not source.has(indices[done]):
                     raise StateError("the version that was being received here has been given up; ask another source")
-                elif await self._await_piece(source, indices[done]):
+                elif await self.changes.wait(
+                    lambda: source is not self._incoming or source.has(indices[done]),  # noqa: B023
+                    WAITING_SECONDS,
+                ):
                     continue
                 else:
                     replies = [wire.Reply()]
@@ -219,10 +216,6 @@ class Store:
         # The oldest are kept, whose followers have received most of them.
         return source.manifest.version in sorted(outdated)[MOST_OUTDATED:]
 
-    async def _await_piece(self, source: WeightPieces, index: int) -> bool:
-        """Returns True if a piece has come or will not come, False after `WAITING_SECONDS`."""
-        return await self.changes.wait(lambda: source is not self._incoming or source.has(index), WAITING_SECONDS)
-
     async def _encode(
         self, source: WeightPieces, base: WeightSnapshot | None, named: bytes, batch: Sequence[int]
     ) -> list[Encoded]:
@@ -241,7 +234,8 @@ class Store:
             todo = [index for index in todo if index not in known]
             if todo:
                 known.update(await in_thread(lambda: _differences(source, base, todo)))
-            return [_or_raw(known[index], source, index) for index in batch]
+            raw = Coding.RAW
+            return [(raw, source.piece(i).tobytes()) if known[i][0] is raw else known[i] for i in batch]
 
 
 def _is_left_out(source: WeightPieces, base: WeightSnapshot | None, index: int) -> bool:
@@ -267,10 +261,6 @@ def _differences(source: WeightPieces, base: WeightSnapshot, todo: Sequence[int]
         coding, data = encode(source.piece(index), base.piece(index), itemsize)
         differences[index] = (coding, b"" if coding is Coding.RAW else data)
     return differences
-
-
-def _or_raw(encoded: Encoded, source: WeightPieces, index: int) -> Encoded:
-    return encoded if encoded[0] is not Coding.RAW else (Coding.RAW, source.piece(index).tobytes())
 
 
 def _grouped(batch: Iterable[int], encoded: Iterable[Encoded]) -> list[wire.Reply]:

@@ -26,6 +26,7 @@ START_SERVER = (
 )
 
 MAX_ANSWER = 2000  # characters of an error that are shown
+TIMEOUT = 600.0  # seconds for one request to the server
 
 
 class VllmServer:
@@ -39,15 +40,13 @@ class VllmServer:
         init_info: what the workers need besides its address, see `averaging.integrations.vllm.AveragingInitInfo`.
         services: further services at the same address.
         pause: see `VLLM_PAUSES`.
-        timeout: seconds for one request to the server.
-
-    Attributes:
-        version: the version that all workers have; None before the first, and while it is unknown.
-        partial: the version of which some workers may have a part; None if all have all of one.
 
     Raises:
         ConfigError: an argument is invalid, or httpx is missing.
     """
+
+    version: int | None = None  # that all workers have; None before the first, and while it is unknown
+    partial: int | None = None  # the version of which some workers may have a part; None if all have all of one
 
     def __init__(
         self,
@@ -59,7 +58,6 @@ class VllmServer:
         init_info: dict[str, Any] | None = None,
         services: Sequence[RpcService] = (),
         pause: str = "wait",
-        timeout: float = 600.0,
     ) -> None:
         try:
             import httpx
@@ -76,22 +74,17 @@ class VllmServer:
                 f"the engine at {parsed.host} cannot reach {advertise or listen}; give --listen an address of this "
                 "machine that it can reach, and --tls-* or --insecure"
             )
-        self.url, self.version, self.partial = url.rstrip("/"), None, None
-        self._pause, self._timeout, self._init_info = pause, timeout, init_info or {}
+        self.url, self._pause, self._init_info = url.rstrip("/"), pause, init_info or {}
         self._publisher = WeightPublisher(bases=1)
         self._server = RpcServer(listen, [self._publisher, *services], advertise=advertise, credentials=credentials)
         self._client = httpx.AsyncClient(
-            base_url=self.url, timeout=timeout, trust_env=False, proxy=proxy_for(parsed.host, chosen_proxy())
+            base_url=self.url, timeout=TIMEOUT, trust_env=False, proxy=proxy_for(parsed.host, chosen_proxy())
         )
         self._failures = httpx.HTTPError
         self._initialized = False
 
-    version: int | None
-    partial: int | None
-
     @property
-    def endpoint(self) -> str:
-        """The address of the publisher."""
+    def endpoint(self) -> str:  # of the publisher
         return self._server.endpoint
 
     async def __aenter__(self) -> Self:
@@ -116,7 +109,7 @@ class VllmServer:
         self._publisher.publish_snapshot(snapshot)
         initialized, self._initialized = self._initialized, False
         if not initialized:
-            await self._post("init_weight_transfer_engine", {"init_info": self._whom_to_follow()})
+            await self._post("init_weight_transfer_engine", {"init_info": {"join": [self.endpoint], **self._init_info}})
         # A process before this one may have been ended in the middle of an update.
         resumes = self.partial is None and not await self._is_paused()
         try:
@@ -124,7 +117,7 @@ class VllmServer:
             await self._post("start_weight_update")
             resumes, self.version, self.partial = False, None, version
             try:
-                update = {"version": version, "timeout": self._timeout}
+                update = {"version": version, "timeout": TIMEOUT}
                 await self._post("update_weights", {"update_info": update})
             except StateError as error:
                 # Workers that have loaded it wait for the end of the update; the others refuse it.
@@ -145,9 +138,6 @@ class VllmServer:
         except self._failures:
             return False  # the next request says why
         return answer.is_success and '"is_paused":true' in answer.text.replace(" ", "")
-
-    def _whom_to_follow(self) -> dict[str, Any]:
-        return {"join": [self.endpoint], **self._init_info}
 
     async def _post(
         self, route: str, body: dict[str, Any] | None = None, parameters: dict[str, str] | None = None
