@@ -1,28 +1,26 @@
-"""The method Leave of averaging.control.v1, and how far a process is that somebody has asked to leave."""
+"""`averaging leave`: the method Leave of averaging.control.v1, and how far a process is that was asked to leave."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
-import time
 from collections.abc import AsyncGenerator, Iterable
 from enum import IntEnum
+from urllib.parse import unquote
 
+from averaging.common import is_own
 from averaging.config import LeaveAccess
-from averaging.control.socket_owner import is_own_user
 from averaging.errors import ProtocolViolationError, ViolationKind, printable
 from averaging.transport import RpcHandler, RpcMethod, rpc_caller
 from averaging.transport.grpc import claim_checker
 from averaging.wire import control_pb2 as wire
 
+__all__ = ["LEAVE", "LEAVE_REQUEST", "ControlService", "Departure", "LeaveStep", "step_of"]
+
 logger = logging.getLogger("averaging.control")
 
 REPEAT_SECONDS = 2.0
 """Seconds between two replies without news, so that the caller sees that the peer lives."""
-
-LOG_SECONDS = 60.0
-"""Least seconds between two log lines about refused callers, who may call without end."""
 
 LEAVE = RpcMethod(
     "/averaging.control.v1.Control/Leave",
@@ -32,7 +30,6 @@ LEAVE = RpcMethod(
     max_request_bytes=1 << 10,
     max_reply_bytes=1 << 10,
 )
-
 
 LEAVE_REQUEST = wire.LeaveRequest()
 """The request, which says nothing: who calls shows from the connection."""
@@ -98,7 +95,7 @@ class ControlService:
 
     Args:
         run_id: the run of the process; empty if it has none.
-        access: who may end it besides its user on its machine.
+        access: who may end it besides callers on its machine.
         certified: whether callers show certificates; one for the host of `endpoint` is enough then.
 
     Attributes:
@@ -110,48 +107,39 @@ class ControlService:
         self.endpoint = ""
         self.departure = Departure()
         self._run_id, self._access, self._certified = run_id, access, certified
-        self._looking = asyncio.Lock()  # one look at the table of sockets at a time, whoever calls how often
-        self._logged = -math.inf  # time of the last line about a refused caller
 
     def rpc_handlers(self) -> Iterable[RpcHandler]:
         """See `RpcService`."""
         return [LEAVE.streams(self._leave)]
 
     async def _leave(self, _: wire.LeaveRequest) -> AsyncGenerator[wire.LeaveProgress, None]:
-        host = printable(rpc_caller().connection, 100)
-        reason = await self._permission()
+        reason = self._permission()
         if not self.departure.asked.is_set():
-            logger.warning("%s leaves: asked by %s, %s", self.endpoint, host, reason)
+            caller = printable(rpc_caller().connection, 100)
+            logger.warning("%s leaves: asked by %s, %s", self.endpoint, caller, reason)
         self.departure.ask()
         async for step in self.departure.steps():
             yield wire.LeaveProgress(step=step.value, endpoint=self.endpoint, run_id=self._run_id)
 
-    async def _permission(self) -> str:
-        """Why the caller may end this process.
+    def _permission(self) -> str:
+        """Why the caller may end this process. Who calls at all has the run's token and a certificate already.
 
         Raises:
             ProtocolViolationError: it may not.
         """
         if self._access is LeaveAccess.MEMBERS:
             return "as every member may"
-        async with self._looking:
-            if await is_own_user(rpc_caller().connection):
-                return "by this user on this machine"
+        host = unquote(rpc_caller().host).partition(":")[2].strip("[]")  # gRPC says ipv4:ADDRESS or ipv6:%5BADDRESS%5D
+        if host and is_own(host):
+            return "on this machine"
         if self._certified and self._has_certificate():
             return "with a certificate for this host"
-        self._note_refused(printable(rpc_caller().connection, 100))
         other = " or with a certificate for its host" if self._certified else ""
         raise ProtocolViolationError(
-            f"only its own user may end this peer, on its machine{other}; call from there, or send it SIGTERM (started "
-            "with leave_access='members', a peer leaves for every holder of the run's token or certificate)",
+            f"a peer is ended on its own machine{other}; call from there, or send it SIGTERM (started with "
+            "leave_access='members', a peer leaves for every holder of the run's token or certificate)",
             kind=ViolationKind.FOREIGN_ENDPOINT,
         )
-
-    def _note_refused(self, caller: str) -> None:
-        now = time.monotonic()
-        if now - self._logged >= LOG_SECONDS:
-            self._logged = now
-            logger.warning("%s asked this peer to leave, which is not for it", caller)
 
     def _has_certificate(self) -> bool:
         """Whether the caller's certificate is valid for this peer's endpoint, so that it could take its place."""
