@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import logging
 import os
-import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,8 +14,6 @@ from averaging.cli.exits import CHECK_ADDRESS, CommandError, Stop, Stopped, fail
 from averaging.cli.options import DIALLED, SECURITY, CheckedPath, Command, credentials_of, security_options
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from averaging.monitor import Collector, RunSnapshot
 
 
@@ -80,7 +74,7 @@ def top_command(addresses: tuple[str, ...], *, as_json: bool, once: bool, **give
     that does not answer is shown with the reason. With several addresses, one that answers is enough.
 
     \b
-    Watch a run; h shows the keys, q ends:
+    Watch a run; q ends:
       averaging top 192.0.2.7:4222
 
     \b
@@ -113,14 +107,19 @@ def top_command(addresses: tuple[str, ...], *, as_json: bool, once: bool, **give
 
 def _top(addresses: tuple[str, ...], given: dict[str, Any], *, shows: bool, as_json: bool) -> None:
     from averaging.errors import AveragingError
+    from averaging.monitor import TopApp, as_text, snapshot_json
 
     async def ask(_: Stop) -> None:
         try:
             async with await collector_of(addresses, given, receipts=16) as collector:
+                snapshot = await collector.collect()
+                _check_answers(snapshot)
                 if shows:
-                    await _Terminal(collector).show()
+                    await TopApp(collector).run_async(mouse=False)
+                elif as_json:
+                    click.echo(json.dumps(snapshot_json(snapshot), allow_nan=False))
                 else:
-                    await _print_once(collector, as_json=as_json)
+                    click.echo("\n".join(as_text(snapshot)))
         except AveragingError as error:
             raise failure_of(error) from None
 
@@ -131,139 +130,9 @@ def _is_terminal() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
-async def _print_once(collector: Collector, *, as_json: bool) -> None:
-    from averaging.monitor import as_text, snapshot_json
-
-    snapshot = await collector.collect()
-    _check_answers(snapshot)
-    if as_json:
-        click.echo(json.dumps(snapshot_json(snapshot), allow_nan=False))
-    else:
-        click.echo("\n".join(as_text(snapshot)))
-
-
 def _check_answers(snapshot: RunSnapshot) -> None:
     """Ends the command if no peer has answered."""
     if snapshot.answering:
         return
     reasons = "; ".join(f"{peer.endpoint}: {peer.error or 'no answer'}" for peer in snapshot.peers[:4])
     raise CommandError(f"no peer answered: {reasons}; {CHECK_ADDRESS}")
-
-
-class _Terminal:
-    """Shows the run until the user ends it. Only lines that have changed are written, so nothing flickers."""
-
-    def __init__(self, collector: Collector) -> None:
-        from rich.console import Console
-
-        from averaging.monitor import TopScreen
-
-        self._collector, self._screen = collector, TopScreen()
-        self._console: Console = Console(highlight=False, markup=False, emoji=False)
-        self._snapshot = collector.snapshot()
-        self._written: list[str] = []
-        self._size = (0, 0)
-        self._ended = asyncio.Event()
-
-    async def show(self) -> None:
-        """Shows snapshots, and handles keys and changes of the size meanwhile.
-
-        Raises:
-            CommandError: no peer answered at the start.
-        """
-        loop = asyncio.get_running_loop()
-        with _raw_terminal(self._console), _quiet_log():
-            loop.add_reader(sys.stdin.fileno(), self._read)
-            loop.add_signal_handler(signal.SIGWINCH, self._draw)
-            updating = loop.create_task(self._update())
-            try:
-                self._draw()
-                ended = loop.create_task(self._ended.wait())
-                await asyncio.wait({updating, ended}, return_when=asyncio.FIRST_COMPLETED)
-                ended.cancel()
-                if updating.done():
-                    updating.result()
-            finally:
-                updating.cancel()
-                loop.remove_signal_handler(signal.SIGWINCH)
-                loop.remove_reader(sys.stdin.fileno())
-                await asyncio.wait({updating})
-
-    async def _update(self) -> None:
-        checked = False
-        async for snapshot in self._collector.snapshots():
-            self._snapshot = snapshot
-            self._draw()
-            if not checked and not snapshot.answering:
-                await self._collector.settled(10.0)
-                _check_answers(self._collector.snapshot())
-            checked = True
-
-    def _read(self) -> None:
-        from averaging.monitor import keys_in
-
-        try:
-            data = os.read(sys.stdin.fileno(), 4096)
-        except OSError:
-            data = b""
-        for key in keys_in(data):
-            self._screen.press(key)
-        if not data or self._screen.ended:
-            self._ended.set()
-        else:
-            self._draw()
-
-    def _draw(self) -> None:
-        with suppress(OSError):  # the size of a terminal that is being closed
-            self._size, before = os.get_terminal_size(sys.stdout.fileno()), self._size
-            if self._size != before:
-                self._written = []
-        width, height = self._size
-        lines = self._screen.lines(self._snapshot, self._collector.receipts_of, width, height)
-        with self._console.capture() as captured:
-            for line in lines:
-                self._console.print(line, no_wrap=True, overflow="ignore", crop=False, soft_wrap=True)
-        texts = captured.get().split("\n")[:height]
-        changed = [
-            f"\x1b[{number};1H{text}\x1b[K"
-            for number, text in enumerate(texts, 1)
-            if number > len(self._written) or text != self._written[number - 1]
-        ]
-        self._written = texts
-        sys.stdout.write("".join(changed))
-        sys.stdout.flush()
-
-
-@contextmanager
-def _raw_terminal(console: Console) -> Iterator[None]:
-    """Keys are read at once and not echoed, and the screen is that of this command; undone at the end."""
-    import termios
-
-    descriptor = sys.stdin.fileno()
-    before = termios.tcgetattr(descriptor)
-    changed = termios.tcgetattr(descriptor)
-    changed[3] &= ~(termios.ICANON | termios.ECHO)
-    # Ctrl+Z would leave the shell with this screen.
-    changed[6][termios.VSUSP] = b"\x00"
-    try:
-        termios.tcsetattr(descriptor, termios.TCSANOW, changed)
-        console.set_alt_screen(True)
-        console.show_cursor(False)
-        yield
-    finally:
-        console.show_cursor(True)
-        console.set_alt_screen(False)
-        termios.tcsetattr(descriptor, termios.TCSANOW, before)
-
-
-@contextmanager
-def _quiet_log() -> Iterator[None]:
-    """Keeps log lines off the screen."""
-    logger, handler = logging.getLogger("averaging"), logging.NullHandler()
-    propagate, logger.propagate = logger.propagate, False
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.propagate = propagate

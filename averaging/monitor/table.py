@@ -6,14 +6,22 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from io import StringIO
+from typing import TypeAlias
 
-from rich.cells import cell_len, set_cell_size
+from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from averaging.common import counted, duration
 from averaging.errors import printable
 from averaging.monitor.snapshot import PeerView, RunSnapshot, ServiceView
 from averaging.receipts import WeightReader
+
+MAX_CELL = 60
+"""Longest text of a cell on a screen."""
+
+Key: TypeAlias = "Callable[[PeerView], float | str | None]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +30,14 @@ class Column:
 
     Attributes:
         title: its head.
-        width: cells on a screen.
         cell: text for a peer, given the time.
         key: value by which peers are sorted; those without one come last.
         right: whether it is aligned at the right.
     """
 
     title: str
-    width: int
     cell: Callable[[PeerView, float], str]
-    key: Callable[[PeerView], float | str | None]
+    key: Key
     right: bool = False
 
     def sorted(self, peers: Sequence[PeerView], *, reverse: bool = False) -> list[PeerView]:
@@ -112,20 +118,16 @@ def _state(peer: PeerView, _: float) -> str:
     return f"silent {age(peer.silent)}" if peer.state == "silent" and peer.silent is not None else peer.state
 
 
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{share:.0%}"
+def _rate(of: Callable[[PeerView], float | None]) -> tuple[Callable[[PeerView, float], str], Key]:
+    return lambda peer, _: compact(of(peer)), of
 
 
-def _every(peer: PeerView, _: float) -> str:
-    return peer.training.sync_every if peer.training else ""
+def _text(of: Callable[[PeerView], str]) -> tuple[Callable[[PeerView, float], str], Key]:
+    return lambda peer, _: of(peer), lambda peer: of(peer) or None
 
 
-def _quorum(peer: PeerView, _: float) -> str:
-    return peer.training.quorum if peer.training else ""
-
-
-def _grace(peer: PeerView, _: float) -> str:
-    return duration(peer.training.grace) if peer.training and peer.training.grace is not None else ""
+def _grace(peer: PeerView) -> float | None:
+    return peer.training.grace if peer.training else None
 
 
 def _weight(peer: PeerView, _: float) -> str:
@@ -134,76 +136,38 @@ def _weight(peer: PeerView, _: float) -> str:
 
 
 COLUMNS = (
-    Column("PEER", 21, lambda peer, _: peer.endpoint, lambda peer: peer.endpoint),
-    Column("STATE", 10, _state, lambda peer: peer.state),
-    Column("STEP", 10, _steps, _step_key, right=True),
+    Column("PEER", *_text(lambda peer: peer.endpoint)),
+    Column("STATE", _state, lambda peer: peer.state),
+    Column("STEP", _steps, _step_key, right=True),
+    Column("SAMP/S", *_rate(lambda peer: peer.training.samples_per_second if peer.training else None), right=True),
+    Column("LAST ROUND", _last, lambda peer: peer.last_round.round if peer.last_round else None, right=True),
+    Column("OUT/S", *_rate(lambda peer: peer.bytes_sent), right=True),
+    Column("IN/S", *_rate(lambda peer: peer.bytes_received), right=True),
     Column(
-        "SAMP/S",
-        6,
-        lambda peer, _: compact(peer.training.samples_per_second if peer.training else None),
-        lambda peer: peer.training.samples_per_second if peer.training else None,
+        "WAIT",
+        lambda peer, _: "" if peer.waiting_share is None else f"{peer.waiting_share:.0%}",
+        lambda peer: peer.waiting_share,
         right=True,
     ),
-    Column("LAST ROUND", 11, _last, lambda peer: peer.last_round.round if peer.last_round else None, right=True),
-    Column("OUT/S", 5, lambda peer, _: compact(peer.bytes_sent), lambda peer: peer.bytes_sent, right=True),
-    Column("IN/S", 5, lambda peer, _: compact(peer.bytes_received), lambda peer: peer.bytes_received, right=True),
-    Column("WAIT", 4, lambda peer, _: _percent(peer.waiting_share), lambda peer: peer.waiting_share, right=True),
-    Column("WAITS FOR", 24, _waits_for, lambda peer: len(peer.waits_for), right=False),
-    Column("LANE", 6, lambda peer, _: "+".join(peer.lanes), lambda peer: "+".join(peer.lanes)),
-    Column("EVERY", 10, _every, lambda peer: _every(peer, 0.0) or None),
-    Column("QUORUM", 6, _quorum, lambda peer: _quorum(peer, 0.0) or None),
-    Column("GRACE", 7, _grace, lambda peer: peer.training.grace if peer.training else None, right=True),
-    Column("WEIGHT", 14, _weight, lambda peer: account.weight if (account := peer.own_account) else None, right=True),
-    Column("ROLE", 9, lambda peer, _: peer.role, lambda peer: peer.role),
-    Column(
-        "STRATEGY",
-        17,
-        lambda peer, _: peer.training.strategy if peer.training else "",
-        lambda peer: peer.training.strategy if peer.training else None,
-    ),
-    Column(
-        "STEPS/S",
-        7,
-        lambda peer, _: compact(peer.training.steps_per_second if peer.training else None),
-        lambda peer: peer.training.steps_per_second if peer.training else None,
-        right=True,
-    ),
+    Column("WAITS FOR", _waits_for, lambda peer: len(peer.waits_for)),
+    Column("LANE", *_text(lambda peer: "+".join(peer.lanes))),
+    Column("EVERY", *_text(lambda peer: peer.training.sync_every if peer.training else "")),
+    Column("QUORUM", *_text(lambda peer: peer.training.quorum if peer.training else "")),
+    Column("GRACE", lambda peer, _: "" if (grace := _grace(peer)) is None else duration(grace), _grace, right=True),
+    Column("WEIGHT", _weight, lambda peer: account.weight if (account := peer.own_account) else None, right=True),
+    Column("ROLE", *_text(lambda peer: peer.role)),
+    Column("STRATEGY", *_text(lambda peer: peer.training.strategy if peer.training else "")),
+    Column("STEPS/S", *_rate(lambda peer: peer.training.steps_per_second if peer.training else None), right=True),
     Column(
         "VERSION",
-        7,
         lambda peer, _: str(peer.status.state_version) if peer.status else "",
         lambda peer: peer.status.state_version if peer.status else None,
         right=True,
     ),
-    Column(
-        "SOFTWARE",
-        16,
-        lambda peer, _: peer.status.software if peer.status else "",
-        lambda peer: peer.status.software if peer.status else None,
-    ),
+    Column("SOFTWARE", *_text(lambda peer: peer.status.software if peer.status else "")),
+    Column("REASON", *_text(lambda peer: peer.error)),
 )
-"""All columns. `VERSION` is that of the state that newcomers get."""
-
-
-def fitted(text: str, width: int, *, right: bool = False) -> str:
-    """Printable text of exactly this width in cells; what is cut off ends with `~`."""
-    text = printable(text)
-    if cell_len(text) > width:
-        return set_cell_size(text, max(0, width - 1)) + "~" * min(1, width)
-    padding = " " * (width - cell_len(text))
-    return padding + text if right else text + padding
-
-
-def row(peer: PeerView, columns: Sequence[Column], widths: Sequence[int], now: float) -> Text:
-    """One line of the table. A peer that does not answer has its reason in place of what is unknown."""
-    cells = [
-        fitted(column.cell(peer, now), width, right=column.right) for column, width in zip(columns, widths, strict=True)
-    ]
-    known = 2 if len(columns) > 1 and columns[1].title == "STATE" else 1
-    if peer.error and len(cells) > known:
-        rest = sum(widths[known:]) + 2 * (len(widths) - known - 1)
-        cells = [*cells[:known], fitted(peer.error, rest)]
-    return Text("  ".join(cells), style=style_of(peer))
+"""All columns. `VERSION` is that of the state that newcomers get, `REASON` why a peer does not answer."""
 
 
 def style_of(peer: PeerView) -> str:
@@ -217,12 +181,6 @@ def style_of(peer: PeerView) -> str:
     return "yellow" if bad else ""
 
 
-def head(columns: Sequence[Column], widths: Sequence[int]) -> Text:
-    """The line with the titles."""
-    titles = [fitted(column.title, width, right=column.right) for column, width in zip(columns, widths, strict=True)]
-    return Text("  ".join(titles), style="bold")
-
-
 # The lines above the table.
 
 
@@ -232,6 +190,7 @@ def summary(snapshot: RunSnapshot) -> list[Text]:
         terms_line(snapshot),
         _phases_line(snapshot),
         waits_line(snapshot),
+        _silent_line(snapshot),
         readers_line(snapshot.readers),
         *services(snapshot),
     )
@@ -290,6 +249,15 @@ def waits_line(snapshot: RunSnapshot) -> str:
     return f"waited for: {', '.join(texts)}{more}" if texts else ""
 
 
+def _silent_line(snapshot: RunSnapshot) -> str:
+    """Who does not answer, and why."""
+    silent = [
+        f"{printable(peer.endpoint)} ({printable(peer.error)})" for peer in snapshot.peers if peer.state == "silent"
+    ]
+    more = f" and {len(silent) - 2} more" if len(silent) > 2 else ""
+    return f"no answer: {', '.join(silent[:2])}{more}" if silent else ""
+
+
 def readers_line(readers: Sequence[tuple[str, WeightReader]]) -> str:
     """How many followers and explorers there are, and which versions they have."""
     texts = []
@@ -307,25 +275,24 @@ def readers_line(readers: Sequence[tuple[str, WeightReader]]) -> str:
 
 def reader_lines(readers: Sequence[tuple[str, WeightReader]]) -> list[str]:
     """A line for each follower and explorer."""
-    return [
-        "  ".join(
-            (
-                fitted(each.kind, 8),
-                fitted(each.name, 24),
-                fitted(each.status if each.kind == "explorer" else "-", 12),
-                _version_text(each),
-                "" if each.newest is None else f"of {each.newest}",
-                f"from {printable(peer)}",
-            )
-        )
-        for peer, each in readers
-    ]
+    table = _plain_table()
+    for peer, each in readers:
+        newest = "" if each.newest is None else f" of {each.newest}"
+        version = "no version yet" if each.version is None else f"version {each.version}"
+        table.add_row(*map(printable, (each.kind, each.name, each.status, version + newest, f"from {peer}")))
+    return _rendered(table) if readers else []
 
 
-def _version_text(reader: WeightReader) -> str:
-    if reader.version is not None:
-        return fitted(f"version {reader.version}", 16)
-    return printable(reader.status) if reader.kind == "follower" and reader.status else fitted("no version yet", 16)
+def _plain_table() -> Table:
+    return Table(box=None, pad_edge=False, padding=(0, 1), show_header=False)
+
+
+def _rendered(table: Table) -> list[str]:
+    """The lines of a table, as wide as they need to be."""
+    console = Console(file=StringIO(), width=100_000, markup=False, emoji=False, highlight=False)
+    with console.capture() as captured:
+        console.print(table)
+    return [line.rstrip() for line in captured.get().splitlines()]
 
 
 def services(snapshot: RunSnapshot) -> list[str]:
@@ -350,14 +317,14 @@ def _is_real(value: object) -> bool:
 
 def as_text(snapshot: RunSnapshot) -> list[str]:
     """The whole snapshot as lines, as wide as they need to be: the output of --once."""
-    peers = COLUMNS[0].sorted(snapshot.peers)
-    widths = [
-        max([len(column.title), *(cell_len(printable(column.cell(peer, snapshot.time))) for peer in peers)])
-        for column in COLUMNS
-    ]
+    table = _plain_table()
+    table.show_header = True
+    for column in COLUMNS:
+        table.add_column(column.title, justify="right" if column.right else "left")
+    for peer in COLUMNS[0].sorted(snapshot.peers):
+        table.add_row(*(Text(printable(column.cell(peer, snapshot.time))) for column in COLUMNS))
     lines = [line.plain for line in summary(snapshot)]
-    lines += ["", head(COLUMNS, widths).plain]
-    lines += [row(peer, COLUMNS, widths, snapshot.time).plain for peer in peers]
+    lines += ["", *_rendered(table)]
     if readers := reader_lines(snapshot.readers):
         lines += ["", *readers]
-    return [line.rstrip() for line in lines]
+    return lines

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import cast
 
 import pytest
+from textual.pilot import Pilot
+from textual.widgets import Static
 
-from averaging.monitor import PeerView, RunSnapshot, TopScreen, keys_in, snapshot_json
+from averaging.monitor import Collector, PeerView, RunSnapshot, TopApp, as_text, snapshot_json
 from averaging.monitor.history import LEAST_WINDOW, WINDOW, PeerHistory
-from averaging.monitor.screen import Page
-from averaging.monitor.table import COLUMNS, age, as_text, compact
+from averaging.monitor.table import COLUMNS, MAX_CELL, age, compact
 from averaging.receipts import Account, Outcome, PeerStatus, Receipt, Totals, TrainingProgress
 from tests.support.grpc_fakes import RECEIPT, STATUS
 
@@ -25,31 +29,59 @@ def run(count: int) -> RunSnapshot:
     return RunSnapshot(NOW, "demo", peers)
 
 
-def shown(screen: TopScreen, snapshot: RunSnapshot, width: int = 80, height: int = 24) -> list[str]:
-    lines = screen.lines(snapshot, lambda _: (), width, height)
-    assert len(lines) == height
-    assert all(line.cell_len <= width for line in lines)
-    return [line.plain for line in lines]
+class FakeCollector:
+    """Stands in for a collector whose snapshots the test shows itself."""
+
+    def snapshot(self) -> RunSnapshot:
+        return RunSnapshot(NOW, "demo", ())
+
+    def receipts_of(self, endpoint: str) -> tuple[Receipt, ...]:
+        return (replace(RECEIPT, round=6), replace(RECEIPT, round=7))
+
+    async def snapshots(self) -> AsyncGenerator[RunSnapshot, None]:
+        return
+        yield
 
 
-@pytest.mark.parametrize("width", [1, 7, 80, 500])
-@pytest.mark.parametrize("height", [1, 2, 5, 24, 100])
-@pytest.mark.parametrize("page", list(Page))
-def test_every_page_fits_every_size(width: int, height: int, page: Page) -> None:
-    screen = TopScreen()
-    screen.page = page
-    shown(screen, run(64), width, height)
-    shown(screen, RunSnapshot(NOW, "", ()), width, height)
+@asynccontextmanager
+async def screen(snapshot: RunSnapshot, size: tuple[int, int] = (80, 24)) -> AsyncIterator[tuple[TopApp, Pilot[None]]]:
+    app = TopApp(cast("Collector", FakeCollector()))
+    async with app.run_test(size=size) as pilot:
+        app.show(snapshot)
+        await pilot.pause()
+        yield app, pilot
 
 
-def test_hostile_text_has_no_control_characters_and_keeps_its_column() -> None:
+def rows(app: TopApp) -> list[str]:
+    """The peers in the order of the table."""
+    return [str(row.key.value) for row in app.table.ordered_rows]
+
+
+def shown(app: TopApp) -> str:
+    return "\n".join(str(widget.render()) for widget in app.screen.query(Static))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("size", [(1, 1), (7, 2), (80, 24), (300, 100)])
+async def test_every_size_can_be_shown(size: tuple[int, int]) -> None:
+    async with screen(run(64), size) as (app, pilot):
+        for key in ("down", "right", "end", "w", "escape", "enter", "escape"):
+            await pilot.press(key)
+        assert len(rows(app)) == 64
+        app.show(RunSnapshot(NOW, "", ()))
+        await pilot.press("enter")
+        assert rows(app) == []
+
+
+@pytest.mark.asyncio
+async def test_hostile_text_has_no_control_characters() -> None:
     evil = "\x1b[2J" + "\u4e2d" * 50 + "\n"
     peer = PeerView("10.0.0.1:1", status=status(1, software=evil, waiting_for=(evil,), run_id=evil))
     snapshot = RunSnapshot(NOW, evil, (peer, PeerView("10.0.0.2:1", error=evil)), notes=(evil,))
-    screen = TopScreen()
-    for _ in range(len(COLUMNS)):
-        assert "\x1b" not in "".join(shown(screen, snapshot))
-        screen.press("right")
+    async with screen(snapshot) as (app, _):
+        cells = [cell.plain for name in rows(app) for cell in app.table.get_row(name)]
+        assert not [text for text in (*cells, shown(app)) if "\x1b" in text]
+        assert max(map(len, cells)) <= MAX_CELL
     assert "\x1b" not in "".join(as_text(snapshot))
 
 
@@ -85,55 +117,62 @@ def test_peers_with_other_terms_are_shown_with_theirs() -> None:
     assert silent.terms == ()
 
 
-def test_the_selected_peer_stays_selected_while_others_come() -> None:
-    screen = TopScreen()
-    shown(screen, run(3))
-    screen.press("down")
-    assert screen.selected == "10.0.0.1:1"
-    shown(screen, run(64))
-    assert screen.selected == "10.0.0.1:1"
-    screen.press("end")
-    assert screen.selected == shown(screen, run(64))[-2].split()[0]
-    screen.press("home")
-    screen.press("up")
-    assert screen.selected == "10.0.0.0:1"
+@pytest.mark.asyncio
+async def test_the_selected_peer_stays_selected_while_others_come_and_go() -> None:
+    async with screen(run(3)) as (app, pilot):
+        await pilot.press("down")
+        app.show(run(64))
+        assert app.selected == "10.0.0.1:1"
+        await pilot.press("up")
+        assert app.selected == "10.0.0.19:1"  # the one before by name
+        app.show(RunSnapshot(NOW, "demo", run(64).peers[5:]))
+        assert app.selected == "10.0.0.19:1"
+        assert len(rows(app)) == 59
 
 
-def test_numbers_are_sorted_downwards_and_names_upwards() -> None:
-    screen, version = TopScreen(), [column.title for column in COLUMNS].index("VERSION")
-    for _ in range(version):
-        screen.press("s")
-    shown(screen, run(12))
-    assert [peer.endpoint for peer in screen._shown][:2] == ["10.0.0.11:1", "10.0.0.10:1"]
-    screen.press("r")
-    shown(screen, run(12))
-    assert screen._shown[0].endpoint == "10.0.0.0:1"
-    screen.press("S")
-    assert "STEPS/S" in shown(screen, run(12))[-1]
+@pytest.mark.asyncio
+async def test_numbers_are_sorted_downwards_and_names_upwards() -> None:
+    version = [column.title for column in COLUMNS].index("VERSION")
+    async with screen(run(12)) as (app, pilot):
+        assert rows(app)[:2] == ["10.0.0.0:1", "10.0.0.10:1"]
+        await pilot.press(*version * ["s"])
+        assert rows(app)[:2] == ["10.0.0.11:1", "10.0.0.10:1"]
+        await pilot.press("r")
+        assert rows(app)[0] == "10.0.0.0:1"
+        await pilot.press("S")
+        assert "12 of 12, sorted by STEPS/S" in shown(app)
 
 
-def test_a_filter_takes_letters_that_are_keys_elsewhere() -> None:
-    screen = TopScreen()
-    for key in ("/", *"0.0.3:1q", "backspace", "enter"):
-        screen.press(key)
-    assert not screen.ended
-    shown(screen, run(5))
-    assert [peer.endpoint for peer in screen._shown] == ["10.0.0.3:1"]
-    screen.press("escape")
-    shown(screen, run(5))
-    assert len(screen._shown) == 5
-    screen.press("q")
-    assert screen.ended
+@pytest.mark.asyncio
+async def test_a_filter_takes_letters_that_are_keys_elsewhere() -> None:
+    async with screen(run(5)) as (app, pilot):
+        await pilot.press("slash", *"0.0.3:1q", "backspace", "enter")
+        assert rows(app) == ["10.0.0.3:1"]
+        assert "1 of 5, sorted by PEER, filter '0.0.3:1'" in shown(app)
+        await pilot.press("escape")
+        assert len(rows(app)) == 5
 
 
-def test_keys_of_a_terminal() -> None:
-    assert keys_in(b"j\x1b[A\x1bOB\x1b[5~q") == ["j", "up", "down", "pageup", "q"]
-    assert keys_in(b"\x1b") == ["escape"]
-    assert keys_in(b"\x1b\x1b[B") == ["escape", "down"]
-    assert keys_in(b"\x1b[1;5Cx\x7f\r\x03") == ["x", "backspace", "enter", "ctrl+c"]
-    assert keys_in(b"\x1bq") == ["escape", "q"]
-    assert keys_in(b"") == []
-    assert keys_in(b"\xff") == ["\ufffd"]
+@pytest.mark.asyncio
+async def test_receipts_of_the_selected_peer_are_a_page_the_newest_first() -> None:
+    async with screen(run(5)) as (app, pilot):
+        await pilot.press("down", "enter")
+        text = shown(app)
+        assert text.startswith("Receipts of 10.0.0.1:1")
+        assert 0 < text.index("round 7") < text.index("round 6")
+        await pilot.press("escape", "w")
+        assert "Followers and explorers" in shown(app)
+        await pilot.press("escape")
+        assert len(rows(app)) == 5
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("key", ["q", "ctrl+c"])
+async def test_the_screen_ends(key: str) -> None:
+    async with screen(run(5)) as (app, pilot):
+        await pilot.press("enter")
+        await pilot.press(key)
+        assert not app.is_running or app.return_code == 0
 
 
 @pytest.mark.parametrize(
