@@ -32,7 +32,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from averaging.common import is_loopback, loopback_here, parse_address, parse_ip, spelled
 from averaging.config import FilePath
-from averaging.errors import ConfigError, ListenError
+from averaging.errors import ConfigError, ListenError, printable
 from averaging.security import read_tls, read_tokens
 
 __all__ = [
@@ -40,10 +40,7 @@ __all__ = [
     "HttpListener",
     "HttpRefusal",
     "HttpServer",
-    "carries_secret",
-    "host_in",
     "http_access",
-    "is_name_of_server",
     "listening",
     "network_of",
 ]
@@ -303,55 +300,58 @@ class HttpRefusal(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HttpAccess:
-    """Who may use a server for programs, which is no page for browsers.
+    """Who may use a server, which a page of another site in a browser on this machine reaches, too.
 
     Attributes:
         tokens: requests must carry one of them; if empty, no token is required.
-        hosts: names of this server, which the Host header must have if it is neither an address nor without a dot; None
-            allows any.
+        hosts: names of this server, which the Host header must have if it is no address; None allows any.
         tls: what `HttpServer` needs for TLS; empty without it.
+        has_page: whether it serves a page for browsers, to whose `/` other pages may link. Without one it serves
+            programs, which need no Host header, and may leave out the domain in it.
     """
 
     tokens: tuple[str, ...] = ()
     hosts: tuple[str, ...] | None = None
     tls: Mapping[str, Any] = field(default_factory=dict)
+    has_page: bool = False
 
-    def refusal(self, headers: Mapping[str, str], *, needs_token: bool = True) -> HttpRefusal | None:
+    def refusal(self, headers: Mapping[str, str], path: str = "", *, needs_token: bool = True) -> HttpRefusal | None:
         """Why a request with these headers, by name in lower case, is refused; None if it is answered."""
-        return self._page_refusal(headers) or (self._token_refusal(headers) if needs_token else None)
+        host = headers.get("host", "")
+        if not self._is_known(host):
+            return HttpRefusal(
+                403,
+                f"{printable(host, 100)!r} is no known name of this server; use its address, or start it with "
+                "--allow-host NAME",
+            )
+        if self._is_of_another_page(headers, host, path):
+            return HttpRefusal(403, "requests of web pages are refused; use another HTTP client")
+        if needs_token and self.tokens and not carries_secret(headers, self.tokens):
+            need = "a password, with any user name" if self.has_page else "a token; send 'Authorization: Bearer TOKEN'"
+            return HttpRefusal(401, f"this server requires {need}")
+        return None
 
-    def _page_refusal(self, headers: Mapping[str, str]) -> HttpRefusal | None:
-        """Refuses requests of web pages. Otherwise any page in a browser on this machine could drop the run.
+    def _is_known(self, host: str) -> bool:
+        """Whether nobody else can let the name in a Host header point to this server.
 
         A page whose name its owner lets point to this machine has the same origin as the server (DNS rebinding). Only
         the Host header then has a name that is not the server's.
         """
-        host = headers.get("host", "")
         name = host_in(host)
-        if (
-            self.hosts is not None
-            and host
-            and (name is None or ("." in name and not is_name_of_server(name, self.hosts)))
-        ):
-            return HttpRefusal(
-                403,
-                f"{host[:100]!r} is no known name of this server; use its address, start it with --allow-host NAME, or "
-                "require a token",
-            )
+        if self.hosts is None or (not self.has_page and (not host or (name is not None and "." not in name))):
+            return True
+        return name is not None and (parse_ip(name) is not None or is_loopback(name) or name in self.hosts)
+
+    def _is_of_another_page(self, headers: Mapping[str, str], host: str, path: str) -> bool:
+        if self.has_page and path == "/" and headers.get("sec-fetch-mode") == "navigate":
+            return headers.get("sec-fetch-dest") != "document"  # a link to the page is none, a frame with it is
         sent_by = [headers[name].lower() for name in ("origin", "referer") if name in headers]
         own_page = all(page.split("/")[2:3] == [host.lower()] for page in sent_by)
-        if not own_page or headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-            return HttpRefusal(403, "requests of web pages are refused; use another HTTP client")
-        return None
-
-    def _token_refusal(self, headers: Mapping[str, str]) -> HttpRefusal | None:
-        if self.tokens and not carries_secret(headers, self.tokens, ("basic", "bearer")):
-            return HttpRefusal(401, "this server requires a token; send 'Authorization: Bearer TOKEN'")
-        return None
+        return not own_page or headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
 
 
-def carries_secret(headers: Mapping[str, str], secrets: Sequence[str], schemes: Sequence[str]) -> bool:
-    """Whether the Authorization header has one of the secrets, in `basic` as the password of any user."""
+def carries_secret(headers: Mapping[str, str], secrets: Sequence[str]) -> bool:
+    """Whether the Authorization header has one of the secrets, with Basic as the password of any user."""
     scheme, _, value = headers.get("authorization", "").partition(" ")
     given = value.strip().encode()
     if scheme.lower() == "basic":  # clients without an option for a token send the password of their URL
@@ -361,7 +361,7 @@ def carries_secret(headers: Mapping[str, str], secrets: Sequence[str], schemes: 
             given = b""
     # All are compared, so that the time taken reveals nothing.
     matches = sum([hmac.compare_digest(given, secret.encode()) for secret in secrets])
-    return bool(matches) and scheme.lower() in schemes
+    return bool(matches) and scheme.lower() in ("basic", "bearer")
 
 
 def http_access(
@@ -410,8 +410,3 @@ def host_in(header: str) -> str | None:
         return (urlsplit(f"//{header}").hostname or "").rstrip(".")
     except ValueError:
         return None
-
-
-def is_name_of_server(host: str, hosts: Sequence[str]) -> bool:
-    """Whether a request for that host can reach only this server: nobody else can let such a name point to it."""
-    return parse_ip(host) is not None or is_loopback(host) or host in hosts

@@ -1,12 +1,10 @@
 """The page of `averaging dashboard`: a run in a browser. Needs `pip install 'averaging[dashboard]'`.
 
-Read in this order: `history` (curves and rounds, bounded; pure), `views` (what the page shows of a snapshot), `access`
-(who may read the page), `server` (the page's files and its events), then `page/` (the page itself: it only reads, is
-written by hand, and loads nothing from elsewhere).
+Read in this order: `history` (curves and rounds, bounded; pure), `server` (who may read, the page's files and its
+events), then `page/` (the page itself: it only reads, is written by hand, and loads nothing from elsewhere).
 """
 
 from averaging.dashboard.history import CurvePoint, RunHistory
-from averaging.dashboard.server import DashboardServer
-from averaging.dashboard.views import RECEIPTS, views_of
+from averaging.dashboard.server import RECEIPTS, DashboardServer, views_of
 
 __all__ = ["RECEIPTS", "CurvePoint", "DashboardServer", "RunHistory", "views_of"]

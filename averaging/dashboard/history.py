@@ -8,13 +8,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from averaging.common import size
-from averaging.errors import printable
-from averaging.receipts import Outcome, Receipt, Round, describe
+from averaging.monitor import Json, RunSnapshot, clean
+from averaging.receipts import Outcome, Receipt, Round, describe, to_json
 
 MAX_ROUNDS = 1000
 """Rounds that are remembered; the oldest are forgotten first."""
@@ -22,11 +22,8 @@ MAX_ROUNDS = 1000
 MAX_ACCOUNTS = 200_000
 """Accounts of members in all remembered receipts, some 300 bytes each; the oldest receipts are forgotten first."""
 
-MAX_MEMBERS = 1024
-"""A receipt that names more members is not shown."""
-
-MAX_PHASES = 16
-"""Phases of a receipt that are shown."""
+MAX_MEMBERS, MAX_PHASES = 1024, 16
+"""A receipt that names more members or phases is not shown."""
 
 MAX_POINTS = 1800
 """Points of the curves: an hour with one in 2 s."""
@@ -37,19 +34,14 @@ AHEAD = 600.0
 MAX_SECONDS = 1e7
 """A receipt of a longer round is not shown."""
 
-Json = dict[str, Any]
-"""A JSON object."""
 
-
-@dataclass(frozen=True, slots=True)
-class CurvePoint:
+class CurvePoint(NamedTuple):
     """One point of the curves.
 
     Attributes:
         time: seconds since the epoch.
-        bytes_in: bytes per second that all peers received.
-        bytes_out: bytes per second that all peers sent.
-        speeds: local steps, or samples, per second by endpoint.
+        bytes_in, bytes_out: bytes per second that all peers received and sent.
+        speeds: local steps per second by endpoint.
     """
 
     time: float
@@ -57,30 +49,18 @@ class CurvePoint:
     bytes_out: float
     speeds: Mapping[str, float]
 
-    def to_json(self) -> list[Any]:
-        """The point as the page takes it."""
-        return [round(self.time, 1), round(self.bytes_in), round(self.bytes_out), dict(self.speeds)]
-
 
 @dataclass(slots=True)
 class _ShownRound:
-    """One round, with the receipt of each peer that has sent one."""
+    """One round, with the receipt of each peer that has sent one, and as the page takes it."""
 
     id: str
     receipts: dict[str, Receipt] = field(default_factory=dict)
-    _shown: Json | None = None
+    shown: Json = field(default_factory=dict)
 
     def add(self, receipt: Receipt) -> None:
-        """Adds the receipt of one more peer."""
         self.receipts[receipt.endpoint] = receipt
-        self._shown = None
-
-    @property
-    def shown(self) -> Json:
-        """The round as the page takes it."""
-        if self._shown is None:
-            self._shown = _round_json(self)
-        return self._shown
+        self.shown = _round_json(self)
 
     @property
     def round(self) -> Round:
@@ -101,6 +81,23 @@ class RunHistory:
         self._changed: set[str] = set()
         self._new_points = 0
 
+    def add_snapshot(self, snapshot: RunSnapshot) -> None:
+        """Adds the receipts and rates in a snapshot."""
+        for peer in snapshot.peers:
+            for receipt in peer.receipts:
+                self.add_receipt(peer.endpoint, receipt, snapshot.time)
+        peers = snapshot.answering
+        speeds = {peer.endpoint: peer.training.steps_per_second for peer in peers if peer.training}
+        sent, received = (
+            sum(rate or 0.0 for rate in rates)
+            for rates in (
+                [peer.bytes_sent_per_second for peer in peers],
+                [peer.bytes_received_per_second for peer in peers],
+            )
+        )
+        known = {name: speed for name, speed in speeds.items() if speed is not None}
+        self.add_point(CurvePoint(snapshot.time, received, sent, known))
+
     def add_point(self, point: CurvePoint) -> None:
         """Adds a point to the curves."""
         self._points.append(point)
@@ -118,9 +115,6 @@ class RunHistory:
         entry.add(receipt)
         self._accounts += 1 + len(receipt.accounts)
         self._changed.add(name)
-        self._forget()
-
-    def _forget(self) -> None:
         while len(self._entries) > MAX_ROUNDS or (self._accounts > MAX_ACCOUNTS and len(self._entries) > 1):
             name, entry = self._entries.popitem(last=False)
             self._accounts -= entry.accounts
@@ -139,20 +133,29 @@ class RunHistory:
         return self._json(self._points, self._entries.values())
 
     def details(self, name: str) -> Json | None:
-        """The receipts of one round, with the reasons in words; None if it is not remembered."""
+        """The receipts of one round, and what each says in words; None if it is not remembered."""
         entry = self._entries.get(name)
         if entry is None:
             return None
         whole = entry.round
-        missing = sorted(set(whole.members) - entry.receipts.keys())
-        note = f"No receipt is known of {', '.join(missing[:8])}{' and others' if len(missing) > 8 else ''}."
-        return {
-            "id": name,
-            "name": printable(whole.name),
-            "text": describe(whole, entry.receipts),
-            "notes": [printable(note)] if missing else [],
-            "receipts": [_receipt_json(receipt) for receipt in whole.receipts],
-        }
+        receipts = [
+            {
+                **to_json(receipt),
+                "words": describe(Round((receipt,))),
+                "late": {account.endpoint: account.lateness for account in receipt.accounts},
+            }
+            for receipt in whole.receipts
+        ]
+        details: Json = clean(
+            {
+                "id": name,
+                "name": whole.name,
+                "text": entry.shown["text"],
+                "missing": sorted(set(whole.members) - entry.receipts.keys())[:8],
+                "receipts": receipts,
+            }
+        )
+        return details
 
     def _json(self, points: Iterable[CurvePoint], entries: Iterable[_ShownRound]) -> Json:
         rounds = [entry.shown for entry in entries]
@@ -160,7 +163,7 @@ class RunHistory:
         latest = max(averaged, key=lambda entry: entry.shown["started"], default=None)
         is_new = latest is not None and any(round_ is latest.shown for round_ in rounds)
         graph = _graph(latest) if latest is not None and is_new else None
-        return {"points": [point.to_json() for point in points], "rounds": rounds, "graph": graph}
+        return {"points": clean(list(points)), "rounds": rounds, "graph": graph}
 
 
 def round_id(receipt: Receipt) -> str:
@@ -176,7 +179,7 @@ def _can_be_shown(receipt: Receipt, now: float) -> bool:
     counts = (len(receipt.members), len(receipt.accounts), len(receipt.dropped), len(receipt.drift))
     if not all(map(math.isfinite, numbers)) or min(numbers) < 0 or max(numbers[1:]) > MAX_SECONDS:
         return False
-    return receipt.started < now + AHEAD and max(counts) <= MAX_MEMBERS
+    return receipt.started < now + AHEAD and max(counts) <= MAX_MEMBERS and len(receipt.phases) <= MAX_PHASES
 
 
 def _round_json(entry: _ShownRound) -> Json:
@@ -184,91 +187,37 @@ def _round_json(entry: _ShownRound) -> Json:
     receipts = whole.receipts
     started = min(receipt.started for receipt in receipts)
     dropped = len(whole.dropped)
-    return {
-        "id": entry.id,
-        "text": describe(whole, entry.receipts),
-        "outcome": whole.outcome.value,
-        "dropped": dropped,
-        "fault": bool(dropped or whole.drift or any(not receipt.averaged for receipt in receipts)),
-        "started": started,
-        "seconds": max(receipt.started + receipt.seconds for receipt in receipts) - started,
-        "receipts": [
-            {
-                "peer": printable(receipt.endpoint),
-                "round": receipt.round,
-                "outcome": receipt.outcome.value,
-                "started": receipt.started,
-                "seconds": receipt.seconds,
-                "phases": _phases(receipt),
-                "dropped": len(receipt.dropped),
-            }
-            for receipt in receipts
-        ],
-    }
-
-
-def _phases(receipt: Receipt) -> list[tuple[str, float]]:
-    return [(printable(name, 40), round(took, 4)) for name, took in list(receipt.phases.items())[:MAX_PHASES]]
-
-
-def _receipt_json(receipt: Receipt) -> Json:
-    return {
-        "endpoint": printable(receipt.endpoint),
-        "outcome": receipt.outcome.value,
-        "reason": printable(receipt.reason),
-        "started": receipt.started,
-        "seconds": receipt.seconds,
-        "phases": _phases(receipt),
-        "role": receipt.role.value if receipt.role else "",
-        "bytes_sent": receipt.bytes_sent,
-        "bytes_received": receipt.bytes_received,
-        "topic": printable(receipt.topic),
-        "lost": len(receipt.dropped),
-        "facts": [[name, printable(text)] for name, text in _facts(receipt)],
-        "accounts": [
-            {
-                "endpoint": printable(account.endpoint),
-                "role": account.role.value,
-                "weight": _finite(account.weight),
-                "weight_unit": printable(account.weight_unit, 20),
-                "late": printable(account.lateness, 100),
-                "share": _finite(account.share),
-                "bytes_sent": account.bytes_sent,
-                "bytes_received": account.bytes_received,
-                "lane": printable(account.lane, 20),
-                "lane_reason": printable(account.lane_reason, 300),
-            }
-            for account in receipt.accounts
-        ],
-    }
-
-
-def _facts(receipt: Receipt) -> Iterator[tuple[str, str]]:
-    for dropped in receipt.dropped:
-        yield "lost", f"{dropped.endpoint}: {dropped.reason} ({dropped.code.value.replace('_', ' ')})"
-    if receipt.last_to_arrive is not None:
-        yield "last to arrive", str(receipt.last_to_arrive)
-    if (straggler := receipt.straggler) is not None:
-        yield "waited for", f"the {straggler.what} of {straggler.endpoint}, {straggler.seconds:.2f} s"
-    if receipt.kept_local:
-        yield "kept local", f"{receipt.kept_local:,} elements, whose reducer was lost"
-    for drift in receipt.drift:
-        yield "drift", str(drift)
-    if receipt.digest:
-        yield "averages", f"digest {receipt.digest}"
-    if receipt.state:
-        yield "state", f"digest {receipt.state}, version {receipt.state_version}"
-
-
-def _finite(value: float) -> float:
-    return value if math.isfinite(value) else 0.0
+    shown: Json = clean(
+        {
+            "id": entry.id,
+            "text": describe(whole, entry.receipts),
+            "outcome": whole.outcome.value,
+            "dropped": dropped,
+            "fault": bool(dropped or whole.drift or any(not receipt.averaged for receipt in receipts)),
+            "started": started,
+            "seconds": max(receipt.started + receipt.seconds for receipt in receipts) - started,
+            "receipts": [
+                {
+                    "peer": receipt.endpoint,
+                    "round": receipt.round,
+                    "outcome": receipt.outcome.value,
+                    "started": receipt.started,
+                    "seconds": receipt.seconds,
+                    "phases": list(receipt.phases.items()),
+                    "dropped": len(receipt.dropped),
+                }
+                for receipt in receipts
+            ],
+        }
+    )
+    return shown
 
 
 def _graph(entry: _ShownRound) -> Json:
     """Who reduces for whom: the members, and for each pair the bytes that went from one to the other."""
     whole = entry.round
     members = {name: place for place, name in enumerate(whole.members)}
-    shares = {account.endpoint: account for receipt in reversed(whole.receipts) for account in receipt.accounts}
+    accounts = {account.endpoint: account for receipt in reversed(whole.receipts) for account in receipt.accounts}
     edges: dict[tuple[int, int], tuple[int, str, str]] = {}
     for receipt in whole.receipts:
         here = members.get(receipt.endpoint)
@@ -276,24 +225,19 @@ def _graph(entry: _ShownRound) -> Json:
             there = members.get(account.endpoint)
             if here is None or there is None or here == there:
                 continue
-            lane = printable(account.lane, 20), printable(account.lane_reason, 300)
-            edges[here, there] = (account.bytes_sent, *lane)
+            edges[here, there] = (account.bytes_sent, account.lane, account.lane_reason)
             edges.setdefault((there, here), (account.bytes_received, "", ""))
-    nodes = [
-        {
-            "endpoint": printable(name),
-            "share": _finite(shares[name].share) if name in shares else 0.0,
-            "weight": _finite(shares[name].weight) if name in shares else 0.0,
-            "weight_unit": printable(shares[name].weight_unit, 20) if name in shares else "",
-            "mode": printable(shares[name].mode, 20) if name in shares else "",
-        }
-        for name in members
-    ]
-    arrows = [[here, there, *edge] for (here, there), edge in sorted(edges.items()) if edge[0]]
+    nodes: list[dict[str, Any]] = []
+    for name in members:
+        node = {"endpoint": name, "share": 0.0, "weight": 0.0, "weight_unit": "", "mode": ""}
+        nodes.append({each: getattr(accounts[name], each) for each in node} if name in accounts else node)
     total = size(sum(count for count, _, _ in edges.values()))
-    return {
-        "key": f"{entry.id} {len(entry.receipts)}",
-        "name": printable(f"{whole.name}, {total}"),
-        "nodes": nodes,
-        "edges": arrows,
-    }
+    graph: Json = clean(
+        {
+            "key": f"{entry.id} {len(entry.receipts)}",
+            "name": f"{whole.name}, {total}",
+            "nodes": nodes,
+            "edges": [[here, there, *edge] for (here, there), edge in sorted(edges.items()) if edge[0]],
+        }
+    )
+    return graph

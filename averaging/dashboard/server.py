@@ -1,24 +1,37 @@
-"""`DashboardServer`: one collector asks the peers, and all open pages get what it finds as server-sent events."""
+"""`DashboardServer`: one collector asks the peers, and all open pages get what it finds as server-sent events.
+
+A page of another site runs in a browser that reaches this server. It must not read the run: neither through a name that
+its owner lets point here (DNS rebinding), nor with the password that the browser remembers, nor in a frame.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable
+import ssl
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AsyncExitStack, aclosing
 from importlib.resources import files
 from pathlib import Path
+from socket import gethostname
 from typing import Self
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from averaging.common import loopback_here
-from averaging.dashboard.access import PageGuard, check_https, page_access
-from averaging.dashboard.history import Json, RunHistory
-from averaging.http_server import HttpListener, HttpServer, listening
+from averaging.common import is_loopback, loopback_here, parse_address, spelled
+from averaging.dashboard.history import RunHistory
+from averaging.errors import ConfigError
+from averaging.http_server import HttpAccess, HttpListener, HttpServer, listening
+from averaging.monitor import Collector, Json, snapshot_json
+from averaging.security import read_tokens
+
+RECEIPTS = 64
+"""Receipts of each peer that are asked for at first; a peer keeps as many."""
 
 MAX_PAGES = 32
 """Pages that may be open at the same time; another one is refused with status 503."""
@@ -42,6 +55,38 @@ FILES = {
 
 Views = Callable[[RunHistory], AsyncGenerator[Json, None]]
 """Yields what the page shows of the run now, every 2 s or so, and adds rates and receipts to the history."""
+
+HEADERS: Mapping[str, str] = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+    ),
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+"""Headers of every answer: nothing from elsewhere runs in the page, and no other page shows or embeds it."""
+
+LOGIN = {"WWW-Authenticate": 'Basic realm="averaging dashboard", charset="UTF-8"'}
+
+
+def views_of(collector: Collector) -> Views:
+    """Returns the views of the run that a collector watches, for a `DashboardServer`.
+
+    Args:
+        collector: it is entered, and asks the peers for `RECEIPTS`.
+    """
+
+    async def views(history: RunHistory) -> AsyncGenerator[Json, None]:
+        async with aclosing(collector.snapshots()) as snapshots:
+            async for snapshot in snapshots:
+                history.add_snapshot(snapshot)
+                yield snapshot_json(snapshot, receipts=False)
+
+    return views
 
 
 class OpenPages:
@@ -131,16 +176,19 @@ class DashboardServer:
         insecure: bool = False,
     ) -> None:
         self._views, self._listen = views, loopback_here(listen)
-        self._https = check_https(https_cert, https_key)
-        self._files = {"ssl_certfile": https_cert, "ssl_keyfile": https_key} if self._https else {}
-        self._access = page_access(
-            listen, hosts=hosts, password_file=password_file, https=self._https, insecure=insecure
-        )
+        tls = check_https(https_cert, https_key)
+        passwords = read_tokens(password_file, "password_file")
+        host, _ = parse_address(listen)
+        if not (is_loopback(host) or insecure or (tls and passwords)):
+            raise _too_open(listen, https=bool(tls), password=bool(passwords))
+        names = {host.lower(), gethostname().lower(), *(name.lower().rstrip(".") for name in hosts)}
+        self._access = HttpAccess(passwords, tuple(names), tls, has_page=True)
+        who = "users of this machine" if is_loopback(host) else "all who reach this address"
+        self.readers = f"for {who}{' with the password' if passwords else ', without a password'}"
         self._history = RunHistory()
         self._view: Json = {}
         self._ready = asyncio.Event()
         self.pages = OpenPages()
-        self.readers = self._access.readers
         self.url = ""
 
     async def __aenter__(self) -> Self:
@@ -180,8 +228,10 @@ class DashboardServer:
             Route("/state", self._state, methods=["GET"]),
             Route("/rounds/{name}", self._round, methods=["GET"]),
         ]
-        guarded = PageGuard(Starlette(routes=routes), self._access)
-        return HttpServer(guarded, listener, connections=CONNECTIONS, seconds=SECONDS, grace=GRACE, tls=self._files)
+        guarded = _guarded(Starlette(routes=routes), self._access)
+        return HttpServer(
+            guarded, listener, connections=CONNECTIONS, seconds=SECONDS, grace=GRACE, tls=self._access.tls
+        )
 
     async def _events(self, _: Request) -> Response:
         events = self._too_many() if self.pages.full else self._new_page()
@@ -207,6 +257,54 @@ class DashboardServer:
         if details is None:
             return JSONResponse({"error": "this round is not remembered any more"}, 404, headers=NOT_STORED)
         return JSONResponse(details, headers=NOT_STORED)
+
+
+def check_https(cert: str | Path | None, key: str | Path | None) -> dict[str, str | Path]:
+    """The files for TLS as `HttpServer` takes them; none without TLS.
+
+    Raises:
+        ConfigError: one file is missing, or they are not a certificate and its key in PEM.
+    """
+    if cert is None and key is None:
+        return {}
+    if cert is None or key is None:
+        raise ConfigError(f"{spelled('https_cert')} and {spelled('https_key')} belong together; give both")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=lambda: "")
+    except OSError as error:  # such as ssl.SSLError
+        names = f"{spelled('https_cert', cert)} and {spelled('https_key', key)}"
+        raise ConfigError(f"{names} are no certificate with its key: {error.strerror or error}") from None
+    return {"ssl_certfile": cert, "ssl_keyfile": key}
+
+
+def _too_open(listen: str, *, https: bool, password: bool) -> ConfigError:
+    both = f"{spelled('https_cert')} and {spelled('https_key')}"
+    missing = [text for text, given in ((both, https), (spelled("password_file"), password)) if not given]
+    return ConfigError(
+        f"other machines can reach {listen}, and could read the run or the traffic: give {' and '.join(missing)}; "
+        f"or {spelled('insecure', True)}, if everybody in that network may; or listen on 127.0.0.1 and let ssh "
+        "forward the port (ssh -L 8080:127.0.0.1:8080 this-machine)"
+    )
+
+
+def _guarded(application: ASGIApp, access: HttpAccess) -> ASGIApp:
+    """The application without the requests that `access` refuses, and with `HEADERS` in every answer."""
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        answer, refusal = application, access.refusal(Headers(scope=scope), scope["path"])
+        if refusal is not None:
+            answer = PlainTextResponse(refusal.text, refusal.status, LOGIN if refusal.status == 401 else {})
+        await answer(scope, receive, send_with_headers)
+
+    return guarded
 
 
 NOT_STORED = {"Cache-Control": "no-store"}

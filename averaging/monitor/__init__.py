@@ -8,12 +8,13 @@ same in a terminal, with Textual).
 from averaging.monitor.collector import INTERVAL, Collector
 from averaging.monitor.screen import TopApp
 from averaging.monitor.services import NamedFeed, NamedRegister
-from averaging.monitor.snapshot import PeerView, RunSnapshot, ServiceView, clean, matching, snapshot_json
+from averaging.monitor.snapshot import Json, PeerView, RunSnapshot, ServiceView, clean, matching, snapshot_json
 from averaging.monitor.table import as_text
 
 __all__ = [
     "INTERVAL",
     "Collector",
+    "Json",
     "NamedFeed",
     "NamedRegister",
     "PeerView",

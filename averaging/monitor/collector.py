@@ -33,7 +33,7 @@ CONCURRENT, CONCURRENT_RETRIES = 32, 8
 MAX_PEERS = 1024
 """Peers that are asked. A hostile peer may name any number."""
 
-FORGET_SECONDS = 60.0
+FORGET_SECONDS = 600.0
 """Seconds after which a peer is no longer shown that neither answers nor is named by a peer that does."""
 
 MAX_MESSAGE_BYTES = 4 << 20
@@ -132,24 +132,21 @@ class Collector:
         """What is known now. The receipts in it are in no other snapshot."""
         now = self._clock()
         self._forget(now)
+        left_out = f"{counted(self._left_out, 'further peer')} not asked: at most {MAX_PEERS} are"
+        notes = (left_out,) if self._left_out else ()
         return RunSnapshot(
             time=now,
             run_id=self.run_id,
             peers=tuple(self._peers[name].view(now) for name in sorted(self._peers)),
             register=self._answers_of.get("register"),
             feed=self._answers_of.get("feed"),
-            notes=self._notes(),
+            notes=notes,
         )
 
     def receipts_of(self, endpoint: str) -> tuple[Receipt, ...]:
         """The last receipts of a peer, the oldest first."""
         history = self._peers.get(endpoint)
         return tuple(history.receipts) if history else ()
-
-    def _notes(self) -> tuple[str, ...]:
-        if not self._left_out:
-            return ()
-        return (f"{counted(self._left_out, 'further peer')} not asked: at most {MAX_PEERS} are",)
 
     # Calls
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
 
 from averaging.monitor.snapshot import PeerView
 from averaging.receipts import Account, Outcome, PeerStatus, Receipt, Totals, step_rate_text
@@ -21,14 +23,8 @@ KEPT_RECEIPTS = 64
 CLIENT = "a client, which accepts no calls"
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The counters in one answer.
-
-    Attributes:
-        time: when it came, in seconds since the epoch.
-        totals: sums over all rounds of the peer until then.
-    """
+class Answer(NamedTuple):
+    """When an answer came, in seconds since the epoch, and the sums over all rounds of the peer until then."""
 
     time: float
     totals: Totals
@@ -43,6 +39,7 @@ class PeerHistory:
     Attributes:
         status: its last answer.
         error: why it did not answer the last time.
+        account: of a peer that cannot be asked, what another one's receipt says of it.
         receipts: its last receipts, the oldest first.
     """
 
@@ -59,11 +56,9 @@ class PeerHistory:
 
     @property
     def last_round(self) -> int:
-        """The number of the last round of which there is a receipt; 0 if there is none."""
         return self.receipts[-1].round if self.receipts else 0
 
     def answered(self, status: PeerStatus, now: float, round_trip: float) -> None:
-        """Adds an answer."""
         if self.status is not None and status.started != self.status.started:  # it was restarted
             self._answers.clear()
             self.receipts.clear()
@@ -80,8 +75,7 @@ class PeerHistory:
         self._trim(now)
 
     def failed(self, reason: str) -> None:
-        """Notes that it did not answer."""
-        self.error = reason or "no answer"
+        self.error = reason.removeprefix(f"{self.endpoint}: ") or "no answer"
 
     def described(self, account: Account, by: PeerStatus) -> None:
         """Notes what the last receipt of another peer says of this one, which cannot be asked."""
@@ -112,15 +106,19 @@ def _with_rates(view: PeerView, first: Answer, last: Answer) -> PeerView:
     if not seconds > 0:  # also if the peer says that it started at NaN
         return view
     then, now = first.totals, last.totals
+
+    def per_second(after: Mapping[str, int], before: Mapping[str, int]) -> float:
+        return max(0.0, (sum(after.values()) - sum(before.values())) / seconds)
+
     averaged = now.rounds.get(Outcome.AVERAGED, 0) - then.rounds.get(Outcome.AVERAGED, 0)
     rounds = sum(now.rounds.values()) - sum(then.rounds.values())
     phases = {name: total - then.phase_seconds.get(name, 0.0) for name, total in now.phase_seconds.items()}
     return replace(
         view,
-        window=seconds,
+        window_seconds=seconds,
         rounds_per_minute=max(0.0, 60 * averaged / seconds),
-        bytes_sent=max(0.0, (sum(now.bytes_sent.values()) - sum(then.bytes_sent.values())) / seconds),
-        bytes_received=max(0.0, (sum(now.bytes_received.values()) - sum(then.bytes_received.values())) / seconds),
+        bytes_sent_per_second=per_second(now.bytes_sent, then.bytes_sent),
+        bytes_received_per_second=per_second(now.bytes_received, then.bytes_received),
         waiting_share=min(1.0, max(0.0, (now.waiting_seconds - then.waiting_seconds) / seconds)),
         phase_seconds={name: max(0.0, total) / rounds for name, total in phases.items()} if rounds > 0 else {},
     )

@@ -59,7 +59,7 @@ class NamedRegister:
             "bytes": sum(each.bytes for each in kept),
             "last_write_seconds": min((each.age for each in kept), default=None),
         }
-        return ServiceView(self._channel.endpoint, values=values, round_trip=time.monotonic() - began)
+        return ServiceView(self._channel.endpoint, values=values, round_trip_seconds=time.monotonic() - began)
 
     async def close(self) -> None:
         """See `NamedService`."""
@@ -91,7 +91,7 @@ class NamedFeed:
         except AveragingError as error:
             return ServiceView(self._connection.url, error=error.reason)
         values: Mapping[str, Any] = dict(list(answer.items())[:MAX_VALUES])
-        return ServiceView(self._connection.url, values=values, round_trip=time.monotonic() - began)
+        return ServiceView(self._connection.url, values=values, round_trip_seconds=time.monotonic() - began)
 
     async def close(self) -> None:
         """See `NamedService`."""

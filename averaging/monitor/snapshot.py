@@ -1,18 +1,18 @@
-"""What a view of a run shows at one moment, and the same as JSON. Pure.
-
-`averaging top --json` prints `to_json` of a `RunSnapshot`; docs/operate/top.md explains its fields.
-"""
+"""A run at one moment, and the same as JSON: of `averaging top`, its table and `--json`, and of the page. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from averaging.common import CLIENT_PREFIX, plain
 from averaging.errors import printable
-from averaging.receipts import Account, PeerStatus, Receipt, TrainingProgress, WeightReader, to_json
+from averaging.receipts import Account, PeerStatus, Receipt, Totals, TrainingProgress, WeightReader, to_json
+
+MAX_TEXT = 1000
+# Characters of a text of a peer.
 
 VERSION = 1
 """Version of the JSON format. New fields do not change it."""
@@ -25,13 +25,13 @@ class PeerView:
     Attributes:
         endpoint: its endpoint.
         error: why it did not answer the last time, or cannot be asked; empty if it did, or was not asked yet.
-        silent: seconds since its last answer; None if there was none.
+        silent_seconds: seconds since its last answer; None if there was none.
         status: its last answer; None if there was none.
-        round_trip: seconds that the last answer took.
+        round_trip_seconds: seconds that the last answer took.
         account: of a peer that cannot be asked, such as a client: what another member's last receipt says of it.
-        window: seconds that the rates below cover; 0 if they are unknown.
+        window_seconds: seconds that the rates below cover; 0 if they are unknown.
         rounds_per_minute: rounds that averaged.
-        bytes_sent, bytes_received: per second.
+        bytes_sent_per_second, bytes_received_per_second: in rounds.
         waiting_share: fraction of the time in which it waited for other peers in rounds.
         phase_seconds: seconds of a round by phase, on average.
         receipts: receipts that came with this answer, the oldest first; none was in an earlier snapshot.
@@ -39,31 +39,28 @@ class PeerView:
 
     endpoint: str
     error: str = ""
-    silent: float | None = None
+    silent_seconds: float | None = None
     status: PeerStatus | None = None
-    round_trip: float = 0.0
+    round_trip_seconds: float = 0.0
     account: Account | None = None
-    window: float = 0.0
+    window_seconds: float = 0.0
     rounds_per_minute: float | None = None
-    bytes_sent: float | None = None
-    bytes_received: float | None = None
+    bytes_sent_per_second: float | None = None
+    bytes_received_per_second: float | None = None
     waiting_share: float | None = None
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
     receipts: tuple[Receipt, ...] = ()
 
     @property
     def answers(self) -> bool:
-        """Whether it answered the last time."""
         return self.status is not None and not self.error
 
     @property
     def training(self) -> TrainingProgress | None:
-        """The progress of its training, if it trains."""
         return None if self.status is None else self.status.training
 
     @property
     def last_round(self) -> Receipt | None:
-        """The receipt of its last round."""
         return None if self.status is None else self.status.last_round
 
     @property
@@ -73,7 +70,7 @@ class PeerView:
             return self.status.role if self.status.mode != "client" else f"client {self.status.role}"
         if self.account is not None:
             return str(self.account.mode)
-        return "client" if self.endpoint.startswith(CLIENT_PREFIX) else ""
+        return "client" if self.is_client else ""
 
     @property
     def doing(self) -> str:
@@ -88,11 +85,6 @@ class PeerView:
         if status.looking:
             return "looking"
         return status.training.stage if status.training else "idle"
-
-    @property
-    def lateness(self) -> str:
-        """`late by 3 rounds` of a peer that waits to join a later round; empty if it is in time, or silent."""
-        return self.training.lateness if self.training and self.answers else ""
 
     @property
     def waits_for(self) -> tuple[str, ...]:
@@ -115,11 +107,22 @@ class PeerView:
         return next((account for account in accounts if account.endpoint == self.endpoint), None)
 
     @property
+    def weight(self) -> str:
+        """Its weight in its last round, with the unit; empty if unknown."""
+        account = self.own_account
+        return "" if account is None else account.weight_text.removeprefix("weight ")
+
+    @property
+    def is_client(self) -> bool:
+        """Whether it accepts no calls, so that it is no fault that it does not answer."""
+        return self.endpoint.startswith(CLIENT_PREFIX)
+
+    @property
     def state(self) -> str:
-        """One word for sorting and filtering: what it does, or silent, client, refused."""
+        """One word for sorting and filtering: what it does, or silent, client, asked."""
         if self.answers:
             return self.doing
-        return "client" if self.endpoint.startswith(CLIENT_PREFIX) else "silent" if self.error else "asked"
+        return "client" if self.is_client else "silent" if self.error else "asked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +133,13 @@ class ServiceView:
         name: its address.
         error: why it did not answer; empty if it did.
         values: what it says of itself, by name.
-        round_trip: seconds that the answer took.
+        round_trip_seconds: seconds that the answer took.
     """
 
     name: str
     error: str = ""
     values: Mapping[str, Any] = field(default_factory=dict)
-    round_trip: float = 0.0
+    round_trip_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +163,6 @@ class RunSnapshot:
 
     @property
     def answering(self) -> tuple[PeerView, ...]:
-        """The peers that answered the last time."""
         return tuple(peer for peer in self.peers if peer.answers)
 
     @property
@@ -172,7 +174,7 @@ class RunSnapshot:
     @property
     def late(self) -> tuple[PeerView, ...]:
         """The peers that have missed rounds and wait to join a later one."""
-        return tuple(peer for peer in self.answering if peer.lateness)
+        return tuple(peer for peer in self.answering if peer.training and peer.training.missed)
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -228,92 +230,68 @@ class RunSnapshot:
         return [(peer.endpoint, each) for peer in self.answering if peer.status for each in peer.status.readers]
 
 
-def snapshot_json(snapshot: RunSnapshot) -> dict[str, Any]:
-    """The snapshot as JSON values. Text of other peers has no control characters, and there is no NaN."""
+Json = dict[str, Any]
+# A JSON object.
+
+_OF_RUN = ("time", "run_id", "global_step", "samples_per_second", "rounds_per_minute", "phase_seconds", "waiting_share")
+_OF_PEER = (
+    *("endpoint", "answers", "error", "silent_seconds", "round_trip_seconds", "role", "doing", "waits_for", "lanes"),
+    *("window_seconds", "rounds_per_minute", "bytes_sent_per_second", "bytes_received_per_second", "waiting_share"),
+    *("phase_seconds", "weight"),
+)
+_OF_STATUS = {
+    **{"mode": "", "software": "", "started": None, "leader": "", "members": ()},
+    **{"state_version": None, "known_peers": None, "rounds": None},
+}  # with the values of a peer that has not answered yet
+
+
+def snapshot_json(snapshot: RunSnapshot, *, receipts: bool = True) -> Json:
+    """The snapshot as JSON values. Text of other peers has no control characters, and there is no NaN.
+
+    Args:
+        snapshot: the run.
+        receipts: whether each peer comes with the receipt of its last round, which names all members.
+    """
     values = {
         "version": VERSION,
-        "time": snapshot.time,
-        "run_id": snapshot.run_id,
-        "global_step": snapshot.global_step,
-        "samples_per_second": snapshot.samples_per_second,
-        "rounds_per_minute": snapshot.rounds_per_minute,
-        "phase_seconds": snapshot.phase_seconds,
-        "waiting_share": snapshot.waiting_share,
+        **{name: getattr(snapshot, name) for name in _OF_RUN},
+        "terms": snapshot.terms[:3],
         "dropped": snapshot.dropped,
-        "peers": [_peer_json(peer) for peer in snapshot.peers],
-        **_readers_json(snapshot.readers),
-        "register": _service_json(snapshot.register),
-        "feed": _service_json(snapshot.feed),
+        "peers": [_peer_json(peer, receipts) for peer in snapshot.peers],
+        "followers": [_reader_json(peer, each) for peer, each in snapshot.readers if each.kind == "follower"],
+        "explorers": [_reader_json(peer, each) for peer, each in snapshot.readers if each.kind == "explorer"],
+        "register": asdict(snapshot.register) if snapshot.register else None,
+        "feed": asdict(snapshot.feed) if snapshot.feed else None,
         "notes": snapshot.notes,
     }
-    cleaned: dict[str, Any] = clean(values)
+    cleaned: Json = clean(values)
     return cleaned
 
 
-def _peer_json(peer: PeerView) -> dict[str, Any]:
-    status, training, last = peer.status, peer.training, peer.last_round
-    totals = status.totals if status else None
-    return {
-        "endpoint": peer.endpoint,
-        "answers": peer.answers,
-        "error": peer.error,
-        "silent_seconds": peer.silent,
-        "round_trip_seconds": peer.round_trip,
-        "role": peer.role,
-        "mode": status.mode if status else "",
-        "software": status.software if status else "",
-        "started": status.started if status else None,
-        "doing": peer.doing,
-        "waits_for": peer.waits_for,
-        "leader": status.leader if status else "",
-        "members": status.members if status else (),
-        "state_version": status.state_version if status else None,
-        "known_peers": status.known_peers if status else None,
-        "training": _training_json(training) if training else None,
-        "rounds": status.rounds if status else None,
-        "last_round": to_json(last) if last else None,
-        "lanes": peer.lanes,
-        "window_seconds": peer.window,
-        "rounds_per_minute": peer.rounds_per_minute,
-        "bytes_sent_per_second": peer.bytes_sent,
-        "bytes_received_per_second": peer.bytes_received,
-        "waiting_share": peer.waiting_share,
-        "phase_seconds": peer.phase_seconds,
-        "bytes_sent": totals.bytes_sent if totals else {},
-        "bytes_received": totals.bytes_received if totals else {},
-        "outcomes": _by_name(totals.rounds) if totals else {},
-        "dropped": _by_name(totals.dropped) if totals else {},
+def _peer_json(peer: PeerView, receipts: bool) -> Json:
+    status, last = peer.status, peer.last_round
+    totals = status.totals if status and status.totals else Totals()
+    values = {
+        **{name: getattr(peer, name) for name in _OF_PEER},
+        **{name: getattr(status, name) if status else unknown for name, unknown in _OF_STATUS.items()},
+        "training": {**asdict(peer.training), "terms": peer.training.terms} if peer.training else None,
+        "last": {
+            "outcome": "partial" if last.averaged and last.dropped else last.outcome.value,
+            "ended": last.started + last.seconds,
+            "text": str(last),
+        }
+        if last
+        else None,
+        "bytes_sent": totals.bytes_sent,
+        "bytes_received": totals.bytes_received,
+        "outcomes": {outcome.value: count for outcome, count in totals.rounds.items()},
+        "dropped": {code.value: count for code, count in totals.dropped.items()},
     }
+    return values | {"last_round": to_json(last) if last else None} if receipts else values
 
 
-def _training_json(training: TrainingProgress) -> dict[str, Any]:
-    return {name: getattr(training, name) for name in TrainingProgress.__dataclass_fields__}
-
-
-def _readers_json(readers: Sequence[tuple[str, WeightReader]]) -> dict[str, list[dict[str, Any]]]:
-    def of(kind: str) -> list[dict[str, Any]]:
-        return [
-            {"peer": peer, "name": each.name, "status": each.status, "version": each.version, "newest": each.newest}
-            for peer, each in readers
-            if each.kind == kind
-        ]
-
-    return {"followers": of("follower"), "explorers": of("explorer")}
-
-
-def _service_json(service: ServiceView | None) -> dict[str, Any] | None:
-    if service is None:
-        return None
-    return {
-        "name": service.name,
-        "error": service.error,
-        "round_trip_seconds": service.round_trip,
-        "values": service.values,
-    }
-
-
-def _by_name(counts: Mapping[Any, int]) -> dict[str, int]:
-    return {str(key.value): count for key, count in counts.items()}
+def _reader_json(peer: str, reader: WeightReader) -> Json:
+    return {"peer": peer, **{name: getattr(reader, name) for name in ("name", "status", "version", "newest")}}
 
 
 def clean(value: Any) -> Any:
@@ -323,9 +301,9 @@ def clean(value: Any) -> Any:
 
 def _printable(value: Any) -> Any:
     if isinstance(value, str):
-        return printable(value)
+        return printable(value, MAX_TEXT)
     if isinstance(value, Mapping):
-        return {printable(key): _printable(item) for key, item in value.items()}
+        return {printable(key, MAX_TEXT): _printable(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_printable(item) for item in value]
     return value
@@ -338,6 +316,5 @@ def matching(peers: Iterable[PeerView], text: str) -> list[PeerView]:
 
 
 def _words(peer: PeerView) -> list[str]:
-    status, training = peer.status, peer.training
-    software, strategy = status.software if status else "", training.strategy if training else ""
+    software, strategy = peer.status.software if peer.status else "", peer.training.strategy if peer.training else ""
     return [peer.endpoint, peer.role, peer.state, peer.error, software, strategy, *peer.lanes]

@@ -115,7 +115,11 @@ def _waits_for(peer: PeerView, _: float) -> str:
 def _state(peer: PeerView, _: float) -> str:
     if peer.state == "late" and peer.training is not None:
         return f"late {compact(peer.training.missed)}"
-    return f"silent {age(peer.silent)}" if peer.state == "silent" and peer.silent is not None else peer.state
+    return (
+        f"silent {age(peer.silent_seconds)}"
+        if peer.state == "silent" and peer.silent_seconds is not None
+        else peer.state
+    )
 
 
 def _rate(of: Callable[[PeerView], float | None]) -> tuple[Callable[[PeerView, float], str], Key]:
@@ -130,19 +134,14 @@ def _grace(peer: PeerView) -> float | None:
     return peer.training.grace if peer.training else None
 
 
-def _weight(peer: PeerView, _: float) -> str:
-    account = peer.own_account
-    return "" if account is None else f"{compact(account.weight)} {account.weight_unit}".rstrip()
-
-
 COLUMNS = (
     Column("PEER", *_text(lambda peer: peer.endpoint)),
     Column("STATE", _state, lambda peer: peer.state),
     Column("STEP", _steps, _step_key, right=True),
     Column("SAMP/S", *_rate(lambda peer: peer.training.samples_per_second if peer.training else None), right=True),
     Column("LAST ROUND", _last, lambda peer: peer.last_round.round if peer.last_round else None, right=True),
-    Column("OUT/S", *_rate(lambda peer: peer.bytes_sent), right=True),
-    Column("IN/S", *_rate(lambda peer: peer.bytes_received), right=True),
+    Column("OUT/S", *_rate(lambda peer: peer.bytes_sent_per_second), right=True),
+    Column("IN/S", *_rate(lambda peer: peer.bytes_received_per_second), right=True),
     Column(
         "WAIT",
         lambda peer, _: "" if peer.waiting_share is None else f"{peer.waiting_share:.0%}",
@@ -154,7 +153,12 @@ COLUMNS = (
     Column("EVERY", *_text(lambda peer: peer.training.sync_every if peer.training else "")),
     Column("QUORUM", *_text(lambda peer: peer.training.quorum if peer.training else "")),
     Column("GRACE", lambda peer, _: "" if (grace := _grace(peer)) is None else duration(grace), _grace, right=True),
-    Column("WEIGHT", _weight, lambda peer: account.weight if (account := peer.own_account) else None, right=True),
+    Column(
+        "WEIGHT",
+        lambda peer, _: peer.weight,
+        lambda peer: account.weight if (account := peer.own_account) else None,
+        right=True,
+    ),
     Column("ROLE", *_text(lambda peer: peer.role)),
     Column("STRATEGY", *_text(lambda peer: peer.training.strategy if peer.training else "")),
     Column("STEPS/S", *_rate(lambda peer: peer.training.steps_per_second if peer.training else None), right=True),
@@ -308,7 +312,7 @@ def _service_line(kind: str, service: ServiceView) -> str:
         f"{printable(str(name)).replace('_', ' ')} {printable(compact(value) if _is_real(value) else str(value))}"
         for name, value in service.values.items()
     )
-    return f"{kind} {printable(service.name)}: {values}, answers in {duration(service.round_trip)}"
+    return f"{kind} {printable(service.name)}: {values}, answers in {duration(service.round_trip_seconds)}"
 
 
 def _is_real(value: object) -> bool:

@@ -60,7 +60,7 @@ async def opened(
 def busy(lost: str = ENDPOINTS[2]) -> FakeRun:
     """A run with a round in which all were there, one in which a member was lost, and one without a group."""
     run = FakeRun(
-        view(peer(ENDPOINTS[0]), peer(ENDPOINTS[1], rate=9.0, lane="grpc"), peer(lost, error="connection refused"))
+        view(peer(ENDPOINTS[0]), peer(ENDPOINTS[1], rate=9.0, lanes=["grpc"]), peer(lost, error="connection refused"))
     )
     history_views = run.views
 
@@ -155,7 +155,10 @@ async def test_texts_of_peers_never_become_html(browser: Browser) -> None:
     attack = "<img src=x onerror=alert(1)><script>alert(2)</script>"
     accounts = tuple(replace(each, lane_reason=attack, mode=attack) for each in receipt().accounts)
     run = FakeRun(
-        view(peer(attack, strategy=attack, doing=attack, software=attack, lane=attack, waits_for=attack), id=attack)
+        view(
+            peer(attack, strategy=attack, doing=attack, software=attack, lanes=[attack], waits_for=[attack]),
+            run_id=attack,
+        )
     )
 
     async def views(history: Any) -> AsyncGenerator[dict[str, Any], None]:

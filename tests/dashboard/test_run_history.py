@@ -28,7 +28,7 @@ def test_receipts_of_one_group_are_one_round() -> None:
     assert [len(each["receipts"]) for each in rounds] == [3, 1]
     assert rounds[0]["outcome"] == "averaged"
     assert not rounds[0]["fault"]
-    assert rounds[0]["receipts"][0]["phases"] == [("looking", 1.0), ("allreduce", 2.0)]
+    assert rounds[0]["receipts"][0]["phases"] == [["looking", 1.0], ["allreduce", 2.0]]
 
 
 def test_rounds_without_a_group_stay_apart() -> None:
@@ -69,8 +69,8 @@ def test_the_reasons_are_in_words() -> None:
     assert details is not None
     assert details["text"] == shown["text"]
     assert f"2 of 3 in 3.00 s (all-reduce 2.00 s); {ENDPOINTS[2]} dropped, sent nothing for 4.1 s" in details["text"]
-    assert details["notes"] == [f"No receipt is known of {ENDPOINTS[2]}."]
-    assert ["lost", f"{ENDPOINTS[2]}: sent nothing for 4.1 s (silent)"] in details["receipts"][0]["facts"]
+    assert details["missing"] == [ENDPOINTS[2]]
+    assert f"{ENDPOINTS[2]} dropped, sent nothing for 4.1 s" in details["receipts"][0]["words"]
     assert history.details("unknown") is None
 
 
@@ -96,6 +96,7 @@ def test_the_graph_is_that_of_the_latest_averaged_round() -> None:
         {"seconds": 1e300},
         {"seconds": -1.0},
         {"phases": {"looking": math.inf}},
+        {"phases": dict.fromkeys(map(str, range(17)), 0.1)},
         {"members": tuple(f"10.1.{i // 250}.{i % 250}:1" for i in range(1025))},
     ],
 )

@@ -102,7 +102,7 @@ def test_when_rounds_begin_what_weights_count_and_who_is_late_are_shown() -> Non
     head, first, second = (line.split() for line in text[-3:])
     assert {"EVERY", "QUORUM", "GRACE", "WEIGHT"} <= set(head)
     assert (first[1], second[1:3]) == ("looking", ["late", "3"])
-    assert "120s 2 0.60 s 1.6k samples" in " ".join(first)
+    assert "120s 2 0.60 s 1600 samples" in " ".join(first)
     assert "120s 2 0.25 s" in " ".join(second)
     training = snapshot_json(snapshot)["peers"][1]["training"]
     assert (training["sync_every"], training["quorum"], training["grace"], training["missed"]) == ("120s", "2", 0.25, 3)
@@ -209,14 +209,14 @@ def test_rates_cover_the_time_since_the_start_and_later_a_minute() -> None:
     history = PeerHistory("10.0.0.1:1")
     history.answered(answer(1000, received=2000), NOW, 0.01)
     view = history.view(NOW)
-    assert (view.window, view.rounds_per_minute, view.bytes_sent) == (1000, 60, 2)
+    assert (view.window_seconds, view.rounds_per_minute, view.bytes_sent_per_second) == (1000, 60, 2)
     assert (view.waiting_share, view.phase_seconds) == (0.25, {"looking": 0.5})
     for second in range(2, 200, 2):
         history.answered(answer(1000 + 2 * second), NOW + second, 0.01)
         view = history.view(NOW + second)
         if second >= LEAST_WINDOW:
             assert view.rounds_per_minute == pytest.approx(120)
-            assert view.window <= WINDOW + 2
+            assert view.window_seconds <= WINDOW + 2
 
 
 def test_a_restarted_peer_begins_anew() -> None:
@@ -224,7 +224,7 @@ def test_a_restarted_peer_begins_anew() -> None:
     history.answered(answer(1000), NOW, 0.01)
     history.answered(answer(5, started=NOW + 5), NOW + 15, 0.01)
     view = history.view(NOW + 15)
-    assert (view.window, view.rounds_per_minute) == (10, 30)
+    assert (view.window_seconds, view.rounds_per_minute) == (10, 30)
     assert [receipt.round for receipt in history.receipts] == [5]
 
 

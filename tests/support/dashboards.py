@@ -4,54 +4,40 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 from averaging.dashboard import RunHistory
-from averaging.receipts import Account, DropCode, Dropped, Outcome, Receipt, Role
+from averaging.monitor import PeerView, RunSnapshot, snapshot_json
+from averaging.receipts import Account, DropCode, Dropped, Outcome, Receipt, Role, TrainingProgress
+from tests.support.grpc_fakes import STATUS
 
 NOW = 1_700_000_000.0
 ENDPOINTS = ("10.0.0.1:4222", "10.0.0.2:4222", "10.0.0.3:4222")
 
 
-def peer(endpoint: str, **more: Any) -> dict[str, Any]:
-    """What a page shows of a peer that answers."""
-    return {
-        "endpoint": endpoint,
-        "error": "",
-        "role": "trainer",
-        "doing": "idle",
-        "strategy": "LocalSGD",
-        "global_step": 7,
-        "local_step": 70,
-        "rate": 3.0,
-        "samples": None,
-        "last": None,
-        "lane": "direct",
-        "bytes_in": 1000.0,
-        "bytes_out": 2000.0,
-        "waits_for": "",
-        "waiting": 0.1,
-        "version": 5,
-        "software": "averaging 0.2.0",
-        "rounds": {"averaged": 7},
-        "drops": {},
-    } | more
+def peer(endpoint: str, rate: float | None = 3.0, **more: Any) -> dict[str, Any]:
+    """What a page gets of a peer that answers; `strategy` is that of its training."""
+    training = TrainingProgress(more.pop("strategy", "LocalSGD"), "training", 70, 7, steps_per_second=rate)
+    status = replace(
+        STATUS,
+        endpoint=endpoint,
+        software="averaging 0.2.0",
+        members=(),
+        waiting_for=(),
+        last_round=None,
+        training=training,
+    )
+    view = PeerView(endpoint, status=status, bytes_sent_per_second=2000.0, bytes_received_per_second=1000.0)
+    [shown] = snapshot_json(RunSnapshot(NOW, "run", (view,)), receipts=False)["peers"]
+    return {**shown, "lanes": ["direct"], "waiting_share": 0.1, "answers": not more.get("error"), **more}
 
 
-def view(*peers: dict[str, Any], time: float = NOW, **run: Any) -> dict[str, Any]:
-    """What a page shows of a run."""
-    whole = {
-        "id": "run",
-        "time": time,
-        "problem": "",
-        "rounds_per_minute": 6.0,
-        "waiting": 0.1,
-        "phases": {"looking": 1.0, "allreduce": 2.0},
-        "drops": {},
-        "bytes_in": 3000.0,
-        "bytes_out": 3000.0,
-    }
-    return {"run": whole | run, "peers": [*peers] or [peer(name) for name in ENDPOINTS], "others": []}
+def view(*peers: dict[str, Any], **run: Any) -> dict[str, Any]:
+    """What a page gets of a run."""
+    shown = snapshot_json(RunSnapshot(NOW, "run", ()), receipts=False)
+    figures = {"rounds_per_minute": 6.0, "waiting_share": 0.1, "phase_seconds": {"looking": 1.0, "allreduce": 2.0}}
+    return {**shown, **figures, "peers": [*peers] or [peer(name) for name in ENDPOINTS], **run}
 
 
 def receipt(endpoint: str = ENDPOINTS[0], number: int = 1, lost: str = "", **more: Any) -> Receipt:

@@ -45,7 +45,7 @@ function seconds(value) {
   return value < 7200 ? `${Math.round(value / 60)} min` : `${(value / 3600).toFixed(1)} h`;
 }
 
-const figure = (value) => (value >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3))));
+const figure = (value) => (value === null ? "?" : value >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3))));
 const percent = (value) => `${(100 * value).toFixed(value < 0.1 ? 1 : 0)} %`;
 const clock = (time) => new Date(1000 * time).toLocaleTimeString("en-GB");
 const words = (code) => (code === "allreduce" ? "all-reduce" : code.replaceAll("_", " "));
@@ -63,9 +63,9 @@ function take(update) {
     state.rounds.clear();
     state.graph = null;
   }
-  state.run = update.run;
-  state.peers = update.peers;
-  state.others = update.others;
+  state.peers = update.peers.map(shownPeer);
+  state.run = shownRun(update, state.peers);
+  state.others = othersOf(update);
   state.points.push(...update.points);
   const oldest = update.run.time - MAX_SPAN;
   while (state.points.length && state.points[0][0] < oldest) state.points.shift();
@@ -76,6 +76,42 @@ function take(update) {
   for (const id of [...state.rounds.keys()].slice(0, Math.max(0, state.rounds.size - MAX_ROUNDS))) state.rounds.delete(id);
   if (update.graph) state.graph = update.graph;
   show();
+}
+
+// The server sends what `averaging top --json` prints. These are the names and texts under which the page shows it.
+
+function shownPeer(peer) {
+  const training = peer.training ?? {}, isClient = peer.endpoint.startsWith("client:"); // nobody calls it: no fault
+  const names = peer.waits_for.slice(0, 4).join(", ") + (peer.waits_for.length > 4 ? " and others" : "");
+  return { ...peer, error: isClient ? "" : peer.error, doing: isClient ? "accepts no calls" : peer.doing,
+    late: peer.answers && training.missed ? `late by ${counted(training.missed, "round")}` : "", strategy: training.strategy ?? "",
+    terms: training.terms ?? "", grace: training.grace ?? null, global_step: training.global_step ?? null, local_step: training.local_step ?? null,
+    rate: training.steps_per_second ?? null, samples: training.samples_per_second ?? null, lane: peer.lanes.join(" and "), waits_for: names,
+    bytes_in: peer.bytes_received_per_second, bytes_out: peer.bytes_sent_per_second, waiting: peer.waiting_share,
+    version: peer.state_version, rounds: peer.outcomes, drops: peer.dropped };
+}
+
+function shownRun(update, peers) {
+  const sum = (key) => peers.reduce((total, peer) => total + (peer.answers ? peer[key] ?? 0 : 0), 0);
+  const reasons = peers.filter((peer) => peer.error).slice(0, 4).map((peer) => `${peer.endpoint}: ${peer.error}`).join("; ");
+  const nobody = reasons && !peers.some((peer) => peer.answers) ? `No peer of the run answers. ${reasons}` : "";
+  return { id: update.run_id, time: update.time, problem: nobody || update.notes.map((note) => `${note}.`).join(" "),
+    rounds_per_minute: update.rounds_per_minute, waiting: update.waiting_share, terms: update.terms.join("; "),
+    phases: update.phase_seconds, drops: update.dropped, bytes_in: sum("bytes_in"), bytes_out: sum("bytes_out") };
+}
+
+function othersOf(update) {
+  const reader = (kind) => (each) => ({ kind, name: each.name, version: each.version, error: "",
+    text: `${progress(each)} of ${each.peer}${each.status ? `; ${each.status}` : ""}` });
+  const service = (kind) => (each) => ({ kind, name: each.name, version: null, error: each.error, text: Object.entries(each.values)
+    .filter(([, value]) => typeof value !== "object").slice(0, 6).map(([name, value]) => `${words(name)} ${value}`).join(", ") || "answers" });
+  return [...update.followers.map(reader("follower")), ...update.explorers.map(reader("explorer")),
+    ...[update.register].filter(Boolean).map(service("register")), ...[update.feed].filter(Boolean).map(service("feed"))];
+}
+
+function progress({ version, newest }) {
+  if (version === null || newest === null) return "waits for the first version";
+  return version >= newest ? "has the newest version" : `${newest - version} behind version ${newest}`;
 }
 
 function show() {
@@ -635,37 +671,38 @@ async function showDetail(id) {
     if (view.detail !== id) return;
     if (!reply.ok) throw new Error(found.error);
     openDetail(`Receipts of ${found.name}`, make("p", { class: "words" }, found.text),
-      ...found.notes.map((note) => make("p", { class: "words" }, note)), ...found.receipts.flatMap(receiptOf));
+      found.missing.length ? make("p", { class: "words" }, `No receipt is known of ${found.missing.join(", ")}.`) : "", ...found.receipts.flatMap(receiptOf));
   } catch (error) {
     if (view.detail === id) openDetail("Receipts", make("p", { class: "notice" }, `No receipts: ${error.message || error}`));
   }
 }
 
 function receiptOf(receipt) {
-  const facts = [["outcome", OUTCOMES[receipt.outcome] ?? receipt.outcome]];
-  if (receipt.reason) facts.push(["reason", receipt.reason]);
+  const phases = Object.entries(receipt.phases);
+  const facts = [["outcome", OUTCOMES[receipt.outcome] ?? receipt.outcome], ["in words", receipt.words]];
   facts.push(["began", clock(receipt.started)], ["took", seconds(receipt.seconds)]);
-  if (receipt.phases.length) facts.push(["phases", receipt.phases.map(([name, took]) => `${words(name)} ${seconds(took)}`).join(", ")]);
+  if (phases.length) facts.push(["phases", phases.map(([name, took]) => `${words(name)} ${seconds(took)}`).join(", ")]);
   if (receipt.role) facts.push(["role", receipt.role]);
   facts.push(["bytes", `${bytes(receipt.bytes_sent)} sent, ${bytes(receipt.bytes_received)} received`]);
   if (receipt.topic) facts.push(["averaged", receipt.topic]);
-  for (const [name, text] of receipt.facts) facts.push([name, text]);
+  if (receipt.digest) facts.push(["averages", `digest ${receipt.digest}`]);
+  if (receipt.state) facts.push(["state", `digest ${receipt.state}, version ${receipt.state_version}`]);
   const list = make("dl", { class: "facts" }, ...facts.flatMap(([name, text]) => [make("dt", {}, name), make("dd", {}, text)]));
   const head = ["Member", "Role", "Weight", "Averages", "Sent to it", "Received", "Lane"].map((name) => make("th", { scope: "col" }, name));
   const lines = receipt.accounts.map((account) => make("tr", {},
     make("td", {}, account.endpoint, account.endpoint === receipt.endpoint ? make("small", {}, "this peer") : null), make("td", {}, account.role),
-    make("td", {}, `${figure(account.weight)} ${account.weight_unit}`, account.late ? make("small", {}, account.late) : null), make("td", {}, percent(account.share)),
+    make("td", {}, `${figure(account.weight)} ${account.weight_unit}`, receipt.late[account.endpoint] ? make("small", {}, receipt.late[account.endpoint]) : null), make("td", {}, percent(account.share)),
     make("td", {}, bytes(account.bytes_sent)),
     make("td", {}, bytes(account.bytes_received)), make("td", {}, LANES[account.lane] ?? account.lane, account.lane_reason ? make("small", {}, account.lane_reason) : null)));
   const table = lines.length ? [make("div", { class: "scroll" }, make("table", {}, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...lines)))] : [];
-  return [make("h3", {}, receipt.endpoint), phaseBar(receipt), list, ...table];
+  return [make("h3", {}, receipt.endpoint), phaseBar(receipt, phases), list, ...table];
 }
 
-function phaseBar(receipt) {
-  const whole = receipt.phases.reduce((sum, phase) => sum + phase[1], 0) || 1;
+function phaseBar(receipt, phases) {
+  const whole = phases.reduce((sum, phase) => sum + phase[1], 0) || 1;
   let from = 0;
-  const parts = receipt.phases.map(([name, took]) => {
-    const part = draw("rect", { x: (1000 * from) / whole, width: (1000 * took) / whole, height: 14, fill: colour(kindOf({ ...receipt, dropped: receipt.lost })), "fill-opacity": PHASES[name] ?? 0.8 },
+  const parts = phases.map(([name, took]) => {
+    const part = draw("rect", { x: (1000 * from) / whole, width: (1000 * took) / whole, height: 14, fill: colour(kindOf({ ...receipt, dropped: receipt.dropped.length })), "fill-opacity": PHASES[name] ?? 0.8 },
       draw("title", {}, `${words(name)} ${seconds(took)}`));
     from += took;
     return part;
