@@ -167,7 +167,6 @@ class PeerOptions(TypedDict, total=False):
     etcd_key: FilePath | None
     receipts: FilePath | None
     metrics_listen: str | None
-    traces: bool
     leave_on: Sequence[str]
     leave_access: LeaveAccess | str
     in_place: bool
@@ -455,13 +454,6 @@ class PeerConfig:
         "Address for /metrics (Prometheus), /healthz and /readyz; port 0 takes a free one. Off by default. Everyone "
         "who can connect may read them: HTTP without TLS or authentication. See docs/operate/prometheus.md.",
     )
-    traces: bool = _access(
-        False,
-        SWITCH,
-        "Whether each round is a span of OpenTelemetry, joined over the peers of its group; needs `averaging[otel]`. "
-        "See docs/operate/prometheus.md.",
-    )
-
     leave_on: Sequence[str] = _access(
         ("SIGTERM",),
         _SIGNALS,

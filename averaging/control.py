@@ -32,7 +32,6 @@ LEAVE = RpcMethod(
 )
 
 LEAVE_REQUEST = wire.LeaveRequest()
-"""The request, which says nothing: who calls shows from the connection."""
 
 
 class LeaveStep(IntEnum):
@@ -65,7 +64,6 @@ class Departure:
         self._changed = asyncio.Event()
 
     def ask(self) -> None:
-        """Notes that the process shall leave. Further calls do nothing."""
         self.advance(LeaveStep.ROUND)
         self.asked.set()
 

@@ -91,7 +91,7 @@ from averaging.common.safe_msgpack import (
     pack_user,
     unpack,
 )
-from averaging.common.sanitize import MAX_NAMES, counted, duration, html_table, listed, plain, size
+from averaging.common.sanitize import MAX_NAMES, counted, duration, listed, plain, size
 from averaging.common.seed_sources import GOSSIP, SeedSource, SourceKind, parse_discovery, parse_seed
 from averaging.common.tensor_names import (
     VERSION_KEY,
@@ -152,7 +152,6 @@ __all__ = [
     "first_moved_name",
     "first_other_name",
     "format_address",
-    "html_table",
     "ignored_proxies",
     "in_zone",
     "is_count",

@@ -1,10 +1,9 @@
-"""Formats values and text, which other peers may have written, safely for JSON, terminals and notebooks. Pure."""
+"""Formats values and text, which other peers may have written, safely for JSON and terminals. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
 from averaging.errors import printable
@@ -64,13 +63,3 @@ def listed(names: Sequence[str]) -> str:
     """`a, b`, or the first few and `and 3 more`, without control characters."""
     first = printable(", ".join(names[:MAX_NAMES]))
     return f"{first} and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else first
-
-
-def html_table(title: str, rows: Mapping[str, object]) -> str:
-    """An HTML table of names and values, all escaped."""
-
-    def cell(text: object) -> str:
-        return escape(printable(str(text)))
-
-    lines = "".join(f"<tr><th>{cell(name)}</th><td>{cell(value)}</td></tr>" for name, value in rows.items())
-    return f"<table><caption>{cell(title)}</caption>{lines}</table>"

@@ -195,7 +195,7 @@ def _round_json(entry: _ShownRound) -> Json:
             "dropped": dropped,
             "fault": bool(dropped or whole.drift or any(not receipt.averaged for receipt in receipts)),
             "started": started,
-            "seconds": max(receipt.started + receipt.seconds for receipt in receipts) - started,
+            "seconds": max(receipt.ended for receipt in receipts) - started,
             "receipts": [
                 {
                     "peer": receipt.endpoint,

@@ -36,9 +36,6 @@ RECEIPTS = 64
 MAX_PAGES = 32
 """Pages that may be open at the same time; another one is refused with status 503."""
 
-QUEUE = 5
-"""Updates that wait for a slow page. It is then disconnected, connects again, and gets everything at once."""
-
 CONNECTIONS, SECONDS = 4 * MAX_PAGES, 30.0
 """Limits of connections, see `HttpServer`."""
 
@@ -89,53 +86,51 @@ def views_of(collector: Collector) -> Views:
     return views
 
 
-class OpenPages:
-    """The open pages, each with a queue of updates in the format of server-sent events."""
+class Updates:
+    """What open pages get as server-sent events. One that reads too slowly to get each update gets everything anew.
 
-    def __init__(self) -> None:
-        self._queues: set[asyncio.Queue[bytes]] = set()
+    Args:
+        everything: returns all that a page shows now.
+    """
+
+    def __init__(self, everything: Callable[[], Json]) -> None:
+        self._everything = everything
+        self._number, self._last = 0, b""
+        self._changed = asyncio.Event()
         self._closed = False
-
-    @property
-    def full(self) -> bool:
-        """Whether no further page may open."""
-        return len(self._queues) >= MAX_PAGES
-
-    def __len__(self) -> int:
-        return len(self._queues)
+        self.pages = 0
 
     def send(self, update: Json) -> None:
         """Sends an update to all pages."""
-        if not self._queues:
-            return
-        event = encode(update)
-        for queue in list(self._queues):
-            try:
-                queue.put_nowait(event)
-            except asyncio.QueueFull:
-                self._end(queue)
+        self._number, self._last = self._number + 1, encode(update)
+        self._wake()
 
-    async def events(self, first: Json) -> AsyncGenerator[bytes, None]:
-        """Yields `first`, and then each update until the page is disconnected."""
-        queue: asyncio.Queue[bytes] = asyncio.Queue(QUEUE)
-        self._queues.add(queue)
+    async def ready(self) -> None:
+        """Waits for the first update."""
+        if not self._number:
+            await self._changed.wait()
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yields everything, and then each update, until the page is disconnected."""
+        self.pages += 1
         try:
-            yield encode(first)
-            while event := await queue.get():
-                yield event
+            shown = 0
+            while not self._closed:
+                if shown == self._number:
+                    await self._changed.wait()
+                    continue
+                has_missed_none, shown = 0 < shown == self._number - 1, self._number
+                yield self._last if has_missed_none else encode(self._everything())
         finally:
-            self._queues.discard(queue)
+            self.pages -= 1
 
     def close(self) -> None:
-        """Ends the events of all pages."""
-        for queue in list(self._queues):
-            self._end(queue)
+        self._closed = True
+        self._wake()
 
-    def _end(self, queue: asyncio.Queue[bytes]) -> None:
-        self._queues.discard(queue)
-        while not queue.empty():
-            queue.get_nowait()
-        queue.put_nowait(b"")
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 def encode(data: Json, event: str = "update") -> bytes:
@@ -156,7 +151,6 @@ class DashboardServer:
 
     Attributes:
         url: address of the page; empty before it is entered.
-        pages: the open pages.
         readers: who can read the page, as text.
 
     Raises:
@@ -187,8 +181,7 @@ class DashboardServer:
         self.readers = f"for {who}{' with the password' if passwords else ', without a password'}"
         self._history = RunHistory()
         self._view: Json = {}
-        self._ready = asyncio.Event()
-        self.pages = OpenPages()
+        self._updates = Updates(self._everything)
         self.url = ""
 
     async def __aenter__(self) -> Self:
@@ -209,15 +202,13 @@ class DashboardServer:
         await self._server.wait(self._following)
 
     async def _follow(self) -> None:
-        """Sends each view of the run to all pages."""
         async with aclosing(self._views(self._history)) as views:
             async for view in views:
                 self._view = view
-                self._ready.set()
-                self.pages.send({"full": False, **view, **self._history.changes()})
+                self._updates.send({"full": False, **view, **self._history.changes()})
 
     async def _end(self) -> None:
-        self.pages.close()
+        self._updates.close()
         self._following.cancel()
         await asyncio.wait({self._following})
 
@@ -234,19 +225,14 @@ class DashboardServer:
         )
 
     async def _events(self, _: Request) -> Response:
-        events = self._too_many() if self.pages.full else self._new_page()
+        events = self._updates.events() if self._updates.pages < MAX_PAGES else self._too_many()
         return StreamingResponse(events, media_type="text/event-stream", headers=NOT_STORED)
-
-    async def _new_page(self) -> AsyncGenerator[bytes, None]:
-        await self._ready.wait()
-        async for event in self.pages.events(self._everything()):
-            yield event
 
     async def _too_many(self) -> AsyncGenerator[bytes, None]:
         yield encode({"reason": f"{MAX_PAGES} pages are open already; close some of them"}, "refused")
 
     async def _state(self, _: Request) -> Response:
-        await self._ready.wait()
+        await self._updates.ready()
         return JSONResponse(self._everything(), headers=NOT_STORED)
 
     def _everything(self) -> Json:

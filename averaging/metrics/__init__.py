@@ -1,7 +1,7 @@
 """What a process tells of itself to Prometheus and to probes, and how it notices that it stands still.
 
 Read in this order: `catalog` (the metrics, and their values for prometheus_client), `watchdog` (late event loops, and
-an interpreter that stands still), `listener` (HTTP), `tracing` (rounds as spans of OpenTelemetry).
+an interpreter that stands still), `listener` (HTTP).
 """
 
 from averaging.metrics.catalog import (
@@ -17,7 +17,6 @@ from averaging.metrics.catalog import (
     gauge,
 )
 from averaging.metrics.listener import MetricsListener
-from averaging.metrics.tracing import RoundTracer
 from averaging.metrics.watchdog import watch_loop
 
 __all__ = [
@@ -28,7 +27,6 @@ __all__ = [
     "Metric",
     "MetricKind",
     "MetricsListener",
-    "RoundTracer",
     "Samples",
     "certificate_samples",
     "counter",

@@ -25,7 +25,7 @@ PREFIX = "averaging_"
 
 
 class MetricKind(StrEnum):
-    """The type of a metric in Prometheus."""
+    """Types of Prometheus."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -38,9 +38,6 @@ class Metric:
 
     Attributes:
         name: name in Prometheus, with the prefix and, of a counter, `_total`.
-        kind: its type.
-        help: what it means, as one sentence.
-        labels: names of its labels.
         known: values of the labels that are always there, with 0 as long as nothing has happened, so that a rate can be
             computed from the first event on.
     """
@@ -171,6 +168,8 @@ def certificate_samples(credentials: Credentials) -> Samples:
 
 def families(metrics: Sequence[Metric], samples: Samples) -> Iterator[Family]:
     """The metrics that have a value, in the form of prometheus_client."""
+    from prometheus_client.core import Metric as Family
+
     for metric in metrics:
         value = samples.get(metric.name)
         if value is None and not metric.known:
@@ -181,21 +180,15 @@ def families(metrics: Sequence[Metric], samples: Samples) -> Iterator[Family]:
             values |= value
         elif value is not None:
             values[()] = value
-        yield _family(metric, values)
-
-
-def _family(metric: Metric, values: Mapping[tuple[str, ...], Value]) -> Family:
-    from prometheus_client.core import Metric as Family
-
-    family = Family(metric.name.removesuffix("_total"), metric.help, metric.kind)
-    for key, value in values.items():
-        labels = dict(zip(metric.labels, key, strict=True))
-        if isinstance(value, Distribution):
-            counts = list(accumulate(value.counts))
-            for bound, count in zip([*map(str, BUCKETS), "+Inf"], counts, strict=True):
-                family.add_sample(f"{metric.name}_bucket", {**labels, "le": bound}, count)
-            family.add_sample(f"{metric.name}_count", labels, counts[-1])
-            family.add_sample(f"{metric.name}_sum", labels, value.sum)
-        else:
-            family.add_sample(metric.name, labels, value)
-    return family
+        family = Family(metric.name.removesuffix("_total"), metric.help, metric.kind)
+        for key, each in values.items():
+            labels = dict(zip(metric.labels, key, strict=True))
+            if isinstance(each, Distribution):
+                counts = list(accumulate(each.counts))
+                for bound, count in zip([*map(str, BUCKETS), "+Inf"], counts, strict=True):
+                    family.add_sample(f"{metric.name}_bucket", {**labels, "le": bound}, count)
+                family.add_sample(f"{metric.name}_count", labels, counts[-1])
+                family.add_sample(f"{metric.name}_sum", labels, each.sum)
+            else:
+                family.add_sample(metric.name, labels, each)
+        yield family

@@ -13,12 +13,11 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Self
 
-from averaging.common import HostQuota, member_of, parse_address, spelled
+from averaging.common import HostQuota, format_address, member_of, parse_address, spelled
 from averaging.errors import ListenError
 from averaging.metrics.catalog import PROCESS_METRICS, Metric, Samples, families
 from averaging.metrics.watchdog import WATCHDOG, WatchedLoop, watch_loop
@@ -40,7 +39,7 @@ REQUEST_SECONDS = 5.0
 MAX_CONNECTIONS, CONNECTIONS_PER_HOST = 32, 8
 """Connections at a time, each with a thread."""
 
-INDEX = "/metrics: for Prometheus\n/healthz: whether the event loop answers\n/readyz: whether it has joined its run\n"
+INDEX = b"/metrics: for Prometheus\n/healthz: whether the event loop answers\n/readyz: whether it has joined its run\n"
 
 
 class MetricsListener:
@@ -139,19 +138,18 @@ class _HttpExchange(BaseHTTPRequestHandler):
     timeout = REQUEST_SECONDS
 
     def do_GET(self) -> None:
-        """Answers a request."""
         match self.path.partition("?")[0]:
             case "/metrics":
                 from prometheus_client.exposition import choose_encoder
 
                 encode, kind = choose_encoder(self.headers.get("Accept", ""))
-                self._answer(HTTPStatus.OK, encode(self.server.values.registry), kind)
+                self._answer(200, encode(self.server.values.registry), kind)
             case "/healthz":
                 self._verdict(self._unhealthy(), "ok")
             case "/readyz":
                 self._verdict(self._unhealthy() or self.server.not_ready(), "ready")
             case path:
-                self._answer(HTTPStatus.OK if path == "/" else HTTPStatus.NOT_FOUND, INDEX.encode())
+                self._answer(200 if path == "/" else 404, INDEX)
 
     do_HEAD = do_GET  # noqa: N815
 
@@ -160,10 +158,9 @@ class _HttpExchange(BaseHTTPRequestHandler):
         return f"the event loop has not answered for {lag:.1f} s" if lag >= UNHEALTHY_LAG else ""
 
     def _verdict(self, reason: str, good: str) -> None:
-        status = HTTPStatus.SERVICE_UNAVAILABLE if reason else HTTPStatus.OK
-        self._answer(status, f"{reason or good}\n".encode())
+        self._answer(503 if reason else 200, f"{reason or good}\n".encode())
 
-    def _answer(self, status: HTTPStatus, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
+    def _answer(self, status: int, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
         self.send_response(status)
         for name, value in (("Content-Type", kind), ("Content-Length", str(len(body))), ("Cache-Control", "no-store")):
             self.send_header(name, value)
@@ -228,11 +225,10 @@ class _HttpServer(ThreadingHTTPServer):
             with self._quota_lock:
                 self._quota.leave(_network(client_address[0]))
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignores clients that hang up."""
+    def handle_error(self, request: Any, client_address: Any) -> None:  # such as a client that hangs up
         logger.debug("a request for metrics failed", exc_info=True)
 
 
 def _network(host: str) -> str:
     """What counts as one host: an address, or 64 bits of an IPv6 address."""
-    return member_of(f"[{host}]:1" if ":" in host else f"{host}:1", "")
+    return member_of(format_address(host, 1), "")

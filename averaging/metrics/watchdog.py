@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -66,7 +66,7 @@ class LagRecord:
             return None
         lag, own = now - self._asked, self._own_lag(now)
         self._recent.append((now, lag))
-        self._forget(now)
+        self.longest(now)  # forgets the old ones
         self.stalled += lag if lag >= STALL else 0.0
         was_logged, self._asked, self._logged = self._logged, None, False
         return own if was_logged else None
@@ -80,7 +80,7 @@ class LagRecord:
 
     def begins_to_stall(self, now: float) -> bool:
         """Whether the loop does not answer for so long that it is to be logged now."""
-        begins = not self._logged and self._asked is not None and self._own_lag(now) >= LOGGED_STALL
+        begins = not self._logged and self._own_lag(now) >= LOGGED_STALL
         self._logged |= begins
         return begins
 
@@ -90,15 +90,12 @@ class LagRecord:
 
     def longest(self, now: float) -> float:
         """The longest lag in the window, that of an open question included."""
-        self._forget(now)
+        while self._recent and now - self._recent[0][0] > LAG_WINDOW:
+            self._recent.popleft()
         return max([lag for _, lag in tuple(self._recent)] + [self.lag(now)])
 
     def _own_lag(self, now: float) -> float:
         return max(0.0, self.lag(now) - self._excused)
-
-    def _forget(self, now: float) -> None:
-        while self._recent and now - self._recent[0][0] > LAG_WINDOW:
-            self._recent.popleft()
 
 
 class WatchedLoop:
@@ -129,8 +126,7 @@ class WatchedLoop:
         with self._lock:
             if excused:
                 self._record.excuse(excused, now)
-            begins = self._record.begins_to_stall(now)
-            asks = self._record.ask(now)
+            begins, asks = self._record.begins_to_stall(now), self._record.ask(now)
         if begins:
             where = place_of(sys._current_frames().get(self._thread))
             logger.warning(
@@ -139,10 +135,8 @@ class WatchedLoop:
                 *(self.name, self.lag, where),
             )
         if asks:
-            try:
+            with suppress(RuntimeError):  # the loop was closed
                 self._loop.call_soon_threadsafe(self._answer)
-            except RuntimeError:  # it was closed
-                return
 
     def _answer(self) -> None:
         with self._lock:
@@ -221,14 +215,10 @@ def _threads() -> str:
     Threads that wait in Python's own library come last, since those release the GIL, and of them the main thread first,
     which trains mostly.
     """
-    frames, own = sys._current_frames(), threading.get_ident()
-
-    def rank(thread: threading.Thread) -> tuple[bool, bool]:
-        frame = frames.get(thread.ident or 0)
-        return frame is None or _is_library(frame), thread is not threading.main_thread()
-
-    threads = sorted((thread for thread in threading.enumerate() if thread.ident != own), key=rank)
-    places = [f"thread {each.name} is at {place_of(frames.get(each.ident or 0))}" for each in threads]
+    frames = sys._current_frames()
+    threads = [each for each in threading.enumerate() if each.ident != threading.get_ident() and each.ident in frames]
+    threads.sort(key=lambda each: (_is_library(frames[each.ident or 0]), each is not threading.main_thread()))
+    places = [f"thread {each.name} is at {place_of(frames[each.ident or 0])}" for each in threads]
     more = [f"{len(places) - MAX_THREADS} more threads"] if len(places) > MAX_THREADS else []
     return "; ".join(places[:MAX_THREADS] + more)
 
@@ -247,9 +237,7 @@ def place_of(frame: FrameType | None) -> str:
     while outer is not None and _is_library(outer):
         outer = outer.f_back
     frame = outer or frame
-    if frame is None:
-        return "no known line"
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}" if frame else "no known line"
 
 
 WATCHDOG = Watchdog()

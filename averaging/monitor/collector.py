@@ -75,7 +75,8 @@ class Collector:
             None, max_message_bytes=MAX_MESSAGE_BYTES, credentials=credentials, given=self._given
         )
         self._receipts, self._interval, self._clock = receipts, interval, clock
-        self._named_services = {"register": register, "feed": feed}
+        named = {"register": register, "feed": feed}
+        self._services = {name: service for name, service in named.items() if service is not None}
         self._answers_of: dict[str, ServiceView] = {}
         self._peers: dict[str, PeerHistory] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -93,12 +94,11 @@ class Collector:
             await self._transport.bind()
             stack.push_async_callback(self._transport.close)
             self._group = await stack.enter_async_context(asyncio.TaskGroup())
-            stack.callback(self._cancel)
-            for name, service in self._named_services.items():
-                if service is not None:
-                    stack.push_async_callback(service.close)
-                    self._unasked.add(name)
-                    self._tasks[name] = self._group.create_task(self._ask_service(name, service))
+            stack.callback(lambda: [task.cancel() for task in self._tasks.values()])
+            for name, service in self._services.items():
+                stack.push_async_callback(service.close)
+                self._unasked.add(name)
+                self._tasks[name] = self._group.create_task(self._ask_service(name, service))
             for endpoint in self._given:
                 self._watch(endpoint)
             self._stack = stack.pop_all()
@@ -138,17 +138,14 @@ class Collector:
             time=now,
             run_id=self.run_id,
             peers=tuple(self._peers[name].view(now) for name in sorted(self._peers)),
-            register=self._answers_of.get("register"),
-            feed=self._answers_of.get("feed"),
             notes=notes,
+            **self._answers_of,
         )
 
     def receipts_of(self, endpoint: str) -> tuple[Receipt, ...]:
         """The last receipts of a peer, the oldest first."""
         history = self._peers.get(endpoint)
         return tuple(history.receipts) if history else ()
-
-    # Calls
 
     def _watch(self, endpoint: str) -> None:
         """Begins to ask a peer. A client, which accepts no calls, is only shown."""
@@ -180,15 +177,13 @@ class Collector:
                 status = await self._transport.get_status(
                     address, receipts=self._receipts, after_round=history.last_round, peers=naming
                 )
-        except TimeoutError:
-            history.failed(f"no answer within {ANSWER_SECONDS:g} s: it is stopped or overloaded, or packets are lost")
-        except AveragingError as error:
-            history.failed(error.reason)
+        except (TimeoutError, AveragingError) as error:
+            silent = f"no answer within {ANSWER_SECONDS:g} s: it is stopped or overloaded, or packets are lost"
+            history.failed(error.reason if isinstance(error, AveragingError) else silent)
+            if naming:
+                self._next_naming = 0.0  # the next peer is asked for the others
         else:
             self._answered(address, history, status, asyncio.get_running_loop().time() - began)
-            return
-        if naming:
-            self._next_naming = 0.0  # the next peer is asked for the others
 
     def _answered(self, address: str, history: PeerHistory, status: PeerStatus, seconds: float) -> None:
         self.run_id = self.run_id or status.run_id
@@ -247,7 +242,3 @@ class Collector:
                 self._was_asked(name)
                 if task := self._tasks.pop(name, None):
                     task.cancel()
-
-    def _cancel(self) -> None:
-        for task in self._tasks.values():
-            task.cancel()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from averaging.monitor.snapshot import PeerView
-from averaging.receipts import Account, Outcome, PeerStatus, Receipt, Totals, step_rate_text
+from averaging.receipts import Account, Outcome, PeerStatus, Receipt, Totals
 
 WINDOW = 60.0
 """Seconds over which rates are measured, once a peer was watched for `LEAST_WINDOW`. Before, since it started."""
@@ -31,17 +31,7 @@ class Answer(NamedTuple):
 
 
 class PeerHistory:
-    """The answers of one peer.
-
-    Args:
-        endpoint: its endpoint.
-
-    Attributes:
-        status: its last answer.
-        error: why it did not answer the last time.
-        account: of a peer that cannot be asked, what another one's receipt says of it.
-        receipts: its last receipts, the oldest first.
-    """
+    """The answers of one peer: the last one, why there is none, and its last receipts, the oldest first."""
 
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
@@ -72,24 +62,20 @@ class PeerHistory:
         if not self._answers:
             self._answers.append(Answer(min(status.started, now), Totals()))
         self._answers.append(Answer(now, status.totals or Totals()))
-        self._trim(now)
+        # The oldest answer in the window is the first of those from which rates are computed.
+        if now - self._answers[1].time >= LEAST_WINDOW and self._answers[0].time < now - WINDOW:
+            self._answers.popleft()
 
     def failed(self, reason: str) -> None:
         self.error = reason.removeprefix(f"{self.endpoint}: ") or "no answer"
 
     def described(self, account: Account, by: PeerStatus) -> None:
-        """Notes what the last receipt of another peer says of this one, which cannot be asked."""
+        """What the last receipt of another peer says of this one, which cannot be asked."""
         self.account = account
         last = by.last_round
         if last is not None:
-            rate = "" if account.step_rate is None else f", {step_rate_text(account.step_rate, last.topic)}"
+            rate = "" if account.step_rate is None else f", {last.rate_text(account.step_rate)}"
             self.error = f"{CLIENT}; in round {last.round} of {by.endpoint}{rate}"
-
-    def _trim(self, now: float) -> None:
-        """Forgets answers outside the window, so that the oldest one is the first of which rates are computed."""
-        second = self._answers[1]
-        if now - second.time >= LEAST_WINDOW and self._answers[0].time < now - WINDOW:
-            self._answers.popleft()
 
     def view(self, now: float) -> PeerView:
         """The peer as it is shown now. Each receipt is in one view only."""

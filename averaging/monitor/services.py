@@ -27,11 +27,8 @@ class NamedService(Protocol):
 
     async def ask(self) -> ServiceView:
         """Asks it once. It raises nothing; the view says why there is no answer."""
-        ...
 
-    async def close(self) -> None:
-        """Closes its connections."""
-        ...
+    async def close(self) -> None: ...
 
 
 class NamedRegister:
@@ -46,14 +43,13 @@ class NamedRegister:
         self._channel = RpcChannel(endpoint, credentials=credentials)
 
     async def ask(self) -> ServiceView:
-        """See `NamedService`."""
         began = time.monotonic()
         try:
             kept = await GrpcRegister(self._channel).listing()
         except AveragingError as error:
-            if refusal_cause(error) is not RefusalCause.NOT_SERVED:
-                return ServiceView(self._channel.endpoint, error=error.reason)
-            return ServiceView(self._channel.endpoint, error="serves no register that lists its entries")
+            is_none = refusal_cause(error) is RefusalCause.NOT_SERVED
+            reason = "serves no register that lists its entries" if is_none else error.reason
+            return ServiceView(self._channel.endpoint, error=reason)
         values = {
             "entries": len(kept),
             "bytes": sum(each.bytes for each in kept),
@@ -62,7 +58,6 @@ class NamedRegister:
         return ServiceView(self._channel.endpoint, values=values, round_trip_seconds=time.monotonic() - began)
 
     async def close(self) -> None:
-        """See `NamedService`."""
         await self._channel.close()
 
 
@@ -84,7 +79,6 @@ class NamedFeed:
         self._connection = Connection(url, timeout=FEED_SECONDS, max_bytes=MAX_FEED_BYTES, **files)
 
     async def ask(self) -> ServiceView:
-        """See `NamedService`."""
         began = time.monotonic()
         try:
             answer = await asyncio.to_thread(self._connection.request_once, "GET", "/status", dict[str, Any])
@@ -94,5 +88,4 @@ class NamedFeed:
         return ServiceView(self._connection.url, values=values, round_trip_seconds=time.monotonic() - began)
 
     async def close(self) -> None:
-        """See `NamedService`."""
         self._connection.close()

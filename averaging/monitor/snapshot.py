@@ -75,16 +75,13 @@ class PeerView:
     @property
     def doing(self) -> str:
         """What it does: averaging, late for a round, looking, training or a later stage, idle; empty if unknown."""
-        status = self.status
+        status, training = self.status, self.training
         if status is None or self.error:
             return ""
         if status.members:
             return "averaging"
-        if status.training and status.training.missed:
-            return "late"
-        if status.looking:
-            return "looking"
-        return status.training.stage if status.training else "idle"
+        late = "late" if training and training.missed else "looking" if status.looking else ""
+        return late or (training.stage if training else "idle")
 
     @property
     def waits_for(self) -> tuple[str, ...]:
@@ -186,21 +183,17 @@ class RunSnapshot:
     def samples_per_second(self) -> float | None:
         """Of all peers together, as far as they count samples; None if none does."""
         rates = [peer.training.samples_per_second for peer in self.answering if peer.training]
-        known = [rate for rate in rates if rate is not None]
-        return sum(known) if known else None
+        return sum(known) if (known := [rate for rate in rates if rate is not None]) else None
 
     @property
     def rounds_per_minute(self) -> float | None:
         """Rounds of the run that averaged. A round with several members counts once. None while unknown."""
-        names = {peer.endpoint for peer in self.peers if peer.rounds_per_minute is not None}
-        if not names:
-            return None
-        rates = [
-            peer.rounds_per_minute / max(1, len(names & set(peer.last_round.members)))
-            for peer in self.peers
-            if peer.rounds_per_minute is not None and peer.last_round is not None
+        rates = {peer.endpoint: peer.rounds_per_minute for peer in self.peers if peer.rounds_per_minute is not None}
+        last = {peer.endpoint: peer.last_round for peer in self.peers}
+        shares = [
+            rate / max(1, len(rates.keys() & seen.members)) for name, rate in rates.items() if (seen := last[name])
         ]
-        return sum(rates)
+        return sum(shares) if rates else None
 
     @property
     def phase_seconds(self) -> dict[str, float]:
@@ -220,8 +213,8 @@ class RunSnapshot:
         """Members that were dropped, by code, as counted by each of the others since it started."""
         counts: Counter[str] = Counter()
         for peer in self.peers:
-            if peer.status is not None and peer.status.totals is not None:
-                counts.update({str(code.value): count for code, count in peer.status.totals.dropped.items()})
+            totals = peer.status.totals if peer.status else None
+            counts.update({code.value: count for code, count in (totals.dropped if totals else {}).items()})
         return dict(counts.most_common())
 
     @property
@@ -277,7 +270,7 @@ def _peer_json(peer: PeerView, receipts: bool) -> Json:
         "training": {**asdict(peer.training), "terms": peer.training.terms} if peer.training else None,
         "last": {
             "outcome": "partial" if last.averaged and last.dropped else last.outcome.value,
-            "ended": last.started + last.seconds,
+            "ended": last.ended,
             "text": str(last),
         }
         if last

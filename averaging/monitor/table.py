@@ -91,35 +91,29 @@ def _steps(peer: PeerView, _: float) -> str:
 
 def _step_key(peer: PeerView) -> float | None:
     training = peer.training
-    if training is None:
-        return None
-    return float(training.global_step or 0) * 2**40 + training.local_step
+    return None if training is None else float(training.global_step or 0) * 2**40 + training.local_step
 
 
 def _last(peer: PeerView, now: float) -> str:
     receipt = peer.last_round
     if receipt is None:
         return ""
-    ended = age(max(0.0, now - receipt.started - receipt.seconds))
+    ended = age(max(0.0, now - receipt.ended))
     if not receipt.averaged:
         return f"#{receipt.round} {receipt.outcome.value} {ended}"
     lost = f" -{len(receipt.dropped)}" if receipt.dropped else ""
     return f"#{receipt.round} {ended}{lost}"
 
 
-def _waits_for(peer: PeerView, _: float) -> str:
-    names = peer.waits_for
-    return f"{names[0]}{f' +{len(names) - 1}' if len(names) > 1 else ''}" if names else ""
+def _and_more(texts: Sequence[str], most: int) -> str:
+    """The first ones, and how many there are besides."""
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
 
 def _state(peer: PeerView, _: float) -> str:
     if peer.state == "late" and peer.training is not None:
         return f"late {compact(peer.training.missed)}"
-    return (
-        f"silent {age(peer.silent_seconds)}"
-        if peer.state == "silent" and peer.silent_seconds is not None
-        else peer.state
-    )
+    return f"silent {age(peer.silent_seconds)}" if peer.state == "silent" and peer.silent_seconds else peer.state
 
 
 def _rate(of: Callable[[PeerView], float | None]) -> tuple[Callable[[PeerView, float], str], Key]:
@@ -148,7 +142,7 @@ COLUMNS = (
         lambda peer: peer.waiting_share,
         right=True,
     ),
-    Column("WAITS FOR", _waits_for, lambda peer: len(peer.waits_for)),
+    Column("WAITS FOR", lambda peer, _: _and_more(peer.waits_for, 1), lambda peer: len(peer.waits_for)),
     Column("LANE", *_text(lambda peer: "+".join(peer.lanes))),
     Column("EVERY", *_text(lambda peer: peer.training.sync_every if peer.training else "")),
     Column("QUORUM", *_text(lambda peer: peer.training.quorum if peer.training else "")),
@@ -198,7 +192,7 @@ def summary(snapshot: RunSnapshot) -> list[Text]:
         readers_line(snapshot.readers),
         *services(snapshot),
     )
-    lines = [_first_line(snapshot), _rounds_line(snapshot), *(Text(text) for text in texts if text)]
+    lines = [_first_line(snapshot), _rounds_line(snapshot), *(Text(printable(text)) for text in texts if text)]
     return lines + [Text(printable(note), style="yellow") for note in snapshot.notes]
 
 
@@ -228,13 +222,8 @@ def _rounds_line(snapshot: RunSnapshot) -> Text:
 
 def terms_line(snapshot: RunSnapshot) -> str:
     """When rounds begin and what weights count; all texts if the peers differ. And who is late for a round."""
-    late = [f"{printable(peer.endpoint)} ({peer.training.missed})" for peer in snapshot.late if peer.training]
-    more = f" and {len(late) - 3} more" if len(late) > 3 else ""
-    lines = [
-        *(printable(text) for text in snapshot.terms[:3]),
-        *([f"late: {', '.join(late[:3])}{more}"] if late else []),
-    ]
-    return "; ".join(lines)
+    late = [f"{peer.endpoint} ({peer.training.missed})" for peer in snapshot.late if peer.training]
+    return "; ".join([*snapshot.terms[:3], *([f"late: {_and_more(late, 3)}"] if late else [])])
 
 
 def _phases_line(snapshot: RunSnapshot) -> str:
@@ -248,18 +237,13 @@ def _phases_line(snapshot: RunSnapshot) -> str:
 def waits_line(snapshot: RunSnapshot) -> str:
     """Who is waited for, and by how many."""
     targets = Counter(name for peer in snapshot.answering for name in peer.waits_for)
-    texts = [f"{printable(name)} ({counted(count, 'peer')})" for name, count in targets.most_common(3)]
-    more = f" and {len(targets) - 3} more" if len(targets) > 3 else ""
-    return f"waited for: {', '.join(texts)}{more}" if texts else ""
+    texts = [f"{name} ({counted(count, 'peer')})" for name, count in targets.most_common()]
+    return f"waited for: {_and_more(texts, 3)}" if texts else ""
 
 
 def _silent_line(snapshot: RunSnapshot) -> str:
-    """Who does not answer, and why."""
-    silent = [
-        f"{printable(peer.endpoint)} ({printable(peer.error)})" for peer in snapshot.peers if peer.state == "silent"
-    ]
-    more = f" and {len(silent) - 2} more" if len(silent) > 2 else ""
-    return f"no answer: {', '.join(silent[:2])}{more}" if silent else ""
+    silent = [f"{peer.endpoint} ({peer.error})" for peer in snapshot.peers if peer.state == "silent"]
+    return f"no answer: {_and_more(silent, 2)}" if silent else ""
 
 
 def readers_line(readers: Sequence[tuple[str, WeightReader]]) -> str:
@@ -307,16 +291,12 @@ def services(snapshot: RunSnapshot) -> list[str]:
 
 def _service_line(kind: str, service: ServiceView) -> str:
     if service.error:
-        return f"{kind} {printable(service.name)}: {printable(service.error)}"
+        return f"{kind} {service.name}: {service.error}"
     values = ", ".join(
-        f"{printable(str(name)).replace('_', ' ')} {printable(compact(value) if _is_real(value) else str(value))}"
+        f"{name.replace('_', ' ')} {compact(value) if isinstance(value, float) else value}"
         for name, value in service.values.items()
     )
-    return f"{kind} {printable(service.name)}: {values}, answers in {duration(service.round_trip_seconds)}"
-
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, float)
+    return f"{kind} {service.name}: {values}, answers in {duration(service.round_trip_seconds)}"
 
 
 def as_text(snapshot: RunSnapshot) -> list[str]:

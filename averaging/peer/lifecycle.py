@@ -110,8 +110,6 @@ async def start(
         control.endpoint = endpoint
         stack.callback(control.departure.advance, LeaveStep.LEFT)  # those who asked learn it in the grace period
         await tensors.while_locked(lambda: snapshots.commit(0), config.round_timeout)
-        if metrics.tracer is not None:
-            stack.push_async_callback(metrics.tracer.close)
         book = ReceiptBook(ReceiptLog(config.receipts) if config.receipts else None, metrics.note)
         stack.callback(book.close)  # ends the streams of `watch_rounds`
         service = metrics.service = PeerService(config, endpoint, schema, snapshots, clock(), book)

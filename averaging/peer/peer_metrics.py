@@ -11,7 +11,6 @@ from averaging.metrics import (
     PEER_METRICS,
     Distribution,
     MetricsListener,
-    RoundTracer,
     Samples,
     certificate_samples,
 )
@@ -34,7 +33,6 @@ class PeerMetrics:
     Attributes:
         service: the serving side of the peer; None before it listens.
         listener: for Prometheus and probes.
-        tracer: for OpenTelemetry; None without `traces`.
     """
 
     def __init__(
@@ -44,7 +42,6 @@ class PeerMetrics:
         self._certificate, self._not_ready, self._clock = certificate_samples(credentials), not_ready, clock
         self._durations: dict[tuple[str, ...], Distribution] = {}  # of phases of rounds, by name
         self._last_average: float | None = None
-        self.tracer = RoundTracer() if config.traces else None
         metrics = (*PEER_METRICS, *CERTIFICATE_METRICS)
         name = f"the peer of run {config.run_id!r}"
         self.listener = MetricsListener(config.metrics_listen, name, metrics, self.sample, not_ready)
@@ -53,8 +50,6 @@ class PeerMetrics:
         """Counts a round that has ended."""
         for phase, seconds in receipt.phases.items():
             self._durations[(phase,)] = self._durations.get((phase,), Distribution()).plus(seconds)
-        if self.tracer is not None:
-            self.tracer.note(receipt)
         if receipt.averaged:
             self._last_average = self._clock()
 

@@ -557,6 +557,7 @@ class Rounds:
             last_to_arrive=round_.last_to_arrive,
             drift=round_.drift,
             left=self._left(round_),
+            strategy="" if self._service.training is None else self._service.training().strategy,
         )
 
     def _state(self, round_: _Round, result: RoundResult | None) -> str:

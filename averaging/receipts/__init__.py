@@ -17,7 +17,6 @@ from averaging.receipts.receipt import (
     Receipt,
     Role,
     Straggler,
-    step_rate_text,
 )
 from averaging.receipts.receipt_log import ReceiptBook, ReceiptLog, Recorded, Watched, dumps, read, to_json
 from averaging.receipts.status import (
@@ -72,7 +71,6 @@ __all__ = [
     "explain",
     "rate_in",
     "read",
-    "step_rate_text",
     "to_json",
     "waited_in",
 ]

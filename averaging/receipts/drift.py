@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import itemgetter
+from typing import NamedTuple
 
 from averaging.common import member_of
 from averaging.errors import printable
@@ -240,8 +241,7 @@ class DriftCheck:
         return len(distinct), len(names), -min(members[name].since for name in names)
 
 
-@dataclass(frozen=True, slots=True)
-class _Difference:
+class _Difference(NamedTuple):
     """The first hyperparameter that differs at a peer, as text."""
 
     name: str

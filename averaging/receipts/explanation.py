@@ -11,13 +11,10 @@ from typing import TypeVar
 
 from averaging.common import MAX_NAMES, counted, duration, listed, size
 from averaging.errors import printable
-from averaging.receipts.drift import Drift, DriftKind
-from averaging.receipts.receipt import Dropped, LateArrival, Outcome, Receipt, Straggler, step_rate_text
+from averaging.receipts.drift import Drift
+from averaging.receipts.receipt import Dropped, LateArrival, Outcome, Receipt, Straggler
 
 T = TypeVar("T")
-
-# Finds members that arrive late at their groups regularly, and suggests remedies. Pure.
-
 
 AS_FAST = 0.8
 """A peer is slow if its step rate is below this fraction of the others' median."""
@@ -37,7 +34,7 @@ def last_to_arrive(receipts: Iterable[Receipt]) -> LateArrival | None:
 
 
 def describe_late(rounds: Sequence[Sequence[Receipt]]) -> Iterator[str]:
-    """Yields lines about late arrivals and their remedies.
+    """Yields lines about members that arrive late at their groups, and remedies for those that do so regularly.
 
     Args:
         rounds: the receipts of each round.
@@ -45,18 +42,13 @@ def describe_late(rounds: Sequence[Sequence[Receipt]]) -> Iterator[str]:
     late = _grouped((last.endpoint, last.seconds) for receipts in rounds if (last := last_to_arrive(receipts)))
     for name, seconds in sorted(late.items(), key=lambda item: -sum(item[1]))[:MAX_NAMES]:
         there = [receipts for receipts in rounds if any(name in receipt.members for receipt in receipts)]
-        line = f"last to arrive: {name} in {len(seconds)} of {counted(len(there), 'round')}"
-        line += f", {duration(statistics.median(seconds))} after the others (median), total {duration(sum(seconds))}"
-        if share := _share(rounds, name):
-            line += f", {share:.0%} of the time of the others"
-        yield line
+        yield (
+            f"last to arrive: {name} in {len(seconds)} of {counted(len(there), 'round')}, "
+            f"{duration(statistics.median(seconds))} after the others (median), total {duration(sum(seconds))}"
+        )
         if _is_regular(len(seconds), len(there)):
             yield from _why(there, name)
-    alone = [name for name in _slow_and_last(rounds) if name not in late]
-    for name in alone:
-        yield f"last to arrive: {name} according to its own receipts, which do not show how long the others waited"
-        yield from _why(rounds, name)
-    if not late and not alone:
+    if not late:
         yield "last to arrive: no peer regularly"
 
 
@@ -64,53 +56,25 @@ def _is_regular(count: int, rounds: int) -> bool:
     return count >= 2 and 2 * count >= rounds
 
 
-def _slow_and_last(rounds: Sequence[Sequence[Receipt]]) -> list[str]:
-    """Returns slow peers that were the last to look for a group in most of their rounds.
-
-    Being last is not enough: peers of equal speed are sometimes last by chance.
-    """
-    there: Counter[str] = Counter()
-    last: Counter[str] = Counter()
-    for receipts in rounds:
-        for receipt in receipts:
-            others = [each for each in receipt.accounts if each.endpoint != receipt.endpoint and each.mode == "node"]
-            there[receipt.endpoint] += 1
-            last[receipt.endpoint] += bool(others) and all(member.waited is None for member in others)
-    rates = _rates(rounds)
-    return [name for name, count in last.items() if _is_regular(count, there[name]) and _is_slow(name, rates)]
-
-
-def _is_slow(name: str, rates: Mapping[str, float]) -> bool:
-    """Whether the step rate of a peer is known to be clearly below the median of the others."""
-    others = [rate for other, rate in rates.items() if other != name]
-    return name in rates and bool(others) and rates[name] < AS_FAST * statistics.median(others)
-
-
-def _share(rounds: Sequence[Sequence[Receipt]], name: str) -> float:
-    """Fraction of the other peers' time in which they waited for `name` alone; 0 if unknown."""
-    receipts_by_peer = _grouped((receipt.endpoint, receipt) for receipts in rounds for receipt in receipts)
-    others = [receipts for peer, receipts in receipts_by_peer.items() if peer != name]
-    whole = sum(max(map(_ended, receipts)) - min(map(_began, receipts)) for receipts in others)
-    waited = sum(
-        last.seconds * sum(receipt.endpoint != name for receipt in receipts)
-        for receipts in rounds
-        if (last := last_to_arrive(receipts)) is not None and last.endpoint == name
-    )
-    return min(1.0, waited / whole) if whole > 0 else 0.0
-
-
 def _why(rounds: Sequence[Sequence[Receipt]], name: str) -> Iterator[str]:
     """Yields the step rates of a late peer and the others, if known, and a hint."""
-    rates = _rates(rounds)
-    others = [rate for other, rate in rates.items() if other != name]
-    topic = Counter(receipts[0].topic.partition("/")[0] for receipts in rounds).most_common(1)[0][0]
-    if name not in rates or not others:
-        yield f"hint: {_remedy(name, topic, '')}"
+    teller = rounds[0][0]
+    announced = _grouped(
+        (account.endpoint, account.step_rate)
+        for receipts in rounds
+        for receipt in receipts
+        for account in receipt.accounts
+        if account.step_rate is not None
+    )
+    rates = {peer: statistics.median(values) for peer, values in announced.items()}
+    rate = rates.pop(name, None)
+    if rate is None or not rates:
+        yield f"hint: {_remedy(name, teller.strategy, '')}"
         return
-    rate, median = rates[name], statistics.median(others)
-    yield f"step rate: {name} {step_rate_text(rate, topic)}, the others {step_rate_text(median, topic)} (median)"
-    if _is_slow(name, rates):
-        yield f"hint: {_remedy(name, topic, f', about {rate / median:.2g} times as many as the others make')}"
+    others = statistics.median(rates.values())
+    yield f"step rate: {name} {teller.rate_text(rate)}, the others {teller.rate_text(others)} (median)"
+    if rate < AS_FAST * others:
+        yield f"hint: {_remedy(name, teller.strategy, f', about {rate / others:.2g} times as many as the others make')}"
     else:
         yield (
             f"hint: {name} is as fast as the others; it may make more local steps between rounds, or stop for "
@@ -118,39 +82,23 @@ def _why(rounds: Sequence[Sequence[Receipt]], name: str) -> Iterator[str]:
         )
 
 
-def _remedy(name: str, topic: str, count: str) -> str:
-    """Returns remedies for a slow peer.
+def _remedy(name: str, strategy: str, count: str) -> str:
+    """Remedies for a slow peer.
 
     Args:
         name: the peer.
-        topic: what is averaged, without its phase. It shows which strategy is used.
+        strategy: see `Receipt`.
         count: text about the number of local steps that it should make; empty if unknown.
     """
-    if topic == "gradients":
+    if strategy == "GradientAveraging":
         return (
             f"the others wait for one batch of {name}; use a smaller batch_size there, or a larger "
             "target_batch_size at all peers"
         )
-    remedies = [
-        f"use fewer local steps between rounds (sync_every=) at {name}{count}",
-        "or a smaller batch",
-        "or use GradientAveraging, in which unequal peers share a batch",
-    ]
-    if not topic.startswith("pseudogradient"):  # DiLoCo needs all peers in one group
-        remedies.insert(2, "or set a smaller group_size at all peers, so that groups begin without it")
-    return "; ".join(remedies)
-
-
-def _rates(rounds: Sequence[Sequence[Receipt]]) -> dict[str, float]:
-    """Median step rate of each peer that announced one."""
-    rates = _grouped(
-        (account.endpoint, account.step_rate)
-        for receipts in rounds
-        for receipt in receipts
-        for account in receipt.accounts
-        if account.step_rate is not None
-    )
-    return {name: statistics.median(announced) for name, announced in rates.items()}
+    remedies = [f"use fewer local steps between rounds (sync_every=) at {name}{count}", "or a smaller batch"]
+    if strategy == "LocalSGD":  # other strategies need all peers in one group
+        remedies.append("or set a smaller group_size at all peers, so that groups begin without it")
+    return "; ".join([*remedies, "or use GradientAveraging, in which unequal peers share a batch"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +120,6 @@ class Round:
 
     @property
     def members(self) -> tuple[str, ...]:
-        """The group; empty without one."""
         return self.receipts[0].members
 
     @property
@@ -213,11 +160,9 @@ class Round:
     @property
     def drift(self) -> dict[str, list[Drift]]:
         """What differs at which peers although it should not, by endpoint, but for rounding."""
-        first: dict[tuple[str, DriftKind, str], Drift] = {}
-        for receipt in self.receipts:
-            for drift in receipt.drifted:
-                first.setdefault((drift.endpoint, drift.kind, drift.name), drift)
-        return _grouped((drift.endpoint, drift) for drift in first.values())
+        drifts = [drift for receipt in self.receipts for drift in receipt.drifted]
+        first = {(drift.endpoint, drift.kind, drift.name): drift for drift in reversed(drifts)}
+        return _grouped((drift.endpoint, drift) for drift in reversed(first.values()))
 
     @property
     def states(self) -> dict[str, list[str]]:
@@ -252,8 +197,8 @@ def merge(receipts: Iterable[Receipt]) -> list[Round]:
         alone = (receipt.endpoint, receipt.round, receipt.started)
         # The same receipt may be in two files: one written by the peer, one by `averaging watch`.
         groups[(receipt.group_id,) if receipt.group_id else alone].setdefault(receipt.endpoint, receipt)
-    rounds = [Round(tuple(sorted(group.values(), key=_began))) for group in groups.values()]
-    return sorted(rounds, key=lambda round_: _began(round_.receipts[0]))
+    rounds = [Round(tuple(sorted(group.values(), key=lambda receipt: receipt.started))) for group in groups.values()]
+    return sorted(rounds, key=lambda round_: round_.receipts[0].started)
 
 
 def explain(receipts: Sequence[Receipt], *, summary_only: bool = False) -> Iterator[str]:
@@ -263,10 +208,14 @@ def explain(receipts: Sequence[Receipt], *, summary_only: bool = False) -> Itera
     if not rounds:
         yield "no receipts: there was no round"
         return
-    yield printable(_header(rounds, peers))
+    runs = sorted({receipt.run_id for receipt in receipts})
+    begin, end = min(each.started for each in receipts), max(each.ended for each in receipts)
+    yield printable(
+        f"{'runs' if len(runs) > 1 else 'run'} {', '.join(runs)}, receipts of {listed(sorted(peers))}, "
+        f"from {_moment(begin)} to {_moment(end)} UTC"
+    )
     if not summary_only:
-        for round_ in rounds:
-            yield describe(round_, peers)
+        yield from (describe(round_, peers) for round_ in rounds)
     yield from map(printable, _summary(rounds, peers))
 
 
@@ -356,30 +305,16 @@ def _compared(reports: Iterable[Mapping[str, Sequence[str]]]) -> set[str]:
     return {name for digests in reports for names in digests.values() for name in names}
 
 
-def _header(rounds: Sequence[Round], peers: Iterable[str]) -> str:
-    receipts = [receipt for round_ in rounds for receipt in round_.receipts]
-    runs = sorted({receipt.run_id for receipt in receipts})
-    begin, end = min(map(_began, receipts)), max(map(_ended, receipts))
-    whose = f"{'runs' if len(runs) > 1 else 'run'} {', '.join(runs)}"
-    return f"{whose}, receipts of {listed(sorted(peers))}, from {_moment(begin)} to {_moment(end)} UTC"
-
-
 def _summary(rounds: Sequence[Round], peers: set[str]) -> Iterator[str]:
     outcomes = Counter(round_.outcome for round_ in rounds)
-    names = {
-        Outcome.AVERAGED: "averaged",
-        Outcome.NO_GROUP: "without a group",
-        Outcome.FAILED: "failed",
-        Outcome.CANCELLED: "cancelled",
-    }
+    names = {outcome: outcome.value for outcome in Outcome} | {Outcome.NO_GROUP: "without a group"}
     counts = ", ".join(f"{outcomes[outcome]} {name}" for outcome, name in names.items() if outcomes[outcome])
     yield f"total of {counted(len(rounds), 'round')}: {counts}"
     yield from _summary_of_drops(rounds)
     yield from _summary_of_time(rounds)
     yield from _summary_of_drift(rounds)
-    receipts = [receipt for round_ in rounds for receipt in round_.receipts]
-    sent = sum(receipt.bytes_sent for receipt in receipts)
-    received = sum(receipt.bytes_received for receipt in receipts)
+    traffic = [(each.bytes_sent, each.bytes_received) for round_ in rounds for each in round_.receipts]
+    sent, received = map(sum, zip(*traffic, strict=True))
     yield f"bytes: {size(sent)} sent, {size(received)} received"
     if len(peers) > 1:
         yield _summary_of_agreement("averages", [(round_, [*round_.digests.values()]) for round_ in rounds])
@@ -446,14 +381,6 @@ def _has_full_share(round_: Round, name: str) -> bool:
     """Whether no member is known to have reduced more than `name` in a round."""
     shares = [{account.endpoint: account.share for account in receipt.accounts} for receipt in round_.receipts]
     return all(share.get(name, 1.0) >= 0.99 * max(share.values(), default=0.0) for share in shares)
-
-
-def _began(receipt: Receipt) -> float:
-    return receipt.started
-
-
-def _ended(receipt: Receipt) -> float:
-    return receipt.started + receipt.seconds
 
 
 def _moment(seconds: float) -> str:

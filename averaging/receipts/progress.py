@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from averaging.common import counted, duration
 
@@ -71,8 +72,7 @@ MARKS, SPACING = 64, 0.5
 """Moments to which a pace looks back, and the seconds between two of them: at least the last 32 s."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Mark:
+class _Mark(NamedTuple):
     """The counts at one moment."""
 
     time: float
@@ -95,12 +95,10 @@ class TrainingPace:
 
     @property
     def steps(self) -> int:
-        """Steps so far."""
         return self._last.steps
 
     @property
     def samples(self) -> float:
-        """Samples so far."""
         return self._last.samples
 
     def count(self, samples: float, now: float) -> None:

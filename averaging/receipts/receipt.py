@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from averaging.common import counted, duration, html_table, size
+from averaging.common import counted, duration, size
 from averaging.errors import printable
 from averaging.receipts.drift import Drift, DriftKind
 
@@ -206,6 +206,7 @@ class Receipt:
             rest are averages of its own shard. 0 in receipts of older releases.
         part_bytes_received: those of `bytes_received` that are parts, the others' contributions to its own shard.
         kept_local: number of elements that kept their local values because their reducer was dropped.
+        strategy: class of the strategy with which this peer trains; empty if it does not train.
         clamped: values that this peer has sent or that its averages have, and that are cut to the largest number of the
             compression, such as 65504 of FLOAT16, since they exceed it. Both count, so one element may count twice.
         state_version: version of this peer's state after the round.
@@ -259,34 +260,37 @@ class Receipt:
     part_bytes_sent: int = 0
     part_bytes_received: int = 0
     clamped: int = 0
+    strategy: str = ""
 
     @property
     def averaged(self) -> bool:
         """Whether the tensors hold an average now."""
         return self.outcome is Outcome.AVERAGED
 
+    @property
+    def ended(self) -> float:
+        """End of the round, in seconds since the epoch."""
+        return self.started + self.seconds
+
     def __str__(self) -> str:
+        took = f"after {duration(self.seconds)}"
         if self.outcome is Outcome.NO_GROUP:
-            return f"round {self.round}: no group after {duration(self.seconds)}: {printable(self.reason)}"
+            return f"round {self.round}: no group {took}: {printable(self.reason)}"
         if self.outcome is Outcome.CANCELLED:
-            return f"round {self.round}: cancelled after {duration(self.seconds)}"
-        drift = "".join(f"; DRIFT: {drift}" for drift in self.drifted)
-        drift += "".join(f"; {printable(name)} has left the run" for name in self.left)
+            return f"round {self.round}: cancelled {took}"
+        also = [f"DRIFT: {drift}" for drift in self.drifted] + [f"{name} has left the run" for name in self.left]
         if self.outcome is Outcome.FAILED:
-            return f"round {self.round}: failed after {duration(self.seconds)}: {printable(self.reason)}{drift}"
-        lost = "".join(
-            f"; lost {printable(dropped.endpoint)} ({printable(dropped.reason)})" for dropped in self.dropped
-        )
-        late = "" if self.last_to_arrive is None else f"; {self.last_to_arrive}"
-        late += "".join(
-            f"; {printable(account.endpoint)}: {account.lateness}" for account in self.accounts if account.lateness
-        )
-        clamped = f"; {self.clamped_text}" if self.clamped else ""
-        return (
-            f"round {self.round}: averaged with {counted(len(self.members) - 1, 'other')} in {duration(self.seconds)} "
+            return f"round {self.round}: {printable('; '.join([f'failed {took}: {self.reason}', *also]))}"
+        facts = [
+            f"averaged with {counted(len(self.members) - 1, 'other')} in {duration(self.seconds)} "
             f"(all-reduce {duration(self.allreduce_seconds)}, {size(self.bytes_sent)} out, "
-            f"{size(self.bytes_received)} in){late}{lost}{clamped}{drift}"
-        )
+            f"{size(self.bytes_received)} in)",
+            *([str(self.last_to_arrive)] if self.last_to_arrive else []),
+            *(f"{account.endpoint}: {account.lateness}" for account in self.accounts if account.lateness),
+            *(f"lost {dropped.endpoint} ({dropped.reason})" for dropped in self.dropped),
+            *([self.clamped_text] if self.clamped else []),
+        ]
+        return f"round {self.round}: {printable('; '.join(facts + also))}"
 
     @property
     def clamped_text(self) -> str:
@@ -296,45 +300,14 @@ class Receipt:
             "cut to its largest number; look for diverging tensors, or use bfloat16, int8 or no compression"
         )
 
+    def rate_text(self, rate: float) -> str:
+        """A step rate with the unit in which this peer's strategy counts."""
+        return f"{rate:.3g} {'samples' if self.strategy == 'GradientAveraging' else 'steps'}/s"
+
     @property
     def drifted(self) -> tuple[Drift, ...]:
         """The drift that rounding cannot have caused."""
         return tuple(drift for drift in self.drift if drift.kind is not DriftKind.ROUNDING)
-
-    def _repr_html_(self) -> str:
-        rows: dict[str, object] = {"outcome": self.outcome.value}
-        if self.reason:
-            rows["reason"] = self.reason
-        rows |= {phase: duration(seconds) for phase, seconds in self.phases.items()}
-        rows |= {"sent": size(self.bytes_sent), "received": size(self.bytes_received)}
-        for account in self.accounts:
-            name = account.endpoint + (" (this peer)" if account.endpoint == self.endpoint else "")
-            text = f"{account.role.value}, {account.weight_text}, reduces {account.share:.0%}"
-            if account.waited is not None:
-                text += f", waited {duration(account.waited)}"
-            if account.lateness:
-                text += f", {account.lateness}"
-            if account.step_rate is not None:
-                text += f", {step_rate_text(account.step_rate, self.topic)}"
-            rows[name] = text
-        if self.last_to_arrive is not None:
-            late = self.last_to_arrive
-            rows["last to arrive"] = f"{late.endpoint}, {duration(late.seconds)} after the others"
-        rows |= {f"lost {dropped.endpoint}": dropped.reason for dropped in self.dropped}
-        if self.clamped:
-            rows["clamped"] = self.clamped_text
-        if self.left:
-            rows["left the run"] = ", ".join(self.left)
-        if self.drift:
-            rows["drift"] = "; ".join(map(str, self.drift))
-        if self.straggler is not None:
-            rows["waited for"] = f"{self.straggler.endpoint}, {duration(self.straggler.seconds)}, {self.straggler.what}"
-        return html_table(f"round {self.round} of run {self.run_id}", rows)
-
-
-def step_rate_text(rate: float, topic: str) -> str:
-    """Formats a step rate with the unit of the strategy that averages `topic`."""
-    return f"{rate:.3g} {'samples' if topic.partition('/')[0] == 'gradients' else 'steps'}/s"
 
 
 def _seconds(value: float) -> str:

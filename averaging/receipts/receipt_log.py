@@ -135,13 +135,10 @@ class ReceiptLog:
             self._lost += 1
             if not self._warned:
                 self._warned = True
-                why = error.strerror or error if isinstance(error, OSError) else error
                 logger.warning(
                     "could not write the receipt of round %d to %s: %s; averaging continues. Later receipts are "
                     "tried without further warnings; free disk space, or use another file",
-                    receipt.round,
-                    self._path,
-                    why,
+                    *(receipt.round, self._path, getattr(error, "strerror", None) or error),
                 )
         else:
             if self._lost:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from averaging.common import counted, html_table, is_number, listed, unpack
+from averaging.common import counted, is_number, listed, unpack
 from averaging.errors import printable
 from averaging.receipts.progress import TrainingProgress
 from averaging.receipts.receipt import Receipt
@@ -115,18 +115,6 @@ class PeerStatus:
             f"state version {self.state_version}, {counted(self.known_peers - 1, 'other peer')} known{late}{drift}"
         )
 
-    def _repr_html_(self) -> str:
-        rows = {
-            "doing": self.doing,
-            "mode": self.mode,
-            "software": self.software,
-            "rounds averaged": self.rounds,
-            "last round": self.last_round or "none yet",
-            "state version": self.state_version,
-            "other peers known": self.known_peers - 1,
-        }
-        return html_table(f"{self.endpoint} of run {self.run_id}", rows)
-
 
 # The training status of a peer and its run.
 
@@ -159,13 +147,6 @@ class TrainingStatus:
         others = "alone" if self.alone else f"with {counted(len(self.peers) - 1, 'other')}"
         last = "no round yet" if self.last_receipt is None else str(self.last_receipt)
         return f"step {self.local_step}{steps}, {others}; {last}"
-
-    def _repr_html_(self) -> str:
-        rows: dict[str, object] = {"local step": self.local_step}
-        if self.global_step is not None:
-            rows |= {"global step": self.global_step, "gathered for the next": f"{self.samples:g}"}
-        rows |= {"peers": listed(sorted(self.peers)), "last round": self.last_receipt or "none yet", "peer": self.peer}
-        return html_table(f"training of run {self.peer.run_id}", rows)
 
 
 UNSAVED = "buffers with persistent=False"
@@ -242,12 +223,6 @@ class Finish:
             if names
         ]
         return f"NOT all peers hold the same weights: {'; '.join(parts)}"
-
-    def _repr_html_(self) -> str:
-        rows = {"weights": str(self), "digest": self.digest}
-        rows |= {name: digest or "not announced in time" for name, digest in self.digests.items()}
-        rows |= dict.fromkeys(self.late, "still trains")
-        return html_table("end of the training", rows)
 
 
 # How fast a peer trains. It announces its rate in its progress record, and other peers put that into their receipts,

@@ -127,17 +127,22 @@ async def test_many_open_pages_cost_the_peers_nothing(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.asyncio
-async def test_a_page_that_reads_too_slowly_is_disconnected() -> None:
-    pages = server_module.OpenPages()
-    slow, quick = pages.events({"number": -1}), pages.events({"number": -1})
-    await anext(slow)
-    await anext(quick)
-    for number in range(10):
-        pages.send({"number": number})
+async def test_a_page_that_reads_too_slowly_gets_everything_anew() -> None:
+    updates = server_module.Updates(lambda: {"full": True})
+    slow, quick = updates.events(), updates.events()
+    updates.send({"number": 0})
+    for page in (slow, quick):
+        assert json.loads((await anext(page)).split(b"data: ")[1]) == {"full": True}
+    for number in range(1, 10):
+        updates.send({"number": number})
         assert json.loads((await anext(quick)).split(b"data: ")[1]) == {"number": number}
+    assert json.loads((await anext(slow)).split(b"data: ")[1]) == {"full": True}
+    updates.send({"number": 10})
+    assert json.loads((await anext(slow)).split(b"data: ")[1]) == {"number": 10}
+    updates.close()
     assert [each async for each in slow] == []
-    pages.close()
     assert [each async for each in quick] == []
+    assert updates.pages == 0
 
 
 @pytest.mark.asyncio

@@ -1,4 +1,4 @@
-"""What people read of receipts and of a status: short as text, a table in a notebook, all of it in repr."""
+"""What people read of receipts and of a status: short as text, all of it in repr."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from averaging.common.sanitize import duration
-from averaging.receipts.receipt import Account, Dropped, LateArrival, Outcome, Receipt
+from averaging.receipts.receipt import Dropped, LateArrival, Outcome, Receipt
 from averaging.receipts.status import Finish, PeerStatus, TrainingStatus
 from tests.support.receipts import A, B, C, D, receipt
 
@@ -72,20 +72,6 @@ def test_a_receipt_and_both_kinds_of_status_say_who_came_late() -> None:
     assert "all others were lost" in str(failed)
 
 
-def test_the_table_of_a_receipt_has_the_wait_and_the_step_rate_of_each_member() -> None:
-    accounts = (Account(A, waited=0.0023, step_rate=49.73), Account(B, step_rate=5.0), Account(D, waited=0.0))
-    table = receipt(accounts=accounts, last_to_arrive=LateArrival(D, 0.912), phases={"looking": 0.00042})._repr_html_()
-    assert "waited 2 ms, 49.7 steps/s" in table
-    assert "5 steps/s" in table
-    assert "waited 0 ms" in table
-    assert f"<th>last to arrive</th><td>{D}, 0.91 s after the others</td>" in table
-    assert "<th>looking</th><td>0.4 ms</td>" in table
-    assert "3.0 MiB" in table
-    samples = receipt(accounts=accounts, topic="gradients/17-ab")._repr_html_()
-    assert "49.7 samples/s" in samples
-    assert "last to arrive" not in samples
-
-
 def test_a_status_is_one_short_line() -> None:
     assert str(status()) == f"{A} of run demo: idle; 17 rounds averaged, state version 18, 3 other peers known"
     assert "averaging with 2 others" in str(status(members=(A, B, C)))
@@ -108,7 +94,7 @@ def test_repr_has_everything() -> None:
         assert "demo" in repr(shown)
 
 
-def test_a_notebook_shows_tables_in_which_strangers_write_nothing_but_text() -> None:
+def test_strangers_write_nothing_but_text() -> None:
     lost = receipt(outcome=Outcome.FAILED, reason=EVIL, dropped=(Dropped(D, EVIL),), run_id=EVIL)
     late = receipt(last_to_arrive=LateArrival(EVIL, 9.0))
     shown: list[Receipt | PeerStatus | TrainingStatus | Finish] = [
@@ -120,8 +106,4 @@ def test_a_notebook_shows_tables_in_which_strangers_write_nothing_but_text() -> 
         Finish("ab", {EVIL: EVIL}, (EVIL,), lost),
     ]
     for one in shown:
-        table = one._repr_html_()
-        assert table.startswith("<table>")
-        assert "<script" not in table
-        assert "\x1b" not in table + str(one)
-        assert "\n" not in str(one)
+        assert str(one).isprintable()

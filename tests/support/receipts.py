@@ -68,6 +68,7 @@ receipts = st.builds(
     digest=texts,
     state=texts,
     last_to_arrive=st.none() | st.builds(LateArrival, texts, floats),
+    strategy=texts,
 )
 
 
