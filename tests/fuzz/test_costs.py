@@ -39,8 +39,7 @@ from averaging.protocol.messages import (
     WireTensor,
 )
 from averaging.receipts import receipt_log
-from averaging.rl.workers import Handle, ListDataset, Payload, Sample
-from averaging.rl.workers.master_session import Next, RequestBook
+from averaging.rl.workers import ListDataset, Sample
 from averaging.rpc import TensorMessage, TensorReader
 from averaging.state.assembler import StateAssembler
 from averaging.state.donors import unpack_priority
@@ -358,22 +357,6 @@ def read_tensor(messages: list[TensorMessage]) -> None:
 
 def test_a_tensor_in_many_chunks() -> None:
     check_growth(in_chunks, read_tensor, 1 << 12)
-
-
-def unacked(count: int) -> list[Payload]:
-    return [
-        Payload("worker", Handle.GENERATE, f"{n}", syn_reply_id=f"s{n}", ack_reply_id=f"a{n}", no_syn=False)
-        for n in range(count)
-    ]
-
-
-def receive_all(requests: list[Payload]) -> None:
-    book = RequestBook()
-    assert {book.receive(request) for request in requests} == {Next.SYN}
-
-
-def test_requests_that_wait_for_their_ack() -> None:
-    check_growth(unacked, receive_all, 1 << 12)
 
 
 def test_a_part_of_a_dataset_that_is_fetched_at_once() -> None:

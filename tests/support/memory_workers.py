@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 from averaging.errors import PeerUnreachableError
@@ -22,7 +22,7 @@ class MemoryWorkers:
 
     def __init__(self) -> None:
         self.calls = 0
-        self._serving: dict[str, dict[str, Callable[[Any], AsyncGenerator[Any, None]]]] = {}
+        self._serving: dict[str, dict[str, Callable[[Any], Any]]] = {}
         self._broken: dict[str, asyncio.Event] = {}
         self._thawed: dict[str, asyncio.Event] = {}
 
@@ -33,10 +33,6 @@ class MemoryWorkers:
     def serve_data(self, endpoint: str, manager: DataManager) -> None:
         self._serving[endpoint] = {FETCH_DATA.path: manager.serve}
         self._broken[endpoint] = asyncio.Event()
-
-    def replace(self, endpoint: str, path: str, answer: Callable[[Any], AsyncGenerator[Any, None]]) -> None:
-        """Its process answers a method in another way from now on."""
-        self._serving[endpoint][path] = answer
 
     def connect(self, endpoint: str) -> MemoryChannel:
         return MemoryChannel(self, endpoint)
@@ -58,41 +54,51 @@ class MemoryWorkers:
     def thaw(self, endpoint: str) -> None:
         self._thawed.pop(endpoint).set()
 
-    async def stream(
-        self, endpoint: str, method: RpcMethod[Any, Any], request: Any | AsyncIterator[Any]
-    ) -> AsyncGenerator[Any, None]:
+    async def call(self, endpoint: str, method: RpcMethod[Any, Any], request: Any) -> Any:
+        with self._calling(endpoint) as broken:
+            return await self._until_broken(endpoint, broken, self._serving[endpoint][method.path](request))
+
+    async def stream(self, endpoint: str, method: RpcMethod[Any, Any], request: Any) -> AsyncGenerator[Any, None]:
+        with self._calling(endpoint) as broken:
+            async with aclosing(self._serving[endpoint][method.path](request)) as replies:
+                while (reply := await self._until_broken(endpoint, broken, _next(replies))) is not None:
+                    yield reply
+
+    @contextmanager
+    def _calling(self, endpoint: str) -> Iterator[asyncio.Event]:
         if endpoint not in self._serving:
             raise PeerUnreachableError(endpoint, "connection refused", refused=True)
-        broken = asyncio.ensure_future(self._broken[endpoint].wait())
         self.calls += 1
         try:
-            async with aclosing(self._serving[endpoint][method.path](request)) as replies:
-                while True:
-                    following = asyncio.ensure_future(_next(replies))
-                    try:
-                        await asyncio.wait([following, broken], return_when=asyncio.FIRST_COMPLETED)
-                        while endpoint in self._thawed and not broken.done():
-                            thawed = asyncio.ensure_future(self._thawed[endpoint].wait())
-                            await asyncio.wait([thawed, broken], return_when=asyncio.FIRST_COMPLETED)
-                            thawed.cancel()
-                        if broken.done():
-                            raise PeerUnreachableError(endpoint, "connection reset")
-                    finally:
-                        following.cancel()
-                        await asyncio.wait([following])
-                    if (reply := following.result()) is None:
-                        return
-                    yield reply
+            yield self._broken[endpoint]
         finally:
             self.calls -= 1
-            broken.cancel()
+
+    async def _until_broken(self, endpoint: str, broken: asyncio.Event, answer: Coroutine[Any, Any, Any]) -> Any:
+        answering, breaking = asyncio.ensure_future(answer), asyncio.ensure_future(broken.wait())
+        try:
+            await asyncio.wait([answering, breaking], return_when=asyncio.FIRST_COMPLETED)
+            while endpoint in self._thawed and not breaking.done():
+                thawed = asyncio.ensure_future(self._thawed[endpoint].wait())
+                await asyncio.wait([thawed, breaking], return_when=asyncio.FIRST_COMPLETED)
+                thawed.cancel()
+            if breaking.done():
+                raise PeerUnreachableError(endpoint, "connection reset")
+        finally:
+            answering.cancel()
+            breaking.cancel()
+            await asyncio.wait([answering])
+        return answering.result()
 
 
 class MemoryChannel:
     def __init__(self, network: MemoryWorkers, endpoint: str) -> None:
         self._network, self._endpoint = network, endpoint
 
-    def stream(self, method: RpcMethod[Any, Any], request: Any | AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
+    async def call(self, method: RpcMethod[Any, Any], request: Any, timeout: float) -> Any:
+        return await self._network.call(self._endpoint, method, request)
+
+    def stream(self, method: RpcMethod[Any, Any], request: Any) -> AsyncGenerator[Any, None]:
         return self._network.stream(self._endpoint, method, request)
 
     async def close(self) -> None:

@@ -43,12 +43,11 @@ class HangingActor(Actor):
 
 
 def plan_of(endpoints: dict[str, str], **options: Any) -> Plan:
-    """Actors a0, a1, …, whose train step goes on without those that are lost, and the reward r0."""
+    """Actors a0, a1, … with the same parameters, and the reward r0."""
     actors = tuple(name for name in endpoints if name.startswith("a"))
     plan = ppo(endpoints, actors, ("r0",), **options)
-    calls = tuple(type(call)(**{**vars(call), "on_lost": "reassign"}) for call in plan.calls)
     models = (Model("actor", actors, replicated=True), Model("reward", ("r0",)))
-    return Plan(endpoints, models, calls, plan.batch_size, plan.data_keys)
+    return Plan(endpoints, models, plan.calls, plan.batch_size, plan.data_keys)
 
 
 def run_worker(name: str, model: str, listen: str, hang_at: int = 0) -> None:
@@ -65,7 +64,7 @@ def run_master(endpoints: dict[str, str], steps: int) -> None:
         with MasterWorker(plan_of(endpoints), attach_timeout=20.0) as master:
             tell("attached")
             for result in master.run(steps):
-                tell("step", step=result.step, samples=result.samples, lost=result.lost)
+                tell("step", step=result.step, samples=result.samples)
     except WorkerError as error:
         tell("refused", error=str(error))
 

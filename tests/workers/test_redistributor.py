@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from averaging.errors import WorkerError
 from averaging.rl.workers.backend import ListDataset, Sample
 from averaging.rl.workers.data_manager import DataManager, OwnerTracker, Redistributor, balance
-from averaging.rl.workers.payload import Step, WorkerChannels, pack, unpack
+from averaging.rl.workers.payload import Step, pack, unpack
 from tests.support.memory_workers import MemoryWorkers
 
 Held = dict[tuple[str, str], set[str]]
@@ -101,7 +101,7 @@ def test_data_managers_execute_a_plan(layout: tuple[Held, dict[str, list[str]], 
 
     async def main() -> None:
         network = MemoryWorkers()
-        managers = {worker: DataManager(worker, WorkerChannels(network.connect)) for worker in WORKERS}
+        managers = {worker: DataManager(worker, network.connect) for worker in WORKERS}
         for worker, manager in managers.items():
             manager.endpoints = {name: f"{name}:1" for name in WORKERS}
             network.serve_data(f"{worker}:1", manager)
@@ -159,7 +159,7 @@ def test_a_computed_tensor_makes_copies_outdated() -> None:
     tracker.replace("w1", ["a"], ["x"])
     assert tracker.owners("a", "x") == {"w1"}
     tracker.remove(["a"])
-    assert len(tracker) == 0
+    assert tracker.samples == []
 
 
 @given(st.integers(0, 40), st.integers(1, 9))

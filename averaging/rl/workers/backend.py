@@ -12,7 +12,6 @@ import torch
 
 from averaging.errors import ConfigError
 from averaging.rl.workers.plan import ModelShardID, Topology
-from averaging.tensors import dtype_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +56,6 @@ class SampleBatch:
     def stacked(self, key: str) -> torch.Tensor:
         """The tensors of one name with a new first dimension. They must have equal shapes."""
         return torch.stack(list(self.data[key]))
-
-
-def kind_of(tensor: torch.Tensor) -> tuple[str, torch.Size]:
-    """Dtype, such as `int64`, and shape of a tensor."""
-    return dtype_name(tensor.dtype), tensor.shape
 
 
 class Backend:
@@ -135,11 +129,7 @@ class Backend:
 
 
 def check_numbers(stats: object, method: str) -> dict[str, float]:
-    """Returns statistics as numbers; an empty mapping for None. Tensors with a single element count as numbers.
-
-    Raises:
-        ConfigError: They are something else.
-    """
+    """Returns statistics as numbers; none for None. Tensors with a single element count as numbers."""
     if stats is None:
         return {}
     try:
@@ -149,11 +139,7 @@ def check_numbers(stats: object, method: str) -> dict[str, float]:
 
 
 def check_outputs(batch: SampleBatch, outputs: list[str], result: object, method: str) -> SampleBatch:
-    """Returns the outputs of a call as samples.
-
-    Raises:
-        ConfigError: The result is no mapping, lacks an output, or does not have one tensor for each sample.
-    """
+    """Returns the outputs of a call as samples: a tensor for each output and sample."""
     if not isinstance(result, Mapping):
         raise ConfigError(f"{method} must return a mapping of names to tensors, not {result!r:.200}")
     if lacking := [key for key in outputs if key not in result]:
@@ -186,10 +172,6 @@ class Dataset(Protocol):
         """The next samples of the part: at most `count`, and an empty sequence if nothing is there now."""
         ...
 
-    def load(self, ids: Sequence[str]) -> Sequence[Sample]:
-        """These samples, also those of another part whose worker has died. Unknown ones are left out."""
-        ...
-
 
 class ListDataset:
     """A dataset that every worker can read as a whole, such as a list or a file.
@@ -213,7 +195,6 @@ class ListDataset:
         self._epoch = -1
 
     def place(self, dp_rank: int, dp_size: int) -> None:
-        """See `Dataset`."""
         size, longer = divmod(len(self._all), dp_size)  # the parts are consecutive, and the first are longer by one
         start = dp_rank * size + min(dp_rank, longer)
         self._part = self._all[start : start + size + (dp_rank < longer)]
@@ -222,16 +203,14 @@ class ListDataset:
 
     @property
     def size(self) -> int:
-        """See `Dataset`."""
         return len(self._part)
 
     @property
     def epoch(self) -> int:
-        """See `Dataset`."""
         return max(0, self._epoch)
 
     def fetch(self, count: int) -> list[Sample]:
-        """See `Dataset`. It begins again after the last sample."""
+        # It begins again after the last sample, in another order if there is a seed.
         ids: list[str] = []
         while len(ids) < min(count, self.size):
             if not self._left:
@@ -242,7 +221,3 @@ class ListDataset:
                 self._left.extend(order)
             ids.append(self._left.popleft())
         return [self._by_id[sample] for sample in dict.fromkeys(ids)]
-
-    def load(self, ids: Sequence[str]) -> list[Sample]:
-        """See `Dataset`."""
-        return [self._by_id[sample] for sample in ids if sample in self._by_id]

@@ -6,22 +6,29 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
+from typing import TypeAlias
 
 import torch
 
-from averaging.errors import ConfigError, ProtocolViolationError, WorkerError
-from averaging.rl.workers.backend import Sample, SampleBatch, kind_of
-from averaging.rl.workers.parameters import SILENCE_SECONDS, receive, send
-from averaging.rl.workers.payload import FETCH_DATA, MAX_NAMES, Step, WorkerChannels
-from averaging.rl.workers.plan import KeySpec
+from averaging.errors import (
+    CallRefusedError,
+    ConfigError,
+    PeerUnreachableError,
+    ProtocolViolationError,
+    TensorError,
+    WorkerError,
+)
+from averaging.rl.workers.backend import Sample, SampleBatch
+from averaging.rl.workers.payload import FETCH_DATA, Channel, Connect, Step
+from averaging.rpc import TensorReader, tensor_messages
+from averaging.tensors import STATE_DTYPES, dtype_name
 from averaging.wire.workers_pb2 import FetchDataRequest, NamedTensor
 
-MAX_IDS = 1000
-"""Samples in one request for tensors."""
+SILENCE_SECONDS = 60.0
+"""A transfer without a message for this time has failed: its source hangs, or never gets the tensors itself."""
 
-
-MAX_TRANSFERS = 4096
-"""Transfers to one worker before one request, all at the same time."""
+Tensors: TypeAlias = list[tuple[str, str, torch.Tensor]]
+"""Tensors with their samples and names."""
 
 
 class OwnerTracker:
@@ -30,11 +37,11 @@ class OwnerTracker:
     def __init__(self) -> None:
         self._owners: dict[str, dict[str, set[str]]] = {}  # sample, tensor, workers
 
-    def __len__(self) -> int:
-        return len(self._owners)
+    @property
+    def samples(self) -> list[str]:
+        return list(self._owners)
 
     def add(self, worker: str, ids: Iterable[str], keys: Iterable[str]) -> None:
-        """Records that a worker holds these tensors of these samples."""
         keys = list(keys)
         for sample in ids:
             of_sample = self._owners.setdefault(sample, {})
@@ -54,7 +61,6 @@ class OwnerTracker:
         return frozenset(self._owners.get(sample, {}).get(key, ()))
 
     def remove(self, ids: Iterable[str]) -> None:
-        """Forgets samples."""
         for sample in ids:
             self._owners.pop(sample, None)
 
@@ -74,11 +80,7 @@ class OwnerTracker:
 
 
 class Redistributor:
-    """Plans the transfers before a call.
-
-    Args:
-        tracker: The record of which worker holds which tensors.
-    """
+    """Plans the transfers before a call."""
 
     def __init__(self, tracker: OwnerTracker) -> None:
         self._tracker = tracker
@@ -140,12 +142,7 @@ def _steps(transfers: Mapping[tuple[str, tuple[str, ...], str], list[str]]) -> l
 def balance(lengths: Mapping[str, int], ranks: Sequence[int]) -> dict[int, list[str]]:
     """Divides samples over ranks, so that their numbers differ by at most one and their lengths sum to about the same.
 
-    Args:
-        lengths: Length of each sample, by id.
-        ranks: The ranks.
-
-    Returns:
-        The samples of each rank, in their order in `lengths`.
+    The samples of each rank are in their order in `lengths`.
     """
     order = {sample: place for place, sample in enumerate(lengths)}
     ids_of: dict[int, list[str]] = {rank: [] for rank in ranks}
@@ -163,32 +160,25 @@ def balance(lengths: Mapping[str, int], ranks: Sequence[int]) -> dict[int, list[
 class DataManager:
     """Stores the tensors of samples, and executes the steps of a `Redistributor`. It belongs to one event loop.
 
-    Args:
-        worker: Name of this worker.
-        channels: Channels to the other workers.
+    Attributes:
         endpoints: `host:port` of each worker, by name.
-        keys: Dtype and shape of tensors, by name; others are not checked.
-        compression: Compression of floating tensors that this worker sends.
     """
 
-    def __init__(
-        self,
-        worker: str,
-        channels: WorkerChannels,
-        endpoints: Mapping[str, str] | None = None,
-        keys: Mapping[str, KeySpec] | None = None,
-        compression: str = "none",
-    ) -> None:
-        self.endpoints: Mapping[str, str] = endpoints or {}
-        self.keys: Mapping[str, KeySpec] = keys or {}
+    def __init__(self, worker: str, connect: Connect) -> None:
+        self.endpoints: Mapping[str, str] = {}
         self._worker = worker
-        self._channels = channels
-        self._compression = compression
+        self._connect = connect
+        self._channels: dict[str, Channel] = {}  # by endpoint
         self._data: dict[str, dict[str, torch.Tensor]] = {}
         self._changed = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._data)
+
+    async def close(self) -> None:
+        while self._channels:
+            _, channel = self._channels.popitem()
+            await channel.close()
 
     def inventory(self) -> dict[str, list[str]]:
         """Names of the tensors that are stored, by sample."""
@@ -203,8 +193,7 @@ class DataManager:
         """Stores samples. Tensors that are there already are replaced.
 
         Raises:
-            TensorError: A tensor has another dtype or shape than the plan says. Nothing is stored then.
-            ConfigError: A sample has no tensors.
+            ConfigError: A sample has no tensors. Nothing is stored then.
         """
         samples = list(samples)
         for sample in samples:
@@ -213,18 +202,9 @@ class DataManager:
         self._put([(sample.id, key, tensor) for sample in samples for key, tensor in sample.data.items()])
 
     def update(self, batch: SampleBatch) -> None:
-        """Adds tensors to samples, or replaces them.
-
-        Raises:
-            TensorError: A tensor has another dtype or shape than the plan says. Nothing is stored then.
-        """
-        self._put(
-            [
-                (sample, key, tensor)
-                for key, tensors in batch.data.items()
-                for sample, tensor in zip(batch.ids, tensors, strict=True)
-            ]
-        )
+        """Adds tensors to samples, or replaces them."""
+        for key, tensors in batch.data.items():
+            self._put([(sample, key, tensor) for sample, tensor in zip(batch.ids, tensors, strict=True)])
 
     def get(self, ids: Sequence[str], keys: Sequence[str]) -> SampleBatch:
         """Returns these tensors.
@@ -232,10 +212,7 @@ class DataManager:
         Raises:
             WorkerError: One is not stored here.
         """
-        for sample in ids:
-            for key in keys:
-                if not self.has_data(sample, [key]):
-                    raise WorkerError(self._worker, f"{self._worker} does not hold {key!r} of sample {sample}")
+        self._check(ids, keys)
         return SampleBatch(list(ids), {key: [self._data[sample][key] for sample in ids] for key in keys})
 
     def has_data(self, sample: str, keys: Collection[str] = ()) -> bool:
@@ -251,80 +228,123 @@ class DataManager:
         """Receives what this worker receives in these steps, from all sources at the same time.
 
         Raises:
-            WorkerError: A source cannot be reached.
-            WorkerError: A source is unknown.
+            WorkerError: A source is unknown, cannot be reached, or is silent for too long.
             ProtocolViolationError: A source sent something else.
-            TensorError: A tensor has another dtype or shape than the plan says.
         """
-        transfers = [
-            (source, ids[start : start + MAX_IDS], step.keys)
-            for step in steps
-            for source, ids in step.sources_of(self._worker)
-            for start in range(0, len(ids), MAX_IDS)
-        ]
-        if len(transfers) > MAX_TRANSFERS:
-            raise ProtocolViolationError(f"{len(transfers)} transfers before one request; {MAX_TRANSFERS} are allowed")
         try:
             async with asyncio.TaskGroup() as group:
-                for source, ids, keys in transfers:
-                    group.create_task(self._fetch(source, ids, keys))
+                for step in steps:
+                    for source, ids in step.sources_of(self._worker):
+                        group.create_task(self._fetch(source, ids, step.keys))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
     async def _fetch(self, source: str, ids: Sequence[str], keys: Sequence[str]) -> None:
+        received = await self._receive(source, ids, keys)
+        wanted = {(sample, key) for sample in ids for key in keys}
+        if wanted != {(sample, key) for sample, key, _ in received}:
+            raise ProtocolViolationError(f"sent {len(received)} tensors, not the {len(wanted)} requested ones", source)
+        self._put(received)
+
+    async def parameters_of(self, origin: str, transfer: str) -> dict[str, torch.Tensor]:
+        """The parameters that a worker, perhaps this one, publishes as a sample. For errors see `redistribute`."""
+        if origin == self._worker:
+            tensors = await self._stored([transfer], [])
+        else:
+            tensors = await self._receive(origin, [transfer], [])
+        return {key: tensor for _, key, tensor in tensors}
+
+    async def _receive(self, source: str, ids: Sequence[str], keys: Sequence[str]) -> Tensors:
         if source not in self.endpoints:
             raise WorkerError(source, f"{self._worker} is to get tensors of {source!r}, which is not in its plan")
+        endpoint = self.endpoints[source]
+        if endpoint not in self._channels:
+            self._channels[endpoint] = self._connect(endpoint)
         request = FetchDataRequest(caller=self._worker, ids=ids, keys=keys)
-        left = {(sample, key) for sample in ids for key in keys}
-
-        def admit(head: NamedTensor) -> None:
-            if (head.id, head.key) not in left:
-                raise ProtocolViolationError(
-                    f"{source} sent {head.key!r:.100} of sample {head.id!r:.100} without a request"
-                )
-            left.remove((head.id, head.key))
-            self._check(head.id, head.key, head.dtype, head.tensor.size)
-
-        messages = self._channels[self.endpoints[source]].stream(FETCH_DATA, request)
-        async with aclosing(receive(source, messages, admit)) as tensors:
-            received = [tensor async for tensor in tensors]
-        if left:
-            raise ProtocolViolationError(f"did not send {len(left)} of {len(ids) * len(keys)} tensors", source)
-        self._put(received)
+        received: Tensors = []
+        reader, head = TensorReader(), NamedTensor()
+        async with aclosing(self._channels[endpoint].stream(FETCH_DATA, request)) as messages:
+            while (message := await _next(source, messages)) is not None:
+                if reader.complete:
+                    head = message
+                    if head.dtype not in STATE_DTYPES:
+                        raise ProtocolViolationError(f"sent a tensor of the unknown dtype {head.dtype!r:.100}", source)
+                tensor = reader.read(message.tensor)
+                if tensor is not None:
+                    received.append((head.id, head.key, tensor.to(STATE_DTYPES[head.dtype])))
+        if not reader.complete:
+            raise ProtocolViolationError("sent an incomplete tensor", source)
+        return received
 
     async def serve(self, request: FetchDataRequest) -> AsyncGenerator[NamedTensor, None]:
         """Answers `fetch_data`: waits until all tensors are there, and sends them.
 
         Raises:
-            ProtocolViolationError: The request names too many samples or tensors.
             WorkerError: A tensor did not come in time, or was removed meanwhile.
         """
-        ids, keys = list(dict.fromkeys(request.ids)), list(dict.fromkeys(request.keys))
-        if len(ids) > MAX_IDS or len(keys) > MAX_NAMES:
-            raise ProtocolViolationError(
-                f"a request for {len(keys)} tensors of {len(ids)} samples; {MAX_NAMES} and {MAX_IDS} are allowed"
-            )
-        with suppress(TimeoutError):  # the caller has given up by then; `get` names what is missing
+        for sample, key, tensor in await self._stored(request.ids, request.keys):
+            head = {"id": sample, "key": key, "dtype": dtype_name(tensor.dtype)}
+            for message in tensor_messages(tensor):
+                yield NamedTensor(tensor=message, **head)
+                head = {}  # in the first message only
+                await asyncio.sleep(0)  # long transfers leave time for heartbeats
+
+    async def _stored(self, ids: Iterable[str], keys: Iterable[str]) -> Tensors:
+        """These tensors, or all of the samples without `keys`, as soon as they are there."""
+        ids, keys = list(dict.fromkeys(ids)), list(dict.fromkeys(keys))
+        with suppress(TimeoutError):  # the caller has given up by then; `_check` names what is missing
             async with asyncio.timeout(SILENCE_SECONDS):
                 for sample in ids:
                     while not self.has_data(sample, keys):
                         await self._changed.wait()
-        batch = self.get(ids, keys)
-        tensors = ((sample, key, batch[key][place]) for place, sample in enumerate(ids) for key in keys)
-        async with aclosing(send(tensors, self._compression)) as messages:
-            async for message in messages:
-                yield message
+        self._check(ids, keys)
+        return [(sample, key, self._data[sample][key]) for sample in ids for key in keys or self._data[sample]]
 
-    def _check(self, sample: str, key: str, dtype: str, shape: Sequence[int]) -> None:
-        if key in self.keys:
-            self.keys[key].check(key, sample, dtype, shape)
+    def _check(self, ids: Iterable[str], keys: Sequence[str]) -> None:
+        for sample in ids:
+            if not self.has_data(sample, keys):
+                missing = next((repr(key) for key in keys if not self.has_data(sample, [key])), "anything")
+                raise WorkerError(self._worker, f"{self._worker} does not hold {missing} of sample {sample}")
 
-    def _put(self, tensors: Iterable[tuple[str, str, torch.Tensor]]) -> None:
-        """Stores tensors, given with sample and name. Nothing is stored if a tensor is not as the plan says."""
-        tensors = list(tensors)
-        for sample, key, tensor in tensors:
-            self._check(sample, key, *kind_of(tensor))
+    def _put(self, tensors: Tensors) -> None:
         for sample, key, tensor in tensors:
             self._data.setdefault(sample, {})[key] = tensor
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+async def _next(source: str, messages: AsyncGenerator[NamedTensor, None]) -> NamedTensor | None:
+    try:
+        async with asyncio.timeout(SILENCE_SECONDS):
+            return await anext(messages, None)
+    except TimeoutError:
+        raise WorkerError(source, f"{source} sent no tensors for {SILENCE_SECONDS:g} s", lost=True) from None
+    except PeerUnreachableError as error:
+        raise WorkerError(source, f"tensors of {source} cannot be fetched: {error}", lost=True) from error
+    except CallRefusedError as error:
+        raise WorkerError(source, f"{source} gives no tensors: {error}") from error
+
+
+def blend(target: Mapping[str, torch.Tensor], source: Mapping[str, torch.Tensor], eta: float, model: str) -> None:
+    """Sets target = eta · source + (1 - eta) · target, in place. Tensors of integers are copied unless eta is 0.
+
+    Raises:
+        TensorError: The two have different names, shapes or dtypes. Nothing is changed then.
+    """
+    for name in sorted(target.keys() ^ source.keys()):
+        raise TensorError(f"param_realloc to {model!r}: only one of the two models has the parameter {name!r:.200}")
+    for name, tensor in target.items():
+        other = source[name]
+        if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
+            raise TensorError(
+                f"param_realloc to {model!r}: {name!r} is {other.dtype}{list(other.shape)} at the source and "
+                f"{tensor.dtype}{list(tensor.shape)} at the target"
+            )
+    with torch.no_grad():
+        for name, tensor in target.items():
+            new = source[name].to(tensor.device)
+            if eta == 1.0 or not tensor.is_floating_point():
+                if eta > 0.0:
+                    tensor.copy_(new)
+            else:
+                tensor.mul_(1.0 - eta).add_(new, alpha=eta)

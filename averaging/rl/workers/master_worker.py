@@ -1,79 +1,314 @@
-"""`MasterWorker`: drives the model workers of one site."""
+"""`MasterWorker`: drives the model workers of one site through the steps of a plan."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
-from functools import partial, wraps
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+import logging
+import math
+import time
+from collections import defaultdict
+from collections.abc import Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
 
 from averaging.common import on_loop
-from averaging.rl.workers.data_manager import OwnerTracker
-from averaging.rl.workers.payload import Connect
-from averaging.rl.workers.plan import Plan
+from averaging.errors import WorkerError
+from averaging.rl.workers.data_manager import OwnerTracker, Redistributor, balance
+from averaging.rl.workers.payload import (
+    Compute,
+    Computed,
+    Connect,
+    Count,
+    Fetched,
+    Handle,
+    Ids,
+    Inventory,
+    Payload,
+    Realloc,
+    SaveRequest,
+    Transfer,
+    convert,
+)
+from averaging.rl.workers.plan import Call, Hook, HookName, ModelShardID, ParamRealloc, Plan, Save
 from averaging.rl.workers.request_client import RequestClient
-from averaging.rl.workers.step_runner import StepResult, StepRunner
 from averaging.rpc import Credentials, EventLoopThread
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
-
-def _blocking(
-    part: str, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]
-) -> Callable[Concatenate[MasterWorker, P], T]:
-    """A coroutine method of a part of the master, which runs in the master's thread, as a method that blocks."""
-
-    @wraps(method)
-    def call(master: MasterWorker, /, *args: P.args, **options: P.kwargs) -> T:
-        return master._thread.run(method(getattr(master, part), *args, **options))
-
-    return call
+logger = logging.getLogger("averaging.rl.workers")
 
 
-def _in_thread(method: Callable[Concatenate[RequestClient, P], T]) -> Callable[Concatenate[MasterWorker, P], T]:
-    """A method of the client, called in the master's thread."""
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step has done.
 
-    @wraps(method)
-    def call(master: MasterWorker, /, *args: P.args, **options: P.kwargs) -> T:
-        return master._thread.run(on_loop(partial(method, master._client, *args, **options)))
+    Attributes:
+        step: Number of the step, from 1.
+        stats: Means over the data-parallel ranks of the numbers that the backends returned, by call.
+        seconds: Duration.
+        samples: Ids of its samples.
+    """
 
-    return call
+    step: int
+    stats: dict[str, dict[str, float]]
+    seconds: float
+    samples: list[str]
 
 
-def _awaitable(
-    method: Callable[Concatenate[RequestClient, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[MasterWorker, P], Coroutine[Any, Any, T]]:
-    """A coroutine method of the client, which runs in the master's thread, as a coroutine for any event loop."""
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A call under way at one worker, for some samples."""
 
-    @wraps(method)
-    async def call(master: MasterWorker, /, *args: P.args, **options: P.kwargs) -> T:
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[T] = loop.create_future()
+    call: Call
+    worker: str
+    ids: Sequence[str]
 
-        def finish(result: T | None, error: BaseException | None) -> None:
-            if done.done():
-                return
-            if error is not None:
-                done.set_exception(error)
-            else:
-                done.set_result(result)  # type: ignore[arg-type]
 
-        async def run() -> None:
-            try:
-                result = await method(master._client, *args, **options)
-            except Exception as error:
-                loop.call_soon_threadsafe(finish, None, error)
-            except BaseException:
-                loop.call_soon_threadsafe(done.cancel)
-                raise
-            else:
-                loop.call_soon_threadsafe(finish, result, None)
+class StepRunner:
+    """Drives the workers of a plan through one `RequestClient`.
 
-        master._thread.start(run())
-        return await done
+    A step needs all workers. If one is lost, the step ends with an error, and can be run again when it is back.
 
-    return call
+    Attributes:
+        step_number: Number of the last step that is complete.
+    """
+
+    def __init__(self, plan: Plan, client: RequestClient, tracker: OwnerTracker) -> None:
+        self.step_number = 0
+        self._plan, self._client, self._tracker = plan, client, tracker
+        self._buffer: dict[str, int] = {}  # lengths of the samples that wait for a step, by id
+        self._transfers: list[str] = []  # parameters that workers hold for a `param_realloc`
+        self._has_taken_over = False
+
+    async def initialize(self) -> None:
+        """Prepares the models that are not initialized yet; the first call takes over what an earlier master has left.
+
+        Raises:
+            WorkerError: A worker has failed.
+        """
+        if not self._has_taken_over:
+            for worker in self._plan.workers:
+                inventory = self._inventory(worker)
+                self.step_number = max([self.step_number, *inventory.versions.values()])
+                for sample, keys in inventory.samples.items():
+                    self._tracker.add(worker, [sample], keys)
+                    if set(keys) >= set(self._plan.data_keys):
+                        self._buffer.setdefault(sample, inventory.lengths.get(sample, 1))
+            self._has_taken_over = True
+            await self._clear([sample for sample in self._tracker.samples if sample not in self._buffer])
+        await self._initialize_models(self._plan.workers)
+
+    async def step(self) -> StepResult:
+        """Runs all calls once, for the next samples.
+
+        If it raises, the samples stay in the buffer, and the next call runs the same step again.
+
+        Raises:
+            WorkerError: A worker has failed or is lost, or the dataset has too few samples.
+        """
+        began = time.monotonic()
+        number = self.step_number + 1
+        for worker, link in self._client.links.items():
+            if link.was_lost:
+                await self._take_back(worker)
+        for sample in self._tracker.missing(self._buffer, self._plan.data_keys):
+            del self._buffer[sample]  # a lost worker held it alone; it begins its part of the dataset again
+        await self._fill()
+        lengths = dict(list(self._buffer.items())[: self._plan.batch_size])
+        stats: dict[str, dict[str, float]] = {}
+        for level in self._plan.levels:
+            stats |= await self._run_level(level, lengths, number)
+        self.step_number = number
+        for sample in lengths:
+            del self._buffer[sample]
+        await self._clear([*lengths, *self._transfers])
+        self._transfers.clear()
+        return StepResult(number, stats, time.monotonic() - began, list(lengths))
+
+    async def _fill(self) -> None:
+        """Fetches samples until there are enough for a step."""
+        heads = self._plan.data_heads
+        while (missing := self._plan.batch_size - len(self._buffer)) > 0:
+            count, before = Count(math.ceil(missing / len(heads))), len(self._buffer)
+            failure: WorkerError | None = None
+            requests = self._client.request(heads, Handle.FETCH, [count] * len(heads))
+            for head, request in zip(heads, requests, strict=True):
+                try:
+                    [reply] = await self._client.gather([request])
+                except WorkerError as error:
+                    failure = error  # what the others have fetched must be known before
+                    continue
+                fetched = convert(reply.data, Fetched)
+                self._tracker.add(head, fetched.ids, fetched.keys)
+                self._buffer |= dict(zip(fetched.ids, fetched.seqlens, strict=True))
+            if failure is not None:
+                raise failure
+            if len(self._buffer) == before:
+                raise WorkerError(
+                    heads[0],
+                    f"the dataset has no further samples at {', '.join(heads)}: a step needs {self._plan.batch_size}, "
+                    f"and {len(self._buffer)} are there; reduce batch_size, or end the training here",
+                    Handle.FETCH,
+                )
+
+    async def _clear(self, ids: Sequence[str]) -> None:
+        """Has all workers forget samples. One that is lost meanwhile does so when it is back."""
+        workers = list(self._plan.workers)
+        self._tracker.remove(ids)
+        for request in self._client.request(workers, Handle.CLEAR_DATA_CACHE, [Ids(list(ids))] * len(workers)):
+            with suppress(WorkerError):
+                await self._client.gather([request])
+
+    async def _take_back(self, worker: str) -> None:
+        """Goes on with a worker that was lost, with the parameters of another rank if possible.
+
+        Raises:
+            WorkerError: It is not back, or has failed again.
+        """
+        link, samples = self._client.links[worker], self._inventory(worker).samples
+        for sample in samples.keys() & self._buffer.keys():
+            self._tracker.add(worker, [sample], samples[sample])
+        link.was_lost = False  # before the requests, during which it may be lost again
+        try:
+            await self._clear([sample for sample in samples if sample not in self._buffer])
+            await self._initialize_models([worker])
+            for shard, _ in self._plan.placement_of(worker).shards:
+                await self._restore(shard, worker)
+        except BaseException:
+            link.was_lost = True
+            raise
+
+    async def _restore(self, shard: ModelShardID, worker: str) -> None:
+        model = self._plan.by_name[shard.model]
+        peers = [
+            (str(other), at)
+            for other, at in model.shards.items()
+            if at != worker and (other.tp_rank, other.pp_rank) == (shard.tp_rank, shard.pp_rank)
+        ]
+        if not model.replicated or not peers:
+            logger.warning("%s has come back, with its own parameters of model %s", worker, model.name)
+            return
+        (peer, origin), transfer = peers[0], self._client.new_id()
+        self._transfers.append(transfer)
+        ids = []
+        for handler, source in ((peer, ""), (str(shard), origin)):
+            request = Payload(handler, Handle.EMPTY, self._client.new_id(), data=Compute(model.name, model.name))
+            request.post_hooks = [HookName.PARAM_REALLOC]
+            request.post_hook_data = [Realloc(transfer, model.name, model.name, 1.0, source)]
+            ids.append(self._client.post(request))
+        await self._flush_and_gather([origin, worker], ids)
+        logger.info("%s has come back with the parameters of %s", worker, origin)
+
+    def _inventory(self, worker: str) -> Inventory:
+        link = self._client.links[worker]
+        if link.inventory is None:
+            raise link.lost or WorkerError(worker, f"{worker} is not attached: {link.reason}", lost=True)
+        return link.inventory
+
+    async def _initialize_models(self, workers: Iterable[str]) -> None:
+        involved: dict[str, dict[str, int]] = {}  # versions of the models of each worker
+        ids = []
+        for worker in workers:
+            versions = self._inventory(worker).versions
+            for shard, topology in self._plan.placement_of(worker).shards:
+                if shard.model not in versions:
+                    data = Compute(shard.model, shard.model, topology.size)
+                    ids.append(self._client.post(Payload(str(shard), Handle.INITIALIZE, self._client.new_id(), data)))
+                    involved[worker] = versions
+        await self._flush_and_gather(list(involved), ids)
+        for worker, versions in involved.items():
+            versions.update({shard.model: 0 for shard, _ in self._plan.placement_of(worker).shards})
+
+    async def _flush_and_gather(self, workers: Sequence[str], ids: Sequence[str]) -> None:
+        await self._client.gather([*self._client.request(workers, Handle.FLUSH), *ids])
+
+    # Levels
+
+    async def _run_level(
+        self, calls: Sequence[Call], lengths: Mapping[str, int], step: int
+    ) -> dict[str, dict[str, float]]:
+        """Runs the calls of one level for samples with these lengths. Returns the statistics by call."""
+        waiting: dict[str, _Job | None] = {}
+        numbers: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        try:
+            involved: set[str] = set()
+            for call in calls:
+                involved |= self._post_call(call, lengths, step, waiting)
+            waiting |= dict.fromkeys(self._client.request(sorted(involved), Handle.FLUSH))
+            while waiting:
+                reply = await self._client.poll_async(waiting)
+                job = waiting.pop(reply.request_id)
+                if job is None:
+                    continue
+                computed = convert(reply.data, Computed)
+                self._tracker.add(job.worker, job.ids, job.call.inputs)
+                self._tracker.replace(job.worker, job.ids, [key for key in computed.keys if key in job.call.outputs])
+                for name, number in computed.stats.items():
+                    numbers[job.call.name][name].append(number)
+        finally:
+            self._client.forget(waiting)
+        return {
+            call: {name: sum(values) / len(values) for name, values in stats.items()} for call, stats in numbers.items()
+        }
+
+    def _post_call(
+        self, call: Call, lengths: Mapping[str, int], step: int, waiting: dict[str, _Job | None]
+    ) -> set[str]:
+        """Posts a call to all shards of its model, with the transfers that it needs. Returns the workers involved."""
+        model = self._plan.by_name[call.model]
+        ids_of = balance(lengths, range(model.layout.dp))
+        wanted = {worker: ids_of[shard.dp_rank] for shard, worker in model.shards.items()}
+        transfers = Redistributor(self._tracker).plan(wanted, call.inputs)
+        hooks = [(hook, f"{self._client.new_id()}-{hook.name}") for hook in call.post_hooks if step % hook.every == 0]
+        involved = set(model.workers)
+        for shard, worker in model.shards.items():
+            ids = ids_of[shard.dp_rank]
+            data = Compute(call.name, call.model, model.layout.size, step, ids, list(call.inputs), list(call.outputs))
+            request = Payload(str(shard), call.interface, self._client.new_id(), data)
+            if own := [transfer for transfer in transfers if worker in transfer.dsts]:
+                request.pre_hooks, request.pre_hook_data = [HookName.DATA_TRANSFER], [Transfer(own)]
+            for hook, name in hooks:
+                self._add_hook(request, hook, shard, name, step)
+            waiting[self._client.post(request)] = _Job(call, worker, ids)
+        # The model of a `param_realloc` that makes no call itself only runs the hook.
+        for hook, name in hooks:
+            if not isinstance(hook, ParamRealloc):
+                continue
+            self._transfers.append(name)
+            other = self._plan.by_name[hook.target if call.model == hook.source else hook.source]
+            for shard, worker in other.shards.items():
+                data = Compute(f"{call.name}/{other.name}", other.name, other.layout.size, step)
+                request = Payload(str(shard), Handle.EMPTY, self._client.new_id(), data)
+                self._add_hook(request, hook, shard, name, step)
+                waiting[self._client.post(request)] = None
+                involved.add(worker)
+        return involved
+
+    def _add_hook(self, request: Payload, hook: Hook, shard: ModelShardID, transfer: str, step: int) -> None:
+        data: Any = None
+        if isinstance(hook, Save):
+            data = SaveRequest(hook.path.replace("{step}", str(step)))
+        elif isinstance(hook, ParamRealloc) and (data := self._realloc(hook, shard, transfer)) is None:
+            return
+        request.post_hooks.append(hook.name)
+        request.post_hook_data.append(data)
+
+    def _realloc(self, hook: ParamRealloc, shard: ModelShardID, transfer: str) -> Realloc | None:
+        """A shard's part in a `param_realloc`, if any; target shards are assigned to source shards round-robin."""
+        sources, targets = (
+            [
+                (other, worker)
+                for other, worker in self._plan.by_name[model].shards.items()
+                if (other.tp_rank, other.pp_rank) == (shard.tp_rank, shard.pp_rank)
+            ]
+            for model in (hook.source, hook.target)
+        )
+        if shard.model == hook.source:
+            taken = shard in [source for source, _ in sources][: len(targets)]
+            return Realloc(transfer, hook.source, hook.target, hook.eta) if taken else None
+        place = [target for target, _ in targets].index(shard)
+        return Realloc(transfer, hook.source, hook.target, hook.eta, sources[place % len(sources)][1])
 
 
 class MasterWorker:
@@ -96,9 +331,7 @@ class MasterWorker:
         credentials: Certificates and tokens, see `averaging.rpc.read_credentials`. Without them, workers on loopback
             get the token of this user's processes.
         attach_timeout: Seconds to wait for all workers at the start.
-        ping_seconds: Interval of the pings to each worker.
-        min_stall_timeout: Seconds that a worker may at least take to answer a ping.
-        stall_timeout: Seconds that it may at most take. In between, the limit is learned from its earlier answers.
+        stall_timeout: Seconds of silence after which a worker is lost.
         connect: Function that opens channels; for tests.
 
     Raises:
@@ -113,27 +346,22 @@ class MasterWorker:
         *,
         credentials: Credentials | None = None,
         attach_timeout: float = 60.0,
-        ping_seconds: float = 1.0,
-        min_stall_timeout: float = 2.0,
         stall_timeout: float = 30.0,
         connect: Connect | None = None,
     ) -> None:
         tracker = OwnerTracker()
-        client = RequestClient(
+        self.plan = plan
+        self._client = RequestClient(
             plan,
             credentials=credentials,
-            ping_seconds=ping_seconds,
-            min_stall_timeout=min_stall_timeout,
             stall_timeout=stall_timeout,
             connect=connect,
             on_lost=tracker.remove_worker,
         )
-        self.plan = plan
-        self._client = client
-        self._runner = StepRunner(plan, client, tracker)
-        self._thread = EventLoopThread(client, "the master")
+        self._runner = StepRunner(plan, self._client, tracker)
+        self._thread = EventLoopThread(self._client, "the master")
         try:
-            self._thread.run(client.attach(attach_timeout))
+            self._thread.run(self._client.attach(attach_timeout))
         except BaseException:
             self._thread.close()
             raise
@@ -145,7 +373,7 @@ class MasterWorker:
         self.close()
 
     def close(self) -> None:
-        """Ends the streams to the workers, which keep what they hold. A second call does nothing."""
+        """Leaves the workers, which keep what they hold. A second call does nothing."""
         self._thread.close()
 
     @property
@@ -164,67 +392,89 @@ class MasterWorker:
         while self.step_number < steps:
             yield self.step()
 
+    def initialize(self) -> None:
+        """Prepares the models at all workers, and takes over what the workers held for an earlier master.
+
+        Raises:
+            WorkerError: A worker has failed.
+        """
+        self._thread.run(self._runner.initialize())
+
+    def step(self) -> StepResult:
+        """Runs all calls of the plan once, for the next samples.
+
+        If it raises, the samples stay in the buffer, and the next call runs the same step again.
+
+        Raises:
+            WorkerError: A worker has failed, or the dataset has too few samples; with `lost` if a worker is lost. The
+                next step waits for no worker, and fails as well until all are back.
+        """
+        return self._thread.run(self._runner.step())
+
     def new_id(self) -> str:
         """A new id of a request."""
         return self._client.new_id()
 
-    initialize = _blocking("_runner", StepRunner.initialize)
-    """Prepares the models at all workers, and takes over what the workers held for an earlier master."""
+    def post(self, payload: Payload) -> str:
+        """Sends one request and returns its id."""
+        return self._thread.run(on_loop(lambda: self._client.post(payload)))
 
-    spec = _blocking("_runner", StepRunner.spec)
-    """Returns the `DatasetSpec` of each DP head of the first model: its part of the dataset."""
+    def request(self, handlers: Sequence[str], handle_name: str, datas: Sequence[Any] | None = None) -> list[str]:
+        """Sends a request to each handler, with data for each, and returns their ids."""
+        return self._thread.run(on_loop(lambda: self._client.request(handlers, handle_name, datas)))
 
-    step = _blocking("_runner", StepRunner.step)
-    """Runs all calls of the plan once, for the next samples, and returns a `StepResult`.
+    def call(
+        self,
+        handlers: Sequence[str],
+        handle_name: str,
+        datas: Sequence[Any] | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """Like `request`, but returns the data of the replies. For errors see `gather`."""
+        return self._thread.run(self._client.call(handlers, handle_name, datas, timeout))
 
-    If it raises, the samples stay in the buffer, and the next call runs the same step again.
+    async def call_async(
+        self,
+        handlers: Sequence[str],
+        handle_name: str,
+        datas: Sequence[Any] | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """Like `call`."""
+        return await self._awaited(self._client.call(handlers, handle_name, datas, timeout))
 
-    Raises:
-        WorkerError: A worker has failed, or the dataset has too few samples; with `lost` if a worker is lost
-            and its samples cannot be assigned to others, or it alone held tensors that a call needs.
-    """
+    def gather(self, ids: Sequence[str], timeout: float | None = None) -> list[Payload]:
+        """Waits for the replies to these requests.
 
-    post = _in_thread(RequestClient.post)
-    """`post(payload)`: sends one request and returns its id."""
+        Raises:
+            WorkerError: A request has failed, or its worker is lost. The replies to the others are dropped.
+            TimeoutError: A reply is missing after `timeout` seconds. It can still be gathered later.
+        """
+        return self._thread.run(self._client.gather(ids, timeout))
 
-    request = _blocking("_client", RequestClient.request)
-    """`request(handlers, handle_name, datas=None, *, no_syn=True)`: sends a request to each handler, returns their ids.
+    async def gather_async(self, ids: Sequence[str], timeout: float | None = None) -> list[Payload]:
+        """Like `gather`."""
+        return await self._awaited(self._client.gather(ids, timeout))
 
-    With `no_syn=False` no worker begins before all have received the request.
-    """
+    def poll(self, ids: Collection[str] | None = None) -> Payload | None:
+        """Takes a reply that has arrived, to any request or to one of these; None if none has arrived.
 
-    call = _blocking("_client", RequestClient.call)
-    """`call(handlers, handle_name, datas=None, *, no_syn=True, timeout=None)`: like `request`, but returns the data of
-    the replies."""
+        Raises:
+            WorkerError: The request has failed.
+        """
+        return self._thread.run(on_loop(lambda: self._client.poll(ids)))
 
-    call_async = _awaitable(RequestClient.call)
-    """Like `call`."""
+    async def poll_async(self, ids: Collection[str] | None = None) -> Payload:
+        """Waits for the next reply, to any request or to one of these. For errors see `poll`."""
+        return await self._awaited(self._client.poll_async(ids))
 
-    gather = _blocking("_client", RequestClient.gather)
-    """`gather(ids, timeout=None)`: waits for the replies to these requests.
+    def poll_batch(self, ids: Collection[str] | None = None) -> list[Payload]:
+        """Takes all replies that have arrived, to any requests or to these.
 
-    Raises:
-        WorkerError: A request has failed, or its worker is lost. The replies to the others are
-            dropped.
-        TimeoutError: A reply is missing after `timeout` seconds. It can still be gathered later.
-    """
+        Raises:
+            WorkerError: A request has failed. The replies before it are dropped.
+        """
+        return self._thread.run(on_loop(lambda: self._client.poll_batch(ids)))
 
-    gather_async = _awaitable(RequestClient.gather)
-    """Like `gather`."""
-
-    poll = _in_thread(RequestClient.poll)
-    """`poll(ids=None)`: takes the first reply to any request, or to one of these; None if none has arrived.
-
-    Raises:
-        WorkerError: The request has failed.
-    """
-
-    poll_async = _awaitable(RequestClient.poll_async)
-    """`poll_async(ids=None)`: waits for the next reply, to any request or to one of these. For errors see `poll`."""
-
-    poll_batch = _in_thread(RequestClient.poll_batch)
-    """`poll_batch(ids=None)`: takes all replies that have arrived, to any requests or to these.
-
-    Raises:
-        WorkerError: A request has failed. The replies before it are dropped.
-    """
+    async def _awaited(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.to_thread(self._thread.run, coroutine)

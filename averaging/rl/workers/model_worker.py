@@ -1,71 +1,394 @@
-"""`ModelWorker`: serves a master and other workers."""
+"""`ModelWorker`: serves a master and other workers, and carries out the requests of its master."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import os
+import queue
+import threading
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Mapping
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
-from averaging.errors import AveragingError, ClosedError, ConfigError, ProtocolViolationError
+from averaging.errors import AveragingError, ClosedError, ConfigError, ProtocolViolationError, printable
 from averaging.metrics import CERTIFICATE_METRICS, MetricsListener, Samples, certificate_samples, counter, gauge
-from averaging.rl.workers.backend import Backend, Dataset
-from averaging.rl.workers.data_manager import DataManager
-from averaging.rl.workers.executor import Computations, Executor
-from averaging.rl.workers.master_session import MAX_QUEUED, MasterSession, Next, RequestBook
-from averaging.rl.workers.parameters import ParameterExchange
+from averaging.rl.workers.backend import Backend, Dataset, Sample, check_numbers, check_outputs
+from averaging.rl.workers.data_manager import SILENCE_SECONDS, DataManager, blend
 from averaging.rl.workers.payload import (
+    ATTACH,
+    BLOCKING,
     FETCH_DATA,
-    FETCH_PARAMETERS,
-    NO_REPLY,
-    REQUEST_REPLY_STREAM,
+    REQUEST,
     SERVICE,
+    Compute,
+    Computed,
     Connect,
+    Count,
+    DatasetSpec,
+    Fetched,
     Handle,
+    Ids,
     Inventory,
     Payload,
-    WorkerChannels,
+    Realloc,
+    SaveRequest,
+    Transfer,
     connector,
+    convert,
     decode_payload,
+    encode_payload,
     pack,
     unpack,
 )
-from averaging.rl.workers.plan import Placement
+from averaging.rl.workers.plan import HookName, ModelShardID, Placement
 from averaging.rpc import Credentials, EventLoopThread, RpcHandler, RpcServer
 from averaging.security import local_credentials
-from averaging.wire.workers_pb2 import Attach, Attached, MasterMessage, WorkerMessage
+from averaging.tensors import copy_to_cpu
+from averaging.wire.workers_pb2 import Attach, Attached, Reply, Request
 
 logger = logging.getLogger("averaging.rl.workers")
 
-MASTER_SECONDS = 15.0
-"""Seconds of silence after which a worker accepts another master, although the stream of the first is open."""
+BEAT_SECONDS = 1.0
+"""Interval of the messages that tell a master that its worker lives."""
 
-
-ATTACH_SECONDS = 10.0
-"""Seconds within which a master must attach after it has opened its stream."""
-
-MAX_PLACEMENT_BYTES = 4 << 20
-"""Maximum bytes of what a worker must know of a plan: enough for tens of thousands of workers."""
-
-MAX_MASTER_NAME = 128
-"""Maximum characters of the random name of a master's process."""
-
-
-HANDLES = frozenset(Handle)
+MAX_REQUESTS = 1 << 16
+"""Maximum number of requests that wait or run, and of replies that the master has not received."""
 
 WORKER_METRICS = (
     counter("worker_requests", "Requests of the master that were answered, by what they ask for.", "handle"),
     gauge("worker_running_requests", "Requests that are being answered."),
     gauge("worker_samples", "Samples of which the worker holds tensors."),
-    gauge("worker_attached", "Whether a master is attached and was heard in the last 15 s: 1 or 0."),
+    gauge("worker_attached", "Whether a master is attached: 1 or 0."),
     *CERTIFICATE_METRICS,
 )
 """What a model worker tells Prometheus."""
+
+_Call: TypeAlias = "tuple[Callable[..., Any], tuple[Any, ...], asyncio.AbstractEventLoop, asyncio.Future[Any]]"
+
+
+class Computations:
+    """Runs functions one after the other, in a thread, or in the event loop for simulations on virtual time."""
+
+    def __init__(self, *, inline: bool) -> None:
+        self._inline = inline
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self, name: str) -> None:
+        if not self._inline:
+            self._thread = threading.Thread(target=self.work, name=name, daemon=True)
+            self._thread.start()
+
+    def work(self) -> None:
+        """Runs functions in the calling thread until `close`."""
+        while (call := self._calls.get()) is not None:
+            function, args, loop, done = call
+            result, error = None, None
+            try:
+                result = function(*args)
+            except Exception as failed:
+                error = failed
+            loop.call_soon_threadsafe(_finish, done, result, error)
+            # The last arguments and result would stay in memory until the next call.
+            del call, function, args, loop, done, result, error
+
+    async def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function, or a coroutine function in the event loop, and returns its result."""
+        if inspect.iscoroutinefunction(function):
+            return await function(*args)
+        if self._inline:
+            return function(*args)
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Any] = loop.create_future()
+        self._calls.put((function, args, loop, done))
+        return await done
+
+    async def close(self) -> None:
+        """Ends `work` after the function in progress, and waits for the thread if there is one."""
+        self._calls.put(None)
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            await asyncio.to_thread(thread.join)
+
+
+def _finish(done: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    if done.cancelled():
+        return
+    if error is None:
+        done.set_result(result)
+    else:
+        done.set_exception(error)
+
+
+@dataclass(eq=False)
+class Job:
+    """A request at its worker.
+
+    Attributes:
+        reply: Set when it has been carried out.
+        begun: Whether it is, or was, carried out. Blocking requests wait for a flush.
+    """
+
+    request: Payload
+    reply: asyncio.Future[Payload]
+    begun: bool = False
+
+
+def flush_order(request: Payload) -> tuple[int, int, str]:
+    """The sort key of the blocking requests of a flush.
+
+    It depends on the plan alone and not on the order of arrival, so the order is the same at all workers and sites.
+
+    1. Requests that only publish parameters, since others wait for them.
+    2. Calls of smaller meshes first, then by name.
+    3. Calls with an averaging round, by name. Their mesh does not count, because the same model may have another mesh
+       at another site, and two sites that enter two rounds in different orders wait for each other.
+    4. Requests that only take parameters, since the calls publish them.
+
+    Raises:
+        ProtocolViolationError: The data of the request or of a hook is malformed.
+    """
+    compute = convert(request.data, Compute)
+    hooks = zip(request.post_hooks, request.post_hook_data, strict=True)
+    reallocs = [convert(data, Realloc) for name, data in hooks if name == HookName.PARAM_REALLOC]
+    publishes = any(not realloc.origin for realloc in reallocs)
+    if request.handle_name == Handle.EMPTY:
+        return (0 if publishes else 3), 0, compute.call
+    if HookName.AVERAGE in request.post_hooks:
+        return 2, 0, compute.call
+    return 1, compute.mesh, compute.call
+
+
+class Executor:
+    """Carries out requests: calls of backends and hooks.
+
+    Attributes:
+        data: The tensors of samples, and parameters under way.
+        computations: The thread of the backends.
+        loading: The thread of the dataset.
+        versions: Train steps of each model that is initialized.
+        shards: The shards that this worker holds, by handler.
+        dp: Rank of this worker among those that hold a part of the dataset, -1 if it holds none; and their number.
+    """
+
+    def __init__(
+        self,
+        worker: str,
+        backends: Mapping[str, Backend],
+        dataset: Dataset | None,
+        save_folder: Path | None,
+        connect: Connect,
+        *,
+        inline: bool,
+    ) -> None:
+        self.data = DataManager(worker, connect)
+        self.computations, self.loading = Computations(inline=inline), Computations(inline=inline)
+        self.versions: dict[str, int] = {}
+        self.shards: Mapping[str, ModelShardID] = {}
+        self.dp = (-1, 0)
+        self._worker = worker
+        self._backends = backends
+        self._dataset = dataset
+        self._save_folder = save_folder
+        self._one_flush = asyncio.Lock()
+
+    def place(self, placement: Placement) -> str:
+        """Takes its part in a plan. Returns why that is impossible, and then changes nothing; empty if it is not."""
+        dp = placement.dp_rank, placement.dp_size
+        for shard, _ in placement.shards:
+            if shard.model not in self._backends:
+                known = ", ".join(self._backends) or "none"
+                return f"{self._worker} has no backend of model {shard.model!r:.200}; it has {known}"
+        if not -1 <= dp[0] < max(0, dp[1]):
+            return f"{self._worker} is to be rank {dp[0]} of {dp[1]} that hold a part of the dataset"
+        if dp[0] >= 0 and self._dataset is None:
+            return f"{self._worker} is to hold a part of the dataset, and has none; give it a dataset"
+        if dp[0] >= 0 and dp != self.dp and self._dataset is not None:
+            self._dataset.place(*dp)
+        self.dp = dp
+        self.shards = {str(shard): shard for shard, _ in placement.shards}
+        for shard, topology in placement.shards:
+            backend = self._backends[shard.model]
+            backend.shard, backend.topology = shard, topology
+        self.data.endpoints = placement.endpoints
+        return ""
+
+    # Requests that run at once
+
+    async def answer(self, request: Payload) -> Payload:
+        """Carries out a request that does not wait for a flush, and returns the reply."""
+        try:
+            data: object = None
+            match request.handle_name:
+                case Handle.FETCH:
+                    data = await self._fetch(convert(request.data, Count).count)
+                case Handle.SPEC:
+                    size = 0 if self._source is None else self._source.size
+                    data = DatasetSpec(1 if size else 0, size)
+                case Handle.MODEL_CONFIG:
+                    shard = self._shard(request.handler)
+                    data = dict(await self.computations.run(self._backends[shard.model].model_config))
+                case Handle.CLEAR_DATA_CACHE:
+                    self.data.remove(convert(request.data, Ids).ids)
+                case unknown:
+                    raise ConfigError(f"{self._worker} knows no request {unknown!r:.200}; give both the same version")
+            return request.reply(data)
+        except Exception as error:
+            return self._failed(request, error)
+
+    async def _fetch(self, count: int) -> Fetched:
+        source = self._source
+        if source is None:
+            raise ConfigError(f"{self._worker} holds no part of a dataset; give it one, or fetch from the DP heads")
+        loaded: Sequence[Sample] = await self.loading.run(source.fetch, count)
+        new = [sample for sample in loaded if not self.data.has_data(sample.id)]
+        self.data.store(new)
+        ids = [sample.id for sample in new]
+        keys = sorted(set.intersection(*(set(sample.data) for sample in new))) if new else []
+        return Fetched(ids, [self.data.length(sample) for sample in ids], keys, self.dp[0], source.epoch)
+
+    @property
+    def _source(self) -> Dataset | None:
+        return self._dataset if self.dp[0] >= 0 else None
+
+    # Requests that wait for a flush
+
+    async def flush(self, jobs: Sequence[Job]) -> None:
+        """Carries out the requests of one level, after those of the level before, and replies to each.
+
+        All pre-hooks run before the first computation, because the pre-hook of another worker may wait for tensors that
+        a worker stores early, and computations may meet in a collective. The order is that of `flush_order`.
+        """
+        async with self._one_flush:
+            queued: list[tuple[tuple[int, int, str], Job]] = []
+            for job in jobs:
+                try:
+                    self._shard(job.request.handler)
+                    queued.append((flush_order(job.request), job))
+                except AveragingError as error:
+                    job.reply.set_result(self._failed(job.request, error))
+            queued.sort(key=itemgetter(0))
+            for _, job in queued:
+                await self._prepare(job)
+            for _, job in queued:
+                if not job.reply.done():
+                    job.reply.set_result(await self._carry_out(job.request))
+
+    async def _prepare(self, job: Job) -> None:
+        """Runs the pre-hooks of a request. If one fails, replies."""
+        request = job.request
+        try:
+            for name, data in zip(request.pre_hooks, request.pre_hook_data, strict=True):
+                if name != HookName.DATA_TRANSFER:
+                    raise ConfigError(f"{name!r:.200} cannot run before a request; {HookName.DATA_TRANSFER} can")
+                await self.data.redistribute(convert(data, Transfer).steps)
+        except Exception as error:
+            job.reply.set_result(self._failed(request, error))
+
+    async def _carry_out(self, request: Payload) -> Payload:
+        """Runs a call and its post-hooks, and returns the reply."""
+        try:
+            shard = self._shard(request.handler)
+            compute = convert(request.data, Compute)
+            backend = self._backends[shard.model]
+            if request.handle_name == Handle.INITIALIZE:
+                return request.reply(await self._initialize(shard.model))
+            if shard.model not in self.versions:
+                raise ConfigError(f"model {shard.model!r} at {self._worker} is not initialized; send initialize")
+            keys, stats = await self._compute(request.handle_name, compute, shard, backend)
+            for name, hook in zip(request.post_hooks, request.post_hook_data, strict=True):
+                numbers = await self._post_hook(name, hook, compute, backend)
+                stats |= {f"{name}/{key}": number for key, number in numbers.items()}
+            return request.reply(Computed(keys, stats))
+        except Exception as error:
+            return self._failed(request, error)
+
+    async def _initialize(self, model: str) -> int:
+        if model not in self.versions:
+            await self.computations.run(self._backends[model].initialize)
+            self.versions[model] = 0
+        return self.versions[model]
+
+    async def _compute(
+        self, handle: str, compute: Compute, shard: ModelShardID, backend: Backend
+    ) -> tuple[list[str], dict[str, float]]:
+        if handle == Handle.EMPTY:
+            return [], {}
+        batch = self.data.get(compute.ids, compute.inputs)
+        method = f"{type(backend).__name__}.{handle}"
+        if handle == Handle.TRAIN_STEP:
+            stats = await self.computations.run(backend.train_step, batch, compute.step)
+            self.versions[shard.model] += 1
+            return [], check_numbers(stats, method)
+        function = backend.generate if handle == Handle.GENERATE else backend.inference
+        result = await self.computations.run(function, batch, compute.step)
+        if not shard.is_dp_head:
+            return [], {}
+        self.data.update(check_outputs(batch, compute.outputs, result, method))
+        return list(compute.outputs), {}
+
+    async def _post_hook(self, name: str, data: object, compute: Compute, backend: Backend) -> dict[str, float]:
+        run = self.computations.run
+        match name:
+            case HookName.EVALUATE:
+                return check_numbers(await run(backend.evaluate, compute.step), "evaluate")
+            case HookName.OFFLOAD:
+                await run(backend.offload)
+            case HookName.SAVE:
+                await run(backend.save, await run(self._path_to_save, convert(data, SaveRequest).path))
+            case HookName.AVERAGE:
+                return check_numbers(await run(backend.average), "average")
+            case HookName.PARAM_REALLOC:
+                await self._param_realloc(convert(data, Realloc), backend)
+            case _:
+                raise ConfigError(f"{self._worker} knows no hook {name!r:.200}; give both the same version")
+        return {}
+
+    def _path_to_save(self, path: str) -> str:
+        """The absolute path that a hook `save` means, which must be in the folder that this worker was given."""
+        if self._save_folder is None:
+            raise ConfigError(
+                f"{self._worker} has no folder for {path!r:.200}; give ModelWorker(save_folder=…) to let masters save"
+            )
+        try:
+            folder = self._save_folder.resolve()
+            target = (folder / path).resolve()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"{path!r:.200} is no path: {error}") from None
+        if not target.is_relative_to(folder):
+            raise ConfigError(f"{path!r:.200} is not below {folder}, the folder in which {self._worker} may save")
+        return str(target)
+
+    async def _param_realloc(self, realloc: Realloc, backend: Backend) -> None:
+        run = self.computations.run
+        own = await run(backend.parameters)
+        if realloc.origin:
+            source = await self.data.parameters_of(realloc.origin, realloc.transfer)
+            await run(blend, own, source, realloc.eta, realloc.target)
+        else:
+            copy = await run(lambda: {name: copy_to_cpu(tensor) for name, tensor in own.items()})
+            self.data.store([Sample(realloc.transfer, copy)])
+
+    def _shard(self, handler: str) -> ModelShardID:
+        try:
+            return self.shards[handler]
+        except KeyError:
+            raise ConfigError(
+                f"{self._worker} holds no shard {handler!r:.200}; it holds {', '.join(self.shards) or 'none'}"
+            ) from None
+
+    def _failed(self, request: Payload, error: Exception) -> Payload:
+        if not isinstance(error, AveragingError):
+            logger.exception("%s of %s has failed at %s", request.handle_name, request.handler, self._worker)
+            error = ConfigError(f"{type(error).__name__}: {error}")
+        return request.reply(error=str(error))
 
 
 class ModelWorker:
@@ -84,14 +407,11 @@ class ModelWorker:
         listen: `host:port` to listen on; port 0 takes a free one. None if a server or peer has it in `services`, whose
             credentials then decide who may connect.
         dataset: Source of samples, for a worker that may be a DP head of the first call's model.
-        advertise: `host:port` at which others reach the worker, if that differs from `listen`.
         credentials: Certificates and tokens, see `averaging.rpc.read_credentials`. Without them only processes of this
             user on this machine may connect: they share a token in ~/.local/state/averaging/workers.token.
         save_folder: Folder below which the hook `save` may write. Without it, the hook is refused.
-        compression: Compression of floating tensors of samples on their way to other workers, such as `bfloat16`.
-        connect: Function that opens channels to other workers; for tests.
-        inline: Whether backends run in the event loop; for simulations.
         metrics_listen: `host:port` for /metrics, /healthz and /readyz, see docs/operate/prometheus.md.
+        connect: Function that opens channels to other workers, for simulations: backends then run in the event loop.
 
     Raises:
         ConfigError: An argument is invalid.
@@ -104,39 +424,32 @@ class ModelWorker:
         *,
         listen: str | None = None,
         dataset: Dataset | None = None,
-        advertise: str | None = None,
         credentials: Credentials | None = None,
         save_folder: str | os.PathLike[str] | None = None,
-        compression: str = "none",
-        connect: Connect | None = None,
-        inline: bool = False,
         metrics_listen: str | None = None,
+        connect: Connect | None = None,
     ) -> None:
         self.name = name
-        self._incarnation = uuid.uuid4().hex
         self._server = None
         if listen is not None:
             own = local_credentials(SERVICE) if credentials is None else credentials
-            self._server = RpcServer(listen, [self], advertise=advertise, credentials=own)
-        self._channels = WorkerChannels(connect or connector(credentials, named_by_master=True))
-        self._computations, self._loading = Computations(inline=inline), Computations(inline=inline)
+            self._server = RpcServer(listen, [self], credentials=own)
         self._executor = Executor(
             name,
             dict(backends),
             dataset,
-            DataManager(name, self._channels, compression=compression),
-            ParameterExchange(name, self._channels),
-            self._computations,
-            self._loading,
             None if save_folder is None else Path(save_folder),
-            self._reply,
+            connect or connector(credentials, named_by_master=True),
+            inline=connect is not None,
         )
         self._in_own_thread = True
         self._is_running = False
         self._stack = AsyncExitStack()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._session: MasterSession | None = None
-        self._book = RequestBook()
+        self._incarnation = uuid.uuid4().hex
+        self._master = self._session = ""  # random names of the last master, and of its call while that lasts
+        self._book: dict[str, Job] = {}  # by request_id, until the master has received the reply
+        self._arrived = asyncio.Event()  # set, and replaced, when a blocking request has arrived
         self._answered: Counter[str] = Counter()  # by handle
         self._credentials = credentials or Credentials()
         self._metrics = MetricsListener(metrics_listen, f"the model worker {name}", WORKER_METRICS, self._sample)
@@ -159,15 +472,16 @@ class ModelWorker:
         Raises:
             ListenError: The address is not available.
         """
+        computations, loading = self._executor.computations, self._executor.loading
         async with AsyncExitStack() as stack:
             if self._server is not None:  # not in simulations
                 await stack.enter_async_context(self._metrics)
             if self._in_own_thread:
-                self._computations.start(f"computations of {self.name}")
-            stack.push_async_callback(self._computations.close)
-            self._loading.start(f"dataset of {self.name}")
-            stack.push_async_callback(self._loading.close)
-            stack.push_async_callback(self._channels.close)
+                computations.start(f"computations of {self.name}")
+            stack.push_async_callback(computations.close)
+            loading.start(f"dataset of {self.name}")
+            stack.push_async_callback(loading.close)
+            stack.push_async_callback(self._executor.data.close)
             stack.push_async_callback(self._end_tasks)
             self._is_running = True
             if self._server is not None:
@@ -177,12 +491,10 @@ class ModelWorker:
 
     async def __aexit__(self, *error: object) -> None:
         """Stops serving, after the method of a backend that is running."""
-        if self._session is not None:
-            self._session.close()
-        self._is_running = False
+        self._is_running, self._session = False, ""
         await self._stack.aclose()
 
-    def run(self, on_ready: Any = None) -> None:
+    def run(self, on_ready: Callable[[str], object] | None = None) -> None:
         """Serves until Ctrl+C, calls the backends in this thread, and returns.
 
         Args:
@@ -197,7 +509,7 @@ class ModelWorker:
         try:
             if on_ready is not None:
                 on_ready(self.endpoint)
-            self._computations.work()
+            self._executor.computations.work()
             thread.check()
         except KeyboardInterrupt:
             logger.info("%s ends", self.name)
@@ -205,138 +517,119 @@ class ModelWorker:
             thread.close()
 
     def rpc_handlers(self) -> Iterable[RpcHandler]:
-        """See `RpcService`."""
         return [
-            REQUEST_REPLY_STREAM.exchanges(self.request_reply_stream),
+            ATTACH.streams(self._attach),
+            REQUEST.answers(self._answer),
             FETCH_DATA.streams(lambda request: self._open.data.serve(request)),
-            FETCH_PARAMETERS.streams(lambda request: self._open.parameters.serve(request)),
         ]
 
-    async def request_reply_stream(self, messages: AsyncIterator[MasterMessage]) -> AsyncGenerator[WorkerMessage, None]:
-        """Serves one master: its requests come in, replies go out.
-
-        Raises:
-            ProtocolViolationError: A message is malformed.
-        """
-        first = None
-        with suppress(TimeoutError):
-            async with asyncio.timeout(ATTACH_SECONDS):
-                first = await anext(messages, None)
-        if first is None or not first.HasField("attach"):
-            raise ProtocolViolationError("the stream of a master does not begin with attach")
-        executor, attach = self._open, first.attach
-        if refusal := self._refusal(attach) or executor.place(unpack(attach.placement, Placement)):
+    async def _attach(self, request: Attach) -> AsyncGenerator[Attached, None]:
+        """Serves one master while its call lasts."""
+        executor = self._open
+        if refusal := self._refusal(request) or executor.place(unpack(request.placement, Placement)):
             logger.warning("refused a master: %s", refusal)
-            yield WorkerMessage(refused=refusal)
+            yield Attached(refused=refusal)
             return
-        if self._session is not None:
-            self._session.close()
-        session = self._session = MasterSession(attach.master, asyncio.get_running_loop().time())
-        known, replies = self._book.attach(attach.outstanding)
+        session = self._session = uuid.uuid4().hex
+        self._master = request.master
+        outstanding = set(request.outstanding)
+        self._forget(self._book.keys() - outstanding)
         samples = executor.data.inventory()
-        lengths = {sample: executor.data.length(sample) for sample in samples}
-        inventory = Inventory(dict(executor.versions), samples, lengths)
-        yield WorkerMessage(attached=Attached(incarnation=self._incarnation, inventory=pack(inventory), known=known))
-        for reply in replies:
-            session.send(reply)
-        logger.info("%s serves the master %s", self.name, session.alias)
-        # A task of its own, since replies go out also while the master sends nothing. When either side ends, both do.
-        reading = self._start(self._read(session, messages))
+        inventory = Inventory(dict(executor.versions), samples, {name: executor.data.length(name) for name in samples})
+        logger.info("%s serves the master %s", self.name, self._alias)
         try:
-            while (message := await session.next_message()) is not None:
-                yield message
+            yield Attached(incarnation=self._incarnation, inventory=pack(inventory), session=session)
+            while self._session == session:
+                await asyncio.sleep(BEAT_SECONDS)
+                yield Attached()
         finally:
-            session.close()
-            reading.cancel()
-            await asyncio.wait([reading])
-        if session.failure is not None:
-            raise session.failure
+            if self._session == session:
+                self._session = ""
 
-    def _refusal(self, attach: Attach) -> str:
-        """Why a master cannot attach, whatever its plan is; empty if it can."""
-        if attach.worker != self.name:
-            return f"this is {self.name!r}, not {attach.worker!r:.200}; correct the endpoints in the plan of the master"
-        if not 0 < len(attach.master) <= MAX_MASTER_NAME:
-            return f"the name of a master must have 1 to {MAX_MASTER_NAME} characters, not {len(attach.master)}"
-        if len(attach.placement) > MAX_PLACEMENT_BYTES or len(attach.outstanding) > MAX_QUEUED:
-            return f"its plan has {len(attach.placement)} bytes, and it waits for {len(attach.outstanding)} replies"
-        session, now = self._session, asyncio.get_running_loop().time()
-        if session is not None and session.master != attach.master and session.lives(now, MASTER_SECONDS):
+    def _refusal(self, request: Attach) -> str:
+        if request.worker != self.name:
             return (
-                f"{self.name} serves another master ({session.alias}) since {now - session.since:.0f} s, which lives; "
-                f"end that master first"
+                f"this is {self.name!r}, not {request.worker!r:.200}; correct the endpoints in the plan of the master"
             )
+        if self._session and request.master != self._master:
+            return f"{self.name} serves another master ({self._alias}), which lives; end that master first"
         return ""
 
-    async def _read(self, session: MasterSession, messages: AsyncIterator[MasterMessage]) -> None:
-        """Takes the messages of a master, until it sends no more or another master attaches.
+    @property
+    def _alias(self) -> str:
+        return printable(self._master[:8])  # with the whole name another process could take its place
 
-        A master that sends no more, such as a shell command, still gets the replies to the requests under way.
+    async def _answer(self, message: Request) -> Reply:
+        """Carries out a request once, although the master may send it several times: its id is in the book.
+
+        A request of a session that has ended is not accepted. It may have waited in a broken connection, while the
+        master has attached again, received the reply over the new one, and had the worker forget it.
         """
+        _ = self._open
+        if not self._session or message.session != self._session:
+            return Reply(stale=True)
+        self._forget(message.received)
+        request = decode_payload(message.payload)
+        if request.handle_name == Handle.FLUSH:
+            await self._arrival(convert(request.data, Ids).ids)
+        job = self._book.get(request.request_id) or self._begin(request)
+        reply = await asyncio.shield(job.reply)
         try:
-            async for message in messages:
-                session.heard = asyncio.get_running_loop().time()
-                self._book.forget(message.received)
-                if message.HasField("attach"):
-                    raise ProtocolViolationError("a master attaches twice on one stream")
-                for request in map(decode_payload, message.requests):
-                    if self._session is not session:
-                        return  # the rest is no longer wanted
-                    self._receive(session, request)
-                    await asyncio.sleep(0)  # one message can hold tens of thousands of requests
-                if message.ping:
-                    session.send(message.ping)
-            session.ends = True
-            self._close_if_answered(session)
-        except AveragingError as error:
-            session.failure = error
-            session.close()
-        except BaseException:
-            session.close()
-            raise
+            return Reply(payload=encode_payload(reply))
+        except ConfigError as error:
+            return Reply(payload=encode_payload(reply.reply(error=f"its reply is lost: {error}")))
 
-    def _close_if_answered(self, session: MasterSession) -> None:
-        if session.ends and not self._book.running:
-            session.close()
+    async def _arrival(self, ids: Iterable[str]) -> None:
+        """Waits for requests that were sent before a flush, which may overtake them."""
+        try:
+            async with asyncio.timeout(SILENCE_SECONDS):
+                while not self._book.keys() >= set(ids):
+                    await self._arrived.wait()
+        except TimeoutError:
+            raise ProtocolViolationError(
+                f"a flush whose requests have not arrived within {SILENCE_SECONDS:g} s"
+            ) from None
 
-    def _receive(self, session: MasterSession, request: Payload) -> None:
-        if request.handle_name == Handle.ACK:
-            waiting = self._book.acked(request.request_id, go_on=request.data == pack(True))
-            if waiting is None:
-                return
-            request, following = waiting, self._book.begin(waiting)
+    def _begin(self, request: Payload) -> Job:
+        if len(self._book) >= MAX_REQUESTS:
+            raise ProtocolViolationError(f"too many requests wait at {self.name}")
+        job = self._book[request.request_id] = Job(request, asyncio.get_running_loop().create_future())
+        job.reply.add_done_callback(self._count)
+        if request.handle_name in BLOCKING:
+            self._arrived.set()
+            self._arrived = asyncio.Event()
+            return job
+        job.begun = True
+        if request.handle_name == Handle.FLUSH:
+            jobs = [self._book[name] for name in request.data["ids"] if not self._book[name].begun]
+            for waiting in jobs:
+                waiting.begun = True
+            job.reply.set_result(request.reply(len(jobs)))
+            self._start(self._executor.flush(jobs))
         else:
-            following = self._book.receive(request)
-        executor = self._open
-        match following:
-            case Next.SYN:
-                session.send(self._book.syn(request))
-            case Next.RUN:
-                self._start(executor.answer(request))
-            case Next.FLUSH:
-                requests = self._book.flushed()
-                self._reply(request.reply(len(requests)))
-                self._start(executor.flush(requests))
-            case Next.TOO_MANY:
-                raise ProtocolViolationError(f"too many requests wait for a flush at {self.name}")
+            self._start(self._run(job))
+        return job
+
+    async def _run(self, job: Job) -> None:
+        job.reply.set_result(await self._executor.answer(job.request))
+
+    def _forget(self, ids: Iterable[str]) -> None:
+        for request_id in ids:
+            self._book.pop(request_id, None)
+
+    def _count(self, reply: asyncio.Future[Payload]) -> None:
+        handle = reply.result().handle_name
+        self._answered[handle if handle in list(Handle) else "other"] += 1
 
     def _sample(self) -> Samples:
-        session, now = self._session, asyncio.get_running_loop().time()
+        running = sum(job.begun and not job.reply.done() for job in self._book.values())
         return {
             "averaging_worker_requests_total": {(handle,): count for handle, count in self._answered.items()},
-            "averaging_worker_running_requests": self._book.running,
+            "averaging_worker_running_requests": running,
             "averaging_worker_samples": len(self._executor.data),
-            "averaging_worker_attached": float(session is not None and session.lives(now, MASTER_SECONDS)),
+            "averaging_worker_attached": float(bool(self._session)),
             **certificate_samples(self._credentials),
         }
-
-    def _reply(self, reply: Payload) -> None:
-        self._answered[reply.handle_name if reply.handle_name in HANDLES else "other"] += 1
-        wanted = self._book.finish(reply, keep=reply.handle_name not in NO_REPLY)
-        if self._session is not None:
-            if wanted and reply.handle_name not in NO_REPLY:
-                self._session.send(reply)
-            self._close_if_answered(self._session)
 
     @property
     def _open(self) -> Executor:
@@ -344,12 +637,11 @@ class ModelWorker:
             raise ClosedError(f"the model worker {self.name} is not running")
         return self._executor
 
-    def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Runs a coroutine in a task that is cancelled at the end of the worker."""
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return task
 
     async def _end_tasks(self) -> None:
         for task in self._tasks:

@@ -11,13 +11,11 @@ from graphlib import CycleError, TopologicalSorter
 from typing import ClassVar, TypeAlias
 
 from averaging.common import parse_address
-from averaging.errors import ConfigError, TensorError
-
-# The hooks after a call, as a plan names them. Pure.
+from averaging.errors import ConfigError
 
 
 class HookName(StrEnum):
-    """The hooks before and after a blocking request."""
+    """The hooks before (`data_transfer`) and after a blocking request."""
 
     DATA_TRANSFER = "data_transfer"
     EVALUATE = "evaluate"
@@ -29,15 +27,6 @@ class HookName(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Hook:
-    """What all hooks have.
-
-    Attributes:
-        every: Number of steps from one run of the hook to the next.
-
-    Raises:
-        ConfigError: A value is out of range.
-    """
-
     name: ClassVar[HookName]
     every: int = 1
 
@@ -48,21 +37,21 @@ class _Hook:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluate(_Hook):
-    """Calls `Backend.evaluate`. Its numbers are in the statistics of the call."""
+    """Calls `Backend.evaluate` after each `every`-th step. Its numbers are in the statistics of the call."""
 
     name: ClassVar[HookName] = HookName.EVALUATE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload(_Hook):
-    """Calls `Backend.offload`."""
+    """Calls `Backend.offload` after each `every`-th step."""
 
     name: ClassVar[HookName] = HookName.OFFLOAD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Save(_Hook):
-    """Calls `Backend.save`.
+    """Calls `Backend.save` after each `every`-th step.
 
     Attributes:
         path: Directory or file in the `save_folder` of the worker. `{step}` in it is replaced by the number of the
@@ -75,7 +64,7 @@ class Save(_Hook):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Average(_Hook):
-    """Calls `Backend.average`: the model joins a round with the other sites."""
+    """Calls `Backend.average` after each `every`-th step: the model joins a round with the other sites."""
 
     name: ClassVar[HookName] = HookName.AVERAGE
 
@@ -103,25 +92,7 @@ class ParamRealloc(_Hook):
 
 Hook: TypeAlias = Evaluate | Offload | Save | Average | ParamRealloc
 
-
-# The graph of model function calls, and its levels. Pure.
-
-
-class Interface(StrEnum):
-    """What a call does with its model."""
-
-    GENERATE = "generate"
-    INFERENCE = "inference"
-    TRAIN_STEP = "train_step"
-
-
-class OnLost(StrEnum):
-    """What happens if a worker dies during a call."""
-
-    ERROR = "error"
-    """The step ends with an error. The samples stay in the buffer of the master."""
-    REASSIGN = "reassign"
-    """Another data-parallel rank of the model gets the samples."""
+INTERFACES = ("generate", "inference", "train_step")
 
 
 @dataclass(frozen=True)
@@ -135,37 +106,24 @@ class Call:
         inputs: Names of the tensors that it gets.
         outputs: Names of the tensors that it returns; empty for `train_step`.
         post_hooks: Hooks after it, in order.
-        after: Names of calls that must be complete before, although this call gets no tensor of theirs.
-        on_lost: What happens if a worker dies; by default `error` for `train_step`, whose ranks exchange gradients, and
-            `reassign` otherwise.
 
     Raises:
-        ConfigError: The interface is unknown, or a call has no inputs.
+        ConfigError: The interface is unknown, or the call has no inputs.
     """
 
     name: str
     model: str
-    interface: Interface | str
+    interface: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...] = ()
     post_hooks: tuple[Hook, ...] = ()
-    after: tuple[str, ...] = ()
-    on_lost: OnLost | str | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in (("interface", Interface), ("on_lost", OnLost)):
-            value = getattr(self, name)
-            if value is not None and value not in list(kind):
-                raise ConfigError(f"{name} of call {self.name!r} must be one of {', '.join(kind)}, not {value!r}")
+        if self.interface not in INTERFACES:
+            names = ", ".join(INTERFACES)
+            raise ConfigError(f"interface of call {self.name!r} must be one of {names}, not {self.interface!r}")
         if not self.inputs:
             raise ConfigError(f"call {self.name!r} has no inputs; name the tensors that it gets")
-
-    @property
-    def reassigns(self) -> bool:
-        """Whether another data-parallel rank gets the samples of a lost rank."""
-        return (self.on_lost or (OnLost.ERROR if self.interface == Interface.TRAIN_STEP else OnLost.REASSIGN)) == (
-            OnLost.REASSIGN
-        )
 
 
 def levels_of(calls: Sequence[Call], data_keys: Sequence[str]) -> list[list[Call]]:
@@ -179,11 +137,10 @@ def levels_of(calls: Sequence[Call], data_keys: Sequence[str]) -> list[list[Call
         The levels; within a level in the order of the names.
 
     Raises:
-        ConfigError: There is a cycle, a tensor that nothing makes or that two calls make, or an unknown call.
+        ConfigError: There is a cycle, or a tensor that nothing makes or that two calls make.
     """
     if not calls:
         raise ConfigError("the plan has no calls")
-    by_name = {call.name: call for call in calls}
     makers: dict[str, str] = {}
     for call in calls:
         for key in call.outputs:
@@ -197,24 +154,19 @@ def levels_of(calls: Sequence[Call], data_keys: Sequence[str]) -> list[list[Call
         for key in call.inputs:
             if key not in makers and key not in data_keys:
                 raise ConfigError(f"{key!r}, an input of {call.name!r}, is made by no call and not in the dataset")
-        for name in call.after:
-            if name not in by_name:
-                raise ConfigError(f"{call.name!r} is to run after the unknown call {name!r}")
-        sorter.add(call.name, *call.after, *(makers[key] for key in call.inputs if key in makers))
+        sorter.add(call.name, *(makers[key] for key in call.inputs if key in makers))
     try:
         sorter.prepare()
     except CycleError as error:
         cycle = error.args[1]  # each is needed by the next
         raise ConfigError(f"the calls depend on each other in a cycle: {' → '.join(cycle)}") from None
+    by_name = {call.name: call for call in calls}
     levels: list[list[Call]] = []
     while sorter.is_active():
         ready = sorted(sorter.get_ready())
         levels.append([by_name[name] for name in ready])
         sorter.done(*ready)
     return levels
-
-
-_NAME = re.compile(r"[A-Za-z0-9][\w./-]{0,99}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +187,6 @@ class Topology:
 
     @property
     def size(self) -> int:
-        """The number of workers."""
         return self.dp * self.tp * self.pp
 
 
@@ -287,7 +238,6 @@ class Model:
 
     @property
     def layout(self) -> Topology:
-        """The topology."""
         return self.topology or Topology(dp=max(1, len(self.workers)))
 
     @cached_property
@@ -302,42 +252,10 @@ class Model:
         ]
         return dict(zip(ids, self.workers, strict=True))
 
-    def of_rank(self, dp_rank: int) -> dict[ModelShardID, str]:
-        """The shards of one data-parallel rank."""
-        return {shard: worker for shard, worker in self.shards.items() if shard.dp_rank == dp_rank}
-
     @property
     def heads(self) -> dict[int, str]:
         """The worker of the DP head of each data-parallel rank."""
         return {shard.dp_rank: worker for shard, worker in self.shards.items() if shard.is_dp_head}
-
-
-@dataclass(frozen=True, slots=True)
-class KeySpec:
-    """Dtype and shape of a tensor of each sample.
-
-    Attributes:
-        dtype: Name of the dtype, for example `int64`.
-        shape: Extents, with None for dimensions of any length.
-    """
-
-    dtype: str
-    shape: tuple[int | None, ...]
-
-    def check(self, key: str, sample: str, dtype: str, shape: Sequence[int]) -> None:
-        """Checks dtype and shape of one tensor.
-
-        Raises:
-            TensorError: They are others.
-        """
-        fits = len(shape) == len(self.shape) and all(
-            want is None or have == want for have, want in zip(shape, self.shape, strict=True)
-        )
-        if dtype != self.dtype or not fits:
-            wanted = ", ".join("any" if extent is None else str(extent) for extent in self.shape)
-            raise TensorError(
-                f"{key!r} of sample {sample} is {dtype}{list(shape)}; the plan says {self.dtype}[{wanted}]"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,18 +265,17 @@ class Placement:
     Attributes:
         shards: The shards that the worker holds, and the topology of their models.
         endpoints: `host:port` of all workers, by name.
-        keys: Dtype and shape of tensors, by name.
         dp_rank: Rank of the worker among those that hold a part of the dataset; -1 if it holds none.
         dp_size: Number of those workers.
-        ping_seconds: Interval of the pings of the master.
     """
 
     shards: Sequence[tuple[ModelShardID, Topology]] = ()
     endpoints: Mapping[str, str] = field(default_factory=dict)
-    keys: Mapping[str, KeySpec] = field(default_factory=dict)
     dp_rank: int = -1
     dp_size: int = 0
-    ping_seconds: float = 1.0
+
+
+_NAME = re.compile(r"[A-Za-z0-9][\w./-]{0,99}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -371,7 +288,6 @@ class Plan:
         calls: The calls of models in one step.
         batch_size: Samples in one step.
         data_keys: Names of the tensors that the dataset has.
-        keys: Dtype and shape of tensors, by name. The workers check them; other tensors are not checked.
 
     Raises:
         ConfigError: Something is unknown, named twice, or the calls depend on each other in a cycle.
@@ -382,7 +298,6 @@ class Plan:
     calls: tuple[Call, ...]
     batch_size: int
     data_keys: tuple[str, ...]
-    keys: Mapping[str, KeySpec] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -408,11 +323,7 @@ class Plan:
 
     @cached_property
     def levels(self) -> list[list[Call]]:
-        """The calls in the order in which they can run; those of one level run together.
-
-        Raises:
-            ConfigError: There is a cycle, which the message names.
-        """
+        """The calls in the order in which they can run; those of one level run together."""
         return levels_of(self.calls, self.data_keys)
 
     @cached_property
@@ -421,9 +332,9 @@ class Plan:
         return {model.name: model for model in self.models}
 
     @property
-    def data_model(self) -> Model:
-        """The model whose DP heads hold the dataset: that of the first call."""
-        return self.by_name[self.levels[0][0].model]
+    def data_heads(self) -> list[str]:
+        """The workers that hold the dataset: the DP heads of the first call's model."""
+        return list(self.by_name[self.levels[0][0].model].heads.values())
 
     def worker_of(self, handler: str) -> str:
         """The worker to which requests for a handler go.
@@ -441,20 +352,14 @@ class Plan:
             )
         return worker
 
-    def shards_at(self, worker: str) -> list[tuple[ModelShardID, Topology]]:
-        """The shards that a worker holds."""
-        return [(shard, model.layout) for model in self.models for shard, at in model.shards.items() if at == worker]
-
-    def placement_of(self, worker: str, ping_seconds: float) -> Placement:
+    def placement_of(self, worker: str) -> Placement:
         """What a worker must know of the plan."""
-        heads = list(self.data_model.heads.values())
+        heads = self.data_heads
         return Placement(
-            shards=self.shards_at(worker),
-            endpoints=dict(self.workers),
-            keys=dict(self.keys),
+            [(shard, model.layout) for model in self.models for shard, at in model.shards.items() if at == worker],
+            dict(self.workers),
             dp_rank=heads.index(worker) if worker in heads else -1,
             dp_size=len(heads),
-            ping_seconds=ping_seconds,
         )
 
     @cached_property
@@ -462,16 +367,14 @@ class Plan:
         return {str(shard): worker for model in self.models for shard, worker in model.shards.items()}
 
     def _check_call(self, call: Call) -> None:
-        names = [call.model]
         reallocs = [hook for hook in call.post_hooks if isinstance(hook, ParamRealloc)]
-        names += [name for hook in reallocs for name in (hook.source, hook.target)]
-        for name in names:
+        for name in [call.model, *(name for hook in reallocs for name in (hook.source, hook.target))]:
             if name not in self.by_name:
                 raise ConfigError(f"call {call.name!r} needs the unknown model {name!r}; {_listed(self.by_name)} exist")
-        if self.by_name[call.model].layout.dp > self.batch_size:
+        if (ranks := self.by_name[call.model].layout.dp) > self.batch_size:
             raise ConfigError(
-                f"batch_size is {self.batch_size}, but model {call.model!r} has {self.by_name[call.model].layout.dp} "
-                "data-parallel ranks, and each needs a sample"
+                f"batch_size is {self.batch_size}, but model {call.model!r} has {ranks} data-parallel ranks, and each "
+                "needs a sample"
             )
         for hook in reallocs:
             if call.model not in (hook.source, hook.target) or hook.source == hook.target:

@@ -1,28 +1,213 @@
-"""Sends requests of a master to the workers by name, and collects their replies."""
+"""A master's side of its workers: attaches to them, sends requests by name, and collects the replies."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
+import math
 import uuid
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, Self
 
-from averaging.errors import ConfigError, WorkerError
+from averaging.errors import (
+    AveragingError,
+    CallRefusedError,
+    ConfigError,
+    PeerUnreachableError,
+    RefusalCause,
+    WorkerError,
+)
 from averaging.rl.workers.payload import (
-    NO_REPLY,
+    ATTACH,
+    BLOCKING,
+    REQUEST,
     Connect,
     Handle,
+    Ids,
+    Inventory,
     Payload,
     connector,
     decode_payload,
     encode_payload,
+    pack,
     unpack,
 )
 from averaging.rl.workers.plan import Plan
-from averaging.rl.workers.worker_link import LinkOptions, WorkerLink
-from averaging.rpc import Credentials, Deadlines
-from averaging.wire import workers_pb2
+from averaging.rpc import Credentials, Deadline, FairTimeout
+from averaging.wire.workers_pb2 import Attach, Attached, Request
+
+logger = logging.getLogger("averaging.rl.workers")
+
+RETRY_SECONDS = 0.5
+"""Seconds between two attempts to attach to a worker that does not answer."""
+
+MAX_BLOCKING = 100
+"""Maximum number of blocking requests at one worker; a connection has 128 calls, and the flush needs one."""
+
+
+@dataclass(eq=False)
+class _Sent:
+    """A request, until its outcome is taken.
+
+    Attributes:
+        worker: Name of its worker.
+        waits: Whether it is blocking, and no flush was sent after it.
+        outcome: The reply, or why there is none.
+    """
+
+    worker: str
+    waits: bool
+    outcome: asyncio.Future[Payload | WorkerError]
+
+
+class WorkerLink:
+    """Keeps a master attached to one worker.
+
+    The worker is lost if nothing listens at its endpoint any more, if it is silent for `stall_timeout`, or if it has
+    restarted. The link goes on trying, so that a worker can come back.
+
+    Attributes:
+        inventory: Models and samples of the worker when it attached; None while it is not attached.
+        session: Name of this attachment, which requests need; empty before, and once one of them could not be sent.
+        lost: Error that says why the worker is lost; None while it is attached, and before it has attached at all.
+        was_lost: Whether it has been lost, until the step runner has taken it back.
+        refusal: Error of the last attempt, if further attempts would fail as well.
+        reason: Text that says why the last attempt has failed; empty if none has.
+        changed: Event that is set, and replaced, when an attribute above has changed.
+        received: Ids of requests that the worker may forget. The next request tells it.
+    """
+
+    def __init__(
+        self,
+        attach: Attach,
+        endpoint: str,
+        connect: Connect,
+        stall_timeout: float,
+        sent: dict[str, _Sent],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self.worker, self.endpoint = attach.worker, endpoint
+        self.channel = connect(endpoint)
+        self.inventory: Inventory | None = None
+        self.session = ""
+        self.lost: WorkerError | None = None
+        self.was_lost = False
+        self.refusal: WorkerError | None = None
+        self.reason = ""
+        self.changed = asyncio.Event()
+        self.received: list[str] = []
+        self._attach, self._stall_timeout, self._sent, self._on_lost = attach, stall_timeout, sent, on_lost
+        self._incarnation = ""
+
+    @property
+    def outstanding(self) -> dict[str, _Sent]:
+        """The requests whose replies are awaited, by id."""
+        return {
+            name: sent for name, sent in self._sent.items() if sent.worker == self.worker and not sent.outcome.done()
+        }
+
+    async def run(self) -> None:
+        """Stays attached until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        broken = loop.time()
+        try:
+            while True:
+                reason, final = await self._attempt()
+                if self.inventory is not None:
+                    broken = loop.time()
+                    logger.info("the call to %s has ended: %s", self.worker, reason)
+                self.reason, self.inventory, self.session = reason, None, ""
+                if self._incarnation and self.lost is None and (final or loop.time() - broken > self._stall_timeout):
+                    self._lose(reason)
+                self._notify()
+                await asyncio.sleep(RETRY_SECONDS)
+        finally:
+            await self.channel.close()
+
+    async def _attempt(self) -> tuple[str, bool]:
+        """Attaches until the call ends. Returns why it has ended, and whether the worker is lost at once."""
+        self.refusal = None
+        try:
+            return await self._stay_attached(), False
+        except WorkerError as error:
+            self.refusal = error
+            return str(error), True
+        except (AveragingError, TimeoutError) as error:
+            reason = str(error)
+            if isinstance(error, CallRefusedError) and error.cause is RefusalCause.UNAUTHENTICATED:
+                reason += "; give the master the credentials of its workers"
+            if isinstance(error, CallRefusedError | PeerUnreachableError) and error.definite:
+                self.refusal = WorkerError(self.worker, f"{self.worker} cannot be reached: {reason}", lost=True)
+            return reason, error.refused if isinstance(error, PeerUnreachableError) else True
+
+    async def _stay_attached(self) -> str:
+        request = Attach()
+        request.CopyFrom(self._attach)
+        request.outstanding.extend(self.outstanding)
+        self.received.clear()  # the worker forgets all but `outstanding`
+        deadline = Deadline(self._stall_timeout, "stall_timeout")
+        messages = self.channel.stream(ATTACH, request)
+        # Seconds in which this process was stopped do not count: the worker is not silent, it was not heard.
+        async with aclosing(messages), FairTimeout(deadline, self._stall_timeout) as limit:
+            first: Attached | None = None
+            async for message in messages:
+                limit.restart(deadline)
+                if message.refused:
+                    raise WorkerError(self.worker, f"{self.worker} refuses this master: {message.refused}")
+                if first is None:
+                    first = message
+                    self._begin(message)
+                elif self.session != first.session:
+                    return "a request could not be sent"
+        return "the worker has ended it"
+
+    def _begin(self, attached: Attached) -> None:
+        if self._incarnation not in ("", attached.incarnation) and self.lost is None:
+            self._lose("it has restarted, and lost what it held")
+        self._incarnation, self.session = attached.incarnation, attached.session
+        self.inventory, self.lost = unpack(attached.inventory, Inventory), None
+        self._notify()
+
+    async def deliver(self, request_id: str, payload: bytes) -> Payload:
+        """Sends a request until its reply arrives, in one attachment after the other. The worker carries it out once.
+
+        In each attachment it is sent once only. After an error the session ends, even if the worker still answers: what
+        is left in the broken connection could otherwise arrive after the worker was told to forget this request.
+        """
+        while True:
+            while not self.session:
+                await self.changed.wait()
+            session = self.session
+            received, self.received = self.received, []
+            try:
+                request = Request(session=session, payload=payload, received=received)
+                answer = await self.channel.call(REQUEST, request, math.inf)
+                reply = None if answer.stale else decode_payload(answer.payload)
+            except PeerUnreachableError as error:
+                logger.info("a request to %s is sent again: %s", self.worker, error)
+                reply = None
+            except AveragingError as error:
+                reply = Payload("", "", request_id, error=str(error))
+            if reply is not None:
+                self.received.append(request_id)
+                return reply
+            if self.session == session:
+                self.session = ""
+
+    def _lose(self, reason: str) -> None:
+        self.lost = WorkerError(self.worker, f"{self.worker} at {self.endpoint} is lost: {reason}", lost=True)
+        self.was_lost = True
+        logger.warning("%s", self.lost)
+        self._on_lost(self.worker)
+        for sent in self.outstanding.values():
+            sent.outcome.set_result(self.lost)
+
+    def _notify(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
 
 
 class RequestClient:
@@ -32,9 +217,7 @@ class RequestClient:
         plan: The plan.
         credentials: Certificates and tokens, see `averaging.rpc.read_credentials`. Without them, workers on loopback
             get the token of this user's processes.
-        ping_seconds: Interval of the pings to each worker.
-        min_stall_timeout: Seconds that a worker may at least take to answer a ping.
-        stall_timeout: Seconds that it may at most take. In between, the limit is learned from its earlier answers.
+        stall_timeout: Seconds of silence after which a worker is lost.
         connect: Function that opens channels; for tests.
         on_lost: Function that gets the name of each worker that is lost.
     """
@@ -44,66 +227,51 @@ class RequestClient:
         plan: Plan,
         *,
         credentials: Credentials | None = None,
-        ping_seconds: float = 1.0,
-        min_stall_timeout: float = 2.0,
         stall_timeout: float = 30.0,
         connect: Connect | None = None,
         on_lost: Callable[[str], None] = lambda worker: None,
     ) -> None:
-        if not ping_seconds > 0 or not stall_timeout > 0 or not min_stall_timeout > 0:
-            raise ConfigError("ping_seconds, min_stall_timeout and stall_timeout must be above 0 s")
+        if not stall_timeout > 0:
+            raise ConfigError("stall_timeout must be above 0 s")
         self.plan = plan
         self.name = uuid.uuid4().hex
-        self._lost_worker = on_lost
         self._ids = itertools.count(1)
-        self._futures: dict[str, asyncio.Future[Payload | WorkerError]] = {}
-        self._workers: dict[str, str] = {}  # of each request without an outcome that was taken
-        self._arrived: dict[str, None] = {}  # outcomes that were not taken, in order
-        self._arrival = asyncio.Event()
-        self._away: set[str] = set()  # lost workers, also those that have come back and were not welcomed
-        self._tasks: list[asyncio.Task[None]] = []
-        options = LinkOptions(
-            self.name,
-            connect or connector(credentials),
-            Deadlines(min_stall_timeout, stall_timeout),
-            ping_seconds,
-        )
+        self._sent: dict[str, _Sent] = {}  # by id, in the order of sending
+        self._arrival = asyncio.Event()  # set, and replaced, when an outcome is there
+        self._tasks: set[asyncio.Task[None]] = set()
+        connect = connect or connector(credentials)
         self.links = {
             worker: WorkerLink(
-                worker, endpoint, plan.placement_of(worker, ping_seconds), options, self._on_reply, self._on_lost
+                Attach(master=self.name, worker=worker, placement=pack(plan.placement_of(worker))),
+                endpoint,
+                connect,
+                stall_timeout,
+                self._sent,
+                on_lost,
             )
             for worker, endpoint in plan.workers.items()
         }
 
     async def __aenter__(self) -> Self:
-        self._tasks = [asyncio.create_task(link.run()) for link in self.links.values()]
+        for link in self.links.values():
+            self._start(link.run())
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        for link in self.links.values():
-            link.end()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        while self._tasks:
+            for task in self._tasks:
+                task.cancel()  # perhaps again, since a call that fails at the same time may hide it
+            await asyncio.wait(self._tasks, timeout=RETRY_SECONDS)
 
     def __len__(self) -> int:
         """Requests whose outcome was not taken."""
-        return len(self._futures)
+        return len(self._sent)
 
-    @property
-    def living(self) -> frozenset[str]:
-        """The workers that are not lost; those that have come back count when they are welcomed."""
-        return frozenset(self.links) - self._away
-
-    @property
-    def returned(self) -> list[str]:
-        """The workers that were lost, are attached again, and were not welcomed."""
-        return [worker for worker in sorted(self._away) if self.links[worker].inventory is not None]
-
-    def welcome(self, worker: str) -> None:
-        """Counts a worker that has come back as living, unless it is lost again."""
-        if self.links[worker].lost is None:
-            self._away.discard(worker)
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def attach(self, timeout: float) -> None:
         """Waits until all workers are attached.
@@ -114,12 +282,10 @@ class RequestClient:
         try:
             async with asyncio.timeout(timeout):
                 for link in self.links.values():
-                    while link.inventory is None and link.refused is None and not link.hopeless:
+                    while link.inventory is None and link.refusal is None:
                         await link.changed.wait()
-                    if link.refused is not None:
-                        raise link.refused
-                    if link.hopeless:
-                        raise WorkerError(link.worker, f"{link.worker} cannot be reached: {link.reason}", lost=True)
+                    if link.refusal is not None:
+                        raise link.refusal
         except TimeoutError:
             missing = {worker: link for worker, link in self.links.items() if link.inventory is None}
             reasons = ", ".join(f"{worker} ({link.reason or link.endpoint})" for worker, link in missing.items())
@@ -141,127 +307,96 @@ class RequestClient:
         """
         worker = self.plan.worker_of(payload.handler)
         link = self.links[worker]
-        payload.send_time = asyncio.get_running_loop().time()
-        if payload.handle_name not in NO_REPLY:
-            self._expect(payload.request_id, worker)
-        error: WorkerError | None = link.lost
-        if error is None:
-            try:
-                message = encode_payload(payload)
-            except ConfigError as reason:
-                error = _failure(worker, payload, str(reason))
-            else:
-                if payload.handle_name not in NO_REPLY:
-                    link.outstanding[payload.request_id] = message
-                link.unsent.put_nowait(message)
-        if error is not None:
-            for request_id in (payload.syn_reply_id, payload.request_id):
-                self._set(request_id, error)
+        blocks, waiting = payload.handle_name in BLOCKING, []
+        if blocks or payload.handle_name == Handle.FLUSH:
+            waiting = [name for name, sent in link.outstanding.items() if sent.waits]
+        if not blocks and waiting:
+            # It may overtake them on the way, so the worker must know for which it waits.
+            payload.data = Ids(waiting)
+            for name in waiting:
+                self._sent[name].waits = False
+        sent = self._sent[payload.request_id] = _Sent(worker, blocks, asyncio.get_running_loop().create_future())
+        try:
+            if link.lost is not None:
+                raise link.lost
+            if len(waiting) >= MAX_BLOCKING and blocks:
+                raise ConfigError(f"{MAX_BLOCKING} requests wait for a flush there; send one")
+            sending = self._start(self._deliver(link, sent, payload, encode_payload(payload)))
+            sent.outcome.add_done_callback(lambda _: sending.cancel())
+        except ConfigError as error:
+            sent.outcome.set_result(_failure(worker, payload, str(error)))
+        except WorkerError as error:
+            sent.outcome.set_result(error)
+        sent.outcome.add_done_callback(self._notify)
         return payload.request_id
 
-    async def request(
-        self,
-        handlers: Sequence[str],
-        handle_name: str,
-        datas: Sequence[Any] | None = None,
-        *,
-        no_syn: bool = True,
-    ) -> list[str]:
+    async def _deliver(self, link: WorkerLink, sent: _Sent, payload: Payload, message: bytes) -> None:
+        reply = await link.deliver(payload.request_id, message)
+        if not sent.outcome.done():  # the worker may have been lost, or the request forgotten, at the same moment
+            sent.outcome.set_result(_failure(link.worker, payload, reply.error) if reply.error else reply)
+
+    def request(self, handlers: Sequence[str], handle_name: str, datas: Sequence[Any] | None = None) -> list[str]:
         """Sends a request to each handler and returns their ids.
 
         Args:
             handlers: Names of workers or shards.
             handle_name: A `Handle`.
             datas: The data for each handler.
-            no_syn: Whether each worker carries the request out when it arrives. If not, all workers must first say that
-                it has arrived (syn), and are told then to carry it out (ack). If a worker is lost before, nobody does.
 
         Raises:
             ConfigError: The plan has no such handler, or the numbers of handlers and datas differ.
-            WorkerError: Without `no_syn`: a worker is lost.
         """
         if datas is None:
             datas = [None] * len(handlers)
         if len(datas) != len(handlers):
             raise ConfigError(f"{len(handlers)} handlers got data for {len(datas)}; give each its own")
-        payloads = [
-            Payload(handler, handle_name, self.new_id(), data=data, no_syn=no_syn)
-            for handler, data in zip(handlers, datas, strict=True)
-        ]
-        if no_syn:
-            return [self.post(payload) for payload in payloads]
-        for payload in payloads:
-            payload.syn_reply_id, payload.ack_reply_id = self.new_id(), self.new_id()
-            self._expect(payload.syn_reply_id, self.plan.worker_of(payload.handler))
-        ids = [self.post(payload) for payload in payloads]
-        try:
-            await self.gather([payload.syn_reply_id for payload in payloads])
-        except BaseException:
-            self._acknowledge(payloads, go_on=False)
-            self.forget([*ids, *(payload.syn_reply_id for payload in payloads)])
-            raise
-        self._acknowledge(payloads, go_on=True)
-        return ids
+        pairs = zip(handlers, datas, strict=True)
+        return [self.post(Payload(handler, handle_name, self.new_id(), data)) for handler, data in pairs]
 
     async def call(
         self,
         handlers: Sequence[str],
         handle_name: str,
         datas: Sequence[Any] | None = None,
-        *,
-        no_syn: bool = True,
         timeout: float | None = None,
     ) -> list[Any]:
         """Sends a request to each handler and returns the data of their replies. Blocking requests need a flush."""
-        ids = await self.request(handlers, handle_name, datas, no_syn=no_syn)
+        ids = self.request(handlers, handle_name, datas)
         return [reply.data for reply in await self.gather(ids, timeout)]
 
     async def gather(self, ids: Sequence[str], timeout: float | None = None) -> list[Payload]:
-        """Waits for the replies to these requests.
-
-        Raises:
-            WorkerError: A request has failed, or its worker is lost. The replies to the others are
-                dropped.
-            TimeoutError: A reply is missing after `timeout` seconds. It can still be gathered later.
-        """
+        """Waits for the replies to these requests. For errors see `MasterWorker.gather`."""
+        for request_id in ids:
+            if request_id not in self._sent:
+                raise ConfigError(f"there is no request {request_id!r}, or its reply was taken already")
+        waiting = [self._sent[request_id] for request_id in ids]
         try:
             async with asyncio.timeout(timeout):
-                for request_id in ids:
-                    await asyncio.shield(self._future(request_id))
+                for sent in waiting:
+                    await asyncio.shield(sent.outcome)
         except TimeoutError:
-            missing = [request_id for request_id in ids if not self._future(request_id).done()]
-            workers = ", ".join(sorted({self._workers[request_id] for request_id in missing}))
+            missing = [sent.worker for sent in waiting if not sent.outcome.done()]
+            workers = ", ".join(sorted(set(missing)))
             raise TimeoutError(f"{len(missing)} of {len(ids)} replies are missing: of {workers}") from None
-        outcomes = [self._take(request_id) for request_id in ids]
-        for outcome in outcomes:
-            if isinstance(outcome, WorkerError):
-                raise outcome
-        return [outcome for outcome in outcomes if isinstance(outcome, Payload)]
-
-    async def next_outcome(self, ids: Collection[str] | None = None) -> tuple[str, Payload | WorkerError]:
-        """Waits for the next reply, or error, to one of these requests; to any of all if None."""
-        while True:
-            if (arrived := self._first(ids)) is not None:
-                return arrived, self._take(arrived)
-            await self._arrival.wait()
+        for request_id in ids:
+            self._sent.pop(request_id, None)
+        return [_reply(sent.outcome.result()) for sent in waiting]
 
     def poll(self, ids: Collection[str] | None = None) -> Payload | None:
-        """Takes the first reply to one of these requests, or of all, that has arrived; None if there is none.
+        """Takes a reply to one of these requests, or of all, that has arrived; None if there is none.
 
         Raises:
             WorkerError: The request has failed.
         """
-        arrived = self._first(ids)
-        return None if arrived is None else _reply(self._take(arrived))
+        arrived = (name for name, sent in self._sent.items() if sent.outcome.done() and (ids is None or name in ids))
+        request_id = next(arrived, None)
+        return None if request_id is None else _reply(self._sent.pop(request_id).outcome.result())
 
     async def poll_async(self, ids: Collection[str] | None = None) -> Payload:
-        """Waits for the next reply to one of these requests, or of all.
-
-        Raises:
-            WorkerError: The request has failed.
-        """
-        _, outcome = await self.next_outcome(ids)
-        return _reply(outcome)
+        """Waits for the next reply to one of these requests, or of all. For errors see `poll`."""
+        while (reply := self.poll(ids)) is None:
+            await self._arrival.wait()
+        return reply
 
     def poll_batch(self, ids: Collection[str] | None = None) -> list[Payload]:
         """Takes all replies to these requests, or of all, that have arrived.
@@ -269,71 +404,23 @@ class RequestClient:
         Raises:
             WorkerError: A request has failed. The replies before it are dropped.
         """
-        wanted = None if ids is None else frozenset(ids)
-        arrived = [request_id for request_id in self._arrived if wanted is None or request_id in wanted]
-        return [_reply(self._take(request_id)) for request_id in arrived]
+        return list(iter(lambda: self.poll(ids), None))
 
     def forget(self, ids: Iterable[str]) -> None:
         """Drops the replies to these requests, also if they arrive later."""
         for request_id in ids:
-            worker = self._workers.get(request_id)
-            if worker is not None:
-                self.links[worker].forget(request_id)
-                self._drop(request_id)
+            if (sent := self._sent.pop(request_id, None)) is not None:
+                self.links[sent.worker].received.append(request_id)
+                sent.outcome.cancel()
 
-    def _acknowledge(self, payloads: Sequence[Payload], *, go_on: bool) -> None:
-        for payload in payloads:
-            self.post(Payload(payload.handler, Handle.ACK, payload.ack_reply_id, data=go_on))
-
-    def _expect(self, request_id: str, worker: str) -> None:
-        self._futures[request_id] = asyncio.get_running_loop().create_future()
-        self._workers[request_id] = worker
-
-    def _future(self, request_id: str) -> asyncio.Future[Payload | WorkerError]:
-        try:
-            return self._futures[request_id]
-        except KeyError:
-            raise ConfigError(f"there is no request {request_id!r}, or its reply was taken already") from None
-
-    def _first(self, ids: Collection[str] | None) -> str | None:
-        return next((request_id for request_id in self._arrived if ids is None or request_id in ids), None)
-
-    def _take(self, request_id: str) -> Payload | WorkerError:
-        outcome = self._future(request_id).result()
-        self._drop(request_id)
-        return outcome
-
-    def _drop(self, request_id: str) -> None:
-        self._arrived.pop(request_id, None)
-        self._futures.pop(request_id, None)
-        self._workers.pop(request_id, None)
-
-    def _on_reply(self, message: workers_pb2.Payload) -> None:
-        worker = self._workers.get(message.request_id)
-        if worker is None:
-            return
-        reply = decode_payload(message)
-        reply.data = unpack(message.data, object) if message.data else None
-        self._set(reply.request_id, _failure(worker, reply, reply.error) if reply.error else reply)
-
-    def _on_lost(self, error: WorkerError) -> None:
-        self._away.add(error.worker)
-        self._lost_worker(error.worker)
-        for request_id in [request_id for request_id, worker in self._workers.items() if worker == error.worker]:
-            self._set(request_id, error)
-
-    def _set(self, request_id: str, outcome: Payload | WorkerError) -> None:
-        future = self._futures.get(request_id)
-        if future is not None and not future.done():
-            future.set_result(outcome)
-            self._arrived[request_id] = None
-            self._arrival.set()
-            self._arrival = asyncio.Event()
+    def _notify(self, _: object) -> None:
+        self._arrival.set()
+        self._arrival = asyncio.Event()
 
 
 def _failure(worker: str, payload: Payload, reason: str) -> WorkerError:
     text = f"{payload.handle_name} of {payload.handler} has failed at {worker}: {reason}"
-    return WorkerError(payload.unreachable or worker, text, payload.handle_name, lost=bool(payload.unreachable))
+    return WorkerError(worker, text, payload.handle_name)
 
 
 def _reply(outcome: Payload | WorkerError) -> Payload:
