@@ -136,11 +136,14 @@ def test_after_a_break_a_master_gets_the_replies_that_it_waits_for_and_old_reque
             await master.send(old, Handle.FLUSH, "f2", Ids(["g", "unwanted"]))
             master.network.break_streams("a0:1")
             await asyncio.wait(broken)
-        async with master.attached("g") as session:
+        async with master.attached("g", "f2") as session:
             assert (await master.send(old, Handle.GENERATE, "late", compute)).stale
             reply = decode_payload((await master.send(session, Handle.GENERATE, "g", compute)).payload)
             assert reply.data["keys"] == ["answer"]
-            await master.send(session, Handle.SPEC, "last", None, "g")
+            # The flush was carried out, though its requests are forgotten: the master had received their replies.
+            flush = await master.send(session, Handle.FLUSH, "f2", Ids(["g", "unwanted"]))
+            assert decode_payload(flush.payload).data == 2
+            await master.send(session, Handle.SPEC, "last", None, "g", "f2")
         assert master.kinds() == ["actor.initialize", "actor.generate"]
         assert (await master.send(session, Handle.SPEC, "after the end")).stale
         assert set(master.worker._book) == {"last"}

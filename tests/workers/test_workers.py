@@ -359,7 +359,7 @@ async def answer(channel: RpcChannel, method: RpcMethod[Any, Any], request: Any)
 async def test_one_tensor_many_times_in_a_request_is_sent_once() -> None:
     """A request of 1 MiB could name one sample and one tensor so often that their product fills the memory."""
     async with ModelWorker("a0", {}, listen="127.0.0.1:0") as worker:
-        worker._open.data.update(SampleBatch(["s"], {"k": [torch.ones(2)]}))
+        worker._executor.data.update(SampleBatch(["s"], {"k": [torch.ones(2)]}))
         async with RpcChannel(worker.endpoint, credentials=local_credentials("workers")) as channel:
             request = FetchDataRequest(caller="b", ids=["s"] * 100_000, keys=["k"] * 100_000)
             async with aclosing(channel.stream(FETCH_DATA, request)) as replies:

@@ -214,7 +214,7 @@ def test_all_pre_hooks_run_before_the_first_computation_and_replies_come_one_by_
             client.request(["w0"], Handle.FLUSH)
             await asyncio.sleep(10.0)
             assert [client.poll([first]), client.poll([second])] == [None, None]
-            data = site.workers["w1"]._open.data
+            data = site.workers["w1"]._executor.data
             data.update(SampleBatch(["s"], {"k": [torch.ones(2)]}))
             reply = await client.poll_async([first, second])
             assert reply.request_id == first

@@ -16,12 +16,7 @@ from averaging.rl.workers.plan import ModelShardID, Topology
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One sample of a dataset.
-
-    Attributes:
-        id: Unique in the dataset; at most 200 characters.
-        data: Tensors of the sample by name, at least one.
-    """
+    """One sample of a dataset: an id that is unique there, and tensors by name, at least one."""
 
     id: str
     data: Mapping[str, torch.Tensor]
@@ -33,7 +28,7 @@ class SampleBatch:
 
     Attributes:
         ids: Ids of the samples.
-        data: Lists of tensors by name, with a tensor for each sample in the same order. First dimensions may differ.
+        data: For each name one tensor per sample, in order. First dimensions may differ.
 
     Raises:
         ConfigError: The numbers of tensors and samples differ.
@@ -129,7 +124,6 @@ class Backend:
 
 
 def check_numbers(stats: object, method: str) -> dict[str, float]:
-    """Returns statistics as numbers; none for None. Tensors with a single element count as numbers."""
     if stats is None:
         return {}
     try:
@@ -139,7 +133,6 @@ def check_numbers(stats: object, method: str) -> dict[str, float]:
 
 
 def check_outputs(batch: SampleBatch, outputs: list[str], result: object, method: str) -> SampleBatch:
-    """Returns the outputs of a call as samples: a tensor for each output and sample."""
     if not isinstance(result, Mapping):
         raise ConfigError(f"{method} must return a mapping of names to tensors, not {result!r:.200}")
     if lacking := [key for key in outputs if key not in result]:
@@ -163,17 +156,12 @@ class Dataset(Protocol):
         """Samples in the part of this worker."""
         ...
 
-    @property
-    def epoch(self) -> int:
-        """Passes over the part that are complete."""
-        ...
-
     def fetch(self, count: int) -> Sequence[Sample]:
         """The next samples of the part: at most `count`, and an empty sequence if nothing is there now."""
         ...
 
 
-class ListDataset:
+class ListDataset(Dataset):
     """A dataset that every worker can read as a whole, such as a list or a file.
 
     Args:
@@ -192,32 +180,27 @@ class ListDataset:
         self._all = list(self._by_id)
         self._part: Sequence[str] = []
         self._left: deque[str] = deque()
-        self._epoch = -1
+        self._epochs = 0  # that have begun
 
     def place(self, dp_rank: int, dp_size: int) -> None:
         size, longer = divmod(len(self._all), dp_size)  # the parts are consecutive, and the first are longer by one
         start = dp_rank * size + min(dp_rank, longer)
         self._part = self._all[start : start + size + (dp_rank < longer)]
         self._left.clear()
-        self._epoch = -1
+        self._epochs = 0
 
     @property
     def size(self) -> int:
         return len(self._part)
-
-    @property
-    def epoch(self) -> int:
-        return max(0, self._epoch)
 
     def fetch(self, count: int) -> list[Sample]:
         # It begins again after the last sample, in another order if there is a seed.
         ids: list[str] = []
         while len(ids) < min(count, self.size):
             if not self._left:
-                self._epoch += 1
-                order = list(self._part)
+                self._left.extend(self._part)
                 if self._seed is not None:
-                    random.Random(f"{self._seed} {self._epoch}").shuffle(order)
-                self._left.extend(order)
+                    random.Random(f"{self._seed} {self._epochs}").shuffle(self._left)
+                self._epochs += 1
             ids.append(self._left.popleft())
         return [self._by_id[sample] for sample in dict.fromkeys(ids)]

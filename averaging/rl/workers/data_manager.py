@@ -35,48 +35,38 @@ class OwnerTracker:
     """The master's record of the tensors at the workers."""
 
     def __init__(self) -> None:
-        self._owners: dict[str, dict[str, set[str]]] = {}  # sample, tensor, workers
+        self._owners: defaultdict[str, defaultdict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
 
     @property
     def samples(self) -> list[str]:
         return list(self._owners)
 
-    def add(self, worker: str, ids: Iterable[str], keys: Iterable[str]) -> None:
-        keys = list(keys)
+    def add(self, worker: str, ids: Iterable[str], keys: Collection[str]) -> None:
         for sample in ids:
-            of_sample = self._owners.setdefault(sample, {})
             for key in keys:
-                of_sample.setdefault(key, set()).add(worker)
+                self._owners[sample][key].add(worker)
 
-    def replace(self, worker: str, ids: Iterable[str], keys: Iterable[str]) -> None:
+    def replace(self, worker: str, ids: Iterable[str], keys: Collection[str]) -> None:
         """Records that a worker has computed these tensors; copies elsewhere are outdated."""
-        keys = list(keys)
         for sample in ids:
-            of_sample = self._owners.setdefault(sample, {})
             for key in keys:
-                of_sample[key] = {worker}
+                self._owners[sample][key] = {worker}
 
-    def owners(self, sample: str, key: str) -> frozenset[str]:
-        """The workers that hold a tensor; an empty set if it is unknown."""
-        return frozenset(self._owners.get(sample, {}).get(key, ()))
+    def owners(self, sample: str, key: str) -> set[str]:
+        return self._owners.get(sample, {}).get(key, set())
+
+    def missing(self, ids: Iterable[str], keys: Collection[str]) -> list[str]:
+        """The samples that lack one of these tensors."""
+        return [sample for sample in ids if not all(self.owners(sample, key) for key in keys)]
 
     def remove(self, ids: Iterable[str]) -> None:
         for sample in ids:
             self._owners.pop(sample, None)
 
     def remove_worker(self, worker: str) -> None:
-        """Forgets everything that a lost worker held."""
         for of_sample in self._owners.values():
-            for key in [key for key, workers in of_sample.items() if worker in workers]:
-                of_sample[key].discard(worker)
-                if not of_sample[key]:
-                    del of_sample[key]
-
-    def missing(self, ids: Iterable[str], keys: Iterable[str]) -> dict[str, list[str]]:
-        """The tensors that no worker holds: names by sample."""
-        keys = list(keys)
-        missing = {sample: [key for key in keys if not self.owners(sample, key)] for sample in ids}
-        return {sample: names for sample, names in missing.items() if names}
+            for workers in of_sample.values():
+                workers.discard(worker)
 
 
 class Redistributor:
@@ -86,14 +76,10 @@ class Redistributor:
         self._tracker = tracker
 
     def plan(self, wanted: Mapping[str, Sequence[str]], keys: Sequence[str]) -> list[Step]:
-        """The steps after which every worker holds these tensors of its samples.
+        """The steps after which every worker holds these tensors of its samples, given as samples by worker.
 
         Each missing tensor is received once, from an owner. If a tensor has several owners, the one with the fewest
         transfers so far sends it. Tensors that a worker holds are not sent to it.
-
-        Args:
-            wanted: Samples by worker.
-            keys: Names of the tensors.
 
         Raises:
             WorkerError: No worker holds one of the tensors.
@@ -119,7 +105,10 @@ class Redistributor:
 
 
 def _steps(transfers: Mapping[tuple[str, tuple[str, ...], str], list[str]]) -> list[Step]:
-    """The steps of transfers, which are given as samples by (source, names of tensors, receiver)."""
+    """The steps of transfers, which are given as samples by (source, names of tensors, receiver).
+
+    What several receive alike is a `bcast`, a source with several receivers a `scatter`, and the rest a `gather`.
+    """
     receivers: defaultdict[tuple[str, tuple[str, ...], tuple[str, ...]], list[str]] = defaultdict(list)
     for (source, keys, worker), ids in transfers.items():
         receivers[source, keys, tuple(ids)].append(worker)
@@ -139,33 +128,21 @@ def _steps(transfers: Mapping[tuple[str, tuple[str, ...], str], list[str]]) -> l
     return steps
 
 
-def balance(lengths: Mapping[str, int], ranks: Sequence[int]) -> dict[int, list[str]]:
-    """Divides samples over ranks, so that their numbers differ by at most one and their lengths sum to about the same.
-
-    The samples of each rank are in their order in `lengths`.
-    """
+def balance(lengths: Mapping[str, int], ranks: int) -> list[list[str]]:
+    """Divides samples over ranks: their numbers differ by at most one, and their lengths sum to about the same."""
+    ids_of: list[list[str]] = [[] for _ in range(ranks)]
+    for place, sample in enumerate(sorted(lengths, key=lambda sample: -lengths[sample])):
+        row, column = divmod(place, ranks)
+        ids_of[column if row % 2 == 0 else ranks - 1 - column].append(sample)  # to and fro, from the longest
     order = {sample: place for place, sample in enumerate(lengths)}
-    ids_of: dict[int, list[str]] = {rank: [] for rank in ranks}
-    total: Counter[int] = Counter()
-    most, longer = divmod(len(lengths), len(ranks))
-    for sample in sorted(lengths, key=lambda sample: (-lengths[sample], order[sample])):
-        full = sum(len(ids) > most for ids in ids_of.values())  # ranks that have `most` + 1
-        open_ranks = [rank for rank in ranks if len(ids_of[rank]) < most + (full < longer)]
-        rank = min(open_ranks, key=lambda rank: (total[rank], rank))
-        ids_of[rank].append(sample)
-        total[rank] += lengths[sample]
-    return {rank: sorted(ids, key=order.__getitem__) for rank, ids in ids_of.items()}
+    return [sorted(ids, key=order.__getitem__) for ids in ids_of]
 
 
 class DataManager:
-    """Stores the tensors of samples, and executes the steps of a `Redistributor`. It belongs to one event loop.
-
-    Attributes:
-        endpoints: `host:port` of each worker, by name.
-    """
+    """Stores the tensors of samples, and executes the steps of a `Redistributor`. It belongs to one event loop."""
 
     def __init__(self, worker: str, connect: Connect) -> None:
-        self.endpoints: Mapping[str, str] = {}
+        self.endpoints: Mapping[str, str] = {}  # of all workers, by name
         self._worker = worker
         self._connect = connect
         self._channels: dict[str, Channel] = {}  # by endpoint
@@ -181,7 +158,7 @@ class DataManager:
             await channel.close()
 
     def inventory(self) -> dict[str, list[str]]:
-        """Names of the tensors that are stored, by sample."""
+        """Names of the tensors of each sample."""
         return {sample: list(tensors) for sample, tensors in self._data.items()}
 
     def length(self, sample: str) -> int:
@@ -190,11 +167,7 @@ class DataManager:
         return len(tensor) if tensor.dim() else 1
 
     def store(self, samples: Iterable[Sample]) -> None:
-        """Stores samples. Tensors that are there already are replaced.
-
-        Raises:
-            ConfigError: A sample has no tensors. Nothing is stored then.
-        """
+        """Stores samples. Tensors that are there already are replaced."""
         samples = list(samples)
         for sample in samples:
             if not sample.data:
@@ -207,11 +180,7 @@ class DataManager:
             self._put([(sample, key, tensor) for sample, tensor in zip(batch.ids, tensors, strict=True)])
 
     def get(self, ids: Sequence[str], keys: Sequence[str]) -> SampleBatch:
-        """Returns these tensors.
-
-        Raises:
-            WorkerError: One is not stored here.
-        """
+        """Returns these tensors, or raises a WorkerError if one is not stored here."""
         self._check(ids, keys)
         return SampleBatch(list(ids), {key: [self._data[sample][key] for sample in ids] for key in keys})
 
@@ -220,7 +189,6 @@ class DataManager:
         return sample in self._data and self._data[sample].keys() >= set(keys)
 
     def remove(self, ids: Iterable[str]) -> None:
-        """Forgets samples. Unknown ones are ignored."""
         for sample in ids:
             self._data.pop(sample, None)
 
@@ -277,11 +245,7 @@ class DataManager:
         return received
 
     async def serve(self, request: FetchDataRequest) -> AsyncGenerator[NamedTensor, None]:
-        """Answers `fetch_data`: waits until all tensors are there, and sends them.
-
-        Raises:
-            WorkerError: A tensor did not come in time, or was removed meanwhile.
-        """
+        """Answers `fetch_data`: waits until all tensors are there, and sends them."""
         for sample, key, tensor in await self._stored(request.ids, request.keys):
             head = {"id": sample, "key": key, "dtype": dtype_name(tensor.dtype)}
             for message in tensor_messages(tensor):

@@ -7,10 +7,11 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any, Self, TypeAlias, TypeVar
 
 from averaging.common import on_loop
 from averaging.errors import WorkerError
@@ -31,10 +32,11 @@ from averaging.rl.workers.payload import (
     convert,
 )
 from averaging.rl.workers.plan import Call, Hook, HookName, ModelShardID, ParamRealloc, Plan, Save
-from averaging.rl.workers.request_client import RequestClient
+from averaging.rl.workers.request_client import Datas, RequestClient
 from averaging.rpc import Credentials, EventLoopThread
 
 T = TypeVar("T")
+_Stats: TypeAlias = dict[str, dict[str, float]]  # by call and name
 
 logger = logging.getLogger("averaging.rl.workers")
 
@@ -45,7 +47,7 @@ class StepResult:
 
     Attributes:
         step: Number of the step, from 1.
-        stats: Means over the data-parallel ranks of the numbers that the backends returned, by call.
+        stats: Means over the workers of the numbers that the backends returned, by call.
         seconds: Duration.
         samples: Ids of its samples.
     """
@@ -58,35 +60,28 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A call under way at one worker, for some samples."""
+    """A request under way at one worker: a call for some samples, or only hooks or a flush."""
 
-    call: Call
     worker: str
-    ids: Sequence[str]
+    call: Call | None = None
+    ids: Sequence[str] = ()
 
 
 class StepRunner:
     """Drives the workers of a plan through one `RequestClient`.
 
     A step needs all workers. If one is lost, the step ends with an error, and can be run again when it is back.
-
-    Attributes:
-        step_number: Number of the last step that is complete.
     """
 
     def __init__(self, plan: Plan, client: RequestClient, tracker: OwnerTracker) -> None:
-        self.step_number = 0
+        self.step_number = 0  # of the last step that is complete
         self._plan, self._client, self._tracker = plan, client, tracker
         self._buffer: dict[str, int] = {}  # lengths of the samples that wait for a step, by id
         self._transfers: list[str] = []  # parameters that workers hold for a `param_realloc`
         self._has_taken_over = False
 
     async def initialize(self) -> None:
-        """Prepares the models that are not initialized yet; the first call takes over what an earlier master has left.
-
-        Raises:
-            WorkerError: A worker has failed.
-        """
+        """Prepares the models that are not initialized yet. The first call takes over what an earlier master left."""
         if not self._has_taken_over:
             for worker in self._plan.workers:
                 inventory = self._inventory(worker)
@@ -100,13 +95,6 @@ class StepRunner:
         await self._initialize_models(self._plan.workers)
 
     async def step(self) -> StepResult:
-        """Runs all calls once, for the next samples.
-
-        If it raises, the samples stay in the buffer, and the next call runs the same step again.
-
-        Raises:
-            WorkerError: A worker has failed or is lost, or the dataset has too few samples.
-        """
         began = time.monotonic()
         number = self.step_number + 1
         for worker, link in self._client.links.items():
@@ -116,7 +104,7 @@ class StepRunner:
             del self._buffer[sample]  # a lost worker held it alone; it begins its part of the dataset again
         await self._fill()
         lengths = dict(list(self._buffer.items())[: self._plan.batch_size])
-        stats: dict[str, dict[str, float]] = {}
+        stats: _Stats = {}
         for level in self._plan.levels:
             stats |= await self._run_level(level, lengths, number)
         self.step_number = number
@@ -127,7 +115,6 @@ class StepRunner:
         return StepResult(number, stats, time.monotonic() - began, list(lengths))
 
     async def _fill(self) -> None:
-        """Fetches samples until there are enough for a step."""
         heads = self._plan.data_heads
         while (missing := self._plan.batch_size - len(self._buffer)) > 0:
             count, before = Count(math.ceil(missing / len(heads))), len(self._buffer)
@@ -145,12 +132,11 @@ class StepRunner:
             if failure is not None:
                 raise failure
             if len(self._buffer) == before:
-                raise WorkerError(
-                    heads[0],
+                text = (
                     f"the dataset has no further samples at {', '.join(heads)}: a step needs {self._plan.batch_size}, "
-                    f"and {len(self._buffer)} are there; reduce batch_size, or end the training here",
-                    Handle.FETCH,
                 )
+                text += f"and {before} are there; reduce batch_size, or end the training here"
+                raise WorkerError(heads[0], text, Handle.FETCH)
 
     async def _clear(self, ids: Sequence[str]) -> None:
         """Has all workers forget samples. One that is lost meanwhile does so when it is back."""
@@ -161,39 +147,28 @@ class StepRunner:
                 await self._client.gather([request])
 
     async def _take_back(self, worker: str) -> None:
-        """Goes on with a worker that was lost, with the parameters of another rank if possible.
-
-        Raises:
-            WorkerError: It is not back, or has failed again.
-        """
+        """Goes on with a worker that was lost, with the parameters of another rank if possible."""
         link, samples = self._client.links[worker], self._inventory(worker).samples
         for sample in samples.keys() & self._buffer.keys():
             self._tracker.add(worker, [sample], samples[sample])
-        link.was_lost = False  # before the requests, during which it may be lost again
-        try:
-            await self._clear([sample for sample in samples if sample not in self._buffer])
-            await self._initialize_models([worker])
-            for shard, _ in self._plan.placement_of(worker).shards:
-                await self._restore(shard, worker)
-        except BaseException:
-            link.was_lost = True
-            raise
+        await self._clear([sample for sample in samples if sample not in self._buffer])
+        await self._initialize_models([worker])
+        for shard, _ in self._plan.placement_of(worker).shards:
+            await self._restore(shard, worker)
+        link.was_lost = link.lost is not None
 
     async def _restore(self, shard: ModelShardID, worker: str) -> None:
         model = self._plan.by_name[shard.model]
-        peers = [
-            (str(other), at)
-            for other, at in model.shards.items()
-            if at != worker and (other.tp_rank, other.pp_rank) == (shard.tp_rank, shard.pp_rank)
-        ]
+        peers = [replace(shard, dp_rank=rank) for rank in range(model.layout.dp) if rank != shard.dp_rank]
+        peers = [peer for peer in peers if not self._client.links[model.shards[peer]].was_lost]
         if not model.replicated or not peers:
             logger.warning("%s has come back, with its own parameters of model %s", worker, model.name)
             return
-        (peer, origin), transfer = peers[0], self._client.new_id()
+        origin, transfer = model.shards[peers[0]], self._client.new_id()
         self._transfers.append(transfer)
         ids = []
-        for handler, source in ((peer, ""), (str(shard), origin)):
-            request = Payload(handler, Handle.EMPTY, self._client.new_id(), data=Compute(model.name, model.name))
+        for handler, source in ((peers[0], ""), (shard, origin)):
+            request = self._client.new(str(handler), Handle.EMPTY, Compute(model.name, model.name))
             request.post_hooks = [HookName.PARAM_REALLOC]
             request.post_hook_data = [Realloc(transfer, model.name, model.name, 1.0, source)]
             ids.append(self._client.post(request))
@@ -206,84 +181,63 @@ class StepRunner:
             raise link.lost or WorkerError(worker, f"{worker} is not attached: {link.reason}", lost=True)
         return link.inventory
 
-    async def _initialize_models(self, workers: Iterable[str]) -> None:
-        involved: dict[str, dict[str, int]] = {}  # versions of the models of each worker
-        ids = []
-        for worker in workers:
-            versions = self._inventory(worker).versions
-            for shard, topology in self._plan.placement_of(worker).shards:
-                if shard.model not in versions:
-                    data = Compute(shard.model, shard.model, topology.size)
-                    ids.append(self._client.post(Payload(str(shard), Handle.INITIALIZE, self._client.new_id(), data)))
-                    involved[worker] = versions
-        await self._flush_and_gather(list(involved), ids)
-        for worker, versions in involved.items():
-            versions.update({shard.model: 0 for shard, _ in self._plan.placement_of(worker).shards})
+    async def _initialize_models(self, workers: Collection[str]) -> None:
+        shards = [placed for worker in workers for placed in self._plan.placement_of(worker).shards]
+        datas = [Compute(shard.model, shard.model, topology.size) for shard, topology in shards]
+        ids = self._client.request([str(shard) for shard, _ in shards], Handle.INITIALIZE, datas)
+        await self._flush_and_gather(workers, ids)
 
-    async def _flush_and_gather(self, workers: Sequence[str], ids: Sequence[str]) -> None:
-        await self._client.gather([*self._client.request(workers, Handle.FLUSH), *ids])
+    async def _flush_and_gather(self, workers: Collection[str], ids: Sequence[str]) -> None:
+        await self._client.gather([*self._client.request(list(workers), Handle.FLUSH), *ids])
 
-    # Levels
-
-    async def _run_level(
-        self, calls: Sequence[Call], lengths: Mapping[str, int], step: int
-    ) -> dict[str, dict[str, float]]:
+    async def _run_level(self, calls: Sequence[Call], lengths: Mapping[str, int], step: int) -> _Stats:
         """Runs the calls of one level for samples with these lengths. Returns the statistics by call."""
-        waiting: dict[str, _Job | None] = {}
+        waiting: dict[str, _Job] = {}
         numbers: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         try:
-            involved: set[str] = set()
             for call in calls:
-                involved |= self._post_call(call, lengths, step, waiting)
-            waiting |= dict.fromkeys(self._client.request(sorted(involved), Handle.FLUSH))
+                self._post_call(call, lengths, step, waiting)
+            workers = sorted({job.worker for job in waiting.values()})
+            waiting |= zip(self._client.request(workers, Handle.FLUSH), map(_Job, workers), strict=True)
             while waiting:
                 reply = await self._client.poll_async(waiting)
                 job = waiting.pop(reply.request_id)
-                if job is None:
-                    continue
-                computed = convert(reply.data, Computed)
-                self._tracker.add(job.worker, job.ids, job.call.inputs)
-                self._tracker.replace(job.worker, job.ids, [key for key in computed.keys if key in job.call.outputs])
-                for name, number in computed.stats.items():
-                    numbers[job.call.name][name].append(number)
+                if job.call is not None:
+                    computed = convert(reply.data, Computed)
+                    self._tracker.add(job.worker, job.ids, job.call.inputs)
+                    self._tracker.replace(job.worker, job.ids, computed.keys)
+                    for name, number in computed.stats.items():
+                        numbers[job.call.name][name].append(number)
         finally:
             self._client.forget(waiting)
-        return {
-            call: {name: sum(values) / len(values) for name, values in stats.items()} for call, stats in numbers.items()
-        }
+        return {call: {name: fmean(values) for name, values in stats.items()} for call, stats in numbers.items()}
 
-    def _post_call(
-        self, call: Call, lengths: Mapping[str, int], step: int, waiting: dict[str, _Job | None]
-    ) -> set[str]:
-        """Posts a call to all shards of its model, with the transfers that it needs. Returns the workers involved."""
+    def _post_call(self, call: Call, lengths: Mapping[str, int], step: int, waiting: dict[str, _Job]) -> None:
+        """Posts a call to all shards of its model, with the transfers that it needs."""
         model = self._plan.by_name[call.model]
-        ids_of = balance(lengths, range(model.layout.dp))
+        ids_of = balance(lengths, model.layout.dp)
         wanted = {worker: ids_of[shard.dp_rank] for shard, worker in model.shards.items()}
         transfers = Redistributor(self._tracker).plan(wanted, call.inputs)
         hooks = [(hook, f"{self._client.new_id()}-{hook.name}") for hook in call.post_hooks if step % hook.every == 0]
-        involved = set(model.workers)
         for shard, worker in model.shards.items():
             ids = ids_of[shard.dp_rank]
             data = Compute(call.name, call.model, model.layout.size, step, ids, list(call.inputs), list(call.outputs))
-            request = Payload(str(shard), call.interface, self._client.new_id(), data)
+            request = self._client.new(str(shard), call.interface, data)
             if own := [transfer for transfer in transfers if worker in transfer.dsts]:
                 request.pre_hooks, request.pre_hook_data = [HookName.DATA_TRANSFER], [Transfer(own)]
             for hook, name in hooks:
                 self._add_hook(request, hook, shard, name, step)
-            waiting[self._client.post(request)] = _Job(call, worker, ids)
+            waiting[self._client.post(request)] = _Job(worker, call, ids)
         # The model of a `param_realloc` that makes no call itself only runs the hook.
         for hook, name in hooks:
-            if not isinstance(hook, ParamRealloc):
-                continue
-            self._transfers.append(name)
-            other = self._plan.by_name[hook.target if call.model == hook.source else hook.source]
-            for shard, worker in other.shards.items():
-                data = Compute(f"{call.name}/{other.name}", other.name, other.layout.size, step)
-                request = Payload(str(shard), Handle.EMPTY, self._client.new_id(), data)
-                self._add_hook(request, hook, shard, name, step)
-                waiting[self._client.post(request)] = None
-                involved.add(worker)
-        return involved
+            if isinstance(hook, ParamRealloc):
+                self._transfers.append(name)
+                other = self._plan.by_name[hook.target if call.model == hook.source else hook.source]
+                for shard, worker in other.shards.items():
+                    data = Compute(f"{call.name}/{other.name}", other.name, other.layout.size, step)
+                    request = self._client.new(str(shard), Handle.EMPTY, data)
+                    self._add_hook(request, hook, shard, name, step)
+                    waiting[self._client.post(request)] = _Job(worker)
 
     def _add_hook(self, request: Payload, hook: Hook, shard: ModelShardID, transfer: str, step: int) -> None:
         data: Any = None
@@ -296,19 +250,13 @@ class StepRunner:
 
     def _realloc(self, hook: ParamRealloc, shard: ModelShardID, transfer: str) -> Realloc | None:
         """A shard's part in a `param_realloc`, if any; target shards are assigned to source shards round-robin."""
-        sources, targets = (
-            [
-                (other, worker)
-                for other, worker in self._plan.by_name[model].shards.items()
-                if (other.tp_rank, other.pp_rank) == (shard.tp_rank, shard.pp_rank)
-            ]
-            for model in (hook.source, hook.target)
-        )
-        if shard.model == hook.source:
-            taken = shard in [source for source, _ in sources][: len(targets)]
-            return Realloc(transfer, hook.source, hook.target, hook.eta) if taken else None
-        place = [target for target, _ in targets].index(shard)
-        return Realloc(transfer, hook.source, hook.target, hook.eta, sources[place % len(sources)][1])
+        source, target = self._plan.by_name[hook.source], self._plan.by_name[hook.target]
+        origin = ""
+        if shard.model == hook.target:
+            origin = source.shards[replace(shard, model=source.name, dp_rank=shard.dp_rank % source.layout.dp)]
+        elif shard.dp_rank >= target.layout.dp:
+            return None  # nobody takes its parameters
+        return Realloc(transfer, hook.source, hook.target, hook.eta, origin)
 
 
 class MasterWorker:
@@ -352,11 +300,7 @@ class MasterWorker:
         tracker = OwnerTracker()
         self.plan = plan
         self._client = RequestClient(
-            plan,
-            credentials=credentials,
-            stall_timeout=stall_timeout,
-            connect=connect,
-            on_lost=tracker.remove_worker,
+            plan, credentials=credentials, stall_timeout=stall_timeout, connect=connect, on_lost=tracker.remove_worker
         )
         self._runner = StepRunner(plan, self._client, tracker)
         self._thread = EventLoopThread(self._client, "the master")
@@ -387,27 +331,21 @@ class MasterWorker:
         return {worker: str(link.lost) for worker, link in self._client.links.items() if link.lost is not None}
 
     def run(self, steps: int) -> Iterator[StepResult]:
-        """Initializes the models and yields the results of the steps up to number `steps`. For errors see `step`."""
+        """Initializes the models and yields the results of the steps up to number `steps`. Errors as `step`."""
         self.initialize()
         while self.step_number < steps:
             yield self.step()
 
     def initialize(self) -> None:
-        """Prepares the models at all workers, and takes over what the workers held for an earlier master.
-
-        Raises:
-            WorkerError: A worker has failed.
-        """
+        """Prepares the models at all workers, and takes over what they held for an earlier master. Errors as `step`."""
         self._thread.run(self._runner.initialize())
 
     def step(self) -> StepResult:
-        """Runs all calls of the plan once, for the next samples.
-
-        If it raises, the samples stay in the buffer, and the next call runs the same step again.
+        """Runs all calls of the plan once, for the next samples. If it raises, the next call runs the same step again.
 
         Raises:
-            WorkerError: A worker has failed, or the dataset has too few samples; with `lost` if a worker is lost. The
-                next step waits for no worker, and fails as well until all are back.
+            WorkerError: A worker has failed, or the dataset has too few samples; with `lost` if a worker is lost. Steps
+                fail until all are back.
         """
         return self._thread.run(self._runner.step())
 
@@ -419,26 +357,18 @@ class MasterWorker:
         """Sends one request and returns its id."""
         return self._thread.run(on_loop(lambda: self._client.post(payload)))
 
-    def request(self, handlers: Sequence[str], handle_name: str, datas: Sequence[Any] | None = None) -> list[str]:
+    def request(self, handlers: Sequence[str], handle_name: str, datas: Datas = None) -> list[str]:
         """Sends a request to each handler, with data for each, and returns their ids."""
         return self._thread.run(on_loop(lambda: self._client.request(handlers, handle_name, datas)))
 
     def call(
-        self,
-        handlers: Sequence[str],
-        handle_name: str,
-        datas: Sequence[Any] | None = None,
-        timeout: float | None = None,
+        self, handlers: Sequence[str], handle_name: str, datas: Datas = None, timeout: float | None = None
     ) -> list[Any]:
-        """Like `request`, but returns the data of the replies. For errors see `gather`."""
+        """Like `request`, but returns the data of the replies. Errors as `gather`."""
         return self._thread.run(self._client.call(handlers, handle_name, datas, timeout))
 
     async def call_async(
-        self,
-        handlers: Sequence[str],
-        handle_name: str,
-        datas: Sequence[Any] | None = None,
-        timeout: float | None = None,
+        self, handlers: Sequence[str], handle_name: str, datas: Datas = None, timeout: float | None = None
     ) -> list[Any]:
         """Like `call`."""
         return await self._awaited(self._client.call(handlers, handle_name, datas, timeout))
@@ -457,23 +387,15 @@ class MasterWorker:
         return await self._awaited(self._client.gather(ids, timeout))
 
     def poll(self, ids: Collection[str] | None = None) -> Payload | None:
-        """Takes a reply that has arrived, to any request or to one of these; None if none has arrived.
-
-        Raises:
-            WorkerError: The request has failed.
-        """
+        """Takes a reply that has arrived, to any request or to one of these, or None. Errors as `gather`."""
         return self._thread.run(on_loop(lambda: self._client.poll(ids)))
 
     async def poll_async(self, ids: Collection[str] | None = None) -> Payload:
-        """Waits for the next reply, to any request or to one of these. For errors see `poll`."""
+        """Waits for the next reply, to any request or to one of these. Errors as `gather`."""
         return await self._awaited(self._client.poll_async(ids))
 
     def poll_batch(self, ids: Collection[str] | None = None) -> list[Payload]:
-        """Takes all replies that have arrived, to any requests or to these.
-
-        Raises:
-            WorkerError: A request has failed. The replies before it are dropped.
-        """
+        """Takes all replies that have arrived, to any requests or to these. An error drops the replies before it."""
         return self._thread.run(on_loop(lambda: self._client.poll_batch(ids)))
 
     async def _awaited(self, coroutine: Coroutine[Any, Any, T]) -> T:

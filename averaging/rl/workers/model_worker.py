@@ -10,9 +10,10 @@ import queue
 import threading
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Self, TypeAlias
@@ -70,7 +71,7 @@ WORKER_METRICS = (
 )
 """What a model worker tells Prometheus."""
 
-_Call: TypeAlias = "tuple[Callable[..., Any], tuple[Any, ...], asyncio.AbstractEventLoop, asyncio.Future[Any]]"
+_Call: TypeAlias = "tuple[Callable[[], Any], asyncio.Future[Any]]"
 
 
 class Computations:
@@ -89,15 +90,14 @@ class Computations:
     def work(self) -> None:
         """Runs functions in the calling thread until `close`."""
         while (call := self._calls.get()) is not None:
-            function, args, loop, done = call
-            result, error = None, None
+            function, done = call
+            finish: Callable[[], None]
             try:
-                result = function(*args)
-            except Exception as failed:
-                error = failed
-            loop.call_soon_threadsafe(_finish, done, result, error)
-            # The last arguments and result would stay in memory until the next call.
-            del call, function, args, loop, done, result, error
+                finish = partial(done.set_result, function())
+            except Exception as error:
+                finish = partial(done.set_exception, error)
+            done.get_loop().call_soon_threadsafe(lambda done, finish: done.cancelled() or finish(), done, finish)
+            del call, function, done, finish  # arguments and result would stay in memory until the next call
 
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls a function, or a coroutine function in the event loop, and returns its result."""
@@ -105,9 +105,8 @@ class Computations:
             return await function(*args)
         if self._inline:
             return function(*args)
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[Any] = loop.create_future()
-        self._calls.put((function, args, loop, done))
+        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls.put((partial(function, *args), done))
         return await done
 
     async def close(self) -> None:
@@ -118,27 +117,13 @@ class Computations:
             await asyncio.to_thread(thread.join)
 
 
-def _finish(done: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
-    if done.cancelled():
-        return
-    if error is None:
-        done.set_result(result)
-    else:
-        done.set_exception(error)
-
-
 @dataclass(eq=False)
 class Job:
-    """A request at its worker.
-
-    Attributes:
-        reply: Set when it has been carried out.
-        begun: Whether it is, or was, carried out. Blocking requests wait for a flush.
-    """
+    """A request at its worker."""
 
     request: Payload
     reply: asyncio.Future[Payload]
-    begun: bool = False
+    begun: bool = False  # blocking requests wait for a flush
 
 
 def flush_order(request: Payload) -> tuple[int, int, str]:
@@ -151,9 +136,6 @@ def flush_order(request: Payload) -> tuple[int, int, str]:
     3. Calls with an averaging round, by name. Their mesh does not count, because the same model may have another mesh
        at another site, and two sites that enter two rounds in different orders wait for each other.
     4. Requests that only take parameters, since the calls publish them.
-
-    Raises:
-        ProtocolViolationError: The data of the request or of a hook is malformed.
     """
     compute = convert(request.data, Compute)
     hooks = zip(request.post_hooks, request.post_hook_data, strict=True)
@@ -167,16 +149,7 @@ def flush_order(request: Payload) -> tuple[int, int, str]:
 
 
 class Executor:
-    """Carries out requests: calls of backends and hooks.
-
-    Attributes:
-        data: The tensors of samples, and parameters under way.
-        computations: The thread of the backends.
-        loading: The thread of the dataset.
-        versions: Train steps of each model that is initialized.
-        shards: The shards that this worker holds, by handler.
-        dp: Rank of this worker among those that hold a part of the dataset, -1 if it holds none; and their number.
-    """
+    """Carries out requests: calls of backends and hooks."""
 
     def __init__(
         self,
@@ -190,9 +163,9 @@ class Executor:
     ) -> None:
         self.data = DataManager(worker, connect)
         self.computations, self.loading = Computations(inline=inline), Computations(inline=inline)
-        self.versions: dict[str, int] = {}
-        self.shards: Mapping[str, ModelShardID] = {}
-        self.dp = (-1, 0)
+        self.versions: dict[str, int] = {}  # train steps of each model that is initialized
+        self._shards: Mapping[str, ModelShardID] = {}  # by handler
+        self._dp = (-1, 0)  # rank among the workers that hold a part of the dataset, -1 for none; and their number
         self._worker = worker
         self._backends = backends
         self._dataset = dataset
@@ -206,26 +179,23 @@ class Executor:
             if shard.model not in self._backends:
                 known = ", ".join(self._backends) or "none"
                 return f"{self._worker} has no backend of model {shard.model!r:.200}; it has {known}"
-        if not -1 <= dp[0] < max(0, dp[1]):
-            return f"{self._worker} is to be rank {dp[0]} of {dp[1]} that hold a part of the dataset"
-        if dp[0] >= 0 and self._dataset is None:
-            return f"{self._worker} is to hold a part of the dataset, and has none; give it a dataset"
-        if dp[0] >= 0 and dp != self.dp and self._dataset is not None:
+        if not -1 <= dp[0] < max(0, dp[1]) or (dp[0] >= 0 and self._dataset is None):
+            return f"{self._worker} cannot hold part {dp[0]} of {dp[1]} of the dataset; give it a dataset"
+        if dp[0] >= 0 and dp != self._dp and self._dataset is not None:
             self._dataset.place(*dp)
-        self.dp = dp
-        self.shards = {str(shard): shard for shard, _ in placement.shards}
+        self._dp = dp
+        self._shards = {str(shard): shard for shard, _ in placement.shards}
         for shard, topology in placement.shards:
             backend = self._backends[shard.model]
             backend.shard, backend.topology = shard, topology
         self.data.endpoints = placement.endpoints
         return ""
 
-    # Requests that run at once
-
-    async def answer(self, request: Payload) -> Payload:
-        """Carries out a request that does not wait for a flush, and returns the reply."""
-        try:
-            data: object = None
+    async def answer(self, job: Job) -> None:
+        """Carries out a request that does not wait for a flush, and replies."""
+        request = job.request
+        data: object = None
+        with self._replying(job):
             match request.handle_name:
                 case Handle.FETCH:
                     data = await self._fetch(convert(request.data, Count).count)
@@ -233,15 +203,13 @@ class Executor:
                     size = 0 if self._source is None else self._source.size
                     data = DatasetSpec(1 if size else 0, size)
                 case Handle.MODEL_CONFIG:
-                    shard = self._shard(request.handler)
-                    data = dict(await self.computations.run(self._backends[shard.model].model_config))
+                    backend = self._backends[self._shard(request.handler).model]
+                    data = dict(await self.computations.run(backend.model_config))
                 case Handle.CLEAR_DATA_CACHE:
                     self.data.remove(convert(request.data, Ids).ids)
                 case unknown:
                     raise ConfigError(f"{self._worker} knows no request {unknown!r:.200}; give both the same version")
-            return request.reply(data)
-        except Exception as error:
-            return self._failed(request, error)
+            job.reply.set_result(request.reply(data))
 
     async def _fetch(self, count: int) -> Fetched:
         source = self._source
@@ -252,13 +220,11 @@ class Executor:
         self.data.store(new)
         ids = [sample.id for sample in new]
         keys = sorted(set.intersection(*(set(sample.data) for sample in new))) if new else []
-        return Fetched(ids, [self.data.length(sample) for sample in ids], keys, self.dp[0], source.epoch)
+        return Fetched(ids, [self.data.length(sample) for sample in ids], keys, self._dp[0])
 
     @property
     def _source(self) -> Dataset | None:
-        return self._dataset if self.dp[0] >= 0 else None
-
-    # Requests that wait for a flush
+        return self._dataset if self._dp[0] >= 0 else None
 
     async def flush(self, jobs: Sequence[Job]) -> None:
         """Carries out the requests of one level, after those of the level before, and replies to each.
@@ -269,70 +235,62 @@ class Executor:
         async with self._one_flush:
             queued: list[tuple[tuple[int, int, str], Job]] = []
             for job in jobs:
-                try:
-                    self._shard(job.request.handler)
+                with self._replying(job):
                     queued.append((flush_order(job.request), job))
-                except AveragingError as error:
-                    job.reply.set_result(self._failed(job.request, error))
-            queued.sort(key=itemgetter(0))
-            for _, job in queued:
-                await self._prepare(job)
-            for _, job in queued:
-                if not job.reply.done():
-                    job.reply.set_result(await self._carry_out(job.request))
+            ordered = [job for _, job in sorted(queued, key=itemgetter(0))]
+            for job in ordered:
+                with self._replying(job):
+                    await self._run_pre_hooks(job.request)
+            for job in ordered:
+                if not job.reply.done():  # a pre-hook may have failed
+                    with self._replying(job):
+                        job.reply.set_result(job.request.reply(await self._carry_out(job.request)))
 
-    async def _prepare(self, job: Job) -> None:
-        """Runs the pre-hooks of a request. If one fails, replies."""
-        request = job.request
+    @contextmanager
+    def _replying(self, job: Job) -> Iterator[None]:
+        """Makes an error the reply."""
         try:
-            for name, data in zip(request.pre_hooks, request.pre_hook_data, strict=True):
-                if name != HookName.DATA_TRANSFER:
-                    raise ConfigError(f"{name!r:.200} cannot run before a request; {HookName.DATA_TRANSFER} can")
-                await self.data.redistribute(convert(data, Transfer).steps)
+            yield
+        except AveragingError as error:
+            job.reply.set_result(job.request.reply(error=str(error)))
         except Exception as error:
-            job.reply.set_result(self._failed(request, error))
+            logger.exception("%s of %s has failed at %s", job.request.handle_name, job.request.handler, self._worker)
+            job.reply.set_result(job.request.reply(error=f"{type(error).__name__}: {error}"))
 
-    async def _carry_out(self, request: Payload) -> Payload:
-        """Runs a call and its post-hooks, and returns the reply."""
-        try:
-            shard = self._shard(request.handler)
-            compute = convert(request.data, Compute)
-            backend = self._backends[shard.model]
-            if request.handle_name == Handle.INITIALIZE:
-                return request.reply(await self._initialize(shard.model))
-            if shard.model not in self.versions:
-                raise ConfigError(f"model {shard.model!r} at {self._worker} is not initialized; send initialize")
-            keys, stats = await self._compute(request.handle_name, compute, shard, backend)
-            for name, hook in zip(request.post_hooks, request.post_hook_data, strict=True):
-                numbers = await self._post_hook(name, hook, compute, backend)
-                stats |= {f"{name}/{key}": number for key, number in numbers.items()}
-            return request.reply(Computed(keys, stats))
-        except Exception as error:
-            return self._failed(request, error)
+    async def _run_pre_hooks(self, request: Payload) -> None:
+        for name, data in zip(request.pre_hooks, request.pre_hook_data, strict=True):
+            if name != HookName.DATA_TRANSFER:
+                raise ConfigError(f"{name!r:.200} cannot run before a request; {HookName.DATA_TRANSFER} can")
+            await self.data.redistribute(convert(data, Transfer).steps)
 
-    async def _initialize(self, model: str) -> int:
-        if model not in self.versions:
-            await self.computations.run(self._backends[model].initialize)
-            self.versions[model] = 0
-        return self.versions[model]
-
-    async def _compute(
-        self, handle: str, compute: Compute, shard: ModelShardID, backend: Backend
-    ) -> tuple[list[str], dict[str, float]]:
-        if handle == Handle.EMPTY:
-            return [], {}
-        batch = self.data.get(compute.ids, compute.inputs)
-        method = f"{type(backend).__name__}.{handle}"
-        if handle == Handle.TRAIN_STEP:
-            stats = await self.computations.run(backend.train_step, batch, compute.step)
-            self.versions[shard.model] += 1
-            return [], check_numbers(stats, method)
-        function = backend.generate if handle == Handle.GENERATE else backend.inference
-        result = await self.computations.run(function, batch, compute.step)
-        if not shard.is_dp_head:
-            return [], {}
-        self.data.update(check_outputs(batch, compute.outputs, result, method))
-        return list(compute.outputs), {}
+    async def _carry_out(self, request: Payload) -> object:
+        """Runs a call and its post-hooks, and returns the data of the reply."""
+        run, handle = self.computations.run, request.handle_name
+        shard, compute = self._shard(request.handler), convert(request.data, Compute)
+        backend = self._backends[shard.model]
+        if handle == Handle.INITIALIZE and shard.model not in self.versions:
+            await run(backend.initialize)
+            self.versions[shard.model] = 0
+        if handle == Handle.INITIALIZE:
+            return self.versions[shard.model]
+        if shard.model not in self.versions:
+            raise ConfigError(f"model {shard.model!r} at {self._worker} is not initialized; send initialize")
+        keys: list[str] = []
+        stats: dict[str, float] = {}
+        if handle != Handle.EMPTY:
+            batch = self.data.get(compute.ids, compute.inputs)
+            result = await run(getattr(backend, handle), batch, compute.step)
+            method = f"{type(backend).__name__}.{handle}"
+            if handle == Handle.TRAIN_STEP:
+                self.versions[shard.model] += 1
+                stats = check_numbers(result, method)
+            elif shard.is_dp_head:
+                self.data.update(check_outputs(batch, compute.outputs, result, method))
+                keys = compute.outputs
+        for name, data in zip(request.post_hooks, request.post_hook_data, strict=True):
+            numbers = await self._post_hook(name, data, compute, backend)
+            stats |= {f"{name}/{key}": number for key, number in numbers.items()}
+        return Computed(keys, stats)
 
     async def _post_hook(self, name: str, data: object, compute: Compute, backend: Backend) -> dict[str, float]:
         run = self.computations.run
@@ -346,7 +304,13 @@ class Executor:
             case HookName.AVERAGE:
                 return check_numbers(await run(backend.average), "average")
             case HookName.PARAM_REALLOC:
-                await self._param_realloc(convert(data, Realloc), backend)
+                realloc, own = convert(data, Realloc), await run(backend.parameters)
+                if realloc.origin:
+                    source = await self.data.parameters_of(realloc.origin, realloc.transfer)
+                    await run(blend, own, source, realloc.eta, realloc.target)
+                else:
+                    copy = await run(lambda: {name: copy_to_cpu(tensor) for name, tensor in own.items()})
+                    self.data.store([Sample(realloc.transfer, copy)])
             case _:
                 raise ConfigError(f"{self._worker} knows no hook {name!r:.200}; give both the same version")
         return {}
@@ -366,29 +330,11 @@ class Executor:
             raise ConfigError(f"{path!r:.200} is not below {folder}, the folder in which {self._worker} may save")
         return str(target)
 
-    async def _param_realloc(self, realloc: Realloc, backend: Backend) -> None:
-        run = self.computations.run
-        own = await run(backend.parameters)
-        if realloc.origin:
-            source = await self.data.parameters_of(realloc.origin, realloc.transfer)
-            await run(blend, own, source, realloc.eta, realloc.target)
-        else:
-            copy = await run(lambda: {name: copy_to_cpu(tensor) for name, tensor in own.items()})
-            self.data.store([Sample(realloc.transfer, copy)])
-
     def _shard(self, handler: str) -> ModelShardID:
-        try:
-            return self.shards[handler]
-        except KeyError:
-            raise ConfigError(
-                f"{self._worker} holds no shard {handler!r:.200}; it holds {', '.join(self.shards) or 'none'}"
-            ) from None
-
-    def _failed(self, request: Payload, error: Exception) -> Payload:
-        if not isinstance(error, AveragingError):
-            logger.exception("%s of %s has failed at %s", request.handle_name, request.handler, self._worker)
-            error = ConfigError(f"{type(error).__name__}: {error}")
-        return request.reply(error=str(error))
+        if handler not in self._shards:
+            known = ", ".join(self._shards) or "none"
+            raise ConfigError(f"{self._worker} holds no shard {handler!r:.200}; it holds {known}")
+        return self._shards[handler]
 
 
 class ModelWorker:
@@ -456,14 +402,12 @@ class ModelWorker:
 
     @property
     def endpoint(self) -> str:
-        """`host:port` at which the master reaches it."""
         if self._server is None:
             raise ConfigError(f"{self.name} has no server of its own; it was created without listen")
         return self._server.endpoint
 
     @property
     def metrics_endpoint(self) -> str:
-        """The address of /metrics, /healthz and /readyz; empty without `metrics_listen`."""
         return self._metrics.endpoint
 
     async def __aenter__(self) -> Self:
@@ -520,12 +464,14 @@ class ModelWorker:
         return [
             ATTACH.streams(self._attach),
             REQUEST.answers(self._answer),
-            FETCH_DATA.streams(lambda request: self._open.data.serve(request)),
+            FETCH_DATA.streams(self._executor.data.serve),
         ]
 
     async def _attach(self, request: Attach) -> AsyncGenerator[Attached, None]:
         """Serves one master while its call lasts."""
-        executor = self._open
+        if not self._is_running:
+            raise ClosedError(f"the model worker {self.name} is not running")
+        executor = self._executor
         if refusal := self._refusal(request) or executor.place(unpack(request.placement, Placement)):
             logger.warning("refused a master: %s", refusal)
             yield Attached(refused=refusal)
@@ -536,7 +482,7 @@ class ModelWorker:
         self._forget(self._book.keys() - outstanding)
         samples = executor.data.inventory()
         inventory = Inventory(dict(executor.versions), samples, {name: executor.data.length(name) for name in samples})
-        logger.info("%s serves the master %s", self.name, self._alias)
+        logger.info("%s serves the master %s", self.name, printable(self._master[:8]))
         try:
             yield Attached(incarnation=self._incarnation, inventory=pack(inventory), session=session)
             while self._session == session:
@@ -548,16 +494,13 @@ class ModelWorker:
 
     def _refusal(self, request: Attach) -> str:
         if request.worker != self.name:
-            return (
-                f"this is {self.name!r}, not {request.worker!r:.200}; correct the endpoints in the plan of the master"
-            )
+            return f"this is {self.name!r}, not {request.worker!r:.200}; correct the endpoints of the plan"
         if self._session and request.master != self._master:
-            return f"{self.name} serves another master ({self._alias}), which lives; end that master first"
+            # With the whole name, another process could take its place.
+            return (
+                f"{self.name} serves another master ({printable(self._master[:8])}), which lives; end that master first"
+            )
         return ""
-
-    @property
-    def _alias(self) -> str:
-        return printable(self._master[:8])  # with the whole name another process could take its place
 
     async def _answer(self, message: Request) -> Reply:
         """Carries out a request once, although the master may send it several times: its id is in the book.
@@ -565,12 +508,11 @@ class ModelWorker:
         A request of a session that has ended is not accepted. It may have waited in a broken connection, while the
         master has attached again, received the reply over the new one, and had the worker forget it.
         """
-        _ = self._open
         if not self._session or message.session != self._session:
             return Reply(stale=True)
         self._forget(message.received)
         request = decode_payload(message.payload)
-        if request.handle_name == Handle.FLUSH:
+        if request.handle_name == Handle.FLUSH and request.request_id not in self._book:
             await self._arrival(convert(request.data, Ids).ids)
         job = self._book.get(request.request_id) or self._begin(request)
         reply = await asyncio.shield(job.reply)
@@ -586,9 +528,7 @@ class ModelWorker:
                 while not self._book.keys() >= set(ids):
                     await self._arrived.wait()
         except TimeoutError:
-            raise ProtocolViolationError(
-                f"a flush whose requests have not arrived within {SILENCE_SECONDS:g} s"
-            ) from None
+            raise ProtocolViolationError("a flush whose requests have not arrived in time") from None
 
     def _begin(self, request: Payload) -> Job:
         if len(self._book) >= MAX_REQUESTS:
@@ -607,11 +547,8 @@ class ModelWorker:
             job.reply.set_result(request.reply(len(jobs)))
             self._start(self._executor.flush(jobs))
         else:
-            self._start(self._run(job))
+            self._start(self._executor.answer(job))
         return job
-
-    async def _run(self, job: Job) -> None:
-        job.reply.set_result(await self._executor.answer(job.request))
 
     def _forget(self, ids: Iterable[str]) -> None:
         for request_id in ids:
@@ -630,12 +567,6 @@ class ModelWorker:
             "averaging_worker_attached": float(bool(self._session)),
             **certificate_samples(self._credentials),
         }
-
-    @property
-    def _open(self) -> Executor:
-        if not self._is_running:
-            raise ClosedError(f"the model worker {self.name} is not running")
-        return self._executor
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Runs a coroutine in a task that is cancelled at the end of the worker."""

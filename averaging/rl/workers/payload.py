@@ -34,26 +34,18 @@ Names: TypeAlias = Annotated[list[str], msgspec.Meta(max_length=256)]
 
 
 class Handle(StrEnum):
-    """The kinds of requests."""
+    """The kinds of requests, with the data of their replies."""
 
-    FETCH = "fetch"
-    """Loads samples of the worker's part of the dataset. The reply is a `Fetched`."""
-    SPEC = "spec"
-    """The reply is a `DatasetSpec`."""
-    MODEL_CONFIG = "model_config"
-    """The reply is the mapping that the backend returns."""
-    CLEAR_DATA_CACHE = "clear_data_cache"
-    """Forgets samples. The reply is None."""
-    FLUSH = "flush"
-    """Says that all blocking requests of a level have been sent. The reply is their number."""
-    INITIALIZE = "initialize"
-    """Prepares a model. The reply is the version of the model."""
-    GENERATE = "generate"
+    FETCH = "fetch"  # Fetched: samples of the worker's part of the dataset, which it has loaded
+    SPEC = "spec"  # DatasetSpec
+    MODEL_CONFIG = "model_config"  # the mapping that the backend returns
+    CLEAR_DATA_CACHE = "clear_data_cache"  # None, when samples are forgotten
+    FLUSH = "flush"  # the number of blocking requests that were sent before it, and run now
+    INITIALIZE = "initialize"  # version of the model
+    GENERATE = "generate"  # Computed, as for the next ones
     INFERENCE = "inference"
     TRAIN_STEP = "train_step"
-    """The reply of these three is a `Computed`."""
-    EMPTY = "empty"
-    """Runs hooks only: the side of a `param_realloc` that makes no call itself. The reply is a `Computed`."""
+    EMPTY = "empty"  # runs hooks only: the side of a `param_realloc` that makes no call itself
 
 
 BLOCKING = frozenset({Handle.INITIALIZE, Handle.GENERATE, Handle.INFERENCE, Handle.TRAIN_STEP, Handle.EMPTY})
@@ -62,29 +54,17 @@ BLOCKING = frozenset({Handle.INITIALIZE, Handle.GENERATE, Handle.INFERENCE, Hand
 
 @dataclass(slots=True)
 class Payload:
-    """One request or reply.
+    """One request or reply. The hooks before and after a request run in order."""
 
-    Attributes:
-        handler: Name of a worker, or of a model's shard such as `actor@dp0-tp0-pp0`.
-        handle_name: A `Handle`.
-        request_id: Id of the request, which its reply has, too.
-        data: A dataclass of this module, or what msgpack can encode. What was received is plain until `convert`.
-        pre_hooks: Names of the hooks before the request, in order.
-        pre_hook_data: Their data.
-        post_hooks: Names of the hooks after the request, in order.
-        post_hook_data: Their data.
-        error: Reason why the request failed, in a reply.
-    """
-
-    handler: str
-    handle_name: str
-    request_id: str
-    data: Any = None
-    pre_hooks: list[str] = field(default_factory=list)
+    handler: str  # name of a worker, or of a model's shard such as `actor@dp0-tp0-pp0`
+    handle_name: str  # a `Handle`
+    request_id: str  # a reply has that of its request
+    data: Any = None  # a dataclass, or what msgpack can encode; what was received is plain until `convert`
+    pre_hooks: list[str] = field(default_factory=list)  # names
     pre_hook_data: list[Any] = field(default_factory=list)
     post_hooks: list[str] = field(default_factory=list)
     post_hook_data: list[Any] = field(default_factory=list)
-    error: str = ""
+    error: str = ""  # why the request has failed, in a reply
 
     def reply(self, data: Any = None, error: str = "") -> Payload:
         return Payload(self.handler, self.handle_name, self.request_id, data=data, error=error)
@@ -105,20 +85,14 @@ class Fetched:
     seqlens: list[int]  # first dimension of the first tensor of each sample
     keys: Names
     dp_rank: int  # of the worker, among those that hold a part of the dataset
-    epoch: int  # passes over the part that are complete
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetSpec:
-    """What a worker holds of the dataset.
+    """What a worker holds of the dataset."""
 
-    Attributes:
-        n_datasets: 1, or 0 if the worker has no part.
-        dataset_size: Samples in its part.
-    """
-
-    n_datasets: int
-    dataset_size: int
+    n_datasets: int  # 1, or 0 if the worker has no part
+    dataset_size: int  # samples in its part
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,25 +113,15 @@ class Ids:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """What a call computes.
-
-    Attributes:
-        call: Name of the call.
-        model: Name of the model.
-        mesh: Number of workers of the model.
-        step: Number of the step, from 1.
-        ids: The samples of this data-parallel rank.
-        inputs: Names of the tensors that the call gets.
-        outputs: Names of the tensors that it must return.
-    """
+    """What a call computes."""
 
     call: str
     model: str
-    mesh: int = 1
-    step: int = 0
-    ids: Samples = field(default_factory=list)
-    inputs: Names = field(default_factory=list)
-    outputs: Names = field(default_factory=list)
+    mesh: int = 1  # number of workers of the model
+    step: int = 0  # from 1
+    ids: Samples = field(default_factory=list)  # of this data-parallel rank
+    inputs: Names = field(default_factory=list)  # tensors that the call gets
+    outputs: Names = field(default_factory=list)  # tensors that it must return
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,16 +186,11 @@ class SaveRequest:
 
 
 def pack(value: object) -> bytes:
-    """Encodes a dataclass, or plain data."""
     return msgspec.msgpack.encode(value)
 
 
 def unpack(raw: bytes, kind: type[T]) -> T:
-    """Decodes what `pack` encoded.
-
-    Raises:
-        ProtocolViolationError: It is no such value.
-    """
+    """Decodes what `pack` encoded. Raises a ProtocolViolationError if it is no such value."""
     try:
         return msgspec.msgpack.decode(raw, type=kind)
     except (ValueError, msgspec.DecodeError, RecursionError) as error:
@@ -239,11 +198,7 @@ def unpack(raw: bytes, kind: type[T]) -> T:
 
 
 def convert(data: object, kind: type[T]) -> T:
-    """Converts the data of a payload to a dataclass of this module.
-
-    Raises:
-        ProtocolViolationError: It is no such value.
-    """
+    """Makes the data of a payload a dataclass of this module, or raises a ProtocolViolationError."""
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
@@ -251,11 +206,7 @@ def convert(data: object, kind: type[T]) -> T:
 
 
 def encode_payload(payload: Payload) -> bytes:
-    """The bytes of a request or reply.
-
-    Raises:
-        ConfigError: It cannot be sent, because of its data or its size.
-    """
+    """The bytes of a request or reply. Raises a ConfigError if it cannot be sent, because of its data or its size."""
     try:
         raw = pack(payload)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -266,11 +217,7 @@ def encode_payload(payload: Payload) -> bytes:
 
 
 def decode_payload(raw: bytes) -> Payload:
-    """The request or reply that `encode_payload` encoded.
-
-    Raises:
-        ProtocolViolationError: It is malformed, or the numbers of hooks and of their data differ.
-    """
+    """What `encode_payload` encoded. Raises a ProtocolViolationError if it is malformed."""
     payload = unpack(raw, Payload)
     for hooks, data in (payload.pre_hooks, payload.pre_hook_data), (payload.post_hooks, payload.post_hook_data):
         if len(hooks) != len(data) or len(hooks) > MAX_HOOKS:
@@ -305,11 +252,9 @@ Connect: TypeAlias = Callable[[str], Channel]
 
 
 def connector(credentials: Credentials | None, *, named_by_master: bool = False) -> Connect:
-    """Returns what opens channels to workers.
+    """Returns what opens channels to workers; without credentials those on loopback get this user's token.
 
-    Args:
-        credentials: Certificates and tokens. Without them, workers on loopback get the token of this user's processes.
-        named_by_master: Whether a master has named the endpoints. Addresses at which no worker can be are refused then.
+    Addresses that a master has named are not dialled if no worker can be there.
     """
 
     def connect(endpoint: str) -> Channel:

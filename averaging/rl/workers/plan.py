@@ -15,9 +15,7 @@ from averaging.errors import ConfigError
 
 
 class HookName(StrEnum):
-    """The hooks before (`data_transfer`) and after a blocking request."""
-
-    DATA_TRANSFER = "data_transfer"
+    DATA_TRANSFER = "data_transfer"  # before a blocking request; the others run after it
     EVALUATE = "evaluate"
     OFFLOAD = "offload"
     PARAM_REALLOC = "param_realloc"
@@ -51,11 +49,9 @@ class Offload(_Hook):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Save(_Hook):
-    """Calls `Backend.save` after each `every`-th step.
+    """Calls `Backend.save` after each `every`-th step, with a path in the `save_folder` of the worker.
 
-    Attributes:
-        path: Directory or file in the `save_folder` of the worker. `{step}` in it is replaced by the number of the
-            step.
+    `{step}` in the path is replaced by the number of the step.
     """
 
     name: ClassVar[HookName] = HookName.SAVE
@@ -71,13 +67,7 @@ class Average(_Hook):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamRealloc(_Hook):
-    """Moves parameters: target = eta · source + (1 - eta) · target. One of the two models makes the call.
-
-    Attributes:
-        source: Name of a model.
-        target: Name of a model.
-        eta: 1 copies the parameters; less moves the target towards them.
-    """
+    """Moves parameters between models: target = eta · source + (1 - eta) · target. One of the two makes the call."""
 
     name: ClassVar[HookName] = HookName.PARAM_REALLOC
     source: str
@@ -127,39 +117,25 @@ class Call:
 
 
 def levels_of(calls: Sequence[Call], data_keys: Sequence[str]) -> list[list[Call]]:
-    """The levels of a graph in order: the calls of one level depend only on those of earlier levels.
-
-    Args:
-        calls: The calls in any order.
-        data_keys: Names of the tensors that the dataset has.
-
-    Returns:
-        The levels; within a level in the order of the names.
-
-    Raises:
-        ConfigError: There is a cycle, or a tensor that nothing makes or that two calls make.
-    """
+    """The levels of a graph: the calls of one level depend on those of earlier levels, and on the dataset."""
     if not calls:
         raise ConfigError("the plan has no calls")
-    makers: dict[str, str] = {}
+    makers = dict.fromkeys(data_keys, "the dataset")
     for call in calls:
         for key in call.outputs:
-            if key in data_keys or key in makers:
-                raise ConfigError(
-                    f"{key!r} is an output of {call.name!r} and of {makers.get(key, 'the dataset')}; rename one"
-                )
+            if key in makers:
+                raise ConfigError(f"{key!r} is an output of {call.name!r} and of {makers[key]}; rename one")
             makers[key] = call.name
     sorter: TopologicalSorter[str] = TopologicalSorter()
     for call in calls:
         for key in call.inputs:
-            if key not in makers and key not in data_keys:
+            if key not in makers:
                 raise ConfigError(f"{key!r}, an input of {call.name!r}, is made by no call and not in the dataset")
-        sorter.add(call.name, *(makers[key] for key in call.inputs if key in makers))
+        sorter.add(call.name, *(makers[key] for key in call.inputs if key not in data_keys))
     try:
         sorter.prepare()
     except CycleError as error:
-        cycle = error.args[1]  # each is needed by the next
-        raise ConfigError(f"the calls depend on each other in a cycle: {' → '.join(cycle)}") from None
+        raise ConfigError(f"the calls depend on each other in a cycle: {' → '.join(error.args[1])}") from None
     by_name = {call.name: call for call in calls}
     levels: list[list[Call]] = []
     while sorter.is_active():
@@ -194,8 +170,7 @@ class Topology:
 class ModelShardID:
     """The part of a model at one worker. Its text, such as `actor@dp0-tp0-pp0`, is a handler of requests.
 
-    Attributes:
-        is_dp_head: Whether it gives the output of its data-parallel rank: the last pipeline rank, tensor rank 0.
+    The DP head gives the output of its data-parallel rank. It has the last pipeline rank, and tensor rank 0.
     """
 
     model: str
@@ -260,19 +235,12 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What a worker must know of the plan.
+    """What a worker must know of the plan."""
 
-    Attributes:
-        shards: The shards that the worker holds, and the topology of their models.
-        endpoints: `host:port` of all workers, by name.
-        dp_rank: Rank of the worker among those that hold a part of the dataset; -1 if it holds none.
-        dp_size: Number of those workers.
-    """
-
-    shards: Sequence[tuple[ModelShardID, Topology]] = ()
-    endpoints: Mapping[str, str] = field(default_factory=dict)
-    dp_rank: int = -1
-    dp_size: int = 0
+    shards: Sequence[tuple[ModelShardID, Topology]] = ()  # those that it holds, and the topologies of their models
+    endpoints: Mapping[str, str] = field(default_factory=dict)  # of all workers, by name
+    dp_rank: int = -1  # among the workers that hold a part of the dataset; -1 if it holds none
+    dp_size: int = 0  # number of those workers
 
 
 _NAME = re.compile(r"[A-Za-z0-9][\w./-]{0,99}", re.ASCII)
@@ -314,21 +282,18 @@ class Plan:
                     raise ConfigError(f"{name!r} is no name of a {kind}, or names two; give each another name")
         for model in self.models:
             if unknown := [worker for worker in model.workers if worker not in self.workers]:
-                raise ConfigError(
-                    f"model {model.name!r} has the unknown worker {unknown[0]!r}; the plan has {_listed(self.workers)}"
-                )
+                known = ", ".join(self.workers) or "none"
+                raise ConfigError(f"model {model.name!r} has the unknown worker {unknown[0]!r}; the plan has {known}")
         for call in self.calls:
             self._check_call(call)
         _ = self.levels  # raises if the calls cannot be ordered
 
     @cached_property
     def levels(self) -> list[list[Call]]:
-        """The calls in the order in which they can run; those of one level run together."""
         return levels_of(self.calls, self.data_keys)
 
     @cached_property
     def by_name(self) -> dict[str, Model]:
-        """The models by name."""
         return {model.name: model for model in self.models}
 
     @property
@@ -344,13 +309,10 @@ class Plan:
         """
         if handler in self.workers:
             return handler
-        worker = self._routes.get(handler)
-        if worker is None:
-            raise ConfigError(
-                f"{handler!r} is neither a worker nor a shard of the plan; it has {_listed(self.workers)} and "
-                f"{_listed(self._routes)}"
-            )
-        return worker
+        if handler not in self._routes:
+            known = ", ".join([*self.workers, *self._routes])
+            raise ConfigError(f"{handler!r} is neither a worker nor a shard of the plan; it has {known}")
+        return self._routes[handler]
 
     def placement_of(self, worker: str) -> Placement:
         """What a worker must know of the plan."""
@@ -370,7 +332,8 @@ class Plan:
         reallocs = [hook for hook in call.post_hooks if isinstance(hook, ParamRealloc)]
         for name in [call.model, *(name for hook in reallocs for name in (hook.source, hook.target))]:
             if name not in self.by_name:
-                raise ConfigError(f"call {call.name!r} needs the unknown model {name!r}; {_listed(self.by_name)} exist")
+                known = ", ".join(self.by_name) or "none"
+                raise ConfigError(f"call {call.name!r} needs the unknown model {name!r}; the plan has {known}")
         if (ranks := self.by_name[call.model].layout.dp) > self.batch_size:
             raise ConfigError(
                 f"batch_size is {self.batch_size}, but model {call.model!r} has {ranks} data-parallel ranks, and each "
@@ -378,17 +341,7 @@ class Plan:
             )
         for hook in reallocs:
             if call.model not in (hook.source, hook.target) or hook.source == hook.target:
-                raise ConfigError(
-                    f"param_realloc after {call.name!r} must be between {call.model!r} and another model, not from "
-                    f"{hook.source!r} to {hook.target!r}"
-                )
+                raise ConfigError(f"{hook} after {call.name!r} must be between {call.model!r} and another model")
             source, target = self.by_name[hook.source].layout, self.by_name[hook.target].layout
             if (source.tp, source.pp) != (target.tp, target.pp):
-                raise ConfigError(
-                    f"param_realloc from {hook.source!r} ({source}) to {hook.target!r} ({target}) needs the same tp "
-                    "and pp at both"
-                )
-
-
-def _listed(names: Mapping[str, object]) -> str:
-    return ", ".join(names) or "nothing"
+                raise ConfigError(f"{hook} between {source} and {target} needs the same tp and pp at both")
