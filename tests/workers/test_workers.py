@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, ExitStack, aclosing
 from pathlib import Path
@@ -27,7 +26,6 @@ from averaging.rl.workers import (
     ParamRealloc,
     Payload,
     Plan,
-    SampleBatch,
 )
 from averaging.rl.workers.payload import (
     ATTACH,
@@ -194,38 +192,6 @@ def test_the_coroutines_of_a_master(site: Site) -> None:
         asyncio.run(main())
 
 
-def test_ten_thousand_requests_leave_nothing_behind(site: Site) -> None:
-    site.start_ppo()
-    with site.master() as master:
-        master.initialize()
-        shards = [f"actor@dp{rank}-tp0-pp0" for rank in (0, 1)]
-
-        def some(count: int) -> None:
-            """As many requests, half of them blocking."""
-            for _ in range(count // 100):
-                ids = master.request(shards * 25, Handle.EMPTY, [Compute("none", "actor")] * 50)
-                ids += master.request(["a0", "a1"] * 24, Handle.SPEC)
-                assert sum(master.call(["a0", "a1"], Handle.FLUSH)) == 50
-                assert len(master.gather(ids)) == 98
-
-        some(1000)
-        before = measure(site, master)
-        some(10_000)
-        after = measure(site, master)
-    assert after[0] == before[0] == 0
-    assert after[1] - before[1] < 300  # of 10,000 requests, each of which has several objects
-
-
-def measure(site: Site, master: MasterWorker) -> tuple[int, int]:
-    """Requests that are remembered, and all objects."""
-    client = master._client
-    master.call(["a0", "a1", "r0"], Handle.SPEC)  # takes along the last ids that are received
-    master.call(["a0", "a1", "r0"], Handle.SPEC)
-    gc.collect()
-    books = sum(max(0, len(worker._book) - 1) for worker in site.workers.values())
-    return len(client) + books, len(gc.get_objects())
-
-
 class Measured:
     """A channel that notes the sizes of requests and replies."""
 
@@ -268,13 +234,6 @@ def test_a_second_master_is_refused_and_a_later_one_is_not(site: Site) -> None:
         assert first.step().step == 2
     with site.master() as second:
         assert [result.step for result in second.run(3)] == [3]
-
-
-def test_a_worker_that_is_not_there(site: Site) -> None:
-    site.start_ppo()
-    site.endpoints["a1"] = "127.0.0.1:1"
-    with pytest.raises(WorkerError, match=r"a1 \(127.0.0.1:1.*\) cannot be reached within 0.5 s; start"):
-        MasterWorker(site.plan(), attach_timeout=0.5)
 
 
 def test_tokens(site: Site, tmp_path: Path) -> None:
@@ -353,17 +312,6 @@ async def answer(channel: RpcChannel, method: RpcMethod[Any, Any], request: Any)
         return await channel.call(method, request, 20.0)
     async with aclosing(channel.stream(method, request)) as replies:
         return await anext(replies)
-
-
-@pytest.mark.asyncio
-async def test_one_tensor_many_times_in_a_request_is_sent_once() -> None:
-    """A request of 1 MiB could name one sample and one tensor so often that their product fills the memory."""
-    async with ModelWorker("a0", {}, listen="127.0.0.1:0") as worker:
-        worker._executor.data.update(SampleBatch(["s"], {"k": [torch.ones(2)]}))
-        async with RpcChannel(worker.endpoint, credentials=local_credentials("workers")) as channel:
-            request = FetchDataRequest(caller="b", ids=["s"] * 100_000, keys=["k"] * 100_000)
-            async with aclosing(channel.stream(FETCH_DATA, request)) as replies:
-                assert [(reply.id, reply.key) async for reply in replies] == [("s", "k")]
 
 
 def test_a_hook_saves_only_below_the_folder_of_the_worker(site: Site, tmp_path: Path) -> None:

@@ -53,7 +53,8 @@ class OwnerTracker:
                 self._owners[sample][key] = {worker}
 
     def owners(self, sample: str, key: str) -> set[str]:
-        return self._owners.get(sample, {}).get(key, set())
+        of_sample = self._owners.get(sample)
+        return set() if of_sample is None else of_sample.get(key, set())
 
     def missing(self, ids: Iterable[str], keys: Collection[str]) -> list[str]:
         """The samples that lack one of these tensors."""

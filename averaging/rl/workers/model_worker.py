@@ -376,10 +376,6 @@ class ModelWorker:
         connect: Connect | None = None,
     ) -> None:
         self.name = name
-        self._server = None
-        if listen is not None:
-            own = local_credentials(SERVICE) if credentials is None else credentials
-            self._server = RpcServer(listen, [self], credentials=own)
         self._executor = Executor(
             name,
             dict(backends),
@@ -388,6 +384,10 @@ class ModelWorker:
             connect or connector(credentials, named_by_master=True),
             inline=connect is not None,
         )
+        self._server = None
+        if listen is not None:
+            own = local_credentials(SERVICE) if credentials is None else credentials
+            self._server = RpcServer(listen, [self], credentials=own)
         self._in_own_thread = True
         self._is_running = False
         self._stack = AsyncExitStack()
