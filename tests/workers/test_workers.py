@@ -186,6 +186,16 @@ def test_the_coroutines_of_a_master(site: Site) -> None:
             ids = master.request(["a0", "a1"], Handle.SPEC)
             found = {(await master.poll_async(ids)).request_id for _ in ids}
             assert found == set(ids)
+            actors = ["actor@dp0-tp0-pp0", "actor@dp1-tp0-pp0"]
+            waiting = [master.request(actors, Handle.EMPTY, [Compute("none", "actor")] * 2) for _ in range(40)]
+            gathered = [
+                asyncio.create_task(master.gather_async(ids)) for ids in waiting
+            ]  # more than a pool has threads
+            assert await master.call_async(["a0", "a1"], Handle.FLUSH) == [40, 40]
+            with pytest.raises(WorkerError, match="'actor' at a0 is not initialized"):
+                await gathered[0]
+            await asyncio.wait(gathered)
+            assert all(isinstance(task.exception(), WorkerError) for task in gathered)
             with pytest.raises(WorkerError, match="knows no request 'dance'"):
                 await master.call_async(["a0"], "dance")
 

@@ -7,13 +7,14 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 from typing import Any, Self, TypeAlias, TypeVar
 
-from averaging.common import on_loop
+from averaging.common import call_in, on_loop
 from averaging.errors import WorkerError
 from averaging.rl.workers.data_manager import OwnerTracker, Redistributor, balance
 from averaging.rl.workers.payload import (
@@ -399,4 +400,18 @@ class MasterWorker:
         return self._thread.run(on_loop(lambda: self._client.poll_batch(ids)))
 
     async def _awaited(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.to_thread(self._thread.run, coroutine)
+        """Runs a coroutine in the master's thread, for any event loop."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+
+        async def run() -> None:
+            finish: Callable[[], object] = done.cancel  # if the master is closed
+            try:
+                finish = partial(done.set_result, await coroutine)
+            except Exception as error:
+                finish = partial(done.set_exception, error)
+            finally:
+                call_in(loop, lambda: done.done() or finish())
+
+        self._thread.start(run())
+        return await done
