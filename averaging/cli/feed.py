@@ -3,46 +3,18 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from averaging.cli.exits import WRONG_USAGE, CommandError, serve
-from averaging.cli.options import (
-    DURATION,
-    flag,
-    hosts_option,
-    insecure_option,
-    output_options,
-    request_timeout_option,
-    security_options,
-)
+from averaging.cli.options import DURATION, flag, hosts_option, insecure_option, output_options, security_options
 from averaging.errors import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from contextlib import AsyncExitStack
 
     from averaging.cli.output import CommandOutput
-
-SIZE = click.IntRange(min=1 << 10)
-
-EVENT_TEXTS = {
-    "registered": "a trainer has registered: batches of {batch_size}, from step {starting_step}",
-    "environment": "environment {env_id} has registered: {name}",
-    "trainer": "another trainer has registered, as number {registration}; an earlier one that still runs gets an error",
-    "silent": "environment {env_id} posts nothing, and gives up its part of each batch until it does: {name}",
-    "returned": "environment {env_id} is back, and has its part of each batch again: {name}",
-    "stale": "{groups} groups of {name} are {reason}: the trainer is at version {newest_version}",
-    "batch": "step {step}: delivered {sequences} sequences in {groups} groups",
-    "reset": "GET /reset_data has dropped everything",
-}
-
-
-def event_text(event: Mapping[str, Any]) -> str:
-    """Returns the line of an event. Clients choose some of the texts in it, so it has no control characters."""
-    return printable(EVENT_TEXTS[event["event"]].format_map(event))
 
 
 @click.command("feed")
@@ -60,35 +32,11 @@ def event_text(event: Mapping[str, Any]) -> str:
 @click.option(
     "--queue-bytes",
     default=4 << 30,
-    type=SIZE,
-    metavar="BYTES",
-    help="Maximum size of waiting groups; then status 503.",
-)
-@click.option(
-    "--queue-groups",
-    default=50_000,
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Maximum number of waiting groups; then status 503.",
-)
-@click.option(
-    "--replay-bytes",
-    default=4 << 30,
-    type=SIZE,
-    metavar="BYTES",
-    help="Maximum size of the batches kept until the trainer saves a checkpoint; the oldest are dropped first.",
-)
-@click.option(
-    "--body-bytes", default=64 << 20, type=SIZE, metavar="BYTES", help="Maximum size of a decompressed request."
-)
-@click.option(
-    "--body-objects",
-    default=1 << 23,
     type=click.IntRange(min=1 << 10),
-    metavar="N",
-    help="Maximum number of JSON values in a request; an array or object counts 16.",
+    metavar="BYTES",
+    help="Maximum size of the waiting groups; then status 503. The batches that are kept until the trainer saves a "
+    "checkpoint may have as much again; the oldest are dropped first.",
 )
-@request_timeout_option
 @click.option(
     "--env-timeout",
     default=300.0,
@@ -100,18 +48,11 @@ def event_text(event: Mapping[str, Any]) -> str:
     "--max-staleness",
     type=click.IntRange(min=0),
     metavar="N",
-    help="Versions of the weights that a group may be behind the trainer's newest; 0 means only the newest. "
-    "Without it, any.",
-)
-@click.option(
-    "--stale",
-    type=click.Choice(["drop", "keep"]),
-    default="drop",
-    show_default=True,
-    help="Drop groups that are older, or set them aside in the store, from where they return if they fit again.",
+    help="Versions of the weights that a group may be behind the trainer's newest; 0 means only the newest. Older ones "
+    "are dropped. Without it, any.",
 )
 @output_options
-def feed_command(listen: str, store: str, *, as_json: bool, verbose: int, **given: Any) -> None:
+def feed_command(store: str, *, as_json: bool, verbose: int, **given: Any) -> None:
     r"""Serves batches of scored rollouts: environments post groups, a trainer fetches batches.
 
     Existing environments and trainers of the Atropos API work unchanged. FeedEnvironment and BatchFeed of
@@ -157,25 +98,19 @@ def feed_command(listen: str, store: str, *, as_json: bool, verbose: int, **give
 
     report = CommandOutput(as_json=as_json)
     with report.logging(verbose), report.failures():
-        _run(listen, store, given, report)
+        _run(store, given, report)
 
 
-def _run(listen: str, store: str, given: dict[str, Any], report: CommandOutput) -> None:
+def _run(store: str, given: dict[str, Any], report: CommandOutput) -> None:
     try:
-        from averaging.rl.feed import FeedServer, ServerLimits
+        from averaging.rl.feed import FeedServer
     except ModuleNotFoundError as error:
         raise CommandError(f"{error.name} is not installed; run: pip install 'averaging[rl]'", WRONG_USAGE) from None
 
-    limits = ServerLimits(
-        **{field.name: given.pop(field.name) for field in fields(ServerLimits) if field.name in given}
-    )
-    settings: dict[str, Any] = {
-        "on_event": lambda event: report.emit(event, event_text(event)),
-        "limits": limits,
-    }
-
     async def start(stack: AsyncExitStack) -> FeedServer:
-        server = await stack.enter_async_context(FeedServer(store, listen=listen, **given, **settings))
+        # Clients choose some of the texts in events.
+        server = FeedServer(store, on_event=lambda event: report.emit(event.fields(), printable(str(event))), **given)
+        await stack.enter_async_context(server)
         report.emit(
             {"event": "ready", "url": server.url, "store": store},
             f"serving at {server.url}, keeping the run in {shlex.quote(store)}; Ctrl+C ends this",

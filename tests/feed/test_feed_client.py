@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import math
-import random
 import threading
 import time
 from collections.abc import Iterator
@@ -59,7 +58,7 @@ def answering(*answers: Answer) -> Iterator[tuple[str, list[str]]]:
 
 
 def test_pauses_double_up_to_a_maximum_until_the_timeout() -> None:
-    schedule, busy = RetrySchedule(100.0, random.Random(0)), FeedError("full", 503, 0.0)
+    schedule, busy = RetrySchedule(100.0), FeedError("full", 503, 0.0)
     pauses = [schedule.failed(busy, now) for now in range(10)]
     assert all(0.05 * 2**i <= pause <= 0.1 * 2**i for i, pause in enumerate(pauses[:6]))
     assert max(pauses) <= MAX_PAUSE
@@ -71,7 +70,7 @@ def test_pauses_double_up_to_a_maximum_until_the_timeout() -> None:
 
 
 def test_a_client_of_a_server_that_is_away_for_hours_goes_on() -> None:
-    schedule, busy = RetrySchedule(1e6, random.Random(0)), FeedError("full", 503, 0.0)
+    schedule, busy = RetrySchedule(1e6), FeedError("full", 503, 0.0)
     assert all(0.0 < schedule.failed(busy, float(now)) <= MAX_PAUSE for now in range(2000))
 
 

@@ -7,7 +7,7 @@ import sqlite3
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from averaging.cli.feed import event_text
 from averaging.errors import ConfigError, FeedError
-from averaging.rl.feed.database import KEY_SECONDS, MAX_HEADROOM, WRITE_RETRY_SECONDS, Database, DatabaseThread
+from averaging.rl.feed.database import KEY_SECONDS, WRITE_RETRY_SECONDS, Database
+from averaging.rl.feed.events import ReturnedEvent, SilentEvent
 from averaging.rl.feed.messages import Post, RegisterEnv, Registration, ScoredData
-from averaging.rl.feed.run_state import KEYED, MAX_BUFFERED, RunState
+from averaging.rl.feed.run_state import KEYED, MAX_BUFFERED, RunRecord, RunState
 
 
 def registration(batch_size: int = 4, starting_step: int = 0) -> Registration:
@@ -81,6 +81,10 @@ def a_post(*groups: tuple[int, int | None, int], key: str = "") -> Post:
     data = [ScoredData(tokens=[[name]] * size, masks=[[name]] * size, scores=[0.0] * size) for name, _, size in groups]
     contents = [msgspec.json.encode(group) for group in data]
     return Post([(env, size) for _, env, size in groups], contents, key, b"".join(contents))
+
+
+def waiting(database: Database) -> int:
+    return len([*database.state.waiting])
 
 
 def names(contents: Sequence[bytes]) -> list[int]:
@@ -152,25 +156,16 @@ def test_each_group_is_trained_once_in_the_history_that_is_saved(
                 database = open_database(path, max_groups=20)
         used = Counter(name for batch in given_out.values() for name in batch)
         assert max(used.values(), default=1) == 1
+        assert waiting(database) == len(accepted) - len(used)
         state = database.state
-        waiting = [*state.queue, *(group for buffer in state.buffers.values() for group in buffer)]
-        assert state.waiting_groups == len(waiting) == len(accepted) - len(used)
-        assert state.waiting_bytes == sum(group.nbytes for group in waiting)
         database.close()
         database = open_database(path, max_groups=20)
-        for name in (
-            "registration",
-            "step",
-            "saved",
-            "queue",
-            "batches",
-            "waiting_groups",
-            "waiting_bytes",
-            "envs",
-            "started",
-        ):
-            assert getattr(state, name) == getattr(database.state, name), name
-        assert (+state.sequences, +state.sizes) == (database.state.sequences, database.state.sizes)
+        assert (state.run, state.queue, state.batches) == (
+            *(database.state.run, database.state.queue, database.state.batches),
+        )
+        assert [(env.config, env.name, env.owner) for env in state.envs] == [
+            (env.config, env.name, env.owner) for env in database.state.envs
+        ]
         assert {env: buffer for env, buffer in state.buffers.items() if buffer} == database.state.buffers
         database.close()
 
@@ -182,7 +177,7 @@ def test_batches_come_in_order_and_groups_first_in_first_out() -> None:
         found = database.batch(step, None, 0.0)
         assert found is not None
         assert (found[0], names(found[2])) == (step, [2 * step - 2, 2 * step - 1])
-        assert database.state.step == step, "the step counts delivered batches only"
+        assert database.state.run.step == step, "the step counts delivered batches only"
     assert database.batch(5, None, 0.0) is None
 
 
@@ -254,7 +249,7 @@ def test_a_list_with_one_group_that_cannot_be_used_is_refused_whole(
     with pytest.raises(FeedError, match=message) as refused:
         database.post(a_post((7, None, 2), *groups), 0.0)
     assert refused.value.status == status
-    assert (database.state.waiting_groups, database.state.waiting_bytes, database.state.queue) == (0, 0, [])
+    assert waiting(database) == 0
 
 
 def test_a_key_identifies_one_post_for_a_day() -> None:
@@ -266,7 +261,7 @@ def test_a_key_identifies_one_post_for_a_day() -> None:
         database.post(a_post((1, None, 2), key="k"), 1.0)
     database.post(a_post((1, None, 2), key="another"), KEY_SECONDS + 1)
     assert database.post(post, KEY_SECONDS + 2) == ([], False), "the key is forgotten after a day"
-    assert database.state.waiting_groups == 3
+    assert waiting(database) == 3
 
 
 def test_a_full_queue_refuses_unless_it_holds_no_batch() -> None:
@@ -302,7 +297,7 @@ def test_bytes_are_bounded() -> None:
 
 
 def test_the_oldest_kept_batches_are_forgotten_first(caplog: pytest.LogCaptureFixture) -> None:
-    database = running(max_replay_bytes=1500)
+    database = running(max_bytes=1500)
     database.post(a_post(*((name, None, 4) for name in range(9))), 0.0)
     for step in range(1, 10):
         assert database.batch(step, 0, 0.0) is not None
@@ -330,7 +325,7 @@ def test_a_trainer_may_begin_at_its_checkpoint() -> None:
     database.post(a_post((0, None, 4)), 0.0)
     found = database.batch(11, 10, 0.0)
     assert found is not None
-    assert found[0] == database.state.step == 11
+    assert found[0] == database.state.run.step == 11
 
 
 def test_a_reset_deletes_everything(tmp_path: Path) -> None:
@@ -339,184 +334,39 @@ def test_a_reset_deletes_everything(tmp_path: Path) -> None:
     post = a_post((0, 0, 2), key="k")
     database.post(post, 0.0)
     database.reset()
-    assert database.state == RunState(trainer=1)
+    assert database.state == RunState(run=RunRecord(trainer=1))
     assert database.latest == b""
     with pytest.raises(FeedError, match="no environment"):
         database.post(post, 0.0)
     database.close()
     database = open_database(tmp_path / "store")
-    assert database.state == RunState(trainer=1)
+    assert database.state == RunState(run=RunRecord(trainer=1))
     database.close()
 
 
-def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("refused", ["post", "batch"])
+def test_a_full_disk_is_answered_and_loses_nothing(refused: str, tmp_path: Path) -> None:
     database = running(tmp_path / "store", batch_size=1)
     database.post(a_post((0, None, 1)), 0.0)
-    database._db.execute(f"PRAGMA max_page_count = {database._db.execute('PRAGMA page_count').fetchone()[0] + 2}")
     large = Post([(None, 1)], [b"x" * 200_000], "", b"")
-    database.begin()
-    with pytest.raises(sqlite3.OperationalError, match="full"):
-        database.post(large, 0.0)
-    assert database.state.waiting_groups == 2
-    database.rollback(reload=True)
-    assert database.state.waiting_groups == 1
+    if refused == "post":
+        pages = database._db.execute("PRAGMA page_count").fetchone()[0]
+        database._db.execute(f"PRAGMA max_page_count = {pages + 2}")
+    else:
+        full = "SELECT RAISE(FAIL, 'database or disk is full')"
+        database._db.execute(f"CREATE TEMP TRIGGER full BEFORE UPDATE ON groups BEGIN {full}; END")
+    for _ in range(2):
+        with pytest.raises(FeedError, match="the store cannot be written: .*full; .*send the same again") as error:
+            database.post(large, 0.0) if refused == "post" else database.batch(1, None, 0.0)
+        assert (error.value.status, error.value.retry_after) == (503, WRITE_RETRY_SECONDS)
+        assert (waiting(database), database.state.run.step) == (1, 0)
     database._db.execute("PRAGMA max_page_count = 1000000")
-    database.begin()
+    database._db.execute("DROP TRIGGER IF EXISTS full")
     database.post(large, 0.0)
-    database.commit()
     found = database.batch(1, None, 0.0)
     assert found is not None
-    assert names(found[2]) == [0]
+    assert (names(found[2]), waiting(database)) == ([0], 1)
     database.close()
-
-
-@pytest.mark.asyncio
-async def test_a_full_disk_is_busy_until_there_is_room(tmp_path: Path) -> None:
-    def limit_pages(extra: int) -> Callable[[Database], object]:
-        return lambda database: database._db.execute(
-            f"PRAGMA max_page_count = {database._db.execute('PRAGMA page_count').fetchone()[0] + extra}"
-        ).fetchone()
-
-    large = Post([(None, 1)], [b"x" * 200_000], "", b"")
-    async with DatabaseThread(partial(open_database, tmp_path / "store")) as thread:
-        await thread.run(lambda database: database.register(registration(1)))
-        await thread.run(limit_pages(2))
-        with pytest.raises(FeedError, match="the store cannot be written: .*full; .*send the same again") as full:
-            await thread.run(lambda database: database.post(large, 0.0))
-        assert (full.value.status, full.value.retry_after) == (503, WRITE_RETRY_SECONDS)
-        assert thread.state.waiting_groups == 0
-        await thread.run(limit_pages(1000))
-        await thread.run(lambda database: database.post(large, 0.0))
-        assert thread.state.waiting_groups == 1
-
-
-FULL = (
-    "CREATE TEMP TRIGGER full_{0} BEFORE {0} ON groups BEGIN SELECT RAISE(ROLLBACK, 'database or disk is full'); END",
-    "DROP TRIGGER full_{0}",
-)
-
-
-async def fill(thread: DatabaseThread, *, full: bool) -> None:
-    """Lets the file refuse all writes of groups, or allows them again."""
-    for operation in ("INSERT", "UPDATE", "DELETE"):
-        statement = FULL[not full].format(operation)
-        await thread.run(lambda database, statement=statement: database._db.execute(statement).fetchall())  # type: ignore[misc]
-
-
-@pytest.mark.asyncio
-async def test_batches_are_delivered_while_the_disk_is_full(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("averaging.rl.feed.database.ATTACH_SECONDS", 0.0)
-    open_store = partial(open_database, tmp_path / "store")
-    async with DatabaseThread(open_store) as thread:
-        await thread.run(lambda database: database.register(registration(2)))
-        await thread.run(lambda database: database.post(a_post(*((name, None, 2) for name in range(5))), 0.0))
-        await fill(thread, full=True)
-        for _ in range(20):
-            with pytest.raises(FeedError, match="cannot be written: .*full"):
-                await thread.run(lambda database: database.post(a_post((9, None, 2)), 0.0))
-        for step in (1, 2, 3, 3):
-            found = await thread.run(lambda database, step=step: database.batch(step, 0, 0.0), drains=True)  # type: ignore[misc]
-            assert found is not None
-            assert (found[0], names(found[2])) == (step, [step - 1])
-        await thread.run(lambda database: register_env(database, environment()), drains=True)
-        found = await thread.run(lambda database: database.batch(4, 2, 0.0), drains=True)
-        assert found is not None
-        with pytest.raises(FeedError, match="cannot be written: .*full"):
-            await thread.run(lambda database: database.post(a_post((9, None, 2)), 0.0))
-        assert len(caplog.records) == 1, "one warning, and not one for each request"
-    assert "does not hold the last changes" in caplog.text
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("saved", [0, 2, 3])
-async def test_a_full_disk_that_has_room_again_holds_everything(
-    saved: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("averaging.rl.feed.database.ATTACH_SECONDS", 0.0)
-    open_store = partial(open_database, tmp_path / "store")
-    async with DatabaseThread(open_store) as thread:
-        await thread.run(lambda database: database.register(registration(2)))
-        await thread.run(lambda database: database.post(a_post(*((name, None, 2) for name in range(6))), 0.0))
-        await thread.run(lambda database: database.batch(1, 0, 0.0), drains=True)
-        await fill(thread, full=True)
-        for step in (2, 3):
-            await thread.run(lambda database, step=step: database.batch(step, 0, 0.0), drains=True)  # type: ignore[misc]
-        await thread.run(lambda database: database.batch(4, saved, 0.0), drains=True)
-        await thread.run(lambda database: register_env(database, environment()), drains=True)
-        await thread.run(lambda database: database.disconnect(0, [OWNER]), drains=True)
-        assert thread._database.detached
-        for operation in ("INSERT", "UPDATE", "DELETE"):
-            await thread.run(
-                lambda database, operation=operation: database._db.execute(FULL[1].format(operation)),  # type: ignore[misc]
-                drains=True,
-            )
-        await thread.run(lambda database: database.post(a_post((9, None, 2)), 0.0))
-        assert not thread._database.detached
-        before = thread.state
-    database = open_store()
-    for name in ("registration", "step", "saved", "queue", "batches", "waiting_groups", "envs", "started", "trainer"):
-        assert getattr(before, name) == getattr(database.state, name), name
-    for step in range(saved + 1, 5):
-        found = database.batch(step, saved, 0.0)
-        assert found is not None
-        assert names(found[2]) == [step - 1]
-    assert database._db.execute("SELECT count(*) FROM groups WHERE step <= ?", (saved,)).fetchone() == (0,)
-    database.close()
-
-
-def test_posts_leave_a_part_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = shutil.disk_usage(tmp_path)
-    database = running(tmp_path / "store", batch_size=1)
-    database.post(a_post((0, None, 1)), 0.0)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(total=1 << 40, free=MAX_HEADROOM - 1))
-    with pytest.raises(FeedError, match="its disk is nearly full, with 33554431 bytes free") as full:
-        database.post(a_post((1, None, 1)), 0.0)
-    assert (full.value.status, full.value.retry_after) == (503, WRITE_RETRY_SECONDS)
-    assert database.batch(1, None, 0.0) is not None
-    log = tmp_path / "store-wal"
-    small = usage._replace(total=1 << 20, free=(1 << 16) + 1000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: small._replace(free=small.free + log.stat().st_size))
-    database.post(a_post((1, None, 1)), 0.0)  # what is in the log needs room in the file
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: small)
-    with pytest.raises(FeedError, match="its disk is nearly full"):
-        database.post(a_post((2, None, 1)), 0.0)
-    database.close()
-
-
-def test_a_store_without_its_log_is_noticed(tmp_path: Path) -> None:
-    """It would begin with an old state, so groups would be lost or trained twice."""
-    database = running(tmp_path / "store")
-    database.post(a_post((0, None, 2)), 0.0)
-    for name in ("store", "store-wal"):  # as after a kill
-        (tmp_path / "killed").mkdir(exist_ok=True)
-        shutil.copy(tmp_path / name, tmp_path / "killed" / name)
-    database.close()
-    assert not (tmp_path / "store-wal").exists()
-    open_database(tmp_path / "store").close()
-    open_database(tmp_path / "store").close()
-    killed = tmp_path / "killed"
-    shutil.copytree(killed, tmp_path / "main only")
-    (tmp_path / "main only" / "store-wal").unlink()
-    for _ in range(2):
-        with pytest.raises(
-            ConfigError, match="store-wal is gone, which holds the groups and batches that were stored last"
-        ):
-            open_database(tmp_path / "main only" / "store")
-    shutil.copytree(killed, tmp_path / "log only")
-    (tmp_path / "log only" / "store").unlink()
-    for _ in range(2):
-        with pytest.raises(ConfigError, match="it is gone or empty, but .*store-wal is there; put it back"):
-            open_database(tmp_path / "log only" / "store")
-    for _ in range(2):  # a store that was killed is opened again, and killed again
-        database = open_database(killed / "store")
-        assert database.state.waiting_groups == 1
-        assert (killed / "store-wal").stat().st_size
-        shutil.copytree(killed, tmp_path / "again", dirs_exist_ok=True)
-        database.close()
-        shutil.rmtree(killed)
-        (tmp_path / "again").rename(killed)
 
 
 @pytest.mark.parametrize("reset", [False, True])
@@ -573,27 +423,21 @@ def test_the_weight_of_an_environment() -> None:
     assert state.status_env(2)["env_weight"] == 0.01, "no environment with a weight is left"
 
 
-def test_the_texts_of_clients_are_escaped_on_the_console() -> None:
-    line = event_text({"event": "environment", "env_id": 3, "name": "a\x1b[2J\nb\u202e_0"})
-    assert line.isprintable()
-    assert line.startswith("environment 3 has registered: a")
-
-
 def test_an_environment_that_all_wait_for_gives_up_its_reservation_and_gets_it_back() -> None:
     database = running(env_timeout=60.0)
     register_env(database, environment(2, 0.5), now=100.0)
     database.post(a_post(*((name, None, 2) for name in range(8))), 100.0)
     assert database.batch(1, None, 159.0) is None
-    assert database.state.notices == []
+    assert database.state.events == []
     found = database.batch(1, None, 160.0)
     assert found is not None
     assert names(found[2]) == [0, 1]
-    assert database.state.notices == [("silent", 0)]
+    assert database.state.events == [SilentEvent(0, "e_0")]
     assert database.state.silent_environments() == ["e_0"]
     assert database.state.status_env(0)["unallocated_fraction"] == 1.0
     assert database.batch(2, None, 161.0) is not None
     database.post(a_post((9, 0, 2)), 162.0)
-    assert database.state.notices == [("silent", 0), ("returned", 0)]
+    assert database.state.events == [SilentEvent(0, "e_0"), ReturnedEvent(0, "e_0")]
     assert database.state.status_env(0)["unallocated_fraction"] == 0.5
     found = database.batch(3, None, 162.0)
     assert found is not None
@@ -609,7 +453,7 @@ def test_an_environment_that_waits_for_the_trainer_keeps_its_reservation() -> No
     database.post(a_post((0, 0, 2), *((name, None, 2) for name in range(1, 5))), 0.0)
     assert database.batch(1, None, 10_000.0) is not None, "its group has waited, and not the trainer"
     assert database.batch(2, None, 10_059.0) is None, "its time begins with the batch that took its last group"
-    assert database.state.notices == []
+    assert database.state.events == []
     assert database.batch(2, None, 10_060.0) is not None
 
 
@@ -691,7 +535,7 @@ def test_a_trainer_is_refused_once_another_has_registered(tmp_path: Path) -> Non
     for _ in range(2):
         with pytest.raises(FeedError, match="has registration 1, but another .* as number 2.* End this one") as old:
             database.batch(2, 1, 0.0, 1)
-        assert (old.value.status, database.state.saved) == (409, 0), "what it says it has saved does not count"
+        assert (old.value.status, database.state.run.saved) == (409, 0), "what it says it has saved does not count"
         with pytest.raises(FeedError, match="has registration 1"):
             database.register(registration(), 1)
         database.close()
@@ -700,7 +544,7 @@ def test_a_trainer_is_refused_once_another_has_registered(tmp_path: Path) -> Non
     with pytest.raises(FeedError, match="has registration 1"):
         database.register(registration(), 1)
     assert database.register(registration(), 2)
-    assert database.state.trainer == 3
+    assert database.state.run.trainer == 3
     assert database.batch(None, None, 0.0) is None, "trainers that know no number are served"
     database.close()
 
@@ -727,16 +571,3 @@ def test_a_batch_that_can_never_be_formed(
     warning = database.state.warning()
     assert warning.startswith(f"no batch can be formed: {expected};" if expected else ""), warning
     assert bool(warning) == bool(expected)
-
-
-def test_a_store_of_version_1_is_used(tmp_path: Path) -> None:
-    database = running(tmp_path / "store")
-    register_env(database, environment(2, 0.5))
-    for column in ("envs DROP COLUMN owner", "groups DROP COLUMN version", "groups DROP COLUMN aside"):
-        database._db.execute(f"ALTER TABLE {column}")
-    database._db.execute("PRAGMA user_version = 1")
-    database.close()
-    database = open_database(tmp_path / "store")
-    database.disconnect(0, [OTHER])  # nobody knows who registered it
-    assert register_env(database, environment(2, 0.5)) == 0
-    database.close()

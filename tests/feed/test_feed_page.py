@@ -15,8 +15,8 @@ from unittest.mock import Mock
 import httpx
 import pytest
 
-from averaging.rl.feed import FeedEnvironment, FeedServer, Posted
-from averaging.rl.feed.routes import ROUTES
+from averaging.rl.feed import FeedEnvironment, Posted
+from averaging.rl.feed.routes import Routes
 from averaging.weights import WeightFollower
 from tests.docs.test_grpcurl_page import agrees
 from tests.support.pages import Block, blocks_of
@@ -126,11 +126,6 @@ def test_every_command_is_run_here() -> None:
     assert PAGE.count("```sh\n") == 2 + 2 + 3
 
 
-@pytest.mark.asyncio
-async def test_every_route_is_described() -> None:
+def test_every_route_is_described() -> None:
     rows = set(re.findall(r"^\| `((?:GET|POST) /[\w-]*)`", PAGE, re.MULTILINE))
-    async with FeedServer(":memory:") as server, httpx.AsyncClient(base_url=server.url) as client:
-        for row in rows:
-            method, path = row.split()
-            assert (await client.request(method, path)).status_code != 404, row
-    assert set(ROUTES) == rows
+    assert {f"{method} {path}" for method, path, _ in Routes(Mock(), Mock(), Mock()).table()} == rows

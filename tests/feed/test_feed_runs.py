@@ -266,46 +266,28 @@ def test_an_environment_that_is_killed_takes_its_old_place(feed: Feed) -> None:
         other.close()
 
 
-def test_a_trainer_goes_on_while_the_disk_is_full(feed: Feed, tmp_path: Path) -> None:
+def test_a_full_disk_is_waited_for(feed: Feed) -> None:
     """The server may write no further byte, then again, and is killed: each group is trained once."""
-    with BatchFeed(feed.url, registration(save_checkpoint_interval=3), poll=0.05) as batches:
+    with BatchFeed(feed.url, registration(save_checkpoint_interval=3), poll=0.05, retry_timeout=DEADLINE) as batches:
         batches._register()
         batches._request_batch()
         with FeedEnvironment(feed.url, environment(), retry_timeout=DEADLINE) as env:
-            for name in range(12):
+            for name in range(6):
                 env.post(a_group(name, length=2000))
+            trained = [names(next(batches))]
             server = psutil.Process(feed.process.pid)
             _, most = server.rlimit(psutil.RLIMIT_FSIZE)
             server.rlimit(psutil.RLIMIT_FSIZE, (4096, most))
-            for _ in range(5):
-                group = msgspec.json.encode(a_group(99))
-                reply = httpx.post(f"{feed.url}/scored_data", content=group)
-                assert (reply.status_code, "cannot be written" in reply.text) == (503, True)
-            trained = [names(next(batches)) for _ in range(5)]
+            replies = [httpx.post(f"{feed.url}/scored_data", content=msgspec.json.encode(a_group(99)))]
+            replies.append(httpx.get(f"{feed.url}/batch?step=2&saved=0&registration=1"))
+            assert [(reply.status_code, "cannot be written" in reply.text) for reply in replies] == [(503, True)] * 2
             server.rlimit(psutil.RLIMIT_FSIZE, (most, most))
-            env.post(a_group(12), a_group(13))
+            env.post(a_group(6), a_group(7))
+            trained += [names(next(batches))]
         feed.kill()
         feed.start()
         trained += [names(next(batches)) for _ in range(2)]
-        assert trained == [[2 * i, 2 * i + 1] for i in range(7)]
-
-
-@pytest.mark.parametrize("lost", rest_is_long(["feed.sqlite-wal", "feed.sqlite"]))
-def test_a_killed_server_does_not_start_with_a_part_of_its_store(lost: str, feed: Feed, tmp_path: Path) -> None:
-    with BatchFeed(feed.url, registration(), poll=0.05) as batches:
-        batches._register()
-        batches._request_batch()
-        posted(feed.url, 0, 1)
-        feed.kill()
-        (tmp_path / lost).rename(tmp_path / "elsewhere")
-        command = [sys.executable, "-m", "averaging", "feed", "--listen", "127.0.0.1:0", "--store", "feed.sqlite"]
-        failed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE)
-        assert failed.returncode == 2
-        assert "feed.sqlite-wal" in failed.stderr
-        assert "put it back" in failed.stderr
-        (tmp_path / "elsewhere").rename(tmp_path / lost)
-        feed.start()
-        assert names(next(batches)) == [0, 1]
+        assert trained == [[2 * i, 2 * i + 1] for i in range(4)]
 
 
 def test_clients_log_why_there_is_no_batch(feed: Feed, caplog: pytest.LogCaptureFixture) -> None:
@@ -400,7 +382,7 @@ def test_the_environment_waits_for_a_trainer(feed: Feed) -> None:
 
 def test_the_environment_waits_while_the_queue_is_full(tmp_path: Path) -> None:
     with (
-        Feed(tmp_path / "store", "--queue-groups", "2") as feed,
+        Feed(tmp_path / "store", "--queue-bytes", "1024") as feed,
         BatchFeed(feed.url, registration(), poll=0.05) as batches,
     ):
         poster = threading.Thread(target=posted, args=(feed.url, *range(8)))

@@ -21,8 +21,9 @@ import pytest
 
 from averaging.errors import ConfigError, ListenError
 from averaging.http_server import HttpListener, _with_descriptors, listening, network_of
-from averaging.rl.feed import FeedServer, ServerLimits
+from averaging.rl.feed import FeedServer, routes, server
 from averaging.rl.feed.connection import Connection
+from averaging.rl.feed.events import BatchEvent, ReturnedEvent, SilentEvent
 from averaging.rl.feed.messages import Registration
 from averaging.rl.feed.run_state import RunState
 from tests.support import certificates
@@ -39,7 +40,7 @@ GROUP: dict[str, Any] = {"tokens": [[1, 2], [3]], "masks": [[-100, 2], [3]], "sc
 @asynccontextmanager
 async def serving(store: str | Path = ":memory:", **options: Any) -> AsyncIterator[httpx.AsyncClient]:
     """Yields a client of a server, by default with its store in memory."""
-    async with FeedServer(store, **options) as server, httpx.AsyncClient(base_url=server.url) as client:
+    async with FeedServer(store, **options) as feed, httpx.AsyncClient(base_url=feed.url) as client:
         yield client
 
 
@@ -261,8 +262,11 @@ def bomb(nbytes: int) -> bytes:
     ],
     ids=("large", "bomb", "cut", "two", "no gzip", "key"),
 )
-async def test_bodies_are_bounded(content: bytes, headers: dict[str, str], status: int, expected: str) -> None:
-    async with serving(limits=ServerLimits(body_bytes=1 << 16)) as client:
+async def test_bodies_are_bounded(
+    content: bytes, headers: dict[str, str], status: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "BODY_BYTES", 1 << 16)
+    async with serving() as client:
         await begin(client)
         reply = await client.post("/scored_data", content=content, headers=headers)
         assert (reply.status_code, reply.json()["status"]) == (status, "error"), reply.text
@@ -278,9 +282,12 @@ async def test_bodies_are_bounded(content: bytes, headers: dict[str, str], statu
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(("addresses", "fit"), [(["127.0.0.2"], 2), (["127.0.0.2", "127.0.0.3"], 4)])
-async def test_all_bodies_together_are_bounded_and_those_of_one_address(addresses: list[str], fit: int) -> None:
-    async with FeedServer(":memory:", limits=ServerLimits(body_bytes=1 << 16)) as server:
-        host, _, port = server.url.removeprefix("http://").partition(":")
+async def test_all_bodies_together_are_bounded_and_those_of_one_address(
+    addresses: list[str], fit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "BODY_BYTES", 1 << 16)
+    async with FeedServer(":memory:") as feed:
+        host, _, port = feed.url.removeprefix("http://").partition(":")
         head = b"POST /scored_data HTTP/1.1\r\nHost: x\r\nContent-Length: 60001\r\n\r\n"
         connections = [
             await asyncio.open_connection(host, int(port), local_addr=(addresses[number % len(addresses)], 0))
@@ -294,7 +301,7 @@ async def test_all_bodies_together_are_bounded_and_those_of_one_address(addresse
         (reply,) = [task.result() for task in done]
         assert reply.startswith(b"HTTP/1.1 503 ")
         assert b"retry-after: 1" in reply.lower()
-        async with httpx.AsyncClient(base_url=server.url) as client:
+        async with httpx.AsyncClient(base_url=feed.url) as client:
             busy = await client.post("/scored_data", content=b" " * 60_000)
             assert busy.status_code == (422 if fit == 2 else 503)
             for _, writer in connections:
@@ -304,9 +311,10 @@ async def test_all_bodies_together_are_bounded_and_those_of_one_address(addresse
 
 
 @pytest.mark.asyncio
-async def test_a_request_has_limited_time() -> None:
-    async with FeedServer(":memory:", limits=ServerLimits(seconds=0.2)) as server:
-        host, _, port = server.url.removeprefix("http://").partition(":")
+async def test_a_request_has_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "SECONDS", 0.2)
+    async with FeedServer(":memory:") as feed:
+        host, _, port = feed.url.removeprefix("http://").partition(":")
         head = b"POST /scored_data HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n"
         for sent, expected in ((head + b"\r\n{", b"408 "), (head, b""), (b"", b"")):
             reader, writer = await asyncio.open_connection(host, int(port))
@@ -322,34 +330,23 @@ async def test_a_request_has_limited_time() -> None:
 
 
 @pytest.mark.asyncio
-async def test_connections_are_bounded() -> None:
-    async with (
-        FeedServer(":memory:", limits=ServerLimits(connections=1)) as server,
-        httpx.AsyncClient(base_url=server.url) as first,
-        httpx.AsyncClient(base_url=server.url) as second,
-    ):
-        assert (await first.get("/status")).status_code == 200
-        assert (await second.get("/status")).status_code == 503
-        assert (await first.get("/status")).status_code == 200, "an open connection is not affected"
-
-
-@pytest.mark.asyncio
-async def test_one_address_does_not_take_all_connections() -> None:
+async def test_one_address_does_not_take_all_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sockets without a request stay open for the time of a request."""
-    async with FeedServer(":memory:", limits=ServerLimits(connections=8)) as server:
-        host, _, port = server.url.removeprefix("http://").partition(":")
+    monkeypatch.setattr(server, "CONNECTIONS", 8)
+    async with FeedServer(":memory:") as feed:
+        host, _, port = feed.url.removeprefix("http://").partition(":")
         idle = [await asyncio.open_connection(host, int(port), local_addr=("127.0.0.2", 0)) for _ in range(12)]
         async with asyncio.timeout(30):
             refused = [await reader.read() for reader, _ in idle[4:]]
         assert all(reply.startswith(b"HTTP/1.1 503 ") and b"too many connections" in reply for reply in refused)
-        async with httpx.AsyncClient(base_url=server.url) as client:
+        async with httpx.AsyncClient(base_url=feed.url) as client:
             assert (await client.get("/status")).status_code == 200
             for _, writer in idle:
                 writer.close()
             for _, writer in idle:
                 await writer.wait_closed()
         elsewhere = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
-        async with httpx.AsyncClient(base_url=server.url, transport=elsewhere) as client:
+        async with httpx.AsyncClient(base_url=feed.url, transport=elsewhere) as client:
             assert (await client.get("/status")).status_code == 200, "closed connections do not count"
 
 
@@ -444,12 +441,13 @@ def becomes_closed(port: int) -> bool:
 
 
 @pytest.mark.asyncio
-async def test_a_client_that_stops_reading_is_disconnected() -> None:
-    async with FeedServer(":memory:", limits=ServerLimits(seconds=0.2)) as server:
-        async with httpx.AsyncClient(base_url=server.url) as client:
+async def test_a_client_that_stops_reading_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "SECONDS", 0.2)
+    async with FeedServer(":memory:") as feed:
+        async with httpx.AsyncClient(base_url=feed.url) as client:
             tokens = [[2**31 - 1] * 600_000]
             await client.post("/scored_data", json={"tokens": tokens, "masks": tokens, "scores": [0.0]})
-        host, _, port = server.url.removeprefix("http://").partition(":")
+        host, _, port = feed.url.removeprefix("http://").partition(":")
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(b"GET /latest_example HTTP/1.1\r\nHost: x\r\n\r\n")
             at = connection.getsockname()[1]
@@ -488,16 +486,16 @@ async def test_tls_with_certificates_or_a_token(tmp_path: Path) -> None:
     stranger = ssl.create_default_context(cafile=files["tls_ca"])
     member = ssl.create_default_context(cafile=files["tls_ca"])
     member.load_cert_chain(files["tls_cert"], files["tls_key"])
-    async with FeedServer(":memory:", **files) as server:
-        assert server.url.startswith("https://127.0.0.1:")
-        async with httpx.AsyncClient(base_url=server.url, verify=member) as client:
+    async with FeedServer(":memory:", **files) as feed:
+        assert feed.url.startswith("https://127.0.0.1:")
+        async with httpx.AsyncClient(base_url=feed.url, verify=member) as client:
             assert (await client.get("/status")).status_code == 200
-        async with httpx.AsyncClient(base_url=server.url, verify=stranger) as client:
+        async with httpx.AsyncClient(base_url=feed.url, verify=stranger) as client:
             with pytest.raises(httpx.TransportError):
                 await client.get("/status")
     async with (
-        FeedServer(":memory:", **files, token_file=token, listen="127.0.0.1:0") as server,
-        httpx.AsyncClient(base_url=server.url, verify=stranger) as client,
+        FeedServer(":memory:", **files, token_file=token, listen="127.0.0.1:0") as feed,
+        httpx.AsyncClient(base_url=feed.url, verify=stranger) as client,
     ):
         assert (await client.get("/status")).status_code == 401
         assert (await client.get("/status", headers={"Authorization": f"Bearer {TOKEN}"})).status_code == 200
@@ -505,7 +503,7 @@ async def test_tls_with_certificates_or_a_token(tmp_path: Path) -> None:
 
 @pytest.mark.asyncio
 async def test_a_full_queue_answers_503_with_retry_after() -> None:
-    async with serving(limits=ServerLimits(queue_groups=2)) as client:
+    async with serving(queue_bytes=500) as client:  # two groups
         await begin(client)
         for _ in range(2):
             assert (await client.post("/scored_data", json=GROUP)).status_code == 200
@@ -554,7 +552,7 @@ async def test_events() -> None:
         await client.post("/scored_data_list", json=[GROUP, GROUP])
         await client.get("/batch")
         await client.get("/reset_data")
-    assert events == [
+    assert [event.fields() for event in events] == [
         {"event": "registered", "batch_size": 4, "starting_step": 0, "num_steps": 1000},
         {"event": "environment", "env_id": 0, "name": "env_0"},
         {"event": "trainer", "registration": 2},
@@ -565,16 +563,16 @@ async def test_events() -> None:
 
 @pytest.mark.asyncio
 async def test_errors_of_the_start_name_the_cause(tmp_path: Path) -> None:
-    async with FeedServer(tmp_path / "store") as server:
-        address = server.url.removeprefix("http://")
+    async with FeedServer(tmp_path / "store") as feed:
+        address = feed.url.removeprefix("http://")
         with pytest.raises(ListenError, match=f"cannot listen on {address}: .*choose another port or port 0"):
             await FeedServer(":memory:", listen=address).__aenter__()
         with pytest.raises(ConfigError, match="another process uses it"):
             await FeedServer(tmp_path / "store").__aenter__()
     with pytest.raises(ListenError, match="cannot listen on unknown.invalid:0"):
         await FeedServer(":memory:", listen="unknown.invalid:0", insecure=True).__aenter__()
-    with pytest.raises(ConfigError, match="the limit seconds must be above 0 and finite, not 0"):
-        ServerLimits(seconds=0)
+    with pytest.raises(ConfigError, match="queue_bytes and env_timeout must be above 0"):
+        FeedServer(":memory:", env_timeout=0)
     with pytest.raises(ConfigError, match="other machines can reach 0.0.0.0:0, and without TLS"):
         FeedServer(":memory:", listen="0.0.0.0:0")
     async with FeedServer(tmp_path / "store", listen="0.0.0.0:0", insecure=True):
@@ -661,13 +659,14 @@ async def test_head_changes_nothing() -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("inner", [b"[],", b"{},", b'"a":1,', b"7,"])
-async def test_the_objects_of_a_body_are_bounded(inner: bytes) -> None:
+async def test_the_objects_of_a_body_are_bounded(inner: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """60 KiB of gzip may hold 20 million lists, which take gigabytes."""
     brackets = (b"{", b"}") if b":" in inner else (b"[", b"]")
     images = brackets[0] + inner * 2_000_000 + b'"b"'
     images += (b":1" if b":" in inner else b"") + brackets[1]
     body = json.dumps(GROUP).encode()[:-1] + b',"images":' + images + b"}"
-    async with serving(limits=ServerLimits(body_objects=1 << 20)) as client:
+    monkeypatch.setattr(routes, "MAX_OBJECTS", 1 << 20)
+    async with serving() as client:
         await begin(client)
         before = psutil.Process().memory_info().rss
         packed = await asyncio.to_thread(gzip.compress, body, 1)
@@ -699,11 +698,11 @@ async def test_a_key_stands_for_all_fields_but_the_environment() -> None:
 async def test_only_who_registered_an_environment_may_disconnect_it() -> None:
     """It is known by its address, and by its key if it has sent one."""
     keys: list[dict[str, str]] = [{}, {"Environment-Key": "mine"}]
-    async with FeedServer(":memory:") as server:
+    async with FeedServer(":memory:") as feed:
         elsewhere = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
         async with (
-            httpx.AsyncClient(base_url=server.url) as client,
-            httpx.AsyncClient(base_url=server.url, transport=elsewhere) as other,
+            httpx.AsyncClient(base_url=feed.url) as client,
+            httpx.AsyncClient(base_url=feed.url, transport=elsewhere) as other,
         ):
             await begin(client)
             await client.post("/register-env", json=ENVIRONMENT, headers=keys[1])
@@ -723,7 +722,7 @@ async def test_only_who_registered_an_environment_may_disconnect_it() -> None:
 @pytest.mark.asyncio
 async def test_an_environment_that_posts_nothing_does_not_stop_the_run(caplog: pytest.LogCaptureFixture) -> None:
     events: list[Any] = []
-    async with serving(limits=ServerLimits(env_timeout=0.05), on_event=events.append) as client:
+    async with serving(env_timeout=0.05, on_event=events.append) as client:
         await begin(client)
         reserved = ENVIRONMENT | {"desired_name": "a\x1bb", "min_batch_allocation": 0.5}
         # The other one has posted, so the time of this one begins as it registers.
@@ -733,13 +732,13 @@ async def test_an_environment_that_posts_nothing_does_not_stop_the_run(caplog: p
             while (await client.get("/batch")).json()["batch"] is None:
                 pass
         silent, batch = events[-2:]
-        assert (silent, batch["event"]) == ({"event": "silent", "env_id": 1, "name": "a\x1bb_0"}, "batch")
+        assert (silent, type(batch)) == (SilentEvent(1, "a\x1bb_0"), BatchEvent)
         assert (await client.get("/status")).json()["silent_environments"] == ["a\x1bb_0"]
         assert "averaging_feed_silent_environments 1.0" in (await client.get("/metrics")).text
         assert (await client.post("/register-env", json=reserved)).json()["env_id"] == 1, "its old place"
         assert (await client.get("/status")).json()["silent_environments"] == ["a\x1bb_0"], "it has posted nothing yet"
         await client.post("/scored_data", json=GROUP | {"env_id": 1})
-        assert {"event": "returned", "env_id": 1, "name": "a\x1bb_0"} in events
+        assert ReturnedEvent(1, "a\x1bb_0") in events
         assert "silent_environments" not in (await client.get("/status")).json()
     lines = [record.getMessage() for record in caplog.records if "environment 1" in record.getMessage()]
     assert ["posts nothing" in lines[0], "is back" in lines[1]] == [True, True]
@@ -786,8 +785,8 @@ async def test_a_trainer_with_an_earlier_registration_is_refused(caplog: pytest.
 @pytest.mark.asyncio
 @pytest.mark.parametrize("listen", ["[::1]:0", "localhost:0"])
 async def test_a_feed_at_an_address_of_ipv6_or_a_name(listen: str) -> None:
-    async with FeedServer(":memory:", listen=listen) as server:
-        connection = Connection(server.url)
+    async with FeedServer(":memory:", listen=listen) as feed:
+        connection = Connection(feed.url)
         assert (await asyncio.to_thread(connection.send, "GET", "/info")).startswith(b"{")
         connection.close()
 

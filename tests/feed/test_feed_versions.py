@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 import tempfile
 from collections import Counter
 from functools import partial
@@ -15,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from averaging.cli.feed import event_text
 from averaging.errors import ConfigError, FeedError
-from averaging.rl.feed import BatchFeed, FeedEnvironment, FeedServer, ScoredData, StaleMode
-from averaging.rl.feed.database import SCHEMA, Database
+from averaging.rl.feed import BatchFeed, FeedEnvironment, FeedServer, ScoredData
+from averaging.rl.feed.database import Database
+from averaging.rl.feed.events import StaleEvent
 from averaging.rl.feed.messages import MAX_STEP, MAX_VERSIONS, Post
 from averaging.rl.feed.run_state import RunState
 from averaging.rl.feed.versions import UNKNOWN, Fit, TrainerVersion
@@ -46,27 +45,22 @@ from tests.weights.test_weights import Publishing
     ],
 )
 def test_a_limit_of_0_means_only_the_newest(version: int | None, limit: int | None, fit: Fit) -> None:
-    assert TrainerVersion(7, 1, 3).fit_of(version, 3, limit) is fit
+    assert TrainerVersion(7, 1).fit_of(version, 0, limit) is fit
 
 
 def test_a_group_that_is_ahead_of_two_reports_is_of_other_weights() -> None:
-    trainer = TrainerVersion()
-    assert trainer.fit_of(9, 0, 0) is Fit.FITS, "nothing is known yet"
-    trainer.report(5, 1)
-    arrived = trainer.reports
-    assert trainer.fit_of(9, arrived, 0) is Fit.WAITS
-    trainer.report(6, 1)  # may have been sent before the group arrived
-    assert trainer.fit_of(9, arrived, 0) is Fit.WAITS
-    trainer.report(6, 1)
-    assert trainer.fit_of(9, arrived, 0) is Fit.FOREIGN
+    assert TrainerVersion().fit_of(9, 0, 0) is Fit.FITS, "nothing is known yet"
+    trainer = TrainerVersion(5, 1)
+    assert trainer.fit_of(9, 0, 0) is Fit.WAITS
+    assert trainer.fit_of(9, 1, 0) is Fit.WAITS, "the report may have been sent before the group arrived"
+    assert trainer.fit_of(9, 2, 0) is Fit.FOREIGN
 
 
 def test_only_another_registration_goes_back() -> None:
     trainer = TrainerVersion()
-    assert [trainer.report(*each) for each in ((5, 1), (3, 1), (6, 1), (4, 2), (4, 2), (3, 2))] == [
-        *(True, False, True, True, False, False)
-    ]
-    assert (trainer.newest, trainer.trainer) == (4, 2)
+    for version, number, newest in ((5, 1, 5), (3, 1, 5), (6, 1, 6), (4, 2, 4), (4, 2, 4), (3, 2, 4)):
+        trainer.report(version, number)
+        assert trainer.newest == newest
 
 
 def a_post(
@@ -80,8 +74,8 @@ def a_post(
     return Post.of([data], key)
 
 
-def running(path: str | Path, limit: int | None, mode: StaleMode = StaleMode.DROP) -> Database:
-    database = Database(path, fsync=False, new_state=partial(RunState, max_staleness=limit, stale_mode=mode))
+def running(path: str | Path, limit: int | None) -> Database:
+    database = Database(path, fsync=False, new_state=partial(RunState, max_staleness=limit))
     database.register(registration(4))
     return database
 
@@ -98,19 +92,19 @@ OPERATIONS = st.lists(
 )
 
 
-@given(OPERATIONS, st.sampled_from([0, 1, 3]), st.sampled_from(list(StaleMode)))
+@given(OPERATIONS, st.sampled_from([0, 1, 3]))
 @settings(max_examples=25)
 def test_no_batch_has_a_group_beyond_the_limit_and_none_is_lost_uncounted(
-    operations: list[tuple[str, int, int | None, int]], limit: int, mode: StaleMode
+    operations: list[tuple[str, int, int | None, int]], limit: int
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "store"
-        database = running(path, limit, mode)
+        database = running(path, limit)
         database.batch(1, None, 0.0)
         database.register_env(environment(4), b"", 0.0)
         versions: dict[int, int | None] = {}
         trained: Counter[int] = Counter()
-        stale, newest, trainer, step = 0, 0, database.state.trainer, 0
+        stale, newest, trainer, step = 0, 0, database.state.run.trainer, 0
         for operation, argument, env, size in operations:
             if operation.startswith("post"):
                 version = None if operation == "post old API" else max(0, newest + argument)
@@ -130,89 +124,32 @@ def test_no_batch_has_a_group_beyond_the_limit_and_none_is_lost_uncounted(
                 newest += argument
             elif operation == "resume":  # from a checkpoint with an older version; the step is that of the next batch
                 database.register(registration(4))
-                trainer, newest = database.state.trainer, max(0, newest - argument)
+                trainer, newest = database.state.run.trainer, max(0, newest - argument)
             else:
-                stale += database.state.stale_groups
+                stale += database.state.stale.total()
                 before = database.state
                 database.close()
-                database = running(path, limit, mode)
-                trainer = database.state.trainer
-                after = database.state
-                assert after.version.newest == before.version.newest, "the limits hold after a restart"
-                assert sorted(each.number for each in [*after.queue, *after.early]) == sorted(
-                    each.number for each in [*before.queue, *before.early]
-                )
-                assert set(after.aside) == set(before.aside)
-        state = database.state
-        waiting = [*state.queue, *state.early, *(each for buffer in state.buffers.values() for each in buffer)]
+                database = running(path, limit)
+                trainer = database.state.run.trainer
+                assert database.state.run.version.newest == before.run.version.newest, "the limits hold after a restart"
+                assert database.state.queue == before.queue
+        waiting = [*database.state.waiting]
         assert max(trained.values(), default=1) == 1
-        assert (state.waiting_groups, state.waiting_bytes) == (len(waiting), sum(each.nbytes for each in waiting))
-        assert state.aside_bytes == sum(each.nbytes for each in state.aside.values())
-        stale += state.stale_groups
-        lost = len(versions) - trained.total() - len(waiting) - len(state.aside)
-        assert 0 <= lost <= stale
-        if mode is StaleMode.DROP:
-            assert lost == stale
-        else:
-            assert lost == 0
+        stale += database.state.stale.total()
+        assert len(versions) == trained.total() + len(waiting) + stale
         database.close()
 
 
-def test_groups_that_were_set_aside_come_back_when_the_trainer_resumes_so_far_back() -> None:
-    database = running(":memory:", 0, StaleMode.KEEP)
+def test_another_limit_holds_from_the_start_on(tmp_path: Path) -> None:
+    database = running(tmp_path / "store", None)
     database.batch(1, None, 0.0, version=3)
-    for name in range(2):
-        database.post(a_post(name, 3), 0.0)
-    assert database.batch(1, None, 0.0, version=4) is None, "too old now"
-    assert (len(database.state.aside), database.state.waiting_groups) == (2, 0)
-    database.register(registration(4))
-    found = database.batch(1, None, 0.0, database.state.trainer, 3)
-    assert found is not None
-    assert [msgspec.json.decode(each)["tokens"][0][0] for each in found[2]] == [0, 1]
-    database.close()
-
-
-def test_what_is_set_aside_is_bounded() -> None:
-    new_state = partial(RunState, max_staleness=0, stale_mode=StaleMode.KEEP, max_groups=3)
-    database = Database(":memory:", fsync=False, new_state=new_state)
-    database.register(registration(4))
-    database.batch(1, None, 0.0, version=9)
-    for name in range(10):
-        database.post(a_post(name, 1), 0.0)
-    assert list(database.state.aside) == [7, 8, 9], "the oldest are dropped first"
-    assert database._db.execute("SELECT count(*) FROM groups").fetchone() == (3,)
-    database.close()
-
-
-def test_a_state_in_memory_only_is_written_with_what_was_dropped_and_set_aside(tmp_path: Path) -> None:
-    database = running(tmp_path / "store", 0, StaleMode.KEEP)
     for name in range(4):
         database.post(a_post(name, name), 0.0)
-    database.detached = True  # the disk is full
-    assert database.batch(1, None, 0.0, version=3) is None
-    database.write_state()
-    database.attach()
-    database.close()
-    database = running(tmp_path / "store", 0, StaleMode.KEEP)
-    assert (sorted(database.state.aside), [each.number for each in database.state.queue]) == ([0, 1, 2], [3])
-    assert database.state.version.newest == 3
-    database.close()
-
-
-def test_the_store_of_an_earlier_version_is_upgraded(tmp_path: Path) -> None:
-    old = sqlite3.connect(tmp_path / "store")
-    for statement in SCHEMA.replace(",\n  version INTEGER, aside INTEGER NOT NULL DEFAULT 0", "").split(";"):
-        old.execute(statement)
-    assert "version" not in [row[1] for row in old.execute("PRAGMA table_info(groups)")]
-    old.execute("PRAGMA application_id = 1635149412")
-    old.execute("PRAGMA user_version = 2")
-    old.execute("INSERT INTO groups (number, size, place, content) VALUES (0, 4, 1, '{}')")
-    old.commit()
-    old.close()
-    database = running(tmp_path / "store", 0)
-    found = database.batch(1, None, 0.0, version=3)
-    assert found is not None
-    assert found[1] == 4
+    for _ in range(2):  # what is dropped is deleted with the first request
+        database.close()
+        database = running(tmp_path / "store", 0)
+        assert [each.number for each in database.state.queue] == [3]
+    assert database.state.stale.total() == 0
     database.close()
 
 
@@ -305,11 +242,11 @@ async def test_what_is_too_old_is_counted_and_told() -> None:
     assert 'averaging_feed_stale_groups_total{reason="old"} 3.0' in metrics
     assert 'averaging_feed_stale_groups_total{reason="foreign"} 1.0' in metrics
     assert "averaging_feed_newest_version 5.0" in metrics
-    stale = [event for event in events if event["event"] == "stale"]
-    assert [(event["name"], event["groups"], event["reason"]) for event in stale] == [
+    stale = [event for event in events if isinstance(event, StaleEvent)]
+    assert [(event.name, event.groups, event.reason) for event in stale] == [
         *(("env_0", 1, "old"), ("", 2, "old"), ("env_0", 1, "foreign"))
     ]
-    assert event_text(stale[0]) == "1 groups of env_0 are old: the trainer is at version 5"
+    assert str(stale[0]) == "1 groups of env_0 are old: the trainer is at version 5"
 
 
 @pytest.mark.asyncio
@@ -369,9 +306,9 @@ async def test_a_limit_without_a_version_of_the_trainer_is_said(caplog: pytest.L
     assert "the limit of 1 versions has no effect" in caplog.text
 
 
-@pytest.mark.parametrize("wrong", [{"max_staleness": -1}, {"max_staleness": 1.5}, {"stale": "burn"}])
+@pytest.mark.parametrize("wrong", [{"max_staleness": -1}, {"max_staleness": 1.5}])
 def test_a_limit_that_is_none_raises(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="max_staleness must be a number|stale must be 'drop' or 'keep'"):
+    with pytest.raises(ConfigError, match="max_staleness must be a number"):
         FeedServer(":memory:", **wrong)
 
 

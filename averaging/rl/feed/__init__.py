@@ -10,7 +10,8 @@ side).
 """
 
 from averaging.rl.feed.clients import Batch, BatchFeed, FeedEnvironment
-from averaging.rl.feed.connection import Connection, split_url
+from averaging.rl.feed.connection import Connection, retry_pauses, split_url
+from averaging.rl.feed.events import Event
 from averaging.rl.feed.messages import (
     MAX_VERSIONS,
     EnvStatus,
@@ -21,9 +22,7 @@ from averaging.rl.feed.messages import (
     Registration,
     ScoredData,
 )
-from averaging.rl.feed.routes import ServerLimits
 from averaging.rl.feed.server import FeedServer
-from averaging.rl.feed.versions import StaleMode
 
 __all__ = [
     "MAX_VERSIONS",
@@ -31,6 +30,7 @@ __all__ = [
     "BatchFeed",
     "Connection",
     "EnvStatus",
+    "Event",
     "FeedEnvironment",
     "FeedServer",
     "Posted",
@@ -39,7 +39,6 @@ __all__ = [
     "Registered",
     "Registration",
     "ScoredData",
-    "ServerLimits",
-    "StaleMode",
+    "retry_pauses",
     "split_url",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -160,7 +159,7 @@ class BatchFeed:
         self._registration, self._poll = registration, poll
         self._group, self._rank_timeout = process_group, rank_timeout
         self._ranks: ControlGroup | None = None  # None before the first batch, and without other ranks
-        self._retries = RetrySchedule(retry_timeout, random.Random())
+        self._retries = RetrySchedule(retry_timeout)
         self._joined = self._registered = self._closed = False
         self._saved: int | None = None
         self._weights = weights

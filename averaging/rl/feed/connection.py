@@ -14,11 +14,7 @@ import httpx
 import msgspec
 
 from averaging.common import Backoff, chosen_proxy, ignored_proxies, is_loopback, proxy_for, shown_proxy
-from averaging.errors import (
-    ConfigError,
-    FeedError,
-    printable,
-)
+from averaging.errors import ConfigError, FeedError, printable
 from averaging.rl.feed.messages import decode
 from averaging.security import read_tls, read_tokens
 
@@ -33,27 +29,26 @@ MIN_PAUSE, MAX_PAUSE = 0.1, 5.0
 MAX_RETRY_AFTER = 60.0
 """Upper bound of the `Retry-After` that a client obeys, in seconds."""
 
-
 MAX_MESSAGE = 2000
 """Characters of a server's message that an error quotes."""
 
 
+def retry_pauses() -> Backoff:
+    """Returns the pauses between the tries of one request."""
+    return Backoff(MIN_PAUSE, MAX_PAUSE, random.Random(), jitter=(0.5, 1.0))
+
+
 class RetrySchedule:
-    """Backoff with jitter that ends after a time without success. Pure but for `rng`.
+    """Pauses that end after `retry_timeout` seconds without success. Pure but for its jitter."""
 
-    Args:
-        retry_timeout: seconds without success after which it gives up.
-    """
-
-    def __init__(self, retry_timeout: float, rng: random.Random) -> None:
-        self._retry_timeout = retry_timeout
-        self._backoff = Backoff(MIN_PAUSE, MAX_PAUSE, rng, jitter=(0.5, 1.0))
+    def __init__(self, retry_timeout: float) -> None:
+        self._retry_timeout, self._pauses = retry_timeout, retry_pauses()
         self._first_failure: float | None = None
 
     def succeeded(self) -> None:
         """Resets the pause and the time-out."""
         self._first_failure = None
-        self._backoff.reset()
+        self._pauses.reset()
 
     def failed(self, error: FeedError, now: float) -> float:
         """Returns the seconds to wait before the next try.
@@ -66,7 +61,7 @@ class RetrySchedule:
         self._first_failure = now if self._first_failure is None else self._first_failure
         if now - self._first_failure >= self._retry_timeout:
             raise FeedError(f"gave up after {now - self._first_failure:.0f} s: {error}")
-        return max(error.retry_after, self._backoff.next_delay())
+        return max(error.retry_after, self._pauses.next_delay())
 
 
 class Connection:
@@ -119,7 +114,7 @@ class Connection:
         Raises:
             FeedError: the server refuses this request, or no try succeeded within `retry_timeout`.
         """
-        schedule = RetrySchedule(self._retry_timeout, random.Random())
+        schedule = RetrySchedule(self._retry_timeout)
         while True:
             try:
                 return self.request_once(method, path, kind, **request)

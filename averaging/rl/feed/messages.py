@@ -237,20 +237,6 @@ class BatchReply(msgspec.Struct, frozen=True):
     newest_version: int | None = None
 
 
-def check_finite(group: ScoredData) -> None:
-    """Checks the numbers that JSON can spell as text, such as "nan", which `decode` takes.
-
-    Raises:
-        FeedError: one of them is not finite, so the group cannot be encoded.
-    """
-    distilled = (numbers for sequence in group.distill_logprobs or () for numbers in sequence)
-    of_sequences = (group.advantages, group.ref_logprobs, group.inference_logprobs)
-    for numbers in chain(distilled, *(each or () for each in of_sequences)):
-        # The sum is quick, but may overflow.
-        if not math.isfinite(sum(numbers)) and not all(map(math.isfinite, numbers)):
-            raise FeedError("an advantage or logprob is not finite; drop the group or give finite numbers", 422)
-
-
 @dataclass(frozen=True, slots=True)
 class Post:
     """The groups of one request.
@@ -279,7 +265,7 @@ class Post:
         digest = blake2b(digest_size=16)
         contents = []
         for group in groups:
-            check_finite(group)
+            _check_finite(group)
             contents.append(msgspec.json.encode(group))
             if key:  # an environment that was restarted may have a new env_id, and newer weights
                 unset = msgspec.structs.replace(group, env_id=None, version=msgspec.UNSET, staleness=msgspec.UNSET)
@@ -289,18 +275,30 @@ class Post:
         return cls([(group.env_id, len(group.tokens)) for group in groups], contents, key, digest.digest(), known)
 
 
+def _check_finite(group: ScoredData) -> None:
+    """Checks the numbers that JSON can spell as text, such as "nan", which `decode` takes."""
+    distilled = (numbers for sequence in group.distill_logprobs or () for numbers in sequence)
+    of_sequences = (group.advantages, group.ref_logprobs, group.inference_logprobs)
+    for numbers in chain(distilled, *(each or () for each in of_sequences)):
+        # The sum is quick, but may overflow.
+        if not math.isfinite(sum(numbers)) and not all(map(math.isfinite, numbers)):
+            raise FeedError("an advantage or logprob is not finite; drop the group or give finite numbers", 422)
+
+
 def object_count(body: bytes | bytearray) -> int:
     """Returns an upper bound of the memory that decoded JSON takes, relative to that of a number."""
     containers = body.count(b"[") + body.count(b"{")
     return body.count(b",") + ENTRY_COST * body.count(b":") + CONTAINER_COST * containers
 
 
-def decode(body: bytes | bytearray, kind: type[Message]) -> Message:
+def decode(body: bytes | bytearray, kind: type[Message], max_objects: float = math.inf) -> Message:
     """Decodes an untrusted message.
 
     Raises:
-        FeedError: it is not JSON, lacks a field, or fails a check of its type.
+        FeedError: it is not JSON, lacks a field, fails a check of its type, or may take too much memory.
     """
+    if max_objects < math.inf and object_count(body) > max_objects:
+        raise FeedError(f"the body has more than {max_objects} objects; send fewer groups at once", 413)
     try:
         return msgspec.json.decode(body, type=kind, strict=False)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 import zlib
-from collections import Counter as Counts
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -19,21 +20,29 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from averaging.common import is_count, loopback_here
+from averaging.common import HostQuota, is_count, loopback_here
 from averaging.errors import ConfigError, FeedError
-from averaging.http_server import HttpAccess, HttpListener, HttpServer, http_access, listening, network_of
-from averaging.rl.feed.database import Database, DatabaseThread
-from averaging.rl.feed.routes import CHANGING, ROUTES, Event, Handler, Routes, ServerLimits, error_reply
+from averaging.http_server import HttpAccess, HttpServer, http_access, listening, network_of
+from averaging.rl.feed.database import Database
+from averaging.rl.feed.events import Event
+from averaging.rl.feed.routes import Handler, Routes, error_reply
 from averaging.rl.feed.run_state import RunState
-from averaging.rl.feed.versions import StaleMode
 
 logger = logging.getLogger(__name__)
+
+BODY_BYTES = 64 << 20
+"""Limit of a body after decompression. All at one time may have four times as many, those of one address twice."""
+
+SECONDS = 60.0
+"""Time for the header of a request, for its body, and for a client that reads nothing of its reply."""
+
+CONNECTIONS = 1024
 
 UNZIP_BYTES = 1 << 20
 """Bytes that the event loop decompresses before it serves other requests."""
 
-GRACE = 10
-"""Seconds for unfinished requests when the server ends."""
+CHANGING = {"/batch", "/reset_data"}
+"""Paths whose GET changes the run, so that HEAD, which Starlette answers likewise, is refused."""
 
 
 class FeedServer:
@@ -42,18 +51,18 @@ class FeedServer:
     Args:
         store: the SQLite file of the run, created if needed. ":memory:" keeps everything in memory.
         listen: "HOST:PORT"; port 0 takes a free port.
-        token_file: tokens, one per line; each request except GET / must carry one of them.
-        tls_ca, tls_cert, tls_key: files for TLS. Without `token_file` clients must show a certificate of `tls_ca`.
-        insecure: whether other machines may connect without TLS.
-        hosts: DNS names of this server. Without TLS and tokens, requests for other names with a dot are refused: web
-            pages can send those.
         fsync: whether an acknowledged post also survives a power failure. It always survives the end of this process.
         max_staleness: how many versions of the weights a group may be behind the trainer's newest one; 0 means that it
-            must be of the newest, None any. Groups that name no version are not limited, and those whose version is
-            null do not fit.
-        stale: "drop" or "keep": whether groups that are older are dropped, or set aside in the store.
-        limits: limits of memory, disk, time and connections.
-        on_event: receives each event that `averaging feed --json` prints.
+            must be of the newest, None any. Others are dropped. Groups that name no version are not limited, and those
+            whose version is null do not fit.
+        queue_bytes: limit of the groups that wait, above which posts are answered with status 503. The batches that are
+            kept for a trainer that resumes may have as many again; the oldest are forgotten first.
+        env_timeout: seconds after which an environment for whose groups the run waits gives up its reservation.
+        on_event: receives each event that `averaging feed` prints.
+        access: `token_file` (tokens, one per line; each request except GET / must carry one of them), `tls_ca`,
+            `tls_cert`, `tls_key` (files for TLS; without `token_file` clients must show a certificate of `tls_ca`),
+            `insecure` (whether other machines may connect without TLS) and `hosts` (DNS names of this server: without
+            TLS and tokens, requests for other names with a dot are refused, because web pages can send those).
 
     Attributes:
         url: address of the server; empty before it is entered.
@@ -68,41 +77,20 @@ class FeedServer:
         store: str | Path,
         *,
         listen: str = "127.0.0.1:0",
-        token_file: str | Path | None = None,
-        tls_ca: str | Path | None = None,
-        tls_cert: str | Path | None = None,
-        tls_key: str | Path | None = None,
-        insecure: bool = False,
-        hosts: Sequence[str] = (),
         fsync: bool = False,
         max_staleness: int | None = None,
-        stale: StaleMode | str = StaleMode.DROP,
-        limits: ServerLimits | None = None,
+        queue_bytes: int = 4 << 30,
+        env_timeout: float = 300.0,
         on_event: Callable[[Event], None] = lambda event: None,
+        **access: Any,
     ) -> None:
-        self._listen, self._limits = loopback_here(listen), limits or ServerLimits()
-        self._access = http_access(
-            self._listen,
-            token_file=token_file,
-            tls_ca=tls_ca,
-            tls_cert=tls_cert,
-            tls_key=tls_key,
-            insecure=insecure,
-            hosts=hosts,
-        )
+        self._listen = loopback_here(listen)
+        self._access = http_access(self._listen, **access)
         if max_staleness is not None and not is_count(max_staleness):
             raise ConfigError(f"max_staleness must be a number of versions, 0 or more, or None, not {max_staleness!r}")
-        if stale not in list(StaleMode):
-            raise ConfigError(f"stale must be 'drop' or 'keep', not {stale!r}")
-        new_state = partial(
-            RunState,
-            max_bytes=self._limits.queue_bytes,
-            max_groups=self._limits.queue_groups,
-            max_replay_bytes=self._limits.replay_bytes,
-            env_timeout=self._limits.env_timeout,
-            max_staleness=max_staleness,
-            stale_mode=StaleMode(stale),
-        )
+        if not (queue_bytes > 0 and 0 < env_timeout < math.inf):
+            raise ConfigError("queue_bytes and env_timeout must be above 0")
+        new_state = partial(RunState, max_bytes=queue_bytes, env_timeout=env_timeout, max_staleness=max_staleness)
         self._open = partial(Database, store, fsync=fsync, new_state=new_state)
         self._on_event = on_event
         self.url = ""
@@ -110,10 +98,15 @@ class FeedServer:
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             listener = stack.enter_context(listening(self._listen))
-            database = await stack.enter_async_context(DatabaseThread(self._open))
-            routes = Routes(database, self._limits.body_objects, self._on_event)
-            gate = Gate(routes, self._access, self._limits)
-            self._server = await stack.enter_async_context(self._http_server(gate, listener))
+            database = await asyncio.to_thread(self._open)
+            stack.callback(database.close)
+            thread = ThreadPoolExecutor(1, "feed-database")
+            stack.push_async_callback(asyncio.to_thread, thread.shutdown)
+            gate = Gate(Routes(database, thread, self._on_event), self._access)
+            self._server = HttpServer(
+                gate.application(), listener, connections=CONNECTIONS, seconds=SECONDS, tls=self._access.tls
+            )
+            await stack.enter_async_context(self._server)
             self.url = self._server.url(self._listen)
             self._stack = stack.pop_all()
         return self
@@ -125,58 +118,41 @@ class FeedServer:
         """Waits until the server ends. It ends only if it fails."""
         await self._server.wait()
 
-    def _http_server(self, gate: Gate, listener: HttpListener) -> HttpServer:
-        connections, seconds = self._limits.connections, self._limits.seconds
-        tls = self._access.tls
-        return HttpServer(gate.application(), listener, connections=connections, seconds=seconds, grace=GRACE, tls=tls)
-
 
 class Gate:
-    """The application: lets requests in, within the limits and with a token, and gives their bodies to `routes`.
+    """The application: lets requests in, within the limits and with a token, and gives their bodies to `routes`."""
 
-    Args:
-        routes: answers the requests.
-        access: decides who may send requests; GET / needs no token.
-        limits: limits of the bodies.
-    """
-
-    def __init__(self, routes: Routes, access: HttpAccess, limits: ServerLimits) -> None:
-        self._routes, self._access, self._limits = routes, access, limits
-        self._body_bytes: Counts[str] = Counts()  # by network
+    def __init__(self, routes: Routes, access: HttpAccess) -> None:
+        self._routes, self._access = routes, access
+        # One address may have half: bodies that it does not complete must not keep those of others out.
+        self._bodies = HostQuota(4 * BODY_BYTES, 2 * BODY_BYTES)
 
     def application(self) -> Starlette:
-        """Returns the application with all of `ROUTES`."""
-        return Starlette(
-            routes=[self._route(name, handler) for name, handler in ROUTES.items()],
-            exception_handlers={HTTPException: _no_such_route},
-        )
+        """Returns the application with all routes."""
+        routes = [
+            Route(path, partial(self._answer, path, handler), methods=[method])
+            for method, path, handler in self._routes.table()
+        ]
+        return Starlette(routes=routes, exception_handlers={HTTPException: _no_such_route})
 
-    def _route(self, name: str, handler: Handler) -> Route:
-        method, _, path = name.partition(" ")
-        route = Route(path, self._endpoint(path, handler), methods=[method])
-        if path in CHANGING and route.methods:
-            route.methods.discard("HEAD")  # Starlette adds it to GET
-        return route
-
-    def _endpoint(self, path: str, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-        async def endpoint(request: Request) -> Response:
-            began = time.perf_counter()
-            try:
-                if (refusal := self._access.refusal(request.headers, needs_token=path != "/")) is not None:
-                    raise FeedError(refusal.text, refusal.status)
-                response = await self._with_body(request, handler)
-            except FeedError as error:
-                later = {} if error.retry_after is None else {"Retry-After": f"{error.retry_after:.0f}"}
-                response = error_reply(error.status, str(error), later)
-            except ClientDisconnect:
-                response = error_reply(400, "the client disconnected before its request was complete")
-            except Exception:
-                logger.exception("%s has failed", path)
-                response = error_reply(500, "internal error of this server; see its log")
-            self._routes.answered(path, response.status_code, time.perf_counter() - began)
-            return response
-
-        return endpoint
+    async def _answer(self, path: str, handler: Handler, request: Request) -> Response:
+        began = time.perf_counter()
+        try:
+            if (refusal := self._access.refusal(request.headers, needs_token=path != "/")) is not None:
+                raise FeedError(refusal.text, refusal.status)
+            if request.method == "HEAD" and path in CHANGING:
+                raise FeedError(f"HEAD {path}: this route has GET only", 405)
+            response = await self._with_body(request, handler)
+        except FeedError as error:
+            later = {} if error.retry_after is None else {"Retry-After": f"{error.retry_after:.0f}"}
+            response = error_reply(error.status, str(error), later)
+        except ClientDisconnect:
+            response = error_reply(400, "the client disconnected before its request was complete")
+        except Exception:  # a fault of this server, which goes on
+            logger.exception("%s has failed", path)
+            response = error_reply(500, "internal error of this server; see its log")
+        self._routes.answered(path, response.status_code, time.perf_counter() - began)
+        return response
 
     async def _with_body(self, request: Request, handler: Handler) -> Response:
         """Reads the body within the limits, and calls `handler`. The body counts until the handler returns."""
@@ -184,7 +160,7 @@ class Gate:
         unzip = zlib.decompressobj(wbits=31) if "gzip" in encoding else None
         body, network = bytearray(), network_of(request.client and request.client.host)
         try:
-            async with asyncio.timeout(self._limits.seconds):
+            async with asyncio.timeout(SECONDS):
                 async for chunk in request.stream():
                     if unzip is None:
                         self._extend(body, chunk, network)
@@ -198,25 +174,20 @@ class Gate:
                         await asyncio.sleep(0)
             if unzip and body and (not unzip.eof or unzip.unused_data):
                 raise FeedError("the body is not one whole gzip stream", 400)
-            return await handler(self._routes, request, body)
+            return await handler(request, body)
         except zlib.error:
             raise FeedError("the body is not gzip, although its Content-Encoding is", 400) from None
         except TimeoutError:
-            raise FeedError(f"the body did not arrive within {self._limits.seconds:g} s", 408) from None
+            raise FeedError(f"the body did not arrive within {SECONDS:g} s", 408) from None
         finally:
-            self._body_bytes[network] -= len(body)
-            if not self._body_bytes[network]:
-                del self._body_bytes[network]
+            self._bodies.leave(network, len(body))
 
     def _extend(self, body: bytearray, piece: bytes, network: str) -> None:
-        limit = self._limits.body_bytes
-        body += piece
-        self._body_bytes[network] += len(piece)
-        if len(body) > limit:
-            raise FeedError(f"the body has more than {limit} bytes; send fewer groups at once", 413)
-        # Of one address half: bodies that it does not complete must not keep those of others out.
-        if self._body_bytes[network] > 2 * limit or self._body_bytes.total() > 4 * limit:
+        if len(body) + len(piece) > BODY_BYTES:
+            raise FeedError(f"the body has more than {BODY_BYTES} bytes; send fewer groups at once", 413)
+        if not self._bodies.take(network, len(piece)):
             raise FeedError("this server reads too many bodies at present; send the same again", 503, 1.0)
+        body += piece
 
 
 async def _no_such_route(request: Request, error: Exception) -> Response:
