@@ -109,7 +109,7 @@ def _run(store: str, given: dict[str, Any], report: CommandOutput) -> None:
 
     async def start(stack: AsyncExitStack) -> FeedServer:
         # Clients choose some of the texts in events.
-        server = FeedServer(store, on_event=lambda event: report.emit(event.fields(), printable(str(event))), **given)
+        server = FeedServer(store, on_event=lambda event: report.emit(event.as_json(), printable(str(event))), **given)
         await stack.enter_async_context(server)
         report.emit(
             {"event": "ready", "url": server.url, "store": store},

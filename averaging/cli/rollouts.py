@@ -6,21 +6,20 @@ import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import click
 
 from averaging.cli import events
 from averaging.cli.exits import WRONG_USAGE, CommandError, Stop, Stopped, failure_of, run
-from averaging.cli.options import DURATION, CheckedPath, flag, json_value, output_options, security_options
-from averaging.common import counted
+from averaging.cli.options import CheckedPath, flag, json_value, output_options, security_options
 from averaging.errors import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from averaging.cli.output import CommandOutput
+    from averaging.rl.feed import Event
 
-SAMPLING = ("temperature", "top_p", "max_tokens")
+SAMPLING = ("temperature", "max_tokens")
 """The options that are parameters of the engine."""
 
 LOOPBACK = "127.0.0.1,localhost"
@@ -55,7 +54,6 @@ LOOPBACK = "127.0.0.1,localhost"
 )
 @click.option("--model", metavar="NAME", help="Model of the engine.  [default: the first]")
 @click.option("--temperature", default=1.0, type=click.FloatRange(min=0), metavar="X", help="Of sampling.")
-@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), metavar="X", help="Of sampling.")
 @click.option(
     "--max-tokens",
     type=click.IntRange(min=1),
@@ -72,32 +70,10 @@ LOOPBACK = "127.0.0.1,localhost"
     help="Rollouts that a limit has cut off: made again and at last dropped with their group; posted with all tokens "
     "masked; or posted like others, but marked in overrides.",
 )
-@click.option(
-    "--attempts", default=3, type=click.IntRange(min=1), metavar="N", help="How often a rollout that fails is made."
-)
 @click.option("--concurrency", default=32, type=click.IntRange(min=1), metavar="N", help="Rollouts at one time.")
 @click.option("--max-groups", type=click.IntRange(min=1), metavar="N", help="End after posting so many groups.")
-@click.option("--seed", default=0, type=click.IntRange(min=0), metavar="N", help="Of the order of the tasks.")
-@click.option(
-    "--store",
-    type=CheckedPath(dir_okay=False),
-    default="rollouts.sqlite",
-    metavar="FILE",
-    help="File with what is scored and not posted, so that a restart loses nothing.",
-)
-@click.option("--name", metavar="TEXT", help="The environment's name at the feed.  [default: NAME]")
-@click.option(
-    "--weight", default=1.0, type=float, metavar="X", help="Weight of the environment at the feed, beside others."
-)
 @click.option(
     "--engine-token-file", type=CheckedPath(dir_okay=False), metavar="FILE", help="File with the engine's token."
-)
-@click.option(
-    "--engine-timeout",
-    default=600.0,
-    type=DURATION,
-    metavar="SECONDS",
-    help="Repeat a request to the engine that has no answer after this time.",
 )
 @flag("metrics_listen")
 @security_options
@@ -109,9 +85,9 @@ def rollouts_command(*, as_json: bool, verbose: int, **given: Any) -> None:
     group: token ids, masks, log-probabilities, scores, and the versions of the weights that made them. Tokens that the
     model did not write are masked. See docs/how-to/rollouts.md.
 
-    While the engine or the feed is away, requests wait, and nothing is lost. Each rollout is in --store from when it is
-    scored until the feed has its group: start the same command again after Ctrl+C or a crash. While the engine's
-    weights are too old for the feed's --max-staleness, or have no version, it waits for newer ones.
+    While the engine or the feed is away, requests wait. Ctrl+C posts the groups that are complete; what is not posted
+    when the command ends is made again by the next one, and the feed has no group twice. While the engine's weights are
+    too old for the feed's --max-staleness, or have no version, it waits for newer ones.
 
     \b
     A trainer, an engine and a feed on this machine, and the environment my_environment.py:
@@ -132,23 +108,23 @@ def rollouts_command(*, as_json: bool, verbose: int, **given: Any) -> None:
     The security options are for the feed; --tls-ca is used for an https engine too.
 
     Exit codes: 0 --max-groups are posted, or stopped by Ctrl+C or SIGTERM; 1 the feed or the engine refuses, or ten
-    groups were dropped one after the other; 2 wrong usage, or the environment, tokenizer or --store cannot be used;
+    groups were dropped one after the other; 2 wrong usage, or the environment or tokenizer cannot be used;
     130, 143 stopped by a signal during the start.
 
     \b
     Events of --json, each with "event":
       loading    environment
-      ready      environment, engine, model, version, kept_groups, kept_rollouts, with --metrics-listen also metrics
+      ready      environment, engine, model, version, with --metrics-listen also metrics
       posted     group, rollouts, score, lowest, highest, versions, newest_version, stale, waiting, rate
       failed     group, reason, message, attempt, number (with this reason): a rollout is no sample, and is made again
-                 up to --attempts; as text only the 1st, 10th, 100th … with a reason
+                 up to 3 times; as text only the 1st, 10th, 100th … with a reason
       dropped    group, message
       equal      groups, score: so many groups in a row have equal scores, at each hundred
       paused     version, newest_version: the engine's weights are too old for the trainer, or have no version
       resumed    version
       away       what (engine, feed, environment), url (or name), message
       back       what, url
-      done       groups, rollouts, stale, dropped, failed (number by reason), kept_groups, kept_rollouts
+      done       groups, rollouts, stale, dropped, failed (number by reason), waiting (complete and not posted)
       error      message
     """
     from averaging.cli.output import CommandOutput
@@ -170,43 +146,49 @@ def _json_object(name: str, text: str | None) -> dict[str, Any]:
 def _run(given: dict[str, Any], report: CommandOutput, *, as_json: bool) -> None:
     _prepare_process()
     try:
-        from averaging.rl.rollouts import RolloutOptions, Rollouts, TruncatedMode
+        from averaging.rl.feed import split_url
+        from averaging.rl.rollouts import ROLLOUT_METRICS, RolloutOptions, Rollouts, TruncatedMode
     except ModuleNotFoundError as error:
         raise CommandError(
             f"{error.name} is not installed; run: pip install 'averaging[rollouts]'", WRONG_USAGE
         ) from None
     from averaging.errors import AveragingError
+    from averaging.metrics import MetricsListener
+    from averaging.security import read_tokens
 
-    metrics_listen = given.pop("metrics_listen")
+    metrics_listen, token_file = given.pop("metrics_listen"), given.pop("engine_token_file")
     sampling = {name: value for name in SAMPLING if (value := given.pop(name)) is not None} | given.pop("sampling_args")
     feed_options = {name: given.pop(name) for name in ("tls_ca", "tls_cert", "tls_key", "token_file")}
-    token = _token(given.pop("engine_token_file"))
     given["truncated"] = TruncatedMode(given["truncated"])
-    given["store"] = Path(given["store"])
-    ready = False
-
     report.emit({"event": "loading", "environment": given["environment"]}, f"loading {given['environment']}")
+    rollouts: Rollouts | None = None
 
-    async def make(stop: Stop) -> None:
-        nonlocal ready
-        options = RolloutOptions(**given, sampling=sampling, feed_options=feed_options, engine_token=token)
-        rollouts = Rollouts(options, lambda event: _report(event, report, metrics.endpoint, as_json=as_json))
-        metrics = _metrics(metrics_listen, rollouts)
-        stop.wait = rollouts.stop
+    async def make(_: Stop) -> None:
+        nonlocal rollouts
+        if tokens := read_tokens(token_file):
+            given["engine"] = with_password(split_url(given["engine"], "an engine")[0], tokens[0])
+        options = RolloutOptions(**given, sampling=sampling, feed_options=feed_options)
+        made = rollouts = Rollouts(options, lambda event: _report(event, report, metrics.endpoint, as_json=as_json))
+        health = lambda: "" if made.started else "starting"  # noqa: E731
+        metrics = MetricsListener(metrics_listen, "averaging rollouts", ROLLOUT_METRICS, made.samples, health)
         async with metrics:
-            await rollouts.run()
-        ready = rollouts.started
-        if ready or not stop.number:
-            report.emit({"event": "done", **rollouts.summary()}, _done_text(rollouts.summary(), given["store"]))
-        elif stop.number:
-            raise Stopped(stop.number)
+            await made.run()
 
     try:
         run(make)
     except Stopped as stop:
-        raise CommandError("stopped during the start" if not ready else "stopped", 128 + stop.number) from None
+        if rollouts is None or not rollouts.started:
+            raise CommandError("stopped during the start", 128 + stop.number) from None
     except AveragingError as error:
         raise failure_of(error) from None
+    if rollouts is not None:
+        _report(rollouts.summary(), report, "", as_json=as_json)
+
+
+def with_password(url: str, password: str) -> str:
+    """Returns an address with a password in it."""
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://any:{quote(password, safe='')}@{rest}"
 
 
 def _prepare_process() -> None:
@@ -217,97 +199,13 @@ def _prepare_process() -> None:
         os.environ[name] = ",".join(filter(None, (os.environ.get(name), LOOPBACK)))
 
 
-def _metrics(listen: str | None, rollouts: Any) -> Any:
-    from averaging.metrics import MetricsListener
-    from averaging.rl.rollouts import ROLLOUT_METRICS
-
-    return MetricsListener(
-        listen, "averaging rollouts", ROLLOUT_METRICS, rollouts.samples, lambda: "" if rollouts.started else "starting"
-    )
-
-
-def _token(path: Path | None) -> str | None:
-    from averaging.errors import AveragingError
-    from averaging.security import read_tokens
-
-    try:
-        tokens = read_tokens(path)
-    except AveragingError as error:
-        raise failure_of(error) from None
-    return tokens[0] if tokens else None
-
-
-def _report(event: Mapping[str, Any], report: CommandOutput, metrics: str, *, as_json: bool) -> None:
-    if event["event"] == "failed" and not as_json and not _is_told(event["number"]):
+def _report(event: Event, report: CommandOutput, metrics: str, *, as_json: bool) -> None:
+    if event.name == "failed" and not as_json and not _is_told(event.fields["number"]):
         return
-    item = dict(event), printable(TEXTS[event["event"]](event), 2000)
-    report.emit(*(events.with_metrics(item, metrics) if event["event"] == "ready" else item))
+    item = event.as_json(), printable(event.text, 2000)
+    report.emit(*(events.with_metrics(item, metrics) if event.name == "ready" else item))
 
 
 def _is_told(number: int) -> bool:
     """Whether a failure is the 1st, 10th, 100th and so on, so that many do not hide all other lines."""
     return str(number).rstrip("0") == "1"
-
-
-def _ready_text(event: Mapping[str, Any]) -> str:
-    kept = ""
-    if event["kept_rollouts"]:
-        kept = f"; {_kept(event)} of the last start are used first"
-    return f"{event['environment']}: asking {event['model']} at {event['engine']}{_at(event['version'])}{kept}"
-
-
-def _posted_text(event: Mapping[str, Any]) -> str:
-    versions = ", ".join(map(str, event["versions"]))
-    made_by = f", version{'s' * (len(event['versions']) > 1)} {versions}" if versions else ""
-    stale = f", too old for the trainer, which is at {event['newest_version']}" if event["stale"] else ""
-    waiting = f", {event['waiting']} wait" if event["waiting"] else ""
-    return (
-        f"group {event['group']}: {event['rollouts']} rollouts, score {event['score']:.3g} "
-        f"({event['lowest']:.3g} to {event['highest']:.3g}){made_by}{stale}; {event['rate']:.1f} rollouts/s{waiting}"
-    )
-
-
-def _at(version: int | None) -> str:
-    return "" if version is None else f", version {version}"
-
-
-def _kept(event: Mapping[str, Any]) -> str:
-    return f"{counted(event['kept_rollouts'], 'rollout')} of {counted(event['kept_groups'], 'group')}"
-
-
-def _done_text(summary: Mapping[str, Any], store: Path) -> str:
-    failed = ", ".join(f"{count} {reason}" for reason, count in summary["failed"].items())
-    parts = [
-        f"posted {counted(summary['groups'], 'group')} of {counted(summary['rollouts'], 'rollout')}",
-        f"{summary['stale']} too old" * bool(summary["stale"]),
-        f"{summary['dropped']} dropped" * bool(summary["dropped"]),
-        f"rollouts that failed: {failed}" * bool(failed),
-        f"{_kept(summary)} are in {store}; the same command goes on with them" * bool(summary["kept_rollouts"]),
-    ]
-    return "; ".join(filter(None, parts))
-
-
-TEXTS: Mapping[str, Any] = {
-    "ready": _ready_text,
-    "posted": _posted_text,
-    "failed": lambda event: (
-        f"group {event['group']}: rollout {event['number']} that failed ({event['reason']}): {event['message']}"
-    ),
-    "equal": lambda event: (
-        f"{event['groups']} groups in a row have equal scores, now {event['score']:.3g}, so that most trainers learn "
-        "nothing from them; look at the grader and at how hard the tasks are"
-    ),
-    "dropped": lambda event: f"group {event['group']} is dropped: {event['message']}",
-    "paused": lambda event: (
-        "paused: the engine's weights have no version, and the feed has a limit; have them follow the run"
-        if event["version"] is None
-        else f"paused: the engine serves version {event['version']}, too old for the trainer, which is at "
-        f"{event['newest_version']}"
-    ),
-    "resumed": lambda event: f"goes on with version {event['version']}",
-    "away": lambda event: f"waiting for the {event['what']} {event['url']}: {event['message']}",
-    "back": lambda event: f"the {event['what']} {event['url']} is back",
-}
-"""The line of each event."""
-
-__all__ = ["rollouts_command"]

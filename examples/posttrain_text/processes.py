@@ -82,6 +82,5 @@ class TextProcesses(ChildProcesses):
             f"--max-tokens={ANSWER_TOKENS}",
             "--truncated=train",
             "--concurrency=64",
-            f"--store={self._story.path / 'rollouts.sqlite'}",
             "--json",
         )

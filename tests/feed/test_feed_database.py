@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 
 from averaging.errors import ConfigError, FeedError
 from averaging.rl.feed.database import KEY_SECONDS, WRITE_RETRY_SECONDS, Database
-from averaging.rl.feed.events import ReturnedEvent, SilentEvent
 from averaging.rl.feed.messages import Post, RegisterEnv, Registration, ScoredData
-from averaging.rl.feed.run_state import KEYED, MAX_BUFFERED, RunRecord, RunState
+from averaging.rl.feed.run_state import MAX_BUFFERED, RunRecord, RunState
 
 
 def registration(batch_size: int = 4, starting_step: int = 0) -> Registration:
@@ -69,11 +68,8 @@ def running(path: str | Path = ":memory:", batch_size: int = 4, **limits: Any) -
     return database
 
 
-OWNER, OTHER = b"at 192.0.2.1", b"at 192.0.2.2"
-
-
-def register_env(database: Database, config: RegisterEnv, owner: bytes = OWNER, now: float = 0.0) -> int:
-    return database.register_env(config, owner, now)
+def register_env(database: Database, config: RegisterEnv, key: bytes = b"", now: float = 0.0) -> int:
+    return database.register_env(config, key, now)
 
 
 def a_post(*groups: tuple[int, int | None, int], key: str = "") -> Post:
@@ -85,6 +81,10 @@ def a_post(*groups: tuple[int, int | None, int], key: str = "") -> Post:
 
 def waiting(database: Database) -> int:
     return len([*database.state.waiting])
+
+
+def told(database: Database) -> list[tuple[str, int]]:
+    return [(event.name, event.fields["env_id"]) for event in database.state.events]
 
 
 def names(contents: Sequence[bytes]) -> list[int]:
@@ -163,8 +163,8 @@ def test_each_group_is_trained_once_in_the_history_that_is_saved(
         assert (state.run, state.queue, state.batches) == (
             *(database.state.run, database.state.queue, database.state.batches),
         )
-        assert [(env.config, env.name, env.owner) for env in state.envs] == [
-            (env.config, env.name, env.owner) for env in database.state.envs
+        assert [(env.config, env.name, env.key) for env in state.envs] == [
+            (env.config, env.name, env.key) for env in database.state.envs
         ]
         assert {env: buffer for env, buffer in state.buffers.items() if buffer} == database.state.buffers
         database.close()
@@ -417,9 +417,9 @@ def test_the_weight_of_an_environment() -> None:
         register_env(database, msgspec.structs.replace(environment(), weight=weight))
     state = database.state
     assert [state.status_env(env)["env_weight"] for env in range(3)] == [0.25, 0.75, 0.01]
-    database.disconnect(1, [OWNER])
+    database.disconnect(1)
     assert state.status_env(0)["env_weight"] == 1.0
-    database.disconnect(0, [OWNER])
+    database.disconnect(0)
     assert state.status_env(2)["env_weight"] == 0.01, "no environment with a weight is left"
 
 
@@ -432,18 +432,18 @@ def test_an_environment_that_all_wait_for_gives_up_its_reservation_and_gets_it_b
     found = database.batch(1, None, 160.0)
     assert found is not None
     assert names(found[2]) == [0, 1]
-    assert database.state.events == [SilentEvent(0, "e_0")]
+    assert told(database) == [("silent", 0)]
     assert database.state.silent_environments() == ["e_0"]
     assert database.state.status_env(0)["unallocated_fraction"] == 1.0
     assert database.batch(2, None, 161.0) is not None
     database.post(a_post((9, 0, 2)), 162.0)
-    assert database.state.events == [SilentEvent(0, "e_0"), ReturnedEvent(0, "e_0")]
+    assert told(database) == [("silent", 0), ("returned", 0)]
     assert database.state.status_env(0)["unallocated_fraction"] == 0.5
     found = database.batch(3, None, 162.0)
     assert found is not None
     assert names(found[2]) == [4, 9]
     assert database.batch(4, None, 200.0) is None, "the run waits for it again"
-    database.disconnect(0, [OWNER])
+    database.disconnect(0)
     assert database.batch(4, None, 200.0) is not None
 
 
@@ -494,36 +494,25 @@ def test_a_restarted_server_waits_again(tmp_path: Path) -> None:
 
 def test_an_environment_that_returns_takes_its_old_place(tmp_path: Path) -> None:
     database = running(tmp_path / "store", env_timeout=60.0)
-    key, other_key = KEYED + b"1", KEYED + b"2"
+    key, other_key = b"1", b"2"
     assert register_env(database, environment(), key, 0.0) == 0
     assert register_env(database, environment(), other_key, 1.0) == 1, "both of them work"
     assert register_env(database, environment(), key, 2.0) == 0, "it has the key"
     assert register_env(database, environment(4), key, 2.0) == 2, "another configuration"
-    assert register_env(database, environment(), OWNER, 59.0) == 3
+    assert register_env(database, environment(), now=59.0) == 3
     database.post(a_post((0, 0, 2), (1, 1, 2)), 60.0)
     database.state.envs[1].heard = 100.0  # it has asked for its status
-    assert register_env(database, environment(), OTHER, 120.0) == 0, "it was silent"
-    assert register_env(database, environment(), OTHER, 121.0) == 3
-    assert register_env(database, environment(), OTHER, 121.0) == 4
-    database.disconnect(1, [other_key])
-    assert register_env(database, environment(), OTHER, 122.0) == 1, "it has disconnected"
+    assert register_env(database, environment(), now=120.0) == 0, "it was silent"
+    assert register_env(database, environment(), now=121.0) == 3
+    assert register_env(database, environment(), now=121.0) == 4
+    database.disconnect(1)
+    assert register_env(database, environment(), now=122.0) == 1, "it has disconnected"
     assert [env.name for env in database.state.envs] == ["e_0", "e_1", "e_2", "e_3", "e_4"]
     database.close()
     database = open_database(tmp_path / "store")
-    assert [env.owner for env in database.state.envs] == [OTHER, OTHER, key, OTHER, OTHER]
+    assert [env.key for env in database.state.envs] == [b"", b"", key, b"", b""]
     assert all(env.connected for env in database.state.envs)
     database.close()
-
-
-def test_only_who_registered_an_environment_may_disconnect_it() -> None:
-    database = running()
-    register_env(database, environment(2, 0.5))
-    for owners in ([], [OTHER], [OTHER, KEYED + b"1"]):
-        with pytest.raises(FeedError, match="only who registered environment 0 may disconnect it"):
-            database.disconnect(0, owners)
-        assert database.state.envs[0].connected
-    database.disconnect(0, [OWNER, KEYED + b"1"])
-    assert not database.state.envs[0].connected
 
 
 def test_a_trainer_is_refused_once_another_has_registered(tmp_path: Path) -> None:

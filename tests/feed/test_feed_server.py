@@ -23,7 +23,6 @@ from averaging.errors import ConfigError, ListenError
 from averaging.http_server import HttpListener, _with_descriptors, listening, network_of
 from averaging.rl.feed import FeedServer, routes, server
 from averaging.rl.feed.connection import Connection
-from averaging.rl.feed.events import BatchEvent, ReturnedEvent, SilentEvent
 from averaging.rl.feed.messages import Registration
 from averaging.rl.feed.run_state import RunState
 from tests.support import certificates
@@ -112,13 +111,14 @@ async def test_a_run_route_by_route() -> None:
 
 BAD = [
     ("/register", {k: v for k, v in REGISTRATION.items() if k != "num_steps"}, "missing required field `num_steps`"),
-    ("/register", REGISTRATION | {"batch_size": 0}, "batch_size must be from 1"),
+    ("/register", REGISTRATION | {"batch_size": 0}, "Expected `int` >= 1 - at `$.batch_size`"),
     ("/register", REGISTRATION | {"batch_size": "many"}, "Expected `int`"),
-    ("/register", REGISTRATION | {"starting_step": -1}, "starting_step must be at least 0"),
-    ("/register", REGISTRATION | {"starting_step": 2**63}, "at most 9007199254740992"),
+    ("/register", REGISTRATION | {"starting_step": -1}, "Expected `int` >= 0 - at `$.starting_step`"),
+    ("/register", REGISTRATION | {"starting_step": 2**63}, "`$.starting_step`"),
     ("/register", REGISTRATION | {"num_steps": 2**64}, "num_steps"),
-    ("/register", REGISTRATION | {"checkpoint_dir": "d" * 5000}, "may have 4096 characters, not 5000"),
-    ("/register-env", ENVIRONMENT | {"weight": 1e300}, "weight must be finite and at most"),
+    ("/register", REGISTRATION | {"checkpoint_dir": "d" * 5000}, "length <= 4096 - at `$.checkpoint_dir`"),
+    ("/register-env", ENVIRONMENT | {"weight": 1e300}, "`$.weight`"),
+    ("/register-env", ENVIRONMENT | {"weight": "nan"}, "`$.weight`"),
     ("/register-env", ENVIRONMENT | {"max_token_length": -(2**64)}, "max_token_length"),
     ("/scored_data", GROUP | {"tokens": [[1, 2], [-1]]}, "Expected `int` >= 0 - at `$.tokens[1][0]`"),
     ("/scored_data", GROUP | {"tokens": [[1, 2**31], [3]]}, "Expected `int` <= 2147483647 - at `$.tokens[0][1]`"),
@@ -127,10 +127,10 @@ BAD = [
     ("/scored_data", GROUP | {"env_id": 2**70}, "env_id"),
     ("/scored_data", GROUP | {"advantages": [[1.0], ["nan"]]}, "an advantage or logprob is not finite"),
     ("/scored_data_list", [GROUP, GROUP | {"distill_logprobs": [[["-inf"]]]}], "an advantage or logprob is not finite"),
-    ("/register-env", ENVIRONMENT | {"group_size": 0}, "group_size must be from 1"),
+    ("/register-env", ENVIRONMENT | {"group_size": 0}, "Expected `int` >= 1 - at `$.group_size`"),
     ("/register-env", ENVIRONMENT | {"group_size": 5}, "group_size 5 is above the run's batch_size 4"),
-    ("/register-env", ENVIRONMENT | {"min_batch_allocation": 1.5}, "min_batch_allocation must be from 0 to 1"),
-    ("/register-env", ENVIRONMENT | {"desired_name": "n" * 2000}, "desired_name may have 1024 characters"),
+    ("/register-env", ENVIRONMENT | {"min_batch_allocation": 1.5}, "`$.min_batch_allocation`"),
+    ("/register-env", ENVIRONMENT | {"desired_name": "n" * 2000}, "length <= 1024 - at `$.desired_name`"),
     ("/register-env", {}, "missing required field"),
     ("/scored_data", GROUP | {"masks": [[1, 2]]}, "2 sequences in tokens, 1 in masks and 2 scores"),
     ("/scored_data", GROUP | {"scores": [1]}, "2 sequences in tokens, 2 in masks and 1 scores"),
@@ -552,7 +552,7 @@ async def test_events() -> None:
         await client.post("/scored_data_list", json=[GROUP, GROUP])
         await client.get("/batch")
         await client.get("/reset_data")
-    assert [event.fields() for event in events] == [
+    assert [event.as_json() for event in events] == [
         {"event": "registered", "batch_size": 4, "starting_step": 0, "num_steps": 1000},
         {"event": "environment", "env_id": 0, "name": "env_0"},
         {"event": "trainer", "registration": 2},
@@ -695,31 +695,6 @@ async def test_a_key_stands_for_all_fields_but_the_environment() -> None:
 
 
 @pytest.mark.asyncio
-async def test_only_who_registered_an_environment_may_disconnect_it() -> None:
-    """It is known by its address, and by its key if it has sent one."""
-    keys: list[dict[str, str]] = [{}, {"Environment-Key": "mine"}]
-    async with FeedServer(":memory:") as feed:
-        elsewhere = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
-        async with (
-            httpx.AsyncClient(base_url=feed.url) as client,
-            httpx.AsyncClient(base_url=feed.url, transport=elsewhere) as other,
-        ):
-            await begin(client)
-            await client.post("/register-env", json=ENVIRONMENT, headers=keys[1])
-            for caller, env_id, headers, succeeds in (
-                (other, 0, {}, False),
-                (other, 0, {"Environment-Key": "other"}, False),
-                (client, 0, {}, True),
-                (client, 1, {}, False),
-                (client, 1, {"Environment-Key": "other"}, False),
-                (other, 1, keys[1], True),
-            ):
-                reply = await caller.post("/disconnect-env", json={"env_id": env_id}, headers=headers)
-                assert reply.json()["status"] == ("success" if succeeds else "failure")
-                assert succeeds or f"only who registered environment {env_id}" in reply.json()["error"]
-
-
-@pytest.mark.asyncio
 async def test_an_environment_that_posts_nothing_does_not_stop_the_run(caplog: pytest.LogCaptureFixture) -> None:
     events: list[Any] = []
     async with serving(env_timeout=0.05, on_event=events.append) as client:
@@ -732,13 +707,13 @@ async def test_an_environment_that_posts_nothing_does_not_stop_the_run(caplog: p
             while (await client.get("/batch")).json()["batch"] is None:
                 pass
         silent, batch = events[-2:]
-        assert (silent, type(batch)) == (SilentEvent(1, "a\x1bb_0"), BatchEvent)
+        assert (silent.as_json(), batch.name) == ({"event": "silent", "env_id": 1, "name": "a\x1bb_0"}, "batch")
         assert (await client.get("/status")).json()["silent_environments"] == ["a\x1bb_0"]
         assert "averaging_feed_silent_environments 1.0" in (await client.get("/metrics")).text
         assert (await client.post("/register-env", json=reserved)).json()["env_id"] == 1, "its old place"
         assert (await client.get("/status")).json()["silent_environments"] == ["a\x1bb_0"], "it has posted nothing yet"
         await client.post("/scored_data", json=GROUP | {"env_id": 1})
-        assert ReturnedEvent(1, "a\x1bb_0") in events
+        assert "returned" in [event.name for event in events]
         assert "silent_environments" not in (await client.get("/status")).json()
     lines = [record.getMessage() for record in caplog.records if "environment 1" in record.getMessage()]
     assert ["posts nothing" in lines[0], "is back" in lines[1]] == [True, True]
@@ -777,9 +752,8 @@ async def test_a_trainer_with_an_earlier_registration_is_refused(caplog: pytest.
         assert "another trainer has registered since" in old.json()["message"]
         assert (await client.post("/register?registration=1", json=REGISTRATION)).status_code == 409
         assert (await client.get("/batch?step=1&registration=2")).json()["step"] == 1
-        for _ in range(3):  # no number is so large that trainers cannot send it any more
-            reply = await client.post(f"/register?registration={10**18 - 1}", json=REGISTRATION)
-        assert (await client.get(f"/batch?step=2&registration={reply.json()['registration']}")).status_code == 200
+        reply = await client.post("/register?registration=9", json=REGISTRATION)
+        assert reply.json()["registration"] == 10, "the server had lost its store"
 
 
 @pytest.mark.asyncio

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -167,8 +168,7 @@ def test_our_environment(server: RunApi) -> None:
 
 def test_versions_do_no_harm(server: RunApi) -> None:
     """That server knows of no versions: it takes the groups, and the batches have no ages."""
-    with BatchFeed(server.url, registration(), poll=0.05) as batches:
-        batches.published(7)
+    with BatchFeed(server.url, registration(), poll=0.05, weights=SimpleNamespace(version=7)) as batches:
         batches._register()
         assert batches._request_batch() == b""
         with FeedEnvironment(server.url, environment()) as env:

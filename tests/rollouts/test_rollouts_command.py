@@ -36,44 +36,31 @@ def started(folder: Path, engine: EngineProcess, feed: Feed, *options: str) -> J
     tokenizer = write_tokenizer(folder / "tokenizer")
     return averaging_process(
         "rollouts", "--environment", DIGIT, "--engine", engine.url, "--feed", feed.url, "--tokenizer", tokenizer,
-        "--store", str(folder / "rollouts.sqlite"), "--group-size", "4", "--max-tokens", "4", *options,
+        "--group-size", "4", "--max-tokens", "4", *options,
     )  # fmt: skip
 
 
-def test_ctrl_c_loses_nothing_that_was_scored(tmp_path: Path, engine: EngineProcess, feed: Feed) -> None:
-    engine.control(answers=6)
-    with Trainer(feed.url, 4) as trainer:
-        with started(tmp_path, engine, feed, "--concurrency", "1") as first:
-            first.expect("posted")
-            first.signal(signal.SIGINT)
-            assert first.wait() == 0
-            done = first.events("done")[0]
-        engine.control(answers=None)
-        with started(tmp_path, engine, feed, "--max-groups", "9") as second:
-            assert second.expect("ready")["kept_rollouts"] == done["kept_rollouts"]
-            assert second.wait() == 0
-        assert second.events("done")[0]["groups"] == 9
-        assert done["groups"] == 1
-        digits = [group["tokens"][0][1] for group in trainer.wait(10)]
-    assert len(set(digits)) == 10
-
-
-def test_a_kill_posts_nothing_twice_and_loses_nothing(tmp_path: Path, engine: EngineProcess, feed: Feed) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_an_end_in_the_middle_posts_nothing_twice(
+    number: signal.Signals, tmp_path: Path, engine: EngineProcess, feed: Feed
+) -> None:
     engine.control(delay=0.05)
     with Trainer(feed.url, 4) as trainer:
         with started(tmp_path, engine, feed) as first:
             for _ in range(4):
                 first.expect("posted")
-            first.kill()
-            first.wait()
-        with started(tmp_path, engine, feed, "--max-groups", "25") as second:
+            first.signal(number)
+            assert first.wait() == (0 if number == signal.SIGINT else -number)
+        with started(tmp_path, engine, feed, "--max-groups", "9") as second:
             assert second.wait() == 0
-        first.drain()
-        numbers = [event["group"] for process in (first, second) for event in process.events("posted")]
-        # A group whose answer the first did not read is posted again, and the feed takes it once.
-        taken = len(set(numbers))
-        assert len(trainer.wait(taken)) == taken
-    assert sorted(set(numbers)) == list(range(taken))
+        # A killed process may not have read the answer to its last post.
+        posted = len(first.events("posted")) + len(second.events("posted"))
+        taken = len(trainer.wait(posted))
+    assert posted <= taken <= posted + (number == signal.SIGKILL)
+    if number == signal.SIGINT:
+        done = first.events("done")[0]
+        assert (done["groups"], done["waiting"]) == (len(first.events("posted")), 0)
+    assert second.events("done")[0]["groups"] == 9
 
 
 def test_a_second_signal_ends_it_during_the_start(tmp_path: Path, engine: EngineProcess, feed: Feed) -> None:
@@ -87,7 +74,6 @@ def test_a_second_signal_ends_it_during_the_start(tmp_path: Path, engine: Engine
 
 def test_wrong_arguments_are_usage_errors(tmp_path: Path) -> None:
     needed = ["rollouts", "--environment", DIGIT, "--engine", "http://127.0.0.1:1", "--feed", "http://127.0.0.1:2"]
-    needed += ["--store", str(tmp_path / "store")]
     for options, message in [
         (["--environment-args", "[1]"], "--environment-args must be a JSON object"),
         (["--sampling-args", "{"], "is not JSON"),
@@ -96,7 +82,6 @@ def test_wrong_arguments_are_usage_errors(tmp_path: Path) -> None:
         (["--environment", "nothing_of_that_name"], "cannot be loaded"),
         (["--engine", "here"], "is not the address of an engine"),
         (["--feed", "here"], "is not the address of a feed"),
-        (["--store", str(tmp_path)], "directory"),
         (["--engine-token-file", str(tmp_path / "none")], "none"),
     ]:
         result = CliRunner().invoke(main, [*needed, *options])
@@ -124,4 +109,4 @@ def test_the_password_of_a_feed_is_not_told(tmp_path: Path, engine: EngineProces
             assert "aaaa" not in str(process.seen)
             process.signal(signal.SIGTERM)
             assert process.wait() == 0
-            assert process.events("done")[0]["kept_rollouts"] > 0
+            assert process.events("done")[0]["waiting"] > 0

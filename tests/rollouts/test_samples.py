@@ -1,17 +1,14 @@
-"""Scored sequences, groups of them, and what is kept on disk."""
+"""Scored sequences, and groups of them."""
 
 from __future__ import annotations
 
 import math
-import sqlite3
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from averaging.errors import ConfigError, RolloutError
-from averaging.rl.rollouts.samples import ScoredSequence, TruncatedMode, WantedVersion, group_of, named, wanted_version
-from averaging.rl.rollouts.store import RolloutStore
+from averaging.errors import RolloutError
+from averaging.rl.rollouts.samples import ScoredSequence, TruncatedMode, WantedVersion, group_of, wanted_version
 
 
 def sequence(**changes: Any) -> ScoredSequence:
@@ -76,46 +73,3 @@ def test_weights_that_are_too_old_for_the_feed() -> None:
     assert only_the_newest.holds(6)
     assert not only_the_newest.holds(7)
     assert only_the_newest.holds(None), "nobody knows how old they are"
-
-
-def test_failures_are_named_with_the_most_frequent_first() -> None:
-    assert named({"engine": 1, "truncated": 5}) == "5 truncated, 1 engine"
-
-
-def test_a_store_keeps_what_is_not_posted(tmp_path: Path) -> None:
-    store = RolloutStore(tmp_path / "store", "digits")
-    first, second = store.begin("task 0"), store.begin("task 1")
-    store.save(first, 1, [sequence()])
-    store.save(second, 0, [sequence(score=2.0)])
-    store.save(second, 1, [sequence(score=3.0)])
-    key = store.key
-    store.forget(first)
-    store.close()
-    again = RolloutStore(tmp_path / "store", "digits")
-    kept = again.pending()
-    assert [(group.number, group.key, group.task) for group in kept] == [(1, second.key, "task 1")]
-    assert [each.score for each in kept[0].sequences()] == [2.0, 3.0]
-    assert kept[0].missing(4) == [2, 3]
-    assert again.next_number == 2
-    assert again.key == key
-    again.close()
-
-
-def test_a_store_of_something_else_is_refused(tmp_path: Path) -> None:
-    RolloutStore(tmp_path / "store", "digits").close()
-    with pytest.raises(ConfigError, match="rollouts of digits, not of words; give another --store"):
-        RolloutStore(tmp_path / "store", "words")
-    (tmp_path / "text").write_text("no database" * 200)
-    with pytest.raises(ConfigError, match="is no store of rollouts"):
-        RolloutStore(tmp_path / "text", "digits")
-    other = sqlite3.connect(tmp_path / "other")
-    other.execute("CREATE TABLE something (number)")
-    other.close()
-    with pytest.raises(ConfigError, match="is no store of rollouts"):
-        RolloutStore(tmp_path / "other", "digits")
-    with pytest.raises(ConfigError, match="cannot be opened"):
-        RolloutStore(tmp_path / "nowhere" / "store", "digits")
-    store = RolloutStore(tmp_path / "store", "digits")
-    with pytest.raises(ConfigError, match="another process uses it"):
-        RolloutStore(tmp_path / "store", "digits")
-    store.close()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from averaging import WeightPublisher
-from averaging.rl.rollouts import RolloutOptions, Rollouts, TruncatedMode
+from averaging.rl.rollouts import RolloutOptions, Rollouts, TruncatedMode, making
 from tests.support.engines import Trainer
 from tests.support.feeds import Feed
 from tests.support.language_models import language_model, save_language_model
@@ -28,7 +28,10 @@ def logprobs_of(model: Any, tokens: list[int]) -> list[float]:
     return torch.log_softmax(logits.float(), -1).gather(1, torch.tensor(tokens[1:])[:, None]).squeeze(1).tolist()
 
 
-async def test_each_sample_has_the_version_and_the_logprobs_of_the_weights_that_made_it(tmp_path: Path) -> None:
+async def test_each_sample_has_the_version_and_the_logprobs_of_the_weights_that_made_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(making, "ATTEMPTS", 20)
     save_language_model(tmp_path / "tiny")
     models = {version: language_model(seed=version) for version in (5, 6)}
     publisher = WeightPublisher()
@@ -51,10 +54,8 @@ async def test_each_sample_has_the_version_and_the_logprobs_of_the_weights_that_
                 engine=url,
                 feed=feed.url,
                 tokenizer=str(tmp_path / "tiny"),
-                store=tmp_path / f"{version}.sqlite",
                 group_size=2,
                 max_groups=GROUPS,
-                attempts=20,
                 truncated=TruncatedMode.TRAIN,
                 # A byte that is no text by itself is another token in the next prompt; such rollouts are repeated.
                 sampling={"max_tokens": 1, "temperature": 1.0},

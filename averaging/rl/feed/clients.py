@@ -15,15 +15,12 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import msgspec
 import torch.distributed as dist
 
-from averaging.common import is_count
 from averaging.errors import ConfigError, FeedError, SiteError, printable
 from averaging.rl.feed.connection import Connection, RetrySchedule, decode_reply
 from averaging.rl.feed.messages import (
-    MAX_STEP,
     BatchReply,
     EnvStatus,
     Posted,
-    PostedStaleness,
     Registered,
     RegisterEnv,
     Registration,
@@ -36,22 +33,21 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+logger = logging.getLogger(__name__)
+
+SYNC_INTERVAL = 5.0
+"""Seconds after which rank 0 broadcasts without a batch, so that the ranks notice one that died."""
+
+REGISTER_INTERVAL = 1.0
+"""Seconds between two requests to register while no trainer has started."""
+
+
 class BatchOutcome(IntEnum):
     """The outcome of one request of rank 0 for a batch; the first byte of what it broadcasts."""
 
     NOTHING_YET = 0
     BATCH = 1
     FAILED = 2
-
-
-logger = logging.getLogger(__name__)
-
-SYNC_INTERVAL = 5.0
-"""Seconds after which the ranks call a collective without a batch, so that they notice a rank that died."""
-
-
-class _TrainerStatus(msgspec.Struct, frozen=True):
-    current_step: int
 
 
 class _Registered(msgspec.Struct, frozen=True):
@@ -69,7 +65,7 @@ class Batch:
     Attributes:
         step: the first one is `starting_step + 1`.
         groups: the posted groups with all fields of `ScoredData`; fields that were not posted are None, but `version`
-            and `staleness` are missing then.
+            is missing then.
         newest_version: the trainer's newest version of the weights when the batch was fetched; None if it is unknown.
     """
 
@@ -111,8 +107,8 @@ class VersionedWeights(Protocol):
 class BatchFeed:
     """Iterates over the batches of a feed, in one process or in all ranks of a process group.
 
-    All ranks get the same batch for the same step: rank 0 registers and fetches it, and broadcasts it to the others,
-    which poll the server's step meanwhile. The iteration ends after step `registration.num_steps`.
+    All ranks get the same batch for the same step: rank 0 registers and fetches it, and broadcasts it to the others.
+    The iteration ends after step `registration.num_steps`.
 
     To resume a training, give the step of its checkpoint as `registration.starting_step`. A server of this library
     delivers the batches after that step again, so that each is trained exactly once. It keeps them until the checkpoint
@@ -123,12 +119,13 @@ class BatchFeed:
         url: the server, "http://HOST:PORT" or "https://HOST:PORT".
         registration: registration of the run; the same on all ranks.
         process_group: None means torch's default group if torch.distributed is initialized, else this process alone.
-        poll: seconds between two requests for a batch, and at the other ranks for the status.
+        poll: seconds between two requests for a batch.
         rank_timeout: seconds for which a rank waits for another rank, which may still be training.
         retry_timeout: seconds without a usable answer of the server after which the iteration raises. The wait for data
             has no limit.
-        weights: the `WeightPublisher` of this training. Its version is reported with each request for a batch, so that
-            the server can tell how old groups are. Only that of rank 0 counts. See also `published`.
+        weights: the `WeightPublisher` of this training, or another object with a `version`. It is reported with each
+            request for a batch, so that the server can tell how old groups are. Only that of rank 0 counts. After a
+            resume it must be the version of the checkpoint from the first batch on.
         options: `token_file`, `tls_ca`, `tls_cert`, `tls_key`, `timeout` and `max_bytes`, see `Connection`.
 
     Attributes:
@@ -163,7 +160,6 @@ class BatchFeed:
         self._joined = self._registered = self._closed = False
         self._saved: int | None = None
         self._weights = weights
-        self._published: int | None = None
         self._number: int | None = None  # of the registration; None at atroposlib's server
         self._warning = ""
         self.step = registration.starting_step
@@ -189,18 +185,6 @@ class BatchFeed:
         """Lets the server forget the batches up to `step`, whose checkpoint is saved. Only calls at rank 0 count."""
         self._saved = max(step, self._saved or 0)
 
-    def published(self, version: int) -> None:
-        """Sets the newest version of the weights, instead of `weights`. Only calls at rank 0 count.
-
-        A trainer that resumes calls it with the version of its checkpoint before the first batch.
-
-        Raises:
-            ConfigError: it is not a number from 0 to 2^53.
-        """
-        if not is_count(version) or version > MAX_STEP:
-            raise ConfigError(f"the version must be a number from 0 to {MAX_STEP}, not {version!r}")
-        self._published = max(self._published or 0, version)
-
     def close(self) -> None:
         """Ends the iteration at this rank. Ranks that wait for it raise. More calls have no effect."""
         self._closed = True
@@ -219,12 +203,9 @@ class BatchFeed:
             self._join()
         while True:
             outcome, content, error = BatchOutcome.NOTHING_YET, b"", None
-            until = time.monotonic() + SYNC_INTERVAL
-            if self._ranks is not None and self._ranks.rank:
-                self._await_next_step(until)
-            else:
+            if self._ranks is None or not self._ranks.rank:
                 try:
-                    content = self._fetch(until)
+                    content = self._fetch(time.monotonic() + SYNC_INTERVAL)
                     outcome = BatchOutcome.BATCH if content else BatchOutcome.NOTHING_YET
                 except FeedError as failed:
                     outcome, content, error = BatchOutcome.FAILED, str(failed).encode(), failed
@@ -304,8 +285,8 @@ class BatchFeed:
         params = {"step": step, "saved": self._saved_step()}
         if self._number is not None:
             params["registration"] = self._number
-        if (newest := self._newest_version()) is not None:
-            params["version"] = newest
+        if self._weights is not None and self._weights.version is not None:
+            params["version"] = self._weights.version
         content = self._connection.send("GET", "/batch", params=params)
         reply = decode_reply(content, BatchReply)
         if reply.warning and reply.warning != self._warning:
@@ -318,28 +299,11 @@ class BatchFeed:
             raise FeedError(f"{self._connection.url} answers with step {reply.step} instead of {step}")
         return content if reply.batch else b""
 
-    def _newest_version(self) -> int | None:
-        known = (self._published, None if self._weights is None else self._weights.version)
-        return max((version for version in known if version is not None), default=None)
-
     def _saved_step(self) -> int:
         if self._saved is not None:
             return self._saved
         interval = self._registration.save_checkpoint_interval
         return max(self._registration.starting_step, self.step // interval * interval if interval > 0 else self.step)
-
-    def _await_next_step(self, until: float) -> None:
-        """Polls the server's step until it grows, at most until `until`. Rank 0 reports a server that fails."""
-        while True:
-            try:
-                if self._connection.request_once("GET", "/status", _TrainerStatus).current_step > self.step:
-                    return
-            except FeedError:
-                pass
-            left = until - time.monotonic()
-            if left <= 0:
-                return
-            time.sleep(min(self._poll, left))
 
 
 @contextmanager
@@ -349,16 +313,6 @@ def _naming_the_remedy() -> Iterator[None]:
         yield
     except SiteError as error:
         raise FeedError(f"{error}, from its checkpoint") from error
-
-
-# The client of an environment.
-
-REGISTER_INTERVAL = 1.0
-"""Seconds between two requests to register while no trainer has started."""
-
-
-class _EnvironmentStatus(msgspec.Struct, frozen=True):
-    status: str
 
 
 class FeedEnvironment:
@@ -372,8 +326,8 @@ class FeedEnvironment:
         start_timeout: seconds to wait until a trainer has started; None waits without limit.
         key: secret that identifies this environment. A process that is restarted with the same `config` and key takes
             its old place at once. None makes a new key; then it takes the place once the server finds it silent.
-        weights: the `WeightFollower` of this environment. Each posted group without a version gets its version, and its
-            staleness. If the weights may change during a rollout, give `post` the versions instead.
+        weights: the `WeightFollower` of this environment. Each posted group without a version gets its version. If the
+            weights may change during a rollout, give `post` the versions instead.
         options: `token_file`, `tls_ca`, `tls_cert`, `tls_key`, `timeout`, `retry_timeout`, `max_bytes` of `Connection`.
 
     Attributes:
@@ -466,9 +420,7 @@ class FeedEnvironment:
         try:
             if self.registered is not None:
                 body = {"env_id": self.registered.env_id}
-                self._connection.request_once(
-                    "POST", "/disconnect-env", _EnvironmentStatus, body=body, headers=self._headers
-                )
+                self._connection.send("POST", "/disconnect-env", body=body, headers=self._headers)
         except FeedError:
             pass  # a server that does not answer is not worth waiting for
         finally:
@@ -481,7 +433,7 @@ class FeedEnvironment:
         self.close()
 
     def _dated(self, group: ScoredData, version: int | Sequence[int] | None) -> ScoredData:
-        """Fills in the version of a group, and with a follower its staleness."""
+        """Fills in the version of a group."""
         if group.version is not msgspec.UNSET:
             return group
         if version is not None:
@@ -489,9 +441,7 @@ class FeedEnvironment:
             return msgspec.structs.replace(group, version=numbers)
         if self._weights is None:
             return group
-        behind = getattr(self._weights, "staleness", None)
-        staleness = None if behind is None else PostedStaleness(behind.versions, behind.seconds)
-        return msgspec.structs.replace(group, version=self._weights.version, staleness=staleness)
+        return msgspec.structs.replace(group, version=self._weights.version)
 
     def _post(self, groups: tuple[ScoredData, ...], registered: Registered, key: str) -> Posted:
         filled = [msgspec.structs.replace(group, env_id=registered.env_id) for group in groups]

@@ -23,9 +23,6 @@ T = TypeVar("T")
 COMPRESS_MIN_BYTES = 1024
 """Bodies of this size or more are compressed, as environments of atroposlib do."""
 
-MIN_PAUSE, MAX_PAUSE = 0.1, 5.0
-"""Seconds before the first repetition. The pause doubles with each one, up to the maximum."""
-
 MAX_RETRY_AFTER = 60.0
 """Upper bound of the `Retry-After` that a client obeys, in seconds."""
 
@@ -34,12 +31,12 @@ MAX_MESSAGE = 2000
 
 
 def retry_pauses() -> Backoff:
-    """Returns the pauses between the tries of one request."""
-    return Backoff(MIN_PAUSE, MAX_PAUSE, random.Random(), jitter=(0.5, 1.0))
+    """Returns the pauses between the tries of one request, from 0.1 s up to 5 s."""
+    return Backoff(0.1, 5.0, random.Random(), jitter=(0.5, 1.0))
 
 
 class RetrySchedule:
-    """Pauses that end after `retry_timeout` seconds without success. Pure but for its jitter."""
+    """Pauses that end after `retry_timeout` seconds without success."""
 
     def __init__(self, retry_timeout: float) -> None:
         self._retry_timeout, self._pauses = retry_timeout, retry_pauses()
@@ -51,11 +48,7 @@ class RetrySchedule:
         self._pauses.reset()
 
     def failed(self, error: FeedError, now: float) -> float:
-        """Returns the seconds to wait before the next try.
-
-        Raises:
-            FeedError: it would fail again, or there was no success for `retry_timeout`.
-        """
+        """Returns the seconds to wait before the next try. Raises `error` if it would fail again, or time is up."""
         if error.retry_after is None:
             raise error
         self._first_failure = now if self._first_failure is None else self._first_failure
@@ -156,29 +149,23 @@ class Connection:
         except (httpx.HTTPError, httpx.StreamError) as error:
             reason = str(error) or type(error).__name__
             through = f" through the proxy {shown_proxy(self._proxy)}" if self._proxy else ""
-            remedies = ["check that the feed is up"]
-            if not is_loopback(httpx.URL(self.url).host) and (ignored := ignored_proxies()):
-                remedies.append(ignored)
-            raise FeedError(
-                f"{self.url} cannot be reached{through} ({reason}); {'; '.join(remedies)}", 0, 0.0
-            ) from None
+            ignored = "" if is_loopback(httpx.URL(self.url).host) else ignored_proxies()
+            remedy = "; ".join(filter(None, ("check that the feed is up", ignored)))
+            raise FeedError(f"{self.url} cannot be reached{through} ({reason}); {remedy}", 0, 0.0) from None
         if response.is_success:
             return bytes(reply)
-        message = f"{self.url}{path} answers {response.status_code}: {_message(bytes(reply))}"
-        if response.status_code >= 500 or response.status_code in (408, 429):
-            raise FeedError(message, response.status_code, _seconds(response.headers.get("retry-after", "")))
-        raise FeedError(message, response.status_code)
+        status, later = response.status_code, response.headers.get("retry-after", "")
+        retry_after = None  # what the server refuses, it would refuse again
+        if status >= 500 or status in (408, 429):
+            retry_after = min(float(later), MAX_RETRY_AFTER) if later.isascii() and later.isdecimal() else 0.0
+        raise FeedError(f"{self.url}{path} answers {status}: {_message(bytes(reply))}", status, retry_after)
 
 
 def split_url(url: str, of: str) -> tuple[str, tuple[str, str] | None]:
     """Splits an HTTP address into one that errors may show, and the user and password in it; None if there are none.
 
-    Args:
-        url: the address.
-        of: whose address it should be, for errors.
-
     Raises:
-        ConfigError: it is no address.
+        ConfigError: it is no address; `of` says whose it should be.
     """
     try:
         parsed = httpx.URL(url)
@@ -193,11 +180,7 @@ def split_url(url: str, of: str) -> tuple[str, tuple[str, str] | None]:
 
 
 def decode_reply(body: bytes, kind: type[T]) -> T:
-    """Decodes a reply of the server.
-
-    Raises:
-        FeedError: the reply is not of this kind.
-    """
+    """Decodes a reply of the server."""
     try:
         return decode(body, kind)
     except FeedError as error:
@@ -210,7 +193,3 @@ def _message(body: bytes) -> str:
         return printable(str(error.get("message") or error.get("detail")), MAX_MESSAGE)
     except (msgspec.MsgspecError, AttributeError, RecursionError):
         return printable(body[:200].decode(errors="replace"))
-
-
-def _seconds(retry_after: str) -> float:
-    return min(float(retry_after), MAX_RETRY_AFTER) if retry_after.isascii() and retry_after.isdecimal() else 0.0

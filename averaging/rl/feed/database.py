@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -96,27 +96,20 @@ class Database:
         with self._transaction():
             return self.state.register(registration, trainer)
 
-    def register_env(self, config: RegisterEnv, owner: bytes, now: float) -> int:
+    def register_env(self, config: RegisterEnv, key: bytes, now: float) -> int:
         with self._transaction():
-            env_id = self.state.register_env(config, owner, now)
+            env_id = self.state.register_env(config, key, now)
             if env_id >= 0:
                 self._write_env(env_id)
             return env_id
 
-    def disconnect(self, env_id: int, owners: Collection[bytes]) -> None:
+    def disconnect(self, env_id: int) -> None:
         with self._transaction():
-            self.state.disconnect(env_id, owners)
+            self.state.disconnect(env_id)
             self._write_env(env_id)
 
     def post(self, post: Post, now: float) -> tuple[list[int], bool]:
-        """Adds groups, once for each key. `now` is in seconds since the epoch.
-
-        Returns:
-            `Added.buffered`, and whether this post is a repetition.
-
-        Raises:
-            FeedError: a group can never be part of a batch, the key belongs to other data, or the queue is full.
-        """
+        """Adds groups, once for each key. Returns `Added.buffered`, and whether this post is a repetition."""
         with self._transaction():
             query = "SELECT digest, buffered FROM posts WHERE key = ?"
             if (earlier := self._db.execute(query, (post.key,)).fetchone()) is not None:
@@ -158,9 +151,6 @@ class Database:
 
         Returns:
             The batch's step, its number of sequences, and the content of each group; None if there is no batch yet.
-
-        Raises:
-            FeedError: no trainer has registered, or another one since, or `step` is of another run or forgotten.
         """
         with self._transaction():
             state = self.state

@@ -17,7 +17,7 @@ import msgspec
 from averaging.errors import ConfigError, FeedError
 from averaging.rl.feed.versions import oldest_version
 
-MAX_NAME, MAX_TEXT, MAX_BATCH_SIZE, MAX_STEP, MAX_WEIGHT = 1024, 4096, 1 << 20, 1 << 53, 1e9
+MAX_BATCH_SIZE, MAX_STEP, MAX_WEIGHT = 1 << 16, 1 << 53, 1e9
 
 MAX_VERSIONS = 64
 """Versions of the weights that may have made one group."""
@@ -31,84 +31,49 @@ ENTRY_COST, CONTAINER_COST = 8, 16
 Message = TypeVar("Message")
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Size = Annotated[int, msgspec.Meta(ge=1, le=MAX_BATCH_SIZE)]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN)]
 Mask = Annotated[int, msgspec.Meta(ge=-100, le=MAX_TOKEN)]
 VersionNumber = Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)]
 Versions = Annotated[list[VersionNumber], msgspec.Meta(min_length=1, max_length=MAX_VERSIONS)]
 
 
-class PostedStaleness(msgspec.Struct, frozen=True):
-    """How old an environment says that its weights were when it posted a group.
-
-    Attributes:
-        versions: how many versions behind the newest one that it knew.
-        seconds: for how long.
-    """
-
-    versions: VersionNumber = 0
-    seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_WEIGHT)] = 0.0
-
-
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
-    """The registration of a trainer, which begins a run.
+    """The registration of a trainer, which begins a run. The server refuses values that are out of range.
 
     Attributes:
-        batch_size: sequences in a batch, over all ranks.
+        batch_size: sequences in a batch, over all ranks, from 1 to 65,536.
         max_token_len: environments drop sequences of this length or longer; 0 or less means no limit.
         save_checkpoint_interval: steps between two checkpoints; 0 or less means that no checkpoint is saved.
         starting_step: 0 for a new training, or the step of the checkpoint from which it resumes.
         num_steps: the last step of the training; less than 0 means no limit.
-
-    Raises:
-        ConfigError: batch_size or starting_step is out of range, or a text is too long.
     """
 
-    wandb_group: str
-    wandb_project: str
-    batch_size: int
+    wandb_group: Text
+    wandb_project: Text
+    batch_size: Size
     max_token_len: Int64
-    checkpoint_dir: str
+    checkpoint_dir: Text
     save_checkpoint_interval: Int64
-    starting_step: int
+    starting_step: Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)]
     num_steps: Int64
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.batch_size <= MAX_BATCH_SIZE:
-            raise ConfigError(f"batch_size must be from 1 to {MAX_BATCH_SIZE}, not {self.batch_size}")
-        if not 0 <= self.starting_step <= MAX_STEP:
-            raise ConfigError(f"starting_step must be at least 0 and at most {MAX_STEP}, not {self.starting_step}")
-        longest = max(len(text) for text in (self.wandb_group, self.wandb_project, self.checkpoint_dir))
-        if longest > MAX_TEXT:
-            raise ConfigError(f"a name or path may have {MAX_TEXT} characters, not {longest}")
 
 
 class RegisterEnv(msgspec.Struct, frozen=True, kw_only=True):
-    """The registration of an environment.
+    """The registration of an environment. The server refuses values that are out of range.
 
     Attributes:
         weight: relative to the other environments, for `EnvStatus.env_weight`.
         group_size: sequences in each of its groups. Smaller groups wait until they add up to it.
         min_batch_allocation: the fraction of each batch that is reserved for this environment, from 0 to 1.
-
-    Raises:
-        ConfigError: a value is out of range, or desired_name is too long.
     """
 
     max_token_length: Int64
-    desired_name: str
-    weight: float
-    group_size: int
-    min_batch_allocation: float | None = None
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.group_size <= MAX_BATCH_SIZE:
-            raise ConfigError(f"group_size must be from 1 to {MAX_BATCH_SIZE}, not {self.group_size}")
-        if self.min_batch_allocation is not None and not 0 <= self.min_batch_allocation <= 1:
-            raise ConfigError(f"min_batch_allocation must be from 0 to 1, not {self.min_batch_allocation}")
-        if not abs(self.weight) <= MAX_WEIGHT:
-            raise ConfigError(f"weight must be finite and at most {MAX_WEIGHT:g}, not {self.weight}")
-        if len(self.desired_name) > MAX_NAME:
-            raise ConfigError(f"desired_name may have {MAX_NAME} characters, not {len(self.desired_name)}")
+    desired_name: Annotated[str, msgspec.Meta(max_length=1024)]
+    weight: Annotated[float, msgspec.Meta(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]
+    group_size: Size
+    min_batch_allocation: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
 
 
 class EnvIdentifier(msgspec.Struct, frozen=True):
@@ -125,10 +90,7 @@ class ScoredData(msgspec.Struct, kw_only=True):
         masks: the id of each token, or -100 if it is not trained, for example in the prompt.
         scores: one number for each sequence.
         version: the version of the weights that made the group, or all versions if they changed meanwhile; None if a
-            part of them is unknown.
-        staleness: how old those weights were when the group was posted.
-
-    The last two are left out of the JSON if they are not set, as atroposlib does not know them.
+            part of them is unknown. It is left out of the JSON if it is not set, as atroposlib does not know it.
 
     Raises:
         ConfigError: lengths do not match, a score is not finite, or a message has no role or content.
@@ -149,10 +111,8 @@ class ScoredData(msgspec.Struct, kw_only=True):
     distill_token_ids: list[list[list[TokenId]]] | None = None
     distill_logprobs: list[list[list[float]]] | None = None
     version: VersionNumber | Versions | msgspec.UnsetType | None = msgspec.UNSET
-    staleness: PostedStaleness | msgspec.UnsetType | None = msgspec.UNSET
 
     def __post_init__(self) -> None:
-        self.staleness = msgspec.UNSET if self.staleness is None else self.staleness
         size = len(self.tokens)
         if not size:
             raise ConfigError("tokens is empty; a group has at least one sequence")
@@ -227,7 +187,7 @@ class Posted(msgspec.Struct, frozen=True):
 
 
 class BatchReply(msgspec.Struct, frozen=True):
-    """The answer to a request for a batch. atroposlib's server sends `batch` alone."""
+    """The answer to a request for a batch; only `batch` from atroposlib's server."""
 
     batch: list[dict[str, Any]] | None
     status: str = ""
@@ -239,36 +199,24 @@ class BatchReply(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """The groups of one request.
+    """The groups of one request."""
 
-    Attributes:
-        groups: environment and number of sequences of each.
-        contents: the JSON of each.
-        key: identifies repetitions of the request; empty if the client sent none.
-        digest: equal in all repetitions of the request.
-        versions: see `oldest_version`, of each group; empty if none has one.
-    """
-
-    groups: Sequence[tuple[int | None, int]]
-    contents: Sequence[bytes]
-    key: str
-    digest: bytes
-    versions: Sequence[int | None] = ()
+    groups: Sequence[tuple[int | None, int]]  # environment and number of sequences of each
+    contents: Sequence[bytes]  # the JSON of each
+    key: str  # identifies repetitions of the request; empty if the client sent none
+    digest: bytes  # equal in all repetitions of the request
+    versions: Sequence[int | None] = ()  # see `oldest_version`, of each group; empty if none has one
 
     @classmethod
     def of(cls, groups: Sequence[ScoredData], key: str) -> Self:
-        """Encodes the groups of a request.
-
-        Raises:
-            FeedError: a number is not finite.
-        """
+        """Encodes the groups of a request, of which all numbers must be finite."""
         digest = blake2b(digest_size=16)
         contents = []
         for group in groups:
             _check_finite(group)
             contents.append(msgspec.json.encode(group))
             if key:  # an environment that was restarted may have a new env_id, and newer weights
-                unset = msgspec.structs.replace(group, env_id=None, version=msgspec.UNSET, staleness=msgspec.UNSET)
+                unset = msgspec.structs.replace(group, env_id=None, version=msgspec.UNSET)
                 digest.update(msgspec.json.encode(unset))
         versions = [oldest_version(group.version) for group in groups]
         known = versions if any(version is not None for version in versions) else ()

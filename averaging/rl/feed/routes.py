@@ -19,17 +19,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from averaging.errors import FeedError, printable
 from averaging.rl.feed.database import Database
-from averaging.rl.feed.events import (
-    BatchEvent,
-    EnvironmentEvent,
-    Event,
-    RegisteredEvent,
-    ResetEvent,
-    ReturnedEvent,
-    SilentEvent,
-    StaleEvent,
-    TrainerEvent,
-)
+from averaging.rl.feed.events import Event
 from averaging.rl.feed.messages import (
     MAX_STEP,
     EnvIdentifier,
@@ -39,7 +29,7 @@ from averaging.rl.feed.messages import (
     ScoredData,
     decode,
 )
-from averaging.rl.feed.run_state import KEYED, NoTrainerError, RunState
+from averaging.rl.feed.run_state import NoTrainerError, RunState
 
 logger = logging.getLogger(__name__)
 
@@ -163,11 +153,14 @@ class Routes:
         self._warn_once(warning)
         return result
 
+    def _tell(self, name: str, text: str, /, **fields: Any) -> None:
+        self._emit(Event(name, text, fields))
+
     def _emit(self, event: Event) -> None:
-        if isinstance(event, StaleEvent):
-            self._counters["stale_groups_total"].labels(event.reason).inc(event.groups)
-        if isinstance(event, SilentEvent | ReturnedEvent):
-            logger.warning("%s", printable(str(event)))
+        if event.name == "stale":
+            self._counters["stale_groups_total"].labels(event.fields["reason"]).inc(event.fields["groups"])
+        elif event.name in ("silent", "returned"):
+            logger.warning("%s", printable(event.text))
         try:
             self._on_event(event)
         except Exception:  # the user's; the request has succeeded, so its client gets the answer
@@ -215,19 +208,23 @@ class Routes:
         is_new, trainer, warning, resumed = await self._run(register)
         if resumed:
             logger.warning("%s", resumed)
+        size, start = registration.batch_size, registration.starting_step
         if is_new:
-            self._emit(RegisteredEvent(registration.batch_size, registration.starting_step, registration.num_steps))
+            fields = {"batch_size": size, "starting_step": start, "num_steps": registration.num_steps}
+            self._tell("registered", f"a trainer has registered: batches of {size}, from step {start}", **fields)
         else:
-            self._emit(TrainerEvent(trainer))
+            text = f"another trainer has registered, as number {trainer}; an earlier one that still runs gets an error"
+            self._tell("trainer", text, registration=trainer)
         reply = {"uuid": uuid.uuid4().int, "registration": trainer}
         return _json(reply | ({"warning": warning} if warning else {}))
 
     async def _register_env(self, request: Request, body: bytearray) -> Response:
-        config = decode(body, RegisterEnv, MAX_OBJECTS)
-        owner, now = _owners(request)[-1], time.time()
+        config, now = decode(body, RegisterEnv, MAX_OBJECTS), time.time()
+        secret = request.headers.get("environment-key", "").encode()
+        key = blake2b(secret, digest_size=16).digest() if secret else b""
 
         def register(database: Database) -> dict[str, Any]:
-            env_id, state = database.register_env(config, owner, now), database.state
+            env_id, state = database.register_env(config, key, now), database.state
             if env_id < 0 or state.run.registration is None:
                 return {"status": "wait for trainer to start"}
             return {
@@ -243,13 +240,14 @@ class Routes:
 
         reply = await self._run(register)
         if "env_id" in reply:
-            self._emit(EnvironmentEvent(reply["env_id"], reply["wandb_name"]))
+            env_id, name = reply["env_id"], reply["wandb_name"]
+            self._tell("environment", f"environment {env_id} has registered: {name}", env_id=env_id, name=name)
         return _json(reply)
 
     async def _disconnect_env(self, request: Request, body: bytearray) -> Response:
-        env_id, owners = decode(body, EnvIdentifier, MAX_OBJECTS).env_id, _owners(request)
+        env_id = decode(body, EnvIdentifier, MAX_OBJECTS).env_id
         try:
-            await self._run(lambda database: database.disconnect(env_id, owners))
+            await self._run(lambda database: database.disconnect(env_id))
         except FeedError as error:
             if error.retry_after is not None:
                 raise
@@ -326,7 +324,9 @@ class Routes:
         delivered_step, sequences, contents = delivered
         self._counters["delivered_batches_total"].inc()
         self._counters["delivered_sequences_total"].inc(sequences)
-        self._emit(BatchEvent(delivered_step, len(contents), sequences))
+        counts = {"step": delivered_step, "groups": len(contents), "sequences": sequences}
+        text = f"step {delivered_step}: delivered {sequences} sequences in {len(contents)} groups"
+        self._tell("batch", text, **counts)
         last = b"}" if newest is None else b',"newest_version":%d}' % newest
         return await _content(request, b'{"batch":[%b],"step":%d%b' % (b",".join(contents), delivered_step, last))
 
@@ -336,7 +336,7 @@ class Routes:
 
     async def _reset_data(self, request: Request, body: bytearray) -> Response:
         await self._run(lambda database: database.reset())
-        self._emit(ResetEvent())
+        self._tell("reset", "GET /reset_data has dropped everything")
         return PlainTextResponse("Reset successful")
 
     async def _get_metrics(self, request: Request, body: bytearray) -> Response:
@@ -368,13 +368,6 @@ async def _content(request: Request, content: bytes) -> Response:
         content = await asyncio.to_thread(zlib.compress, content, 1, 31)
         headers["Content-Encoding"] = "gzip"
     return Response(content, headers=headers, media_type="application/json")
-
-
-def _owners(request: Request) -> list[bytes]:
-    """Returns what may identify the caller: its address, and its secret key if it sends one."""
-    address = b"at " + (request.client.host if request.client else "").encode()
-    key = request.headers.get("environment-key", "")
-    return [address, KEYED + blake2b(key.encode(), digest_size=16).digest()] if key else [address]
 
 
 def _key(request: Request) -> str:

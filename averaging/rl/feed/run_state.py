@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ import msgspec
 from averaging.common import listed
 from averaging.errors import FeedError
 from averaging.rl.feed.batch_formation import can_fill, exact_sum, form_batch, reservations
-from averaging.rl.feed.events import Event, ReturnedEvent, SilentEvent, StaleEvent
+from averaging.rl.feed.events import Event
 from averaging.rl.feed.messages import RegisterEnv, Registration
 from averaging.rl.feed.versions import UNKNOWN, Fit, TrainerVersion
 
@@ -26,14 +26,8 @@ MIN_ENV_WEIGHT = 0.01
 MAX_ENVS, MAX_BUFFERED = 1 << 16, 1024
 """Environments of a run, and groups in the buffer of one environment."""
 
-MAX_TRAINER = 1 << 31
-"""Largest number that a server without its earlier store takes over from a trainer that registers again."""
-
 MOST_STALE = 8
 """Environments whose stale groups the status names."""
-
-KEYED = b"key "
-"""Prefix of an owner that is known by a secret key."""
 
 
 class NoTrainerError(FeedError):
@@ -57,17 +51,11 @@ class SampleGroup:
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """The effect of `RunState.add`.
+    """The effect of `RunState.add`."""
 
-    Attributes:
-        first: number of the first added group; the others follow.
-        queued: the groups that entered the queue, in its order: added groups, and buffered ones that they completed.
-        buffered: sequences in the buffer after each added group whose size is not its environment's.
-    """
-
-    first: int
-    queued: list[SampleGroup]
-    buffered: list[int]
+    first: int  # number of the first added group; the others follow
+    queued: list[SampleGroup]  # those that entered the queue: added groups, and buffered ones that they completed
+    buffered: list[int]  # sequences in the buffer after each added group whose size is not its environment's
 
 
 class Env(msgspec.Struct):
@@ -76,7 +64,7 @@ class Env(msgspec.Struct):
     config: RegisterEnv
     name: str
     connected: bool = True
-    owner: bytes = b""  # identifies who registered it
+    key: bytes = b""  # by which it is known after a restart; empty for none
     heard: float = 0.0  # time of its last request
     posted: bool = True  # whether it has posted since its registration
     waited: float = 0.0  # since when the run waits for its groups: its last post, or the last batch with some of them
@@ -89,60 +77,39 @@ class Env(msgspec.Struct):
 
 
 class RunRecord(msgspec.Struct):
-    """What the store holds of a run beside its environments and groups.
+    """What the store holds of a run beside its environments and groups."""
 
-    Attributes:
-        trainer: number of the latest registration of a trainer; earlier trainers are refused.
-        started: whether a trainer has asked for a batch. Environments can register from then on.
-        step: step of the newest batch.
-        saved: the batches up to this step are forgotten.
-        version: the trainer's newest version.
-        unfit: environments whose last group had no known version, or one that did not fit the trainer's.
-    """
-
-    trainer: int = 0
+    trainer: int = 0  # number of the latest registration of a trainer; earlier trainers are refused
     registration: Registration | None = None
-    started: bool = False
-    step: int = 0
-    saved: int = 0
+    started: bool = False  # whether a trainer has asked for a batch. Environments can register from then on
+    step: int = 0  # of the newest batch
+    saved: int = 0  # the batches up to this step are forgotten
     version: TrainerVersion = msgspec.field(default_factory=TrainerVersion)
-    unfit: list[int] = []
+    unfit: list[int] = []  # environments whose last group had no known version, or one that did not fit the trainer's
 
 
 @dataclass(kw_only=True)
 class RunState:
-    """The state of a run.
+    """The state of a run, and the limits of its server."""
 
-    Attributes:
-        max_bytes, max_groups: limits of the groups that wait. `batches` may have as many bytes again.
-        env_timeout: seconds after which an environment without a post gives up its reservation, or without any request
-            its place.
-        max_staleness: how many versions a group may be behind the trainer's newest one; None for any.
-        queue: groups for the next batches, oldest first. Those that are ahead of the trainer's last report wait there.
-        buffers: groups by environment that are smaller than its group size, and wait until some add up to it.
-        batches: delivered batches by step that a trainer can ask for again.
-        reports: reports of the trainer's version since the server has started.
-        dropped: numbers of groups that did not fit the trainer's version, until the database takes them out.
-        stale: how many they were since the server has started, by environment.
-        events: what happened, until the server takes it out.
-    """
-
-    max_bytes: int = 4 << 30
-    max_groups: int = 50_000
-    env_timeout: float = 300.0
-    max_staleness: int | None = None
+    max_bytes: int = 4 << 30  # of the groups that wait; `batches` may have as many again
+    max_groups: int = 50_000  # that wait
+    env_timeout: float = 300.0  # after which a silent environment gives up its reservation, or its place
+    max_staleness: int | None = None  # versions that a group may be behind the trainer's newest one; None for any
     run: RunRecord = field(default_factory=RunRecord)
     envs: list[Env] = field(default_factory=list)
+    # Oldest first. Groups that are ahead of the trainer's last report wait in the queue, too.
     queue: list[SampleGroup] = field(default_factory=list)
+    # By environment: groups that are smaller than its group size, and wait until some add up to it.
     buffers: dict[int, list[SampleGroup]] = field(default_factory=dict)
+    # By step: delivered batches that a trainer can ask for again.
     batches: dict[int, list[SampleGroup]] = field(default_factory=dict)
     next_number: int = 0
-    reports: int = 0
-    dropped: list[int] = field(default_factory=list)
-    stale: Counter[int | None] = field(default_factory=Counter)
-    events: list[Event] = field(default_factory=list)
-    # The result of the last search for a batch, in a tuple; None after a change.
-    _candidate: tuple[list[SampleGroup] | None] | None = None
+    reports: int = 0  # of the trainer's version, since the server has started
+    dropped: list[int] = field(default_factory=list)  # groups that do not fit, until the database takes them out
+    stale: Counter[int | None] = field(default_factory=Counter)  # how many they were, by environment
+    events: list[Event] = field(default_factory=list)  # until the server takes them out
+    _candidate: tuple[list[SampleGroup] | None] | None = None  # the next batch, or that there is none; None if unknown
 
     @property
     def waiting(self) -> Iterator[SampleGroup]:
@@ -156,13 +123,7 @@ class RunState:
     def register(self, registration: Registration, trainer: int = 0) -> bool:
         """Gives a trainer the next number, and begins a run. Returns False if a run has begun already.
 
-        Args:
-            registration: the run's registration; ignored if a run has begun already.
-            trainer: the number of the trainer, if it registers again.
-
-        Raises:
-            FeedError: a group that was posted earlier does not fit into a batch, or another trainer has
-                registered since this trainer.
+        `trainer` is its number if it registers again. It is refused if another one has registered since.
         """
         if 0 < trainer < self.run.trainer:
             raise self._superseded(trainer)
@@ -173,7 +134,7 @@ class RunState:
                 "register a larger batch_size, or drop all groups with GET /reset_data",
                 409,
             )
-        self.run.trainer = max(self.run.trainer, min(trainer, MAX_TRAINER)) + 1
+        self.run.trainer = max(self.run.trainer, trainer) + 1
         if self.run.registration is not None:
             return False
         self.run.registration, self._candidate = registration, None
@@ -193,11 +154,7 @@ class RunState:
         )
 
     def check_trainer(self, trainer: int) -> None:
-        """Refuses a trainer if another trainer has registered since.
-
-        Raises:
-            FeedError: `trainer` is not the number of the latest registration.
-        """
+        """Refuses a trainer if another one has registered since."""
         if self.run.registration is not None and trainer != self.run.trainer:
             raise self._superseded(trainer)
 
@@ -220,19 +177,11 @@ class RunState:
 
     # Environments.
 
-    def register_env(self, config: RegisterEnv, owner: bytes, now: float) -> int:
+    def register_env(self, config: RegisterEnv, key: bytes, now: float) -> int:
         """Adds an environment, or gives it its old place. Returns its id; -1 if no trainer has started.
 
-        An environment gets its old place if it has the key of an earlier environment, or the configuration of an
-        environment that has disconnected or has sent no request for `env_timeout`.
-
-        Args:
-            config: the environment's configuration.
-            owner: identifies who registers it; begins with `KEYED` if it is from a secret key.
-            now: the present time in seconds.
-
-        Raises:
-            FeedError: its groups would not fit into a batch, or there are too many environments.
+        An environment gets its old place if it has the same configuration, and the same key, or the earlier one has
+        disconnected or has sent no request for `env_timeout`.
         """
         if self.run.registration is None or not self.run.started:
             return -1
@@ -240,7 +189,7 @@ class RunState:
             size = self.run.registration.batch_size
             raise FeedError(f"group_size {config.group_size} is above the run's batch_size {size}", 422)
         namesakes = [i for i, each in enumerate(self.envs) if each.config.desired_name == config.desired_name]
-        env_id = next((i for i in namesakes if self._has_left(self.envs[i], config, owner, now)), len(self.envs))
+        env_id = next((i for i in namesakes if self._has_left(self.envs[i], config, key, now)), len(self.envs))
         if env_id == MAX_ENVS:
             raise FeedError(f"{MAX_ENVS} environments have registered; begin another run", 409)
         if env_id == len(self.envs):
@@ -250,38 +199,22 @@ class RunState:
             # Environments that register again and again without a post, under whatever name, have one time together.
             idle = [each.waited for each in self.envs if each.connected and not each.posted]
             env.waited = min([now, *idle])
-        env.connected, env.owner, env.heard, env.posted = True, owner, now, False
+        env.connected, env.key, env.heard, env.posted = True, key, now, False
         self._candidate = None
         return env_id
 
-    def _has_left(self, env: Env, config: RegisterEnv, owner: bytes, now: float) -> bool:
-        if env.config != config:
-            return False
-        same_key = owner.startswith(KEYED) and owner == env.owner
-        return same_key or not env.connected or now - env.heard >= self.env_timeout
+    def _has_left(self, env: Env, config: RegisterEnv, key: bytes, now: float) -> bool:
+        is_same = key != b"" and key == env.key
+        return env.config == config and (is_same or not env.connected or now - env.heard >= self.env_timeout)
 
-    def disconnect(self, env_id: int, owners: Collection[bytes]) -> None:
-        """Ends the reservation of an environment. `owners` is everything that may identify the caller.
-
-        Raises:
-            FeedError: the id is unknown, or someone else has registered it.
-        """
+    def disconnect(self, env_id: int) -> None:
+        """Ends the reservation of an environment."""
         env = self.env(env_id)
-        if env.owner and env.owner not in owners:
-            raise FeedError(
-                f"only who registered environment {env_id} may disconnect it: the request must come from the same "
-                "address, or have the same Environment-Key",
-                403,
-            )
         env.connected = env.silent = False
         self._candidate = None
 
     def env(self, env_id: int) -> Env:
-        """Returns an environment by its id.
-
-        Raises:
-            FeedError: the id is unknown.
-        """
+        """Returns an environment by its id."""
         if not 0 <= env_id < len(self.envs):
             raise FeedError(f"there is no environment with env_id {env_id}; register it with /register-env", 404)
         return self.envs[env_id]
@@ -292,9 +225,6 @@ class RunState:
         """Adds all of the groups, given as (environment, sequences, bytes, version), or none, at the time `now`.
 
         Those that are too old are dropped.
-
-        Raises:
-            FeedError: a group can never be part of a batch, or the queue is full.
         """
         smaller: Counter[int | None] = Counter()
         for env, size, _, _ in groups:
@@ -338,8 +268,9 @@ class RunState:
         self.dropped += [group.number for group in groups]
         for (fit, env), count in Counter((self._fit_of(group), group.env) for group in groups).items():
             self.stale[env] += count
-            name = "" if env is None else self.envs[env].name
-            self.events.append(StaleEvent(env, name, count, fit.value, self.run.version.newest))
+            name, newest = "" if env is None else self.envs[env].name, self.run.version.newest
+            fields = {"env_id": env, "name": name, "groups": count, "reason": fit.value, "newest_version": newest}
+            self._tell("stale", f"{count} groups of {name} are {fit.value}: the trainer is at version {newest}", fields)
             # A group that was not old when it arrived says nothing of its environment.
             if env is not None and fit is not Fit.OLD and env not in self.run.unfit:
                 self.run.unfit.append(env)
@@ -349,7 +280,8 @@ class RunState:
         env.heard, env.waited, env.posted = now, now, True
         if env.silent:
             env.silent = False
-            self.events.append(ReturnedEvent(env_id, env.name))
+            text = f"environment {env_id} is back, and has its part of each batch again: {env.name}"
+            self._tell("returned", text, {"env_id": env_id, "name": env.name})
         if unfit != (env_id in self.run.unfit):
             (self.run.unfit.append if unfit else self.run.unfit.remove)(env_id)
 
@@ -395,11 +327,7 @@ class RunState:
     # Batches.
 
     def next_batch(self, now: float) -> list[SampleGroup] | None:
-        """Removes the next batch from the queue, that of the next step. Returns None if no batch can be formed.
-
-        Raises:
-            FeedError: no trainer has registered.
-        """
+        """Removes the next batch from the queue, that of the next step. Returns None if no batch can be formed."""
         if self.run.registration is None:
             raise NoTrainerError
         batch = self._find_batch(now)
@@ -415,11 +343,7 @@ class RunState:
         return batch
 
     def was_delivered(self, step: int) -> bool:
-        """Returns True if the batch of `step` was delivered and is kept, False if it is the next one to form.
-
-        Raises:
-            FeedError: the batch is forgotten or of a later step, or no trainer has registered.
-        """
+        """Returns True if the batch of `step` was delivered and is kept, False if it is the next one to form."""
         run = self.run
         if run.registration is None:
             raise NoTrainerError
@@ -472,9 +396,12 @@ class RunState:
             if sequences.get(env_id, 0) < count and now - self.envs[env_id].waited >= self.env_timeout
         ]
         for env_id in late:
-            self.envs[env_id].silent = True
-            self.events.append(SilentEvent(env_id, self.envs[env_id].name))
-            self._candidate = None
+            env, self._candidate = self.envs[env_id], None
+            env.silent = True
+            text = (
+                f"environment {env_id} posts nothing, and others get its part of the batches until it does: {env.name}"
+            )
+            self._tell("silent", text, {"env_id": env_id, "name": env.name})
         return reservations(batch_size, {env_id: part for env_id, part in parts.items() if env_id not in late})
 
     def _sequences(self) -> Counter[int | None]:
@@ -486,12 +413,11 @@ class RunState:
 
     # What is told.
 
-    def status_env(self, env_id: int) -> dict[str, Any]:
-        """Returns the fields of `EnvStatus`, computed as atroposlib computes them.
+    def _tell(self, name: str, text: str, fields: dict[str, Any]) -> None:
+        self.events.append(Event(name, text, fields))
 
-        Raises:
-            FeedError: the id is unknown.
-        """
+    def status_env(self, env_id: int) -> dict[str, Any]:
+        """Returns the fields of `EnvStatus`, computed as atroposlib computes them."""
         env, sequences = self.env(env_id), self._sequences()
         connected = [other for other in self.envs if other.connected]
         total = sum(other.config.max_token_length * max(0.0, other.config.weight) for other in connected)

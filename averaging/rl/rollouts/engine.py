@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import secrets
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
@@ -22,15 +21,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from averaging.common import Backoff, chosen_proxy, proxy_for
+from averaging.common import chosen_proxy, proxy_for
 from averaging.errors import ConfigError, RolloutError, printable
 from averaging.http_server import HttpServer, listening
-from averaging.rl.feed import split_url
+from averaging.rl.feed import retry_pauses, split_url
 
 logger = logging.getLogger(__name__)
-
-MIN_PAUSE, MAX_PAUSE = 0.1, 5.0
-"""Seconds before a request is repeated; the pause doubles with each try."""
 
 HELD = frozenset({408, 425, 429, 502, 503, 504})
 """Statuses of an engine that is starting, full, or loading weights. The request is repeated until it is answered."""
@@ -44,8 +40,8 @@ MAX_REPLY = 64 << 20
 MAX_ROLLOUTS = 1 << 16
 """Rollouts whose versions are remembered; those that verifiers gives up are never asked for."""
 
-CONNECT_TIMEOUT = 10.0
-"""Seconds to connect to the engine."""
+CONNECT_TIMEOUT, ENGINE_TIMEOUT = 10.0, 600.0
+"""Seconds to connect to the engine, and for a piece of its answer, after which a request is repeated."""
 
 SESSION_HEADER, SECRET_HEADER = "X-Session-ID", "Gateway-Secret"
 """Headers of requests to the gateway: the rollout, as verifiers names it, and the gateway's secret."""
@@ -111,11 +107,14 @@ class EngineClient:
     A request is repeated while the engine is away, starting or full, without a limit of time.
 
     Args:
-        url: "http://HOST:PORT" or "https://HOST:PORT". A token may be its password, "http://any:TOKEN@HOST:PORT".
-        token: the engine's token, or API key; it wins over that in `url`.
+        url: "http://HOST:PORT" or "https://HOST:PORT". A token, or API key, may be its password,
+            "http://any:TOKEN@HOST:PORT".
         tls_ca: file with the authority of an https engine; None trusts the system's.
-        timeout: seconds for an answer, after which the request is repeated.
         on_away: called when the engine begins and ceases to be away, with the reason, empty if it is back.
+
+    Attributes:
+        version: that of the weights which the engine was last seen to serve; None if it is unknown.
+        has_route: whether the engine has a route that names its version. Without, only its answers may tell one.
 
     Raises:
         ConfigError: `url` is no address.
@@ -125,19 +124,17 @@ class EngineClient:
         self,
         url: str,
         *,
-        token: str | None = None,
         tls_ca: str | None = None,
-        timeout: float = 600.0,
         on_away: Callable[[str], None] = lambda reason: None,
     ) -> None:
         shown, user = split_url(url, "an engine")
-        self.url, in_url = shown.removesuffix("/v1"), user[1] if user else ""
+        self.url, token = shown.removesuffix("/v1"), user[1] if user else ""
         self._on_away = on_away
         self._away = ""
-        self._version: int | None = None
+        self.version: int | None = None
+        self.has_route = True
         self._tells = False  # whether the last answer told its version
         self._lengths: dict[str, int | None] = {}
-        token = token or in_url
         try:
             context = ssl.create_default_context(cafile=tls_ca)
         except (OSError, ssl.SSLError) as error:
@@ -145,25 +142,12 @@ class EngineClient:
         self._client = httpx.AsyncClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {token}"} if token else {},
-            timeout=httpx.Timeout(timeout, connect=CONNECT_TIMEOUT),
+            timeout=httpx.Timeout(ENGINE_TIMEOUT, connect=CONNECT_TIMEOUT),
             limits=httpx.Limits(max_connections=None),
             verify=context,
             trust_env=False,
             proxy=proxy_for(httpx.URL(self.url).host, chosen_proxy()),
         )
-
-    @property
-    def away(self) -> str:
-        """Why the engine does not answer; empty if it does."""
-        return self._away
-
-    @property
-    def version(self) -> int | None:
-        """The version that the engine was last seen to serve; None if that is unknown."""
-        return self._version
-
-    has_route = True
-    """Whether the engine has a route that names its version. Without, only its answers may tell one."""
 
     async def close(self) -> None:
         """Closes the connections."""
@@ -214,8 +198,8 @@ class EngineClient:
     def _seen(self, told: str | int | None) -> int | None:
         """Reads a version. Names that are no number, such as "default", are none."""
         text = "" if told is None else str(told)
-        self._version = int(text) if text.isascii() and text.isdecimal() and len(text) < 16 else None
-        return self._version
+        self.version = int(text) if text.isascii() and text.isdecimal() and len(text) < 16 else None
+        return self.version
 
     async def _request(
         self,
@@ -225,7 +209,7 @@ class EngineClient:
         before_each: Callable[[], Awaitable[None]] | None = None,
     ) -> httpx.Response:
         """Sends a request until the engine answers it. `before_each` is awaited before each attempt."""
-        backoff, faults = Backoff(MIN_PAUSE, MAX_PAUSE, random.Random(), jitter=(0.5, 1.0)), 0
+        pauses, faults = retry_pauses(), 0
         while True:
             if before_each is not None:
                 await before_each()
@@ -244,7 +228,7 @@ class EngineClient:
                 if not is_held and (reply.status_code < 500 or faults >= MAX_FAULTS):
                     raise RolloutError("engine", f"{self.url}{reason}", reply.status_code)
                 self._note_away(reason)
-            await asyncio.sleep(backoff.next_delay())
+            await asyncio.sleep(pauses.next_delay())
 
     async def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> httpx.Response:
         content = bytearray()
@@ -256,8 +240,7 @@ class EngineClient:
         return httpx.Response(reply.status_code, content=bytes(content))
 
     def _note_away(self, reason: str) -> None:
-        changed = bool(reason) != bool(self._away)
-        self._away = reason
+        changed, self._away = bool(reason) != bool(self._away), reason
         if changed:
             self._on_away(reason)
 
@@ -283,7 +266,7 @@ class EngineGateway:
     """
 
     def __init__(self, engine: EngineClient) -> None:
-        self._engine = engine
+        self.engine = engine
         self._versions: dict[str, set[int] | None] = {}  # None if an answer had no version
         self._running: set[asyncio.Task[tuple[Completion, list[int]]]] = set()
         self._stack = AsyncExitStack()
@@ -315,7 +298,7 @@ class EngineGateway:
         if not self._is_ours(request):
             return _failure(401, "this is the gateway of a process of averaging rollouts")
         try:
-            models = await self._engine.models()
+            models = await self.engine.models()
         except RolloutError as error:
             return _failure(error.status or 502, str(error))
         return JSONResponse({"object": "list", "data": msgspec.to_builtins(models)})
@@ -329,7 +312,7 @@ class EngineGateway:
             return _failure(400, f"the request cannot be used: {error}")
         if asked.features is not None or asked.content_parts is not None:
             return _failure(400, "images are not supported; use an environment of text")
-        task = asyncio.create_task(self._engine.complete(self._completion_request(asked)))
+        task = asyncio.create_task(self.engine.complete(self._completion_request(asked)))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         await asyncio.wait({task})
@@ -348,7 +331,7 @@ class EngineGateway:
 
     def _completion_request(self, asked: _GenerateRequest) -> dict[str, Any]:
         parameters = {name: value for name, value in asked.sampling_params.items() if name not in OWN_PARAMETERS}
-        if parameters.get("max_tokens") is None and (length := self._engine.length_of(asked.model)) is not None:
+        if parameters.get("max_tokens") is None and (length := self.engine.length_of(asked.model)) is not None:
             parameters["max_tokens"] = max(1, length - len(asked.token_ids))
         fixed = {"model": asked.model, "prompt": asked.token_ids, "logprobs": 1, "return_token_ids": True}
         return parameters | fixed

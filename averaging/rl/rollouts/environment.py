@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import itertools
 import json
+import random
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
@@ -66,40 +66,21 @@ class VerifiersEnvironment:
         serving: AbstractAsyncContextManager[None] = self._env.serving()
         return serving
 
-    def tasks(self, seed: int, start: int = 0) -> Iterator[tuple[str, Task]]:
-        """Yields tasks without end, in an order that depends on the seed alone; each pass has another order.
-
-        Args:
-            seed: of the order. Tasks that a program makes without end come in its order.
-            start: number of tasks to leave out.
+    def tasks(self) -> Iterator[Task]:
+        """Yields tasks without end: each pass in a random order, or as a program makes them without end.
 
         Raises:
             ConfigError: the environment has no task, or cannot load them.
         """
-        try:
-            for task in itertools.islice(self._passes(seed), start, None):
-                yield task.data.model_dump_json(), task
-        except ConfigError:
-            raise
-        except Exception as error:  # what an environment's own code raises
-            raise ConfigError(f"the tasks of {self.name!r} cannot be loaded: {_described(error)}") from error
-
-    def _passes(self, seed: int) -> Iterator[Task]:
-        taskset = self._env.taskset
-        for number in itertools.count():
-            task = None
-            for task in taskset.shuffle(seed + number) if taskset.bounded else taskset:
-                yield task
+        taskset, task = self._env.taskset, None
+        while True:
+            try:
+                for task in taskset.shuffle(random.getrandbits(32)) if taskset.bounded else taskset:
+                    yield task
+            except Exception as error:  # what an environment's own code raises
+                raise ConfigError(f"the tasks of {self.name!r} cannot be loaded: {_described(error)}") from error
             if task is None:
                 raise ConfigError(f"the environment {self.name!r} has no task")
-
-    def task_of(self, data: str) -> Task:
-        """Makes a task from its data, as verifiers' servers do."""
-        kind = type(self._env.taskset).task_type()
-        try:
-            return kind(kind.data_type().model_validate(json.loads(data)), self._env.config.taskset.task)
-        except ValueError as error:
-            raise ConfigError(f"a task in the store is none of {self.name!r}: {_described(error)}") from None
 
     async def roll_out(self, task: Task, context: ModelContext, gateway: EngineGateway) -> list[ScoredSequence]:
         """Makes one rollout and scores it. Returns the sequences that are to be trained.

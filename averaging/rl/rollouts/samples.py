@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
@@ -60,6 +60,15 @@ class ScoredSequence(msgspec.Struct, frozen=True):
             raise RolloutError("score", f"the score is {self.score}; a rubric must give a finite number")
         if not all(map(math.isfinite, self.logprobs)):
             raise RolloutError("logprobs", "a log-probability is not finite")
+
+
+class SampledGroup(msgspec.Struct, frozen=True):
+    """The scored sequences of so many rollouts of one task. `key` identifies its post."""
+
+    number: int
+    key: str
+    rollouts: int
+    sequences: list[ScoredSequence]
 
 
 def group_of(samples: Sequence[ScoredSequence], truncated: TruncatedMode) -> ScoredData:
@@ -128,8 +137,3 @@ def wanted_version(newest: int | None, max_staleness: int | None) -> WantedVersi
 def mean(numbers: Sequence[float]) -> float:
     """Returns the mean; 0 of none."""
     return sum(numbers) / len(numbers) if numbers else 0.0
-
-
-def named(counts: Mapping[str, int]) -> str:
-    """Returns counts by reason as text, the most frequent first."""
-    return ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items(), key=lambda item: -item[1]))
