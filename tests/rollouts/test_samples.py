@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from averaging.errors import RolloutError
-from averaging.rl.rollouts.samples import ScoredSequence, TruncatedMode, WantedVersion, group_of, wanted_version
+from averaging.rl.feed import Posted
+from averaging.rl.rollouts.samples import ScoredSequence, TruncatedMode, group_of, is_too_old
 
 
 def sequence(**changes: Any) -> ScoredSequence:
@@ -65,11 +66,12 @@ def test_what_cannot_be_trained_is_refused(changes: dict[str, Any], reason: str)
     assert refused.value.reason == reason
 
 
-def test_weights_that_are_too_old_for_the_feed() -> None:
-    assert wanted_version(None, 1) is None
-    assert wanted_version(7, None) is None
-    assert wanted_version(7, 1) == WantedVersion(needed=6, newest=7)
-    only_the_newest = WantedVersion(needed=7, newest=7)
-    assert only_the_newest.holds(6)
-    assert not only_the_newest.holds(7)
-    assert only_the_newest.holds(None), "nobody knows how old they are"
+@pytest.mark.parametrize(
+    ("served", "newest", "limit", "too_old"),
+    [(6, 7, 1, False), (6, 7, 0, True), (7, 7, 0, False), (5, 7, 1, True), (None, 7, 9, True), (0, 7, None, False)],
+)
+def test_weights_that_are_too_old_for_the_feed(
+    served: int | None, newest: int, limit: int | None, too_old: bool
+) -> None:
+    assert is_too_old(served, Posted("received", newest, limit)) == too_old
+    assert not is_too_old(served, Posted("received", None, limit))

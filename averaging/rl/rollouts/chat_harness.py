@@ -1,7 +1,6 @@
 """The agent of environments that bring none: it asks the model for one reply, in this process, and has no tools.
 
-verifiers' own agents without a container are programs, for each of which it starts an interpreter and installs
-packages. `null`, its agent without tools, does the same as this one. Importing this module imports verifiers.
+`null` of verifiers does the same as a program, for which packages are installed. Importing this imports verifiers.
 """
 
 from __future__ import annotations

@@ -7,11 +7,11 @@ an environment notices nothing when the engine is started again, whatever progra
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Annotated, Any, Self, TypeVar
 
 import httpx
@@ -25,8 +25,6 @@ from averaging.common import chosen_proxy, proxy_for
 from averaging.errors import ConfigError, RolloutError, printable
 from averaging.http_server import HttpServer, listening
 from averaging.rl.feed import retry_pauses, split_url
-
-logger = logging.getLogger(__name__)
 
 HELD = frozenset({408, 425, 429, 502, 503, 504})
 """Statuses of an engine that is starting, full, or loading weights. The request is repeated until it is answered."""
@@ -52,17 +50,11 @@ Token = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 
 
 class EngineModel(msgspec.Struct, frozen=True):
-    """A model of an engine.
+    """A model of an engine."""
 
-    Attributes:
-        id: its name in requests.
-        root: the folder or name with which the engine was started, if the engine tells it.
-        max_model_len: tokens that prompt and reply may have together.
-    """
-
-    id: str
-    root: str | None = None
-    max_model_len: int | None = None
+    id: str  # its name in requests
+    root: str | None = None  # the folder or name with which the engine was started
+    max_model_len: int | None = None  # tokens that prompt and reply may have together
 
 
 class _Models(msgspec.Struct, frozen=True):
@@ -84,13 +76,7 @@ class _Choice(msgspec.Struct, frozen=True):
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """What an engine has written.
-
-    Attributes:
-        choices: exactly one.
-        id: of the request.
-        weight_version: the version of the weights, if the engine tells it with each answer.
-    """
+    """What an engine has written, with the version of the weights if it tells that with each answer."""
 
     choices: Annotated[list[_Choice], msgspec.Meta(min_length=1, max_length=1)]
     id: str = ""
@@ -115,6 +101,7 @@ class EngineClient:
     Attributes:
         version: that of the weights which the engine was last seen to serve; None if it is unknown.
         has_route: whether the engine has a route that names its version. Without, only its answers may tell one.
+        lengths: tokens that prompt and reply of each model may have together, once `models` has asked for them.
 
     Raises:
         ConfigError: `url` is no address.
@@ -134,7 +121,7 @@ class EngineClient:
         self.version: int | None = None
         self.has_route = True
         self._tells = False  # whether the last answer told its version
-        self._lengths: dict[str, int | None] = {}
+        self.lengths: dict[str, int | None] = {}
         try:
             context = ssl.create_default_context(cafile=tls_ca)
         except (OSError, ssl.SSLError) as error:
@@ -156,12 +143,8 @@ class EngineClient:
     async def models(self) -> list[EngineModel]:
         """Asks for the engine's models, the one that it serves first."""
         models = _decoded((await self._request("GET", "/v1/models")).content, _Models, self.url).data
-        self._lengths = {model.id: model.max_model_len for model in models}
+        self.lengths = {model.id: model.max_model_len for model in models}
         return models
-
-    def length_of(self, model: str) -> int | None:
-        """Returns how many tokens prompt and reply of a model may have together; None if `models` has not told."""
-        return self._lengths.get(model)
 
     async def ask_version(self) -> int | None:
         """Asks which version of the weights the engine serves; None if it does not tell."""
@@ -176,11 +159,7 @@ class EngineClient:
         return self._seen(_decoded(reply.content, _WeightInfo, self.url).weight_version)
 
     async def complete(self, body: Mapping[str, Any]) -> tuple[Completion, list[int]]:
-        """Asks for a completion. Returns it, and the versions that may have written it; none if one is unknown.
-
-        Raises:
-            RolloutError: the engine refuses the request, or its answer cannot be used.
-        """
+        """Asks for a completion. Returns it, and the versions that may have written it; none if one is unknown."""
         before: int | None = None
 
         async def look() -> None:
@@ -275,8 +254,8 @@ class EngineGateway:
 
     async def __aenter__(self) -> Self:
         routes = [
-            Route("/v1/models", self._models),
-            Route("/inference/v1/generate", self._generate, methods=["POST"]),
+            Route("/v1/models", partial(self._answer, self._models)),
+            Route("/inference/v1/generate", partial(self._answer, self._generate), methods=["POST"]),
         ]
         listener = self._stack.enter_context(listening("127.0.0.1:0"))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -294,50 +273,47 @@ class EngineGateway:
         """Returns the versions that answered the requests of a rollout, and forgets them; none if one is unknown."""
         return sorted(self._versions.pop(rollout, None) or ())
 
-    async def _models(self, request: Request) -> Response:
-        if not self._is_ours(request):
-            return _failure(401, "this is the gateway of a process of averaging rollouts")
+    async def _answer(self, handler: Callable[[Request], Awaitable[dict[str, Any]]], request: Request) -> Response:
         try:
-            models = await self.engine.models()
+            secret = request.headers.get(SECRET_HEADER, "").encode()
+            if not secrets.compare_digest(secret, self.secret.encode()):
+                raise RolloutError("request", "this is the gateway of a process of averaging rollouts", 401)
+            return JSONResponse(await handler(request))
         except RolloutError as error:
-            return _failure(error.status or 502, str(error))
-        return JSONResponse({"object": "list", "data": msgspec.to_builtins(models)})
+            status = error.status or 502
+            failure = {"message": str(error), "type": "engine", "code": status}
+            return JSONResponse({"error": failure}, status_code=status)
 
-    async def _generate(self, request: Request) -> Response:
-        if not self._is_ours(request):
-            return _failure(401, "this is the gateway of a process of averaging rollouts")
+    async def _models(self, request: Request) -> dict[str, Any]:
+        return {"object": "list", "data": msgspec.to_builtins(await self.engine.models())}
+
+    async def _generate(self, request: Request) -> dict[str, Any]:
         try:
             asked = msgspec.json.decode(await request.body(), type=_GenerateRequest)
         except msgspec.MsgspecError as error:
-            return _failure(400, f"the request cannot be used: {error}")
+            raise RolloutError("request", f"the request cannot be used: {error}", 400) from None
         if asked.features is not None or asked.content_parts is not None:
-            return _failure(400, "images are not supported; use an environment of text")
+            raise RolloutError("request", "images are not supported; use an environment of text", 400)
         task = asyncio.create_task(self.engine.complete(self._completion_request(asked)))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         await asyncio.wait({task})
-        if task.cancelled():
-            return _failure(503, "averaging rollouts is ending")
-        failure = task.exception()
-        if isinstance(failure, RolloutError):
-            return _failure(failure.status or 502, str(failure))
+        if task.cancelled():  # by the end of this gateway, which would wait for the engine otherwise
+            raise RolloutError("engine", "averaging rollouts is ending", 503)
         completion, versions = task.result()
         rollout = request.headers.get(SESSION_HEADER, "")
         others = self._versions.get(rollout, set())
         self._versions[rollout] = others | set(versions) if versions and others is not None else None
         if len(self._versions) > MAX_ROLLOUTS:
             del self._versions[next(iter(self._versions))]
-        return JSONResponse(_generate_reply(completion))
+        return _generate_reply(completion)
 
     def _completion_request(self, asked: _GenerateRequest) -> dict[str, Any]:
         parameters = {name: value for name, value in asked.sampling_params.items() if name not in OWN_PARAMETERS}
-        if parameters.get("max_tokens") is None and (length := self.engine.length_of(asked.model)) is not None:
+        if parameters.get("max_tokens") is None and (length := self.engine.lengths.get(asked.model)) is not None:
             parameters["max_tokens"] = max(1, length - len(asked.token_ids))
         fixed = {"model": asked.model, "prompt": asked.token_ids, "logprobs": 1, "return_token_ids": True}
         return parameters | fixed
-
-    def _is_ours(self, request: Request) -> bool:
-        return secrets.compare_digest(request.headers.get(SECRET_HEADER, "").encode(), self.secret.encode())
 
 
 def _generate_reply(completion: Completion) -> dict[str, Any]:
@@ -346,10 +322,6 @@ def _generate_reply(completion: Completion) -> dict[str, Any]:
     content = [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in pairs]
     answered = {"index": 0, "token_ids": choice.token_ids, "finish_reason": choice.finish_reason}
     return {"request_id": completion.id, "choices": [{**answered, "logprobs": {"content": content}}]}
-
-
-def _failure(status: int, message: str) -> Response:
-    return JSONResponse({"error": {"message": message, "type": "engine", "code": status}}, status_code=status)
 
 
 def _decoded(body: bytes, kind: type[Answer], url: str) -> Answer:

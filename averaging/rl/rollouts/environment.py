@@ -67,11 +67,7 @@ class VerifiersEnvironment:
         return serving
 
     def tasks(self) -> Iterator[Task]:
-        """Yields tasks without end: each pass in a random order, or as a program makes them without end.
-
-        Raises:
-            ConfigError: the environment has no task, or cannot load them.
-        """
+        """Yields tasks without end: each pass in a random order, or as a program makes them without end."""
         taskset, task = self._env.taskset, None
         while True:
             try:
@@ -83,11 +79,7 @@ class VerifiersEnvironment:
                 raise ConfigError(f"the environment {self.name!r} has no task")
 
     async def roll_out(self, task: Task, context: ModelContext, gateway: EngineGateway) -> list[ScoredSequence]:
-        """Makes one rollout and scores it. Returns the sequences that are to be trained.
-
-        Raises:
-            RolloutError: it failed.
-        """
+        """Makes one rollout and scores it. Returns the sequences that are to be trained, or raises `RolloutError`."""
         (slot,) = self._env.slots(task)
         episode: Episode = await self._env.run_slot(slot, context)
         versions = {trace.id: gateway.take_versions(trace.id) for trace in episode.traces}
@@ -115,7 +107,7 @@ class VerifiersEnvironment:
 def model_context(
     model: str, gateway: EngineGateway, sampling: Mapping[str, Any], tokenizer: str, renderer: str | None
 ) -> ModelContext:
-    """Returns what verifiers needs to ask the model: name, client, sampling and the tokenizer."""
+    """Returns what verifiers needs to ask the model."""
     import renderers.client
     import verifiers.v1 as vf
 
@@ -137,11 +129,7 @@ def model_context(
 
 
 def check_tokenizer(tokenizer: str, renderer: str | None) -> None:
-    """Loads the tokenizer once, so that its lack is an error at the start and not of each rollout.
-
-    Raises:
-        ConfigError: there is none, or it has no chat template.
-    """
+    """Loads the tokenizer once, so that its lack is an error at the start and not of each rollout."""
     from pydantic import TypeAdapter
     from renderers import RendererConfig, create_renderer
     from renderers.base import load_tokenizer
@@ -183,7 +171,7 @@ def _seat(given: dict[str, Any], default: Any, has_own: bool) -> dict[str, Any]:
 
 
 def _imported(group: str, name: str) -> str:
-    """Has verifiers find a module of a package, whose name it cannot import. Returns the name to give it."""
+    """Has verifiers find a module in a package, whose dotted name it cannot import. Returns the name to give it."""
     if "." not in name or "/" in name:
         return name
     return _register(group, name.replace(".", "-").lower(), name)

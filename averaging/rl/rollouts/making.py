@@ -14,7 +14,7 @@ from averaging.rl.rollouts.engine import EngineGateway
 from averaging.rl.rollouts.environment import VerifiersEnvironment
 from averaging.rl.rollouts.options import RolloutOptions
 from averaging.rl.rollouts.posting import GroupPoster
-from averaging.rl.rollouts.samples import SampledGroup, ScoredSequence, TruncatedMode
+from averaging.rl.rollouts.samples import SampledGroup, ScoredSequence, TruncatedMode, is_too_old
 from averaging.rl.rollouts.tally import RolloutTally
 
 if TYPE_CHECKING:
@@ -52,12 +52,7 @@ class GroupMaker:
         poster.on_end = self._end
 
     async def run(self, context: ModelContext) -> None:
-        """Begins one group after the other, without end.
-
-        Raises:
-            ConfigError: the environment has no tasks.
-            RolloutError: too many groups were dropped in a row.
-        """
+        """Begins one group after the other, until too many are dropped in a row."""
         tasks, number = self._environment.tasks(), 0
         async with asyncio.TaskGroup() as members:
             while True:
@@ -131,16 +126,16 @@ class GroupMaker:
 
     async def _until_fresh(self) -> None:
         """Waits while the engine's weights are too old for the trainer, or unknown although they can be asked for."""
-        wanted, engine = self._poster.wanted, self._gateway.engine
-        if wanted is None or not wanted.holds(engine.version) or not engine.has_route:
+        answer, engine = self._poster.answer, self._gateway.engine
+        if answer is None or not is_too_old(engine.version, answer) or not engine.has_route:
             return
-        version, newest = engine.version, wanted.newest
+        version, newest = engine.version, answer.newest_version
         text = f"paused: the engine serves version {version}, too old for the trainer, which is at {newest}"
         if version is None:
             text = "paused: the engine's weights have no version, and the feed has a limit; have them follow the run"
         self._emit(Event("paused", text, {"version": version, "newest_version": newest}))
         while True:
             await asyncio.sleep(VERSION_POLL)
-            if not wanted.holds(await engine.ask_version()):
+            if not is_too_old(await engine.ask_version(), answer):
                 break
         self._emit(Event("resumed", f"goes on with version {engine.version}", {"version": engine.version}))

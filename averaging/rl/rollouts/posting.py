@@ -11,9 +11,9 @@ from typing import TypeVar
 import msgspec
 
 from averaging.errors import FeedError
-from averaging.rl.feed import Connection, FeedEnvironment, RegisterEnv, retry_pauses
+from averaging.rl.feed import Connection, FeedEnvironment, Posted, RegisterEnv, retry_pauses
 from averaging.rl.rollouts.options import RolloutOptions
-from averaging.rl.rollouts.samples import SampledGroup, WantedVersion, group_of, wanted_version
+from averaging.rl.rollouts.samples import SampledGroup, group_of
 from averaging.rl.rollouts.tally import RolloutTally
 
 Answer = TypeVar("Answer")
@@ -32,20 +32,12 @@ UNUSABLE = frozenset({400, 413, 422})
 
 
 class _FeedInfo(msgspec.Struct, frozen=True):
-    """What a feed tells of its trainer; both are -1 before one has registered."""
-
-    batch_size: int = -1
+    batch_size: int = -1  # before a trainer has registered
     max_token_len: int = -1
 
 
 class GroupPoster:
-    """Posts groups in the order in which they are complete.
-
-    Attributes:
-        longest: tokens that a sequence must be below; 0 or None for no limit.
-        wanted: the weights that the feed wants by its last answer; None for any.
-        on_end: called when a group is posted or refused, with whether it is posted.
-    """
+    """Posts groups in the order in which they are complete."""
 
     def __init__(self, options: RolloutOptions, tally: RolloutTally) -> None:
         calls = {"timeout": FEED_TIMEOUT, "retry_timeout": FEED_PATIENCE, **options.feed_options}
@@ -62,26 +54,19 @@ class GroupPoster:
         self._feed = FeedEnvironment(options.feed, config, start_timeout=0.0, key=key, **calls)
         self._options, self._tally = options, tally
         self._groups: asyncio.Queue[SampledGroup] = asyncio.Queue()
-        self.longest: int | None = None  # None until a trainer has registered
-        self.wanted: WantedVersion | None = None
-        self.on_end: Callable[[bool], None] = lambda posted: None
+        self.longest: int | None = None  # tokens that a sequence must be below, once a trainer has registered; 0: any
+        self.answer: Posted | None = None  # the feed's last answer to a post
+        self.on_end: Callable[[bool], None] = lambda posted: None  # called when a group is posted or refused
 
     @property
     def waiting(self) -> int:
-        """Groups that wait to be posted."""
         return self._groups.qsize()
 
     def add(self, group: SampledGroup) -> None:
-        """Adds a complete group."""
         self._groups.put_nowait(group)
 
     async def run(self) -> None:
-        """Posts groups until `max_groups` are posted.
-
-        Raises:
-            FeedError: the feed refuses this environment.
-            RolloutError: it has refused too many groups in a row.
-        """
+        """Posts groups until `max_groups` are posted, or the feed refuses this environment or too many in a row."""
         most = self._options.max_groups
         while most is None or self._tally.posted_groups < most:
             group = await self._groups.get()
@@ -95,7 +80,6 @@ class GroupPoster:
                 await self._groups.join()
 
     def close(self) -> None:
-        """Disconnects from the feed."""
         self._info.close()
         self._feed.close()
 
@@ -116,8 +100,8 @@ class GroupPoster:
                 raise
             self._tally.note_refused(group.number, str(error))
             return False
-        self.wanted = wanted_version(answer.newest_version, answer.max_staleness)
         self._tally.note_posted(group, answer, self.waiting)
+        self.answer = answer
         return True
 
     async def _until_answered(self, call: Callable[[], Answer]) -> Answer:

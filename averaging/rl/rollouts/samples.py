@@ -9,7 +9,7 @@ from enum import StrEnum
 import msgspec
 
 from averaging.errors import RolloutError
-from averaging.rl.feed import MAX_VERSIONS, ScoredData
+from averaging.rl.feed import MAX_VERSIONS, Posted, ScoredData
 
 UNTRAINED = -100
 """The mask of a token that the model did not write."""
@@ -30,26 +30,14 @@ class TruncatedMode(StrEnum):
 
 
 class ScoredSequence(msgspec.Struct, frozen=True):
-    """One sequence of a rollout.
+    """One sequence of a rollout. A `RolloutError` is raised for one that cannot be trained."""
 
-    Attributes:
-        tokens: ids of prompt, replies and what was between them.
-        sampled: for each token whether the model has written it.
-        logprobs: for each token its log-probability when it was sampled; any number where it was not.
-        score: the reward.
-        versions: the versions of the weights that wrote it, ascending; empty if one of them is unknown.
-        truncated: whether a limit has cut it off.
-
-    Raises:
-        RolloutError: lengths do not match, a number is not finite, or the model has written nothing.
-    """
-
-    tokens: list[int]
-    sampled: list[bool]
-    logprobs: list[float]
+    tokens: list[int]  # ids of prompt, replies and what was between them
+    sampled: list[bool]  # for each token whether the model has written it
+    logprobs: list[float]  # for each token its log-probability when it was sampled; any number where it was not
     score: float
-    versions: list[int]
-    truncated: bool = False
+    versions: list[int]  # of the weights that wrote it, ascending; empty if one of them is unknown
+    truncated: bool = False  # whether a limit has cut it off
 
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.sampled) == len(self.logprobs):
@@ -79,61 +67,32 @@ def group_of(samples: Sequence[ScoredSequence], truncated: TruncatedMode) -> Sco
     """
     known = all(sample.versions for sample in samples)
     versions = sorted({version for sample in samples for version in sample.versions}) if known else []
+    named = [*versions[:1], *versions[1:][1 - MAX_VERSIONS :]]
     cut_off = any(sample.truncated for sample in samples)
     return ScoredData(
         tokens=[sample.tokens for sample in samples],
-        masks=[_masks(sample, truncated) for sample in samples],
+        masks=[_trained(sample, truncated) for sample in samples],
         scores=[sample.score for sample in samples],
-        inference_logprobs=[_logprobs(sample) for sample in samples],
-        overrides=[_overrides(sample) for sample in samples] if cut_off else None,
-        version=_version(versions),
+        inference_logprobs=[
+            [logprob if sampled else NO_LOGPROB for logprob, sampled in zip(each.logprobs, each.sampled, strict=True)]
+            for each in samples
+        ],
+        overrides=[{"truncated": True} if sample.truncated else {} for sample in samples] if cut_off else None,
+        version=named if len(named) > 1 else named[0] if named else None,
     )
 
 
-def _version(versions: Sequence[int]) -> int | list[int] | None:
-    if not versions:
-        return None
-    return versions[0] if len(versions) == 1 else [versions[0], *versions[1:][-(MAX_VERSIONS - 1) :]]
-
-
-def _masks(sample: ScoredSequence, truncated: TruncatedMode) -> list[int]:
+def _trained(sample: ScoredSequence, truncated: TruncatedMode) -> list[int]:
     if sample.truncated and truncated is TruncatedMode.MASK:
         return [UNTRAINED] * len(sample.tokens)
-    return [token if is_sampled else UNTRAINED for token, is_sampled in zip(sample.tokens, sample.sampled, strict=True)]
+    return [token if sampled else UNTRAINED for token, sampled in zip(sample.tokens, sample.sampled, strict=True)]
 
 
-def _logprobs(sample: ScoredSequence) -> list[float]:
-    pairs = zip(sample.logprobs, sample.sampled, strict=True)
-    return [logprob if is_sampled else NO_LOGPROB for logprob, is_sampled in pairs]
+def is_too_old(served: int | None, answer: Posted) -> bool:
+    """Returns whether rollouts with this version of the engine are too old for a feed, by its answer to a post.
 
-
-def _overrides(sample: ScoredSequence) -> dict[str, bool]:
-    return {"truncated": True} if sample.truncated else {}
-
-
-class WantedVersion(msgspec.Struct, frozen=True):
-    """Weights that a feed wants from now on.
-
-    Attributes:
-        needed: the oldest version that is not too old.
-        newest: the trainer's newest version.
+    Those of unknown weights are if the feed has a limit.
     """
-
-    needed: int
-    newest: int
-
-    def holds(self, served: int | None) -> bool:
-        """Returns whether rollouts with the version that the engine serves would be too old, or of unknown weights."""
-        return served is None or served < self.needed
-
-
-def wanted_version(newest: int | None, max_staleness: int | None) -> WantedVersion | None:
-    """Reads from a feed's answer which versions it takes; None if it takes any."""
-    if newest is None or max_staleness is None:
-        return None
-    return WantedVersion(max(0, newest - max(0, max_staleness)), newest)
-
-
-def mean(numbers: Sequence[float]) -> float:
-    """Returns the mean; 0 of none."""
-    return sum(numbers) / len(numbers) if numbers else 0.0
+    if answer.newest_version is None or answer.max_staleness is None:
+        return False
+    return served is None or served < answer.newest_version - answer.max_staleness

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from statistics import fmean
 from typing import Any
 
 from averaging.common import counted
 from averaging.errors import RolloutError
 from averaging.metrics import counter, gauge
 from averaging.rl.feed import Event, Posted
-from averaging.rl.rollouts.samples import SampledGroup, mean
+from averaging.rl.rollouts.samples import SampledGroup
 
 MAX_DROPPED = 10
 """Groups that are dropped one after the other, before it is an error."""
@@ -37,27 +38,16 @@ ROLLOUT_METRICS = (
 
 
 class RolloutTally:
-    """What was made since the start.
-
-    Args:
-        emit: receives each event.
-
-    Attributes:
-        posted_groups, posted_rollouts, stale_groups: what the feed has acknowledged; stale ones are too old for the
-            trainer.
-        dropped_groups: groups that were not posted.
-        scored: rollouts that were scored.
-        failed: rollouts that were no sample, by reason.
-        score: mean score of the group that was posted last; None before the first.
-        away: why the engine, the feed or the environment does not answer, by these names.
-    """
+    """What was made since the start."""
 
     def __init__(self, emit: Callable[[Event], None]) -> None:
         self._emit, self._began = emit, time.monotonic()
-        self.posted_groups = self.posted_rollouts = self.stale_groups = self.dropped_groups = self.scored = 0
-        self.failed: Counter[str] = Counter()
-        self.score: float | None = None
-        self.away: dict[str, str] = {}
+        self.posted_groups = self.posted_rollouts = self.dropped_groups = 0
+        self.stale_groups = 0  # posted groups that are too old for the trainer
+        self.scored = 0  # rollouts
+        self.failed: Counter[str] = Counter()  # rollouts that were no sample, by reason
+        self.score: float | None = None  # mean of the group that was posted last
+        self.away: dict[str, str] = {}  # why the engine, the feed or the environment does not answer, by these names
         # In a row: groups with a rollout that failed each time, groups that the feed refused, posted groups of equal
         # scores, rollouts that the environment has failed.
         self._incomplete = self._refused = self._equal = self._failures = 0
@@ -74,7 +64,6 @@ class RolloutTally:
             self.away.pop(what, None)
 
     def note_scored(self) -> None:
-        """Notes a rollout that was scored."""
         self.scored += 1
         self._failures = 0
 
@@ -91,20 +80,15 @@ class RolloutTally:
         return not is_own and self._failures >= MAX_DROPPED
 
     def note_complete(self) -> None:
-        """Notes a group of which all rollouts are scored."""
         self._incomplete = 0
 
     def note_incomplete(self, group: int) -> None:
-        """Notes a group that is dropped, because a rollout of it failed each time.
-
-        Raises:
-            RolloutError: too many groups were dropped in a row.
-        """
+        """Notes a group that is dropped, because a rollout of it failed each time. Raises if too many were in a row."""
         self._incomplete += 1
         self._drop(group, f"a rollout of it failed each time: {self._last_failure}", self._incomplete)
 
     def note_refused(self, group: int, reason: str) -> None:
-        """Notes a group that the feed does not take. For errors see `note_incomplete`."""
+        """Notes a group that the feed does not take. Raises if it took none for too long."""
         self._refused += 1
         self._drop(group, reason, self._refused)
 
@@ -121,7 +105,7 @@ class RolloutTally:
         """Notes a group that the feed has, while `waiting` others wait for it."""
         scores = [each.score for each in group.sequences]
         lowest, highest = min(scores), max(scores)
-        self.score = mean(scores)
+        self.score = fmean(scores)
         self.posted_groups += 1
         self.posted_rollouts += group.rollouts
         self.stale_groups += answer.stale
