@@ -441,15 +441,16 @@ def becomes_closed(port: int) -> bool:
 
 
 @pytest.mark.asyncio
-async def test_a_client_that_stops_reading_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_stops_reading_is_disconnected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(tmp_path / "store") as client:
+        await client.post("/register", json=REGISTRATION | {"batch_size": 1})
+        tokens = [[2**31 - 1] * 600_000]
+        await client.post("/scored_data", json={"tokens": tokens, "masks": tokens, "scores": [0.0]})
     monkeypatch.setattr(server, "SECONDS", 0.2)
-    async with FeedServer(":memory:") as feed:
-        async with httpx.AsyncClient(base_url=feed.url) as client:
-            tokens = [[2**31 - 1] * 600_000]
-            await client.post("/scored_data", json={"tokens": tokens, "masks": tokens, "scores": [0.0]})
+    async with FeedServer(tmp_path / "store") as feed:
         host, _, port = feed.url.removeprefix("http://").partition(":")
         with socket.create_connection((host, int(port))) as connection:
-            connection.sendall(b"GET /latest_example HTTP/1.1\r\nHost: x\r\n\r\n")
+            connection.sendall(b"GET /batch HTTP/1.1\r\nHost: x\r\n\r\n")
             at = connection.getsockname()[1]
             assert await asyncio.to_thread(becomes_closed, at), "the connection is still open"
 

@@ -10,7 +10,7 @@ side).
 """
 
 from averaging.rl.feed.clients import Batch, BatchFeed, FeedEnvironment
-from averaging.rl.feed.connection import Connection, retry_pauses, split_url
+from averaging.rl.feed.connection import Connection, message_in, retry_pauses, split_url
 from averaging.rl.feed.events import Event
 from averaging.rl.feed.messages import (
     MAX_VERSIONS,
@@ -37,6 +37,7 @@ __all__ = [
     "Registered",
     "Registration",
     "ScoredData",
+    "message_in",
     "retry_pauses",
     "split_url",
 ]

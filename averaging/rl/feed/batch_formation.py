@@ -27,7 +27,6 @@ def reachable(counts: Mapping[int, int], target: int) -> int:
 
 @lru_cache
 def can_fill(sizes: frozenset[int], target: int) -> bool:
-    """Returns whether any number of groups of these sizes can add up to `target`."""
     return bool(reachable({size: target // size for size in sizes}, target) >> target)
 
 

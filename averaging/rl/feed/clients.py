@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import IntEnum
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -35,19 +34,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SYNC_INTERVAL = 5.0
-"""Seconds after which rank 0 broadcasts without a batch, so that the ranks notice one that died."""
-
-REGISTER_INTERVAL = 1.0
-"""Seconds between two requests to register while no trainer has started."""
-
-
-class BatchOutcome(IntEnum):
-    """The outcome of one request of rank 0 for a batch; the first byte of what it broadcasts."""
-
-    NOTHING_YET = 0
-    BATCH = 1
-    FAILED = 2
+SYNC_INTERVAL = 5.0  # after which rank 0 broadcasts without a batch, so that the ranks notice one that died
+FAILED = b"!"  # what rank 0 broadcasts before its error. A batch is a JSON object, and nothing that there is none yet
+REGISTER_INTERVAL = 1.0  # between two requests to register while no trainer has started
 
 
 class _Registered(msgspec.Struct, frozen=True):
@@ -99,9 +88,7 @@ class VersionedWeights(Protocol):
     """Weights that have versions, such as a `WeightFollower` or a `WeightPublisher`."""
 
     @property
-    def version(self) -> int | None:
-        """The version; None before the first."""
-        ...
+    def version(self) -> int | None: ...
 
 
 class BatchFeed:
@@ -133,9 +120,8 @@ class BatchFeed:
 
     Raises:
         ConfigError: an argument is invalid, or the ranks were given different registrations.
-        FeedError: at rank 0, the server refuses a request, for example for a forgotten batch, or because another
-            trainer has registered since, or gave no usable answer for `retry_timeout`; at the other ranks, rank 0 has
-            failed; at all ranks, another rank has died, left or timed out.
+        FeedError: the server refuses a request, for example for a forgotten batch, or because another trainer has
+            registered since, or gave no usable answer for `retry_timeout`; or a rank has died, left or timed out.
     """
 
     def __init__(
@@ -202,22 +188,24 @@ class BatchFeed:
         if not self._joined:
             self._join()
         while True:
-            outcome, content, error = BatchOutcome.NOTHING_YET, b"", None
+            content, error = b"", None
             if self._ranks is None or not self._ranks.rank:
                 try:
                     content = self._fetch(time.monotonic() + SYNC_INTERVAL)
-                    outcome = BatchOutcome.BATCH if content else BatchOutcome.NOTHING_YET
                 except FeedError as failed:
-                    outcome, content, error = BatchOutcome.FAILED, str(failed).encode(), failed
-            outcome, content = self._broadcast(outcome, content)
-            if outcome is BatchOutcome.FAILED:
-                raise error or FeedError(f"rank 0 has failed: {content.decode()}")
-            if outcome is BatchOutcome.BATCH:
+                    content, error = FAILED + str(failed).encode(), failed
+            if self._ranks is not None:
+                with _naming_the_remedy():
+                    content = self._ranks.broadcast(content)  # of rank 0
+                    if content:
+                        self._ranks.barrier()  # no rank trains a batch that another rank did not receive
+            if content.startswith(FAILED):
+                raise error or FeedError(f"rank 0 has failed: {content.removeprefix(FAILED).decode()}")
+            if content:
                 reply = decode_reply(content, BatchReply)
                 return Batch(self.step + 1, reply.batch or [], reply.newest_version)
 
     def _join(self) -> None:
-        """Connects the ranks, and checks that all of them register the same run."""
         self._joined = True
         if not (dist.is_available() and dist.is_initialized()):
             return
@@ -229,17 +217,6 @@ class BatchFeed:
             digest = blake2b(msgspec.json.encode(self._registration), digest_size=7).digest()
             if len(set(self._ranks.all_gather(digest))) > 1:
                 raise ConfigError("the ranks were given different registrations; give all of them the same")
-
-    def _broadcast(self, outcome: BatchOutcome, content: bytes) -> tuple[BatchOutcome, bytes]:
-        """Returns the arguments of rank 0 at all ranks; those of other ranks are ignored."""
-        if self._ranks is None:
-            return outcome, content
-        with _naming_the_remedy():
-            packed = self._ranks.broadcast(bytes([outcome]) + content)
-            outcome = BatchOutcome(packed[0])
-            if outcome is not BatchOutcome.NOTHING_YET:
-                self._ranks.barrier()  # no rank trains a batch that another rank did not receive
-        return outcome, packed[1:]
 
     def _fetch(self, until: float) -> bytes:
         """Returns the reply with the next batch; empty if there is none before `until`."""
@@ -308,7 +285,6 @@ class BatchFeed:
 
 @contextmanager
 def _naming_the_remedy() -> Iterator[None]:
-    """Turns the loss of a rank into a `FeedError`."""
     try:
         yield
     except SiteError as error:
@@ -433,7 +409,6 @@ class FeedEnvironment:
         self.close()
 
     def _dated(self, group: ScoredData, version: int | Sequence[int] | None) -> ScoredData:
-        """Fills in the version of a group."""
         if group.version is not msgspec.UNSET:
             return group
         if version is not None:

@@ -20,18 +20,12 @@ from averaging.security import read_tls, read_tokens
 
 T = TypeVar("T")
 
-COMPRESS_MIN_BYTES = 1024
-"""Bodies of this size or more are compressed, as environments of atroposlib do."""
-
-MAX_RETRY_AFTER = 60.0
-"""Upper bound of the `Retry-After` that a client obeys, in seconds."""
-
-MAX_MESSAGE = 2000
-"""Characters of a server's message that an error quotes."""
+COMPRESS_MIN_BYTES = 1024  # bodies of this size or more are compressed, as environments of atroposlib do
+MAX_RETRY_AFTER = 60.0  # upper bound of the `Retry-After` that a client obeys, in seconds
+MAX_MESSAGE = 2000  # characters of a server's message that an error quotes
 
 
 def retry_pauses() -> Backoff:
-    """Returns the pauses between the tries of one request, from 0.1 s up to 5 s."""
     return Backoff(0.1, 5.0, random.Random(), jitter=(0.5, 1.0))
 
 
@@ -43,7 +37,6 @@ class RetrySchedule:
         self._first_failure: float | None = None
 
     def succeeded(self) -> None:
-        """Resets the pause and the time-out."""
         self._first_failure = None
         self._pauses.reset()
 
@@ -98,7 +91,6 @@ class Connection:
         self._client = httpx.Client(base_url=self.url, verify=context, trust_env=False, proxy=self._proxy, **options)
 
     def close(self) -> None:
-        """Closes the connections to the server."""
         self._client.close()
 
     def request(self, method: str, path: str, kind: type[T], **request: Any) -> T:
@@ -158,7 +150,7 @@ class Connection:
         retry_after = None  # what the server refuses, it would refuse again
         if status >= 500 or status in (408, 429):
             retry_after = min(float(later), MAX_RETRY_AFTER) if later.isascii() and later.isdecimal() else 0.0
-        raise FeedError(f"{self.url}{path} answers {status}: {_message(bytes(reply))}", status, retry_after)
+        raise FeedError(f"{self.url}{path} answers {status}: {message_in(bytes(reply))}", status, retry_after)
 
 
 def split_url(url: str, of: str) -> tuple[str, tuple[str, str] | None]:
@@ -180,16 +172,17 @@ def split_url(url: str, of: str) -> tuple[str, tuple[str, str] | None]:
 
 
 def decode_reply(body: bytes, kind: type[T]) -> T:
-    """Decodes a reply of the server."""
     try:
         return decode(body, kind)
     except FeedError as error:
         raise FeedError(f"the server's answer cannot be used: {error}; is it a feed?") from None
 
 
-def _message(body: bytes) -> str:
+def message_in(body: bytes) -> str:
+    """Returns the text of an error, in the shapes of feeds, FastAPI and OpenAI."""
     try:
         error: Any = msgspec.json.decode(body)
+        error = error.get("error") or error
         return printable(str(error.get("message") or error.get("detail")), MAX_MESSAGE)
     except (msgspec.MsgspecError, AttributeError, RecursionError):
         return printable(body[:200].decode(errors="replace"))

@@ -20,11 +20,8 @@ logger = logging.getLogger(__name__)
 APPLICATION_ID, VERSION = 0x61766664, 4
 """They mark a file as the store of a feed."""
 
-KEY_SECONDS = 86400.0
-"""Seconds for which the key of a post is remembered."""
-
-WRITE_RETRY_SECONDS = 5.0
-"""`Retry-After` while the file cannot be written, for example because the disk is full."""
+KEY_SECONDS = 86400.0  # for which the key of a post is remembered
+WRITE_RETRY_SECONDS = 5.0  # `Retry-After` while the file cannot be written, for example because the disk is full
 
 SCHEMA = """
 CREATE TABLE run (id INTEGER PRIMARY KEY, record BLOB NOT NULL);
@@ -89,7 +86,6 @@ class Database:
             raise ConfigError(f"store {path} cannot be used: {reason}; give another file") from None
 
     def close(self) -> None:
-        """Closes the file."""
         self._db.close()
 
     def register(self, registration: Registration, trainer: int = 0) -> bool:

@@ -19,14 +19,9 @@ from averaging.rl.feed.versions import oldest_version
 
 MAX_BATCH_SIZE, MAX_STEP, MAX_WEIGHT = 1 << 16, 1 << 53, 1e9
 
-MAX_VERSIONS = 64
-"""Versions of the weights that may have made one group."""
-
-MAX_TOKEN = (1 << 31) - 1
-"""The largest token id."""
-
-ENTRY_COST, CONTAINER_COST = 8, 16
-"""Memory of an entry of a JSON object, and of an array or object, relative to that of a number."""
+MAX_VERSIONS = 64  # of the weights that may have made one group
+MAX_TOKEN = (1 << 31) - 1  # the largest token id
+ENTRY_COST, CONTAINER_COST = 8, 16  # memory of an entry of a JSON object, and of an array or object, in numbers
 
 Message = TypeVar("Message")
 
@@ -135,11 +130,7 @@ class ScoredData(msgspec.Struct, kw_only=True):
 
 
 class Registered(msgspec.Struct, frozen=True):
-    """The answer to `RegisterEnv`. The fields after `status` are valid only if it is "success".
-
-    Attributes:
-        warning: why no batch can be formed; empty if there may be one.
-    """
+    """The answer to `RegisterEnv`. The fields after `status` are valid only if it is "success"."""
 
     status: str
     env_id: int = -1
@@ -148,16 +139,11 @@ class Registered(msgspec.Struct, frozen=True):
     starting_step: int = 0
     checkpoint_interval: int = 0
     num_steps: int = 0
-    warning: str = ""
+    warning: str = ""  # why no batch can be formed
 
 
 class EnvStatus(msgspec.Struct, frozen=True):
-    """The answer to a request for the status. Sizes are in groups of this environment's `group_size`.
-
-    Attributes:
-        newest_version: the trainer's newest version of the weights; None if the trainer has reported none.
-        stale_groups: groups of this environment that were too old for the trainer, since the server has started.
-    """
+    """The answer to a request for the status. Sizes are in groups of this environment's `group_size`."""
 
     current_step: int
     queue_size: int
@@ -165,25 +151,17 @@ class EnvStatus(msgspec.Struct, frozen=True):
     unallocated_fraction: float = 1.0
     self_queue_size: int = 0
     max_group_size: int = 1
-    newest_version: int | None = None
-    stale_groups: int = 0
+    newest_version: int | None = None  # of the trainer's weights; None if it has reported none
+    stale_groups: int = 0  # of this environment that were too old, since the server has started
 
 
 class Posted(msgspec.Struct, frozen=True):
-    """The answer to a post. The last three fields are those of a server that knows the trainer's version.
+    """The answer to a post. If some groups are stale, update the weights before the next rollout."""
 
-    Attributes:
-        status: "received", or "buffered" if the groups wait for others of their environment.
-        newest_version: the trainer's newest version of the weights; None if it is unknown.
-        max_staleness: how many versions a group may be behind it; None for any.
-        stale: groups of this post that are too old for the trainer, and are not trained. If there are some, update the
-            weights before the next rollout.
-    """
-
-    status: str
-    newest_version: int | None = None
-    max_staleness: int | None = None
-    stale: int = 0
+    status: str  # "received", or "buffered" if the groups wait for others of their environment
+    newest_version: int | None = None  # of the trainer's weights; None if it is unknown
+    max_staleness: int | None = None  # how many versions a group may be behind it; None for any
+    stale: int = 0  # groups of this post that are too old for the trainer, and are not trained
 
 
 class BatchReply(msgspec.Struct, frozen=True):
@@ -240,11 +218,7 @@ def object_count(body: bytes | bytearray) -> int:
 
 
 def decode(body: bytes | bytearray, kind: type[Message], max_objects: float = math.inf) -> Message:
-    """Decodes an untrusted message.
-
-    Raises:
-        FeedError: it is not JSON, lacks a field, fails a check of its type, or may take too much memory.
-    """
+    """Decodes an untrusted message. Raises a `FeedError` if it is malformed, or may take too much memory."""
     if max_objects < math.inf and object_count(body) > max_objects:
         raise FeedError(f"the body has more than {max_objects} objects; send fewer groups at once", 413)
     try:

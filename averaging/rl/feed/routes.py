@@ -33,21 +33,13 @@ from averaging.rl.feed.run_state import NoTrainerError, RunState
 
 logger = logging.getLogger(__name__)
 
-COMPRESS_MIN_BYTES = 1000
-"""Replies of this size or more are compressed if the client accepts gzip."""
+COMPRESS_MIN_BYTES = 1000  # replies of this size or more are compressed if the client accepts gzip
+MAX_KEY = 200  # characters of an Idempotency-Key
+MAX_OBJECTS = 1 << 23  # limit of `object_count` of the body of a request
 
-MAX_KEY = 200
-"""Characters of an Idempotency-Key."""
-
-MAX_OBJECTS = 1 << 23
-"""Limit of `object_count` of the body of a request."""
-
-EMPTY_EXAMPLE: Mapping[str, Sequence[object]] = {
-    name: []
-    for name in (
-        *("tokens", "masks", "scores", "advantages", "ref_logprobs"),
-        *("generation_params", "inference_logprobs", "messages", "images"),
-    )
+EXAMPLE_FIELDS = ("tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params")
+EMPTY_EXAMPLE: dict[str, list[Any]] = {
+    name: [] for name in (*EXAMPLE_FIELDS, "inference_logprobs", "messages", "images")
 }
 
 COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
@@ -89,13 +81,7 @@ Handler = Callable[[Request, bytearray], Awaitable[Response]]
 
 
 class Routes:
-    """Answers the requests, which `Gate` has let in.
-
-    Args:
-        database: used in `thread` only.
-        thread: its only thread.
-        on_event: receives each event.
-    """
+    """Answers the requests, which `Gate` has let in. The database is used in its thread only."""
 
     def __init__(self, database: Database, thread: ThreadPoolExecutor, on_event: Callable[[Event], None]) -> None:
         self._database, self._thread, self._on_event = database, thread, on_event
@@ -108,15 +94,10 @@ class Routes:
             name: Counter(f"averaging_feed_{name}", help_text, labels, registry=self._metrics)
             for name, (help_text, labels) in COUNTERS.items()
         }
-        self._seconds = Histogram(
-            "averaging_feed_request_duration_seconds",
-            "Time to answer a request.",
-            ["route"],
-            registry=self._metrics,
-        )
+        name, help_text = "averaging_feed_request_duration_seconds", "Time to answer a request."
+        self._seconds = Histogram(name, help_text, ["route"], registry=self._metrics)
 
     def table(self) -> list[tuple[str, str, Handler]]:
-        """Returns method, path and handler of each route."""
         return [
             ("GET", "/", self._root),
             ("POST", "/register", self._register),
@@ -135,7 +116,6 @@ class Routes:
         ]
 
     def answered(self, path: str, status: int, seconds: float) -> None:
-        """Counts a request in the metrics."""
         self._counters["requests_total"].labels(path, status).inc()
         self._seconds.labels(path).observe(seconds)
 
@@ -357,7 +337,6 @@ def _json(content: object, status: int = 200, headers: Mapping[str, str] | None 
 
 
 def error_reply(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
-    """Returns the reply to a request that is refused or has failed."""
     return _json({"status": "error", "message": message}, status, headers)
 
 

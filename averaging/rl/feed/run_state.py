@@ -20,19 +20,12 @@ from averaging.rl.feed.events import Event
 from averaging.rl.feed.messages import RegisterEnv, Registration
 from averaging.rl.feed.versions import UNKNOWN, Fit, TrainerVersion
 
-MIN_ENV_WEIGHT = 0.01
-"""Lower bound of `env_weight`, so that no environment starves."""
-
-MAX_ENVS, MAX_BUFFERED = 1 << 16, 1024
-"""Environments of a run, and groups in the buffer of one environment."""
-
-MOST_STALE = 8
-"""Environments whose stale groups the status names."""
+MIN_ENV_WEIGHT = 0.01  # lower bound of `env_weight`, so that no environment starves
+MAX_ENVS, MAX_BUFFERED = 1 << 16, 1024  # environments of a run, and groups in the buffer of one of them
+MOST_STALE = 8  # environments whose stale groups the status names
 
 
 class NoTrainerError(FeedError):
-    """A batch was requested before a trainer has registered."""
-
     def __init__(self) -> None:
         super().__init__("Trainer not registered. Call /register first.", 409)
 
@@ -72,7 +65,6 @@ class Env(msgspec.Struct):
 
     @property
     def reserved(self) -> float:
-        """The fraction of each batch that is reserved for it now."""
         return (self.config.min_batch_allocation or 0.0) if self.connected and not self.silent else 0.0
 
 
@@ -142,7 +134,7 @@ class RunState:
         return True
 
     def resume_warning(self, start: int) -> str:
-        """Names a new trainer that begins at step `start` of a run; empty if all of the run is saved up to there."""
+        """Names a new trainer that begins at step `start`; empty if all of the run is saved up to there."""
         run = self.run
         if run.registration is None or start == run.step == run.saved:
             return ""
@@ -226,9 +218,8 @@ class RunState:
 
         Those that are too old are dropped.
         """
-        smaller: Counter[int | None] = Counter()
         for env, size, _, _ in groups:
-            self._check_size(env, size, smaller)
+            self._check_size(env, size)
         self._check_room(now)
         added, stale = Added(self.next_number, [], []), []
         for env, size, nbytes, version in groups:
@@ -246,7 +237,6 @@ class RunState:
         return added
 
     def is_stale(self, version: int | None) -> bool:
-        """Returns whether a group of this version would be too old now, or of unknown weights."""
         return self.run.version.fit_of(version, 0, self.max_staleness) in (Fit.OLD, Fit.UNKNOWN)
 
     def drop_stale(self) -> None:
@@ -295,20 +285,14 @@ class RunState:
         self.buffers[group.env] = [each for index, each in enumerate(buffer) if index not in complete]
         added.buffered.append(sum(each.size for each in self.buffers[group.env]))
 
-    def _check_size(self, env: int | None, size: int, smaller: Counter[int | None]) -> None:
-        """Checks a group; `smaller` counts those of the same request that go to the buffer of their environment."""
+    def _check_size(self, env: int | None, size: int) -> None:
         limit, limit_name = math.inf, ""
         if self.run.registration is not None:
             limit, limit_name = self.run.registration.batch_size, "the run's batch_size"
         if env is not None:
             limit, limit_name = self.env(env).config.group_size, f"the group_size of environment {env}"
-            smaller[env] += size < limit
-            if size < limit and len(self.buffers.get(env, ())) + smaller[env] > MAX_BUFFERED:
-                raise FeedError(
-                    f"{MAX_BUFFERED} groups of environment {env} wait and do not add up to its group_size {limit}, or "
-                    "are posted at once",
-                    422,
-                )
+            if size < limit and len(self.buffers.get(env, ())) >= MAX_BUFFERED:
+                raise FeedError(f"{MAX_BUFFERED} groups of environment {env} wait and do not add up to {limit}", 422)
         if size > limit:
             raise FeedError(f"a group has {size} sequences, more than {limit_name}, {limit}", 422)
 
@@ -472,7 +456,6 @@ class RunState:
         return f"no batch can be formed: batch_size {size} is not {sums} {named}; change batch_size or group_size"
 
     def silent_environments(self) -> list[str]:
-        """Returns the names of the environments that have given up their reservation."""
         return [env.name for env in self.envs if env.silent]
 
     def stale_environments(self) -> dict[str, int]:

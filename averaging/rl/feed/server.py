@@ -30,19 +30,11 @@ from averaging.rl.feed.run_state import RunState
 
 logger = logging.getLogger(__name__)
 
-BODY_BYTES = 64 << 20
-"""Limit of a body after decompression. All at one time may have four times as many, those of one address twice."""
-
-SECONDS = 60.0
-"""Time for the header of a request, for its body, and for a client that reads nothing of its reply."""
-
+BODY_BYTES = 64 << 20  # of a body after decompression. All may have four times as many, those of one address twice
+SECONDS = 60.0  # for the header of a request, for its body, and for a client that reads nothing of its reply
 CONNECTIONS = 1024
-
-UNZIP_BYTES = 1 << 20
-"""Bytes that the event loop decompresses before it serves other requests."""
-
-CHANGING = {"/batch", "/reset_data"}
-"""Paths whose GET changes the run, so that HEAD, which Starlette answers likewise, is refused."""
+UNZIP_BYTES = 1 << 20  # that the event loop decompresses before it serves other requests
+CHANGING = {"/batch", "/reset_data"}  # their GET changes the run, so HEAD, which Starlette answers likewise, is refused
 
 
 class FeedServer:
@@ -128,7 +120,6 @@ class Gate:
         self._bodies = HostQuota(4 * BODY_BYTES, 2 * BODY_BYTES)
 
     def application(self) -> Starlette:
-        """Returns the application with all routes."""
         routes = [
             Route(path, partial(self._answer, path, handler), methods=[method])
             for method, path, handler in self._routes.table()

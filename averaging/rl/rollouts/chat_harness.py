@@ -19,7 +19,6 @@ MAX_ERROR = 2000
 
 @functools.cache
 def _tls() -> ssl.SSLContext:
-    """The system's authorities, which httpx would read again for each client."""
     return ssl.create_default_context()
 
 

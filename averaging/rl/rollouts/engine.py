@@ -22,24 +22,17 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from averaging.common import chosen_proxy, proxy_for
-from averaging.errors import ConfigError, RolloutError, printable
+from averaging.errors import ConfigError, RolloutError
 from averaging.http_server import HttpServer, listening
-from averaging.rl.feed import retry_pauses, split_url
+from averaging.rl.feed import message_in, retry_pauses, split_url
 
 HELD = frozenset({408, 425, 429, 502, 503, 504})
 """Statuses of an engine that is starting, full, or loading weights. The request is repeated until it is answered."""
 
-MAX_FAULTS = 3
-"""How often a request that the engine answers with another status from 500 on is tried."""
-
-MAX_REPLY = 64 << 20
-"""Bytes of an answer, after decompression."""
-
-MAX_ROLLOUTS = 1 << 16
-"""Rollouts whose versions are remembered; those that verifiers gives up are never asked for."""
-
-CONNECT_TIMEOUT, ENGINE_TIMEOUT = 10.0, 600.0
-"""Seconds to connect to the engine, and for a piece of its answer, after which a request is repeated."""
+MAX_FAULTS = 3  # how often a request that the engine answers with another status from 500 on is tried
+MAX_REPLY = 64 << 20  # bytes of an answer, after decompression
+MAX_ROLLOUTS = 1 << 16  # whose versions are remembered; those that verifiers gives up are never asked for
+CONNECT_TIMEOUT, ENGINE_TIMEOUT = 10.0, 600.0  # seconds; a request that takes longer is repeated
 
 SESSION_HEADER, SECRET_HEADER = "X-Session-ID", "Gateway-Secret"
 """Headers of requests to the gateway: the rollout, as verifiers names it, and the gateway's secret."""
@@ -137,17 +130,14 @@ class EngineClient:
         )
 
     async def close(self) -> None:
-        """Closes the connections."""
         await self._client.aclose()
 
     async def models(self) -> list[EngineModel]:
-        """Asks for the engine's models, the one that it serves first."""
         models = _decoded((await self._request("GET", "/v1/models")).content, _Models, self.url).data
         self.lengths = {model.id: model.max_model_len for model in models}
         return models
 
     async def ask_version(self) -> int | None:
-        """Asks which version of the weights the engine serves; None if it does not tell."""
         try:
             reply = await self._request("GET", "/weight_info")
         except RolloutError as error:
@@ -197,7 +187,7 @@ class EngineClient:
             except httpx.TransportError as error:
                 self._note_away(str(error) or type(error).__name__)
             else:
-                reason = f"{path} answers {reply.status_code}: {_message(reply)}"
+                reason = f"{path} answers {reply.status_code}: {message_in(reply.content)}"
                 if reply.is_success:
                     if not self._away.startswith("/") or self._away.startswith(path):
                         self._note_away("")  # not if it refuses requests of another path: it is paused then
@@ -225,8 +215,7 @@ class EngineClient:
 
 
 class _GenerateRequest(msgspec.Struct, frozen=True):
-    """A request of verifiers' training client, as vLLM's /inference/v1/generate takes it."""
-
+    # As verifiers' training client sends it, and vLLM's /inference/v1/generate takes it.
     model: str
     token_ids: list[Token]
     sampling_params: dict[str, Any]
@@ -270,7 +259,6 @@ class EngineGateway:
         await self._stack.aclose()
 
     def take_versions(self, rollout: str) -> list[int]:
-        """Returns the versions that answered the requests of a rollout, and forgets them; none if one is unknown."""
         return sorted(self._versions.pop(rollout, None) or ())
 
     async def _answer(self, handler: Callable[[Request], Awaitable[dict[str, Any]]], request: Request) -> Response:
@@ -333,12 +321,3 @@ def _decoded(body: bytes, kind: type[Answer], url: str) -> Answer:
             f"the answer of {url} cannot be used ({error}); the engine must be averaging serve or vLLM, which tell "
             "token ids and log-probabilities",
         ) from None
-
-
-def _message(reply: httpx.Response) -> str:
-    try:
-        body: Any = msgspec.json.decode(reply.content)
-        failure = body.get("error", body)
-        return printable(str(failure.get("message") if isinstance(failure, dict) else failure), 500)
-    except (msgspec.MsgspecError, AttributeError, RecursionError):
-        return printable(reply.text[:200])

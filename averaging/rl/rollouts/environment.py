@@ -23,11 +23,8 @@ if TYPE_CHECKING:
 
     from averaging.rl.rollouts.engine import EngineGateway
 
-CHAT = "averaging-chat"
-"""The name under which verifiers finds `ChatHarness`."""
-
-TOOLLESS = frozenset({"null"})
-"""Agents of verifiers that do the same as `ChatHarness`."""
+CHAT = "averaging-chat"  # the name under which verifiers finds `ChatHarness`
+TOOLLESS = frozenset({"null"})  # agents of verifiers that do the same
 
 HINT = (
     "NAME is the name of an installed package, or of a module that can be imported here, which has a Taskset of "

@@ -20,14 +20,9 @@ from averaging.rl.rollouts.tally import RolloutTally
 if TYPE_CHECKING:
     from verifiers.v1 import ModelContext, Task
 
-ATTEMPTS = 3
-"""How often a rollout that fails is made, before its group is dropped."""
-
-VERSION_POLL = 1.0
-"""Seconds between two questions for the engine's version while its weights are too old."""
-
-WAITING_GROUPS = 64
-"""Complete groups that wait for the feed; then no further rollouts are made."""
+ATTEMPTS = 3  # how often a rollout that fails is made, before its group is dropped
+VERSION_POLL = 1.0  # seconds between two questions for the engine's version while its weights are too old
+WAITING_GROUPS = 64  # complete groups that wait for the feed; then no further rollouts are made
 
 
 class GroupMaker:

@@ -18,17 +18,10 @@ from averaging.rl.rollouts.tally import RolloutTally
 
 Answer = TypeVar("Answer")
 
-FEED_PATIENCE = 2.0
-"""Seconds of one call of the feed's client, which runs in a thread and is not interrupted."""
-
-FEED_TIMEOUT = 10.0
-"""Seconds for the feed to connect, or for a piece of its answer."""
-
-LAST_POSTS = 5.0
-"""Seconds that complete groups have to be posted after the end was asked for."""
-
-UNUSABLE = frozenset({400, 413, 422})
-"""Statuses with which a feed refuses a group for what is in it. Others are for whoever has started this."""
+FEED_PATIENCE = 2.0  # seconds of one call of the feed's client, which runs in a thread and is not interrupted
+FEED_TIMEOUT = 10.0  # seconds for the feed to connect, or for a piece of its answer
+LAST_POSTS = 5.0  # seconds that complete groups have to be posted after the end was asked for
+UNUSABLE = frozenset({400, 413, 422})  # with these a feed refuses a group for what is in it
 
 
 class _FeedInfo(msgspec.Struct, frozen=True):

@@ -11,11 +11,8 @@ import msgspec
 from averaging.errors import RolloutError
 from averaging.rl.feed import MAX_VERSIONS, Posted, ScoredData
 
-UNTRAINED = -100
-"""The mask of a token that the model did not write."""
-
-NO_LOGPROB = 1.0
-"""The log-probability of a token that the model did not write, as environments of atroposlib give it."""
+# Of a token that the model did not write: its mask and log-probability, as environments of atroposlib give them.
+UNTRAINED, NO_LOGPROB = -100, 1.0
 
 
 class TruncatedMode(StrEnum):

@@ -14,11 +14,8 @@ from averaging.metrics import counter, gauge
 from averaging.rl.feed import Event, Posted
 from averaging.rl.rollouts.samples import SampledGroup
 
-MAX_DROPPED = 10
-"""Groups that are dropped one after the other, before it is an error."""
-
-MANY_EQUAL = 100
-"""Groups in a row of which all scores are equal, after which they are named: nothing can be learnt from them."""
+MAX_DROPPED = 10  # groups that are dropped one after the other, before it is an error
+MANY_EQUAL = 100  # groups in a row of which all scores are equal, after which they are named
 
 OWN_REASONS = frozenset({"empty", "lengths", "logprobs", "long", "score", "sequences", "truncated"})
 """Reasons of failures that lie in what was made. Others come from the environment, whose grader may be away."""
@@ -132,7 +129,6 @@ class RolloutTally:
         )
 
     def summary(self, waiting: int) -> Event:
-        """Returns what was made since the start; `waiting` complete groups were not posted."""
         failed = ", ".join(f"{count} {reason}" for reason, count in self.failed.items())
         parts = [
             f"posted {counted(self.posted_groups, 'group')} of {counted(self.posted_rollouts, 'rollout')}",
