@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-import resource
 import socket
 import ssl
 import time
 import zlib
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ import psutil
 import pytest
 
 from averaging.errors import ConfigError, ListenError
-from averaging.http_server import HttpListener, _with_descriptors, listening, network_of
 from averaging.rl.feed import FeedServer, routes, server
 from averaging.rl.feed.connection import Connection
 from averaging.rl.feed.messages import Registration
@@ -112,26 +110,20 @@ async def test_a_run_route_by_route() -> None:
 BAD = [
     ("/register", {k: v for k, v in REGISTRATION.items() if k != "num_steps"}, "missing required field `num_steps`"),
     ("/register", REGISTRATION | {"batch_size": 0}, "Expected `int` >= 1 - at `$.batch_size`"),
-    ("/register", REGISTRATION | {"batch_size": "many"}, "Expected `int`"),
     ("/register", REGISTRATION | {"starting_step": -1}, "Expected `int` >= 0 - at `$.starting_step`"),
     ("/register", REGISTRATION | {"starting_step": 2**63}, "`$.starting_step`"),
-    ("/register", REGISTRATION | {"num_steps": 2**64}, "num_steps"),
     ("/register", REGISTRATION | {"checkpoint_dir": "d" * 5000}, "length <= 4096 - at `$.checkpoint_dir`"),
     ("/register-env", ENVIRONMENT | {"weight": 1e300}, "`$.weight`"),
     ("/register-env", ENVIRONMENT | {"weight": "nan"}, "`$.weight`"),
-    ("/register-env", ENVIRONMENT | {"max_token_length": -(2**64)}, "max_token_length"),
     ("/scored_data", GROUP | {"tokens": [[1, 2], [-1]]}, "Expected `int` >= 0 - at `$.tokens[1][0]`"),
     ("/scored_data", GROUP | {"tokens": [[1, 2**31], [3]]}, "Expected `int` <= 2147483647 - at `$.tokens[0][1]`"),
     ("/scored_data", GROUP | {"masks": [[-101, 2], [3]]}, "Expected `int` >= -100 - at `$.masks[0][0]`"),
     ("/scored_data", GROUP | {"distill_token_ids": [[[2**40]]]}, "`$.distill_token_ids[0][0][0]`"),
-    ("/scored_data", GROUP | {"env_id": 2**70}, "env_id"),
-    ("/scored_data", GROUP | {"advantages": [[1.0], ["nan"]]}, "an advantage or logprob is not finite"),
-    ("/scored_data_list", [GROUP, GROUP | {"distill_logprobs": [[["-inf"]]]}], "an advantage or logprob is not finite"),
-    ("/register-env", ENVIRONMENT | {"group_size": 0}, "Expected `int` >= 1 - at `$.group_size`"),
+    ("/scored_data", GROUP | {"advantages": [[1.0], ["nan"]]}, "`$.advantages[1][0]`"),
+    ("/scored_data_list", [GROUP, GROUP | {"distill_logprobs": [[["-inf"]]]}], "`$[1].distill_logprobs[0][0][0]`"),
     ("/register-env", ENVIRONMENT | {"group_size": 5}, "group_size 5 is above the run's batch_size 4"),
     ("/register-env", ENVIRONMENT | {"min_batch_allocation": 1.5}, "`$.min_batch_allocation`"),
     ("/register-env", ENVIRONMENT | {"desired_name": "n" * 2000}, "length <= 1024 - at `$.desired_name`"),
-    ("/register-env", {}, "missing required field"),
     ("/scored_data", GROUP | {"masks": [[1, 2]]}, "2 sequences in tokens, 1 in masks and 2 scores"),
     ("/scored_data", GROUP | {"scores": [1]}, "2 sequences in tokens, 2 in masks and 1 scores"),
     ("/scored_data", GROUP | {"masks": [[1, 2], [3, 4]]}, "sequence 1 has 1 tokens and 2 masks"),
@@ -140,10 +132,7 @@ BAD = [
     ("/scored_data", GROUP | {"env_id": 0, "tokens": [[1]] * 3, "masks": [[1]] * 3, "scores": [0] * 3}, "group_size"),
     ("/scored_data", GROUP | {"messages": [[{"role": "user"}], []]}, "lacks its role or its content"),
     ("/scored_data", GROUP | {"tokens": [["a", 2], [3]]}, "Expected `int`, got `str` - at `$.tokens[0][0]`"),
-    ("/scored_data", {"tokens": [[1]]}, "missing required field `masks`"),
-    ("/scored_data", [GROUP], "Expected `object`, got `array`"),
     ("/scored_data_list", [GROUP, GROUP | {"scores": [1]}], "1 scores"),
-    ("/scored_data_list", GROUP, "Expected `array`, got `object`"),
 ]
 
 
@@ -203,18 +192,6 @@ async def test_an_environment_that_nobody_registered_is_asked_to_register() -> N
             assert f"no environment with env_id {env_id}; register it with /register-env" in reply.json()["message"]
             assert (await client.request("GET", "/status-env", json={"env_id": env_id})).status_code == 404
         assert (await client.request("GET", "/status-env")).status_code == 422
-        assert (await client.get("/status-env?env_id=x")).status_code == 422
-        assert (await client.get("/status-env?env_id=1")).status_code == 404
-
-
-@pytest.mark.asyncio
-async def test_the_status_of_an_environment_by_body_or_query() -> None:
-    async with serving() as client:
-        await begin(client)
-        body = await client.request("GET", "/status-env", json={"env_id": 0})
-        for path, content in (("/status-env?env_id=0", None), ("/status-env?env_id=7", {"env_id": 0})):
-            reply = await client.request("GET", path, json=content)
-            assert (reply.status_code, reply.json()) == (200, body.json())
 
 
 @pytest.mark.asyncio
@@ -348,86 +325,6 @@ async def test_one_address_does_not_take_all_connections(monkeypatch: pytest.Mon
         elsewhere = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
         async with httpx.AsyncClient(base_url=feed.url, transport=elsewhere) as client:
             assert (await client.get("/status")).status_code == 200, "closed connections do not count"
-
-
-def accepted(listener: HttpListener, clients: ExitStack, host: str, count: int) -> list[socket.socket]:
-    """What it accepts of so many connections of an address."""
-    found = []
-    for _ in range(count):
-        clients.enter_context(socket.create_connection(listener.getsockname(), 30, (host, 0)))
-        with suppress(BlockingIOError):
-            found.append(clients.enter_context(listener.accept()[0]))
-    return found
-
-
-def test_few_addresses_with_many_connections_leave_room_for_others(caplog: pytest.LogCaptureFixture) -> None:
-    with ExitStack() as stack:
-        listener = stack.enter_context(listening("127.0.0.1:0"))
-        listener.limit(16, b"")
-        taken = [accepted(listener, stack, f"127.0.0.{number}", 20) for number in (2, 3, 4)]
-        assert [len(each) for each in taken] == [8, 4, 2]
-        assert len(accepted(listener, stack, "127.0.0.5", 1)) == 1
-        taken[0].pop().close()
-        assert len(accepted(listener, stack, "127.0.0.6", 1)) == 1, "a closed connection does not count"
-    assert [record.message for record in caplog.records] == [
-        "the HTTP server refuses connections: 127.0.0.2 has as many connections as are left for others (8 are open)"
-    ]
-
-
-def test_without_free_descriptors_a_connection_is_refused_and_one_line_says_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with ExitStack() as stack:
-        listener = stack.enter_context(listening("127.0.0.1:0"))
-        clients = [stack.enter_context(socket.create_connection(listener.getsockname(), 30)) for _ in range(3)]
-        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (clients[-1].fileno() + 1, limits[1]))
-        with suppress(OSError):
-            while True:
-                stack.enter_context(socket.socket())
-        for client in clients:
-            with pytest.raises(BlockingIOError):
-                listener.accept()
-            assert client.recv(1) == b"", "it is closed"
-    assert [record.message for record in caplog.records] == [
-        "the HTTP server refuses connections: this process may open no more files; raise its limit (ulimit -n)"
-    ]
-
-
-@pytest.mark.parametrize(
-    ("limits", "connections", "raised", "most"),
-    [
-        ((512, 4096), 100, 512, 100),
-        ((512, 4096), 400, 800, 400),
-        ((1024, 1024), 1024, 1024, 768),
-        ((512, 4096), 1 << 16, 4096, 3072),
-        ((512, resource.RLIM_INFINITY), 1000, 2000, 1000),
-        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), 1000, resource.RLIM_INFINITY, 1000),
-    ],
-)
-def test_connections_stay_below_the_limit_of_descriptors(
-    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], connections: int, raised: int, most: int
-) -> None:
-    now = [limits]
-    monkeypatch.setattr(resource, "getrlimit", lambda _: now[-1])
-    monkeypatch.setattr(resource, "setrlimit", lambda _, new: now.append(new))
-    assert _with_descriptors(connections) == most
-    assert now[-1] == (raised, limits[1])
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "same"),
-    [
-        ("192.0.2.1", "192.0.2.2", False),
-        ("2001:db8::1", "2001:db8::2:3:4:5", True),
-        ("2001:db8::1", "2001:db8:0:1::1", False),
-        ("::ffff:192.0.2.1", "::ffff:192.0.2.2", False),
-        ("fe80::1%eth0", "fe80::2%eth1", True),
-    ],
-)
-def test_addresses_that_one_client_can_have(one: str, other: str, same: bool) -> None:
-    assert (network_of(one) == network_of(other)) == same
 
 
 def becomes_closed(port: int) -> bool:
@@ -608,34 +505,25 @@ async def test_an_internal_error_is_answered_and_logged(
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("method", ["GET", "HEAD"])
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
         ({"Sec-Fetch-Site": "cross-site"}, 403),
-        ({"Sec-Fetch-Site": "same-site"}, 403),
         ({"Sec-Fetch-Site": "same-origin"}, 200),
-        ({"Sec-Fetch-Site": "none"}, 200),
         ({"Origin": "http://evil.example"}, 403),
-        ({"Origin": "null"}, 403),
         ({"Referer": "http://evil.example/page"}, 403),
-        ({"Referer": "http://[evil"}, 403),
         ({"Host": "feed:8000", "Origin": "http://feed:8000"}, 200),
         ({"Host": "evil.example:8000", "Origin": "http://evil.example:8000"}, 403),
-        ({"Host": "evil.example"}, 403),
         ({"Host": "127.0.0.1.evil.example"}, 403),
-        ({"Host": "[evil.example"}, 403),
         ({"Host": "Feed.example.org.:80"}, 200),
-        ({"Host": "192.0.2.7"}, 200),
         ({"Host": "[::1]:8000"}, 200),
-        ({"Host": "run.localhost"}, 200),
     ],
     ids=str,
 )
-async def test_requests_of_web_pages_are_refused(method: str, headers: dict[str, str], status: int) -> None:
+async def test_requests_of_web_pages_are_refused(headers: dict[str, str], status: int) -> None:
     """Also of a page whose name points to this machine, so that its requests have the same origin as the server."""
     async with serving(hosts=["feed.example.org"]) as client:
-        assert (await client.request(method, "/status", headers=headers)).status_code == status
+        assert (await client.get("/status", headers=headers)).status_code == status
 
 
 @pytest.mark.asyncio
@@ -764,20 +652,6 @@ async def test_a_feed_at_an_address_of_ipv6_or_a_name(listen: str) -> None:
         connection = Connection(feed.url)
         assert (await asyncio.to_thread(connection.send, "GET", "/info")).startswith(b"{")
         connection.close()
-
-
-@pytest.mark.parametrize("address", ["[::1]:0", "localhost:0", "127.0.0.1:0"])
-def test_a_socket_listens_at_the_address(address: str) -> None:
-    with listening(address) as listener:
-        host, port = listener.getsockname()[:2]
-        socket.create_connection((host, port), 5.0).close()
-        with pytest.raises(ListenError, match="choose another port"):
-            listening(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
-
-
-def test_an_unknown_host_is_no_place_to_listen() -> None:
-    with pytest.raises(ListenError, match=r"nowhere\.invalid is unknown"):
-        listening("nowhere.invalid:0")
 
 
 @pytest.mark.asyncio

@@ -6,10 +6,10 @@ The names, types and defaults are those of atroposlib 0.4.0. Other fields are ig
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import chain
 from typing import Annotated, Any, Self, TypeVar
 
 import msgspec
@@ -30,6 +30,7 @@ Size = Annotated[int, msgspec.Meta(ge=1, le=MAX_BATCH_SIZE)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN)]
 Mask = Annotated[int, msgspec.Meta(ge=-100, le=MAX_TOKEN)]
+Finite = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 VersionNumber = Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)]
 Versions = Annotated[list[VersionNumber], msgspec.Meta(min_length=1, max_length=MAX_VERSIONS)]
 
@@ -94,17 +95,17 @@ class ScoredData(msgspec.Struct, kw_only=True):
     tokens: list[list[TokenId]]
     masks: list[list[Mask]]
     scores: Sequence[float | bool]
-    advantages: list[list[float]] | None = None
-    ref_logprobs: list[list[float]] | None = None
+    advantages: list[list[Finite]] | None = None
+    ref_logprobs: list[list[Finite]] | None = None
     messages: list[list[dict[str, Any]]] | None = None
     generation_params: dict[str, Any] | None = None
-    inference_logprobs: list[list[float]] | None = None
+    inference_logprobs: list[list[Finite]] | None = None
     overrides: list[dict[str, Any]] | None = None
     group_overrides: dict[str, Any] | None = None
     images: Any = None
     env_id: Int64 | None = None
     distill_token_ids: list[list[list[TokenId]]] | None = None
-    distill_logprobs: list[list[list[float]]] | None = None
+    distill_logprobs: list[list[list[Finite]]] | None = None
     version: VersionNumber | Versions | msgspec.UnsetType | None = msgspec.UNSET
 
     def __post_init__(self) -> None:
@@ -187,11 +188,10 @@ class Post:
 
     @classmethod
     def of(cls, groups: Sequence[ScoredData], key: str) -> Self:
-        """Encodes the groups of a request, of which all numbers must be finite."""
+        """Encodes the groups of a request."""
         digest = blake2b(digest_size=16)
         contents = []
         for group in groups:
-            _check_finite(group)
             contents.append(msgspec.json.encode(group))
             if key:  # an environment that was restarted may have a new env_id, and newer weights
                 unset = msgspec.structs.replace(group, env_id=None, version=msgspec.UNSET)
@@ -199,16 +199,6 @@ class Post:
         versions = [oldest_version(group.version) for group in groups]
         known = versions if any(version is not None for version in versions) else ()
         return cls([(group.env_id, len(group.tokens)) for group in groups], contents, key, digest.digest(), known)
-
-
-def _check_finite(group: ScoredData) -> None:
-    """Checks the numbers that JSON can spell as text, such as "nan", which `decode` takes."""
-    distilled = (numbers for sequence in group.distill_logprobs or () for numbers in sequence)
-    of_sequences = (group.advantages, group.ref_logprobs, group.inference_logprobs)
-    for numbers in chain(distilled, *(each or () for each in of_sequences)):
-        # The sum is quick, but may overflow.
-        if not math.isfinite(sum(numbers)) and not all(map(math.isfinite, numbers)):
-            raise FeedError("an advantage or logprob is not finite; drop the group or give finite numbers", 422)
 
 
 def object_count(body: bytes | bytearray) -> int:

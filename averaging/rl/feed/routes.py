@@ -235,13 +235,11 @@ class Routes:
         return _json({"status": "success"})
 
     async def _status_env(self, request: Request, body: bytearray) -> Response:
-        env_id = None if body else _number(request, "env_id")
-        known = decode(body, EnvIdentifier, MAX_OBJECTS).env_id if env_id is None else env_id
-        now = time.time()
+        env_id, now = decode(body, EnvIdentifier, MAX_OBJECTS).env_id, time.time()
 
         def status(database: Database) -> dict[str, Any]:
-            answer = database.state.status_env(known)
-            database.state.envs[known].heard = now
+            answer = database.state.status_env(env_id)
+            database.state.envs[env_id].heard = now
             return answer
 
         return _json(await self._run(status))

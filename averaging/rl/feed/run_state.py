@@ -32,8 +32,7 @@ class NoTrainerError(FeedError):
 
 @dataclass(frozen=True, slots=True)
 class SampleGroup:
-    """A group without its content, which the database holds."""
-
+    # Without its content, which the database holds.
     number: int  # position in the order of arrival
     env: int | None  # None if it was posted without one
     size: int  # sequences
@@ -44,15 +43,13 @@ class SampleGroup:
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """The effect of `RunState.add`."""
-
     first: int  # number of the first added group; the others follow
     queued: list[SampleGroup]  # those that entered the queue: added groups, and buffered ones that they completed
     buffered: list[int]  # sequences in the buffer after each added group whose size is not its environment's
 
 
 class Env(msgspec.Struct):
-    """An environment. Its id is its index in `RunState.envs`."""
+    # Its id is its index in `RunState.envs`.
 
     config: RegisterEnv
     name: str

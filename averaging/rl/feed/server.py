@@ -112,7 +112,7 @@ class FeedServer:
 
 
 class Gate:
-    """The application: lets requests in, within the limits and with a token, and gives their bodies to `routes`."""
+    """Lets requests in, within the limits and with a token, and gives their bodies to `routes`."""
 
     def __init__(self, routes: Routes, access: HttpAccess) -> None:
         self._routes, self._access = routes, access

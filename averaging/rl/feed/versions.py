@@ -12,11 +12,9 @@ from enum import StrEnum
 
 import msgspec
 
+# After so many reports a group must not be ahead of the trainer. The first one may have been sent before its arrival.
 REPORTS_UNTIL_KNOWN = 2
-"""Reports after which a group must not be ahead of the trainer. The first one may have been sent before its arrival."""
-
-UNKNOWN = -1
-"""Stands for the oldest version of a group if that is unknown, which its environment posts as null."""
+UNKNOWN = -1  # stands for the oldest version of a group if that is unknown, which its environment posts as null
 
 Version = int | list[int] | None | msgspec.UnsetType
 
@@ -39,19 +37,13 @@ def oldest_version(version: Version) -> int | None:
 
 
 class TrainerVersion(msgspec.Struct):
-    """The newest version of the weights, as the trainer reports it.
+    """The newest version of the weights, as the trainer reports it."""
 
-    Attributes:
-        newest: None before the first report.
-        trainer: number of the registration that has reported it. Another trainer may begin with an older version,
-            because it resumes from a checkpoint. The same trainer never goes back.
-    """
-
-    newest: int | None = None
-    trainer: int = 0
+    newest: int | None = None  # None before the first report
+    trainer: int = 0  # number of the registration that has reported it
 
     def report(self, version: int, trainer: int) -> None:
-        """Takes a report."""
+        # Another trainer may begin with an older version, because it resumes from a checkpoint. One never goes back.
         if self.newest is None or trainer != self.trainer or version > self.newest:
             self.newest, self.trainer = version, trainer
 

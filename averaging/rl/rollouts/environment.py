@@ -33,16 +33,13 @@ HINT = (
 
 
 class VerifiersEnvironment:
-    """An environment of verifiers, by name.
+    """An environment of verifiers.
 
     Args:
         name: its package or module, or `ENV+TASKSET` for one of verifiers' environments over another's tasks, such as
             "best-of-n+gsm8k".
-        arguments: the environment's own settings, as the `[env]` block of verifiers has them, for example
+        arguments: its own settings, as the `[env]` block of verifiers has them, for example
             `{"taskset": {"split": "train"}, "agent": {"max_turns": 4}}`.
-
-    Raises:
-        ConfigError: verifiers or the environment is not installed, or refuses the settings.
     """
 
     def __init__(self, name: str, arguments: Mapping[str, Any] | None = None) -> None:
