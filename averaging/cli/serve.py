@@ -81,7 +81,7 @@ def serve_command(folder: Path, addresses: tuple[str, ...], *, as_json: bool, ve
     MODEL_DIR is what save_pretrained of transformers writes, with its tokenizer. With --follow it takes each version of
     the weights that a training process publishes, between two requests and never inside one, and "weight_version" of
     an answer names the version that made it. Until the first version is here, requests get status 503. A publisher that
-    is away, also at the start, costs nothing but age; it is tried again. See docs/how-to/serve.md.
+    is away, also at the start, costs nothing but age; it is tried again. See docs/how-to/follow.md.
 
     For environments on a laptop and for small models. Where vLLM runs, use `averaging follow --engine`.
 

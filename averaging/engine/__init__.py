@@ -1,4 +1,4 @@
-"""A small server of a language model with OpenAI's API, which follows a run. docs/how-to/serve.md is the guide.
+"""A small server of a language model with OpenAI's API, which follows a run. docs/how-to/follow.md is the guide.
 
 Read in this order: `messages` (the JSON), `text` (tokens as text, stop strings), `generation` (the model of
 transformers), `engine` (the thread that generates and takes new weights), `run_weights` (from where they come),

@@ -1,4 +1,4 @@
-"""Use of published weights in vLLM: a backend of its weight transfer. docs/how-to/vllm.md is the guide.
+"""Use of published weights in vLLM: a backend of its weight transfer. docs/how-to/follow.md is the guide.
 
 vLLM finds it as the plugin `averaging`, so that it works where `averaging` is installed beside vLLM:
 `vllm serve MODEL --weight-transfer-config '{"backend": "averaging"}'`. `averaging follow --engine` then has every

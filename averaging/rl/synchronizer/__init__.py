@@ -1,4 +1,4 @@
-"""Hands out the weights of a model to explorers: docs/how-to/explorers.md is the guide.
+"""Hands out the weights of a model to explorers: docs/how-to/follow.md is the guide.
 
 Read in this order: `coordination` (statuses, versions and waits as pure decisions), `synchronizer` (the class),
 `methods` (the table of its gRPC methods), `service` and `remote` (their two ends), `state_stream` (a state as
