@@ -17,7 +17,6 @@ INSTALL = "python3 -m venv .venv\n. .venv/bin/activate\npip install .\n"
 PAGES = [
     "tutorial/one-machine.md",
     "tutorial/two-machines.md",
-    "how-to/firewall.md",
     "how-to/end-a-run.md",
     "how-to/follow.md",
     "how-to/resume.md",
