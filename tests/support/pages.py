@@ -18,6 +18,7 @@ import re
 import shlex
 import signal
 import subprocess
+import sysconfig
 import threading
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -140,7 +141,8 @@ def start(script: str, directory: Path) -> ForkedProcess | subprocess.Popen[str]
     """Runs a command of Python in a process that has imported torch, anything else in a shell."""
     parser = shlex.shlex(script.replace("\\\n", " ").strip(), posix=True, punctuation_chars=True)
     parser.whitespace_split = True
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    programs = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": programs}
     match list(parser) if "\n" not in script.replace("\\\n", " ").strip() else []:
         case words if any(set(word) <= set("();<>|&") for word in words):
             pass
