@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import MISSING
 from enum import Enum
@@ -58,6 +59,13 @@ An error says where a value was set. An unknown name is an error, which suggests
 """
 
 
+ENTRY = re.compile(r"^  -.*\n(?: {6,}.*\n)*", re.MULTILINE)
+"""An option in a help text."""
+
+SHARED = 5
+"""Commands that have an option in the same words, from which on it stands once."""
+
+
 def main() -> None:
     """Writes the pages."""
     (REFERENCE / "options.md").write_text(options_page())
@@ -107,12 +115,18 @@ def default(name: str) -> str:
 
 
 def cli_page() -> str:
-    """The page with a map of the commands, and the `--help` of each."""
+    """The page with a map of the commands, and the `--help` of each. What many have in the same words stands once."""
     every = list(contexts())
-    helps = [f"## {context.command_path}\n\n{help_of(context)}\n" for context in every]
-    return "\n".join(
-        ["# Command line\n", "This page is written by `make reference`; do not edit it.\n", *_map(every), *helps]
-    )
+    helps = {context.command_path: help_of(context) for context in every}
+    entries = [entry for text in helps.values() for entry in ENTRY.findall(text)]
+    counts = Counter(" ".join(entry.split()) for entry in entries)
+    once = {key: entry for entry in entries if counts[key := " ".join(entry.split())] >= SHARED}
+    page = ["# Command line\n", "This page is written by `make reference`; do not edit it.\n", *_map(every)]
+    page.append(f"## Options of many commands\n\n```text\n{''.join(once.values())}```\n")
+    for path, text in helps.items():
+        own = ENTRY.sub(lambda entry: "" if " ".join(entry[0].split()) in once else entry[0], text)
+        page.append(f"## {path}\n\n{own}")
+    return "\n".join(page)
 
 
 def _map(every: list[click.Context]) -> Iterator[str]:
@@ -126,13 +140,12 @@ def _map(every: list[click.Context]) -> Iterator[str]:
 
 def help_of(context: click.Context) -> str:
     """The `--help` of a command without the options of a peer, which have a page of their own."""
-    text = context.get_help()
+    text = context.get_help() + "\n"
     parts = re.split(r"^(?=\S.*:$)", text, flags=re.MULTILINE)
     titles = {declared.section for declared in OPTIONS.values()}
-    own = "".join(part for part in parts if part.partition(":\n")[0] not in titles).rstrip()
+    own = "".join(part for part in parts if part.partition(":\n")[0] not in titles)
     options = "It takes the [options of a peer](options.md) too: `group_size` is `--group-size`.\n\n"
-    more = "" if own == text.rstrip() else options
-    return f"{more}```text\n{own}\n```\n"
+    return f"{'' if own == text else options}```text\n{own}```\n"
 
 
 def contexts() -> Iterator[click.Context]:

@@ -23,10 +23,11 @@ def test_options_and_commands_are_those_of_the_code() -> None:
         assert written.split() == page.split(), f"docs/reference/{name} is old: make reference"
 
 
-def test_the_options_of_a_peer_are_on_their_own_page_only() -> None:
+def test_options_that_stand_elsewhere_are_not_repeated_for_each_command() -> None:
     page = reference.cli_page()
     assert "--rounds K" in page
     assert "--min-group-size N" not in page
+    assert page.count("--tls-ca FILE ") == 1
 
 
 def test_the_basic_options_come_first_and_none_is_missing() -> None:
