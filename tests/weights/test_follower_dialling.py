@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-import averaging.rl.synchronizer
-import averaging.weights
 from averaging.errors import PeerUnreachableError, ProtocolViolationError
 from averaging.rpc import RpcChannel, RpcHandler, RpcServer
 from averaging.weights.layout import Shard, version_message
@@ -78,12 +75,3 @@ async def test_a_part_is_dialled_on_loopback_only_if_its_publisher_is_there_or_t
             await dial(allowed)
     with pytest.raises(ProtocolViolationError, match="link-local"):
         await dial(options.dial("169.254.169.254:80", loopback=True))
-
-
-def test_all_connections_are_opened_in_one_place_or_to_the_user_s_address() -> None:
-    places = {
-        file.name: file.read_text().count("RpcChannel(")
-        for room in (averaging.weights, averaging.rl.synchronizer)
-        for file in Path(str(room.__file__)).parent.glob("*.py")
-    }
-    assert {name: count for name, count in places.items() if count} == {"receiver.py": 1, "remote.py": 1}

@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from averaging.weights.layout import WeightLayout, WeightSpec, layout_for
 from averaging.weights.parts import (
     box_of,
-    common,
-    elements,
     is_wanted,
     missing_part,
     put_together,
@@ -76,17 +74,6 @@ def test_parts_of_another_tensor_are_not_cut() -> None:
     whole = seal(view_state({"w": torch.zeros(4, 2)}), 1, None)
     for spec in (*rows("w", (5, 2), 2), *rows("v", (4, 2), 2), replace(rows("w", (4, 2), 2)[0], dtype="float16")):
         assert whole.arranged(WeightLayout((spec,))) is whole
-
-
-@given(SHAPES, st.integers(1, 5))
-def test_the_common_elements_of_two_boxes(shape: tuple[int, ...], parts: int) -> None:
-    for one in rows("w", shape, parts):
-        for other in rows("w", shape, 3):
-            counts = torch.zeros(shape)
-            for spec in (one, other):
-                counts[tuple(slice(start, stop) for start, stop in box_of(spec))] += 1
-            shared = common(box_of(one), box_of(other))
-            assert (0 if shared is None else elements(shared)) == int((counts == 2).sum())
 
 
 def test_missing_doubled_and_strange_parts_are_named() -> None:

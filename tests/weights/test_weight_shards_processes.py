@@ -86,19 +86,6 @@ def test_a_follower_puts_the_parts_together_and_never_has_parts_of_two_versions(
 
 
 @pytest.mark.long
-def test_versions_follow_each_other_bit_for_bit(stack: ExitStack) -> None:
-    publishers = Ranks(stack, 3, role="publish")
-    join = publishers.expect("ready")[0]["endpoint"]
-    model = model_of(0)
-    weights = stack.enter_context(WeightFollower(model, join=[join], join_timeout=PATIENCE))
-    for version in (1, 2, 5):
-        publishers.send(str(version))
-        publishers.expect("published")
-        has(weights, version)
-        assert equal(model, version)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("count", [2, 3])
 def test_ranks_follow_what_they_hold(stack: ExitStack, count: int) -> None:
     publishers = Ranks(stack, 2, role="publish")

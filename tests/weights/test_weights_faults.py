@@ -178,29 +178,11 @@ class Silent:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("pause", [None, 0.05], ids=["silent", "always-waiting"])
-async def test_a_source_that_sends_nothing_is_left(pause: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publishing, "COPIES", 1)
-    publisher, weights, silent = WeightPublisher(), state(), Silent(pause)
-    async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(RpcServer("127.0.0.1:0", [publisher], grace=0.0))
-        other = await stack.enter_async_context(RpcServer("127.0.0.1:0", [silent], grace=0.0))
-        front = await follow(stack, server.endpoint)
-        for each in publisher._followers.values():
-            each.endpoint = other.endpoint
-        await publisher.publish(weights, 1)
-        await has(front, 1)
-        follower = await follow(stack, server.endpoint, stall_timeout=1.0)
-        await has(follower, 1)
-        assert holds(follower, weights)
-        assert silent.asked == 1
-
-
-@pytest.mark.asyncio
 async def test_one_of_many_silent_sources_is_tried_and_none_for_the_next_versions(
-    monkeypatch: pytest.MonkeyPatch,
+    pause: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publishing, "COPIES", 1)
-    publisher, weights, silent = WeightPublisher(), state(), Silent(None)
+    publisher, weights, silent = WeightPublisher(), state(), Silent(pause)
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(RpcServer("127.0.0.1:0", [publisher], grace=0.0))
         others = [await stack.enter_async_context(RpcServer("127.0.0.1:0", [silent], grace=0.0)) for _ in range(6)]
