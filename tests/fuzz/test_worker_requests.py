@@ -40,7 +40,6 @@ fields = st.fixed_dictionaries(
         **dict.fromkeys(("call", "model", "path", "transfer", "source", "target", "origin"), names),
         **dict.fromkeys(("mesh", "step", "count", "eta", "takers"), numbers),
         **dict.fromkeys(("ids", "inputs", "outputs"), lists),
-        "steps": st.lists(steps, max_size=3),
     },
 )
 anything = st.recursive(
@@ -48,7 +47,9 @@ anything = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
     max_leaves=5,
 )
-hooks = st.lists(st.tuples(st.sampled_from([*HookName, "", "x"]), fields | anything), max_size=3)
+hooks = st.lists(
+    st.tuples(st.sampled_from([*HookName, "", "x"]), fields | anything | st.lists(steps, max_size=3)), max_size=3
+)
 placements = st.fixed_dictionaries(
     {},
     optional={

@@ -22,7 +22,6 @@ from averaging.rl.workers.payload import (
     Ids,
     Realloc,
     Step,
-    Transfer,
     convert,
     decode_payload,
     encode_payload,
@@ -189,13 +188,13 @@ def test_a_payload_survives_its_message() -> None:
         "id",
         data=Compute("actor_train", "actor", 2, 3, ["x"], ["answer"], []),
         pre_hooks=["data_transfer"],
-        pre_hook_data=[Transfer([Step("bcast", "a", ["a"], ["b"], [["x"]], ["answer"])])],
+        pre_hook_data=[[Step("bcast", "a", ["a"], ["b"], [["x"]], ["answer"])]],
         post_hooks=["param_realloc", "offload"],
         post_hook_data=[Realloc("t", "actor", "ref", 0.25), None],
     )
     found = decode_payload(encode_payload(payload))
     assert convert(found.data, Compute) == payload.data
-    assert convert(found.pre_hook_data[0], Transfer) == payload.pre_hook_data[0]
+    assert convert(found.pre_hook_data[0], list[Step]) == payload.pre_hook_data[0]
     assert convert(found.post_hook_data[0], Realloc) == payload.post_hook_data[0]
     for name in ("handler", "handle_name", "request_id", "pre_hooks", "post_hooks"):
         assert getattr(found, name) == getattr(payload, name)
@@ -203,7 +202,7 @@ def test_a_payload_survives_its_message() -> None:
 
 @given(st.binary(max_size=60))
 def test_data_of_strangers_is_refused_in_order(raw: bytes) -> None:
-    for kind in (Payload, Compute, Transfer, Realloc):
+    for kind in (Payload, Compute, Step, Realloc):
         with suppress(ProtocolViolationError):
             unpack(raw, kind)
 

@@ -36,7 +36,6 @@ from averaging.rl.workers.payload import (
     decode_payload,
     encode_payload,
 )
-from averaging.rl.workers.payload import SaveRequest as SaveData
 from averaging.rl.workers.plan import Model
 from averaging.rpc import Credentials, EventLoopThread, RpcChannel, RpcMethod, read_credentials
 from averaging.security.credentials import local_credentials
@@ -188,9 +187,7 @@ def test_the_coroutines_of_a_master(site: Site) -> None:
             assert found == set(ids)
             actors = ["actor@dp0-tp0-pp0", "actor@dp1-tp0-pp0"]
             waiting = [master.request(actors, Handle.EMPTY, [Compute("none", "actor")] * 2) for _ in range(40)]
-            gathered = [
-                asyncio.create_task(master.gather_async(ids)) for ids in waiting
-            ]  # more than a pool has threads
+            gathered = [asyncio.create_task(master.gather_async(ids)) for ids in waiting]  # more than any pool
             assert await master.call_async(["a0", "a1"], Handle.FLUSH) == [40, 40]
             with pytest.raises(WorkerError, match="'actor' at a0 is not initialized"):
                 await gathered[0]
@@ -332,7 +329,7 @@ def test_a_hook_saves_only_below_the_folder_of_the_worker(site: Site, tmp_path: 
 
     def save(master: MasterWorker, path: str) -> None:
         request = Payload(shard, Handle.EMPTY, master.new_id(), data=Compute("save", "actor"))
-        request.post_hooks, request.post_hook_data = ["save"], [SaveData(path)]
+        request.post_hooks, request.post_hook_data = ["save"], [path]
         ids = [master.post(request), *master.request(["a0"], Handle.FLUSH)]
         master.gather(ids)
 
@@ -348,7 +345,7 @@ def test_a_hook_saves_only_below_the_folder_of_the_worker(site: Site, tmp_path: 
                 save(master, path)
         shard = "actor@dp1-tp0-pp0"
         request = Payload(shard, Handle.EMPTY, master.new_id(), data=Compute("save", "actor"))
-        request.post_hooks, request.post_hook_data = ["save"], [SaveData("x")]
+        request.post_hooks, request.post_hook_data = ["save"], ["x"]
         ids = [master.post(request), *master.request(["a1"], Handle.FLUSH)]
         with pytest.raises(WorkerError, match=r"a1 has no folder for 'x'; give ModelWorker\(save_folder=…\)"):
             master.gather(ids)

@@ -208,7 +208,7 @@ def test_all_pre_hooks_run_before_the_first_computation_and_replies_come_one_by_
             waits = Payload("b@dp0-tp0-pp0", Handle.INFERENCE, client.new_id(), data=Compute("b", "b"))
             # Its data comes from a worker that does not have it yet.
             step = {"comm_type": "bcast", "root": "w1", "srcs": ["w1"], "dsts": ["w0"], "ids": [["s"]], "keys": ["k"]}
-            waits.pre_hooks, waits.pre_hook_data = ["data_transfer"], [{"steps": [step]}]
+            waits.pre_hooks, waits.pre_hook_data = ["data_transfer"], [[step]]
             second = client.post(waits)
             first = post(client, "a@dp0-tp0-pp0", Handle.INFERENCE, "a")
             client.request(["w0"], Handle.FLUSH)
@@ -425,6 +425,17 @@ def test_a_worker_that_comes_back_takes_the_parameters_of_another_rank() -> None
             result = await runner.step()
             assert result.step == 2
             assert torch.equal(again.weight, torch.full((3,), 2.0))
+            # If both come back, the first goes on with its own parameters, and not with those of the other new process.
+            both = {name: Actor(name, site.log) for name in ("a0", "a1")}
+            both["a1"].weight += 7
+            for name, actor in both.items():
+                site.network.kill(f"{name}:1")
+                await until_lost(client, name)
+                await site.start(name, actor=actor)
+            for name in both:
+                await until_lost(client, name, False)
+            assert (await runner.step()).step == 3
+            assert [actor.weight.tolist() for actor in both.values()] == [[1.0] * 3] * 2
 
     simulate(scenario)
 
@@ -464,7 +475,7 @@ def test_clear_errors() -> None:
                 await client.gather([request])
             step = {"comm_type": "bcast", "root": "z", "srcs": ["z"], "dsts": ["a0"], "ids": [["s"]], "keys": ["k"]}
             unknown = Payload("actor@dp0-tp0-pp0", Handle.INFERENCE, client.new_id(), data=Compute("a", "actor"))
-            unknown.pre_hooks, unknown.pre_hook_data = ["data_transfer"], [{"steps": [step]}]
+            unknown.pre_hooks, unknown.pre_hook_data = ["data_transfer"], [[step]]
             client.post(unknown)
             client.request(["a0"], Handle.FLUSH)
             with pytest.raises(WorkerError, match="tensors of 'z', which is not in its plan"):

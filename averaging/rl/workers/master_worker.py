@@ -28,8 +28,6 @@ from averaging.rl.workers.payload import (
     Inventory,
     Payload,
     Realloc,
-    SaveRequest,
-    Transfer,
     convert,
 )
 from averaging.rl.workers.plan import Call, Hook, HookName, ModelShardID, ParamRealloc, Plan, Save
@@ -225,7 +223,7 @@ class StepRunner:
             data = Compute(call.name, call.model, model.layout.size, step, ids, list(call.inputs), list(call.outputs))
             request = self._client.new(str(shard), call.interface, data)
             if own := [transfer for transfer in transfers if worker in transfer.dsts]:
-                request.pre_hooks, request.pre_hook_data = [HookName.DATA_TRANSFER], [Transfer(own)]
+                request.pre_hooks, request.pre_hook_data = [HookName.DATA_TRANSFER], [own]
             for hook, name in hooks:
                 self._add_hook(request, hook, shard, name, step)
             waiting[self._client.post(request)] = _Job(worker, call, ids)
@@ -243,7 +241,7 @@ class StepRunner:
     def _add_hook(self, request: Payload, hook: Hook, shard: ModelShardID, transfer: str, step: int) -> None:
         data: Any = None
         if isinstance(hook, Save):
-            data = SaveRequest(hook.path.replace("{step}", str(step)))
+            data = hook.path.replace("{step}", str(step))
         elif isinstance(hook, ParamRealloc) and (data := self._realloc(hook, shard, transfer)) is None:
             return
         request.post_hooks.append(hook.name)

@@ -39,8 +39,7 @@ from averaging.rl.workers.payload import (
     Inventory,
     Payload,
     Realloc,
-    SaveRequest,
-    Transfer,
+    Step,
     connector,
     convert,
     decode_payload,
@@ -261,7 +260,7 @@ class Executor:
         for name, data in zip(request.pre_hooks, request.pre_hook_data, strict=True):
             if name != HookName.DATA_TRANSFER:
                 raise ConfigError(f"{name!r:.200} cannot run before a request; {HookName.DATA_TRANSFER} can")
-            await self.data.redistribute(convert(data, Transfer).steps)
+            await self.data.redistribute(convert(data, list[Step]))
 
     async def _carry_out(self, request: Payload) -> object:
         """Runs a call and its post-hooks, and returns the data of the reply."""
@@ -300,7 +299,7 @@ class Executor:
             case HookName.OFFLOAD:
                 await run(backend.offload)
             case HookName.SAVE:
-                await run(backend.save, await run(self._path_to_save, convert(data, SaveRequest).path))
+                await run(backend.save, await run(self._path_to_save, convert(data, str)))
             case HookName.AVERAGE:
                 return check_numbers(await run(backend.average), "average")
             case HookName.PARAM_REALLOC:

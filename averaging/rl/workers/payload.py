@@ -134,7 +134,7 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a plan that moves tensors of samples between workers.
+    """One step of a plan that moves tensors of samples between workers; a hook `data_transfer` has a list of them.
 
     In a `bcast` root sends the same samples to all dsts, in a `scatter` to each dst its own. In a `gather` root gets
     samples from each of srcs.
@@ -157,13 +157,6 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
-    """Data of a hook `data_transfer`: the steps in which the worker receives."""
-
-    steps: list[Step]
-
-
-@dataclass(frozen=True, slots=True)
 class Realloc:
     """Data of a hook `param_realloc`: target = eta · source + (1 - eta) · target.
 
@@ -176,13 +169,6 @@ class Realloc:
     target: str  # model that takes them
     eta: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
     origin: str = ""  # worker from which the target takes them; empty in the request to the source
-
-
-@dataclass(frozen=True, slots=True)
-class SaveRequest:
-    """Data of a hook `save`."""
-
-    path: str
 
 
 def pack(value: object) -> bytes:

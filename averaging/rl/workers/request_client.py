@@ -162,6 +162,9 @@ class WorkerLink:
                     return decode_payload(answer.payload)
             except PeerUnreachableError as error:
                 logger.info("a request to %s is sent again: %s", self.worker, error)
+            except AveragingError:
+                self.received.append(request_id)  # the worker may have carried it out
+                raise
             if self.session == session:
                 self.session = ""
 
