@@ -193,7 +193,7 @@ async def test_who_sends_no_versions_sees_the_old_api() -> None:
                 await client.post("/scored_data", json=GROUP),
                 await client.post("/scored_data_list", json=[GROUP, GROUP]),
                 await client.get("/status"),
-                await client.get("/status-env", params={"env_id": 0}),
+                await client.request("GET", "/status-env", json={"env_id": 0}),
                 await client.get("/batch"),
                 await client.get("/latest_example"),
             ]
@@ -227,7 +227,7 @@ async def test_what_is_too_old_is_counted_and_told() -> None:
             "stale_groups": 3,
             "stale_environments": {"env_0": 1},
         }
-        status = (await client.get("/status-env", params={"env_id": 0})).json()
+        status = (await client.request("GET", "/status-env", json={"env_id": 0})).json()
         assert (status["newest_version"], status["stale_groups"]) == (5, 1)
         batch = (await client.get("/batch", params={"version": 5})).json()
         assert (batch["newest_version"], [group["version"] for group in batch["batch"]]) == (5, [5, [4, 5]])

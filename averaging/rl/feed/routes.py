@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from averaging.errors import FeedError, printable
-from averaging.rl.feed.database import Database
+from averaging.rl.feed.database import WRITE_RETRY_SECONDS, Database
 from averaging.rl.feed.events import Event
 from averaging.rl.feed.messages import (
     MAX_STEP,
@@ -127,7 +127,12 @@ class Routes:
             events, state.events = state.events, []
             return result, events, state.warning()
 
-        result, events, warning = await asyncio.get_running_loop().run_in_executor(self._thread, run)
+        try:
+            result, events, warning = await asyncio.get_running_loop().run_in_executor(self._thread, run)
+        except FeedError as error:
+            if error.retry_after == WRITE_RETRY_SECONDS:
+                self._warn_once(str(error))
+            raise
         for event in events:
             self._emit(event)
         self._warn_once(warning)
