@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Protocol, Self, Unpack, overload, runtime_checkable
+from typing import Any, Protocol, Self, overload, runtime_checkable
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from averaging.common import EventLoopThread, is_count, on_loop
-from averaging.config import PeerConfig, PeerOptions, configure
+from averaging.config import PeerConfig, configure
 from averaging.discovery import ShardOfRun
 from averaging.errors import AveragingError, ClosedError, ConfigError, RoundError, WaitTimeoutError
 from averaging.peer import DiscoveryFactory, Peer, RoundOptions
@@ -169,7 +169,7 @@ class DecentralizedAverager(OptimizerWrapper):
         masters: NamedMasters | None = None,
         transport: Transport | None = None,
         discovery: DiscoveryFactory | str | None = None,
-        **options: Unpack[PeerOptions],
+        **options: Any,
     ) -> None:
         trained = None if model is None else TrainedModel(model)
         parameters = named_parameters(optimizer, trained)

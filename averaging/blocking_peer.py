@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Self, Unpack
+from typing import Any, Self
 
 import torch
 
 from averaging.common import EventLoopThread, InProcess, on_loop
-from averaging.config import PeerConfig, PeerOptions
+from averaging.config import PeerConfig
 from averaging.peer import Peer
 from averaging.receipts import PeerStatus, Receipt
 from averaging.state import State
@@ -50,7 +50,7 @@ class BlockingPeer(InProcess):
         run_id: str | None = None,
         config: PeerConfig | None = None,
         discovery: str | None = None,
-        **options: Unpack[PeerOptions],
+        **options: Any,
     ) -> None:
         self._peer = Peer(tensors, run_id=run_id, config=config, discovery=discovery, **options)
         self._thread = EventLoopThread(self._peer, f"the peer of run {self._peer.run_id!r}")

@@ -1,7 +1,7 @@
 """The options of a peer: declared once, with their meaning and range, and where they are read from.
 
 The command line, the environment, TOML files and docs/reference/options.md follow from the declarations. To add an
-option, add a field to `PeerConfig`, and its type to `PeerOptions`.
+option, add a field to `PeerConfig`.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
-from typing import Any, Self, TypeAlias, TypedDict, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 from averaging.common import (
     ADDRESS,
     ADDRESSES_TO_DIAL,
+    FILES,
     GOSSIP,
     PATH,
     SECONDS,
     SWITCH,
-    Kind,
     Option,
     Setting,
     check_options,
@@ -85,26 +85,6 @@ class OnDrift(StrEnum):
     """`step` raises a RoundError."""
 
 
-class Inspection(StrEnum):
-    """The callers that may inspect a peer: reflection, channelz, its status, and the records of discovery."""
-
-    ON = "on"
-    """All callers, also without a token."""
-    TOKEN = "token"  # noqa: S105 - no password
-    """Callers with the run's token; all callers if the run has none."""
-    OFF = "off"
-    """No caller."""
-
-
-class LeaveAccess(StrEnum):
-    """Who may end a peer over the network, with `averaging leave`. SECURITY.md says why."""
-
-    OWNER = "owner"
-    """The peer's user, or root, on its machine; with TLS also a certificate for the host of its endpoint."""
-    MEMBERS = "members"
-    """Everybody who may call it: with the run's token, and with TLS with a certificate of the run."""
-
-
 DEPARTURE_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
 """The signals on which a peer can leave its run."""
 
@@ -122,54 +102,6 @@ class TLSFiles:
     ca: FilePath
     cert: FilePath
     key: FilePath
-
-
-class PeerOptions(TypedDict, total=False):
-    """The keyword arguments of `Peer`, `BlockingPeer` and `DecentralizedAverager`. `PeerConfig` explains them.
-
-    An option with a fixed set of values may be given by name, such as `mode="client"`. `discovery`
-    is an argument of these classes.
-    """
-
-    join: Sequence[str]
-    listen: str
-    advertise: str | None
-    group_size: int
-    mode: Mode | str
-    tls: TLSFiles | None
-    tls_ca: FilePath | None
-    tls_cert: FilePath | None
-    tls_key: FilePath | None
-    token_file: FilePath | None
-    compression: CompressionType | str
-    min_group_size: int
-    group_bits: str
-    group_wait: float
-    join_timeout: float
-    round_timeout: float
-    stall_timeout: float
-    min_stall_timeout: float
-    aggregation: str
-    reply_form: ReplyForm | str
-    non_finite: NonFinite | str
-    part_size_bytes: int
-    bandwidth: float | None
-    direct_listen: str | None
-    direct_advertise: int | None
-    proxy: str | None
-    share_state: bool
-    verify_donors: int
-    on_drift: OnDrift | str
-    insecure: bool
-    inspection: Inspection | str
-    etcd_ca: FilePath | None
-    etcd_cert: FilePath | None
-    etcd_key: FilePath | None
-    receipts: FilePath | None
-    metrics_listen: str | None
-    leave_on: Sequence[str]
-    leave_access: LeaveAccess | str
-    in_place: bool
 
 
 # The kinds of values that only a peer has.
@@ -202,7 +134,6 @@ def _check_direct_listen(listen: str) -> None:
 
 
 RUN_ID = text("ID", _check_run_id)
-_TLS = Kind("", "TLSFiles(ca, cert, key) or None", lambda value: isinstance(value, TLSFiles))
 _GROUP_SIZE = whole(2)
 _SIGNALS = texts("SIGNAL,…", "a list of names of signals", _check_signals)
 
@@ -269,12 +200,6 @@ class PeerConfig:
         choice(Mode),
         "A client accepts no connections, for a peer behind a firewall. An auxiliary reduces for other peers and "
         "contributes nothing; its tensors give the shapes only.",
-    )
-    tls: TLSFiles | None = _basic(
-        None,
-        _TLS,
-        "The files for TLS as one object; {tls_ca}, {tls_cert} and {tls_key} are the same files one by one.",
-        flag=False,
     )
     tls_ca: FilePath | None = _basic(
         None,
@@ -405,13 +330,6 @@ class PeerConfig:
     share_state: bool = _state(
         True, SWITCH, "Whether newcomers may download this peer's state. Clients never share it."
     )
-    verify_donors: int = _state(
-        1,
-        whole(1, 16),
-        "A state is downloaded only if this many donors offer the same version with the same digests of the "
-        "averaged tensors. Donors with one certificate, or without certificates on one host, count as one. 1 trusts "
-        "a single donor.",
-    )
     on_drift: OnDrift = _state(
         OnDrift.WARN,
         choice(OnDrift),
@@ -425,23 +343,13 @@ class PeerConfig:
         SWITCH,
         "Whether other machines may connect although there is no TLS: each of them can change the tensors.",
     )
-    inspection: Inspection = _access(
-        Inspection.TOKEN,
-        choice(Inspection),
-        "Callers that may inspect this peer (status, reflection, channelz, records): all, those with a token if the "
-        "run has one, or none.",
-    )
-    etcd_ca: FilePath | None = _access(
-        None,
-        PATH,
-        "Certificates of etcd's authorities, if {discovery} is in etcd and these are not those of {tls_ca}. With all "
-        "three files of etcd; without them those of the run are used.",
+    etcd_files: Sequence[str] = _access(
+        (),
+        FILES,
+        "Certificates of etcd's authorities, the certificate with which this peer calls etcd, and its key, if "
+        "{discovery} is in etcd and it does not take the files of the run.",
         shared=True,
     )
-    etcd_cert: FilePath | None = _access(
-        None, PATH, "Certificate with which this peer calls etcd, if it is not {tls_cert}.", shared=True
-    )
-    etcd_key: FilePath | None = _access(None, PATH, "Private key of {etcd_cert}.", shared=True)
     receipts: FilePath | None = _access(
         None,
         PATH,
@@ -461,30 +369,12 @@ class PeerConfig:
         "(the warning of Slurm) or SIGUSR2. `averaging peer` leaves on SIGTERM, SIGINT and SIGHUP anyway. See "
         "docs/how-to/end-a-run.md.",
     )
-    leave_access: LeaveAccess = _access(
-        LeaveAccess.OWNER,
-        choice(LeaveAccess),
-        "Who may end this peer with `averaging leave`: its user on its machine or a certificate for its host "
-        "(`owner`), or every holder of the run's token or certificate (`members`).",
-    )
-
     in_place: bool = option(False, SWITCH, flag=False)
     """For benchmarks: averages are written as they arrive. A round that fails leaves the tensors partly averaged."""
 
     @classmethod
     def from_toml(cls, path: FilePath, *, environ: Mapping[str, str] | None = None, **arguments: Any) -> Self:
         """Reads options from a TOML file, then from the environment, then from `arguments`; later ones win.
-
-        ```toml
-        run_id = "gpt"
-        join = ["a.example:4222"]
-        group_size = 4
-
-        [tls]
-        ca = "ca.pem"
-        cert = "b.pem"
-        key = "b.key"
-        ```
 
         Args:
             path: The file. Relative paths inside it are relative to its directory.
@@ -513,11 +403,7 @@ class PeerConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        tls = tls_files(self.tls_ca, self.tls_cert, self.tls_key, self.tls)
-        object.__setattr__(self, "tls", tls)
-        if tls is not None:
-            for name, file in zip(_TLS_NAMES, (tls.ca, tls.cert, tls.key), strict=True):
-                object.__setattr__(self, name, file)
+        tls_files(self.tls_ca, self.tls_cert, self.tls_key)
         if self.direct_listen == "off":
             object.__setattr__(self, "direct_listen", None)
         if self.group_wait > MAX_GROUP_WAIT:
@@ -525,12 +411,6 @@ class PeerConfig:
                 f"{spelled('group_wait')} must be at most {MAX_GROUP_WAIT:g} s, not {self.group_wait:g}; "
                 f"a peer declares itself again until {spelled('round_timeout')}",
                 "group_wait",
-            )
-        if self.leave_access is LeaveAccess.MEMBERS and not self.is_closed:
-            members = spelled("leave_access", LeaveAccess.MEMBERS.value)
-            raise ConfigError(
-                f"{members} needs {spelled('token_file')} or TLS: without them whoever reaches the port is a member",
-                "leave_access",
             )
         self._check_discovery()
         if self.group_size < self.min_group_size:
@@ -543,12 +423,10 @@ class PeerConfig:
         return parse_discovery(self.discovery)
 
     def _check_discovery(self) -> None:
-        of_etcd = ("etcd_ca", "etcd_cert", "etcd_key")
-        given = [name for name in of_etcd if getattr(self, name) is not None]
         if not self.etcd:
-            if given:
+            if self.etcd_files:
                 raise ConfigError(
-                    f"{spelled(given[0])} is for discovery in etcd; give {spelled('discovery')}", given[0]
+                    f"{spelled('etcd_files')} is for discovery in etcd; give {spelled('discovery')}", "etcd_files"
                 )
             return
         if self.join:
@@ -557,14 +435,11 @@ class PeerConfig:
                 "meet either in etcd or by gossip, never in both. Leave one of the two out, alike at all peers",
                 "join",
             )
-        if given and len(given) < len(of_etcd):
-            missing = [spelled(name) for name in of_etcd if name not in given]
-            raise ConfigError(f"{spelled(given[0])} needs {' and '.join(missing)} as well", given[0])
         near = all(is_loopback(parse_address(member)[0]) for member in self.etcd)
-        if not given and self.tls_cert is None and not self.insecure and not near:
+        if not self.etcd_files and self.tls_cert is None and not self.insecure and not near:
             raise ConfigError(
                 f"{spelled('discovery', self.discovery)} is reached over the network without TLS, where others could "
-                f"read and change it; give {', '.join(map(spelled, of_etcd))}, or TLS files of the run that etcd "
+                f"read and change it; give {spelled('etcd_files')}, or TLS files of the run that etcd "
                 f"takes, or {spelled('insecure')} if every machine in the network is trusted",
                 "discovery",
             )

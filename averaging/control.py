@@ -9,7 +9,6 @@ from enum import IntEnum
 from urllib.parse import unquote
 
 from averaging.common import is_own
-from averaging.config import LeaveAccess
 from averaging.errors import ProtocolViolationError, ViolationKind, printable
 from averaging.transport import RpcHandler, RpcMethod, rpc_caller
 from averaging.transport.grpc import claim_checker
@@ -93,7 +92,6 @@ class ControlService:
 
     Args:
         run_id: the run of the process; empty if it has none.
-        access: who may end it besides callers on its machine.
         certified: whether callers show certificates; one for the host of `endpoint` is enough then.
 
     Attributes:
@@ -101,10 +99,10 @@ class ControlService:
         departure: how far it is.
     """
 
-    def __init__(self, run_id: str, access: LeaveAccess, *, certified: bool) -> None:
+    def __init__(self, run_id: str, *, certified: bool) -> None:
         self.endpoint = ""
         self.departure = Departure()
-        self._run_id, self._access, self._certified = run_id, access, certified
+        self._run_id, self._certified = run_id, certified
 
     def rpc_handlers(self) -> Iterable[RpcHandler]:
         """See `RpcService`."""
@@ -125,8 +123,6 @@ class ControlService:
         Raises:
             ProtocolViolationError: it may not.
         """
-        if self._access is LeaveAccess.MEMBERS:
-            return "as every member may"
         host = unquote(rpc_caller().host).partition(":")[2].strip("[]")  # gRPC says ipv4:ADDRESS or ipv6:%5BADDRESS%5D
         if host and is_own(host):
             return "on this machine"
@@ -134,8 +130,7 @@ class ControlService:
             return "with a certificate for this host"
         other = " or with a certificate for its host" if self._certified else ""
         raise ProtocolViolationError(
-            f"a peer is ended on its own machine{other}; call from there, or send it SIGTERM (started with "
-            "leave_access='members', a peer leaves for every holder of the run's token or certificate)",
+            f"a peer is ended on its own machine{other}; call from there, or send it SIGTERM",
             kind=ViolationKind.FOREIGN_ENDPOINT,
         )
 

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from typing import Self
 
 from averaging.common import EventLoopThread, parse_address, zone_of
-from averaging.config import FilePath, Inspection, TLSFiles
+from averaging.config import FilePath, TLSFiles
 from averaging.errors import ClosedError
 from averaging.security import Credentials, read_tls, read_tokens
 from averaging.tensors import check_size
@@ -70,7 +70,6 @@ def read_credentials(
     tls: TLSFiles | None = None,
     token_file: FilePath | None = None,
     insecure: bool = False,
-    inspection: Inspection = Inspection.TOKEN,
 ) -> Credentials:
     """Reads the files of TLS and tokens once, for servers and channels.
 
@@ -78,7 +77,6 @@ def read_credentials(
         tls: Certificates; None for connections that are neither encrypted nor authenticated.
         token_file: File with tokens, one per line: the first is sent, all are accepted.
         insecure: Whether other machines may connect to a server without TLS.
-        inspection: The callers that may use reflection and channelz of a server.
 
     Raises:
         ConfigError: A file cannot be read, or does not match the others.
@@ -87,7 +85,6 @@ def read_credentials(
         tls=None if tls is None else read_tls(tls.ca, tls.cert, tls.key, time.time),
         tokens=read_tokens(token_file),
         insecure=insecure,
-        inspection=inspection,
     )
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from averaging.cli.exits import NOT_DONE, WRONG_USAGE, CommandError, failure_of
+from averaging.cli.failure import WRONG_USAGE, CommandError
 from averaging.cli.files import replaced_atomically
 from averaging.cli.options import KindType
 from averaging.common import number
@@ -35,7 +35,7 @@ DIRECTORY = click.Path(path_type=Path, file_okay=False)
 
 
 @click.group("ca")
-def ca_group() -> None:
+def ca_command() -> None:
     r"""Makes a run's own certificate authority, and the certificates of its peers.
 
     A peer accepts every peer that has a certificate of its run's authority, under the hosts in that certificate and no
@@ -47,11 +47,12 @@ def ca_group() -> None:
       averaging ca issue a --host a.example.org --host 192.0.2.7
       averaging ca issue b --client-mode
 
-    Exit codes: 0 done; 1 a file could not be written; 2 wrong usage, or a file exists and --force was not given.
+    Exit codes: 0 done; 1 a file could not be written or read; 2 wrong usage, there is no authority, or a file exists
+    and --force was not given.
     """
 
 
-@ca_group.command("init")
+@ca_command.command("init")
 @click.option(
     "--directory", default=AUTHORITY, type=DIRECTORY, metavar="DIR", help="Where to write; created if needed."
 )
@@ -67,13 +68,9 @@ def init_command(directory: Path, name: str, days: float, force: bool) -> None:
 
     Exit codes: 0 done; 1 a file could not be written; 2 wrong usage, or a file exists and --force was not given.
     """
-    from averaging.errors import AveragingError
     from averaging.security import make_authority
 
-    try:
-        made = make_authority(name, datetime.now(UTC), days)
-    except AveragingError as error:
-        raise failure_of(error) from None
+    made = make_authority(name, datetime.now(UTC), days)
     certificate, key = _write(directory, AUTHORITY, made, force=force)
     where = "" if directory == Path(AUTHORITY) else f" --directory {shlex.quote(str(directory))}"
     click.echo(
@@ -85,7 +82,7 @@ def init_command(directory: Path, name: str, days: float, force: bool) -> None:
     )
 
 
-@ca_group.command("issue")
+@ca_command.command("issue")
 @click.argument("name")
 @click.option(
     "--host",
@@ -115,14 +112,9 @@ def issue_command(
         raise click.UsageError(f"NAME {name!r} must consist of letters, digits, '.', '_', '-'; not {AUTHORITY!r}.")
     if bool(hosts) == client_mode:
         raise click.UsageError("give --host for every host at which other peers reach the peer, or --client-mode.")
-    from averaging.errors import AveragingError
     from averaging.security import issue
 
-    authority = _read_authority(directory)
-    try:
-        made = issue(authority, name, hosts, datetime.now(UTC), days)
-    except AveragingError as error:
-        raise failure_of(error) from None
+    made = issue(_read_authority(directory), name, hosts, datetime.now(UTC), days)
     certificate, key = _write(directory, name, made, force=force)
     subject = ", ".join(hosts) or "a peer in client mode"
     options = ["--tls-ca", directory / f"{AUTHORITY}.pem", "--tls-cert", certificate, "--tls-key", key]
@@ -153,8 +145,7 @@ def _read_authority(directory: Path) -> Issued:
         ) from None
     except OSError as error:
         raise CommandError(
-            f"{error.filename} cannot be read: {error.strerror}; make it readable, or run this as its owner",
-            NOT_DONE,
+            f"{error.filename} cannot be read: {error.strerror}; make it readable, or run this as its owner"
         ) from None
 
 
@@ -185,8 +176,7 @@ def _write(directory: Path, name: str, made: Issued, *, force: bool) -> tuple[Pa
     except OSError as error:
         raise CommandError(
             f"{error.filename or directory} cannot be written: {error.strerror}; nothing was replaced. Free disk "
-            "space, or give another --directory",
-            NOT_DONE,
+            "space, or give another --directory"
         ) from None
     return certificate, key
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli.exits import WRONG_USAGE, CommandError, serve
+from averaging.cli.exits import serve
+from averaging.cli.failure import WRONG_USAGE, CommandError
 from averaging.cli.options import (
     JOINED,
     flag,

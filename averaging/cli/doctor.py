@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli.exits import NOT_DONE, CommandError, Stop, Stopped, failure_of, run, stopped
+from averaging.cli.exits import Stop, run
+from averaging.cli.failure import NOT_DONE, CommandError
 from averaging.cli.options import CheckedPath, PeerCommand, output_options, peer_config, peer_options
-from averaging.errors import AveragingError, ConfigError
+from averaging.errors import ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -76,10 +77,9 @@ def doctor_command(
       done       failures, warnings
       error      message
     """
-    from averaging.cli.output import CommandOutput
+    from averaging.cli.output import reporting
 
-    report = CommandOutput(as_json=as_json)
-    with report.logging(verbose), report.failures():
+    with reporting(verbose, as_json=as_json) as report:
         if not verbose:  # what reading certificates and tokens would warn of is a finding
             logging.getLogger("averaging").setLevel(logging.ERROR)
         config, run_known = read_options(given)
@@ -108,45 +108,31 @@ def _import() -> None:
 
 
 def read_options(given: dict[str, Any]) -> tuple[PeerConfig, bool]:
-    """The options of the peer, and whether the user has given a run id.
-
-    Raises:
-        CommandError: An option is invalid.
-    """
+    """The options of the peer, and whether the user has given a run id."""
     try:
-        try:
-            return peer_config(given), True
-        except ConfigError as error:
-            if error.option != "run_id" or "is missing" not in error.reason:
-                raise
-            return peer_config(given | {"run_id": NO_RUN}), False
+        return peer_config(given), True
     except ConfigError as error:
-        raise failure_of(error) from None
+        if error.option != "run_id" or "is missing" not in error.reason:
+            raise
+        return peer_config(given | {"run_id": NO_RUN}), False
 
 
 def _schema_of(file: Path, config: PeerConfig, given: dict[str, Any]) -> Schema:
-    """What `averaging peer FILE` would average.
-
-    Raises:
-        CommandError: The file cannot be read, or holds nothing that is averaged.
-    """
-    from averaging.cli.files import check_can_be_averaged, read_shapes
+    """What `averaging peer FILE` would average."""
+    from averaging.cli.files import check_can_be_averaged, read
     from averaging.protocol import parse_aggregation
     from averaging.tensors import describe
 
-    tensors = read_shapes(file).divided(file, given["only"], given["exclude"]).tensors
+    tensors = read(file, shapes_only=True).divided(file, given["only"], given["exclude"]).tensors
     check_can_be_averaged(file, tensors, allow_non_finite=True)
-    try:
-        return describe(
-            tuple(tensors),
-            tuple(tensors.values()),
-            compression=config.compression,
-            part_size_bytes=config.part_size_bytes,
-            reply=config.reply_form,
-            aggregation=parse_aggregation(config.aggregation),
-        )
-    except AveragingError as error:
-        raise failure_of(error) from None
+    return describe(
+        tuple(tensors),
+        tuple(tensors.values()),
+        compression=config.compression,
+        part_size_bytes=config.part_size_bytes,
+        reply=config.reply_form,
+        aggregation=parse_aggregation(config.aggregation),
+    )
 
 
 def _run(examination: Examination, report: CommandOutput) -> None:
@@ -175,10 +161,7 @@ def _run(examination: Examination, report: CommandOutput) -> None:
     async def check(_: Stop) -> None:
         await examine(examination, write)
 
-    try:
-        run(check)
-    except Stopped as signal:
-        raise stopped(signal.number) from None
+    run(check)
     failures, warnings = counts[Severity.FAILURE], counts[Severity.WARNING]
     what = f"{failures} will not work" if failures else "nothing that will not work was found"
     also = f", {warnings} may go wrong or could not be checked" if warnings else ""

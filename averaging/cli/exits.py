@@ -1,6 +1,6 @@
-"""How a command ends: with one line that says what to do, an exit code, and no traceback.
+"""Signals: Ctrl+C, SIGTERM and SIGHUP end a command gracefully, as do those of a peer's `leave_on`.
 
-Ctrl+C, SIGTERM and SIGHUP end it gracefully, and what a peer's `leave_on` names; a second signal at once.
+A second signal ends it at once.
 """
 
 from __future__ import annotations
@@ -11,59 +11,18 @@ import threading
 from contextlib import AsyncExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-import click
-
-from averaging.common import ignored_proxies
+from averaging.cli.failure import SIGNALLED, CommandError, Stopped
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
     from types import FrameType
 
     from averaging.cli.output import CommandOutput
-    from averaging.errors import AveragingError
 
 T = TypeVar("T")
 
-NOT_DONE, WRONG_USAGE, SIGNALLED = 1, 2, 128
-"""Exit codes. A command that a signal ends early exits with `SIGNALLED` plus the signal's number."""
-
-CHECK_ADDRESS = "; ".join(filter(None, ("check the address, and that a peer is up there", ignored_proxies())))
-
 DEFAULTS: Mapping[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 """The signals that end a command, with Python's default handlers."""
-
-
-class CommandError(click.ClickException):
-    """Ends a command. Click prints the message to stderr and exits with `exit_code`."""
-
-    def __init__(self, message: str, exit_code: int = NOT_DONE) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code  # type: ignore[misc] # click's own are of the class
-
-
-def failure_of(error: AveragingError) -> CommandError:
-    """Converts an error of the library. The exit code is 2 if the user's arguments are wrong, else 1."""
-    from averaging.errors import ConfigError, JoinError, TensorError
-
-    wrong_usage = isinstance(error, ConfigError | TensorError) or (isinstance(error, JoinError) and error.refused)
-    return CommandError(str(error), WRONG_USAGE if wrong_usage else NOT_DONE)
-
-
-def stopped(number: int, when: str = "") -> CommandError:
-    """Returns the error of a command that a signal ended early."""
-    return CommandError(f"stopped by {signal.Signals(number).name}{when}", SIGNALLED + number)
-
-
-class Stopped(Exception):  # noqa: N818 - not an error
-    """A signal ended the command gracefully.
-
-    Attributes:
-        number: number of the signal.
-    """
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
 
 
 class Interrupted(KeyboardInterrupt):
@@ -80,10 +39,8 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Converts a signal into a `CommandError` while the command has no handlers of its own.
-
-    SIGTERM needs a handler because the first process of a container ignores it by default.
-    """
+    """Converts a signal into `Stopped` while the command has no handlers of its own."""
+    # SIGTERM needs a handler: the first process of a container ignores it by default.
     ours = []
     if threading.current_thread() is threading.main_thread():
         ours = [number for number, default in DEFAULTS.items() if signal.getsignal(number) is default]
@@ -92,7 +49,7 @@ def starting() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as interrupt:
-        raise stopped(interrupt.args[0] if isinstance(interrupt, Interrupted) else signal.SIGINT) from None
+        raise Stopped(interrupt.args[0] if isinstance(interrupt, Interrupted) else signal.SIGINT) from None
     finally:
         for number in ours:
             signal.signal(number, DEFAULTS[number])
@@ -126,17 +83,18 @@ class ServedUntilStopped(Protocol):
         """Waits until the server ends. It ends only if it fails."""
 
 
-def run(main: Callable[[Stop], Awaitable[T]], leave_on: Collection[str] = ()) -> T:
+def run(main: Callable[[Stop], Awaitable[T]], leave_on: Collection[str] = (), when: str = "") -> T:
     """Runs `main` on a new event loop. Signals cancel it, see `Stop`.
 
     Args:
         main: what is run.
         leave_on: names of further signals that end it.
+        when: see `Stopped`.
 
     Raises:
         Stopped: a signal cancelled it.
     """
-    return asyncio.run(_run(main, leave_on))
+    return asyncio.run(_run(main, leave_on, when))
 
 
 def serve(report: CommandOutput, start: Callable[[AsyncExitStack], Awaitable[ServedUntilStopped]]) -> None:
@@ -147,10 +105,8 @@ def serve(report: CommandOutput, start: Callable[[AsyncExitStack], Awaitable[Ser
         start: enters the server, and what it needs, says that it is ready, and returns it.
 
     Raises:
-        CommandError: a signal came before, or the server failed.
+        CommandError: a signal came before.
     """
-    from averaging.errors import AveragingError
-
     ready = False
 
     async def main(_: Stop) -> None:
@@ -165,12 +121,10 @@ def serve(report: CommandOutput, start: Callable[[AsyncExitStack], Awaitable[Ser
     except Stopped as stop:
         if not ready:
             raise CommandError("stopped during the start", SIGNALLED + stop.number) from None
-    except AveragingError as error:
-        raise failure_of(error) from None
     report.emit({"event": "done"}, "stopped")
 
 
-async def _run(main: Callable[[Stop], Awaitable[T]], leave_on: Collection[str]) -> T:
+async def _run(main: Callable[[Stop], Awaitable[T]], leave_on: Collection[str], when: str) -> T:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     if task is None:
         raise RuntimeError("not in a task")
@@ -186,7 +140,7 @@ async def _run(main: Callable[[Stop], Awaitable[T]], leave_on: Collection[str]) 
     except asyncio.CancelledError:
         if not stop.number:
             raise
-        raise Stopped(stop.number) from None
+        raise Stopped(stop.number, when) from None
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)

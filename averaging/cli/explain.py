@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from averaging.cli.exits import WRONG_USAGE, CommandError
+from averaging.cli.failure import WRONG_USAGE, CommandError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

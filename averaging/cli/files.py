@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from averaging.cli.exits import NOT_DONE, WRONG_USAGE, CommandError
+from averaging.cli.failure import WRONG_USAGE, CommandError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -98,22 +98,32 @@ class Document:
         return Document(averaged, self.metadata, kept)
 
 
-def read(path: Path) -> Document:
+def read(path: Path, *, shapes_only: bool = False) -> Document:
     """Reads a file into memory, so that it may be changed or removed afterwards.
+
+    Args:
+        path: the file.
+        shapes_only: reads names, dtypes and shapes only: the tensors are zeros that take no memory.
 
     Raises:
         CommandError: exit code 2: the file does not exist, is incomplete, or is not a safetensors file.
     """
-    return _read(path, shapes_only=False)
+    from safetensors import SafetensorError, safe_open
 
-
-def read_shapes(path: Path) -> Document:
-    """Reads names, dtypes and shapes only: the tensors are zeros that take no memory.
-
-    Raises:
-        CommandError: see `read`.
-    """
-    return _read(path, shapes_only=True)
+    save = "safetensors.torch.save_file"
+    if not path.is_file():
+        what = "is not a file" if path.exists() else "does not exist"
+        raise CommandError(f"{path} {what}; give one that {save} wrote", WRONG_USAGE)
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensor_of = _shape_of if shapes_only else _tensor_of
+            return Document({name: tensor_of(file, name) for name in sorted(file.keys())}, file.metadata())
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise CommandError(
+            f"{path} cannot be read as a safetensors file ({error}); if it was copied, copy it again, otherwise write "
+            f"it with {save}",
+            WRONG_USAGE,
+        ) from None
 
 
 def _tensor_of(file: Any, name: str) -> torch.Tensor:
@@ -133,31 +143,6 @@ def _shape_of(file: Any, name: str) -> torch.Tensor:
     if dtype is None or form:
         raise ValueError(f"tensor {name!r} has the dtype {code}, which cannot be averaged")
     return torch.zeros((), dtype=dtype).expand(view.get_shape())
-
-
-def _read(path: Path, *, shapes_only: bool) -> Document:
-    from safetensors import SafetensorError, safe_open
-
-    if not path.exists():
-        raise CommandError(f"{path} does not exist; give a file written by safetensors.torch.save_file", WRONG_USAGE)
-    if not path.is_file():
-        raise CommandError(f"{path} is not a file; give one written by safetensors.torch.save_file", WRONG_USAGE)
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:  # safetensors does not support file names with arbitrary bytes
-        raise CommandError(
-            f"{path} cannot be read: its name is not valid UTF-8; rename it, or the directory", WRONG_USAGE
-        ) from None
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensor_of = _shape_of if shapes_only else _tensor_of
-            return Document({name: tensor_of(file, name) for name in sorted(file.keys())}, file.metadata())
-    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise CommandError(
-            f"{path} cannot be read as a safetensors file ({error}); if it was copied, copy it again, otherwise write "
-            "it with safetensors.torch.save_file",
-            WRONG_USAGE,
-        ) from None
 
 
 def check_can_be_averaged(path: Path, tensors: Mapping[str, torch.Tensor], *, allow_non_finite: bool) -> None:
@@ -206,7 +191,6 @@ class Output:
     def __init__(self, path: Path, *, overwrite: bool) -> None:
         self.path = path
         self._target = path.resolve()
-        self._may_exist = overwrite
         if self._target.exists() and not self._target.is_file():
             raise CommandError(f"{path} exists and is not a file; give another --output", WRONG_USAGE)
         if self._target.exists() and not overwrite:
@@ -239,31 +223,22 @@ class Output:
 
         Raises:
             NotWrittenError: the file cannot be written now.
-            CommandError: another process has created the file meanwhile, or a tensor has the reserved name.
+            CommandError: a tensor has the reserved name.
         """
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         if RESERVED_NAME in tensors:
-            raise CommandError(
-                f"{self.path} was not written: the format allows no tensor called {RESERVED_NAME!r}", NOT_DONE
-            )
+            raise CommandError(f"{self.path} was not written: the format allows no tensor called {RESERVED_NAME!r}")
         try:
             with replaced_atomically(self._target) as temporary:
                 save_file(dict(tensors), temporary, dict(metadata) if metadata else None)
                 temporary.chmod(self._mode)
-                if self._target.exists() and not self._may_exist:
-                    kept = temporary.rename(beside(self._target))
-                    raise CommandError(
-                        f"another process has created {self.path} meanwhile; the result is in {kept}", NOT_DONE
-                    )
         except (OSError, SafetensorError) as error:
             raise NotWrittenError(
                 f"{self.path} could not be written: {error}; the old file is unchanged. Free disk space, or give "
-                "another --output",
-                NOT_DONE,
+                "another --output"
             ) from None
-        self._may_exist = True
 
 
 def _listed(names: list[str]) -> str:

@@ -6,41 +6,48 @@ import asyncio
 import signal
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from averaging.cli import events
-from averaging.cli.exits import CHECK_ADDRESS, CommandError, Stop, Stopped, failure_of, run, stopped
+from averaging.cli.exits import Stop, run
+from averaging.cli.failure import CommandError, Stopped
 from averaging.cli.files import NotWrittenError, Output, read
-from averaging.cli.model_folder import SHARD_BYTES, BaseFolder, FolderOptions, VersionedFolders, read_folder
+from averaging.cli.model_folder import BaseFolder, FolderOptions, VersionedFolders
 from averaging.cli.options import (
     DURATION,
     JOINED,
+    SECURITY,
     CheckedPath,
     credentials_of,
     flag,
     insecure_option,
+    max_bytes_option,
     model_folder_options,
     output_options,
     security_options,
 )
 from averaging.cli.shell_command import run_command
 from averaging.common import VERSION_KEY, counted, size
-from averaging.config import LeaveAccess
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
-
-    import torch
 
     from averaging.cli.output import CommandOutput
     from averaging.control import ControlService, Departure
     from averaging.metrics import Samples
     from averaging.rpc import Credentials
     from averaging.weights import DividedSnapshot, FollowerOptions, VllmServer, WeightSnapshot
+
+ENGINE_KIND = "vllm="
+
+DIGEST_KEY, LAYOUT_KEY = "averaging.digest", "averaging.order"
+"""Keys in the file's metadata: the digest of the weights as published, and the digest of them in the order of the file.
+
+Of a model in parts, which has no digest of its own, both are that of the whole tensors in the order of the file.
+"""
 
 
 @click.command("follow")
@@ -49,7 +56,7 @@ if TYPE_CHECKING:
     "--output",
     type=CheckedPath(),
     metavar="FILE.safetensors|DIR",
-    help="The file to keep; with --layout hf the directory.",
+    help="The file to keep; with --config the directory of the versions.",
 )
 @click.option(
     "--engine",
@@ -65,16 +72,8 @@ if TYPE_CHECKING:
     "with them afterwards, or aborts them.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace --output if it exists and this command did not write it.")
-@click.option(
-    "--layout",
-    type=click.Choice(["file", "hf"]),
-    default="file",
-    help="hf: a folder for each version, as save_pretrained of transformers writes it, and the link DIR/newest.",
-)
 @model_folder_options
-@click.option(
-    "--keep", type=click.IntRange(min=1), metavar="N", help="With --layout hf: versions to keep.  [default: 2]"
-)
+@click.option("--keep", default=2, type=click.IntRange(min=1), metavar="N", help="With --config: versions to keep.")
 @click.option(
     "--exec",
     "command",
@@ -105,16 +104,7 @@ if TYPE_CHECKING:
     metavar="SECONDS",
     help="Give up at the start if no publisher answers in this time, and later leave a source that is silent so long.",
 )
-@click.option(
-    "--max-bytes",
-    default=16 << 30,
-    type=click.IntRange(min=1),
-    metavar="BYTES",
-    help="Refuse larger weights, because two to three copies are kept in memory.",
-)
-@click.option(
-    "--hand-on/--no-hand-on", default=True, help="Whether to hand on versions to other followers. See --listen."
-)
+@max_bytes_option("Refuse larger weights, because two to three copies are kept in memory.")
 @flag(
     "listen",
     default="127.0.0.1:0",
@@ -132,135 +122,95 @@ def follow_command(
     r"""Keeps --output at the newest version of the weights that the peer at HOST:PORT publishes.
 
     The peer must publish weights: its averager has services=[WeightPublisher(model)]. If ranks of fully_shard publish
-    their parts, give the address of rank 0; the file has the whole tensors. With several addresses, the next one is
-    followed if one is lost. An address may also be a source of addresses, such as dns:NAME:PORT, see
-    `averaging peer --help`. Each version is verified, and replaces the file in one step, so that a reader finds
-    the old version or the new one. If the disk is full, the old file stays.
+    their parts, give the address of rank 0. With several addresses, the next one is followed if one is lost. Each
+    version is verified, and replaces the file in one step. If the disk is full, the old file stays.
 
     Only what changed since the last version is received, also if this command is started again. Versions that come
     faster than they are written are left out, never the newest. While the command of --exec runs, the file stays as it
-    is; Ctrl+C ends the command and its children too. The version never goes back. The file's metadata has
-    the version ("averaging.version") and the digest of the weights ("averaging.digest").
+    is. The file's metadata has the version ("averaging.version") and the digest of the weights ("averaging.digest").
+
+    With --config, each version is a folder in --output that from_pretrained of transformers reads, and the link
+    `newest` moves in one step.
 
     \b
     Have a server load each version:
       averaging follow a.example:4222 --output now.safetensors --exec 'curl -fsS -X POST localhost:8000/reload'
-
-    \b
-    Keep the newest two versions as from_pretrained reads them, at now/newest; config.json and the tokenizer of base
-    are copied:
-      averaging follow a.example:4222 --output now --layout hf --config base
+      averaging follow a.example:4222 --engine vllm=http://127.0.0.1:8000
 
     \b
     Download one version, at least the 500th:
       averaging follow a.example:4222 --output now.safetensors --once --min-version 500 --wait 600
 
-    \b
-    Have a vLLM server on this machine serve each version:
-      averaging follow a.example:4222 --engine vllm=http://127.0.0.1:8000
-
-    A follower that hands on versions can be ended by its owner from elsewhere too, with `averaging leave`.
-
-    Exit codes: 0 done, or stopped by Ctrl+C or SIGTERM; 1 no publisher answered, or --once found no version in time or
-    could not write it; 2 wrong usage. With --once, 130 and 143 if a signal stops it.
+    Exit codes: 0 done, or stopped by Ctrl+C, SIGTERM or `averaging leave`; 1 no publisher answered, or --once found no
+    version in time or could not write it; 2 wrong usage. With --once, 130 and 143 if a signal stops it.
 
     \b
     Events of --json, each with "event":
       ready       publishers, endpoint, with --metrics-listen also metrics (its address)
-      written     version, digest, bytes, received, output; with --layout hf also frozen (tensors from --config)
+      written     version, digest, bytes, received, output, frozen (tensors from --config)
       unwritten   version, output, message
       loaded      version, engine, seconds
       unloaded    version, engine, message, partial: the engine did not load it; it is tried again. While partial is
                   true it is paused, because some of its workers may have a part of a version
       executed    version, exit_code, seconds; after --exec-timeout exit_code is null, and there is a message
-      waiting     version, executing, message: a newer version waits for the command
       error       message
     """
     if given["wait"] is not None and not given["once"]:
         raise click.UsageError("--wait needs --once.")
-    _check_targets(output, given)
-    _check_layout(given)
-    from averaging.cli.output import CommandOutput
-
-    report = CommandOutput(as_json=as_json)
-    with report.logging(verbose), report.failures():
-        _run(list(dict.fromkeys(addresses)), output, given, report)
-
-
-ENGINE_KIND = "vllm="
-
-
-def _check_targets(output: Path | None, given: dict[str, Any]) -> None:
     if output is None and given["engine"] is None:
         raise click.UsageError("Missing option '--output', or '--engine'.")
-    for option, value in (("--exec", given["command"]), ("--layout hf", given["layout"] == "hf" or None)):
+    for option, value in (("--exec", given["command"]), ("--config", given["config"])):
         if output is None and value is not None:
             raise click.UsageError(f"{option} needs --output.")
     if given["engine"] is not None and not given["engine"].startswith(ENGINE_KIND):
         raise click.UsageError(f"--engine must be {ENGINE_KIND}http://HOST:PORT.")
+    from averaging.cli.output import reporting
 
-
-def _check_layout(given: dict[str, Any]) -> None:
-    if given["layout"] == "hf":
-        if given["config"] is None:
-            raise click.UsageError("--layout hf needs --config: the folder of the base model, with config.json.")
-        return
-    for option in ("config", "keep", "max_shard_bytes"):
-        if given[option] is not None:
-            raise click.UsageError(f"--{option.replace('_', '-')} needs --layout hf.")
+    with reporting(verbose, as_json=as_json) as report:
+        _run(list(dict.fromkeys(addresses)), output, given, report)
 
 
 def _run(addresses: list[str], path: Path | None, given: dict[str, Any], report: CommandOutput) -> None:
     from averaging.control import ControlService
-    from averaging.errors import AveragingError, PeerUnreachableError
     from averaging.weights import FollowerOptions
 
+    credentials = credentials_of(given)
+    control = ControlService(given["run_id"] or "", certified=credentials.tls is not None)
+    engine = _engine(given, credentials, control)
+    options = FollowerOptions(
+        join=addresses,
+        run_id=given["run_id"] or "",
+        credentials=credentials,
+        listen=given["listen"] if engine is None else None,  # an engine hands on what it has loaded, at --listen
+        advertise=given["advertise"],
+        join_timeout=given["timeout"],
+        stall_timeout=given["timeout"],
+        max_bytes=given["max_bytes"],
+        min_version=given["min_version"],
+        services=[control] if engine is None else (),
+    )
+    session = FollowSession(options, _open(path, given), engine, given, report, control)
+
+    async def follow(stop: Stop) -> None:
+        leaving = asyncio.create_task(_end_when_asked(control.departure, stop))
+        try:
+            await session.run()
+        finally:
+            leaving.cancel()
+
     try:
-        credentials = credentials_of(given)
-        control = ControlService(given["run_id"] or "", LeaveAccess.OWNER, certified=credentials.tls is not None)
-        options = FollowerOptions(
-            join=addresses,
-            run_id=given["run_id"] or "",
-            credentials=credentials,
-            listen=given["listen"] if given["hand_on"] else None,
-            advertise=given["advertise"],
-            join_timeout=given["timeout"],
-            stall_timeout=given["timeout"],
-            max_bytes=given["max_bytes"],
-            min_version=given["min_version"],
-            services=[control],
-        )
-        engine = _engine(given, credentials, control)
-        if engine is not None:  # it hands on what the engine has loaded, at the same address
-            options = replace(options, listen=None, services=())
-        session = FollowSession(options, _open(path, given), engine, given, report, control)
-
-        async def follow(stop: Stop) -> None:
-            leaving = asyncio.create_task(_end_when_asked(control.departure, stop))
-            try:
-                await session.run()
-            finally:
-                leaving.cancel()
-
-        run(follow)
-    except Stopped as stop:
+        run(follow, when="; nothing was written")
+    except Stopped:
         if given["once"]:
-            raise stopped(stop.number, "; nothing was written") from None
-    except AveragingError as error:
-        failure = failure_of(error)
-        unreached = isinstance(error, PeerUnreachableError) and error.unconnected
-        remedy = f"; {CHECK_ADDRESS}" if unreached else ""
-        raise CommandError(failure.message + remedy, failure.exit_code) from None
+            raise
 
 
 def _engine(given: dict[str, Any], credentials: Credentials, control: ControlService) -> VllmServer | None:
-    """The engine of --engine."""
     from averaging.weights import VllmServer
 
     if given["engine"] is None:
         return None
-    names = ("tls_ca", "tls_cert", "tls_key", "token_file")
-    files = {name: str(given[name].resolve()) for name in names if given[name] is not None}
+    files = {name: str(given[name].resolve()) for name in SECURITY if given[name] is not None}
     return VllmServer(
         given["engine"].removeprefix(ENGINE_KIND),
         given["listen"],
@@ -281,19 +231,9 @@ async def _end_when_asked(departure: Departure, stop: Stop) -> None:
     stop.request(signal.SIGTERM)
 
 
-DIGEST_KEY, LAYOUT_KEY = "averaging.digest", "averaging.order"
-"""Keys in the file's metadata: the digest of the weights as published, and the digest of them in the order of the file.
-
-Of a model in parts, which has no digest of its own, both are that of the whole tensors in the order of the file.
-"""
-
-LONG_SECONDS = 10.0
-"""A command that runs for longer is named when a newer version waits for it."""
-
-
 @dataclass(frozen=True, slots=True)
 class WrittenWeights:
-    """The weights in the file.
+    """The weights at the output.
 
     Attributes:
         version: their version.
@@ -312,88 +252,54 @@ class WrittenWeights:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A file, or a directory of versions, that can be written.
+    """Where to write; None if only an engine loads the versions. And what this command has written there before."""
 
-    Attributes:
-        output: where to write; None if only an engine loads the versions.
-        base: the weights in the file; None if this command has not written it.
-        written: what is known of them.
-    """
-
-    output: Output | VersionedFolders | None
-    base: WeightSnapshot | None
-    written: WrittenWeights | None
+    output: Output | VersionedFolders | None = None
+    base: WeightSnapshot | None = None
+    written: WrittenWeights | None = None
 
 
 def _open(path: Path | None, given: dict[str, Any]) -> Opened:
+    """Checks that the output can be written, and reads it back if this command has written it.
+
+    Raises:
+        CommandError: exit code 2: something else is there, or it cannot be written.
+    """
     if path is None:
-        return Opened(None, None, None)
-    return open_folders(path, given) if given["layout"] == "hf" else open_output(path, given["overwrite"])
-
-
-def open_folders(path: Path, given: dict[str, Any]) -> Opened:
-    """Checks that versions can be written there, and reads the newest one back.
-
-    Raises:
-        CommandError: exit code 2: see `VersionedFolders`, `BaseFolder`.
-    """
-    options = FolderOptions(BaseFolder(given["config"]), given["max_shard_bytes"] or SHARD_BYTES, given["keep"] or 2)
-    folders = VersionedFolders(path, options, overwrite=given["overwrite"])
+        return Opened()
+    if given["config"] is None:
+        base, written = _read_back(path)
+        if base is None:
+            return Opened(Output(path, overwrite=given["overwrite"]))
+        return Opened(Output(path, overwrite=True), base, written)
+    options = FolderOptions(BaseFolder(given["config"]), given["max_shard_bytes"])
+    folders = VersionedFolders(path, options, given["keep"], overwrite=given["overwrite"])
     newest = folders.newest
-    there = None if newest is None else _identified(newest, *read_folder(newest))
-    return Opened(folders, None, None) if there is None else Opened(folders, *there)
+    return Opened(folders) if newest is None else Opened(folders, *_read_back(newest))
 
 
-def open_output(path: Path, overwrite: bool) -> Opened:
-    """Checks that the file can be written, and reads it back if this command has written it.
-
-    Raises:
-        CommandError: exit code 2: another file is there, or it cannot be written.
-    """
-    there = _read_back(path) if path.is_file() else None
-    output = Output(path, overwrite=overwrite or there is not None)
-    return Opened(output, None, None) if there is None else Opened(output, *there)
-
-
-def _read_back(path: Path) -> tuple[WeightSnapshot, WrittenWeights] | None:
-    try:
-        document = read(path)
-    except CommandError:
-        return None
-    base, written = _identified(path, document.tensors, document.metadata or {}) or (None, None)
-    return None if base is None or written is None else (base, written)
-
-
-def _identified(
-    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
-) -> tuple[WeightSnapshot | None, WrittenWeights] | None:
-    """The version that these tensors are said to be, and the tensors if they are as they were published.
+def _read_back(path: Path) -> tuple[WeightSnapshot | None, WrittenWeights | None]:
+    """What a file or a folder says that it is, and its tensors if they are as they were published.
 
     A folder may lack copies of tied tensors, and have those of --config: then the next version is received as a whole.
     """
     from averaging.weights import seal, view_state
 
     try:
+        documents = [read(file) for file in (path.glob("*.safetensors") if path.is_dir() else [path])]
+        tensors = {name: tensor for document in documents for name, tensor in document.tensors.items()}
+        metadata = documents[0].metadata or {}
         version = int(metadata[VERSION_KEY])
-        base = seal(view_state(tensors), version, None)
-    except (KeyError, ValueError):
-        return None
+        base = seal(view_state(dict(sorted(tensors.items()))), version, None)
+    except (CommandError, IndexError, KeyError, ValueError):  # nothing, or nothing of this command
+        return None, None
     digest = base.manifest.digest.hex()
     written = WrittenWeights(version, metadata.get(DIGEST_KEY, digest), base.manifest.layout.nbytes, path)
     return (base if metadata.get(LAYOUT_KEY) == digest else None), written
 
 
 class FollowSession:
-    """One invocation of the command.
-
-    Args:
-        options: the follower's options.
-        opened: the file to keep.
-        engine: the engine that loads each version; None without --engine.
-        given: the options of the command line.
-        report: where events go.
-        control: lets the owner end the command.
-    """
+    """One invocation of the command: receives versions, and hands each to the output, the command and the engine."""
 
     def __init__(
         self,
@@ -413,14 +319,9 @@ class FollowSession:
         )
         self._receiver = ModelReceiver(options, base=opened.base, on_progress=self._advance)
         self._options, self._output, self._report = options, opened.output, report
-        self._engine = engine
-        self._command: str | None = given["command"]
-        self._exec_timeout: float = given["exec_timeout"]
-        self._control = control
+        self._engine, self._control, self._given = engine, control, given
         self._executing: int | None = None  # the version for which the command runs
         self._once: bool = given["once"]
-        self._wait: float | None = given["wait"]
-        self._min_version: int = given["min_version"]
         self._written = opened.written
         self._progress: tuple[int, int] | None = None
         self._received = 0  # bytes of the versions written so far
@@ -469,35 +370,26 @@ class FollowSession:
         return None if self._written is None else self._written.version
 
     async def _follow(self) -> None:
-        written = self._written
-        if (
-            self._once
-            and self._engine is None
-            and written is not None
-            and not self._is_behind()
-            and written.version >= self._min_version
-        ):
+        written, receiver, wait = self._written, self._receiver, self._given["wait"]
+        announced = -1 if receiver.announced is None else receiver.announced.version
+        current = written is not None and written.version >= max(announced, self._given["min_version"])
+        if self._once and self._engine is None and written is not None and current:
             self._emit_written(written)
             return
         try:
-            async with asyncio.timeout(self._wait):
-                await self._receiver.wait_newer(None if written is None else written.version, None)
+            async with asyncio.timeout(wait):
+                await receiver.wait_newer(None if written is None else written.version, None)
         except TimeoutError:
-            raise self._never_published() from None
+            raise self._never_published(wait, self._given["min_version"]) from None
         while True:
-            if self._receiver.failure is not None:
-                raise self._receiver.failure
-            received = self._receiver.newest
+            if receiver.failure is not None:
+                raise receiver.failure
+            received = receiver.newest
             if received is not None:
                 await self._take(received)
                 if self._once:
                     return
-                await self._receiver.wait_newer(received.manifest.version, None)
-
-    def _is_behind(self) -> bool:
-        """Whether a version is announced that the file does not have."""
-        announced = self._receiver.announced
-        return announced is not None and announced.version > (-1 if self._written is None else self._written.version)
+                await receiver.wait_newer(received.manifest.version, None)
 
     async def _take(self, received: WeightSnapshot | DividedSnapshot) -> None:
         from averaging.tensors import in_thread
@@ -516,8 +408,8 @@ class FollowSession:
         if written.path is not None:
             self._written = written
             self._emit_written(written)
-        if self._command is not None:
-            await self._execute(self._command, written)
+        if (command := self._given["command"]) is not None:
+            await self._execute(command, written)
         if self._engine is not None and await self._load(self._engine, whole):
             self._written = written
 
@@ -558,46 +450,35 @@ class FollowSession:
         digest = (received if isinstance(received, WeightSnapshot) else whole).manifest.digest.hex()
         # A safetensors file has no order; the digest of the tensors by name is compared when the file is read back.
         metadata = {VERSION_KEY: str(version), DIGEST_KEY: digest, LAYOUT_KEY: whole.manifest.digest.hex()}
-        nbytes = whole.manifest.layout.nbytes
+        path, frozen = None, 0
         if isinstance(self._output, VersionedFolders):
-            frozen = self._output.write(version, whole.tensors(), metadata)
-            return WrittenWeights(version, digest, nbytes, self._output.folder(version), frozen)
-        if self._output is None:
-            return WrittenWeights(version, digest, nbytes, None)
-        self._output.write(whole.tensors(), metadata)
-        return WrittenWeights(version, digest, nbytes, self._output.path)
+            path, folder = self._output.write(version, whole.tensors(), metadata)
+            frozen = folder.frozen
+        elif self._output is not None:
+            path = self._output.path
+            self._output.write(whole.tensors(), metadata)
+        return WrittenWeights(version, digest, whole.manifest.layout.nbytes, path, frozen)
 
     def _emit_written(self, written: WrittenWeights) -> None:
-        path = written.path
-        of_folder = {"frozen": written.frozen} if isinstance(self._output, VersionedFolders) else {}
-        and_frozen = f" and {counted(written.frozen, 'tensor')} of --config" if written.frozen else ""
+        version, path, frozen = written.version, written.path, written.frozen
         received = self._receiver.bytes_received - self._received
         self._received += received
+        and_frozen = f" and {counted(frozen, 'tensor')} of --config" if frozen else ""
+        of_version = {"event": "written", "version": version, "digest": written.digest, "bytes": written.nbytes}
         self._report.emit(
-            {
-                "event": "written",
-                "version": written.version,
-                "digest": written.digest,
-                "bytes": written.nbytes,
-                "received": received,
-                "output": str(path),
-                **of_folder,
-            },
-            f"version {written.version}: {size(written.nbytes)}{and_frozen}, received {size(received)}, wrote {path}",
+            {**of_version, "received": received, "output": str(path), "frozen": frozen},
+            f"version {version}: {size(written.nbytes)}{and_frozen}, received {size(received)}, wrote {path}",
         )
 
     async def _execute(self, command: str, written: WrittenWeights) -> None:
         version = written.version
         environment = {"AVERAGING_VERSION": str(version), "AVERAGING_FILE": str(written.path)}
-        began, limit = time.monotonic(), self._exec_timeout
+        began, limit = time.monotonic(), self._given["exec_timeout"]
         self._executing = version
-        watching = asyncio.create_task(self._name_if_long(version))
         try:
             code = await run_command(command, environment, limit, stdout=self._report.stdout_of_children)
         finally:
             self._executing = None
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
         seconds = time.monotonic() - began
         event = {"event": "executed", "version": version, "exit_code": code, "seconds": round(seconds, 3)}
         if code is None:
@@ -609,23 +490,12 @@ class FollowSession:
         else:
             self._report.note(event, f"version {version}: the command took {seconds:.1f} s")
 
-    async def _name_if_long(self, version: int) -> None:
-        """Says once that a newer version waits for the command."""
-        await asyncio.sleep(LONG_SECONDS)
-        await self._receiver.wait_newer(version, None)
-        newest = self._receiver.newest
-        if newest is not None and newest.manifest.version > version:
-            text = f"version {newest.manifest.version} waits: the command of --exec still runs for version {version}"
-            text = f"{text}, at most {self._exec_timeout:g} s (--exec-timeout)"
-            event = {"event": "waiting", "version": newest.manifest.version, "executing": version}
-            self._report.emit({**event, "message": text}, text)
-
-    def _never_published(self) -> CommandError:
+    def _never_published(self, seconds: float, min_version: int) -> CommandError:
         announced = self._receiver.announced
         newest = "there is no version yet" if announced is None else f"the newest is {announced.version}"
-        wanted = f"version {self._min_version} or newer" if self._min_version else "a version"
+        wanted = f"version {min_version} or newer" if min_version else "a version"
         return CommandError(
-            f"{', '.join(self._options.join)} did not publish {wanted} within {self._wait:g} s: {newest}; wait longer, "
+            f"{', '.join(self._options.join)} did not publish {wanted} within {seconds:g} s: {newest}; wait longer, "
             "or lower --min-version"
         )
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli.exits import CHECK_ADDRESS, NOT_DONE, CommandError, Stop, Stopped, failure_of, run, stopped
+from averaging.cli.exits import Stop, run
+from averaging.cli.failure import CommandError, Stopped, check_address
 from averaging.cli.options import DIALLED, DURATION, credentials_of, security_options
 
 if TYPE_CHECKING:
@@ -31,24 +32,15 @@ def leave_command(address: str, timeout: float, as_json: bool, **given: Any) -> 
     r"""Ends the peer at HOST:PORT in order, and waits until it has left its run.
 
     The peer begins no further group, ends its round, and lets newcomers that download its state end (for at most 20 s);
-    later ones ask other donors. Then it withdraws its records, and its process ends as with SIGTERM: `averaging peer`
-    and `averaging follow` exit, a training process gets SIGTERM, and so does the torchrun that has started it, which
-    would start it again otherwise. The other peers lose nothing. A service manager that restarts what has ended, such
-    as systemd with Restart=always, starts a new peer.
+    then it withdraws its records, and its process ends as with SIGTERM, also a training process and the torchrun that
+    has started it. The other peers lose nothing. See docs/how-to/end-a-run.md.
+
+    It is for the owner of the peer: its user, or root, on its machine; with TLS also the holder of a certificate for
+    the host of HOST:PORT. In a run with a token or TLS, the options for them are needed in each case.
 
     \b
-    It is for the owner of the peer (see SECURITY.md):
-      - its user, or root, on its machine;
-      - with TLS, the holder of a certificate for the host of HOST:PORT;
-      - everybody with the run's token or certificate, if the peer was started with --leave-access members.
-    In a run with a token or TLS, the options for them are needed in each case.
-
-    \b
-    On the peer's machine, for example before a reboot:
+    On the peer's machine, for example before a reboot, and from elsewhere:
       averaging leave 127.0.0.1:4222
-
-    \b
-    From elsewhere, with a certificate for that host:
       averaging leave a.example.org:4222 --tls-ca ca.pem --tls-cert a.pem --tls-key a.key
 
     \b
@@ -59,33 +51,27 @@ def leave_command(address: str, timeout: float, as_json: bool, **given: Any) -> 
     Exit codes: 0 it has left; 1 it could not be reached, refused, or has not left after --timeout; 2 wrong usage;
     130, 143 stopped by a signal: a peer that was asked leaves all the same.
     """
-    from averaging.errors import AveragingError
-
     asked: list[LeaveStep] = []
-    try:
-        credentials = credentials_of(given)
-    except AveragingError as error:
-        raise failure_of(error) from None
+    credentials = credentials_of(given)
 
     async def leave(_: Stop) -> None:
         try:
             async with asyncio.timeout(timeout):
                 await _leave(address, credentials, as_json, asked)
         except TimeoutError:
-            raise CommandError(_not_yet(address, timeout, asked), NOT_DONE) from None
+            raise _not_yet(address, timeout, asked) from None
 
     try:
         run(leave)
     except Stopped as stop:
-        raise stopped(stop.number, f"; {address} was asked and leaves all the same" if asked else "") from None
+        raise Stopped(stop.number, f"; {address} was asked and leaves all the same" if asked else "") from None
 
 
-def _not_yet(address: str, timeout: float, asked: list[LeaveStep]) -> str:
+def _not_yet(address: str, timeout: float, asked: list[LeaveStep]) -> CommandError:
     if not asked:
-        return f"{address} has not answered within {timeout:g} s (--timeout); {CHECK_ADDRESS}"
-    return (
-        f"{address} has not left after {timeout:g} s (--timeout): {DOING[asked[-1].name]}. It leaves when that is over"
-    )
+        return CommandError(f"{address} has not answered within {timeout:g} s (--timeout); {check_address()}")
+    doing = DOING[asked[-1].name]
+    return CommandError(f"{address} has not left after {timeout:g} s (--timeout): {doing}. It leaves when that is over")
 
 
 DOING = {
@@ -120,13 +106,12 @@ async def _leave(address: str, credentials: Credentials, as_json: bool, asked: l
     except PeerUnreachableError as error:
         if asked:
             raise _lost(address, asked, str(error)) from None
-        remedy = f"; {CHECK_ADDRESS}" if error.unconnected else ""
-        raise CommandError(failure_of(error).message + remedy) from None
+        raise
     except AveragingError as error:
         if refusal_cause(error) is RefusalCause.NOT_SERVED:
             text = "it does not leave on request: its program, or its release, does not serve that; send it SIGTERM"
             raise CommandError(f"{address}: {text}") from None
-        raise failure_of(error) from None
+        raise
     raise _lost(address, asked, "it ended the call")
 
 

@@ -1,22 +1,20 @@
 """Folders as `save_pretrained` of transformers writes them: shards in safetensors, their index, configuration.
 
-`BaseFolder` decides what belongs in a folder, `write_folder` writes one, and `VersionedFolders` keeps the newest
-versions side by side with a link to the newest one.
+`BaseFolder` decides what belongs in a folder. `ModelFolder` is one that is replaced in a step, and `VersionedFolders`
+keeps the newest versions side by side with a link to the newest one.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-import os
 import re
 import shutil
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from averaging.cli.exits import NOT_DONE, WRONG_USAGE, CommandError
-from averaging.cli.files import RESERVED_NAME, NotWrittenError, beside, sync
+from averaging.cli.failure import WRONG_USAGE, CommandError
+from averaging.cli.files import RESERVED_NAME, NotWrittenError, beside, read, sync
 from averaging.common import is_placeholder, listed, without_wrappers
 
 if TYPE_CHECKING:
@@ -24,11 +22,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
-
-logger = logging.getLogger("averaging.cli")
-
-SHARD_BYTES = 5_000_000_000
-"""Default limit of a file, as that of transformers."""
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -57,17 +50,15 @@ class BaseFolder:
                 WRONG_USAGE,
             )
         try:
-            files = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".") and _is_inside(path)]
+            files = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".") and path.is_file()]
             self.copied = [path for path in files if not path.name.endswith(WEIGHT_FILES)]
             self._places = _places([path for path in files if path.name.endswith(".safetensors")])
         except OSError as error:
             raise CommandError(f"--config: {folder} cannot be read: {error}", WRONG_USAGE) from None
-        if "config.json" not in [path.name for path in self.copied]:
-            raise CommandError(f"--config: config.json in {folder} is a link that leads out of it", WRONG_USAGE)
 
     @property
     def knows_names(self) -> bool:
-        """Whether the folder has weights, which say what tensors the model has."""
+        """Whether it has weights, which say what tensors the model has."""
         return bool(self._places)
 
     def completed(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], int]:
@@ -120,18 +111,6 @@ class BaseFolder:
         return read
 
 
-def _is_inside(path: Path) -> bool:
-    """Whether it is a file of its folder, and no link that leads elsewhere, but to the blobs of the Hub's cache."""
-    if not path.is_file():
-        return False
-    folder, target = path.parent.resolve(), path.resolve()
-    blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
-    if target.is_relative_to(folder) or target.parent == blobs:
-        return True
-    logger.warning("%s is a link that leads out of the folder, so it is neither read nor copied", path)
-    return False
-
-
 def _places(paths: Sequence[Path]) -> dict[str, tuple[Path, list[int]]]:
     """The file and the shape of each tensor in these files."""
     from safetensors import SafetensorError, safe_open
@@ -174,55 +153,112 @@ def shards(tensors: Mapping[str, torch.Tensor], limit: int) -> dict[str, dict[st
     return {f"model-{n:05}-of-{len(groups):05}.safetensors": group for n, group in enumerate(groups, 1)}
 
 
-def write_folder(
-    folder: Path, tensors: Mapping[str, torch.Tensor], parts: BaseFolder, metadata: Mapping[str, str], limit: int
-) -> None:
-    """Writes a new folder, and syncs all of it to the disk.
+@dataclass(frozen=True, slots=True)
+class WrittenFolder:
+    """What was written: tensors, of which `frozen` are those of the base folder, and their bytes."""
+
+    tensors: int
+    frozen: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FolderOptions:
+    """How folders are written: what they have beside the weights of the run, and the limit of a file in bytes."""
+
+    parts: BaseFolder
+    shard_bytes: int
+
+    @contextmanager
+    def written(
+        self, folder: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+    ) -> Iterator[tuple[Path, WrittenFolder]]:
+        """Yields a complete folder, synced to the disk, under a temporary name beside `folder`, to be moved there.
+
+        Raises:
+            NotWrittenError: it could not be written, or not moved. Nothing is left of it.
+            CommandError: the tensors are not those of the model.
+        """
+        from safetensors import SafetensorError
+
+        whole, frozen = self.parts.completed(tensors)
+        temporary = beside(folder)
+        try:
+            self._write(temporary, whole, metadata)
+            yield temporary, WrittenFolder(len(whole), frozen, sum(tensor.nbytes for tensor in whole.values()))
+        except (OSError, SafetensorError) as error:
+            raise NotWrittenError(
+                f"{folder} could not be written: {error}; the old version is unchanged. Free disk space, or give "
+                "another --output"
+            ) from None
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def _write(self, folder: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+        from safetensors.torch import save_file
+
+        folder.mkdir()
+        divided = shards(tensors, self.shard_bytes)
+        for name, group in divided.items():
+            whole = {key: tensor.contiguous() for key, tensor in group.items()}
+            save_file(whole, folder / name, {"format": "pt", **metadata})
+        if len(divided) > 1:
+            index = {
+                "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+                "weight_map": {key: name for name, group in divided.items() for key in group},
+            }
+            (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        for path in self.parts.copied:
+            shutil.copyfile(path, folder / path.name)
+        for path in (*folder.iterdir(), folder):
+            sync(path)
+
+
+class ModelFolder:
+    """A folder that will be written, and replaces an old one.
 
     Raises:
-        OSError: there is no room, or it cannot be written.
-        SafetensorError: likewise.
+        CommandError: exit code 2: something else is there, or it cannot be there.
     """
-    from safetensors.torch import save_file
 
-    folder.mkdir()
-    divided = shards(tensors, limit)
-    for name, group in divided.items():
-        whole = {key: tensor.contiguous() for key, tensor in group.items()}
-        save_file(whole, folder / name, {"format": "pt", **metadata})
-    if len(divided) > 1:
-        index = {
-            "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
-            "weight_map": {key: name for name, group in divided.items() for key in group},
-        }
-        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    for path in parts.copied:
-        shutil.copyfile(path, folder / path.name)
-    for path in folder.iterdir():
-        sync(path)
-    sync(folder)
+    def __init__(self, path: Path, options: FolderOptions, *, overwrite: bool) -> None:
+        self._path, self._options = path, options
+        if path.exists() and not path.is_dir():
+            raise CommandError(f"{path} exists and is no directory; give another --output", WRONG_USAGE)
+        if path.is_dir() and any(path.iterdir()):
+            if not overwrite:
+                raise CommandError(
+                    f"{path} exists; give --overwrite to replace it, or another --output. Nothing was done", WRONG_USAGE
+                )
+            if not (path / "config.json").is_file():
+                raise CommandError(
+                    f"{path} is no folder of a model, so it is not replaced; give another --output", WRONG_USAGE
+                )
+        if path.resolve() == options.parts.folder.resolve():
+            raise CommandError("--output is the folder of --config; give another one", WRONG_USAGE)
+        if not path.absolute().parent.is_dir():
+            raise CommandError(f"there is no directory {path.absolute().parent}; create it first", WRONG_USAGE)
 
+    def write(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> WrittenFolder:
+        """Writes the folder. An old one is moved away first, and removed when the new one is in its place.
 
-@contextmanager
-def written_beside(folder: Path) -> Iterator[Path]:
-    """Yields a temporary path for a folder; whatever is left there is removed on exit.
-
-    Raises:
-        NotWrittenError: it could not be written.
-    """
-    from safetensors import SafetensorError
-
-    temporary = beside(folder)
-    try:
-        yield temporary
-    except (OSError, SafetensorError) as error:
-        raise NotWrittenError(
-            f"{folder} could not be written: {error}; the old version is unchanged. Free disk space, or give another "
-            "--output",
-            NOT_DONE,
-        ) from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        Raises:
+            NotWrittenError: it could not be written; the old folder is unchanged.
+            CommandError: the tensors are not those of the model.
+        """
+        path = self._path
+        with self._options.written(path, tensors, metadata) as (temporary, written):
+            old = path.rename(beside(path)) if path.exists() else None
+            try:
+                temporary.rename(path)
+                sync(path.absolute().parent)
+            except BaseException:  # also Ctrl+C: an old folder is back in its place
+                if old is not None and not path.exists():
+                    old.rename(path)
+                raise
+        if old is not None:
+            shutil.rmtree(old, ignore_errors=True)
+        return written
 
 
 NEWEST = "newest"
@@ -230,21 +266,6 @@ NEWEST = "newest"
 
 _VERSION = re.compile(r"version-(\d+)")
 _LEFTOVER = re.compile(r"\.(version-\d+|newest)\.[0-9a-f]{8}\.tmp")
-
-
-@dataclass(frozen=True, slots=True)
-class FolderOptions:
-    """How folders are written.
-
-    Attributes:
-        parts: what they have beside the weights of the run.
-        shard_bytes: limit of a file.
-        keep: versions that are kept.
-    """
-
-    parts: BaseFolder
-    shard_bytes: int
-    keep: int
 
 
 class VersionedFolders:
@@ -255,24 +276,23 @@ class VersionedFolders:
     `keep` newer ones.
 
     Args:
-        path: the directory; it is made if it is missing. While this object lives, no other one can have it.
+        path: the directory; it is made if it is missing.
         options: see `FolderOptions`.
+        keep: versions that are kept.
         overwrite: whether the directory may hold something else.
 
     Raises:
-        CommandError: exit code 2: something else is there, another process writes there, or nobody can.
+        CommandError: exit code 2: something else is there, or nobody can write there.
     """
 
-    def __init__(self, path: Path, options: FolderOptions, *, overwrite: bool) -> None:
-        self.path, self._options = path, options
+    def __init__(self, path: Path, options: FolderOptions, keep: int, *, overwrite: bool) -> None:
+        self.path, self._options, self._keep = path, options, keep
         try:
             if path.exists() and not path.is_dir():
                 raise CommandError(f"{path} exists and is no directory; give another --output", WRONG_USAGE)
             if not path.exists() and not path.parent.is_dir():
                 raise CommandError(f"there is no directory {path.parent}; create it first", WRONG_USAGE)
             path.mkdir(exist_ok=True)
-            self._lock = os.open(path, os.O_RDONLY)
-            self._take_lock()
             strange = [entry.name for entry in path.iterdir() if not _is_ours(entry)]
             if strange and not overwrite:
                 raise CommandError(
@@ -288,49 +308,31 @@ class VersionedFolders:
             raise CommandError(reason, WRONG_USAGE) from None
         self._remove_leftovers()
 
-    def _take_lock(self) -> None:
-        import fcntl
-
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CommandError(
-                f"another process writes to {self.path}; end it, or give another --output", WRONG_USAGE
-            ) from None
-
-    def folder(self, version: int) -> Path:
-        """The folder of a version."""
-        return self.path / f"version-{version}"
-
     @property
     def newest(self) -> Path | None:
-        """The folder to which the link points; None if there is none."""
+        """The folder to which the link points."""
         link = self.path / NEWEST
         return link.resolve() if link.is_symlink() and link.is_dir() else None
 
-    def write(self, version: int, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> int:
-        """Writes a version, moves the link, and removes versions that are too old.
-
-        Returns:
-            How many tensors are not of the run, but of the folder of --config.
+    def write(
+        self, version: int, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+    ) -> tuple[Path, WrittenFolder]:
+        """Writes a version, moves the link, and removes versions that are too old. Returns the version's folder.
 
         Raises:
             NotWrittenError: it could not be written; the versions that are there, and the link, are unchanged.
             CommandError: the tensors are not those of the model.
         """
-        options = self._options
-        whole, frozen = options.parts.completed(tensors)
-        folder = self.folder(version)
-        with written_beside(folder) as temporary:
-            write_folder(temporary, whole, options.parts, metadata, options.shard_bytes)
+        folder = self.path / f"version-{version}"
+        with self._options.written(folder, tensors, metadata) as (temporary, written):
             if folder.exists():
                 self._remove(folder)
             temporary.rename(folder)
             self._move_link(folder)
-        for old in self._versions()[: -options.keep]:
+        for old in self._versions()[: -self._keep]:
             if old != folder:
                 self._remove(old)
-        return frozen
+        return folder, written
 
     def _move_link(self, folder: Path) -> None:
         link = beside(self.path / NEWEST)
@@ -341,8 +343,7 @@ class VersionedFolders:
             link.unlink(missing_ok=True)
         sync(self.path)
 
-    def _versions(self) -> list[Path]:
-        """The folders of versions, the oldest first."""
+    def _versions(self) -> list[Path]:  # the oldest first
         found = [(int(match[1]), path) for path in self.path.iterdir() if (match := _VERSION.fullmatch(path.name))]
         return [path for _, path in sorted(found)]
 
@@ -375,8 +376,6 @@ def read_folder(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     Raises:
         CommandError: a file cannot be read.
     """
-    from averaging.cli.files import read
-
     tensors: dict[str, Any] = {}
     metadata: dict[str, str] = {}
     for path in sorted(folder.glob("*.safetensors")):

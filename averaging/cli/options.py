@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -86,46 +87,26 @@ def model_folder_options(command: Command) -> Command:
     )
     shard = click.option(
         "--max-shard-bytes",
+        default=5_000_000_000,
         type=click.IntRange(min=1),
         metavar="BYTES",
-        help="Divide the weights between files of at most this size, with an index.  [default: 5000000000]",
+        help="Divide the weights of a folder between files of at most this size, with an index.",
     )
     return config(shard(command))
 
 
-def state_download_options(command: Command) -> Command:
-    """Adds the limits of commands that download a peer's state."""
-    timeout = click.option(
-        "--timeout",
-        default=10.0,
-        type=DURATION,
-        metavar="SECONDS",
-        help="Give up a silent peer after this time; after 10 times this if it is alive and may prepare a large state.",
-    )
-    max_bytes = click.option(
-        "--max-bytes",
-        default=16 << 30,
-        type=click.IntRange(min=1),
-        metavar="BYTES",
-        help="Refuse a larger state, because it is kept in memory.",
-    )
-    return timeout(max_bytes(command))
+def max_bytes_option(text: str) -> Callable[[Command], Command]:
+    """Adds --max-bytes, for commands that keep in memory what others send."""
+    limit = click.IntRange(min=1)
+    return click.option("--max-bytes", default=16 << 30, type=limit, metavar="BYTES", help=text)
 
 
 def json_value(value: str) -> Any:
     """A value written as JSON."""
-
-    def refuse(name: str) -> None:
-        raise ValueError(f"{name} is not a number in JSON")
-
     try:
-        parsed = json.loads(value, parse_constant=refuse)
-        json.dumps(parsed, ensure_ascii=False).encode()
+        parsed = json.loads(value)
+        json.dumps(parsed, allow_nan=False, ensure_ascii=False).encode()  # neither NaN nor half a surrogate pair
         return parsed
-    except UnicodeEncodeError:  # bytes outside the terminal's encoding, or a lone surrogate \udXXX
-        raise click.BadParameter(
-            f"{value!r} has characters that are not Unicode; write complete \\uXXXX escapes."
-        ) from None
     except (ValueError, RecursionError) as error:
         raise click.BadParameter(f"{value!r} is not JSON ({error}); for example: '{{\"loss\": 0.5}}'") from None
 
@@ -171,10 +152,10 @@ def request_timeout_option(command: Command) -> Command:
 
 def output_options(command: Command) -> Command:
     """Adds --json and --verbose."""
-    command = click.option("-v", "--verbose", count=True, show_default=False, help="Log to stderr; -vv logs all.")(
-        command
+    verbose = click.option("-v", "--verbose", count=True, show_default=False, help="Log to stderr; -vv logs all.")
+    return click.option("--json", "as_json", is_flag=True, help="Print events as one JSON object per line.")(
+        verbose(command)
     )
-    return click.option("--json", "as_json", is_flag=True, help="Print events as one JSON object per line.")(command)
 
 
 def credentials_of(given: dict[str, Any]) -> Credentials:
@@ -233,13 +214,13 @@ def default_text(name: str) -> str:
         return as_flag(name, value)
     if isinstance(value, float):
         return f"{value:g}"
-    if isinstance(value, tuple):
-        return ",".join(value)
-    return str(_plain(value)) if isinstance(value, int) or (isinstance(value, str) and value) else ""
+    return str(_plain(value)) if isinstance(value, int | tuple) or (isinstance(value, str) and value) else ""
 
 
 def _plain(value: Any) -> Any:
     """An option as the command line takes it."""
+    if isinstance(value, tuple):
+        return ",".join(value)
     return value.name.lower() if isinstance(value, CompressionType | Mode) else value
 
 
@@ -285,23 +266,17 @@ def read_config(file: Path, output: Path | None, given: dict[str, Any]) -> PeerC
 
 
 def _check_receipts(path: Path) -> None:
-    """Refuses a name that cannot be meant. Whether the file can be written shows later, and stops no round.
-
-    Raises:
-        click.UsageError: There is no such directory, or the file contains something else.
-    """
+    # Refuses a name that cannot be meant. Whether the file can be written shows later, and stops no round.
     CheckedPath().convert(path, None, None)
     if path.is_dir():
         raise click.UsageError(f"--receipts: {path} is a directory; give the name of a file.")
     if not path.parent.is_dir():
         raise click.UsageError(f"--receipts: there is no directory {path.parent}; make it first.")
-    try:
-        if not path.is_file():
-            return
-        with path.open("rb") as file:
-            beginning = file.read(1)
-    except OSError:
-        return
+    beginning = b""
+    with suppress(OSError):  # it may be a FIFO, or not readable
+        if path.is_file():
+            with path.open("rb") as file:
+                beginning = file.read(1)
     if beginning not in (b"", b"{"):
         raise click.UsageError(f"--receipts: {path} holds something other than receipts; give another name.")
 

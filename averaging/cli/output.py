@@ -12,17 +12,25 @@ from typing import IO, TYPE_CHECKING, Any, cast
 import click
 from rich.console import Console
 from rich.live import Live
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.spinner import Spinner
 from rich.text import Text
 
-from averaging.cli.exits import CommandError
+from averaging.cli.failure import CommandError, failure_of
+from averaging.errors import AveragingError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
 REFRESH_SECONDS = 0.25
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+@contextmanager
+def reporting(verbose: int, *, as_json: bool) -> Iterator[CommandOutput]:
+    """The output of a command for its whole time, with the log on stderr and errors as events."""
+    report = CommandOutput(as_json=as_json)
+    with report.logging(verbose), report.failures():
+        yield report
 
 
 class CommandOutput:
@@ -58,16 +66,17 @@ class CommandOutput:
         """Writes an error event if `as_json`. In any case click prints the error to stderr."""
         try:
             yield
-        except CommandError as failure:
+        except (CommandError, AveragingError) as error:
+            failure = error if isinstance(error, CommandError) else failure_of(error)
             if self._as_json:
                 self.emit({"event": "error", "message": failure.message}, "")
-            raise
+            raise failure from None
 
     @asynccontextmanager
-    async def waiting(self, describe: Callable[[], str]) -> AsyncIterator[None]:
-        """Shows what the command waits for: a spinner with updates on a terminal, else one line."""
+    async def waiting(self, describe: Callable[[], str], *, line: bool = True) -> AsyncIterator[None]:
+        """Shows what the command waits for: a spinner with updates on a terminal, else one `line`."""
         if self._as_json or not self._console.is_terminal or self._console.is_dumb_terminal:
-            if not self._as_json:
+            if line and not self._as_json:
                 self.emit({}, describe())
             yield
             return
@@ -85,20 +94,6 @@ class CommandOutput:
             finally:
                 task.cancel()
                 await asyncio.wait({task})
-
-    @contextmanager
-    def transfer(self, what: str) -> Iterator[Callable[[int, int], None]]:
-        """Yields a callback for the received and the total bytes, which a terminal shows as a progress bar."""
-        if self._as_json or not self._console.is_terminal:
-            yield lambda received, total: None
-            return
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-        progress = Progress(
-            *columns, console=self._console, transient=True, redirect_stdout=False, redirect_stderr=False
-        )
-        with progress:
-            task = progress.add_task(what, total=None)
-            yield lambda received, total: progress.update(task, completed=received, total=total)
 
     @contextmanager
     def logging(self, verbose: int) -> Iterator[None]:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from averaging.cli import events
-from averaging.cli.exits import WRONG_USAGE, CommandError, Stop, Stopped, failure_of, run, stopped
+from averaging.cli.exits import Stop, run
+from averaging.cli.failure import WRONG_USAGE, CommandError, Stopped
 from averaging.cli.files import Document, NotWrittenError, Output, check_can_be_averaged, read
 from averaging.cli.options import (
     NOT_NEGATIVE,
@@ -24,7 +25,6 @@ from averaging.cli.options import (
 )
 from averaging.common import compute_in_one_thread, counted, keep_freed_memory
 from averaging.config import NonFinite
-from averaging.errors import AveragingError, ConfigError
 from averaging.protocol import Mode, pack_gather
 from averaging.receipts import Outcome, Receipt
 
@@ -34,9 +34,7 @@ if TYPE_CHECKING:
 
     from averaging.cli.output import CommandOutput
     from averaging.config import PeerConfig
-    from averaging.discovery.gossip import Waiting
     from averaging.peer import Peer
-    from averaging.seeds import FoundSeeds
 
 
 @click.command("peer", cls=PeerCommand)
@@ -72,14 +70,7 @@ if TYPE_CHECKING:
 )
 @click.option("--interval", default=0.0, type=NOT_NEGATIVE, metavar="SECONDS", help="Pause after each round.")
 @output_options
-def peer_command(
-    file: Path,
-    output: Path | None,
-    *,
-    as_json: bool,
-    verbose: int,
-    **given: Any,
-) -> None:
+def peer_command(file: Path, output: Path | None, *, as_json: bool, verbose: int, **given: Any) -> None:
     r"""Averages the tensors of FILE.safetensors with the other peers of a run.
 
     Every peer brings a file with the same tensors. They are sorted by name, because the format keeps no order; names,
@@ -93,28 +84,11 @@ def peer_command(
       averaging peer b.safetensors --run-id demo --join 127.0.0.1:4222 --output b-mean.safetensors
 
     \b
-    Reachable from other machines, behind a router that forwards port 4222; `averaging ca` makes the certificates:
+    Reachable from other machines, behind a router that forwards port 4222, and a peer behind a firewall:
       averaging peer a.safetensors --run-id demo --listen 0.0.0.0:4222 --advertise example.org:4222 --serve \
         --tls-ca ca.pem --tls-cert a.pem --tls-key a.key
-
-    \b
-    Behind a firewall, with twice the weight, for a program that reads events:
-      averaging peer b.safetensors --run-id demo --join example.org:4222 --mode client --weight 2 --json \
+      averaging peer b.safetensors --run-id demo --join example.org:4222 --mode client \
         --tls-ca ca.pem --tls-cert b.pem --tls-key b.key
-
-    \b
-    With a receipt of every round, to find out later which peer was slow or lost, and why:
-      averaging peer b.safetensors --run-id demo --join example.org:4222 --rounds 9 --receipts b.jsonl
-      averaging explain b.jsonl
-
-    \b
-    Any pod of a headless service of Kubernetes, whichever are there:
-      averaging peer b.safetensors --run-id demo --join dns:averaging.default.svc:4222
-
-    \b
-    Thousands of peers, which meet in a cluster of etcd instead of joining each other (docs/how-to/many-peers.md):
-
-      averaging peer b.safetensors --run-id demo --discovery etcd://etcd-0.example:2379,etcd-1.example:2379
 
     A round needs a group of peers that look for one at the same time. A peer that finds none within --round-timeout
     exits with code 1 and says which peers were there and what they answered. A round that fails is tried again
@@ -134,9 +108,8 @@ def peer_command(
       seeds    source (of --join, such as dns:NAME:PORT), addresses, own (those of this peer), failure (or null):
                first, and whenever the answer of a source changes
       joining  seconds, timeout, waiting_for (why each of --join has not answered): after 1 s, then less and less often
-      ready    endpoint, join (for --join of other peers; null for a client and
-              with etcd), run_id, mode, schema_hash, tensors, bytes,
-               kept (names of the tensors that are not averaged), with --metrics-listen also metrics (its address)
+      ready    endpoint, join (for --join of other peers; null for a client and with etcd), run_id, mode, schema_hash,
+               tensors, bytes, kept (names of the tensors that are not averaged), with --metrics-listen also metrics
       round    round (from 1), group_id, members, dropped, dropped_reasons, gathered (both by endpoint), seconds,
                allreduce_seconds, bytes_sent, bytes_received, part_bytes_sent and part_bytes_received (those of them
                that are parts; the rest are averages), kept_local (elements), clamped (values), state_version
@@ -146,23 +119,15 @@ def peer_command(
       done     rounds, output
       error    message
     """
-    from averaging.cli.output import CommandOutput
+    from averaging.cli.output import reporting
 
-    try:
-        config = read_config(file, output, given)
-    except ConfigError as error:
-        raise failure_of(error) from None
-    report = CommandOutput(as_json=as_json)
-    with report.logging(verbose), report.failures():
+    config = read_config(file, output, given)
+    with reporting(verbose, as_json=as_json) as report:
         _run(file, output, config, given, report)
 
 
 def _run(file: Path, output: Path | None, config: PeerConfig, given: dict[str, Any], report: CommandOutput) -> None:
-    """Reads, averages, writes.
-
-    Raises:
-        CommandError: the round failed.
-    """
+    """Reads, averages, writes."""
     keep_freed_memory()
     compute_in_one_thread()
     destination = Output(output, overwrite=given["overwrite"]) if output else None
@@ -170,16 +135,22 @@ def _run(file: Path, output: Path | None, config: PeerConfig, given: dict[str, A
     # An auxiliary contributes no numbers.
     lenient = config.non_finite is NonFinite.ALLOW or config.mode is Mode.AUXILIARY
     check_can_be_averaged(file, document.tensors, allow_non_finite=lenient)
-    owner = Owner()
-    peer = _make_peer(document, config, given, report, owner)
-    session = CommandSession(_plan(file, config, given), peer, document, destination, report, owner)
     try:
-        run(session.run, config.leave_on)
+        pack_gather(given["weight"], config.bandwidth, config.mode, given["gather"])
+    except ValueError as error:
+        raise CommandError(f"--gather: {error}", WRONG_USAGE) from None
+    session = CommandSession(_plan(file, config, given), document, destination, report)
+
+    async def average(stop: Stop) -> None:
+        await session.run(_make_peer(document, config, report, stop, serve=given["serve"]), stop)
+
+    try:
+        run(average, config.leave_on)
     except Stopped as stop:
         if not given["serve"]:
             rounds = f"{session.rounds} of {counted(given['rounds'] or 1, 'round')}"
             written = f"wrote {session.output}" if session.output else "nothing was written"
-            raise stopped(stop.number, f" after {rounds}; {written}") from None
+            raise Stopped(stop.number, f" after {rounds}; {written}") from None
     if session.unwritten:
         raise CommandError(session.unwritten)
     why_not = "no --output was given" if destination is None else "no round was done"
@@ -199,47 +170,19 @@ def _plan(file: Path, config: PeerConfig, given: dict[str, Any]) -> RoundPlan:
     )
 
 
-class Owner:
-    """Ends the command when the owner of its peer asks for that, with `averaging leave`."""
-
-    def __init__(self) -> None:
-        self.stop: Stop | None = None
-
-    def ask(self) -> None:
-        """Ends the command as SIGTERM does."""
-        if self.stop is not None:
-            self.stop.request(signal.SIGTERM)
-
-
-def _make_peer(
-    document: Document, config: PeerConfig, given: dict[str, Any], report: CommandOutput, owner: Owner
-) -> Peer:
+def _make_peer(document: Document, config: PeerConfig, report: CommandOutput, stop: Stop, *, serve: bool) -> Peer:
     from averaging.elastic import RegisterService
     from averaging.peer import Peer
 
-    def tell_joining(waiting: Waiting) -> None:
-        report.note(*events.joining(waiting))
-
-    def tell_found(found: FoundSeeds) -> None:
-        report.note(*events.found_seeds(found))
-
-    try:
+    return Peer(
+        document.tensors,
+        config=config,
+        on_joining=lambda waiting: report.note(*events.joining(waiting)),
+        on_found=lambda found: report.note(*events.found_seeds(found)),
+        on_leave=lambda: stop.request(signal.SIGTERM),
         # Elastic torchrun jobs of the run may meet here.
-        services = [RegisterService()] if given["serve"] and config.mode is not Mode.CLIENT else []
-        peer = Peer(
-            document.tensors,
-            config=config,
-            on_joining=tell_joining,
-            on_found=tell_found,
-            on_leave=owner.ask,
-            services=services,
-        )
-        pack_gather(given["weight"], config.bandwidth, config.mode, given["gather"])
-    except AveragingError as error:
-        raise failure_of(error) from None
-    except ValueError as error:
-        raise CommandError(f"--gather: {error}", WRONG_USAGE) from None
-    return peer
+        services=[RegisterService()] if serve and config.mode is not Mode.CLIENT else [],
+    )
 
 
 RETRY_PAUSE = 1.0
@@ -248,29 +191,15 @@ RETRY_PAUSE = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundPlan:
-    """The options of the command line about rounds.
+    """The options of the command line about rounds."""
 
-    Attributes:
-        rounds: number of rounds; None for no limit.
-        serve: whether to keep serving after them until a signal, and to retry rounds forever.
-        retries: number of failed rounds in a row that are tried again.
-        interval: pause after each round, in seconds.
-        weight: weight of this peer's tensors.
-        gather: data to send to the other members.
-        join_command: the command with which another peer joins this one, without `--join` and its value.
-    """
-
-    rounds: int | None
-    serve: bool
-    retries: int
-    interval: float
+    rounds: int | None  # None for no limit
+    serve: bool  # after the rounds until a signal; rounds that fail are tried again forever
+    retries: int  # of failed rounds in a row
+    interval: float  # seconds after each round
     weight: float
     gather: Any
-    join_command: Sequence[str]
-
-    def is_done(self, rounds: int) -> bool:
-        """Whether the command ends after this number of rounds."""
-        return not self.serve and self.rounds is not None and rounds >= self.rounds
+    join_command: Sequence[str]  # with which another peer joins this one, without `--join` and its value
 
 
 class CommandSession:
@@ -278,56 +207,41 @@ class CommandSession:
 
     Attributes:
         rounds: number of rounds that averaged.
-        written: whether the output has the present result.
-        unwritten: why it could not be written; empty if it was not tried or succeeded.
+        unwritten: why the output could not be written; empty if it was not tried or succeeded.
     """
 
-    def __init__(
-        self,
-        plan: RoundPlan,
-        peer: Peer,
-        document: Document,
-        output: Output | None,
-        report: CommandOutput,
-        owner: Owner,
-    ) -> None:
-        self._plan, self._peer = plan, peer
-        self._document, self._output = document, output
-        self._report, self._owner = report, owner
+    def __init__(self, plan: RoundPlan, document: Document, output: Output | None, report: CommandOutput) -> None:
+        self._plan, self._document, self._output, self._report = plan, document, output, report
+        self._peer: Peer
         self.rounds = 0
-        self.written = False
         self.unwritten = ""
-        self._writing = False
+        self._written = self._writing = False
 
     @property
     def output(self) -> str | None:
         """Path of the output if it has the present result, else None."""
-        return str(self._output.path) if self._output and self.written else None
+        return str(self._output.path) if self._output and self._written else None
 
-    async def run(self, stop: Stop) -> None:
+    async def run(self, peer: Peer, stop: Stop) -> None:
         """Joins the run, averages, writes the output, and leaves.
 
         Raises:
             CommandError: a round failed, or the output could not be written.
             Stopped: a signal ended the command early.
         """
-        peer, plan, kept = self._peer, self._plan, list(self._document.kept)
-        self._owner.stop = stop
-        try:
-            async with peer:
-                stop.wait = self._must_finish
-                in_etcd = bool(peer.config.etcd)
-                command = [*plan.join_command, *([] if in_etcd else ["--join", peer.endpoint])]
-                mode = peer.config.mode.name.lower()
-                ready = events.ready(peer.endpoint, peer.run_id, mode, peer.schema, command, kept, in_etcd=in_etcd)
-                self._report.emit(*events.with_metrics(ready, peer.metrics_endpoint))
-                await self._average_until_done(stop)
-                stop.wait = lambda: True  # leaving takes at most a second
-        except AveragingError as error:
-            raise failure_of(error) from None
+        self._peer, plan, kept = peer, self._plan, list(self._document.kept)
+        async with peer:
+            stop.wait = self._must_finish
+            in_etcd = bool(peer.config.etcd)
+            command = [*plan.join_command, *([] if in_etcd else ["--join", peer.endpoint])]
+            mode = peer.config.mode.name.lower()
+            ready = events.ready(peer.endpoint, peer.run_id, mode, peer.schema, command, kept, in_etcd=in_etcd)
+            self._report.emit(*events.with_metrics(ready, peer.metrics_endpoint))
+            await self._average_until_done(stop)
+            stop.wait = lambda: True  # leaving takes at most a second
 
     def _must_finish(self) -> bool:
-        """Whether a signal is delayed, because leaving during an all-reduce would harm the other members."""
+        # A signal is delayed then: leaving during an all-reduce would harm the other members.
         return self._writing or bool(self._peer.status.group_id)
 
     async def _average_until_done(self, stop: Stop) -> None:
@@ -342,7 +256,7 @@ class CommandSession:
                 self._report.emit(*events.retry(self._name, self.rounds + 1, receipt))
             else:
                 raise CommandError(self._failure_text(receipt))
-            if plan.is_done(self.rounds):
+            if not plan.serve and plan.rounds is not None and self.rounds >= plan.rounds:
                 break
             if stop.number:
                 raise Stopped(stop.number)
@@ -377,14 +291,14 @@ class CommandSession:
             return
         # The tensors are written only in rounds, so they need no lock here.
         self._writing = True
-        self.written, self.unwritten = False, ""
+        self._written, self.unwritten = False, ""
         document = self._document
         write = asyncio.to_thread(self._output.write, document.tensors | document.kept, document.metadata)
         writing = asyncio.create_task(write)
         cancelled = await _until_done(writing)
         try:
             writing.result()
-            self.written = True
+            self._written = True
         except NotWrittenError as error:
             if not self._plan.serve:
                 raise

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from averaging.cli.exits import failure_of
+from averaging.cli.failure import failure_of
 from averaging.cli.options import KindType
 from averaging.common import choice, duration, number, size
 from averaging.errors import ConfigError

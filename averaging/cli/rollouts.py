@@ -11,7 +11,8 @@ from urllib.parse import quote
 import click
 
 from averaging.cli import events
-from averaging.cli.exits import WRONG_USAGE, CommandError, Stop, Stopped, failure_of, run
+from averaging.cli.exits import Stop, run
+from averaging.cli.failure import WRONG_USAGE, CommandError, Stopped, failure_of
 from averaging.cli.options import CheckedPath, flag, json_value, output_options, security_options
 from averaging.errors import printable
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli.exits import WRONG_USAGE, CommandError, failure_of, serve
+from averaging.cli.exits import serve
+from averaging.cli.failure import WRONG_USAGE, CommandError, failure_of
 from averaging.cli.options import (
     JOINED,
     CheckedPath,

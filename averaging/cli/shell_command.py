@@ -12,9 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 END_SECONDS = 5.0
-"""Seconds that the processes of a command have to end after SIGTERM, before SIGKILL."""
-
-POLL_SECONDS = 0.05
+"""Seconds that a command has to end after SIGTERM, before SIGKILL ends what is left of it."""
 
 
 async def run_command(
@@ -52,23 +50,17 @@ async def run_command(
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Ends a process and all others of its session. A cancellation meanwhile ends them at once."""
+    # A cancellation meanwhile ends all of its session at once.
     try:
         _signal(process.pid, signal.SIGTERM)
         with suppress(TimeoutError):
             async with asyncio.timeout(END_SECONDS):
                 await process.wait()
-                while _signal(process.pid, 0):  # noqa: ASYNC110 - nothing tells when the last child has ended
-                    await asyncio.sleep(POLL_SECONDS)
     finally:
         _signal(process.pid, signal.SIGKILL)
         await process.wait()
 
 
-def _signal(group: int, number: int) -> bool:
-    """Sends a signal to a process group, and returns whether the group exists."""
-    try:
+def _signal(group: int, number: int) -> None:
+    with suppress(OSError):  # all have ended
         os.killpg(group, number)
-    except OSError:
-        return False
-    return True

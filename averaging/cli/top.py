@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli.exits import CHECK_ADDRESS, CommandError, Stop, Stopped, failure_of, run, stopped
+from averaging.cli.exits import Stop, run
+from averaging.cli.failure import CommandError, Stopped, check_address, failure_of
 from averaging.cli.options import DIALLED, SECURITY, CheckedPath, Command, credentials_of, security_options
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def top_command(addresses: tuple[str, ...], *, as_json: bool, once: bool, **give
             raise
     except Stopped as stop:
         if not shows:
-            raise stopped(stop.number) from None
+            raise Stopped(stop.number) from None
 
 
 def _top(addresses: tuple[str, ...], given: dict[str, Any], *, shows: bool, as_json: bool) -> None:
@@ -135,4 +136,4 @@ def _check_answers(snapshot: RunSnapshot) -> None:
     if snapshot.answering:
         return
     reasons = "; ".join(f"{peer.endpoint}: {peer.error or 'no answer'}" for peer in snapshot.peers[:4])
-    raise CommandError(f"no peer answered: {reasons}; {CHECK_ADDRESS}")
+    raise CommandError(f"no peer answered: {reasons}; {check_address()}")

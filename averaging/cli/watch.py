@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli.exits import CHECK_ADDRESS, CommandError, Stop, Stopped, failure_of, run
+from averaging.cli.exits import Stop, run
+from averaging.cli.failure import Stopped, failure_of
 from averaging.cli.options import DIALLED, credentials_of, security_options
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def watch_command(address: str, last: int, rounds: int | None, as_json: bool, **
 
 
 async def _watch(address: str, credentials: Credentials, last: int, rounds: int | None, as_json: bool) -> None:
-    from averaging.errors import AveragingError, PeerUnreachableError
+    from averaging.errors import AveragingError
     from averaging.transport.grpc import GrpcTransport
 
     if not as_json:
@@ -76,10 +77,6 @@ async def _watch(address: str, credentials: Credentials, last: int, rounds: int 
                 count += 1
                 if count == rounds:
                     break
-    except PeerUnreachableError as error:
-        remedy = f"; {CHECK_ADDRESS}" if error.unconnected else ""
-        failure = failure_of(error)
-        raise CommandError(failure.message + remedy, failure.exit_code) from None
     except AveragingError as error:
         raise failure_of(error) from None
     finally:

@@ -34,9 +34,6 @@ KEY = "option"
 """Key of the `Option` in the metadata of a field."""
 
 
-# How errors name an option.
-
-
 Spelling: TypeAlias = "Callable[[str, Any], str]"
 """Returns the text for an option and a value; for the option alone if the value is None."""
 
@@ -125,12 +122,7 @@ def _is_text(value: Any) -> bool:
 
 
 def text(metavar: str, check: Callable[[str], Any] = str) -> Kind:
-    """Texts.
-
-    Args:
-        metavar: see `Kind`.
-        check: raises a ConfigError if a text is invalid.
-    """
+    """Texts; `check` raises a ConfigError if one is invalid."""
 
     def convert(value: str) -> str:
         check(value)
@@ -220,6 +212,12 @@ def _check_all_dialled(addresses: Collection[str]) -> Collection[str]:
     return addresses
 
 
+def _check_files(paths: Collection[str]) -> tuple[str, ...]:
+    if len(paths) not in (0, 3):
+        raise ConfigError(f"{','.join(paths)!r} must name three files: CA,CERT,KEY")
+    return tuple(paths)
+
+
 _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 ADDRESS = text("HOST:PORT", _port)
@@ -230,6 +228,7 @@ ADDRESSES_TO_DIAL = Kind(
     "HOST:PORT", "a list of addresses, each a text HOST:PORT", _are_texts, _check_all_dialled, split_seeds
 )
 PATH = Kind("FILE", "the path of a file", lambda value: isinstance(value, str | os.PathLike) and str(value) != "")
+FILES = texts("CA,CERT,KEY", "three paths: of the authorities, the certificate and its key", _check_files)
 SWITCH = Kind(
     "", "True or False", lambda value: isinstance(value, bool), read=lambda text: _TRUTH.get(text.lower(), text)
 )
@@ -351,6 +350,8 @@ def read_toml(path: str | os.PathLike[str], options: Mapping[str, Option]) -> li
             content[name] = str(Path(path).parent / value)
         elif kind is ADDRESSES_TO_DIAL and isinstance(value, list):
             content[name] = [_beside(path, seed) for seed in value]
+        elif kind is FILES and isinstance(value, list):
+            content[name] = [str(Path(path).parent / str(each)) for each in value]
 
     def in_file(option: str, value: Any = None) -> str:
         return f"{option} in {path}" if value is None else f"{option} = {value!r} in {path}"

@@ -89,7 +89,6 @@ class Check(Generic[Subject]):
 def finding_of(error: AveragingError) -> Finding:
     """The finding about an error, whose message says what to do."""
     if refusal_cause(error) is RefusalCause.NOT_SERVED:
-        remedy = "update that peer, or switch its inspection on"
-        return warning("this cannot be asked: the peer has another release, or inspection switched off", remedy)
+        return warning("this cannot be asked: the peer has another release", "update that peer")
     busy = isinstance(error, CallRefusedError) and not error.definite
     return warning(error.reason, "ask again") if busy else failure(error.reason)

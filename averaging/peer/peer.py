@@ -13,8 +13,8 @@ from typing import Any, Self, Unpack
 
 import torch
 
-from averaging.common import InProcess, check_weight, member_of
-from averaging.config import Inspection, NonFinite, PeerConfig, PeerOptions, configure
+from averaging.common import InProcess, check_weight
+from averaging.config import NonFinite, PeerConfig, configure
 from averaging.control import ControlService
 from averaging.discovery import Discovery, ShardOfRun, shards_key
 from averaging.discovery.gossip import Waiting
@@ -158,7 +158,7 @@ class Peer(InProcess):
         on_leave: Callable[[], None] | None = None,
         shard: ShardOfRun | None = None,
         training: Callable[[], TrainingProgress] | None = None,
-        **options: Unpack[PeerOptions],
+        **options: Any,
     ) -> None:
         named = {"discovery": discovery} if isinstance(discovery, str) else {}
         self._discovery = None if isinstance(discovery, str) else discovery
@@ -175,10 +175,10 @@ class Peer(InProcess):
             raise ConfigError("services are served over gRPC; give no transport beside them")
         self._on_leave = on_leave or (lambda: None)
         certified = self.config.tls_cert is not None
-        self._control = ControlService(self.run_id, self.config.leave_access, certified=certified)
+        self._control = ControlService(self.run_id, certified=certified)
         if on_leave is not None and not is_client:
             services = [*services, self._control]
-        if transport is None and not is_client and self.config.inspection is not Inspection.OFF:
+        if transport is None and not is_client:
             services = [ProbeService(self.config, self._credentials.tls, clock=clock), *services]
         self._seeds = Seeds(self.config.join, self._credentials, on_found=on_found)
         self._transport = transport or make_transport(self.config, self._credentials, self._seeds, services)
@@ -503,8 +503,7 @@ class Peer(InProcess):
     ) -> State:
         """Downloads the state of the donor with the highest priority, verifies it, and takes it over.
 
-        A state with NaN or infinity is refused unless `non_finite` allows them. With `verify_donors` above 1, that many
-        donors of different certificates or hosts must first announce the same version and digests.
+        A state with NaN or infinity is refused unless `non_finite` allows them.
 
         Args:
             apply: function that gets the verified state, in any thread and with the tensors locked, before they are
@@ -543,8 +542,6 @@ class Peer(InProcess):
             silence=self.config.stall_timeout,
             deadlines=self._entered.service.deadlines,
             declared={name: version for version, name in self.donors},
-            verify_donors=self.config.verify_donors,
-            members={name: member_of(name, "") for name in names} | self._entered.donors.members(),
             max_bytes=largest_state(self.schema) + self.further_state_bytes,
             check=check,
             finite=self.config.non_finite is NonFinite.REFUSE,

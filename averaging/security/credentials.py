@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from averaging.common import CLIENT_PREFIX, covers, spelled
-from averaging.config import FilePath, Inspection, PeerConfig, tls_files
+from averaging.config import FilePath, PeerConfig, tls_files
 from averaging.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -92,13 +92,11 @@ class Credentials:
         tls: None for connections that are neither encrypted nor authenticated.
         tokens: the first is sent, all are accepted. If empty, no token is required.
         insecure: whether other machines may connect without TLS.
-        inspection: the callers that may inspect this peer.
     """
 
     tls: Tls | None = None
     tokens: tuple[str, ...] = field(default=(), repr=False)
     insecure: bool = False
-    inspection: Inspection = Inspection.TOKEN
 
 
 def read_credentials(config: PeerConfig, clock: Callable[[], float]) -> Credentials:
@@ -115,7 +113,6 @@ def read_credentials(config: PeerConfig, clock: Callable[[], float]) -> Credenti
         tls=read_tls(config.tls_ca, config.tls_cert, config.tls_key, clock),
         tokens=read_tokens(config.token_file),
         insecure=config.insecure,
-        inspection=config.inspection,
     )
 
 

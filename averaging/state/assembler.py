@@ -36,21 +36,6 @@ def largest_state(schema: Schema | None) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class StateFingerprint:
-    """Identifies a state that several donors can hold: the version, and the averaged tensors with their digests.
-
-    Tensors that the application adds, such as optimizer statistics, may differ between peers and are not included.
-    """
-
-    version: int
-    tensors: tuple[tuple[str, tuple[int, ...], bytes], ...]
-
-    def __str__(self) -> str:
-        digests = b"".join(digest for _, _, digest in self.tensors)
-        return f"version {self.version} with digest {hashlib.sha256(digests).hexdigest()[:8]}"
-
-
-@dataclass(frozen=True, slots=True)
 class PartialTensor:
     """A tensor of which only the first `filled` bytes were received. They are not verified.
 
@@ -108,7 +93,6 @@ class StateAssembler:
         schema: the tensors that the downloader averages. The state must begin with them; None accepts any tensors.
         max_bytes: largest accepted state; by default `MAX_GROWTH` times the bytes of the schema plus 64 MiB.
         earlier: tensors of earlier downloads, reused where this state has the same. Its partial tensor is continued.
-        expected: any other state is refused.
         min_version: a state with a lower version is refused.
         check: callback, see `Check`.
         finite: whether a state with NaN or infinity in a tensor is refused.
@@ -131,13 +115,12 @@ class StateAssembler:
         schema: Schema | None,
         max_bytes: int | None = None,
         earlier: ReceivedState | None = None,
-        expected: StateFingerprint | None = None,
         min_version: float = 0.0,
         check: Check = accept_all,
         finite: bool = False,
     ) -> None:
         self._schema, self._check, self._finite = schema, check, finite
-        self._before, self._expected, self._min_version = earlier or ReceivedState(), expected, min_version
+        self._before, self._min_version = earlier or ReceivedState(), min_version
         self._max_bytes = largest_state(schema) if max_bytes is None else max_bytes
         self.version = 0
         self.nbytes = 0  # computed once, because progress displays read it after every message
@@ -162,12 +145,6 @@ class StateAssembler:
     @property
     def left(self) -> int:
         return self.nbytes - self.received + PER_TENSOR * (len(self._announced) - len(self._done))
-
-    @property
-    def fingerprint(self) -> StateFingerprint:
-        """Fingerprint of the announced state."""
-        compared = self._announced[: len(self._schema.tensors)] if self._schema else self._announced
-        return StateFingerprint(self.version, tuple((tensor.dtype, tensor.shape, tensor.digest) for tensor in compared))
 
     @property
     def kept(self) -> ReceivedState:
@@ -239,8 +216,6 @@ class StateAssembler:
             raise StateError(
                 f"it announces {self.nbytes} bytes, more than the {self._max_bytes} of {spelled('max_bytes')}"
             )
-        if self._expected is not None and self.fingerprint != self._expected:
-            raise StateError(f"it has {self.fingerprint} now, not {self._expected} as when donors were compared")
 
     def _skip(self, skipped: int) -> None:
         """Takes the bytes that the donor skipped from the earlier download."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from averaging.common import is_number, member_of, pack, unpack
+from averaging.common import is_number, pack, unpack
 from averaging.discovery import Discovery, PublishedRecord
 from averaging.protocol import donors_key
 from averaging.timing import LATEST_FACTOR, SLOW_LINK, Deadline, Deadlines, FairTimeout, Phase
@@ -57,9 +57,6 @@ class Donors:
         declared = [(unpack_priority(entry.value), name) for name, entry in entries.items() if name != self._endpoint]
         known = [(priority, name) for priority, name in declared if priority is not None]
         return sorted(known, key=lambda donor: (-donor[0], donor[1]))
-
-    def members(self) -> dict[str, str]:
-        return {name: member_of(name, entry.holder) for name, entry in self._discovery.get(self._key).items()}
 
 
 def unpack_priority(value: bytes) -> float | None:

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
-from averaging.common import spelled
 from averaging.errors import AveragingError, PeerUnreachableError, StateError, TransportError
 from averaging.protocol import DownloadData, Resume
-from averaging.state.assembler import Check, ReceivedState, StateAssembler, StateFingerprint, accept_all
+from averaging.state.assembler import Check, ReceivedState, StateAssembler, accept_all
 from averaging.state.donors import DonorDeadlines
 from averaging.state.manifest import State
 from averaging.tensors import Schema
@@ -22,12 +21,6 @@ from averaging.transport import Transport, is_alive
 
 logger = logging.getLogger("averaging.state")
 
-MAX_COMPARED = 16
-"""Maximum number of donors whose announced states are compared."""
-
-MAX_COMPARISONS = 3
-"""Maximum number of comparisons, if the agreeing donors have another state each time it is downloaded."""
-
 TRIES_PER_DONOR = 5
 """Maximum number of downloads from one donor that is lost repeatedly but delivers more each time. Downloads in which it
 was too slow do not count: `throughput.expected_rate` bounds their number."""
@@ -35,10 +28,6 @@ was too slow do not count: `throughput.expected_rate` bounds their number."""
 
 SMALL = 1 << 10
 """Bytes of a message that passes in one packet everywhere: IPv6 requires 1,280 bytes with all headers."""
-
-
-class _AllDonorsFailedError(StateError):
-    """No donor delivered the whole state. Donors that agreed before may have another state by now."""
 
 
 async def download(
@@ -50,8 +39,6 @@ async def download(
     deadlines: Deadlines | None = None,
     declared: Mapping[str, float] | None = None,
     max_bytes: int | None = None,
-    verify_donors: int = 1,
-    members: Mapping[str, str] | None = None,
     check: Check = accept_all,
     finite: bool = False,
     on_progress: Callable[[StateAssembler], object] = lambda _: None,
@@ -72,10 +59,6 @@ async def download(
         declared: versions of the donors' states as declared in discovery. A donor that has an earlier version was
             restarted, and is asked again only after all others.
         max_bytes: limit on the size of the state, see `StateAssembler`.
-        verify_donors: number of donors that must announce the same version and digests of the averaged tensors (of all
-            tensors, if there is no schema) before one of them is trusted.
-        members: what each donor counts as, see `member_of`: several endpoints of one certificate or host are one donor.
-            If None, each endpoint counts, as for addresses that the user gives.
         check: callback, see `Check`.
         finite: whether NaN and infinity are refused.
         on_progress: callback after each message.
@@ -84,37 +67,12 @@ async def download(
         The state and its donor.
 
     Raises:
-        StateError: no donor delivered the state, or too few agree. The message has the reason for each donor.
+        StateError: no donor delivered the state. The message has the reason for each donor.
     """
     if deadlines is None:
         deadlines = Deadlines(silence, silence, "timeout")
     this_download = _Download(transport, schema, deadlines, declared or {}, max_bytes, check, finite, on_progress)
-    if verify_donors <= 1:
-        return await this_download.load(donors)
-    for _ in range(MAX_COMPARISONS - 1):
-        try:
-            return await this_download.load(*await this_download.compare(donors, verify_donors, members))
-        except _AllDonorsFailedError:
-            logger.info("all agreeing donors were lost or have another state now; comparing donors again")
-    return await this_download.load(*await this_download.compare(donors, verify_donors, members))
-
-
-def choose(
-    announced: Mapping[str, StateFingerprint], wanted: int, members: Mapping[str, str] | None = None
-) -> list[str]:
-    """Returns the donors of the state that most members announce; empty if fewer than `wanted` agree.
-
-    A donor counts as what `members` says, or as itself. A tie is decided for the state of the earliest donor.
-    """
-
-    def count(donors: list[str]) -> int:
-        return len({(members or {}).get(donor, donor) for donor in donors})
-
-    by_state: dict[StateFingerprint, list[str]] = {}
-    for donor, fingerprint in announced.items():
-        by_state.setdefault(fingerprint, []).append(donor)
-    most = max(by_state.values(), key=count, default=[])
-    return most if count(most) >= wanted else []
+    return await this_download.load(donors)
 
 
 def of_all_members(donors: Sequence[str], members: Mapping[str, str]) -> list[str]:
@@ -144,7 +102,7 @@ class _Download:
         self._not_started: dict[str, None] = {}  # donors that timed out before their first message, in order
         self._only_small: dict[str, bool] = {}  # whether donors answer, but deliver no more than one small message
 
-    async def load(self, donors: Sequence[str], expected: StateFingerprint | None = None) -> tuple[State, str]:
+    async def load(self, donors: Sequence[str]) -> tuple[State, str]:
         """Reads from one donor after the other until one has delivered the whole state."""
         failures: dict[str, Exception] = {}
         gone: set[str] = set()
@@ -154,14 +112,14 @@ class _Download:
             donor = queue.pop(0)
             min_version = declared.pop(donor, 0.0)
             assembler = StateAssembler(
-                *(self._schema, self._max_bytes, self._kept, expected, min_version, self._check, self._finite)
+                *(self._schema, self._max_bytes, self._kept, min_version, self._check, self._finite)
             )
             before = self._kept.nbytes
             tries[donor] += 1
             interrupted = False
             try:
                 try:
-                    await self._read(donor, assembler, self._on_progress, self._kept.resume, alone=not queue)
+                    await self._read(donor, assembler, self._kept.resume, alone=not queue)
                 except (TimeoutError, TransportError):
                     if not assembler.complete:  # else only the end of the stream is missing
                         raise
@@ -191,42 +149,7 @@ class _Download:
             if assembler.outdated or (interrupted and retry and tries[donor] < max_tries):
                 queue.append(donor)
         text = _error_text(self._reason(donor, error) for donor, error in failures.items())
-        raise _AllDonorsFailedError(text, gone, unconnected=_some_unconnected(failures.values()))
-
-    async def compare(
-        self, donors: Sequence[str], wanted: int, members: Mapping[str, str] | None
-    ) -> tuple[list[str], StateFingerprint]:
-        """Asks donors which state they have, and returns the state that most of them have, with its donors.
-
-        Donors that were restarted after their declaration count only if there are no others.
-
-        Raises:
-            StateError: fewer than `wanted` donors have the same state.
-        """
-        asked = of_all_members(donors, members or {})[:MAX_COMPARED]
-        answers: dict[str, StateFingerprint | Exception] = {}
-        while True:
-            answers |= zip(asked, await asyncio.gather(*(self._announced(donor) for donor in asked)), strict=True)
-            announced = {donor: answer for donor, answer in answers.items() if isinstance(answer, StateFingerprint)}
-            restarted = {donor for donor, state in announced.items() if state.version < self._declared.get(donor, 0.0)}
-            current = {donor: state for donor, state in announced.items() if donor not in restarted}
-            agreeing = choose(current or announced, wanted, members)
-            asked = [donor for donor in answers if self._donor_deadlines.should_retry(donor)]
-            if agreeing or not (asked := asked or await self._preparing()):
-                break
-        if not agreeing:
-            note = {donor: f", not {self._declared[donor]:.0f} as declared: probably restarted" for donor in restarted}
-            reasons = _error_text(
-                self._reason(name, answer) if isinstance(answer, Exception) else f"{name}: {answer}{note.get(name, '')}"
-                for name, answer in answers.items()
-            )
-            counted = "" if members is None else " of different certificates or hosts"
-            option = spelled("verify_donors")
-            raise StateError(
-                f"fewer than {wanted} donors{counted} have the same state, as {option} requires; {reasons}",
-                unconnected=_some_unconnected(answers.values()),
-            )
-        return agreeing, announced[agreeing[0]]
+        raise StateError(text, gone, unconnected=_some_unconnected(failures.values()))
 
     async def _preparing(self) -> list[str]:
         """Donors that sent nothing but answer calls, and did not yet get the extended deadline for that."""
@@ -257,26 +180,13 @@ class _Download:
             text += "measures that, and a smaller MTU here or there is a remedy)"
         return text
 
-    async def _announced(self, donor: str) -> StateFingerprint | Exception:
-        """Fingerprint of the donor's state, or the error because of which it is unknown."""
-        assembler = StateAssembler(self._schema, self._max_bytes)
-        try:
-            await self._read(donor, assembler, lambda _: None, at_most=1)
-            if not assembler.started:
-                raise StateError("it shares no state")
-        except (TimeoutError, AveragingError) as error:
-            return error
-        return assembler.fingerprint
-
     async def _read(
         self,
         donor: str,
         assembler: StateAssembler,
-        on_progress: Callable[[StateAssembler], object],
-        resume: Resume | None = None,
-        at_most: int | None = None,
+        resume: Resume,
         *,
-        alone: bool = False,
+        alone: bool,
     ) -> None:
         count = 0
         try:
@@ -292,10 +202,8 @@ class _Download:
                     self._only_small[donor] = self._only_small.get(donor, True) and is_small
                     assembler.feed(message)
                     watch.delivered(assembler.left)
-                    on_progress(assembler)
+                    self._on_progress(assembler)
                     count += 1
-                    if count == at_most:
-                        return
                 if assembler.complete:
                     watch.finished()
         except TimeoutError:

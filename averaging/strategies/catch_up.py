@@ -220,9 +220,7 @@ class CatchUp:
         names = of_all_members(sorted(name for name in known if claims[name] == best), training.announcements.members)
         if len(self._fetches) >= MAX_DOWNLOADS:
             training.states.cancel(self._fetches.pop(0))
-        self._fetches.append(
-            training.states.fetch(names[: training.peer.config.verify_donors], partial(check_history, wanted=best))
-        )
+        self._fetches.append(training.states.fetch(names[:1], partial(check_history, wanted=best)))
         return True
 
     def _take(self, training: StrategyContext, own: History, others: Others) -> BackgroundDownload | None:

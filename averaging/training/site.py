@@ -286,7 +286,7 @@ def _portable(error: BaseException, rank: int) -> BaseException:
 OF_ONE_RANK = frozenset(
     {
         *("listen", "advertise", "direct_listen", "direct_advertise"),
-        *("tls", "tls_ca", "tls_cert", "tls_key", "token_file", "receipts", "metrics_listen"),
+        *("tls_ca", "tls_cert", "tls_key", "token_file", "receipts", "metrics_listen"),
     }
 )
 """Options that may differ between ranks, since these may be on different machines."""

@@ -43,7 +43,7 @@ def test_it_is_written_early_unless_it_is_the_only_copy_of_a_state(
 
             async def enter(name: str, tensor: torch.Tensor) -> Peer:
                 options = {"group_size": 2, "part_size_bytes": 1024, "in_place": True, "share_state": shared}
-                return await stack.enter_async_context(swarm.peer(name, [tensor], **options))  # type: ignore[arg-type]
+                return await stack.enter_async_context(swarm.peer(name, [tensor], **options))
 
             first, second = [await enter(f"peer:{number}", one) for number, one in enumerate(tensors, start=1)]
             newcomer = await enter("newcomer:1", torch.full((SIZE,), -1.0))
@@ -78,7 +78,7 @@ def test_nothing_is_written_once_a_round_was_cancelled(seconds: float) -> None:
 
             async def enter(name: str, own: torch.Tensor, mode: Mode) -> Peer:
                 options = {"group_size": 3, "part_size_bytes": 1024, "in_place": True, "share_state": False}
-                return await stack.enter_async_context(swarm.peer(name, [own], mode=mode, **options))  # type: ignore[arg-type]
+                return await stack.enter_async_context(swarm.peer(name, [own], mode=mode, **options))
 
             reducer = await enter("peer:1", tensor, Mode.NODE)
             clients = [await enter("", torch.full((8192,), value), Mode.CLIENT) for value in (1.0, 2.0)]
@@ -108,9 +108,7 @@ def test_nothing_is_written_where_nobody_else_is_heard(compression: str) -> None
 
             async def enter(name: str, tensor: torch.Tensor) -> Peer:
                 options = {"group_size": 2, "part_size_bytes": 1024, "in_place": True, "share_state": False}
-                return await stack.enter_async_context(
-                    swarm.peer(name, [tensor], compression=compression, **options)  # type: ignore[arg-type]
-                )
+                return await stack.enter_async_context(swarm.peer(name, [tensor], compression=compression, **options))
 
             first, second = [await enter(f"peer:{number}", one) for number, one in enumerate(tensors, start=1)]
             averaging, other = asyncio.create_task(first.average()), asyncio.create_task(second.average())

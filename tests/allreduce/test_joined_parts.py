@@ -158,7 +158,7 @@ def test_peers_join_their_parts(in_place: bool) -> None:
 
     async def main() -> None:
         options = {"group_size": 4, "in_place": in_place, "share_state": False, "part_size_bytes": 1 << 14}
-        peers = [swarm.peer(f"peer:{number}", one, **options) for number, one in enumerate(numbers, start=1)]  # type: ignore[arg-type]
+        peers = [swarm.peer(f"peer:{number}", one, **options) for number, one in enumerate(numbers, start=1)]
         receipts = await swarm.average_together(peers, 3)
         assert all(receipt.averaged and not receipt.dropped for own in receipts for receipt in own)
 

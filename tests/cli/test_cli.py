@@ -18,8 +18,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from averaging import cli
-from averaging.cli.exits import CommandError
 from tests.support.processes import DEADLINE, JsonProcess, averaging_command, averaging_process
 from tests.support.selection import rest_is_long
 
@@ -280,30 +278,6 @@ def test_a_state_is_what_its_donor_holds(start: Start, files: list[Path], tmp_pa
     assert not (tmp_path / "none").exists()
 
 
-def test_two_donors_are_compared_before_one_is_believed(
-    start: Start, files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, twin, other = (
-        start("peer", files[number], *PAIR, "--serve").expect("ready")["join"] for number in (0, 0, 1)
-    )
-    target = tmp_path / "state.safetensors"
-    one_host = command("state", first, twin, "--verify-donors", 2, "--output", target)
-    assert one_host.returncode == 2
-    assert "all loopback addresses are one host" in one_host.stderr
-    monkeypatch.setattr("averaging.cli.state.member_of", lambda address, holder: address)  # as if on three machines
-
-    def compare(*addresses: str) -> None:
-        args = ["state", *addresses, "--verify-donors", "2", "--output", str(target)]
-        cli.main.main(args, prog_name="averaging", standalone_mode=False)
-
-    with pytest.raises(CommandError, match="fewer than 2 donors of different certificates or hosts"):
-        compare(other, first)
-    assert not target.exists()
-    compare(other, first, twin)
-    assert all(torch.equal(load_file(target)[name], tensor) for name, tensor in load_file(files[0]).items())
-    assert command("state", first, first, "--verify-donors", 2, "--output", target).returncode == 2
-
-
 def test_a_peer_that_shares_nothing(start: Start, files: list[Path], tmp_path: Path) -> None:
     join = start("peer", files[0], *PAIR, "--serve", "--no-share-state").expect("ready")["join"]
     result = command("state", join, "--output", tmp_path / "none")
@@ -402,13 +376,6 @@ def test_a_terminal_that_is_closed_ends_no_peer(files: list[Path]) -> None:
             assert process.wait(DEADLINE) == 0
         finally:
             process.kill()
-
-
-@pytest.mark.parametrize("arguments", [("--no-such-option",), ("explain", "missing.jsonl")])
-def test_a_stderr_that_is_closed_leaves_no_error_on_stdout(arguments: tuple[str, ...]) -> None:
-    closing = ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-m", "averaging"]
-    result = subprocess.run([*closing, *arguments], stdout=subprocess.PIPE, timeout=DEADLINE, check=False)
-    assert (result.returncode, result.stdout) == (2, b"")
 
 
 def read_terminal(master: int) -> bytes:

@@ -16,9 +16,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from averaging.cli import main
-from averaging.cli.exits import CommandError
+from averaging.cli.failure import CommandError
 from averaging.cli.files import Document, Output, read
-from averaging.cli.state import _metadata
+from averaging.cli.model import _metadata
 from averaging.state.manifest import State
 
 GOOD = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(1.5, dtype=torch.bfloat16), "e": torch.empty(0, 3)}
@@ -68,16 +68,6 @@ BAD_FILES = {
 
 def peer(*arguments: str | Path) -> Result:
     return CliRunner().invoke(main, ["peer", *map(str, arguments), "--run-id", "demo"])
-
-
-def test_a_file_whose_name_is_no_text_is_to_be_renamed(tmp_path: Path) -> None:
-    source = tmp_path / os.fsdecode(b"weights\xff.safetensors")
-    save_file(GOOD, tmp_path / "in.safetensors")
-    (tmp_path / "in.safetensors").rename(source)
-    result = peer(source)
-    assert result.exit_code == 2
-    assert "its name is not valid UTF-8; rename it" in result.stderr
-    assert "copy" not in result.stderr
 
 
 @pytest.mark.parametrize(("make", "told", "remedy"), BAD_FILES.values(), ids=BAD_FILES)
@@ -214,18 +204,6 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
     Output(link, overwrite=False).write(GOOD, None)
     assert link.is_symlink()
     assert set(load_file(tmp_path / "real" / "out")) == set(GOOD)
-
-
-def test_a_file_that_appears_meanwhile_is_kept_and_so_is_the_result(tmp_path: Path) -> None:
-    path = tmp_path / "out"
-    output = Output(path, overwrite=False)
-    path.write_bytes(b"precious")
-    with pytest.raises(CommandError, match="another process has created") as caught:
-        output.write(GOOD, None)
-    assert path.read_bytes() == b"precious"
-    (kept,) = (other for other in tmp_path.iterdir() if other != path)
-    assert str(kept) in caught.value.message
-    assert set(load_file(kept)) == set(GOOD)
 
 
 def test_an_output_may_be_written_again_by_its_owner(tmp_path: Path) -> None:

@@ -17,10 +17,11 @@ import torch
 from safetensors.torch import load_file
 
 from averaging.cli import peer as sessions
-from averaging.cli.exits import CommandError, Stop, Stopped, run
+from averaging.cli.exits import Stop, run
+from averaging.cli.failure import CommandError, Stopped
 from averaging.cli.files import Document, Output
 from averaging.cli.output import CommandOutput
-from averaging.cli.peer import CommandSession, Owner, RoundPlan
+from averaging.cli.peer import CommandSession, RoundPlan
 from averaging.errors import TensorError
 from averaging.peer.peer import Peer
 from averaging.protocol.group import Mode
@@ -79,9 +80,11 @@ def play(
         rounds=rounds, serve=serve, retries=2, interval=0.0, weight=2.0, gather={"x": 1}, join_command=["averaging"]
     )
     destination = Output(output, overwrite=False) if output else None
-    return CommandSession(
-        plan, cast(Peer, peer), Document({"w": tensor}, None), destination, CommandOutput(as_json=True), Owner()
-    ), peer
+    return CommandSession(plan, Document({"w": tensor}, None), destination, CommandOutput(as_json=True)), peer
+
+
+def perform(session: CommandSession, peer: ScriptedPeer) -> None:
+    run(lambda stop: session.run(cast(Peer, peer), stop))
 
 
 def told(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
@@ -124,7 +127,7 @@ async def twice_while_averaging(peer: ScriptedPeer) -> Receipt:
 
 def test_rounds_are_done_and_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     session, peer = play([AVERAGED] * 3, tmp_path / "out", rounds=3)
-    run(session.run)
+    perform(session, peer)
     assert (session.rounds, session.output, peer.left) == (3, str(tmp_path / "out"), True)
     assert torch.equal(load_file(tmp_path / "out")["w"], torch.full((2,), 3.0))
     assert [(event["event"], event.get("round")) for event in told(capsys)] == [
@@ -134,8 +137,8 @@ def test_rounds_are_done_and_written_once(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_failed_rounds_are_tried_again(capsys: pytest.CaptureFixture[str]) -> None:
-    session, _ = play([FAILED, FAILED, AVERAGED, FAILED, FAILED, AVERAGED], rounds=2)
-    run(session.run)
+    session, peer = play([FAILED, FAILED, AVERAGED, FAILED, FAILED, AVERAGED], rounds=2)
+    perform(session, peer)
     assert session.rounds == 2
     assert names(capsys) == ["ready", "retry", "retry", "round", "retry", "retry", "round"]
 
@@ -146,7 +149,7 @@ def test_failed_rounds_are_tried_again(capsys: pytest.CaptureFixture[str]) -> No
 def test_it_gives_up(tmp_path: Path, steps: list[Step], reason: str) -> None:
     session, peer = play(steps, tmp_path / "out", rounds=2)
     with pytest.raises(CommandError, match=f"round 2 of 2.*{reason}.*Nothing was written") as caught:
-        run(session.run)
+        perform(session, peer)
     assert caught.value.exit_code == 1
     assert peer.left
     assert list(tmp_path.iterdir()) == []
@@ -154,8 +157,8 @@ def test_it_gives_up(tmp_path: Path, steps: list[Step], reason: str) -> None:
 
 def test_an_error_in_a_round_is_a_failure() -> None:
     session, peer = play([TensorError("tensor 'w' holds nan")])
-    with pytest.raises(CommandError, match="tensor 'w' holds nan"):
-        run(session.run)
+    with pytest.raises(TensorError, match="tensor 'w' holds nan"):
+        perform(session, peer)
     assert peer.left
 
 
@@ -172,15 +175,15 @@ def test_serving_never_gives_up_and_writes_after_every_round(
         [ALONE, FAILED, FAILED, FAILED, AVERAGED, look, look, while_looking], path, rounds=2, serve=True
     )
     with pytest.raises(Stopped):
-        run(session.run)
+        perform(session, peer)
     assert (session.rounds, session.output, peer.left) == (3, str(path), True)
     assert names(capsys) == ["ready", *["retry"] * 4, "round", "round", "serving", "round"]
 
 
 def test_nothing_is_written_before_the_first_round(tmp_path: Path) -> None:
-    session, _ = play([while_looking], tmp_path / "out", rounds=None, serve=True)
+    session, peer = play([while_looking], tmp_path / "out", rounds=None, serve=True)
     with pytest.raises(Stopped):
-        run(session.run)
+        perform(session, peer)
     assert session.output is None
     assert list(tmp_path.iterdir()) == []
 
@@ -188,7 +191,7 @@ def test_nothing_is_written_before_the_first_round(tmp_path: Path) -> None:
 def test_a_signal_ends_the_search_at_once(tmp_path: Path) -> None:
     session, peer = play([while_looking], tmp_path / "out")
     with pytest.raises(Stopped) as caught:
-        run(session.run)
+        perform(session, peer)
     assert caught.value.number == signal.SIGTERM
     assert (session.rounds, peer.left) == (0, True)
 
@@ -196,21 +199,21 @@ def test_a_signal_ends_the_search_at_once(tmp_path: Path) -> None:
 def test_a_signal_lets_a_round_end_and_no_other_begin(tmp_path: Path) -> None:
     session, peer = play([while_averaging, AVERAGED], tmp_path / "out", rounds=2, serve=True)
     with pytest.raises(Stopped):
-        run(session.run)
+        perform(session, peer)
     assert (session.rounds, len(peer.steps), peer.left) == (1, 1, True)
     assert session.output == str(tmp_path / "out")
 
 
 def test_a_signal_in_the_last_round_changes_nothing(tmp_path: Path) -> None:
-    session, _ = play([while_averaging], tmp_path / "out")
-    run(session.run)
+    session, peer = play([while_averaging], tmp_path / "out")
+    perform(session, peer)
     assert (session.rounds, session.output) == (1, str(tmp_path / "out"))
 
 
 def test_a_second_signal_ends_the_round(tmp_path: Path) -> None:
     session, peer = play([twice_while_averaging], tmp_path / "out")
     with pytest.raises(Stopped):
-        run(session.run)
+        perform(session, peer)
     assert (session.rounds, session.output, peer.left) == (0, None, True)
 
 
@@ -237,7 +240,7 @@ def test_a_second_signal_while_the_result_is_written_does_not_deny_it(
     monkeypatch.setattr(Stop, "request", noted)
     session, peer = play([AVERAGED], tmp_path / "out", serve=serve)
     with pytest.raises(Stopped):
-        run(session.run)
+        perform(session, peer)
     assert torch.equal(load_file(tmp_path / "out")["w"], torch.ones(2))
     assert (session.output, peer.left) == (str(tmp_path / "out"), True)
 

@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import resource
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,13 +22,12 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from averaging.cli import main
-from averaging.cli.exits import CommandError, Stopped, run
+from averaging.cli.failure import CommandError, Stopped
 from averaging.cli.files import Output
 from averaging.cli.output import CommandOutput
 from averaging.receipts.receipt import Receipt
-from averaging.receipts.receipt_log import dumps
 from examples import digits
-from tests.cli.test_cli_session import AVERAGED, ScriptedPeer, play, while_looking
+from tests.cli.test_cli_session import AVERAGED, ScriptedPeer, perform, play, while_looking
 
 TENSORS = {"w": torch.arange(10_000.0)}
 
@@ -77,7 +75,7 @@ def test_a_peer_that_serves_goes_on_and_writes_when_there_is_room(
     with disk:
         session, peer = play([AVERAGED, fill, AVERAGED, free, while_looking], path, rounds=9, serve=True)
         with pytest.raises(Stopped):
-            run(session.run)
+            perform(session, peer)
     assert torch.equal(load_file(path)["w"], peer.tensor)
     assert (session.output, session.unwritten) == (str(path), "")
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -90,12 +88,12 @@ def test_a_peer_that_serves_goes_on_and_writes_when_there_is_room(
 
 
 def test_a_peer_that_ends_with_its_result_unwritten_says_so(tmp_path: Path) -> None:
-    session, _ = play([AVERAGED], tmp_path / "out", serve=False)
+    session, peer = play([AVERAGED], tmp_path / "out", serve=False)
     with full_disk(), pytest.raises(CommandError, match="could not be written"):
-        run(session.run)
-    session, _ = play([AVERAGED, while_looking], tmp_path / "out", serve=True)
+        perform(session, peer)
+    session, peer = play([AVERAGED, while_looking], tmp_path / "out", serve=True)
     with full_disk(), pytest.raises(Stopped):
-        run(session.run)
+        perform(session, peer)
     assert session.output is None
     assert "could not be written" in session.unwritten
     assert list(tmp_path.iterdir()) == []
@@ -130,28 +128,6 @@ def test_a_full_stdout_is_reported_once_and_stops_nothing(
     assert told == "cannot write to stdout: No space left on device; the command continues, free space there\n"
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_full_stdout_of_the_other_commands_is_one_line(unbuffered: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
-    journal = tmp_path / "a.jsonl"
-    journal.write_text(dumps(AVERAGED) + "\n")
-    for command, code, told in (
-        (["explain", str(journal)], 1, "Error: cannot write to stdout: No space left on device; free space there\n"),
-        (
-            ["ca", "init", "--directory", str(tmp_path / "ca")],
-            1,
-            "Error: cannot write to stdout: No space left on device",
-        ),
-    ):
-        with Path("/dev/full").open("w") as full:
-            line = [sys.executable, "-m", "averaging", *command]
-            result = subprocess.run(
-                line, stdout=full, stderr=subprocess.PIPE, env=environment, text=True, timeout=60, check=False
-            )
-        assert (result.returncode, len(result.stderr.splitlines())) == (code, 1), result.stderr
-        assert result.stderr.startswith(told)
-
-
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_reader_that_goes_away_stops_nothing(
     as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -168,19 +144,6 @@ def test_a_reader_that_goes_away_stops_nothing(
         monkeypatch.undo()
     told = "cannot write to stdout: its reader has closed it; the command continues, Ctrl+C ends it\n"
     assert capsys.readouterr().err == told
-
-
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("command", [["--version"], ["-h"], ["peer", "--help"], ["ca", "init", "-h"]])
-def test_help_that_finds_no_room_is_one_line(command: list[str], unbuffered: str) -> None:
-    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
-    line = [sys.executable, "-m", "averaging", *command]
-    with Path("/dev/full").open("w") as full:
-        result = subprocess.run(
-            line, stdout=full, stderr=subprocess.PIPE, env=environment, text=True, timeout=60, check=False
-        )
-    told = "Error: cannot write to stdout: No space left on device; free space there\n"
-    assert (result.returncode, result.stderr) == (1, told)
 
 
 def test_a_closed_stdout_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from averaging import CompressionType, ConfigError, Mode, PeerConfig, TLSFiles
+from averaging import CompressionType, ConfigError, Mode, PeerConfig
 from averaging.config import configure
 
 EVERYTHING = """
@@ -39,8 +39,8 @@ def test_a_file_is_read_and_its_paths_are_beside_it(file: Path) -> None:
     assert (config.run_id, config.join, config.group_size) == ("gpt", ["a.example:4222", "b.example:4222"], 4)
     assert (config.mode, config.compression, config.share_state) == (Mode.CLIENT, CompressionType.FLOAT16, False)
     directory = file.parent
-    assert config.tls == TLSFiles(str(directory / "ca.pem"), "/etc/b.pem", str(directory / "b.key"))
-    assert config.tls_cert == "/etc/b.pem"
+    files = (str(directory / "ca.pem"), "/etc/b.pem", str(directory / "b.key"))
+    assert (config.tls_ca, config.tls_cert, config.tls_key) == files
     assert config.receipts == str(directory / "rounds.jsonl")
 
 
@@ -70,7 +70,7 @@ def test_the_environment_wins_over_the_file_and_arguments_win_over_both(file: Pa
         ({"AVERAGING_JOIN": "nowhere"}, {}, ["AVERAGING_JOIN: 'nowhere' is not an address"]),
         ({"AVERAGING_TARGET_GROUP_SIZE": "4"}, {}, ["AVERAGING_TARGET_GROUP_SIZE", "did you mean group_size?"]),
         ({}, {"matchmaking_time": 3.0}, ["did you mean group_wait?"]),
-        ({}, {"xyzzy": 3.0}, ["the options are", "verify_donors"]),
+        ({}, {"xyzzy": 3.0}, ["the options are", "stall_timeout"]),
     ],
     ids=str,
 )
@@ -95,13 +95,17 @@ def test_a_broken_file(tmp_path: Path, content: str, named: str) -> None:
         PeerConfig.from_toml(tmp_path / "none.toml", environ={})
 
 
-def test_tls_is_one_object_or_three_files() -> None:
-    files = TLSFiles("ca.pem", "a.pem", "a.key")
-    config = PeerConfig(run_id="a", tls=files)
-    assert (config.tls_ca, config.tls_cert, config.tls_key) == ("ca.pem", "a.pem", "a.key")
-    assert PeerConfig(run_id="a", tls_ca="ca.pem", tls_cert="a.pem", tls_key="a.key") == config
-    with pytest.raises(ConfigError, match="one or the other"):
-        PeerConfig(run_id="a", tls=files, tls_ca="other.pem")
+def test_the_files_of_etcd_are_three_and_beside_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('run_id = "a"\ndiscovery = "etcd://e:2379"\netcd_files = ["ca.pem", "/etc/b.pem", "b.key"]\n')
+    files = (str(tmp_path / "ca.pem"), "/etc/b.pem", str(tmp_path / "b.key"))
+    assert PeerConfig.from_toml(path, environ={}).etcd_files == files
+    variables = {"AVERAGING_DISCOVERY": "etcd://e:2379", "AVERAGING_ETCD_FILES": "ca.pem,b.pem,b.key"}
+    assert PeerConfig.from_environment(variables, run_id="a").etcd_files == ("ca.pem", "b.pem", "b.key")
+    with pytest.raises(ConfigError, match="etcd_files: 'ca.pem' must name three files: CA,CERT,KEY"):
+        PeerConfig(run_id="a", discovery="etcd://e:2379", etcd_files=["ca.pem"])
+    with pytest.raises(ConfigError, match="etcd_files is for discovery in etcd; give discovery"):
+        PeerConfig(run_id="a", etcd_files=files)
 
 
 def test_single_options_win_over_a_config() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from averaging.common.addresses import is_endpoint, parse_address
 from averaging.common.options import check_weight
-from averaging.config import Inspection, NonFinite, PeerConfig, PeerOptions, option_names
+from averaging.config import NonFinite, PeerConfig
 from averaging.errors import ConfigError, TensorError
 from averaging.peer.topics import Adopt, make_topic
 from averaging.protocol.group import Aggregation, AggregationKind, Mode, ReplyForm, parse_aggregation
@@ -177,7 +177,6 @@ def test_a_sparse_tensor_is_refused() -> None:
         {"part_size_bytes": 10},
         {"run_id": "é" * 65},
         {"group_bits": "0" * 65},
-        {"verify_donors": 17},
     ],
 )
 def test_invalid_options_are_refused(options: dict[str, Any]) -> None:
@@ -201,7 +200,6 @@ def test_invalid_options_are_refused(options: dict[str, Any]) -> None:
         {"group_size": float("nan")},
         {"min_group_size": None},
         {"part_size_bytes": 1.5e6},
-        {"verify_donors": "1"},
         {"group_bits": 0},
         {"bandwidth": "1e6"},
         {"aggregation": None},
@@ -221,10 +219,6 @@ def test_with_default_options_a_part_arrives_in_time_over_links_of_ten_megabits(
     sharing = 2 * (config.group_size - 1)  # per direction: one part to or from each other member, in both roles
     seconds = sharing * config.part_size_bytes * 8 / 10e6
     assert 2 * seconds < config.stall_timeout  # with room for unequal shares of the link
-
-
-def test_every_option_can_be_given_as_a_keyword() -> None:
-    assert option_names() == PeerOptions.__optional_keys__ | {"discovery"}  # an argument of its own
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf"), "1", None, pytest.param(10**400, id="huge")])
@@ -265,9 +259,8 @@ def test_a_name_has_at_most_256_characters() -> None:
 
 @pytest.mark.parametrize(
     ("option", "kind"),
-    [("mode", Mode), ("compression", CompressionType), ("reply_form", ReplyForm), ("non_finite", NonFinite),
-     ("inspection", Inspection)],
-)  # fmt: skip
+    [("mode", Mode), ("compression", CompressionType), ("reply_form", ReplyForm), ("non_finite", NonFinite)],
+)
 def test_members_of_enums_may_be_given_by_name(option: str, kind: type[Enum]) -> None:
     for member in kind:
         if isinstance(member, CompressionType) and member.is_sparse:

@@ -13,7 +13,7 @@ import torch
 
 from averaging import Outcome, Peer, control
 from averaging.control import LEAVE, LEAVE_REQUEST, LeaveStep, step_of
-from averaging.errors import CallRefusedError, ConfigError, PeerUnreachableError, RefusalCause
+from averaging.errors import CallRefusedError, PeerUnreachableError, RefusalCause
 from averaging.rpc import Credentials, RpcChannel
 from tests.support import certificates
 from tests.support.grpc_fakes import client
@@ -177,20 +177,6 @@ async def test_a_certificate_for_its_host_may_end_a_peer_and_another_one_not(
             await ask(peer.endpoint, certificates.secure(*certificates.HERE, of="other"))
         assert not peer.leaves
         assert (await ask(peer.endpoint, certificates.secure("127.0.0.1")))[-1] is LeaveStep.LEFT
-
-
-@pytest.mark.asyncio
-async def test_every_member_may_end_a_peer_that_allows_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    stranger(monkeypatch)
-    (tmp_path / "token").write_text(certificates.TOKEN)
-    leaver = Leaver(token_file=tmp_path / "token", leave_access="members")
-    async with asyncio.timeout(DEADLINE), leaver.running() as peer:
-        assert (await ask(peer.endpoint, Credentials(tokens=(certificates.TOKEN,))))[-1] is LeaveStep.LEFT
-
-
-def test_an_open_run_has_no_members_to_allow_it() -> None:
-    with pytest.raises(ConfigError, match="without them whoever reaches the port is a member"):
-        Peer([torch.ones(5)], run_id="run", leave_access="members")
 
 
 @pytest.mark.asyncio

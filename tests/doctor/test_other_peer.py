@@ -204,14 +204,6 @@ async def test_options_that_must_be_the_same_are_named() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_peer_without_the_service_cannot_be_asked() -> None:
-    async with Peer(MODEL, run_id="run", inspection="off") as peer:
-        found = await examined(peer.endpoint)
-    assert wrong(found) == {}
-    assert {each.check for each in found if "cannot be asked" in each.text} == {"run", "schema"}
-
-
-@pytest.mark.asyncio
 async def test_something_else_than_a_peer_listens() -> None:
     async with await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0) as server:
         found = await examined(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")

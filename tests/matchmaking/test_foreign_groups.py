@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 import torch
 
-from averaging.config import PeerOptions
 from averaging.matchmaking import Matchmaking
 from tests.support.foreign import DEADLINE, Foreign, as_bytes, gather, our_peer
 from tests.support.foreign_groups import PART, SHAPE, group_with, values
@@ -101,7 +101,7 @@ async def test_weights_that_sum_to_zero(foreign: Foreign) -> None:
 
 async def test_a_part_without_a_remaining_weight(foreign: Foreign) -> None:
     good, bad = await foreign.client(), await foreign.client()
-    options: PeerOptions = {"group_size": 3, "part_size_bytes": PART, "stall_timeout": 3.0}
+    options: dict[str, Any] = {"group_size": 3, "part_size_bytes": PART, "stall_timeout": 3.0}
     async with our_peer([values(1)], **options) as us, us.averaging(weight=0) as receipt:
         assert await us.asks_to_join(good, gather(0.0, mode=1)) == "ACCEPTED"
         assert await us.asks_to_join(bad, gather(1.0, mode=1)) == "ACCEPTED"
@@ -129,7 +129,7 @@ async def test_weights_far_apart(foreign: Foreign, good_weight: float, bad_weigh
     """Members choose their weights: none may turn the average into NaN, not even one of a member that sends nothing."""
     good, bad = await foreign.client(), await foreign.client()
     ones, threes = torch.ones(SHAPE), torch.full(SHAPE, 3.0)
-    options: PeerOptions = {"group_size": 3, "part_size_bytes": PART, "stall_timeout": 3.0}
+    options: dict[str, Any] = {"group_size": 3, "part_size_bytes": PART, "stall_timeout": 3.0}
     async with our_peer([ones], **options) as us, us.averaging() as receipt:
         assert await us.asks_to_join(good, gather(good_weight, mode=1)) == "ACCEPTED"
         assert await us.asks_to_join(bad, gather(bad_weight, mode=1)) == "ACCEPTED"

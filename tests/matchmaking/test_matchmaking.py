@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from averaging import Mode, Outcome, Peer, Receipt
-from averaging.config import PeerOptions
 from averaging.discovery.gossip.record import RecordLimits
 from averaging.errors import PeerUnreachableError
 from averaging.matchmaking import Quorum
@@ -140,7 +139,7 @@ def test_the_number_of_remembered_differences_is_limited() -> None:
 
 def test_a_peer_with_other_tensors_that_has_left_does_not_end_the_search() -> None:
     swarm = Swarm(1)
-    options: PeerOptions = {"group_size": 2, "group_wait": 2.0, "round_timeout": 20.0}
+    options: dict[str, Any] = {"group_size": 2, "group_wait": 2.0, "round_timeout": 20.0}
     other = swarm.peer("peer:1", [torch.zeros(4)], **options)
     peer, late = (swarm.peer(f"peer:{n}", [torch.zeros(3)], **options) for n in (2, 3))
 

@@ -7,12 +7,12 @@ import itertools
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from averaging import Outcome, Peer, Receipt
-from averaging.config import PeerOptions
 from averaging.protocol.messages import JoinRequest, MessageFromLeader
 from averaging.receipts.receipt import DropCode
 from averaging.testing.transport import MemoryTransport
@@ -124,8 +124,8 @@ def test_a_member_leaves_a_group_that_is_too_small_and_the_receipt_says_why(size
     swarm = Swarm(size)
     tensors = [torch.full((1200,), float(number)) for number in range(others + 1)]
     before = tensors[-1].clone()
-    options: PeerOptions = {"group_size": 8, "group_wait": 2.0, "round_timeout": 20.0, "part_size_bytes": 1024}
-    wanting: PeerOptions = {"min_group_size": size, "group_wait": 3.0}
+    options: dict[str, Any] = {"group_size": 8, "group_wait": 2.0, "round_timeout": 20.0, "part_size_bytes": 1024}
+    wanting: dict[str, Any] = {"min_group_size": size, "group_wait": 3.0}
     peers = [swarm.peer(f"peer:{number + 1}", [tensors[number]], **options) for number in range(others)]
     swarm.network.transport = lambda endpoint: WithoutSize(swarm.network, endpoint)  # type: ignore[method-assign]
     peers.append(swarm.peer("wanting:1", [tensors[-1]], **(options | wanting)))

@@ -162,15 +162,15 @@ def grpcurl(endpoint: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_grpcurl_needs_what_peers_need(directory: Path, start: Start) -> None:
-    served = start("peer", "a.safetensors", "--run-id", "demo", "--serve", "--inspection", "on", *files_of("a"))
+    served = start("peer", "a.safetensors", "--run-id", "demo", "--serve", *files_of("a"))
     endpoint = served.expect("ready")["endpoint"]
     tls = ("-cacert", "ca/ca.pem", "-cert", "ca/b.pem", "-key", "ca/b.key")
     token = ("-H", f"authorization: Bearer {(directory / 'token').read_text().strip()}")
     status, join = "averaging.status.v1.Status/GetStatus", "DecentralizedAveraging/rpc_join_group"
-    assert '"run_id": "demo"' in grpcurl(endpoint, *tls, status).stdout
+    assert '"run_id": "demo"' in grpcurl(endpoint, *tls, *token, status).stdout
     refused = grpcurl(endpoint, *tls, join)
     assert refused.returncode != 0
-    assert "Code: Unauthenticated" in refused.stderr
+    assert "code = Unauthenticated" in refused.stderr
     assert "this run requires a token, and none was sent" in refused.stderr
     assert "PROTOCOL_VIOLATION" in grpcurl(endpoint, *tls, *token, join).stdout
     for less in (("-plaintext",), ("-insecure",), ("-cacert", "ca/ca.pem")):

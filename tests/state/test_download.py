@@ -1,4 +1,4 @@
-"""Donors that are cut, change or disagree: what is kept of them, and whom a downloader believes."""
+"""Donors that are cut or change: what is kept of them, and who is asked again."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from msgspec import msgpack
 
 from averaging.errors import PeerUnreachableError, StateError
 from averaging.protocol.messages import DownloadData, Resume, WireTensor
-from averaging.state.assembler import ReceivedState, StateAssembler, StateFingerprint
-from averaging.state.downloads import MAX_COMPARED, TRIES_PER_DONOR, choose, download
+from averaging.state.assembler import ReceivedState, StateAssembler
+from averaging.state.downloads import TRIES_PER_DONOR, download
 from averaging.state.manifest import BASE_ITEMS, State, check_state, pack, read_manifest, seal
 from averaging.tensors.schema import Schema, describe
 from averaging.testing import virtual_time
@@ -63,9 +63,7 @@ class Donors:
     async def fetch(
         self,
         schema: Schema | None = SCHEMA,
-        verify_donors: int = 1,
         declared: Mapping[str, float] | None = None,
-        members: Mapping[str, str] | None = None,
     ) -> tuple[State, str]:
         readers: list[StateAssembler] = []
         return await download(
@@ -74,8 +72,6 @@ class Donors:
             schema,
             silence=5.0,
             declared=declared,
-            verify_donors=verify_donors,
-            members=members,
             on_progress=readers.append,
         )
 
@@ -276,82 +272,6 @@ def test_the_bytes_announced_are_counted_once_however_often_they_are_asked_for(m
     assert counting.call_count == 1
 
 
-@pytest.mark.asyncio
-async def test_enough_donors_that_agree_are_believed_and_the_odd_one_is_not_asked() -> None:
-    donors = Donors({"odd:1": [state(9)], "x:1": [state(1)], "y:1": [state(1, extra=7.0)]})
-    found, donor = await donors.fetch(verify_donors=2)
-    assert donor == "x:1"
-    assert equal(found, state(1))
-    assert donors.calls == ["odd:1", "x:1", "y:1", "x:1"]
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize(
-    "others", [{"y:1": [state(2)]}, {"y:1": [state(1, version=4)]}, {}, {"y:1": [state(1, extra=1.0)], "schema": []}]
-)
-async def test_too_few_that_agree_are_named(others: dict[str, list[State]]) -> None:
-    schema = None if "schema" in others else SCHEMA
-    donors = Donors({"x:1": [state(1)]} | {name: states for name, states in others.items() if states})
-    with pytest.raises(StateError, match="fewer than 2 donors have the same state.*x:1: version 3 with digest"):
-        await donors.fetch(schema, verify_donors=2)
-
-
-@pytest.mark.asyncio
-async def test_donors_that_were_started_anew_since_they_declared_their_versions_do_not_outvote_the_others() -> None:
-    begun = {"x:1": [state(1, version=0)], "y:1": [state(1, version=0)], "z:1": [state(1, version=0)]}
-    declared = {"x:1": 9.0, "y:1": 9.0, "z:1": 9.0, "v:1": 9.0, "w:1": 9.0}
-    donors = Donors({**begun, "v:1": [state(2, version=9)], "w:1": [state(2, version=9)]})
-    found, _ = await donors.fetch(verify_donors=2, declared=declared)
-    assert equal(found, state(2, version=9))
-    donors = Donors({**begun, "v:1": [state(2, version=9)]})
-    with pytest.raises(StateError, match="y:1: version 0 with .*, not 9 as declared: probably restarted.*v:1: vers"):
-        await donors.fetch(verify_donors=2, declared=declared)
-    donors = Donors(dict(begun))  # the whole run was
-    found, _ = await donors.fetch(verify_donors=2, declared=declared)
-    assert equal(found, state(1, version=0))
-
-
-@pytest.mark.asyncio
-async def test_donors_that_move_on_meanwhile_are_compared_anew() -> None:
-    moving = [state(1), state(2, version=4)]
-    donors = Donors({"x:1": [*moving], "y:1": [*moving]})
-    found, _ = await donors.fetch(verify_donors=2)
-    assert equal(found, state(2, version=4))
-
-
-@pytest.mark.asyncio
-async def test_donors_that_announce_one_state_and_deliver_another_are_refused() -> None:
-    donors = Donors({"x:1": [state(1), state(2)] * 9, "y:1": [state(1), state(2)] * 9})
-    with pytest.raises(StateError, match="as when donors were compared"):
-        await donors.fetch(verify_donors=2)
-
-
-@given(st.lists(st.integers(0, 3), max_size=8), st.integers(2, 4))
-def test_the_choice_is_that_of_the_most(versions: Sequence[int], wanted: int) -> None:
-    announced = {f"peer:{number}": StateFingerprint(version, ()) for number, version in enumerate(versions)}
-    chosen = choose(announced, wanted)
-    most = max((versions.count(version) for version in versions), default=0)
-    assert len(chosen) == (most if most >= wanted else 0)
-    assert len({announced[donor] for donor in chosen}) <= 1
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=8), st.integers(2, 4))
-def test_the_endpoints_of_one_member_count_as_one_donor(donors: Sequence[tuple[int, int]], wanted: int) -> None:
-    announced = {f"peer:{number}": StateFingerprint(version, ()) for number, (version, _) in enumerate(donors)}
-    members = {f"peer:{number}": str(member) for number, (_, member) in enumerate(donors)}
-    most = max((len({m for v, m in donors if v == version}) for version, _ in donors), default=0)
-    chosen = choose(announced, wanted, members)
-    assert len({members[donor] for donor in chosen}) == (most if most >= wanted else 0)
-
-
-@pytest.mark.asyncio
-async def test_one_attacker_with_many_endpoints_is_not_believed_and_hides_no_honest_donor() -> None:
-    false = {f"192.0.2.1:{number}": [state(9)] for number in range(1, MAX_COMPARED + 10)}
-    donors = Donors(false | {"192.0.2.2:1": [state(1)], "192.0.2.3:1": [state(1)]})
-    _, donor = await donors.fetch(verify_donors=2, members={name: name.partition(":")[0] for name in donors.states})
-    assert donor == "192.0.2.2:1"
-
-
 @dataclass
 class Slow(OneLane):
     """A transport whose donors begin to send only after so many seconds, call by call; the last number holds."""
@@ -367,7 +287,7 @@ class Slow(OneLane):
             yield message
 
 
-def fetch_slowly(slow: Slow, donors: Sequence[str], verify_donors: int = 1) -> tuple[float, str]:
+def fetch_slowly(slow: Slow, donors: Sequence[str]) -> tuple[float, str]:
     """Downloads after three quick ones from x:1; returns how long it took, and the donor."""
 
     async def main() -> tuple[float, str]:
@@ -378,9 +298,7 @@ def fetch_slowly(slow: Slow, donors: Sequence[str], verify_donors: int = 1) -> t
         slow.calls.clear()
         loop = asyncio.get_running_loop()
         began = loop.time()
-        _, donor = await download(
-            transport, donors, SCHEMA, silence=10.0, deadlines=deadlines, verify_donors=verify_donors
-        )
+        _, donor = await download(transport, donors, SCHEMA, silence=10.0, deadlines=deadlines)
         return loop.time() - began, donor
 
     found: tuple[float, str] = virtual_time.run(main())
@@ -394,10 +312,9 @@ def test_a_donor_that_is_silent_for_longer_than_usual_costs_little() -> None:
     assert seconds == pytest.approx(1.1, abs=0.2)
 
 
-@pytest.mark.parametrize("verify_donors", [1, 2])
-def test_an_only_donor_that_takes_longer_than_ever_is_waited_for(verify_donors: int) -> None:
-    slow = Slow({"x:1": [0.1] * MIN_WAITS + [8.0], "y:1": [0.1] if verify_donors > 1 else [60.0]})
-    seconds, donor = fetch_slowly(slow, ["x:1", "y:1"], verify_donors)
+def test_an_only_donor_that_takes_longer_than_ever_is_waited_for() -> None:
+    slow = Slow({"x:1": [0.1] * MIN_WAITS + [8.0], "y:1": [60.0]})
+    seconds, donor = fetch_slowly(slow, ["x:1", "y:1"])
     assert donor == "x:1"
     assert seconds < 20
 
@@ -416,26 +333,21 @@ class Preparing(Slow):
         return SCHEMA
 
 
-@pytest.mark.parametrize("verify_donors", [1, 2])
-def test_a_donor_that_lives_is_given_time_to_prepare_a_large_state(
-    verify_donors: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_donor_that_lives_is_given_time_to_prepare_a_large_state(caplog: pytest.LogCaptureFixture) -> None:
     """It is asked after all others, and those that do not answer are not asked again."""
-    others = {"y:1": [0.1]} if verify_donors > 1 else {}
-    donors = Preparing({"dead:1": [999.0], "x:1": [60.0], "hung:1": [999.0], **others}, {"x:1": 1.0, "hung:1": 99.0})
+    donors = Preparing({"dead:1": [999.0], "x:1": [60.0], "hung:1": [999.0]}, {"x:1": 1.0, "hung:1": 99.0})
 
     async def main() -> tuple[float, str]:
         names, loop = list(donors.seconds), asyncio.get_running_loop()
         began = loop.time()
-        _, donor = await download(cast(Any, donors), names, SCHEMA, silence=10.0, verify_donors=verify_donors)
+        _, donor = await download(cast(Any, donors), names, SCHEMA, silence=10.0)
         return loop.time() - began, donor
 
     seconds, donor = virtual_time.run(main())
     assert donor == "x:1"
     assert donors.calls.count("dead:1") == donors.calls.count("hung:1") == 1
-    if verify_donors == 1:
-        assert donors.calls == ["dead:1", "x:1", "hung:1", "x:1"]
-        assert seconds == pytest.approx(3 * 10.0 + 10.0 / 3 + 60.0, abs=2.0)  # "hung:1" has a third to answer
+    assert donors.calls == ["dead:1", "x:1", "hung:1", "x:1"]
+    assert seconds == pytest.approx(3 * 10.0 + 10.0 / 3 + 60.0, abs=2.0)  # "hung:1" has a third to answer
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert any("x:1 answers but has not begun to send its state" in line for line in told)
 
@@ -459,24 +371,6 @@ def test_a_version_that_no_message_can_hold_is_refused(version: float) -> None:
     told = msgpack.decode(first.metadata) | {"version": version}
     with pytest.raises(StateError, match="its (version|metadata) is"):
         StateAssembler(SCHEMA).feed(replace(first, metadata=msgpack.encode(told)))
-
-
-@pytest.mark.asyncio
-async def test_of_many_donors_a_bounded_number_is_compared() -> None:
-    donors = Donors({f"donor-{number}:1": [state(1)] for number in range(20)})
-    found, _ = await donors.fetch(verify_donors=2)
-    assert equal(found, state(1))
-    assert len(donors.calls) == MAX_COMPARED + 1 == 17
-    assert len(set(donors.calls)) == MAX_COMPARED
-
-
-@pytest.mark.asyncio
-async def test_donors_that_go_on_all_the_time_are_compared_three_times() -> None:
-    going_on = [state(version, version) for version in range(1, 20)]
-    donors = Donors({"x:1": list(going_on), "y:1": list(going_on)})
-    with pytest.raises(StateError, match="as when donors were compared"):
-        await donors.fetch(verify_donors=2)
-    assert len(donors.calls) == 3 * (2 + 2)  # both are compared, and both are read
 
 
 @pytest.mark.parametrize("version", [None, "3", "9" * 400, b"-" + b"9" * 400, [3]])

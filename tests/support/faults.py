@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 
 from averaging import Peer, Receipt
-from averaging.config import PeerOptions
 from averaging.discovery.base import Entry
 from averaging.errors import DiscoveryError
 from averaging.matchmaking.rules import CLOCK_TOLERANCE
@@ -184,7 +183,7 @@ class World:
         self.peers: dict[str, Peer] = {}
         self.weights: dict[str, float] = {}
         for number, name in enumerate([self.victim, "peer:1", "peer:2", "peer:3"]):
-            options: PeerOptions = {
+            options: dict[str, Any] = {
                 "group_size": 4,
                 "group_wait": patience if number == 0 else 1.5 + number / 2,
                 "round_timeout": TIMEOUT,

@@ -15,7 +15,7 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import msgpack
 import pytest
@@ -23,7 +23,6 @@ import torch
 from grpc_tools import protoc
 
 from averaging import Peer, Receipt
-from averaging.config import PeerOptions
 from averaging.discovery.base import Entry
 from averaging.discovery.gossip import GossipDiscovery
 from averaging.state.snapshots import ExtraState
@@ -240,7 +239,7 @@ async def our_peer(
     tensors: Sequence[torch.Tensor] | Mapping[str, torch.Tensor] | None = None,
     *,
     extra_state: Callable[[], ExtraState] | None = None,
-    **options: Unpack[PeerOptions],
+    **options: Any,
 ) -> AsyncGenerator[Ours, None]:
     """A peer of ours on loopback with gossip; groups of 2 unless told otherwise. It gives others time for a verdict."""
     made: list[GossipDiscovery] = []
@@ -249,9 +248,9 @@ async def our_peer(
         made.append(GossipDiscovery(RUN, endpoint, transport, join=options.get("join", ())))
         return made[0]
 
-    defaults: PeerOptions = {"group_size": 2, "group_wait": OUR_TIME, "round_timeout": 2 * OUR_TIME}
-    waits: PeerOptions = {"stall_timeout": DEADLINE, "min_stall_timeout": DEADLINE}
-    chosen: PeerOptions = {**defaults, **waits, **options}
+    defaults: dict[str, Any] = {"group_size": 2, "group_wait": OUR_TIME, "round_timeout": 2 * OUR_TIME}
+    waits: dict[str, Any] = {"stall_timeout": DEADLINE, "min_stall_timeout": DEADLINE}
+    chosen: dict[str, Any] = {**defaults, **waits, **options}
     tensors = [torch.ones(8)] if tensors is None else tensors
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learned_deadlines, "VERDICT_SECONDS", DEADLINE)

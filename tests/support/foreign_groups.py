@@ -13,7 +13,6 @@ import torch
 
 from averaging import Receipt
 from averaging.allreduce.shard_reducer import ShardReducer
-from averaging.config import PeerOptions
 from tests.support.foreign import (
     DEADLINE,
     Foreign,
@@ -141,7 +140,7 @@ async def group_with(
     """Begins the round of the group; if `bad` is no client it answers all streams of parts with `replies`."""
     good, bad = await foreign.client(), await (foreign.client() if client else foreign.peer())
     await bad.answer_parts(replies=replies, hangs=hangs)
-    chosen: PeerOptions = {"group_size": 3, "part_size_bytes": PART, **options}  # type: ignore[typeddict-item]
+    chosen: dict[str, Any] = {"group_size": 3, "part_size_bytes": PART, **options}
     async with our_peer([values(1)], **chosen) as us, us.averaging() as receipt:
         assert await us.asks_to_join(good, gather(mode=1)) == "ACCEPTED"
         assert await us.asks_to_join(bad, gather(mode=1 if client else 0)) == "ACCEPTED"

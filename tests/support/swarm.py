@@ -6,12 +6,11 @@ import asyncio
 import random
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 
 from averaging import Peer, Receipt
-from averaging.config import PeerOptions
 from averaging.protocol.group import Mode
 from averaging.receipts.receipt import Outcome
 from averaging.testing import virtual_time
@@ -34,9 +33,7 @@ class Swarm:
         self.registry = MemoryRegistry(clock=virtual_time.clock, delay=delay, rng=self.rng)
         self._tasks: dict[str, asyncio.Task[Any]] = {}
 
-    def peer(
-        self, name: str, tensors: Sequence[torch.Tensor] | Mapping[str, torch.Tensor], **options: Unpack[PeerOptions]
-    ) -> Peer:
+    def peer(self, name: str, tensors: Sequence[torch.Tensor] | Mapping[str, torch.Tensor], **options: Any) -> Peer:
         """A peer that is not entered yet; `name` is its endpoint, unless it is a client."""
         client = options.get("mode") is Mode.CLIENT
         return Peer(

@@ -1,4 +1,4 @@
-"""What `averaging follow --layout hf` and `averaging export` write, read by the real transformers."""
+"""What `averaging follow --config` and `averaging export` write, read by the real transformers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_followed_model_is_loaded_while_the_next_version_is_written(tmp_path: 
     model = model_of(1)
     publisher = WeightPublisher(torch.compile(model))  # type: ignore[arg-type]
     publisher.publish_now(version=1)
-    given = ("--output", str(output), "--layout", "hf", "--config", str(base), "--max-shard-bytes", "9000")
+    given = ("--output", str(output), "--config", str(base), "--max-shard-bytes", "9000")
     with Publishing(publisher) as endpoint, averaging_process("follow", endpoint, *given) as process:
         process.expect("written")
         held = (output / "newest").resolve()

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.config import Inspection
 from averaging.errors import ProtocolViolationError
 from averaging.security.credentials import Credentials
 from averaging.transport.grpc.authentication import (
@@ -15,7 +14,6 @@ from averaging.transport.grpc.authentication import (
     check_claim,
     denial,
     is_token,
-    needs_token,
 )
 
 TOKENS = ("new-token-0123456789", "old-token-0123456789")
@@ -58,27 +56,26 @@ def test_a_call_is_denied_with_the_remedy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "inspected"),
+    "path",
     [
-        ("/averaging.status.v1.Status/GetStatus", True),
-        ("/averaging.status.v1.Status/GetSchema", True),
-        ("/averaging.gossip.v1.Gossip/ListRecords", True),
-        ("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", True),
-        ("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", True),
-        ("/grpc.channelz.v1.Channelz/GetServers", True),
-        ("/averaging.gossip.v1.Gossip/Push", False),
-        ("/averaging.gossip.v1.Gossip/Exchange", False),
-        ("/DecentralizedAveraging/rpc_download_state", False),
-        ("/grpc.health.v1.Health/Watch", False),
-        ("/unknown/Method", False),
-        ("", False),
+        "/averaging.status.v1.Status/GetStatus",
+        "/averaging.status.v1.Status/GetSchema",
+        "/averaging.gossip.v1.Gossip/ListRecords",
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+        "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+        "/grpc.channelz.v1.Channelz/GetServers",
+        "/averaging.gossip.v1.Gossip/Push",
+        "/averaging.gossip.v1.Gossip/Exchange",
+        "/DecentralizedAveraging/rpc_download_state",
+        "/grpc.health.v1.Health/Watch",
+        "/unknown/Method",
+        "",
     ],
 )
-def test_what_is_open_to_those_without_a_token(path: str, inspected: bool) -> None:
-    assert needs_token(path, Inspection.ON) is not inspected
-    assert needs_token(path, Inspection.TOKEN)
-    assert needs_token(path, Inspection.OFF)
-    assert not needs_token(HEALTH_CHECK, Inspection.OFF)
+def test_what_is_open_to_those_without_a_token(path: str) -> None:
+    in_a_run_with_tokens = Credentials(tokens=TOKENS)
+    assert denial(path, [], in_a_run_with_tokens) is not None
+    assert denial(HEALTH_CHECK, [], in_a_run_with_tokens) is None
 
 
 @pytest.mark.parametrize("endpoint", ["a.example.org:1", "192.0.2.7:65535", "client::x", "", "no endpoint"])

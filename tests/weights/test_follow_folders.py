@@ -1,4 +1,4 @@
-"""`averaging follow --layout hf`: versions side by side, a link to the newest, and readers that notice nothing."""
+"""`averaging follow --config`: versions side by side, a link to the newest, and readers that notice nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from safetensors import safe_open
 
 from averaging import WeightPublisher
 from averaging.cli import main
-from averaging.cli.exits import CommandError
 from averaging.cli.model_folder import BaseFolder, FolderOptions, VersionedFolders
 from tests.support.model_folders import base_folder, load_folder
 from tests.support.processes import JsonProcess, averaging_process
@@ -22,7 +21,7 @@ from tests.weights.test_weights import Publishing, same, state, stepped
 
 
 def follow(endpoint: str, output: Path, base: Path, *arguments: str) -> JsonProcess:
-    given = ("--output", str(output), "--layout", "hf", "--config", str(base), "--timeout", "20")
+    given = ("--output", str(output), "--config", str(base), "--timeout", "20")
     return averaging_process("follow", endpoint, *given, *arguments)
 
 
@@ -117,15 +116,10 @@ def test_weights_of_another_model_end_the_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--layout", "hf"], "--layout hf needs --config"),
-        (["--keep", "2"], "--keep needs --layout hf"),
-        (["--config", "base"], "--config needs --layout hf"),
-        (["--max-shard-bytes", "9"], "--max-shard-bytes needs --layout hf"),
-        (["--layout", "hf", "--config", "base", "--keep", "0"], "--keep"),
-        (["--layout", "hf", "--config", "nowhere"], "there is no directory nowhere"),
-        (["--layout", "hf", "--config", "base", "--output", "base"], "which this command has not written"),
-        (["--layout", "hf", "--config", "base", "--output", "deep/er"], "there is no directory deep"),
-        (["--layout", "zip"], "--layout"),
+        (["--config", "base", "--keep", "0"], "--keep"),
+        (["--config", "nowhere"], "there is no directory nowhere"),
+        (["--config", "base", "--output", "base"], "which this command has not written"),
+        (["--config", "base", "--output", "deep/er"], "there is no directory deep"),
     ],
 )
 def test_wrong_arguments(arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,13 +130,11 @@ def test_wrong_arguments(arguments: list[str], message: str, tmp_path: Path, mon
     assert message in " ".join(result.output.split())
 
 
-def test_a_directory_has_one_writer(tmp_path: Path) -> None:
-    options = FolderOptions(BaseFolder(base_folder(tmp_path / "base")), 1000, 2)
-    first = VersionedFolders(tmp_path / "now", options, overwrite=False)
-    with pytest.raises(CommandError, match="another process writes to"):
-        VersionedFolders(tmp_path / "now", options, overwrite=False)
-    first.write(1, {"w": torch.zeros(1)}, {})
-    first.write(1, {"w": torch.ones(1)}, {})
+def test_a_version_that_is_written_again_replaces_itself(tmp_path: Path) -> None:
+    options = FolderOptions(BaseFolder(base_folder(tmp_path / "base")), 1000)
+    folders = VersionedFolders(tmp_path / "now", options, 2, overwrite=False)
+    folders.write(1, {"w": torch.zeros(1)}, {})
+    folders.write(1, {"w": torch.ones(1)}, {})
     assert load_folder(tmp_path / "now" / "newest")["w"].tolist() == [1.0]
     assert versions(tmp_path / "now") == ["newest", "version-1"]
 

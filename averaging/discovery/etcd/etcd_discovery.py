@@ -159,7 +159,8 @@ class EtcdDiscovery:
         Raises:
             ConfigError: a file with certificates is unreadable.
         """
-        tls = read_tls(config.etcd_ca, config.etcd_cert, config.etcd_key, clock) or credentials.tls
+        ca, cert, key = config.etcd_files or (None, None, None)
+        tls = read_tls(ca, cert, key, clock) or credentials.tls
         # The run's tokens only seal the records: they are not sent to etcd.
         channels = [RpcChannel(member, credentials=Credentials(tls=tls)) for member in config.etcd]
         cluster = EtcdCluster(channels, EtcdSettings().wait)

@@ -18,7 +18,6 @@ import grpc
 from cryptography import x509
 
 from averaging.common import CLIENT_PREFIX, HostQuota, counted, covers, is_endpoint, parse_address
-from averaging.config import Inspection
 from averaging.errors import BusyError, CallRefusedError, ProtocolViolationError, RefusalCause, ViolationKind, printable
 from averaging.security import Credentials, Tls, fits, is_bound, validity_problem
 from averaging.transport import RpcMethod
@@ -116,18 +115,14 @@ def is_token(value: str | bytes, tokens: Sequence[str]) -> bool:
     return scheme.lower() == b"bearer" and any(matches)
 
 
-def needs_token(path: str, inspection: Inspection) -> bool:
-    return path != HEALTH_CHECK and not (inspection is Inspection.ON and path.startswith(_INSPECTION))
-
-
 def denial(path: str, headers: Sequence[tuple[str, str | bytes]], credentials: Credentials) -> str | None:
     """Returns why a call is refused, as text for its caller; None if it is accepted."""
     given = [value for name, value in headers if name == HEADER]
-    if not needs_token(path, credentials.inspection) or any(is_token(value, credentials.tokens) for value in given):
+    if path == HEALTH_CHECK or any(is_token(value, credentials.tokens) for value in given):
         return None
     if not credentials.tokens:
         # A peer with a token would refuse the calls of this one, so they would never form a group. Who only looks may.
-        accepted = not given or not needs_token(path, Inspection.ON)
+        accepted = not given or path.startswith(_INSPECTION)
         return None if accepted else f"{HAS_NO_TOKEN}, and one was sent; {TO_ALL_OR_NONE}"
     problem = "and the token that was sent is not one of this run" if given else "and none was sent"
     return f"this run requires a token, {problem}; {TO_ALL_OR_NONE}"

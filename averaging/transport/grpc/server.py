@@ -14,7 +14,6 @@ from grpc_channelz.v1 import channelz, channelz_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from averaging.config import Inspection
 from averaging.errors import ListenError, ProtocolViolationError
 from averaging.protocol import AveragingData, DownloadData, JoinRequest, MessageFromLeader, Record
 from averaging.receipts import PeerStatus
@@ -33,8 +32,6 @@ Request = TypeVar("Request")
 Reply = TypeVar("Reply")
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
-
-_INSPECTION = (methods.GET_STATUS, methods.GET_SCHEMA, methods.WATCH_ROUNDS, methods.LIST_RECORDS)
 
 END_DOUBT_SECONDS = 0.02
 """Wait after the last message: gRPC reports the loss of a caller as that, and cancels the call a millisecond later."""
@@ -69,8 +66,6 @@ class Server:
         """Starts to answer calls."""
         services: dict[str, dict[str, grpc.RpcMethodHandler[Any, Any]]] = {}
         for handler in handlers:
-            if self._credentials.inspection is Inspection.OFF and handler.method in _INSPECTION:
-                continue
             members = services.setdefault(handler.method.service, {})
             members[handler.method.name] = _grpc_handler(handler, self._callers)
         self._server.add_generic_rpc_handlers(
@@ -85,8 +80,6 @@ class Server:
         for service in services:  # the whole server, "", serves from the start
             await servicer.set(service, health_pb2.HealthCheckResponse.SERVING)
         health_pb2_grpc.add_HealthServicer_to_server(servicer, self._server)
-        if self._credentials.inspection is Inspection.OFF:
-            return
         channelz.add_channelz_servicer(self._server)
         channelz_name = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
         names = [*services, health.SERVICE_NAME, channelz_name, reflection.SERVICE_NAME]

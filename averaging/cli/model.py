@@ -1,0 +1,266 @@
+"""`averaging state` and `averaging export`: what a peer holds, as a safetensors file or as a model's folder."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from averaging.cli import events
+from averaging.cli.exits import Stop, run
+from averaging.cli.failure import WRONG_USAGE, CommandError
+from averaging.cli.files import Output, read
+from averaging.cli.model_folder import BaseFolder, FolderOptions, ModelFolder
+from averaging.cli.options import (
+    DURATION,
+    JOINED,
+    CheckedPath,
+    Command,
+    credentials_of,
+    max_bytes_option,
+    model_folder_options,
+    output_options,
+    security_options,
+)
+from averaging.common import VERSION_KEY, counted, pack, size
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from averaging.cli.output import CommandOutput
+    from averaging.state import State, StateAssembler
+
+MAX_MESSAGE_BYTES = 64 << 20
+"""Chunks of a state have at most 1 MiB, and its metadata at most 16 MiB."""
+
+USER_KEY, PACKED_USER_KEY = "averaging.user", "averaging.user.msgpack"
+"""Keys in the file's metadata: the user dict as JSON, or else as msgpack in base64."""
+
+UNCHECKED = "; --config has no weights, so the names and the number of tensors were not compared with a model"
+
+OF_AVERAGER = ("optimizer/", "strategy/")
+"""Prefixes of what a state has beside the model."""
+
+MODEL_KEYS = ("model", "state_dict", "module", "model_state_dict")
+"""Where checkpoints have the model's state dict."""
+
+
+def download_options(command: Command) -> Command:
+    """Adds the options of commands that download a peer's state."""
+    text = "Give up a silent peer after this time; after 10 times this if it is alive and may prepare a large state."
+    timeout = click.option("--timeout", default=10.0, type=DURATION, metavar="SECONDS", help=text)
+    limit = max_bytes_option("Refuse a larger state, because it is kept in memory.")
+    return timeout(limit(security_options(output_options(command))))
+
+
+@click.command("state")
+@click.argument("addresses", type=JOINED, nargs=-1, required=True, metavar="HOST:PORT...")
+@click.option("--output", type=CheckedPath(), required=True, metavar="FILE.safetensors", help="Where to write it.")
+@click.option("--overwrite", is_flag=True, help="Replace --output if it exists.")
+@download_options
+def state_command(
+    addresses: tuple[str, ...], output: Path, overwrite: bool, *, as_json: bool, verbose: int, **given: Any
+) -> None:
+    r"""Downloads the state of the peer at HOST:PORT and writes it to a safetensors file.
+
+    The state is what the peer committed last: its averaged tensors, and what its application adds. Every tensor is
+    compared with its digest; an incomplete download writes nothing. The file's metadata has the state's version
+    ("averaging.version") and the application's own values ("averaging.user" as JSON, or "averaging.user.msgpack" in
+    base64 if JSON cannot represent them). If a peer fails, the next one is asked.
+
+    \b
+    Download the state of a peer, then continue from it:
+      averaging state 192.0.2.7:4222 --output now.safetensors
+      averaging peer now.safetensors --run-id demo --join 192.0.2.7:4222 --output mean.safetensors
+
+    Exit codes: 0 done; 1 the download failed; 2 wrong usage; 130, 143 stopped by a signal.
+
+    \b
+    Events of --json, each with "event":
+      started  version, tensors, bytes
+      done     version, tensors, bytes, user, output
+      error    message
+    """
+    from averaging.cli.output import reporting
+
+    with reporting(verbose, as_json=as_json) as report:
+        file = Output(output, overwrite=overwrite)
+        state = _download(list(dict.fromkeys(addresses)), given, report)
+        file.write(state.tensors, _metadata(state))
+        nbytes = sum(tensor.nbytes for tensor in state.tensors.values())
+        report.emit(*events.downloaded(state.version, len(state.tensors), nbytes, state.user, str(output)))
+
+
+@click.command("export")
+@click.argument("source", metavar="HOST:PORT|CHECKPOINT")
+@click.option("--output", type=CheckedPath(), required=True, metavar="DIR", help="The folder to write.")
+@click.option("--overwrite", is_flag=True, help="Replace --output if it is a folder of a model already.")
+@model_folder_options
+@download_options
+def export_command(
+    source: str, output: Path, overwrite: bool, config: Path | None, max_shard_bytes: int, **given: Any
+) -> None:
+    r"""Writes the model of a run as a folder that from_pretrained of transformers reads.
+
+    The weights are those of the state of the peer at HOST:PORT, or of a CHECKPOINT: a file that torch.save wrote, with
+    the model's state_dict() itself or under "model" or "state_dict", or a safetensors file, such as that of
+    `averaging state`. Prefixes of wrappers (torch.compile, DistributedDataParallel) are left out, and so is what
+    belongs to the optimizer. The averager must have been made with model=model: otherwise its tensors have no names.
+
+    A state has what the run trains. Frozen weights come from the folder of --config.
+
+    \b
+    Write the model of a running peer, or of a checkpoint:
+      averaging export 192.0.2.7:4222 --config base --output model
+      averaging export checkpoint.pt --config base --output model
+
+    Exit codes: 0 done; 1 the download failed, the tensors are not those of the model, or they could not be written;
+    2 wrong usage; 130, 143 stopped by a signal.
+
+    \b
+    Events of --json, each with "event":
+      started  version, tensors, bytes
+      done     version (null for a checkpoint without one), tensors, bytes, frozen (tensors from --config), output
+      error    message
+    """
+    from averaging.cli.output import reporting
+
+    if config is None:
+        raise click.UsageError("--config is missing: the folder of the base model, with config.json.")
+    with reporting(given["verbose"], as_json=given["as_json"]) as report:
+        base = BaseFolder(config)
+        folder = ModelFolder(output, FolderOptions(base, max_shard_bytes), overwrite=overwrite)
+        if _is_file(source):
+            tensors, version = read_checkpoint(Path(source))
+        else:
+            state = _download([str(JOINED.convert(source, None, None))], given, report)
+            tensors, version = _model_of(state.tensors), str(state.version)
+        written = folder.write(tensors, {} if version is None else {VERSION_KEY: version})
+        number = int(version) if version is not None and version.isdecimal() else None
+        text = f"{'' if number is None else f'version {number}, '}{counted(written.tensors, 'tensor')}"
+        of_config = f", {written.frozen} of them of --config" if written.frozen else ""
+        text = f"done: {text}, {size(written.nbytes)}{of_config}, wrote {output}{'' if base.knows_names else UNCHECKED}"
+        done = {"event": "done", "version": number, "tensors": written.tensors, "bytes": written.nbytes}
+        report.emit({**done, "frozen": written.frozen, "output": str(output)}, text)
+
+
+def _download(addresses: list[str], given: dict[str, Any], report: CommandOutput) -> State:
+    """The state of one of the peers, which are looked up before.
+
+    Raises:
+        AveragingError: no address was found, or none of the peers delivered a state.
+    """
+    from averaging.seeds import Seeds
+    from averaging.state import download
+    from averaging.transport.grpc import GrpcTransport
+
+    credentials = credentials_of(given)
+    source = addresses[0] if len(addresses) == 1 else f"one of {', '.join(addresses)}"
+    reader: StateAssembler | None = None
+
+    def describe() -> str:
+        if reader is None:
+            return f"downloading the state of {source}"
+        return f"received {size(reader.received)} of {size(reader.nbytes)}"
+
+    def on_progress(assembler: StateAssembler) -> None:
+        nonlocal reader
+        if reader is None:
+            report.emit(*events.started(source, assembler.version, assembler.count, assembler.nbytes))
+        reader = assembler
+
+    async def fetch(_: Stop) -> State:
+        seeds = Seeds(addresses, credentials)
+        try:
+            await seeds.look_up()
+        finally:
+            await seeds.close()
+        if not seeds.addresses:
+            raise CommandError(f"no peer to ask: {seeds.findings}")
+        transport = GrpcTransport(
+            None, max_message_bytes=MAX_MESSAGE_BYTES, credentials=credentials, given=seeds.named, names=seeds.names
+        )
+        await transport.bind()
+        try:
+            limits = {"silence": given["timeout"], "max_bytes": given["max_bytes"]}
+            async with report.waiting(describe, line=False):
+                return (await download(transport, seeds.addresses, None, **limits, on_progress=on_progress))[0]
+        finally:
+            await transport.close()
+
+    return run(fetch, when="; nothing was written")
+
+
+def _metadata(state: State) -> dict[str, str]:
+    """Returns the metadata of the file, with the user dict as JSON unless that would change it."""
+    user = dict(state.user)
+    version = {VERSION_KEY: str(state.version)}
+    try:
+        text = json.dumps(user, allow_nan=False)
+        if json.loads(text) == user:
+            return {**version, USER_KEY: text}
+    except (TypeError, ValueError, RecursionError):
+        pass
+    return {**version, PACKED_USER_KEY: base64.b64encode(pack(user)).decode()}
+
+
+def _is_file(source: str) -> bool:
+    """Whether the source is a file and no address; a path that does not exist is an error of its own."""
+    path = Path(source)
+    if path.exists():
+        return True
+    if path.suffix in (".pt", ".pth", ".ckpt", ".bin", ".safetensors") or ":" not in source:
+        raise CommandError(f"{source} does not exist; give a checkpoint, or HOST:PORT of a peer", WRONG_USAGE)
+    return False
+
+
+def _model_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of the model in a state, under the names that they have there."""
+    return {
+        name.removeprefix("buffer/"): tensor for name, tensor in tensors.items() if not name.startswith(OF_AVERAGER)
+    }
+
+
+def read_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], str | None]:
+    """The model's tensors in a file, and its version if it has one.
+
+    Raises:
+        CommandError: exit code 2: it cannot be read, or has no model.
+    """
+    if path.is_dir():
+        raise CommandError(f"{path} is a directory; give a file that torch.save or safetensors wrote", WRONG_USAGE)
+    if path.suffix == ".safetensors":
+        document = read(path)
+        return _model_of(document.tensors), (document.metadata or {}).get(VERSION_KEY)
+    import pickle
+
+    import torch
+
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        reason = str(error).partition("\n")[0][:300]
+        if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):  # torch advises to run its code
+            code = re.search(r"GLOBAL ([\w.]{1,100})", str(error))
+            named = f" ({code[1]})" if code else ""
+            reason = (
+                f"it has more than tensors and plain values{named}, and loading them could run code; save "
+                "the model's state_dict() alone where the file is trusted"
+            )
+        raise CommandError(f"{path} cannot be read as a checkpoint of torch.save: {reason}", WRONG_USAGE) from None
+    inside = loaded if isinstance(loaded, dict) else {}
+    found = next((inside[key] for key in MODEL_KEYS if isinstance(inside.get(key), dict)), inside)
+    tensors = {str(name): tensor for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
+    if not tensors:
+        raise CommandError(
+            f"{path} has no model; save its state_dict() under 'model': "
+            "torch.save({'model': model.state_dict(), 'averager': opt.state_dict()}, path)",
+            WRONG_USAGE,
+        )
+    return tensors, None
