@@ -68,7 +68,6 @@ class Commands(click.Group):
                     signal.signal(number, signal.SIG_IGN)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Reads the arguments, which may import torch, and runs the command."""
         with starting(), spelling(as_flag):
             try:
                 chosen_proxy()  # every command that calls others reads it

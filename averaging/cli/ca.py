@@ -14,7 +14,7 @@ import click
 
 from averaging.cli.failure import WRONG_USAGE, CommandError
 from averaging.cli.files import replaced_atomically
-from averaging.cli.options import KindType
+from averaging.cli.options import KindType, switch
 from averaging.common import number
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def ca_command() -> None:
 )
 @click.option("--name", default="averaging run", metavar="NAME", help="Name of the authority in its certificate.")
 @click.option("--days", default=CA_DAYS, type=DAYS, metavar="DAYS", help="Validity of the authority.")
-@click.option("--force", is_flag=True, help="Replace the authority; the certificates that it issued become useless.")
+@switch("--force", "Replace the authority; the certificates that it issued become useless.")
 def init_command(directory: Path, name: str, days: float, force: bool) -> None:
     r"""Makes an authority: DIR/ca.pem, which every peer gets, and DIR/ca.key, which stays here.
 
@@ -91,10 +91,10 @@ def init_command(directory: Path, name: str, days: float, force: bool) -> None:
     metavar="HOST",
     help="Host name or address, without a port, at which other peers reach the peer; may be given several times.",
 )
-@click.option("--client-mode", is_flag=True, help="For a peer in client mode, which accepts no connections.")
+@switch("--client-mode", "For a peer in client mode, which accepts no connections.")
 @click.option("--directory", default=AUTHORITY, type=DIRECTORY, metavar="DIR", help="Where the authority is.")
 @click.option("--days", default=PEER_DAYS, type=DAYS, metavar="DAYS", help="Validity of the certificate.")
-@click.option("--force", is_flag=True, help="Replace NAME's files if they exist; the old certificate stays valid.")
+@switch("--force", "Replace NAME's files if they exist; the old certificate stays valid.")
 def issue_command(
     name: str, hosts: tuple[str, ...], client_mode: bool, directory: Path, days: float, force: bool
 ) -> None:
@@ -158,11 +158,6 @@ def _paths(directory: Path, name: str) -> tuple[Path, Path]:
 
 
 def _write(directory: Path, name: str, made: Issued, *, force: bool) -> tuple[Path, Path]:
-    """Writes a certificate and its key: both, or none if one of them exists.
-
-    Raises:
-        CommandError: a file exists and `force` is not set, or a file cannot be written.
-    """
     certificate, key = _paths(directory, name)
     another = "directory" if name == AUTHORITY else "name"
     try:

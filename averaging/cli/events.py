@@ -81,7 +81,6 @@ def ready(
 
 
 def with_metrics(item: Item, endpoint: str) -> Item:
-    """The event `ready`, with the address of --metrics-listen if there is one."""
     event, text = item
     return ({**event, "metrics": endpoint}, f"{text}\nmetrics: http://{endpoint}/metrics") if endpoint else item
 
@@ -123,7 +122,6 @@ def averaged(name: str, number: int, endpoint: str, receipt: Receipt) -> Item:
 
 
 def retry(name: str, number: int, receipt: Receipt) -> Item:
-    """Round `number` did not average and is tried again."""
     event = {
         "event": "retry",
         "round": number,
@@ -136,31 +134,26 @@ def retry(name: str, number: int, receipt: Receipt) -> Item:
 
 
 def unwritten(number: int, output: str, message: str) -> Item:
-    """The result of round `number` could not be written. The peer continues."""
     event = {"event": "unwritten", "round": number, "output": output, "message": message}
     return event, f"{message}; averaging continues, and the file is tried again after the next round"
 
 
 def serving(rounds: int, output: str | None) -> Item:
-    """All requested rounds are done. The peer keeps serving."""
     event = {"event": "serving", "rounds": rounds, "output": output}
     return event, f"{counted(rounds, 'round')} done, continuing until Ctrl+C"
 
 
 def done(rounds: int, output: str | None, why_not: str) -> Item:
-    """The command succeeds; `why_not` says why there is no output."""
     text = f"wrote {output}" if output else f"nothing written: {why_not}"
     return {"event": "done", "rounds": rounds, "output": output}, f"done: {counted(rounds, 'round')}, {text}"
 
 
 def started(source: str, version: int, tensors: int, nbytes: int) -> Item:
-    """A download has begun; the numbers are as announced."""
     event = {"event": "started", "version": version, "tensors": tensors, "bytes": nbytes}
     return event, f"{source} has version {version}: {counted(tensors, 'tensor')}, {size(nbytes)}"
 
 
 def downloaded(version: int, tensors: int, nbytes: int, user: Mapping[str, Any], output: str) -> Item:
-    """A download was verified and written."""
     event = {"event": "done", "version": version, "tensors": tensors, "bytes": nbytes}
     text = f"done: version {version}, {counted(tensors, 'tensor')}, {size(nbytes)}, wrote {output}"
     return {**event, "user": plain(user), "output": output}, text
@@ -170,17 +163,14 @@ def downloaded(version: int, tensors: int, nbytes: int, user: Mapping[str, Any],
 
 
 def round_name(number: int, rounds: int | None) -> str:
-    """Returns for example `round 1 of 3`; `number` counts from 1."""
     return f"round {number}" + (f" of {rounds}" if rounds and number <= rounds else "")
 
 
 def looking(name: str, known: int) -> str:
-    """The peer looks for a group; `known` is the number of other peers in discovery."""
     return f"{name}: looking for a group, {known} other {'peer' if known == 1 else 'peers'} seen"
 
 
 def not_averaged(name: str, receipt: Receipt) -> str:
-    """A round did not average."""
     reason = printable(receipt.reason)
     if receipt.outcome is Outcome.NO_GROUP:
         return f"{name}: no group within {receipt.seconds:.1f} s: {reason}"

@@ -70,7 +70,6 @@ class Stop:
         self.wait: Callable[[], bool] = lambda: False
 
     def request(self, number: int) -> None:
-        """Handles a signal."""
         again, self.number = bool(self.number), self.number or number
         if again or not self.wait():
             self._task.cancel()

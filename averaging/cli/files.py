@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 
 def beside(path: Path) -> Path:
-    """Returns the path of a temporary file in the same directory."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
 
 
@@ -44,7 +43,6 @@ def replaced_atomically(path: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Syncs a file or a directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -177,6 +175,24 @@ class NotWrittenError(CommandError):
     """The file could not be written, for example because the disk is full. The old file is unchanged."""
 
 
+def check_place(path: Path, *, folder: bool, overwrite: bool = True) -> None:
+    """Checks that a file or a folder can be at a path.
+
+    Raises:
+        CommandError: exit code 2: something else is there, or it exists and must not be overwritten.
+    """
+    if path.exists():
+        if not (path.is_dir() if folder else path.is_file()):
+            what = "is no directory" if folder else "is not a file"
+            raise CommandError(f"{path} exists and {what}; give another --output", WRONG_USAGE)
+        if not overwrite:
+            raise CommandError(
+                f"{path} exists; give --overwrite to replace it, or another --output. Nothing was done", WRONG_USAGE
+            )
+    if not path.absolute().parent.is_dir():
+        raise CommandError(f"there is no directory {path.absolute().parent}; create it first", WRONG_USAGE)
+
+
 class Output:
     """A file that will be written later. The constructor checks that it can be written, before any work is done.
 
@@ -191,19 +207,11 @@ class Output:
     def __init__(self, path: Path, *, overwrite: bool) -> None:
         self.path = path
         self._target = path.resolve()
-        if self._target.exists() and not self._target.is_file():
-            raise CommandError(f"{path} exists and is not a file; give another --output", WRONG_USAGE)
-        if self._target.exists() and not overwrite:
-            raise CommandError(
-                f"{path} exists; give --overwrite to replace it, or another --output. Nothing was done",
-                WRONG_USAGE,
-            )
-        if not self._target.parent.is_dir():
-            raise CommandError(f"there is no directory {self._target.parent}; create it first", WRONG_USAGE)
+        check_place(self._target, folder=False, overwrite=overwrite)
         self._mode = self._try_to_write()
 
     def _try_to_write(self) -> int:
-        """Writes a probe. Returns the permissions for the file: its present ones, or those of a new file."""
+        # Writes a probe, and returns the permissions for the file: its present ones, or those of a new file.
         probe = beside(self._target)
         try:
             with probe.open("xb"):

@@ -17,17 +17,19 @@ from averaging.cli.failure import CommandError, Stopped
 from averaging.cli.files import NotWrittenError, Output, read
 from averaging.cli.model_folder import BaseFolder, FolderOptions, VersionedFolders
 from averaging.cli.options import (
-    DURATION,
     JOINED,
     SECURITY,
-    CheckedPath,
+    count,
     credentials_of,
     flag,
     insecure_option,
     max_bytes_option,
     model_folder_options,
     output_options,
+    path,
+    seconds,
     security_options,
+    switch,
 )
 from averaging.cli.shell_command import run_command
 from averaging.common import VERSION_KEY, counted, size
@@ -52,12 +54,7 @@ Of a model in parts, which has no digest of its own, both are that of the whole 
 
 @click.command("follow")
 @click.argument("addresses", type=JOINED, nargs=-1, required=True, metavar="HOST:PORT...")
-@click.option(
-    "--output",
-    type=CheckedPath(),
-    metavar="FILE.safetensors|DIR",
-    help="The file to keep; with --config the directory of the versions.",
-)
+@path("--output", "FILE.safetensors|DIR", "The file to keep; with --config the directory of the versions.")
 @click.option(
     "--engine",
     metavar="vllm=URL",
@@ -68,12 +65,11 @@ Of a model in parts, which has no digest of its own, both are that of the whole 
     "--engine-pause",
     type=click.Choice(["wait", "keep", "abort"]),
     default="wait",
-    help="What happens to requests that the engine serves when it loads a version: it finishes them before, goes on "
-    "with them afterwards, or aborts them.",
+    help="Whether the engine finishes its requests before it loads a version, goes on with them after, or aborts them.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace --output if it exists and this command did not write it.")
+@switch("--overwrite", "Replace --output if it exists and this command did not write it.")
 @model_folder_options
-@click.option("--keep", default=2, type=click.IntRange(min=1), metavar="N", help="With --config: versions to keep.")
+@count("--keep", "With --config: versions to keep.", 2)
 @click.option(
     "--exec",
     "command",
@@ -81,28 +77,13 @@ Of a model in parts, which has no digest of its own, both are that of the whole 
     help="Run this shell command after each version. It finds the version in AVERAGING_VERSION and the file, or the "
     "folder of the version, in AVERAGING_FILE. With --json its output goes to stderr.",
 )
-@click.option(
-    "--exec-timeout",
-    default=300.0,
-    type=DURATION,
-    metavar="SECONDS",
-    help="End the command of --exec, and its children, after this time. The next one gets the newest version.",
-)
+@seconds("--exec-timeout", "End the command of --exec after this time. The next one gets the newest version.", 300.0)
 @flag("run_id", help="Follow only the weights of this run.")
-@click.option("--once", is_flag=True, help="Write one version and end.")
-@click.option("--min-version", default=0, type=click.IntRange(min=0), metavar="N", help="Write no version below this.")
-@click.option(
-    "--wait",
-    type=DURATION,
-    metavar="SECONDS",
-    help="With --once: fail if there is no version in this time. By default, it waits without limit.",
-)
-@click.option(
-    "--timeout",
-    default=10.0,
-    type=DURATION,
-    metavar="SECONDS",
-    help="Give up at the start if no publisher answers in this time, and later leave a source that is silent so long.",
+@switch("--once", "Write one version and end.")
+@count("--min-version", "Write no version below this.", 0, least=0)
+@seconds("--wait", "With --once: fail if there is no version in this time. By default, it waits without limit.")
+@seconds(
+    "--timeout", "Give up at the start if no publisher answers so long, later leave a source that is silent.", 10.0
 )
 @max_bytes_option("Refuse larger weights, because two to three copies are kept in memory.")
 @flag(
@@ -170,7 +151,7 @@ def follow_command(
         _run(list(dict.fromkeys(addresses)), output, given, report)
 
 
-def _run(addresses: list[str], path: Path | None, given: dict[str, Any], report: CommandOutput) -> None:
+def _run(addresses: list[str], output: Path | None, given: dict[str, Any], report: CommandOutput) -> None:
     from averaging.control import ControlService
     from averaging.weights import FollowerOptions
 
@@ -189,7 +170,7 @@ def _run(addresses: list[str], path: Path | None, given: dict[str, Any], report:
         min_version=given["min_version"],
         services=[control] if engine is None else (),
     )
-    session = FollowSession(options, _open(path, given), engine, given, report, control)
+    session = FollowSession(options, _open(output, given), engine, given, report, control)
 
     async def follow(stop: Stop) -> None:
         leaving = asyncio.create_task(_end_when_asked(control.departure, stop))
@@ -223,7 +204,6 @@ def _engine(given: dict[str, Any], credentials: Credentials, control: ControlSer
 
 
 async def _end_when_asked(departure: Departure, stop: Stop) -> None:
-    """Ends the command as SIGTERM does when its owner asks it to leave."""
     from averaging.control import LeaveStep
 
     await departure.asked.wait()
@@ -233,27 +213,15 @@ async def _end_when_asked(departure: Departure, stop: Stop) -> None:
 
 @dataclass(frozen=True, slots=True)
 class WrittenWeights:
-    """The weights at the output.
-
-    Attributes:
-        version: their version.
-        digest: see `DIGEST_KEY`.
-        nbytes: bytes of all tensors.
-        path: where they are; None if only an engine has them.
-        frozen: how many tensors come from --config.
-    """
-
     version: int
-    digest: str
+    digest: str  # see `DIGEST_KEY`
     nbytes: int
-    path: Path | None
-    frozen: int = 0
+    path: Path | None  # None if only an engine has them
+    frozen: int = 0  # tensors of --config
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Where to write; None if only an engine loads the versions. And what this command has written there before."""
-
     output: Output | VersionedFolders | None = None
     base: WeightSnapshot | None = None
     written: WrittenWeights | None = None
@@ -327,12 +295,6 @@ class FollowSession:
         self._received = 0  # bytes of the versions written so far
 
     async def run(self) -> None:
-        """Follows until a signal, or until one version is written.
-
-        Raises:
-            CommandError: there was no version in time, or it could not be written.
-            AveragingError: no publisher answered, or all refuse this follower.
-        """
         from averaging.control import LeaveStep
 
         async with self._metrics, self._receiver as receiver, self._engine or nullcontext() as engine:

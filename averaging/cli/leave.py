@@ -10,7 +10,7 @@ import click
 
 from averaging.cli.exits import Stop, run
 from averaging.cli.failure import CommandError, Stopped, check_address
-from averaging.cli.options import DIALLED, DURATION, credentials_of, security_options
+from averaging.cli.options import DIALLED, credentials_of, seconds, security_options
 
 if TYPE_CHECKING:
     from averaging.control import LeaveStep
@@ -19,13 +19,7 @@ if TYPE_CHECKING:
 
 @click.command("leave")
 @click.argument("address", type=DIALLED, metavar="HOST:PORT")
-@click.option(
-    "--timeout",
-    default=120.0,
-    type=DURATION,
-    metavar="SECONDS",
-    help="Give up waiting after this time. The peer leaves all the same.",
-)
+@seconds("--timeout", "Give up waiting after this time. The peer leaves all the same.", 120.0)
 @click.option("--json", "as_json", is_flag=True, help="Print each step as one JSON object per line.")
 @security_options
 def leave_command(address: str, timeout: float, as_json: bool, **given: Any) -> None:
@@ -82,11 +76,6 @@ DOING = {
 
 
 async def _leave(address: str, credentials: Credentials, as_json: bool, asked: list[LeaveStep]) -> None:
-    """Asks the peer, and prints each step until it has left.
-
-    Raises:
-        CommandError: it could not be asked, or was lost.
-    """
     from averaging.control import LEAVE, LEAVE_REQUEST, LeaveStep, step_of
     from averaging.errors import AveragingError, PeerUnreachableError, RefusalCause, printable, refusal_cause
     from averaging.rpc import RpcChannel
@@ -116,7 +105,6 @@ async def _leave(address: str, credentials: Credentials, as_json: bool, asked: l
 
 
 def _lost(address: str, asked: list[LeaveStep], why: str) -> CommandError:
-    """The error if the connection ended before the peer said that it has left."""
     last = f"the last it said was: {DOING[asked[-1].name]}" if asked else "it said nothing"
     return CommandError(f"{address} was lost before it had left ({why}); {last}")
 

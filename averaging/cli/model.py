@@ -16,15 +16,16 @@ from averaging.cli.failure import WRONG_USAGE, CommandError
 from averaging.cli.files import Output, read
 from averaging.cli.model_folder import BaseFolder, FolderOptions, ModelFolder
 from averaging.cli.options import (
-    DURATION,
     JOINED,
-    CheckedPath,
     Command,
     credentials_of,
     max_bytes_option,
     model_folder_options,
     output_options,
+    path,
+    seconds,
     security_options,
+    switch,
 )
 from averaging.common import VERSION_KEY, counted, pack, size
 
@@ -52,17 +53,15 @@ MODEL_KEYS = ("model", "state_dict", "module", "model_state_dict")
 
 
 def download_options(command: Command) -> Command:
-    """Adds the options of commands that download a peer's state."""
     text = "Give up a silent peer after this time; after 10 times this if it is alive and may prepare a large state."
-    timeout = click.option("--timeout", default=10.0, type=DURATION, metavar="SECONDS", help=text)
     limit = max_bytes_option("Refuse a larger state, because it is kept in memory.")
-    return timeout(limit(security_options(output_options(command))))
+    return seconds("--timeout", text, 10.0)(limit(security_options(output_options(command))))
 
 
 @click.command("state")
 @click.argument("addresses", type=JOINED, nargs=-1, required=True, metavar="HOST:PORT...")
-@click.option("--output", type=CheckedPath(), required=True, metavar="FILE.safetensors", help="Where to write it.")
-@click.option("--overwrite", is_flag=True, help="Replace --output if it exists.")
+@path("--output", "FILE.safetensors", "Where to write it.", required=True)
+@switch("--overwrite", "Replace --output if it exists.")
 @download_options
 def state_command(
     addresses: tuple[str, ...], output: Path, overwrite: bool, *, as_json: bool, verbose: int, **given: Any
@@ -99,8 +98,8 @@ def state_command(
 
 @click.command("export")
 @click.argument("source", metavar="HOST:PORT|CHECKPOINT")
-@click.option("--output", type=CheckedPath(), required=True, metavar="DIR", help="The folder to write.")
-@click.option("--overwrite", is_flag=True, help="Replace --output if it is a folder of a model already.")
+@path("--output", "DIR", "The folder to write.", required=True)
+@switch("--overwrite", "Replace --output if it is a folder of a model already.")
 @model_folder_options
 @download_options
 def export_command(
@@ -198,7 +197,7 @@ def _download(addresses: list[str], given: dict[str, Any], report: CommandOutput
 
 
 def _metadata(state: State) -> dict[str, str]:
-    """Returns the metadata of the file, with the user dict as JSON unless that would change it."""
+    # The user dict is JSON unless that would change it.
     user = dict(state.user)
     version = {VERSION_KEY: str(state.version)}
     try:
@@ -221,7 +220,6 @@ def _is_file(source: str) -> bool:
 
 
 def _model_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of the model in a state, under the names that they have there."""
     return {
         name.removeprefix("buffer/"): tensor for name, tensor in tensors.items() if not name.startswith(OF_AVERAGER)
     }

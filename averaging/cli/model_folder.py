@@ -11,10 +11,10 @@ import re
 import shutil
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from averaging.cli.failure import WRONG_USAGE, CommandError
-from averaging.cli.files import RESERVED_NAME, NotWrittenError, beside, read, sync
+from averaging.cli.files import RESERVED_NAME, NotWrittenError, beside, check_place, sync
 from averaging.common import is_placeholder, listed, without_wrappers
 
 if TYPE_CHECKING:
@@ -58,7 +58,6 @@ class BaseFolder:
 
     @property
     def knows_names(self) -> bool:
-        """Whether it has weights, which say what tensors the model has."""
         return bool(self._places)
 
     def completed(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], int]:
@@ -112,7 +111,6 @@ class BaseFolder:
 
 
 def _places(paths: Sequence[Path]) -> dict[str, tuple[Path, list[int]]]:
-    """The file and the shape of each tensor in these files."""
     from safetensors import SafetensorError, safe_open
 
     places: dict[str, tuple[Path, list[int]]] = {}
@@ -155,8 +153,6 @@ def shards(tensors: Mapping[str, torch.Tensor], limit: int) -> dict[str, dict[st
 
 @dataclass(frozen=True, slots=True)
 class WrittenFolder:
-    """What was written: tensors, of which `frozen` are those of the base folder, and their bytes."""
-
     tensors: int
     frozen: int
     nbytes: int
@@ -223,21 +219,14 @@ class ModelFolder:
 
     def __init__(self, path: Path, options: FolderOptions, *, overwrite: bool) -> None:
         self._path, self._options = path, options
-        if path.exists() and not path.is_dir():
-            raise CommandError(f"{path} exists and is no directory; give another --output", WRONG_USAGE)
-        if path.is_dir() and any(path.iterdir()):
-            if not overwrite:
-                raise CommandError(
-                    f"{path} exists; give --overwrite to replace it, or another --output. Nothing was done", WRONG_USAGE
-                )
-            if not (path / "config.json").is_file():
-                raise CommandError(
-                    f"{path} is no folder of a model, so it is not replaced; give another --output", WRONG_USAGE
-                )
+        is_full = path.is_dir() and any(path.iterdir())
+        check_place(path, folder=True, overwrite=overwrite or not is_full)
+        if is_full and not (path / "config.json").is_file():
+            raise CommandError(
+                f"{path} is no folder of a model, so it is not replaced; give another --output", WRONG_USAGE
+            )
         if path.resolve() == options.parts.folder.resolve():
             raise CommandError("--output is the folder of --config; give another one", WRONG_USAGE)
-        if not path.absolute().parent.is_dir():
-            raise CommandError(f"there is no directory {path.absolute().parent}; create it first", WRONG_USAGE)
 
     def write(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> WrittenFolder:
         """Writes the folder. An old one is moved away first, and removed when the new one is in its place.
@@ -288,10 +277,7 @@ class VersionedFolders:
     def __init__(self, path: Path, options: FolderOptions, keep: int, *, overwrite: bool) -> None:
         self.path, self._options, self._keep = path, options, keep
         try:
-            if path.exists() and not path.is_dir():
-                raise CommandError(f"{path} exists and is no directory; give another --output", WRONG_USAGE)
-            if not path.exists() and not path.parent.is_dir():
-                raise CommandError(f"there is no directory {path.parent}; create it first", WRONG_USAGE)
+            check_place(path, folder=True)
             path.mkdir(exist_ok=True)
             strange = [entry.name for entry in path.iterdir() if not _is_ours(entry)]
             if strange and not overwrite:
@@ -310,7 +296,6 @@ class VersionedFolders:
 
     @property
     def newest(self) -> Path | None:
-        """The folder to which the link points."""
         link = self.path / NEWEST
         return link.resolve() if link.is_symlink() and link.is_dir() else None
 
@@ -348,14 +333,14 @@ class VersionedFolders:
         return [path for _, path in sorted(found)]
 
     def _remove(self, folder: Path) -> None:
-        """Removes a folder under another name, so that nobody finds half of it under its own."""
+        # Under another name, so that nobody finds half of it under its own.
         hidden = beside(folder)
         with suppress(OSError):
             folder.rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
 
     def _remove_leftovers(self) -> None:
-        """Removes what a process that was killed has left."""
+        # What a process that was killed has left.
         for entry in self.path.iterdir():
             if _LEFTOVER.fullmatch(entry.name):
                 if entry.is_dir() and not entry.is_symlink():
@@ -368,18 +353,3 @@ def _is_ours(entry: Path) -> bool:
     if entry.name == NEWEST:
         return entry.is_symlink()
     return bool(_VERSION.fullmatch(entry.name) or _LEFTOVER.fullmatch(entry.name))
-
-
-def read_folder(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors of a folder by name, sorted, and the metadata of its files.
-
-    Raises:
-        CommandError: a file cannot be read.
-    """
-    tensors: dict[str, Any] = {}
-    metadata: dict[str, str] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        document = read(path)
-        tensors |= document.tensors
-        metadata |= document.metadata or {}
-    return dict(sorted(tensors.items())), metadata

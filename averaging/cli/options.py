@@ -38,7 +38,6 @@ class KindType(click.ParamType[Any]):
         self.name = kind.metavar
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Parses and checks the text."""
         from averaging.errors import ConfigError
 
         name = param.get_error_hint(ctx).strip("'") if param is not None else "the value"
@@ -65,7 +64,6 @@ class CheckedPath(click.Path):
         super().__init__(path_type=Path, dir_okay=dir_okay)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """Checks that the system accepts the path."""
         path = cast(Path, super().convert(value, param, ctx))
         try:
             path.stat()
@@ -76,33 +74,43 @@ class CheckedPath(click.Path):
         return path
 
 
-def model_folder_options(command: Command) -> Command:
-    """Adds the options of commands that write a model's folder."""
-    config = click.option(
-        "--config",
-        type=CheckedPath(),
-        metavar="DIR",
-        help="Folder of the base model. Its config.json, tokenizer and other files are copied, and its weights, if it "
-        "has some, complete those that the run does not train.",
-    )
-    shard = click.option(
-        "--max-shard-bytes",
-        default=5_000_000_000,
-        type=click.IntRange(min=1),
-        metavar="BYTES",
-        help="Divide the weights of a folder between files of at most this size, with an index.",
-    )
-    return config(shard(command))
+# Options that most commands have, of one line each.
+
+
+def switch(flag: str, text: str) -> Callable[[Command], Command]:
+    return click.option(flag, is_flag=True, help=text)
+
+
+def count(
+    flag: str, text: str, default: int | None = None, *, least: int = 1, metavar: str = "N"
+) -> Callable[[Command], Command]:
+    return click.option(flag, default=default, type=click.IntRange(min=least), metavar=metavar, help=text)
+
+
+def seconds(flag: str, text: str, default: float | None = None) -> Callable[[Command], Command]:
+    return click.option(flag, default=default, type=DURATION, metavar="SECONDS", help=text)
+
+
+def path(flag: str, metavar: str, text: str, *, required: bool = False) -> Callable[[Command], Command]:
+    return click.option(flag, type=CheckedPath(), required=required, metavar=metavar, help=text)
 
 
 def max_bytes_option(text: str) -> Callable[[Command], Command]:
-    """Adds --max-bytes, for commands that keep in memory what others send."""
-    limit = click.IntRange(min=1)
-    return click.option("--max-bytes", default=16 << 30, type=limit, metavar="BYTES", help=text)
+    return count("--max-bytes", text, 16 << 30, metavar="BYTES")
+
+
+def model_folder_options(command: Command) -> Command:
+    config = path(
+        "--config",
+        "DIR",
+        "Folder of the base model. Its config.json, tokenizer and other files are copied, and its weights, if it has "
+        "some, complete those that the run does not train.",
+    )
+    text = "Divide the weights of a folder between files of at most this size, with an index."
+    return config(count("--max-shard-bytes", text, 5_000_000_000, metavar="BYTES")(command))
 
 
 def json_value(value: str) -> Any:
-    """A value written as JSON."""
     try:
         parsed = json.loads(value)
         json.dumps(parsed, allow_nan=False, ensure_ascii=False).encode()  # neither NaN nor half a surrogate pair
@@ -124,26 +132,21 @@ def flag(name: str, **more: Any) -> Callable[[Command], Command]:
 
 
 def security_options(command: Command) -> Command:
-    """Adds --tls-ca, --tls-cert, --tls-key and --token-file."""
     for name in reversed(SECURITY):
         command = flag(name)(command)
     return command
 
 
 def insecure_option(command: Command) -> Command:
-    """Adds --insecure, for commands that listen."""
-    text = "Let other machines connect without TLS, in a network that you trust."
-    return click.option("--insecure", is_flag=True, help=text)(command)
+    return switch("--insecure", "Let other machines connect without TLS, in a network that you trust.")(command)
 
 
 def hosts_option(command: Command) -> Command:
-    """Adds --allow-host, for HTTP servers."""
     text = "DNS name of this server, needed if clients use it without TLS and token; repeatable."
     return click.option("--allow-host", "hosts", multiple=True, metavar="NAME", help=text)(command)
 
 
 def request_timeout_option(command: Command) -> Command:
-    """Adds --request-timeout, for HTTP servers."""
     text = "Time limit for a request to arrive, and for a client that does not read its answer."
     return click.option("--request-timeout", "seconds", default=60.0, type=DURATION, metavar="SECONDS", help=text)(
         command
@@ -151,7 +154,6 @@ def request_timeout_option(command: Command) -> Command:
 
 
 def output_options(command: Command) -> Command:
-    """Adds --json and --verbose."""
     verbose = click.option("-v", "--verbose", count=True, show_default=False, help="Log to stderr; -vv logs all.")
     return click.option("--json", "as_json", is_flag=True, help="Print events as one JSON object per line.")(
         verbose(command)
@@ -159,11 +161,6 @@ def output_options(command: Command) -> Command:
 
 
 def credentials_of(given: dict[str, Any]) -> Credentials:
-    """Reads the credentials that the options name.
-
-    Raises:
-        ConfigError: a file cannot be read, or does not match the others.
-    """
     from averaging.rpc import read_credentials
 
     tls = tls_files(given["tls_ca"], given["tls_cert"], given["tls_key"])
@@ -174,7 +171,6 @@ class PeerCommand(click.Command):
     """A command whose --help shows the basic options first, then its own, then the advanced ones."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes one section of --help after the other."""
         sections: dict[str, list[tuple[str, str]]] = {FLAGS["run_id"].section: [], "This command": []}
         for parameter in self.get_params(ctx):
             declared = FLAGS.get(str(parameter.name))
@@ -218,7 +214,6 @@ def default_text(name: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """An option as the command line takes it."""
     if isinstance(value, tuple):
         return ",".join(value)
     return value.name.lower() if isinstance(value, CompressionType | Mode) else value

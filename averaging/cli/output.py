@@ -125,7 +125,6 @@ class _Stdout:
         return getattr(sys.stdout, name)
 
     def write(self, text: str) -> int:
-        """Writes the text if possible."""
         try:
             if sys.stdout is not None:  # it was closed when the command was started
                 sys.stdout.write(text)

@@ -17,11 +17,14 @@ from averaging.cli.options import (
     NOT_NEGATIVE,
     CheckedPath,
     PeerCommand,
+    count,
     join_command,
     json_value,
     output_options,
+    path,
     peer_options,
     read_config,
+    switch,
 )
 from averaging.common import compute_in_one_thread, counted, keep_freed_memory
 from averaging.config import NonFinite
@@ -40,19 +43,10 @@ if TYPE_CHECKING:
 @click.command("peer", cls=PeerCommand)
 @click.argument("file", type=CheckedPath(), metavar="FILE.safetensors")
 @peer_options
-@click.option(
-    "--rounds", type=click.IntRange(min=1), metavar="K", help="Rounds to do.  [default: 1, or no limit with --serve]"
-)
-@click.option(
-    "--serve", is_flag=True, help="Continue after the rounds: average and share the state until Ctrl+C or SIGTERM."
-)
-@click.option(
-    "--output",
-    type=CheckedPath(),
-    metavar="OUT.safetensors",
-    help="File for the average, written after all rounds; with --serve after each of them.",
-)
-@click.option("--overwrite", is_flag=True, help="Let --output replace a file that exists, FILE included.")
+@count("--rounds", "Rounds to do.  [default: 1, or no limit with --serve]", metavar="K")
+@switch("--serve", "Continue after the rounds: average and share the state until Ctrl+C or SIGTERM.")
+@path("--output", "OUT.safetensors", "File for the average, written after all rounds; with --serve after each of them.")
+@switch("--overwrite", "Let --output replace a file that exists, FILE included.")
 @click.option(
     "--only",
     multiple=True,
@@ -65,9 +59,7 @@ if TYPE_CHECKING:
 )
 @click.option("--weight", default=1.0, type=NOT_NEGATIVE, metavar="W", help="Weight of FILE in the average.")
 @click.option("--gather", type=json_value, metavar="JSON", help="A value that is sent to the members of each round.")
-@click.option(
-    "--retries", default=2, type=click.IntRange(min=0), metavar="N", help="Retries after failed rounds in a row."
-)
+@count("--retries", "Retries after failed rounds in a row.", 2, least=0)
 @click.option("--interval", default=0.0, type=NOT_NEGATIVE, metavar="SECONDS", help="Pause after each round.")
 @output_options
 def peer_command(file: Path, output: Path | None, *, as_json: bool, verbose: int, **given: Any) -> None:
@@ -127,7 +119,6 @@ def peer_command(file: Path, output: Path | None, *, as_json: bool, verbose: int
 
 
 def _run(file: Path, output: Path | None, config: PeerConfig, given: dict[str, Any], report: CommandOutput) -> None:
-    """Reads, averages, writes."""
     keep_freed_memory()
     compute_in_one_thread()
     destination = Output(output, overwrite=given["overwrite"]) if output else None
@@ -191,8 +182,6 @@ RETRY_PAUSE = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundPlan:
-    """The options of the command line about rounds."""
-
     rounds: int | None  # None for no limit
     serve: bool  # after the rounds until a signal; rounds that fail are tried again forever
     retries: int  # of failed rounds in a row
@@ -219,16 +208,9 @@ class CommandSession:
 
     @property
     def output(self) -> str | None:
-        """Path of the output if it has the present result, else None."""
         return str(self._output.path) if self._output and self._written else None
 
     async def run(self, peer: Peer, stop: Stop) -> None:
-        """Joins the run, averages, writes the output, and leaves.
-
-        Raises:
-            CommandError: a round failed, or the output could not be written.
-            Stopped: a signal ended the command early.
-        """
         self._peer, plan, kept = peer, self._plan, list(self._document.kept)
         async with peer:
             stop.wait = self._must_finish

@@ -7,10 +7,8 @@ from typing import Any
 
 import click
 
-from averaging.cli.failure import failure_of
 from averaging.cli.options import KindType
 from averaging.common import choice, duration, number, size
-from averaging.errors import ConfigError
 from averaging.protocol import CHANGE_COMPRESSIONS
 
 COUNT = KindType(number(least=1, most=1e15, metavar="N"))
@@ -58,12 +56,9 @@ def plan_command(*, as_json: bool, **given: Any) -> None:
     """
     from averaging.plan import PeerLink, RunPlan, StrategyKind, estimate, parse_dtype
 
-    try:
-        given["dtype"], given["link"] = parse_dtype(given["dtype"]), PeerLink.parse(given["link"])
-        given["parameters"], given["strategy"] = int(given["parameters"]), StrategyKind(given["strategy"])
-        result = estimate(RunPlan(**given))
-    except ConfigError as error:
-        raise failure_of(error) from None
+    given["dtype"], given["link"] = parse_dtype(given["dtype"]), PeerLink.parse(given["link"])
+    given["parameters"], given["strategy"] = int(given["parameters"]), StrategyKind(given["strategy"])
+    result = estimate(RunPlan(**given))
     if as_json:
         values = {
             "bytes_per_round": result.bytes_sent,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from averaging.cli.exits import Stop, run
-from averaging.cli.failure import Stopped, failure_of
+from averaging.cli.failure import Stopped
 from averaging.cli.options import DIALLED, credentials_of, security_options
 
 if TYPE_CHECKING:
@@ -43,24 +43,16 @@ def watch_command(address: str, last: int, rounds: int | None, as_json: bool, **
     Exit codes: 0 the peer has left, --rounds are done, or Ctrl+C; 1 the peer could not be reached, or the connection
     was lost; 2 wrong usage.
     """
-    from averaging.errors import AveragingError
-
-    try:
-        credentials = credentials_of(given)
-    except AveragingError as error:
-        raise failure_of(error) from None
+    credentials = credentials_of(given)
 
     async def watch(_: Stop) -> None:
         await _watch(address, credentials, last, rounds, as_json)
 
-    try:
+    with suppress(Stopped):
         run(watch)
-    except Stopped:
-        return
 
 
 async def _watch(address: str, credentials: Credentials, last: int, rounds: int | None, as_json: bool) -> None:
-    from averaging.errors import AveragingError
     from averaging.transport.grpc import GrpcTransport
 
     if not as_json:
@@ -77,8 +69,6 @@ async def _watch(address: str, credentials: Credentials, last: int, rounds: int 
                 count += 1
                 if count == rounds:
                     break
-    except AveragingError as error:
-        raise failure_of(error) from None
     finally:
         await transport.close()
 

@@ -39,12 +39,10 @@ Spelling: TypeAlias = "Callable[[str, Any], str]"
 
 
 def as_argument(option: str, value: Any = None) -> str:
-    """`group_size=4`, as in Python."""
     return option if value is None else f"{option}={str(value) if isinstance(value, os.PathLike) else value!r}"
 
 
 def as_flag(option: str, value: Any = None) -> str:
-    """`--group-size 4`, as on the command line."""
     name = option.replace("_", "-")
     if isinstance(value, bool):
         return f"--{name}" if value else f"--no-{name}"
@@ -278,22 +276,18 @@ class Option:
     alike: bool = False
 
     def help_as(self, style: Callable[[str], str]) -> str:
-        """The help, with `style` for the names of other options."""
         return re.sub(r"\{(\w+)\}", lambda name: style(name[1]), self.help)
 
 
 def option(default: Any, kind: Kind, help: str = "", **more: Any) -> Any:
-    """A dataclass field that is an option, see `Option`."""
     return field(default=default, metadata={KEY: Option(kind, default, help, **more)})
 
 
 def required(kind: Kind, help: str = "", **more: Any) -> dict[str, Option]:
-    """The metadata of a field without a default, as which type checkers know only `dataclasses.field`."""
     return {KEY: Option(kind, MISSING, help, **more)}
 
 
 def options_of(config: Any) -> dict[str, Option]:
-    """The options of a dataclass by name, in their order."""
     return {each.name: each.metadata[KEY] for each in fields(config) if KEY in each.metadata}
 
 
@@ -379,7 +373,6 @@ def read_environment(environ: Mapping[str, str], options: Mapping[str, Option]) 
 
 
 def as_variable(option: str, value: Any = None) -> str:
-    """`AVERAGING_GROUP_SIZE=4`, as in the environment."""
     name = ENVIRONMENT_PREFIX + option.upper()
     return name if value is None else f"{name}={value}"
 
@@ -446,7 +439,6 @@ def check_weight(weight: float) -> float:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether a value is a finite number."""
     try:
         return math.isfinite(value)
     except (TypeError, ValueError, OverflowError):
