@@ -11,26 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli import events
+from averaging.cli import events, options
 from averaging.cli.exits import Stop, run
 from averaging.cli.failure import CommandError, Stopped
 from averaging.cli.files import NotWrittenError, Output, read
 from averaging.cli.model_folder import BaseFolder, FolderOptions, VersionedFolders
-from averaging.cli.options import (
-    JOINED,
-    SECURITY,
-    count,
-    credentials_of,
-    flag,
-    insecure_option,
-    max_bytes_option,
-    model_folder_options,
-    output_options,
-    path,
-    seconds,
-    security_options,
-    switch,
-)
 from averaging.cli.shell_command import run_command
 from averaging.common import VERSION_KEY, counted, size
 
@@ -53,8 +38,8 @@ Of a model in parts, which has no digest of its own, both are that of the whole 
 
 
 @click.command("follow")
-@click.argument("addresses", type=JOINED, nargs=-1, required=True, metavar="HOST:PORT...")
-@path("--output", "FILE.safetensors|DIR", "The file to keep; with --config the directory of the versions.")
+@click.argument("addresses", type=options.JOINED, nargs=-1, required=True, metavar="HOST:PORT...")
+@options.path("--output", "FILE.safetensors|DIR", "The file to keep; with --config the directory of the versions.")
 @click.option(
     "--engine",
     metavar="vllm=URL",
@@ -67,9 +52,9 @@ Of a model in parts, which has no digest of its own, both are that of the whole 
     default="wait",
     help="Whether the engine finishes its requests before it loads a version, goes on with them after, or aborts them.",
 )
-@switch("--overwrite", "Replace --output if it exists and this command did not write it.")
-@model_folder_options
-@count("--keep", "With --config: versions to keep.", 2)
+@options.switch("--overwrite", "Replace --output if it exists and this command did not write it.")
+@options.model_folder_options
+@options.count("--keep", "With --config: versions to keep.", 2)
 @click.option(
     "--exec",
     "command",
@@ -77,26 +62,28 @@ Of a model in parts, which has no digest of its own, both are that of the whole 
     help="Run this shell command after each version. It finds the version in AVERAGING_VERSION and the file, or the "
     "folder of the version, in AVERAGING_FILE. With --json its output goes to stderr.",
 )
-@seconds("--exec-timeout", "End the command of --exec after this time. The next one gets the newest version.", 300.0)
-@flag("run_id", help="Follow only the weights of this run.")
-@switch("--once", "Write one version and end.")
-@count("--min-version", "Write no version below this.", 0, least=0)
-@seconds("--wait", "With --once: fail if there is no version in this time. By default, it waits without limit.")
-@seconds(
+@options.seconds(
+    "--exec-timeout", "End the command of --exec after this time; the next gets the newest version.", 300.0
+)
+@options.flag("run_id", help="Follow only the weights of this run.")
+@options.switch("--once", "Write one version and end.")
+@options.count("--min-version", "Write no version below this.", 0, least=0)
+@options.seconds("--wait", "With --once: fail if there is no version in this time. By default, it waits without limit.")
+@options.seconds(
     "--timeout", "Give up at the start if no publisher answers so long, later leave a source that is silent.", 10.0
 )
-@max_bytes_option("Refuse larger weights, because two to three copies are kept in memory.")
-@flag(
+@options.max_bytes_option("Refuse larger weights, because two to three copies are kept in memory.")
+@options.flag(
     "listen",
     default="127.0.0.1:0",
     help="Address at which it hands on versions; port 0 takes a free one. On loopback, only followers of this machine "
     "can use it, and only if HOST:PORT is on loopback too.",
 )
-@flag("advertise")
-@flag("metrics_listen")
-@security_options
-@insecure_option
-@output_options
+@options.flag("advertise")
+@options.flag("metrics_listen")
+@options.security_options
+@options.insecure_option
+@options.output_options
 def follow_command(
     addresses: tuple[str, ...], output: Path | None, *, as_json: bool, verbose: int, **given: Any
 ) -> None:
@@ -155,10 +142,10 @@ def _run(addresses: list[str], output: Path | None, given: dict[str, Any], repor
     from averaging.control import ControlService
     from averaging.weights import FollowerOptions
 
-    credentials = credentials_of(given)
+    credentials = options.credentials_of(given)
     control = ControlService(given["run_id"] or "", certified=credentials.tls is not None)
     engine = _engine(given, credentials, control)
-    options = FollowerOptions(
+    follower = FollowerOptions(
         join=addresses,
         run_id=given["run_id"] or "",
         credentials=credentials,
@@ -170,7 +157,7 @@ def _run(addresses: list[str], output: Path | None, given: dict[str, Any], repor
         min_version=given["min_version"],
         services=[control] if engine is None else (),
     )
-    session = FollowSession(options, _open(output, given), engine, given, report, control)
+    session = FollowSession(follower, _open(output, given), engine, given, report, control)
 
     async def follow(stop: Stop) -> None:
         leaving = asyncio.create_task(_end_when_asked(control.departure, stop))
@@ -191,7 +178,7 @@ def _engine(given: dict[str, Any], credentials: Credentials, control: ControlSer
 
     if given["engine"] is None:
         return None
-    files = {name: str(given[name].resolve()) for name in SECURITY if given[name] is not None}
+    files = {name: str(given[name].resolve()) for name in options.SECURITY if given[name] is not None}
     return VllmServer(
         given["engine"].removeprefix(ENGINE_KIND),
         given["listen"],
@@ -240,8 +227,8 @@ def _open(path: Path | None, given: dict[str, Any]) -> Opened:
         if base is None:
             return Opened(Output(path, overwrite=given["overwrite"]))
         return Opened(Output(path, overwrite=True), base, written)
-    options = FolderOptions(BaseFolder(given["config"]), given["max_shard_bytes"])
-    folders = VersionedFolders(path, options, given["keep"], overwrite=given["overwrite"])
+    folder = FolderOptions(BaseFolder(given["config"]), given["max_shard_bytes"])
+    folders = VersionedFolders(path, folder, given["keep"], overwrite=given["overwrite"])
     newest = folders.newest
     return Opened(folders) if newest is None else Opened(folders, *_read_back(newest))
 
@@ -271,7 +258,7 @@ class FollowSession:
 
     def __init__(
         self,
-        options: FollowerOptions,
+        follower: FollowerOptions,
         opened: Opened,
         engine: VllmServer | None,
         given: dict[str, Any],
@@ -285,8 +272,8 @@ class FollowSession:
         self._metrics = MetricsListener(
             given["metrics_listen"], "averaging follow", FOLLOWER_METRICS, self._sample, self._not_ready
         )
-        self._receiver = ModelReceiver(options, base=opened.base, on_progress=self._advance)
-        self._options, self._output, self._report = options, opened.output, report
+        self._receiver = ModelReceiver(follower, base=opened.base, on_progress=self._advance)
+        self._options, self._output, self._report = follower, opened.output, report
         self._engine, self._control, self._given = engine, control, given
         self._executing: int | None = None  # the version for which the command runs
         self._once: bool = given["once"]

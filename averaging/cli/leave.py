@@ -10,9 +10,10 @@ import click
 
 from averaging.cli.exits import Stop, run
 from averaging.cli.failure import CommandError, Stopped, check_address
-from averaging.cli.options import DIALLED, credentials_of, seconds, security_options
+from averaging.cli.options import DIALLED, credentials_of, output_options, seconds, security_options
 
 if TYPE_CHECKING:
+    from averaging.cli.output import CommandOutput
     from averaging.control import LeaveStep
     from averaging.rpc import Credentials
 
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
 @click.command("leave")
 @click.argument("address", type=DIALLED, metavar="HOST:PORT")
 @seconds("--timeout", "Give up waiting after this time. The peer leaves all the same.", 120.0)
-@click.option("--json", "as_json", is_flag=True, help="Print each step as one JSON object per line.")
 @security_options
-def leave_command(address: str, timeout: float, as_json: bool, **given: Any) -> None:
+@output_options
+def leave_command(address: str, timeout: float, as_json: bool, verbose: int, **given: Any) -> None:
     r"""Ends the peer at HOST:PORT in order, and waits until it has left its run.
 
     The peer begins no further group, ends its round, and lets newcomers that download its state end (for at most 20 s);
@@ -41,24 +42,27 @@ def leave_command(address: str, timeout: float, as_json: bool, **given: Any) -> 
     Events of --json, each with "event":
       leaving  endpoint, run_id, step: round, downloads or closing
       left     endpoint, run_id
+      error    message
 
     Exit codes: 0 it has left; 1 it could not be reached, refused, or has not left after --timeout; 2 wrong usage;
     130, 143 stopped by a signal: a peer that was asked leaves all the same.
     """
+    from averaging.cli.output import reporting
+
     asked: list[LeaveStep] = []
-    credentials = credentials_of(given)
 
     async def leave(_: Stop) -> None:
         try:
             async with asyncio.timeout(timeout):
-                await _leave(address, credentials, as_json, asked)
+                await _leave(address, credentials_of(given), report, asked)
         except TimeoutError:
             raise _not_yet(address, timeout, asked) from None
 
-    try:
-        run(leave)
-    except Stopped as stop:
-        raise Stopped(stop.number, f"; {address} was asked and leaves all the same" if asked else "") from None
+    with reporting(verbose, as_json=as_json) as report:
+        try:
+            run(leave)
+        except Stopped as stop:
+            raise Stopped(stop.number, f"; {address} was asked and leaves all the same" if asked else "") from None
 
 
 def _not_yet(address: str, timeout: float, asked: list[LeaveStep]) -> CommandError:
@@ -75,7 +79,7 @@ DOING = {
 }
 
 
-async def _leave(address: str, credentials: Credentials, as_json: bool, asked: list[LeaveStep]) -> None:
+async def _leave(address: str, credentials: Credentials, report: CommandOutput, asked: list[LeaveStep]) -> None:
     from averaging.control import LEAVE, LEAVE_REQUEST, LeaveStep, step_of
     from averaging.errors import AveragingError, PeerUnreachableError, RefusalCause, printable, refusal_cause
     from averaging.rpc import RpcChannel
@@ -89,7 +93,7 @@ async def _leave(address: str, credentials: Credentials, as_json: bool, asked: l
                 step = step_of(reply)
                 if step not in asked:
                     asked.append(step)
-                    _print(step, printable(reply.endpoint, 256), printable(reply.run_id, 128), as_json)
+                    _tell(step, printable(reply.endpoint, 256), printable(reply.run_id, 128), report)
                 if step is LeaveStep.LEFT:
                     return
     except PeerUnreachableError as error:
@@ -109,14 +113,10 @@ def _lost(address: str, asked: list[LeaveStep], why: str) -> CommandError:
     return CommandError(f"{address} was lost before it had left ({why}); {last}")
 
 
-def _print(step: LeaveStep, endpoint: str, run_id: str, as_json: bool) -> None:
-    import json
-
+def _tell(step: LeaveStep, endpoint: str, run_id: str, report: CommandOutput) -> None:
     name, run = step.name.lower(), f" run {run_id}" if run_id else ""
-    if as_json:
-        event = {"event": "left"} if name == "left" else {"event": "leaving", "step": name}
-        click.echo(json.dumps({**event, "endpoint": endpoint, "run_id": run_id}))
-    elif name == "left":
-        click.echo(f"{endpoint} has left{run}")
+    peer = {"endpoint": endpoint, "run_id": run_id}
+    if name == "left":
+        report.emit({"event": "left", **peer}, f"{endpoint} has left{run}")
     else:
-        click.echo(f"{endpoint} leaves{run}: {DOING[step.name]}", err=True)
+        report.note({"event": "leaving", "step": name, **peer}, f"{endpoint} leaves{run}: {DOING[step.name]}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 from pathlib import Path
@@ -10,24 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli import events
+from averaging.cli import events, options
 from averaging.cli.exits import Stop, run
 from averaging.cli.failure import WRONG_USAGE, CommandError
 from averaging.cli.files import Output, read
 from averaging.cli.model_folder import BaseFolder, FolderOptions, ModelFolder
-from averaging.cli.options import (
-    JOINED,
-    Command,
-    credentials_of,
-    max_bytes_option,
-    model_folder_options,
-    output_options,
-    path,
-    seconds,
-    security_options,
-    switch,
-)
-from averaging.common import VERSION_KEY, counted, pack, size
+from averaging.common import VERSION_KEY, counted, plain, size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,8 +27,8 @@ if TYPE_CHECKING:
 MAX_MESSAGE_BYTES = 64 << 20
 """Chunks of a state have at most 1 MiB, and its metadata at most 16 MiB."""
 
-USER_KEY, PACKED_USER_KEY = "averaging.user", "averaging.user.msgpack"
-"""Keys in the file's metadata: the user dict as JSON, or else as msgpack in base64."""
+USER_KEY = "averaging.user"
+"""Key of the user dict in the file's metadata."""
 
 UNCHECKED = "; --config has no weights, so the names and the number of tensors were not compared with a model"
 
@@ -52,16 +39,16 @@ MODEL_KEYS = ("model", "state_dict", "module", "model_state_dict")
 """Where checkpoints have the model's state dict."""
 
 
-def download_options(command: Command) -> Command:
+def download_options(command: options.Command) -> options.Command:
     text = "Give up a silent peer after this time; after 10 times this if it is alive and may prepare a large state."
-    limit = max_bytes_option("Refuse a larger state, because it is kept in memory.")
-    return seconds("--timeout", text, 10.0)(limit(security_options(output_options(command))))
+    limit = options.max_bytes_option("Refuse a larger state, because it is kept in memory.")
+    return options.seconds("--timeout", text, 10.0)(limit(options.security_options(options.output_options(command))))
 
 
 @click.command("state")
-@click.argument("addresses", type=JOINED, nargs=-1, required=True, metavar="HOST:PORT...")
-@path("--output", "FILE.safetensors", "Where to write it.", required=True)
-@switch("--overwrite", "Replace --output if it exists.")
+@click.argument("addresses", type=options.JOINED, nargs=-1, required=True, metavar="HOST:PORT...")
+@options.path("--output", "FILE.safetensors", "Where to write it.", required=True)
+@options.switch("--overwrite", "Replace --output if it exists.")
 @download_options
 def state_command(
     addresses: tuple[str, ...], output: Path, overwrite: bool, *, as_json: bool, verbose: int, **given: Any
@@ -70,8 +57,8 @@ def state_command(
 
     The state is what the peer committed last: its averaged tensors, and what its application adds. Every tensor is
     compared with its digest; an incomplete download writes nothing. The file's metadata has the state's version
-    ("averaging.version") and the application's own values ("averaging.user" as JSON, or "averaging.user.msgpack" in
-    base64 if JSON cannot represent them). If a peer fails, the next one is asked.
+    ("averaging.version") and the application's own values ("averaging.user", as JSON). If a peer fails, the next one is
+    asked.
 
     \b
     Download the state of a peer, then continue from it:
@@ -91,16 +78,17 @@ def state_command(
     with reporting(verbose, as_json=as_json) as report:
         file = Output(output, overwrite=overwrite)
         state = _download(list(dict.fromkeys(addresses)), given, report)
-        file.write(state.tensors, _metadata(state))
+        user = json.dumps(plain(state.user))  # bytes are in hex there, and NaN is null
+        file.write(state.tensors, {VERSION_KEY: str(state.version), USER_KEY: user})
         nbytes = sum(tensor.nbytes for tensor in state.tensors.values())
         report.emit(*events.downloaded(state.version, len(state.tensors), nbytes, state.user, str(output)))
 
 
 @click.command("export")
 @click.argument("source", metavar="HOST:PORT|CHECKPOINT")
-@path("--output", "DIR", "The folder to write.", required=True)
-@switch("--overwrite", "Replace --output if it is a folder of a model already.")
-@model_folder_options
+@options.path("--output", "DIR", "The folder to write.", required=True)
+@options.switch("--overwrite", "Replace --output if it is a folder of a model already.")
+@options.model_folder_options
 @download_options
 def export_command(
     source: str, output: Path, overwrite: bool, config: Path | None, max_shard_bytes: int, **given: Any
@@ -138,7 +126,7 @@ def export_command(
         if _is_file(source):
             tensors, version = read_checkpoint(Path(source))
         else:
-            state = _download([str(JOINED.convert(source, None, None))], given, report)
+            state = _download([str(options.JOINED.convert(source, None, None))], given, report)
             tensors, version = _model_of(state.tensors), str(state.version)
         written = folder.write(tensors, {} if version is None else {VERSION_KEY: version})
         number = int(version) if version is not None and version.isdecimal() else None
@@ -159,7 +147,7 @@ def _download(addresses: list[str], given: dict[str, Any], report: CommandOutput
     from averaging.state import download
     from averaging.transport.grpc import GrpcTransport
 
-    credentials = credentials_of(given)
+    credentials = options.credentials_of(given)
     source = addresses[0] if len(addresses) == 1 else f"one of {', '.join(addresses)}"
     reader: StateAssembler | None = None
 
@@ -194,19 +182,6 @@ def _download(addresses: list[str], given: dict[str, Any], report: CommandOutput
             await transport.close()
 
     return run(fetch, when="; nothing was written")
-
-
-def _metadata(state: State) -> dict[str, str]:
-    # The user dict is JSON unless that would change it.
-    user = dict(state.user)
-    version = {VERSION_KEY: str(state.version)}
-    try:
-        text = json.dumps(user, allow_nan=False)
-        if json.loads(text) == user:
-            return {**version, USER_KEY: text}
-    except (TypeError, ValueError, RecursionError):
-        pass
-    return {**version, PACKED_USER_KEY: base64.b64encode(pack(user)).decode()}
 
 
 def _is_file(source: str) -> bool:

@@ -241,7 +241,7 @@ def peer_config(given: dict[str, Any]) -> PeerConfig:
     return config
 
 
-def read_config(file: Path, output: Path | None, given: dict[str, Any]) -> PeerConfig:
+def read_config(output: Path | None, given: dict[str, Any]) -> PeerConfig:
     """The options from the file, the environment and the command line, checked together.
 
     Raises:
@@ -255,8 +255,6 @@ def read_config(file: Path, output: Path | None, given: dict[str, Any]) -> PeerC
         raise click.UsageError("--overwrite is for --output; add --output FILE.")
     if config.receipts is not None:
         _check_receipts(Path(config.receipts))
-    if output and not given["overwrite"] and output.exists() and file.exists() and output.samefile(file):
-        raise click.UsageError("--output is FILE itself; give --overwrite to replace it, or another name.")
     return config
 
 

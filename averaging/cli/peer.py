@@ -9,23 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from averaging.cli import events
+from averaging.cli import events, options
 from averaging.cli.exits import Stop, run
 from averaging.cli.failure import WRONG_USAGE, CommandError, Stopped
 from averaging.cli.files import Document, NotWrittenError, Output, check_can_be_averaged, read
-from averaging.cli.options import (
-    NOT_NEGATIVE,
-    CheckedPath,
-    PeerCommand,
-    count,
-    join_command,
-    json_value,
-    output_options,
-    path,
-    peer_options,
-    read_config,
-    switch,
-)
 from averaging.common import compute_in_one_thread, counted, keep_freed_memory
 from averaging.config import NonFinite
 from averaging.protocol import Mode, pack_gather
@@ -40,13 +27,13 @@ if TYPE_CHECKING:
     from averaging.peer import Peer
 
 
-@click.command("peer", cls=PeerCommand)
-@click.argument("file", type=CheckedPath(), metavar="FILE.safetensors")
-@peer_options
-@count("--rounds", "Rounds to do.  [default: 1, or no limit with --serve]", metavar="K")
-@switch("--serve", "Continue after the rounds: average and share the state until Ctrl+C or SIGTERM.")
-@path("--output", "OUT.safetensors", "File for the average, written after all rounds; with --serve after each of them.")
-@switch("--overwrite", "Let --output replace a file that exists, FILE included.")
+@click.command("peer", cls=options.PeerCommand)
+@click.argument("file", type=options.CheckedPath(), metavar="FILE.safetensors")
+@options.peer_options
+@options.count("--rounds", "Rounds to do.  [default: 1, or no limit with --serve]", metavar="K")
+@options.switch("--serve", "Continue after the rounds: average and share the state until Ctrl+C or SIGTERM.")
+@options.path("--output", "OUT.safetensors", "File for the average, written after all rounds; with --serve after each.")
+@options.switch("--overwrite", "Let --output replace a file that exists, FILE included.")
 @click.option(
     "--only",
     multiple=True,
@@ -57,11 +44,11 @@ if TYPE_CHECKING:
 @click.option(
     "--exclude", multiple=True, metavar="PATTERN", help="Keep tensors with such names as they are; may be repeated."
 )
-@click.option("--weight", default=1.0, type=NOT_NEGATIVE, metavar="W", help="Weight of FILE in the average.")
-@click.option("--gather", type=json_value, metavar="JSON", help="A value that is sent to the members of each round.")
-@count("--retries", "Retries after failed rounds in a row.", 2, least=0)
-@click.option("--interval", default=0.0, type=NOT_NEGATIVE, metavar="SECONDS", help="Pause after each round.")
-@output_options
+@click.option("--weight", default=1.0, type=options.NOT_NEGATIVE, metavar="W", help="Weight of FILE in the average.")
+@click.option("--gather", type=options.json_value, metavar="JSON", help="A value that the members of each round get.")
+@options.count("--retries", "Retries after failed rounds in a row.", 2, least=0)
+@click.option("--interval", default=0.0, type=options.NOT_NEGATIVE, metavar="SECONDS", help="Pause after each round.")
+@options.output_options
 def peer_command(file: Path, output: Path | None, *, as_json: bool, verbose: int, **given: Any) -> None:
     r"""Averages the tensors of FILE.safetensors with the other peers of a run.
 
@@ -113,7 +100,7 @@ def peer_command(file: Path, output: Path | None, *, as_json: bool, verbose: int
     """
     from averaging.cli.output import reporting
 
-    config = read_config(file, output, given)
+    config = options.read_config(output, given)
     with reporting(verbose, as_json=as_json) as report:
         _run(file, output, config, given, report)
 
@@ -157,7 +144,7 @@ def _plan(file: Path, config: PeerConfig, given: dict[str, Any]) -> RoundPlan:
         interval=given["interval"],
         weight=given["weight"],
         gather=given["gather"],
-        join_command=[*join_command(file, config), *patterns],
+        join_command=[*options.join_command(file, config), *patterns],
     )
 
 
