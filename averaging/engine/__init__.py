@@ -10,11 +10,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from averaging.engine.engine import TextModel
-from averaging.engine.messages import Job, TextPiece
+from averaging.engine.messages import GenerationJob, TextPiece
 from averaging.engine.run_weights import Unfollowed, VersionLoaded
 from averaging.engine.server import EngineServer
 
-__all__ = ["EngineServer", "Job", "TextModel", "TextPiece", "Unfollowed", "VersionLoaded", "load_model"]
+__all__ = ["EngineServer", "GenerationJob", "TextModel", "TextPiece", "Unfollowed", "VersionLoaded", "load_model"]
 
 
 def load_model(folder: str | Path, *, device: str = "cpu", dtype: str = "auto", bare: bool = False) -> TextModel:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, Self
 import torch
 
 from averaging.common import HostQuota
-from averaging.engine.messages import Job, TextPiece
+from averaging.engine.messages import GenerationJob, TextPiece
 from averaging.errors import EngineError
 
 logger = logging.getLogger("averaging.engine")
@@ -28,7 +28,7 @@ class TextModel(Protocol):
     def encode(self, text: str) -> tuple[int, ...]: ...
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[int, ...]: ...
     def decode(self, tokens: Sequence[int], *, skip_special: bool = False) -> str: ...
-    def generate(self, batch: Sequence[Job]) -> None: ...
+    def generate(self, batch: Sequence[GenerationJob]) -> None: ...
 
 
 class Engine:
@@ -44,8 +44,8 @@ class Engine:
 
     def __init__(self, model: TextModel, *, batch: int, context: int, queue: int, needs_version: bool = False) -> None:
         self.model, self.batch, self.context, self._needs_version = model, batch, context, needs_version
-        self.waiting: list[Job] = []
-        self.running: list[Job] = []
+        self.waiting: list[GenerationJob] = []
+        self.running: list[GenerationJob] = []
         self._quota = HostQuota(queue, max(1, queue // 2))
         # Weights are loaded in the same thread. So that is between two batches, and one version makes all of a request.
         self._thread = ThreadPoolExecutor(1, "averaging engine")
@@ -71,7 +71,7 @@ class Engine:
         """Whether it generates: not before the first version if that is needed."""
         return not self._closing and (not self._needs_version or self.model.version is not None)
 
-    def submit(self, job: Job) -> AsyncGenerator[TextPiece, None]:
+    def submit(self, job: GenerationJob) -> AsyncGenerator[TextPiece, None]:
         """Queues a job. Returns its pieces; if the generator is closed before the end, the job ends.
 
         Raises:
@@ -96,7 +96,7 @@ class Engine:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.model.load, tensors, version)
 
     async def _pieces(
-        self, job: Job, pieces: asyncio.Queue[TextPiece | EngineError]
+        self, job: GenerationJob, pieces: asyncio.Queue[TextPiece | EngineError]
     ) -> AsyncGenerator[TextPiece, None]:
         left = job.sequences
         try:
@@ -111,7 +111,7 @@ class Engine:
             if job in self.waiting:
                 self._take_out(job)
 
-    def _take_out(self, job: Job) -> None:
+    def _take_out(self, job: GenerationJob) -> None:
         self.waiting.remove(job)
         self._quota.leave(job.network)
 
@@ -129,7 +129,7 @@ class Engine:
         for job in self.waiting:
             job.take(_ending())
 
-    def _generate(self, batch: list[Job]) -> None:
+    def _generate(self, batch: list[GenerationJob]) -> None:
         error = None
         for job in batch:
             job.version = self.model.version
@@ -149,7 +149,9 @@ def _ending() -> EngineError:
     return EngineError("this server is ending; send it again to another one, or later", 503, retry_after=5.0)
 
 
-def next_batch(waiting: Sequence[Job], last: Collection[str], sequences: int, context: int) -> list[Job]:
+def next_batch(
+    waiting: Sequence[GenerationJob], last: Collection[str], sequences: int, context: int
+) -> list[GenerationJob]:
     """Returns which of the waiting jobs are generated next; never none if there are some.
 
     The oldest is among them, or the oldest of a network that had no part in the last batch. Others go with it if they

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import logging as progress
 
 from averaging.common import listed, plain_state
-from averaging.engine.messages import Job, TextPiece
+from averaging.engine.messages import GenerationJob, TextPiece
 from averaging.engine.text import TokenText
 from averaging.errors import ConfigError, EngineError, StateError, TensorError
 
@@ -130,7 +130,7 @@ class LanguageModel:
     # Generation
 
     @torch.inference_mode()
-    def generate(self, batch: Sequence[Job]) -> None:
+    def generate(self, batch: Sequence[GenerationJob]) -> None:
         """Generates all sequences of a batch, see `next_batch`, and hands each piece to its job.
 
         Raises:
@@ -176,7 +176,7 @@ class LanguageModel:
 
 class _SequenceRow:
     def __init__(
-        self, model: LanguageModel, job: Job, index: int, prompt: tuple[int, ...], ends: frozenset[int]
+        self, model: LanguageModel, job: GenerationJob, index: int, prompt: tuple[int, ...], ends: frozenset[int]
     ) -> None:
         asked = job.asked
         self.prompt, self.done = prompt, False

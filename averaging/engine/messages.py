@@ -148,7 +148,7 @@ class TextPiece:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Job:
+class GenerationJob:
     """A request while it waits and is generated."""
 
     asked: ChatRequest | CompletionRequest
@@ -183,7 +183,7 @@ class Job:
 class AnswerWriter:
     """Writes the answer to a job, as a whole or in chunks. Make it once the job has its version."""
 
-    def __init__(self, job: Job, model: str, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, job: GenerationJob, model: str, decode: Callable[[Sequence[int]], str]) -> None:
         self._job, self._decode = job, decode
         self._is_chat = isinstance(job.asked, ChatRequest)
         self._head: Json = {

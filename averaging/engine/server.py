@@ -23,7 +23,7 @@ from averaging.engine.messages import (
     AnswerWriter,
     ChatRequest,
     CompletionRequest,
-    Job,
+    GenerationJob,
     TextPiece,
     error_body,
     parse_request,
@@ -136,19 +136,19 @@ class EngineServer:
         """
         await self._server.wait(*self._following)
 
-    def _read_chat(self, body: bytearray) -> Job:
+    def _read_chat(self, body: bytearray) -> GenerationJob:
         asked = parse_request(body, ChatRequest)
         messages = [message.for_template() for message in asked.messages]
         return self._job(asked, [self._model.encode_chat(messages, asked.chat_template_kwargs)])
 
-    def _read_completion(self, body: bytearray) -> Job:
+    def _read_completion(self, body: bytearray) -> GenerationJob:
         asked = parse_request(body, CompletionRequest)
         prompts = asked.prompts(limit=self._engine.batch)
         return self._job(
             asked, [self._model.encode(each) if isinstance(each, str) else tuple(each) for each in prompts]
         )
 
-    def _job(self, asked: ChatRequest | CompletionRequest, prompts: list[tuple[int, ...]]) -> Job:
+    def _job(self, asked: ChatRequest | CompletionRequest, prompts: list[tuple[int, ...]]) -> GenerationJob:
         if asked.model != self._name:
             text = f"there is no model {asked.model!r} here; {self._name!r} is served"
             raise EngineError(text, 404, "model", code="model_not_found")
@@ -162,9 +162,9 @@ class EngineServer:
         if not 0 < (limit := asked.limit(context - longest)) <= context - longest:
             text = f"the prompt has {longest} of {context} tokens; shorten it, or ask for fewer tokens"
             raise EngineError(text, 400, "max_tokens", code="context_length_exceeded")
-        return Job(asked=asked, prompts=prompts, max_tokens=limit)
+        return GenerationJob(asked=asked, prompts=prompts, max_tokens=limit)
 
-    async def _answer(self, read: Callable[[bytearray], Job], request: Request) -> Response:
+    async def _answer(self, read: Callable[[bytearray], GenerationJob], request: Request) -> Response:
         self._admit(request)
         network = network_of(request.client and request.client.host)
         async with self._body(request, network) as body:
@@ -202,7 +202,7 @@ class EngineServer:
         finally:
             self._body_bytes.leave(network, taken)
 
-    async def _events(self, job: Job, pieces: AsyncGenerator[TextPiece, None]) -> AsyncGenerator[bytes, None]:
+    async def _events(self, job: GenerationJob, pieces: AsyncGenerator[TextPiece, None]) -> AsyncGenerator[bytes, None]:
         """The events of a stream. If it fails, the last one is the error, since the status has been sent."""
         answer, tokens = None, 0
         async with aclosing(pieces):
@@ -254,7 +254,9 @@ async def _end(task: asyncio.Task[None]) -> None:
     await asyncio.wait({task})
 
 
-async def _collect(request: Request, job: Job, pieces: AsyncGenerator[TextPiece, None]) -> list[list[TextPiece]]:
+async def _collect(
+    request: Request, job: GenerationJob, pieces: AsyncGenerator[TextPiece, None]
+) -> list[list[TextPiece]]:
     """The pieces of each sequence. The job ends if the client disconnects."""
     sequences: list[list[TextPiece]] = [[] for _ in range(job.sequences)]
     async with aclosing(pieces):

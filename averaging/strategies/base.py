@@ -21,7 +21,15 @@ from averaging.protocol import CompressionType, parse_compression
 from averaging.receipts import Receipt
 from averaging.state import NO_EXTRA_STATE, ExtraState
 from averaging.strategies.catch_up import CatchUp
-from averaging.strategies.quorum import PATIENCE, Attendance, Event, Punctuality, Standstill, Timeliness, quorum_options
+from averaging.strategies.quorum import (
+    PATIENCE,
+    Attendance,
+    Punctuality,
+    RoundEvent,
+    Standstill,
+    Timeliness,
+    quorum_options,
+)
 from averaging.strategies.schedule import Schedule, spelled_seconds
 from averaging.training import (
     BackgroundDownload,
@@ -322,7 +330,7 @@ class Strategy(ABC):
             )
         return Quorum(count, self._punctuality.grace)
 
-    def _attend(self, event: Event, began: float | None = None) -> None:
+    def _attend(self, event: RoundEvent, began: float | None = None) -> None:
         self._attendance = self._attendance.after(event, began)
 
     def _stands_still(self, reason: str, *, failed: int = 0) -> None:

@@ -22,7 +22,7 @@ from averaging.state import ExtraState
 from averaging.strategies.base import IMMEDIATELY, Due
 from averaging.strategies.fragments import Fragment, check_tied, cut
 from averaging.strategies.lockstep import LockstepStrategy
-from averaging.strategies.quorum import Attendance, Event, Standstill, Timeliness
+from averaging.strategies.quorum import Attendance, RoundEvent, Standstill, Timeliness
 from averaging.strategies.schedule import Schedule, check_whole_number, make_schedule
 from averaging.tensors import copy_to_host, host_memory
 from averaging.training import (
@@ -324,7 +324,7 @@ class DiLoCo(LockstepStrategy):
             training.announcements.refresh()  # what was known a step ago may be several rounds old
             look = replace(training.site.broadcast_from_leader(lambda: self._look_along(training)), due=look.due)
         is_late = look.target is not None or look.group_began is not None
-        self._attend(Event.MISSED if is_late else Event.LEVEL, look.group_began)
+        self._attend(RoundEvent.MISSED if is_late else RoundEvent.LEVEL, look.group_began)
         self.missed = max(0, look.target.step - self.history.step) if look.target else int(is_late)
         if look.downloads and self.catch_up(training, look.others, wait=False):
             return  # a round that is due begins after the next step, for which the others' progress is read anew
@@ -533,7 +533,7 @@ class DiLoCo(LockstepStrategy):
             fragment.feedback.applied()
         self._claimed = fragment, target.after(receipt.group_id, 0.0), sent, steps
         self._discarded, self._standstill = False, Standstill()
-        self._attend(Event.INCLUDED)
+        self._attend(RoundEvent.INCLUDED)
 
     def _miss(self, training: StrategyContext, target: History | None, receipt: Receipt) -> None:
         """A round that has failed, or that this peer has missed, is made up for in the next one."""
@@ -543,7 +543,7 @@ class DiLoCo(LockstepStrategy):
         owed = target is not None or bool(self.present_others(training).ahead)
         self._attendance = replace(self._attendance, owed=owed)
         if target is not None and target == self.history:
-            self._attend(Event.UNMET)
+            self._attend(RoundEvent.UNMET)
 
     def _step(self, training: StrategyContext, fragment: Fragment, receipt: Receipt | None) -> None:
         with training.replacing(), training.changing_parameters():
@@ -559,7 +559,7 @@ class DiLoCo(LockstepStrategy):
         if receipt is not None and self._quorum is not None:
             self._punctuality.note(receipt, self._quorum)
         self._discarded, self.missed = False, 0
-        self._attend(Event.AVERAGED)
+        self._attend(RoundEvent.AVERAGED)
         self.announce(training)
 
     def _take_over(self, training: StrategyContext, fetch: BackgroundDownload) -> None:
@@ -582,7 +582,7 @@ class DiLoCo(LockstepStrategy):
                 if discarded or not follows:
                     fragment.start_at(self.history.step)
             is_open = any(fragment.open_steps for fragment in self._fragments)
-            self._attend(Event.REBASED if is_open else Event.TOOK_OVER)
+            self._attend(RoundEvent.REBASED if is_open else RoundEvent.TOOK_OVER)
         self._rebase(training, {name: change for steps in own for name, change in steps.items()} if follows else {})
         for feedback in self._feedbacks:
             if not follows:

@@ -179,7 +179,7 @@ class Timeliness(Enum):
     state before these are averaged, so a peer that is always late costs one download for each contribution."""
 
 
-class Event(Enum):
+class RoundEvent(Enum):
     """What changes the timeliness of a peer."""
 
     MISSED = auto()  # the others are ahead, or have begun a round without it
@@ -191,14 +191,14 @@ class Event(Enum):
     UNMET = auto()  # nobody leads a round for the state that it has taken over, so it leads the next one if need be
 
 
-TRANSITIONS: Mapping[Event, Mapping[Timeliness, Timeliness]] = {
-    Event.MISSED: {Timeliness.IN_TIME: Timeliness.LATE},
-    Event.LEVEL: {Timeliness.LATE: Timeliness.IN_TIME},
-    Event.REBASED: {Timeliness.IN_TIME: Timeliness.REBASED, Timeliness.LATE: Timeliness.REBASED},
-    Event.TOOK_OVER: {Timeliness.LATE: Timeliness.IN_TIME, Timeliness.REBASED: Timeliness.IN_TIME},
-    Event.INCLUDED: {Timeliness.REBASED: Timeliness.LATE},
-    Event.AVERAGED: {Timeliness.LATE: Timeliness.IN_TIME, Timeliness.REBASED: Timeliness.IN_TIME},
-    Event.UNMET: {Timeliness.REBASED: Timeliness.IN_TIME},
+TRANSITIONS: Mapping[RoundEvent, Mapping[Timeliness, Timeliness]] = {
+    RoundEvent.MISSED: {Timeliness.IN_TIME: Timeliness.LATE},
+    RoundEvent.LEVEL: {Timeliness.LATE: Timeliness.IN_TIME},
+    RoundEvent.REBASED: {Timeliness.IN_TIME: Timeliness.REBASED, Timeliness.LATE: Timeliness.REBASED},
+    RoundEvent.TOOK_OVER: {Timeliness.LATE: Timeliness.IN_TIME, Timeliness.REBASED: Timeliness.IN_TIME},
+    RoundEvent.INCLUDED: {Timeliness.REBASED: Timeliness.LATE},
+    RoundEvent.AVERAGED: {Timeliness.LATE: Timeliness.IN_TIME, Timeliness.REBASED: Timeliness.IN_TIME},
+    RoundEvent.UNMET: {Timeliness.REBASED: Timeliness.IN_TIME},
 }
 """The timeliness after an event, by that before; what is not listed stays the same."""
 
@@ -212,13 +212,13 @@ class Attendance:
     missed_at: float | None = None  # when the others began a round without it, since the epoch, until it has told them
     repeats: bool = False  # whether its last round has failed and is repeated
 
-    def after(self, event: Event, began: float | None = None) -> Attendance:
+    def after(self, event: RoundEvent, began: float | None = None) -> Attendance:
         """The attendance after an event; `began` is the new `missed_at`, if there is none yet."""
         now = TRANSITIONS[event].get(self.timeliness, self.timeliness)
         missed_at = began if self.missed_at is None else self.missed_at
-        if now is Timeliness.IN_TIME and event in (Event.LEVEL, Event.AVERAGED):
+        if now is Timeliness.IN_TIME and event in (RoundEvent.LEVEL, RoundEvent.AVERAGED):
             missed_at = None
-        averaged = event in (Event.AVERAGED, Event.INCLUDED)
+        averaged = event in (RoundEvent.AVERAGED, RoundEvent.INCLUDED)
         return Attendance(now, self.owed, missed_at, self.repeats and not averaged)
 
     def after_failure(self) -> Attendance:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from averaging.engine import Job, TextPiece
+from averaging.engine import GenerationJob, TextPiece
 from averaging.errors import StateError, TensorError
 
 
@@ -23,7 +23,7 @@ class CountingModel:
     def __init__(self, version: int | None = None) -> None:
         self.version = version
         self.context, self.vocabulary = 64, 128
-        self.batches: list[list[Job]] = []
+        self.batches: list[list[GenerationJob]] = []
         self.go, self.begun = threading.Event(), threading.Event()
         self.go.set()
 
@@ -44,7 +44,7 @@ class CountingModel:
     def decode(self, tokens: Sequence[int], *, skip_special: bool = False) -> str:
         return bytes(tokens).decode(errors="replace")
 
-    def generate(self, batch: Sequence[Job]) -> None:
+    def generate(self, batch: Sequence[GenerationJob]) -> None:
         self.batches.append(list(batch))
         self.begun.set()
         self.go.wait()

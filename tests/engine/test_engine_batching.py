@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from averaging.engine import Job
+from averaging.engine import GenerationJob
 from averaging.engine.engine import Engine, next_batch
 from averaging.engine.messages import CompletionRequest
 from tests.engine.engines import CountingModel
@@ -22,9 +22,9 @@ def job(
     temperature: float = 1.0,
     seed: int | None = None,
     network: str = "a",
-) -> Job:
+) -> GenerationJob:
     asked = CompletionRequest(model="m", prompt="", n=n, temperature=temperature, seed=seed)
-    return Job(asked=asked, prompts=prompts, max_tokens=max_tokens, network=network)
+    return GenerationJob(asked=asked, prompts=prompts, max_tokens=max_tokens, network=network)
 
 
 JOBS = st.lists(
@@ -42,7 +42,9 @@ JOBS = st.lists(
 
 
 @given(JOBS, st.sets(st.sampled_from("abc")))
-def test_a_batch_has_the_oldest_of_a_network_whose_turn_it_is_and_fits(waiting: list[Job], last: set[str]) -> None:
+def test_a_batch_has_the_oldest_of_a_network_whose_turn_it_is_and_fits(
+    waiting: list[GenerationJob], last: set[str]
+) -> None:
     batch = next_batch(waiting, last, 8, 40)
     assert bool(batch) == bool(waiting)
     if batch:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from averaging import WeightPublisher
-from averaging.engine import EngineServer, Job, TextPiece, Unfollowed, server
+from averaging.engine import EngineServer, GenerationJob, TextPiece, Unfollowed, server
 from averaging.errors import ConfigError, TensorError
 from averaging.rpc import RpcServer
 from averaging.weights import FollowerOptions
@@ -190,7 +190,7 @@ async def test_a_version_that_cannot_be_used_is_said_once_and_the_next_is_served
 @pytest.mark.asyncio
 async def test_a_stream_that_fails_ends_with_an_error(caplog: pytest.LogCaptureFixture) -> None:
     class Failing(CountingModel):
-        def generate(self, batch: Sequence[Job]) -> None:
+        def generate(self, batch: Sequence[GenerationJob]) -> None:
             batch[0].take(TextPiece(0, "c", (99,), (-0.5,)))
             batch[0].take(TextPiece(0, "d", (100,), (float("nan"),), "length"))
 

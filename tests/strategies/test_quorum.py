@@ -24,8 +24,8 @@ from averaging.strategies.quorum import (
     PATIENCE,
     TRANSITIONS,
     Attendance,
-    Event,
     Punctuality,
+    RoundEvent,
     Standstill,
     Timeliness,
     lateness,
@@ -147,32 +147,32 @@ def test_members_that_missed_a_round_lengthen_the_grace_period() -> None:
 IN_TIME, LATE, REBASED = Timeliness.IN_TIME, Timeliness.LATE, Timeliness.REBASED
 
 AFTER = {  # after an event: of a peer that was in time, late, rebased
-    Event.MISSED: (LATE, LATE, REBASED),
-    Event.LEVEL: (IN_TIME, IN_TIME, REBASED),
-    Event.REBASED: (REBASED, REBASED, REBASED),
-    Event.TOOK_OVER: (IN_TIME, IN_TIME, IN_TIME),
-    Event.INCLUDED: (IN_TIME, LATE, LATE),
-    Event.AVERAGED: (IN_TIME, IN_TIME, IN_TIME),
-    Event.UNMET: (IN_TIME, LATE, IN_TIME),
+    RoundEvent.MISSED: (LATE, LATE, REBASED),
+    RoundEvent.LEVEL: (IN_TIME, IN_TIME, REBASED),
+    RoundEvent.REBASED: (REBASED, REBASED, REBASED),
+    RoundEvent.TOOK_OVER: (IN_TIME, IN_TIME, IN_TIME),
+    RoundEvent.INCLUDED: (IN_TIME, LATE, LATE),
+    RoundEvent.AVERAGED: (IN_TIME, IN_TIME, IN_TIME),
+    RoundEvent.UNMET: (IN_TIME, LATE, IN_TIME),
 }
 
 
-@pytest.mark.parametrize("event", Event)
+@pytest.mark.parametrize("event", RoundEvent)
 @pytest.mark.parametrize("before", Timeliness)
-def test_the_timeliness_of_a_peer_after_each_event(before: Timeliness, event: Event) -> None:
+def test_the_timeliness_of_a_peer_after_each_event(before: Timeliness, event: RoundEvent) -> None:
     assert Attendance(before).after(event).timeliness is AFTER[event][list(Timeliness).index(before)]
     assert TRANSITIONS[event].get(before) is not before, "it stays without being listed"
 
 
 def test_a_peer_tells_how_late_it_was_unless_it_has_missed_nothing() -> None:
-    late = Attendance().after(Event.MISSED, 5.0)
+    late = Attendance().after(RoundEvent.MISSED, 5.0)
     assert late == Attendance(LATE, missed_at=5.0)
-    assert late.after(Event.MISSED, 9.0).missed_at == 5.0
-    assert late.after(Event.REBASED) == Attendance(REBASED, missed_at=5.0)
-    assert late.after(Event.TOOK_OVER) == Attendance(missed_at=5.0)
-    assert late.after(Event.INCLUDED) == late
-    assert late.after(Event.LEVEL) == late.after(Event.AVERAGED) == Attendance()
-    assert late.after(Event.REBASED).after(Event.LEVEL).missed_at == 5.0
+    assert late.after(RoundEvent.MISSED, 9.0).missed_at == 5.0
+    assert late.after(RoundEvent.REBASED) == Attendance(REBASED, missed_at=5.0)
+    assert late.after(RoundEvent.TOOK_OVER) == Attendance(missed_at=5.0)
+    assert late.after(RoundEvent.INCLUDED) == late
+    assert late.after(RoundEvent.LEVEL) == late.after(RoundEvent.AVERAGED) == Attendance()
+    assert late.after(RoundEvent.REBASED).after(RoundEvent.LEVEL).missed_at == 5.0
 
 
 def test_a_round_that_fails_is_repeated_once_and_then_with_the_next_that_is_due() -> None:
@@ -181,7 +181,7 @@ def test_a_round_that_fails_is_repeated_once_and_then_with_the_next_that_is_due(
     begun = Attendance(repeats=first.repeats)
     assert not begun.after_failure().owed
     assert begun.after_failure().after_failure().owed
-    assert begun.after(Event.AVERAGED).after_failure().owed
+    assert begun.after(RoundEvent.AVERAGED).after_failure().owed
     assert Attendance(owed=True, repeats=True).after_failure().owed  # one of its own is due meanwhile
 
 

@@ -199,6 +199,7 @@ class Synchronizer:
             yield WeightReader("explorer", member or "this process", status.value, version, newest)
 
     def note_received(self, member: str, version: int) -> None:
+        """Notes that an explorer of `member` has got the state of this version."""
         self._state.note_received(member, version)
 
     async def set_trainer_status(self, status: RunningStatus | str, *, member: str = "") -> None:
