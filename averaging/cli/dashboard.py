@@ -15,7 +15,7 @@ from averaging.cli.options import (
     output_options,
     security_options,
 )
-from averaging.cli.top import collector_of, service_options
+from averaging.cli.top import collector_of
 
 if TYPE_CHECKING:
     from contextlib import AsyncExitStack
@@ -37,7 +37,6 @@ PAGE_OPTIONS = ("hosts", "password_file", "https_cert", "https_key", "insecure")
     help="A peer of the run, or a source of addresses such as dns:NAME:PORT; repeatable.",
 )
 @flag("listen", default="127.0.0.1:8080", help="Address of the page; port 0 takes a free one.")
-@service_options
 @security_options
 @click.option(
     "--password-file", metavar="FILE", help="Passwords, one per line; the browser asks for one, with any user name."

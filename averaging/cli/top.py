@@ -12,61 +12,34 @@ import click
 
 from averaging.cli.exits import Stop, run
 from averaging.cli.failure import CommandError, Stopped, check_address, failure_of
-from averaging.cli.options import DIALLED, SECURITY, CheckedPath, Command, credentials_of, security_options
+from averaging.cli.options import SECURITY, credentials_of, security_options
 
 if TYPE_CHECKING:
     from averaging.monitor import Collector, RunSnapshot
 
 
-def service_options(command: Command) -> Command:
-    """Adds --register, --feed and --feed-token-file, the services that are shown beside the peers."""
-    for add in (
-        click.option(
-            "--feed-token-file",
-            type=CheckedPath(dir_okay=False),
-            metavar="FILE",
-            help="Token for the feed, if it differs from --token-file.",
-        ),
-        click.option("--feed", metavar="URL", help="Show this feed as well, such as http://192.0.2.7:8000."),
-        click.option(
-            "--register", type=DIALLED, metavar="HOST:PORT", help="Show this register of torchrun jobs as well."
-        ),
-    ):
-        command = add(command)
-    return command
-
-
 async def collector_of(join: Sequence[str], given: dict[str, Any], *, receipts: int) -> Collector:
-    """Returns what collects a run, with the services and credentials that the options name.
+    """Returns what collects a run, with the credentials that the options name.
 
     Args:
         join: addresses of peers, and sources of addresses.
-        given: the options of `service_options` and `security_options`.
+        given: the options of `security_options`.
         receipts: see `Collector`.
 
     Raises:
         AveragingError: an option is invalid, or no address was found.
     """
-    from averaging.monitor import Collector, NamedFeed, NamedRegister
+    from averaging.monitor import Collector
     from averaging.seeds import look_up
 
     credentials = credentials_of({name: given[name] for name in SECURITY})
-    files = {name: given[name] for name in ("tls_ca", "tls_cert", "tls_key")}
-    files["token_file"] = given["feed_token_file"] or given["token_file"]
-    return Collector(
-        await look_up(join, credentials),
-        credentials,
-        receipts=receipts,
-        register=NamedRegister(given["register"], credentials) if given["register"] else None,
-        feed=NamedFeed(given["feed"], **files) if given["feed"] else None,
-    )
+    return Collector(await look_up(join, credentials), credentials, receipts=receipts)
 
 
 @click.command("top")
 @click.argument("addresses", nargs=-1, required=True, metavar="HOST:PORT...")
 @click.option("--json", "as_json", is_flag=True, help="Print one snapshot as a JSON object, and end.")
 @click.option("--once", is_flag=True, help="Print one table, and end; so it does too where no terminal is.")
-@service_options
 @security_options
 def top_command(addresses: tuple[str, ...], *, as_json: bool, once: bool, **given: Any) -> None:
     r"""Shows the run of the peer at HOST:PORT: its peers, steps, rounds, bytes, and who waits for whom.
@@ -84,9 +57,8 @@ def top_command(addresses: tuple[str, ...], *, as_json: bool, once: bool, **give
       averaging top 192.0.2.7:4222 --json | jq '.peers[] | {endpoint, error, waits_for}'
 
     \b
-    A run with TLS and tokens, and the feed of its environments:
-      averaging top a.example:4222 --tls-ca ca.pem --tls-cert me.pem --tls-key me.key --token-file tokens \
-        --feed https://feed.example:8000
+    A run with TLS and tokens:
+      averaging top a.example:4222 --tls-ca ca.pem --tls-cert me.pem --tls-key me.key --token-file tokens
 
     docs/operate/top.md explains the columns and the fields of --json.
 

@@ -52,15 +52,22 @@ class CurvePoint(NamedTuple):
 
 @dataclass(slots=True)
 class _ShownRound:
-    """One round, with the receipt of each peer that has sent one, and as the page takes it."""
+    """One round, with the receipt of each peer that has sent one."""
 
     id: str
     receipts: dict[str, Receipt] = field(default_factory=dict)
-    shown: Json = field(default_factory=dict)
+    _shown: Json | None = None
 
     def add(self, receipt: Receipt) -> None:
         self.receipts[receipt.endpoint] = receipt
-        self.shown = _round_json(self)
+        self._shown = None
+
+    @property
+    def shown(self) -> Json:
+        """The round as the page takes it; computed once for all receipts that have come together."""
+        if self._shown is None:
+            self._shown = _round_json(self)
+        return self._shown
 
     @property
     def round(self) -> Round:
@@ -88,13 +95,8 @@ class RunHistory:
                 self.add_receipt(peer.endpoint, receipt, snapshot.time)
         peers = snapshot.answering
         speeds = {peer.endpoint: peer.training.steps_per_second for peer in peers if peer.training}
-        sent, received = (
-            sum(rate or 0.0 for rate in rates)
-            for rates in (
-                [peer.bytes_sent_per_second for peer in peers],
-                [peer.bytes_received_per_second for peer in peers],
-            )
-        )
+        sent = sum(peer.bytes_sent_per_second or 0.0 for peer in peers)
+        received = sum(peer.bytes_received_per_second or 0.0 for peer in peers)
         known = {name: speed for name, speed in speeds.items() if speed is not None}
         self.add_point(CurvePoint(snapshot.time, received, sent, known))
 

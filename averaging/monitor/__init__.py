@@ -1,25 +1,20 @@
 """A run as its peers describe it, for `averaging top` and for pages.
 
 Read in this order: `snapshot` (a run at one moment, and the same as JSON), `history` (rates from successive answers of
-a peer), `services` (a register and a feed), `collector` (asks the peers), `table` (a snapshot as text), `screen` (the
-same in a terminal, with Textual).
+a peer), `collector` (asks the peers), `table` (a snapshot as text), `screen` (the same in a terminal, with Textual).
 """
 
 from averaging.monitor.collector import INTERVAL, Collector
 from averaging.monitor.screen import TopApp
-from averaging.monitor.services import NamedFeed, NamedRegister
-from averaging.monitor.snapshot import Json, PeerView, RunSnapshot, ServiceView, clean, matching, snapshot_json
+from averaging.monitor.snapshot import Json, PeerView, RunSnapshot, clean, matching, snapshot_json
 from averaging.monitor.table import as_text
 
 __all__ = [
     "INTERVAL",
     "Collector",
     "Json",
-    "NamedFeed",
-    "NamedRegister",
     "PeerView",
     "RunSnapshot",
-    "ServiceView",
     "TopApp",
     "as_text",
     "clean",

@@ -15,8 +15,7 @@ from typing import Self
 from averaging.common import CLIENT_PREFIX, counted, is_endpoint
 from averaging.errors import AveragingError
 from averaging.monitor.history import CLIENT, PeerHistory
-from averaging.monitor.services import NamedService
-from averaging.monitor.snapshot import RunSnapshot, ServiceView
+from averaging.monitor.snapshot import RunSnapshot
 from averaging.receipts import PeerStatus, Receipt
 from averaging.rpc import Credentials
 from averaging.transport.grpc import GrpcTransport
@@ -54,7 +53,6 @@ class Collector:
         credentials: certificates and tokens, see `averaging.rpc.read_credentials`.
         receipts: maximum number of past receipts in the first answer of each peer; also of later ones, which have only
             those of rounds since the answer before. 0 for none.
-        register, feed: services to ask as well. They are closed with this object.
         interval: seconds between an answer of a peer, or its failure, and the next call to it; also between snapshots.
         clock: clock in seconds since the epoch.
     """
@@ -65,8 +63,6 @@ class Collector:
         credentials: Credentials | None = None,
         *,
         receipts: int = 0,
-        register: NamedService | None = None,
-        feed: NamedService | None = None,
         interval: float = INTERVAL,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -75,9 +71,6 @@ class Collector:
             None, max_message_bytes=MAX_MESSAGE_BYTES, credentials=credentials, given=self._given
         )
         self._receipts, self._interval, self._clock = receipts, interval, clock
-        named = {"register": register, "feed": feed}
-        self._services = {name: service for name, service in named.items() if service is not None}
-        self._answers_of: dict[str, ServiceView] = {}
         self._peers: dict[str, PeerHistory] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._named: dict[str, float] = {}  # when each peer was named last
@@ -95,10 +88,6 @@ class Collector:
             stack.push_async_callback(self._transport.close)
             self._group = await stack.enter_async_context(asyncio.TaskGroup())
             stack.callback(lambda: [task.cancel() for task in self._tasks.values()])
-            for name, service in self._services.items():
-                stack.push_async_callback(service.close)
-                self._unasked.add(name)
-                self._tasks[name] = self._group.create_task(self._ask_service(name, service))
             for endpoint in self._given:
                 self._watch(endpoint)
             self._stack = stack.pop_all()
@@ -120,7 +109,7 @@ class Collector:
         return self.snapshot()
 
     async def settled(self, timeout: float) -> bool:
-        """Waits until all known peers and services were asked once, at most `timeout` seconds; returns whether."""
+        """Waits until all known peers were asked once, at most `timeout` seconds; returns whether."""
         try:
             async with asyncio.timeout(timeout):
                 await self._settled.wait()
@@ -139,7 +128,6 @@ class Collector:
             run_id=self.run_id,
             peers=tuple(self._peers[name].view(now) for name in sorted(self._peers)),
             notes=notes,
-            **self._answers_of,
         )
 
     def receipts_of(self, endpoint: str) -> tuple[Receipt, ...]:
@@ -221,12 +209,6 @@ class Collector:
         for account in last.accounts if last else ():
             if account.endpoint.startswith(CLIENT_PREFIX) and account.endpoint in self._peers:
                 self._peers[account.endpoint].described(account, status)
-
-    async def _ask_service(self, name: str, service: NamedService) -> None:
-        while True:
-            self._answers_of[name] = await service.ask()
-            self._was_asked(name)
-            await asyncio.sleep(self._interval)
 
     def _was_asked(self, address: str) -> None:
         self._unasked.discard(address)

@@ -123,23 +123,6 @@ class PeerView:
 
 
 @dataclass(frozen=True, slots=True)
-class ServiceView:
-    """A register or a feed that the user has named.
-
-    Attributes:
-        name: its address.
-        error: why it did not answer; empty if it did.
-        values: what it says of itself, by name.
-        round_trip_seconds: seconds that the answer took.
-    """
-
-    name: str
-    error: str = ""
-    values: Mapping[str, Any] = field(default_factory=dict)
-    round_trip_seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class RunSnapshot:
     """A run at one moment.
 
@@ -147,15 +130,12 @@ class RunSnapshot:
         time: seconds since the epoch.
         run_id: its id; empty while nobody has answered.
         peers: its peers, by endpoint.
-        register, feed: those that the user has named.
         notes: what the view leaves out, and why.
     """
 
     time: float
     run_id: str
     peers: tuple[PeerView, ...]
-    register: ServiceView | None = None
-    feed: ServiceView | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -253,8 +233,6 @@ def snapshot_json(snapshot: RunSnapshot, *, receipts: bool = True) -> Json:
         "peers": [_peer_json(peer, receipts) for peer in snapshot.peers],
         "followers": [_reader_json(peer, each) for peer, each in snapshot.readers if each.kind == "follower"],
         "explorers": [_reader_json(peer, each) for peer, each in snapshot.readers if each.kind == "explorer"],
-        "register": asdict(snapshot.register) if snapshot.register else None,
-        "feed": asdict(snapshot.feed) if snapshot.feed else None,
         "notes": snapshot.notes,
     }
     cleaned: Json = clean(values)

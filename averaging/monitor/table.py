@@ -15,7 +15,7 @@ from rich.text import Text
 
 from averaging.common import counted, duration
 from averaging.errors import printable
-from averaging.monitor.snapshot import PeerView, RunSnapshot, ServiceView
+from averaging.monitor.snapshot import PeerView, RunSnapshot
 from averaging.receipts import WeightReader
 
 MAX_CELL = 60
@@ -190,7 +190,6 @@ def summary(snapshot: RunSnapshot) -> list[Text]:
         waits_line(snapshot),
         _silent_line(snapshot),
         readers_line(snapshot.readers),
-        *services(snapshot),
     )
     lines = [_first_line(snapshot), _rounds_line(snapshot), *(Text(printable(text)) for text in texts if text)]
     return lines + [Text(printable(note), style="yellow") for note in snapshot.notes]
@@ -281,22 +280,6 @@ def _rendered(table: Table) -> list[str]:
     with console.capture() as captured:
         console.print(table)
     return [line.rstrip() for line in captured.get().splitlines()]
-
-
-def services(snapshot: RunSnapshot) -> list[str]:
-    """A line for each named register and feed."""
-    named = (("register", snapshot.register), ("feed", snapshot.feed))
-    return [_service_line(kind, service) for kind, service in named if service is not None]
-
-
-def _service_line(kind: str, service: ServiceView) -> str:
-    if service.error:
-        return f"{kind} {service.name}: {service.error}"
-    values = ", ".join(
-        f"{name.replace('_', ' ')} {compact(value) if isinstance(value, float) else value}"
-        for name, value in service.values.items()
-    )
-    return f"{kind} {service.name}: {values}, answers in {duration(service.round_trip_seconds)}"
 
 
 def as_text(snapshot: RunSnapshot) -> list[str]:

@@ -16,8 +16,8 @@ import torch
 
 from averaging import Peer
 from averaging.dashboard import RECEIPTS, RunHistory, views_of
-from averaging.monitor import Collector, PeerView, RunSnapshot, ServiceView, snapshot_json
-from averaging.receipts import Account, TrainingProgress
+from averaging.monitor import Collector, PeerView, RunSnapshot, snapshot_json
+from averaging.receipts import Account, TrainingProgress, WeightReader
 from tests.support.dashboards import ENDPOINTS, NOW, receipt
 from tests.support.grpc_fakes import STATUS
 from tests.support.processes import DEADLINE
@@ -64,15 +64,17 @@ def test_the_page_reads_what_the_server_sends() -> None:
     """Its functions between the JSON and what is shown run without a browser."""
     client = PeerView("client::a", error="a client, which accepts no calls")
     silent = PeerView(ENDPOINTS[0], error="connection refused")
-    feed = ServiceView("http://a:8000", values={"current_step": 7, "nested": {"a": 1}})
-    register = ServiceView("b:29400", error="connection refused")
-    snapshot = RunSnapshot(NOW, "run", (client, silent), register=register, feed=feed)
+    reader = WeightReader("follower", "192.0.2.9:4300", version=3, newest=5)
+    answering = PeerView(ENDPOINTS[1], status=replace(STATUS, readers=(reader,)))
+    snapshot = RunSnapshot(NOW, "run", (client, silent))
+    update = snapshot_json(snapshot, receipts=False)
+    update["followers"] = snapshot_json(RunSnapshot(NOW, "run", (answering,)))["followers"]
     source = PAGE.read_text()
     functions = source[source.index("function shownPeer") : source.index("function show()")]
     helpers = "\n".join(line for line in source.splitlines() if line.startswith(("const words =", "const counted =")))
     program = f"""{helpers}
 {functions}
-const update = {json.dumps(snapshot_json(snapshot, receipts=False))};
+const update = {json.dumps(update)};
 const peers = update.peers.map(shownPeer);
 console.log(JSON.stringify([peers, shownRun(update, peers), othersOf(update)]));"""
     done = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True)
@@ -81,9 +83,8 @@ console.log(JSON.stringify([peers, shownRun(update, peers), othersOf(update)]));
     assert second["error"] == "connection refused"
     assert run["problem"] == f"No peer of the run answers. {ENDPOINTS[0]}: connection refused"
     assert run["bytes_in"] == 0
-    assert [(other["kind"], other["error"], other["text"]) for other in others] == [
-        ("register", "connection refused", "answers"),
-        ("feed", "", "current step 7"),
+    assert [(other["kind"], other["text"]) for other in others] == [
+        ("follower", f"2 behind version 5 of {ENDPOINTS[1]}")
     ]
 
 

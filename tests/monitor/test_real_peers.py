@@ -1,26 +1,22 @@
-"""What a view shows of real peers: who waits for whom, followers and explorers, a register and a feed."""
+"""What a view shows of real peers: who waits for whom, followers and explorers."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 import pytest
 import torch
 
-from averaging import ConfigError, Peer, WeightPublisher
-from averaging.elastic import GrpcRegister, RegisterService
-from averaging.monitor import Collector, NamedFeed, NamedRegister, RunSnapshot, snapshot_json
+from averaging import Peer, WeightPublisher
+from averaging.monitor import Collector, RunSnapshot, snapshot_json
 from averaging.monitor.table import as_text
 from averaging.rl.synchronizer import RunningStatus, Synchronizer
 from averaging.rl.synchronizer.remote import RemoteSynchronizer
-from averaging.rpc import Credentials, RpcChannel
+from averaging.rpc import Credentials
 from averaging.weights.receiver import FollowerOptions, ModelReceiver
-from tests.support.feeds import Feed
 from tests.support.peers import average
-from tests.support.ports import free_address
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
@@ -90,36 +86,3 @@ async def test_followers_and_explorers_with_their_versions() -> None:
         assert (seen["status"], seen["version"], seen["newest"]) == ("running", 5, 5)
         await followers.aclose()
         await until(collector, lambda snapshot: not snapshot_json(snapshot)["followers"])
-
-
-@pytest.mark.asyncio
-async def test_a_register_and_a_feed_that_are_named(tmp_path: Path) -> None:
-    with Feed(tmp_path / "feed.db") as feed:
-        async with AsyncExitStack() as stack:
-            peer = await stack.enter_async_context(Peer(tensors(), run_id="run", services=[RegisterService()]))
-            channel = await stack.enter_async_context(RpcChannel(peer.endpoint))
-            await GrpcRegister(channel).compare_and_set("job", b"12345", None)
-            register = NamedRegister(peer.endpoint, Credentials())
-            collector = Collector([peer.endpoint], register=register, feed=NamedFeed(feed.url))
-            snapshot = await (await stack.enter_async_context(collector)).collect()
-        assert snapshot.register is not None
-        assert snapshot.feed is not None
-        assert (snapshot.register.values["entries"], snapshot.register.values["bytes"]) == (1, 5)
-        assert snapshot.feed.values["queue_size"] == 0
-        assert any(line.startswith(f"feed {feed.url}: current step 0") for line in as_text(snapshot))
-
-
-@pytest.mark.asyncio
-async def test_services_that_do_not_answer_are_named_with_the_reason() -> None:
-    async with Peer(tensors(), run_id="run") as peer:
-        nowhere = free_address()
-        feed = NamedFeed(f"http://{nowhere}")
-        register = NamedRegister(peer.endpoint, Credentials())
-        async with Collector([peer.endpoint], register=register, feed=feed) as collector:
-            snapshot = await collector.collect()
-        assert snapshot.register is not None
-        assert snapshot.feed is not None
-        assert snapshot.register.error == "serves no register that lists its entries"
-        assert "cannot be reached" in snapshot.feed.error
-    with pytest.raises(ConfigError, match="not the address of a feed"):
-        NamedFeed("nonsense")

@@ -101,12 +101,9 @@ function shownRun(update, peers) {
 }
 
 function othersOf(update) {
-  const reader = (kind) => (each) => ({ kind, name: each.name, version: each.version, error: "",
+  const reader = (kind) => (each) => ({ kind, name: each.name, version: each.version,
     text: `${progress(each)} of ${each.peer}${each.status ? `; ${each.status}` : ""}` });
-  const service = (kind) => (each) => ({ kind, name: each.name, version: null, error: each.error, text: Object.entries(each.values)
-    .filter(([, value]) => typeof value !== "object").slice(0, 6).map(([name, value]) => `${words(name)} ${value}`).join(", ") || "answers" });
-  return [...update.followers.map(reader("follower")), ...update.explorers.map(reader("explorer")),
-    ...[update.register].filter(Boolean).map(service("register")), ...[update.feed].filter(Boolean).map(service("feed"))];
+  return [...update.followers.map(reader("follower")), ...update.explorers.map(reader("explorer"))];
 }
 
 function progress({ version, newest }) {
@@ -317,8 +314,8 @@ function showOthers() {
   $("others").hidden = !state.others.length;
   if (!state.others.length) return;
   const head = ["What", "Name", "Version", "State"].map((name) => make("th", { scope: "col" }, name));
-  const lines = state.others.map((other) => make("tr", { class: other.error && "down" }, make("td", {}, other.kind), make("td", {}, other.name),
-    make("td", {}, other.version ?? ""), make("td", { class: other.error && "fault" }, other.error ? `does not answer: ${other.error}` : other.text)));
+  const lines = state.others.map((other) => make("tr", {}, make("td", {}, other.kind), make("td", {}, other.name),
+    make("td", {}, other.version ?? ""), make("td", {}, other.text)));
   $("others-table").replaceChildren(make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...lines));
 }
 
