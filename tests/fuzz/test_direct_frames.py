@@ -25,7 +25,7 @@ from averaging.transport.direct.frames import (
     proof_of,
 )
 from averaging.transport.direct.opening import OPEN, Request
-from averaging.transport.direct.sealing import Cipher, Ciphers, derive_keys, shared_secret
+from averaging.transport.direct.sealing import Cipher, derive_keys, shared_secret
 from averaging.transport.direct.streams import encode_head
 from tests.support.certificates import HERE, secure
 from tests.support.grpc_fakes import FakePeer, number_of, part
@@ -109,8 +109,7 @@ async def attack(changes: list[tuple[str, float, bytes]], credentials: Credentia
         cipher = None
         if credentials:
             secret, proof = shared_secret(own, grant.public_key), proof_of(nonce, grant.ticket)
-            keys = derive_keys(secret, public, grant.public_key, proof)
-            cipher = Ciphers.of_caller(keys).sending
+            cipher = Cipher(derive_keys(secret, public, grant.public_key, proof)[0])
         reader, writer = await asyncio.open_connection("127.0.0.1", grant.port)
         writer.write(pack_hello(nonce, grant.ticket) + changed(stream(cipher), changes))
         writer.write_eof()

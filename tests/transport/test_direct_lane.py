@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from averaging import Outcome, Peer, Receipt
-from averaging.common import HostQuota
 from averaging.errors import CallRefusedError, PeerUnreachableError, ProtocolViolationError
 from averaging.protocol.messages import AveragingData, MessageCode
 from averaging.security.credentials import Credentials
@@ -121,7 +120,6 @@ async def every_connection_ends(callee: GrpcTransport) -> bool:
             await asyncio.wait(listener._connections)
     assert not listener._admitted._taken
     assert not listener._newcomers._taken
-    assert not listener._unasked._taken
     return True
 
 
@@ -510,95 +508,7 @@ async def test_other_versions_have_no_lane_and_say_so() -> None:
             await caller._channels.call(endpoint, OPEN, Request(commitment_to(NONCE), version=0))
 
 
-# Floods
-
-
-CALLERS = 64
-
-
-@asynccontextmanager
-async def flood(caller: GrpcTransport, endpoint: str, callee: GrpcTransport, frames: bytes) -> AsyncIterator[None]:
-    """Callers that greet as they should, and then send frames as fast as they are taken."""
-    port = transport_of(callee).direct_port
-
-    async def send() -> None:
-        nonce = os.urandom(NONCE_BYTES)
-        grant = await caller._channels.call(endpoint, OPEN, Request(commitment_to(nonce)))
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        try:
-            writer.write(pack_hello(nonce, grant.ticket) + READY)
-            await reader.readexactly(len(WELCOME))
-            with suppress(OSError):
-                while True:
-                    writer.write(frames)
-                    await writer.drain()
-        finally:
-            await closed(writer)
-
-    async with asyncio.TaskGroup() as tasks:
-        floods = [tasks.create_task(send()) for _ in range(CALLERS)]
-        yield
-        for one in floods:
-            one.cancel()
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("kind", [FrameKind.ALIVE, FrameKind.END, FrameKind.READY], ids=lambda kind: kind.name)
-async def test_a_flood_of_control_frames_ends_at_once_and_leaves_nothing(kind: FrameKind) -> None:
-    """The kernel would take megabytes of each, and their end would be known only once all of it was read."""
-    frames = pack_header(kind, 0, 0) * 8192
-    async with serving(FakePeer()) as (callee, endpoint), client() as caller, client() as honest:
-        listener = transport_of(callee)._listener
-        assert listener is not None
-        async with flood(caller, endpoint, callee, frames):
-            await until(lambda: listener.tickets._quota._taken.total() >= CALLERS and not listener._connections)
-            assert await send_parts(honest, endpoint) == [0, 1, 2]
-        assert lane_of(honest, endpoint) == ("direct", "")
-        assert sum(listener._admitted._taken.values()) == len(listener._links) == 1
-
-
-@pytest.mark.asyncio
-async def test_a_stream_that_brings_no_average_is_the_last_on_its_connection(credentials: Credentials | None) -> None:
-    """Both sides know it, so no caller begins a stream that the callee will not read."""
-
-    async def refuses(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
-        async for _ in messages:
-            pass
-        yield AveragingData(MessageCode.BAD_GROUP_ID)
-
-    async def nameless() -> AsyncGenerator[AveragingData, None]:
-        yield replace(part(0), endpoint="")
-
-    service = FakePeer(aggregate=refuses)
-    async with (
-        serving(service, credentials=credentials) as (callee, endpoint),
-        client(credentials=credentials) as caller,
-    ):
-        async with aclosing(caller.aggregate_part(endpoint, nameless())) as replies, asyncio.timeout(PATIENCE):
-            assert [reply.code async for reply in replies] == [MessageCode.BAD_GROUP_ID]
-        assert not transport_of(caller)._lanes.is_ready(endpoint)
-        service.aggregate = None
-        assert await send_parts(caller, endpoint) == [0, 1, 2]
-        assert lane_of(caller, endpoint) == ("sealed" if credentials else "direct", "")
-        listener = transport_of(callee)._listener
-        assert listener is not None
-        assert len(listener._links) == 1
-
-
 # Limits per host
-
-
-@pytest.mark.asyncio
-async def test_tickets_of_a_host_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tickets, "MAX_PER_HOST", 2)
-    async with serving(FakePeer()) as (_, endpoint), client() as caller:
-        for _ in range(2):
-            await caller._channels.call(endpoint, OPEN, Request(os.urandom(32)))
-        with pytest.raises(CallRefusedError, match="too many direct connections were requested"):
-            await caller._channels.call(endpoint, OPEN, Request(os.urandom(32)))
-        assert await send_parts(caller, endpoint) == [0, 1, 2]
-        assert lane_of(caller, endpoint)[0] == "grpc"
-        assert "too many direct connections" in lane_of(caller, endpoint)[1]
 
 
 @pytest.mark.asyncio
@@ -620,47 +530,6 @@ async def test_connections_of_a_host_are_bounded_and_grpc_carries_the_rest(monke
         assert lane_of(first, endpoint) == ("direct", "")
         assert lane_of(second, endpoint)[0] == "grpc"
         assert "did not accept the connection" in lane_of(second, endpoint)[1]
-
-
-@pytest.mark.asyncio
-async def test_bytes_that_no_round_has_asked_for_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three parts of a mebibyte two fit; the connection of the third is closed, and later ones are served."""
-    may_end = asyncio.Event()
-
-    async def reads_one(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
-        first = await anext(messages)
-        yield first
-        await may_end.wait()
-
-    service = FakePeer(aggregate=reads_one)
-    async with serving(service) as (callee, endpoint), AsyncExitStack() as stack:
-        listener = transport_of(callee)._listener
-        assert listener is not None
-        monkeypatch.setattr(listener, "_unasked", HostQuota(1 << 30, 2 * MIB + 4096))
-        callers = [await stack.enter_async_context(client()) for _ in range(3)]
-        calls = [
-            await stack.enter_async_context(aclosing(caller.aggregate_part(endpoint, parts(1, MIB))))
-            for caller in callers
-        ]
-        for call in calls[:2]:
-            assert number_of(await asyncio.wait_for(anext(call), PATIENCE)) == 0
-        with pytest.raises(PeerUnreachableError, match="connection lost"):
-            await asyncio.wait_for(anext(calls[2]), PATIENCE)
-        may_end.set()
-        for call in calls[:2]:
-            await asyncio.wait_for(read_all(call), PATIENCE)
-        again = await stack.enter_async_context(client())
-        assert await send_parts(again, endpoint, 1, MIB) == [0]
-
-
-@pytest.mark.asyncio
-async def test_a_round_that_has_accepted_a_sender_bounds_its_bytes_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving(FakePeer()) as (callee, endpoint), client() as caller:
-        listener = transport_of(callee)._listener
-        assert listener is not None
-        monkeypatch.setattr(listener, "_unasked", HostQuota(1 << 30, 2 * MIB))
-        assert await send_parts(caller, endpoint, 20, MIB) == list(range(20))
-        assert not listener._unasked._taken
 
 
 # When gRPC carries the parts

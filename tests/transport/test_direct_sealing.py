@@ -19,7 +19,7 @@ from averaging.transport.direct.frames import (
     pack_hello,
     proof_of,
 )
-from averaging.transport.direct.sealing import Cipher, Ciphers, Keys, derive_keys, shared_secret
+from averaging.transport.direct.sealing import Cipher, Ciphers, derive_keys, shared_secret
 
 CALLER = X25519PrivateKey.from_private_bytes(bytes(range(32)))
 CALLEE = X25519PrivateKey.from_private_bytes(bytes(range(32, 64)))
@@ -34,8 +34,19 @@ def public(key: X25519PrivateKey) -> bytes:
     return key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
 
 
-def keys() -> Keys:
+def keys() -> tuple[bytes, bytes]:
+    """To the callee, and to the caller."""
     return derive_keys(SECRET, public(CALLER), public(CALLEE), PROOF)
+
+
+def of_caller() -> Ciphers:
+    to_callee, to_caller = keys()
+    return Ciphers(Cipher(to_callee), Cipher(to_caller))
+
+
+def of_callee() -> Ciphers:
+    to_callee, to_caller = keys()
+    return Ciphers(Cipher(to_caller), Cipher(to_callee))
 
 
 def sealed(cipher: Cipher, data: bytes, header: bytes = HEADER) -> bytes:
@@ -54,8 +65,7 @@ def test_vectors_of_the_keys() -> None:
     """SECURITY.md gives the same figures; another implementation must get them too."""
     assert public(CALLER).hex() == VECTORS["caller's public key"]
     assert public(CALLEE).hex() == VECTORS["callee's public key"]
-    assert keys().to_callee.hex() == VECTORS["key to the callee"]
-    assert keys().to_caller.hex() == VECTORS["key to the caller"]
+    assert [key.hex() for key in keys()] == [VECTORS["key to the callee"], VECTORS["key to the caller"]]
     assert shared_secret(CALLEE, public(CALLER)) == SECRET
 
 
@@ -68,14 +78,14 @@ def test_vectors_of_the_hello() -> None:
 def test_vectors_of_a_frame() -> None:
     """The body is sealed first, with nonce 1, then the head with nonce 2; both with the header as additional data."""
     assert HEADER.hex() == VECTORS["header"]
-    cipher = Ciphers.of_caller(keys()).sending
+    cipher = of_caller().sending
     body, head = sealed(cipher, b"the body"), sealed(cipher, b"head")
     assert body.hex() == VECTORS["sealed body"]
     assert head.hex() == VECTORS["sealed head"]
-    plain = AESGCM(keys().to_callee)
+    plain = AESGCM(keys()[0])
     assert plain.decrypt((1).to_bytes(12, "big"), body, HEADER) == b"the body"
     assert plain.decrypt((2).to_bytes(12, "big"), head, HEADER) == b"head"
-    receiving = Ciphers.of_callee(keys()).receiving
+    receiving = of_callee().receiving
     assert opened(receiving, body) == b"the body"
     assert opened(receiving, head) == b"head"
 
@@ -89,12 +99,12 @@ def test_other_inputs_give_other_keys(changed: str) -> None:
         "callee": lambda: derive_keys(SECRET, public(CALLER), bytes(32), PROOF),
         "role": lambda: derive_keys(SECRET, public(CALLEE), public(CALLER), PROOF),
     }[changed]()
-    assert not {other.to_callee, other.to_caller} & {keys().to_callee, keys().to_caller}
+    assert not {*other} & {*keys()}
 
 
 def test_the_directions_have_keys_of_their_own() -> None:
-    assert keys().to_callee != keys().to_caller
-    caller, callee = Ciphers.of_caller(keys()), Ciphers.of_callee(keys())
+    assert len(set(keys())) == 2
+    caller, callee = of_caller(), of_callee()
     own = sealed(caller.sending, b"from the caller")
     with pytest.raises(ProtocolViolationError, match="changed on its way"):
         opened(caller.receiving, own)  # sent back to its sender
@@ -103,26 +113,26 @@ def test_the_directions_have_keys_of_their_own() -> None:
 
 @pytest.mark.parametrize("place", range(len(b"part") + TAG_BYTES))
 def test_no_bit_can_be_changed(place: int) -> None:
-    raw = bytearray(sealed(Ciphers.of_caller(keys()).sending, b"part"))
+    raw = bytearray(sealed(of_caller().sending, b"part"))
     raw[place] ^= 1
     with pytest.raises(ProtocolViolationError):
-        opened(Ciphers.of_callee(keys()).receiving, bytes(raw))
+        opened(of_callee().receiving, bytes(raw))
 
 
 @pytest.mark.parametrize("place", range(len(HEADER)))
 def test_no_bit_of_the_header_can_be_changed(place: int) -> None:
-    raw = sealed(Ciphers.of_caller(keys()).sending, b"part")
+    raw = sealed(of_caller().sending, b"part")
     header = bytearray(HEADER)
     header[place] ^= 1
     with pytest.raises(ProtocolViolationError):
-        opened(Ciphers.of_callee(keys()).receiving, raw, bytes(header))
+        opened(of_callee().receiving, raw, bytes(header))
 
 
 def test_nothing_can_be_left_out_repeated_or_moved() -> None:
-    cipher = Ciphers.of_caller(keys()).sending
+    cipher = of_caller().sending
     pieces = [sealed(cipher, bytes([number])) for number in range(3)]
     for order in itertools.product(range(3), repeat=2):
-        receiving = Ciphers.of_callee(keys()).receiving
+        receiving = of_callee().receiving
         if order == (0, 1):
             assert [opened(receiving, pieces[number]) for number in order] == [b"\0", b"\1"]
             continue
@@ -131,15 +141,10 @@ def test_nothing_can_be_left_out_repeated_or_moved() -> None:
 
 
 def test_the_bytes_of_both_directions_are_counted() -> None:
-    ciphers = Ciphers.of_caller(keys())
+    ciphers = of_caller()
     sealed(ciphers.sending, bytes(100))
     sealed(ciphers.sending, bytes(100))
     assert ciphers.nbytes == 200
-
-
-def test_keys_do_not_appear_in_texts() -> None:
-    assert "key" not in repr(keys()).replace("Keys", "")
-    assert keys().to_callee.hex() not in repr(keys())
 
 
 VECTORS = {

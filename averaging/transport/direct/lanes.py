@@ -123,10 +123,7 @@ class Lanes:
             return
         now = asyncio.get_running_loop().time()
         lane.busy, lane.used = False, now
-        if link.spent:
-            self._forget_link(lane, NOT_OPEN)
-            link.close()
-        elif link.lost:
+        if link.lost:
             self._fail(lane, f"the direct connection had ended: {link.lost}", now)
         else:
             lane.failures = 0

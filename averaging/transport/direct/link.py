@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-from averaging.errors import AveragingError, PeerUnreachableError, ProtocolViolationError
+from averaging.errors import PeerUnreachableError, ProtocolViolationError
 from averaging.protocol import Buffer
 from averaging.transport.direct.frames import (
     HEADER,
@@ -95,10 +95,8 @@ class Link:
     Attributes:
         ticket: ticket with which the connection was made.
         lost: why the connection has ended; empty while it is open.
-        spent: whether no further stream may begin on it.
         ahead: number of frames that may wait to be read; with 0 a frame is received when it is asked for.
         on_lost: callback, called once when the connection ends, except by `close`.
-        on_frame: callback with the size of a frame, before memory is allocated for it; the link ends if it raises.
         write_seconds: time limit for sending a frame, given its size in bytes; None for no limit.
     """
 
@@ -122,10 +120,8 @@ class Link:
         self._watcher = watcher
         self.ticket = b""
         self.lost = ""
-        self.spent = False
         self.ahead = FRAMES_AHEAD
         self.on_lost: Callable[[], object] | None = None
-        self.on_frame: Callable[[int], None] | None = None
         self.write_seconds: Callable[[int], float] | None = None
         self._header = bytearray(HEADER.size)
         self._header_view = memoryview(self._header)
@@ -318,12 +314,10 @@ class Link:
         self._header_got = 0
         try:
             self._sizes = sizes = read_header(self._header, self._max_body, self._accepted)
-            payload = sizes.payload(sealed=self._ciphers is not None)
-            if self.on_frame is not None:
-                self.on_frame(payload)
-        except AveragingError as error:
+        except ProtocolViolationError as error:
             self._fail(f"{LOST}: {error}")
             return
+        payload = sizes.payload(sealed=self._ciphers is not None)
         if not payload:
             self._complete()
             return

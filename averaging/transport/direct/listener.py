@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
+import time
 from contextlib import suppress
 
 from averaging.common import HostQuota, parse_address
@@ -37,9 +37,7 @@ class Listener:
     Args:
         address: `host:port`; port 0 takes a free one.
         max_body: bytes of the largest body that is accepted.
-        unasked: quota of the bytes of parts that no round has asked for.
         buffers: pool in which bodies are received.
-        clock: monotonic.
 
     Attributes:
         port: the port on which it listens.
@@ -49,16 +47,8 @@ class Listener:
         ListenError: the address is not available.
     """
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        max_body: int,
-        unasked: HostQuota,
-        buffers: BufferPool,
-        clock: Callable[[], float],
-    ) -> None:
-        self._max_body, self._buffers, self._clock = max_body, buffers, clock
+    def __init__(self, address: str, *, max_body: int, buffers: BufferPool) -> None:
+        self._max_body, self._buffers = max_body, buffers
         self._loop = asyncio.get_running_loop()
         self._sockets = _listening(address)
         self.port: int = self._sockets[0].getsockname()[1]
@@ -67,7 +57,7 @@ class Listener:
         self._watcher: DisconnectWatcher | None = None
         self._newcomers = HostQuota(MAX_NEWCOMERS, MAX_NEWCOMERS_PER_HOST)
         self._admitted = HostQuota(MAX_CONNECTIONS, MAX_CONNECTIONS_PER_HOST)
-        self._heads, self._unasked = HeaderCache(), unasked
+        self._heads = HeaderCache()
         self._links: dict[bytes, Link] = {}  # by their tickets
         self._connections: set[asyncio.Task[None]] = set()
         self._busy: set[asyncio.Task[None]] = set()  # those with a stream in progress
@@ -141,7 +131,7 @@ class Listener:
             try:
                 async with asyncio.timeout(HANDSHAKE_SECONDS):
                     nonce, proof = await self._read_hello(connection)
-                    admission = self.tickets.redeem(nonce, proof, self._clock())
+                    admission = self.tickets.redeem(nonce, proof, time.monotonic())
                     if admission is None or not self._admitted.take(admission.host):
                         admission = None
                         return
@@ -171,16 +161,15 @@ class Listener:
         link.on_lost = task.cancel
         link.write_seconds = write_seconds
         while self._sockets:
-            stream = Stream(link, admission, self._heads, self._unasked)
+            stream = Stream(link, admission, self._heads)
+            if not await stream.begin():
+                return
+            self._busy.add(task)
             try:
-                if not await stream.begin():
-                    return
-                self._busy.add(task)
                 await serve_stream(link, stream, service)
             finally:
                 self._busy.discard(task)
-                stream.close()
-            if not stream.ended or link.spent:
+            if not stream.ended:
                 return
 
     async def _read_hello(self, connection: socket.socket) -> tuple[bytes, bytes]:

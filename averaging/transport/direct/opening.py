@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,12 +31,13 @@ from averaging.transport.direct.frames import (
 )
 from averaging.transport.direct.lanes import NOT_SERVED
 from averaging.transport.direct.link import Link
+from averaging.transport.direct.listener import Listener
 from averaging.transport.direct.sealing import (
     KEY_BYTES,
     VALID_SECONDS,
     Admission,
+    Cipher,
     Ciphers,
-    Tickets,
     derive_keys,
     shared_secret,
 )
@@ -125,23 +127,8 @@ ECHO = RpcMethod(
 )
 
 
-def direct_handlers(
-    tickets: Tickets,
-    port: Callable[[], int],
-    echo: Callable[[bytes], None],
-    clock: Callable[[], float],
-    *,
-    sealed: bool,
-) -> list[RpcHandler]:
-    """The callee's side.
-
-    Args:
-        tickets: tickets of the direct port, to which the new one is added.
-        port: returns the port at which callers reach this peer.
-        echo: sends an ALIVE frame over the connection with a ticket.
-        clock: clock of the tickets.
-        sealed: whether this peer has TLS, so that the connection is sealed.
-    """
+def direct_handlers(listener: Listener, port: Callable[[], int], *, sealed: bool) -> list[RpcHandler]:
+    """The callee's side; `port` returns the port at which callers reach `listener`."""
 
     async def grant(request: Request) -> Grant:
         ticket, public_key, seal = os.urandom(TICKET_BYTES), b"", None
@@ -150,17 +137,18 @@ def direct_handlers(
             public_key = _public_bytes(own)
             seal = partial(_ciphers_of_callee, shared_secret(own, request.public_key), request.public_key, public_key)
         admission = Admission(rpc_caller().host, ticket, claim_checker(), seal)
-        tickets.grant(admission, request.commitment, clock())
+        listener.tickets.grant(admission, request.commitment, time.monotonic())
         return Grant(port(), ticket, public_key)
 
-    async def answer_echo(ticket: bytes) -> None:
-        echo(ticket)
+    async def echo(ticket: bytes) -> None:
+        listener.echo(ticket)
 
-    return [OPEN.answers(grant), ECHO.answers(answer_echo)]
+    return [OPEN.answers(grant), ECHO.answers(echo)]
 
 
 def _ciphers_of_callee(secret: bytes, caller: bytes, callee: bytes, proof: bytes) -> Ciphers:
-    return Ciphers.of_callee(derive_keys(secret, caller, callee, proof))
+    to_callee, to_caller = derive_keys(secret, caller, callee, proof)
+    return Ciphers(Cipher(to_caller), Cipher(to_callee))
 
 
 async def open_link(
@@ -205,7 +193,8 @@ async def open_link(
     ciphers = None
     if own is not None:
         secret, proof = shared_secret(own, grant.public_key), proof_of(nonce, grant.ticket)
-        ciphers = Ciphers.of_caller(derive_keys(secret, public_key, grant.public_key, proof))
+        to_callee, to_caller = derive_keys(secret, public_key, grant.public_key, proof)
+        ciphers = Ciphers(Cipher(to_callee), Cipher(to_caller))
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(CONNECT_SECONDS):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives import hashes
@@ -15,7 +15,6 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from averaging.common import HostQuota
 from averaging.errors import BusyError, ProtocolViolationError
 from averaging.protocol import Buffer
 from averaging.transport.direct.frames import TAG_BYTES, commitment_to, proof_of
@@ -28,14 +27,6 @@ CONTEXT = b"averaging.v1.Direct"
 
 MAX_SEALED_BYTES = 64 << 30
 """A connection is replaced after this many bytes in one direction. TLS 1.3 replaces keys after about 350 GiB."""
-
-
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """The keys of one connection."""
-
-    to_callee: bytes = field(repr=False)
-    to_caller: bytes = field(repr=False)
 
 
 def shared_secret(own: X25519PrivateKey, other: bytes) -> bytes:
@@ -56,8 +47,8 @@ def shared_secret(own: X25519PrivateKey, other: bytes) -> bytes:
         raise ProtocolViolationError("a public key that makes the secret known to everybody") from None
 
 
-def derive_keys(secret: bytes, caller: bytes, callee: bytes, proof: bytes) -> Keys:
-    """Derives the keys of a connection; both sides get the same.
+def derive_keys(secret: bytes, caller: bytes, callee: bytes, proof: bytes) -> tuple[bytes, bytes]:
+    """Derives the keys of a connection, to the callee and to the caller; both sides get the same.
 
     Args:
         secret: shared secret of both sides.
@@ -67,7 +58,7 @@ def derive_keys(secret: bytes, caller: bytes, callee: bytes, proof: bytes) -> Ke
             frame.
     """
     derived = HKDF(hashes.SHA256(), 2 * KEY_BYTES, salt=proof, info=CONTEXT + caller + callee).derive(secret)
-    return Keys(derived[:KEY_BYTES], derived[KEY_BYTES:])
+    return derived[:KEY_BYTES], derived[KEY_BYTES:]
 
 
 class Cipher:
@@ -112,14 +103,6 @@ class Ciphers:
     sending: Cipher
     receiving: Cipher
 
-    @classmethod
-    def of_caller(cls, keys: Keys) -> Ciphers:
-        return cls(Cipher(keys.to_callee), Cipher(keys.to_caller))
-
-    @classmethod
-    def of_callee(cls, keys: Keys) -> Ciphers:
-        return cls(Cipher(keys.to_caller), Cipher(keys.to_callee))
-
     @property
     def nbytes(self) -> int:
         return max(self.sending.nbytes, self.receiving.nbytes)
@@ -133,9 +116,8 @@ class Ciphers:
 VALID_SECONDS = 30.0
 """For which a ticket is valid. Callers connect at once."""
 
-MAX_PER_HOST, MAX_IN_ALL = 256, 4096
-"""Tickets within `VALID_SECONDS`, used or not, of callers from one address and of all callers. So connections that are
-made and ended again and again come at no higher rate."""
+MAX_TICKETS = 4096
+"""Tickets that are valid and not used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,21 +137,11 @@ class Admission:
     seal: Callable[[bytes], Ciphers] | None
 
 
-@dataclass(slots=True)
-class _Grant:
-    """A ticket of the last `VALID_SECONDS`; without `admission` it was used."""
-
-    until: float
-    host: str
-    admission: Admission | None
-
-
 class Tickets:
-    """The tickets that were granted in the last `VALID_SECONDS`."""
+    """The tickets that were granted in the last `VALID_SECONDS`, and not used."""
 
     def __init__(self) -> None:
-        self._granted: dict[bytes, _Grant] = {}  # by the caller's commitment, earliest first
-        self._quota = HostQuota(MAX_IN_ALL, MAX_PER_HOST)
+        self._granted: dict[bytes, tuple[float, Admission]] = {}  # end and content by the caller's commitment
 
     def grant(self, admission: Admission, commitment: bytes, now: float) -> None:
         """Adds a ticket.
@@ -184,26 +156,23 @@ class Tickets:
             ProtocolViolationError: another ticket has the same commitment.
         """
         self._forget_old(now)
-        if not self._quota.has_room(admission.host):
+        if len(self._granted) >= MAX_TICKETS:
             raise BusyError(f"too many direct connections were requested within {VALID_SECONDS:g} s")
         if commitment in self._granted:
             raise ProtocolViolationError("a nonce that was used for another direct connection")
-        self._granted[commitment] = _Grant(now + VALID_SECONDS, admission.host, admission)
-        self._quota.take(admission.host)
+        self._granted[commitment] = (now + VALID_SECONDS, admission)
 
     def redeem(self, nonce: bytes, proof: bytes, now: float) -> Admission | None:
         """Returns what the ticket of a nonce is for, once; None if it is unknown, used or too old."""
         self._forget_old(now)
-        grant = self._granted.get(commitment_to(nonce))
-        if grant is None or grant.admission is None:
+        _, admission = self._granted.pop(commitment_to(nonce), (0.0, None))
+        if admission is None or not hmac.compare_digest(proof, proof_of(nonce, admission.ticket)):
             return None
-        admission, grant.admission = grant.admission, None
-        return admission if hmac.compare_digest(proof, proof_of(nonce, admission.ticket)) else None
+        return admission
 
     def _forget_old(self, now: float) -> None:
         while self._granted:
-            commitment, grant = next(iter(self._granted.items()))
-            if grant.until > now:
+            commitment, (until, _) = next(iter(self._granted.items()))
+            if until > now:
                 return
             del self._granted[commitment]
-            self._quota.leave(grant.host)

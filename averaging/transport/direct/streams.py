@@ -1,8 +1,6 @@
-"""One stream of parts over a connection: its messages as frames, and both sides of it.
+"""One stream of parts over a connection: its messages as frames, and the callee's side of it.
 
-A connection carries one stream after the other. A stream that got no average spends its connection: streams that are
-empty, or that no round wants, would otherwise follow each other as fast as the caller sends them, and take the event
-loop from the rounds.
+A connection carries one stream after the other.
 """
 
 from __future__ import annotations
@@ -13,10 +11,8 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
 from functools import lru_cache
 
-from averaging.common import HostQuota
 from averaging.errors import (
     AveragingError,
-    BusyError,
     CallRefusedError,
     PeerUnreachableError,
     ProtocolViolationError,
@@ -137,11 +133,10 @@ class Stream:
         ended: whether the caller has sent the last one.
     """
 
-    def __init__(self, link: Link, admission: Admission, heads: HeaderCache, unasked: HostQuota) -> None:
-        self._link, self._admission, self._heads, self._unasked = link, admission, heads, unasked
-        self._begun = self._accepted = self.ended = False
-        self._nbytes = 0
-        link.ahead, link.on_frame = 0, self._count
+    def __init__(self, link: Link, admission: Admission, heads: HeaderCache) -> None:
+        self._link, self._admission, self._heads = link, admission, heads
+        self._begun = self.ended = False
+        link.ahead = 0
 
     async def begin(self) -> bool:
         """Waits until the stream begins; False if the connection ends instead."""
@@ -156,8 +151,8 @@ class Stream:
         return self
 
     async def __anext__(self) -> AveragingData:
-        if self._begun and not self._accepted:  # a round has accepted the sender, and bounds what is read from now on
-            self._accept()
+        if self._begun:  # a round has accepted the sender, and bounds what is read from now on
+            self._link.ahead = FRAMES_AHEAD
         if self.ended:
             raise StopAsyncIteration
         kind, head, body = await self._link.read()
@@ -177,27 +172,9 @@ class Stream:
         self.ended = self.ended or (await self._link.read()).kind is FrameKind.END
         return not self.ended
 
-    def close(self) -> None:
-        self._accept()
-        self._link.on_frame = None
-
-    def _count(self, nbytes: int) -> None:
-        if self._accepted:
-            return
-        if not self._unasked.take(self._admission.host, nbytes):
-            raise BusyError("the unfinished requests of your host hold too much memory")
-        self._nbytes += nbytes
-
-    def _accept(self) -> None:
-        if not self._accepted:
-            self._accepted = True
-            self._unasked.leave(self._admission.host, self._nbytes)
-            self._link.ahead = FRAMES_AHEAD
-
 
 async def serve_stream(link: Link, stream: Stream, service: AveragingService) -> None:
-    """Serves one stream to its end. The connection can carry another one if `stream.ended`, and it is not `spent`."""
-    link.spent = True
+    """Serves one stream to its end. The connection can carry another one if `stream.ended`."""
     with suppress(PeerUnreachableError):
         await _answer(link, stream, service)
         await linger(stream.drop)
@@ -207,7 +184,6 @@ async def _answer(link: Link, stream: Stream, service: AveragingService) -> None
     try:
         async with aclosing(service.aggregate_part(stream)) as replies:
             async for reply in replies:
-                link.spent = link.spent and reply.tensor_part is None
                 await link.send(*frame_of(reply))
     except PeerUnreachableError:
         raise

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from functools import partial
 from typing import Any
 
-from averaging.common import HostQuota, parse_address
+from averaging.common import parse_address
 from averaging.config import AUTO
 from averaging.errors import AveragingError, PeerUnreachableError, ProtocolViolationError
 from averaging.protocol import AveragingData
@@ -24,9 +23,6 @@ from averaging.transport.grpc import GrpcTransport, check_listen
 
 SUPPORTED = hasattr(socket.socket, "sendmsg") and hasattr(socket.socket, "recvmsg_into")
 """Whether this system has what the lane needs; Windows has not."""
-
-UNASKED_IN_ALL, UNASKED_PER_HOST = 1 << 30, 256 << 20
-"""Bytes of parts that no round has asked for yet, of all callers and of one address, beside the largest message."""
 
 
 class DirectTransport(GrpcTransport):
@@ -74,13 +70,7 @@ class DirectTransport(GrpcTransport):
             exposed = self._sealed or self._credentials.insecure
             try:
                 await check_listen(address, endpoint, exposed=exposed)
-                self._listener = Listener(
-                    address,
-                    max_body=self._max_part_bytes,
-                    unasked=HostQuota(*(most + self._max_message_bytes for most in (UNASKED_IN_ALL, UNASKED_PER_HOST))),
-                    buffers=self._buffers,
-                    clock=time.monotonic,
-                )
+                self._listener = Listener(address, max_body=self._max_part_bytes, buffers=self._buffers)
             except BaseException:
                 await super().close()
                 raise
@@ -94,9 +84,7 @@ class DirectTransport(GrpcTransport):
         listener = self._listener
         if listener is not None:
             listener.start(averaging)
-            self._rpcs += direct_handlers(
-                listener.tickets, lambda: self.direct_port, listener.echo, time.monotonic, sealed=self._sealed
-            )
+            self._rpcs += direct_handlers(listener, lambda: self.direct_port, sealed=self._sealed)
         await super().serve(averaging, gossip)
 
     async def close(self, grace: float = 0.0) -> None:
@@ -162,7 +150,7 @@ class DirectTransport(GrpcTransport):
             (PeerUnreachableError,),
         )
         upload.task = asyncio.create_task(upload.run())
-        in_order = averaged = False
+        in_order = False
         try:
             while (frame := await link.read()).kind is FrameKind.PART:
                 try:
@@ -170,7 +158,6 @@ class DirectTransport(GrpcTransport):
                 except ProtocolViolationError as error:
                     raise ProtocolViolationError(f"answered with {error}", endpoint) from None
                 del frame  # its buffer may be used again when the reply is not needed any more
-                averaged = averaged or reply.tensor_part is not None
                 yield reply
                 del reply
             in_order = frame.kind in (FrameKind.ERROR, FrameKind.END)
@@ -183,7 +170,6 @@ class DirectTransport(GrpcTransport):
                 raise upload.failure from None
             raise
         finally:
-            link.spent = in_order and not averaged  # see `serve_stream`
             if not in_order or not upload.ended:
                 link.close(abort=True)
             await upload.close()
