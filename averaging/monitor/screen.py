@@ -150,11 +150,10 @@ def _show_rows(table: DataTable[Text], peers: Sequence[PeerView], now: float) ->
     for name in {str(key.value) for key in table.rows} - {peer.endpoint for peer in peers}:
         table.remove_row(name)
     for peer in peers:
+        texts = [printable(column.shown(peer, now), MAX_CELL) for column in COLUMNS]
         cells = [
-            Text(
-                printable(column.cell(peer, now), MAX_CELL), style_of(peer), justify="right" if column.right else "left"
-            )
-            for column in COLUMNS
+            Text(text, style_of(peer), justify="right" if column.right else "left")
+            for column, text in zip(COLUMNS, texts, strict=True)
         ]
         if peer.endpoint not in table.rows:
             table.add_row(*cells, key=peer.endpoint)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from io import StringIO
-from typing import TypeAlias
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -21,8 +21,6 @@ from averaging.receipts import WeightReader
 MAX_CELL = 60
 """Longest text of a cell on a screen."""
 
-Key: TypeAlias = "Callable[[PeerView], float | str | None]"
-
 
 @dataclass(frozen=True, slots=True)
 class Column:
@@ -30,36 +28,44 @@ class Column:
 
     Attributes:
         title: its head.
-        cell: text for a peer, given the time.
-        key: value by which peers are sorted; those without one come last.
-        right: whether it is aligned at the right.
+        value: names of the attributes that lead from a `PeerView` to what is shown and sorted by. Peers without it come
+            last.
+        text: writes the value.
+        right: whether it is aligned at the right, as a number.
+        cell: writes the whole cell, given the peer and the time; None if `text` does.
     """
 
     title: str
-    cell: Callable[[PeerView, float], str]
-    key: Key
+    value: str
+    text: Callable[[Any], str] = str
     right: bool = False
+    cell: Callable[[PeerView, float], str] | None = None
+
+    def shown(self, peer: PeerView, now: float) -> str:
+        """The cell of a peer; empty if nothing is known."""
+        key = self.key(peer)
+        return "" if key is None else self.text(key) if self.cell is None else self.cell(peer, now)
+
+    def key(self, peer: PeerView) -> Any:
+        """The value of a peer; None if it has none."""
+        found: Any = peer
+        for name in self.value.split("."):
+            found = getattr(found, name, None)
+        return None if found in ("", ()) else found
 
     def sorted(self, peers: Sequence[PeerView], *, reverse: bool = False) -> list[PeerView]:
         """The peers in the order of this column: names ascending, numbers descending, unless reversed."""
-        known = [peer for peer in peers if self.key(peer) is not None]
-        known.sort(key=lambda peer: peer.endpoint)
-        known.sort(key=self._known_key, reverse=self.right != reverse)
+        known = sorted((peer for peer in peers if self.key(peer) is not None), key=lambda peer: peer.endpoint)
+        known.sort(key=self.key, reverse=self.right != reverse)
         return known + [peer for peer in peers if self.key(peer) is None]
-
-    def _known_key(self, peer: PeerView) -> tuple[float, str]:
-        key = self.key(peer)
-        return (0.0, key) if isinstance(key, str) else (key or 0.0, "")
 
 
 MAX_NUMBER = 1e18
 """Numbers of other peers from which on `?` is shown."""
 
 
-def compact(number: float | None) -> str:
-    """A number in at most 5 characters: `0.25`, `9.5`, `128`, `12.3k`, `4.5M`; empty for None."""
-    if number is None:
-        return ""
+def compact(number: float) -> str:
+    """A number in at most 5 characters: `0.25`, `9.5`, `128`, `12.3k`, `4.5M`."""
     if not abs(number) < MAX_NUMBER:
         return "?"
     if number < 9.995:
@@ -80,18 +86,6 @@ def age(seconds: float) -> str:
             return f"{seconds:.0f}{unit}"
         seconds /= 24 if unit == "h" else 60
     return f"{seconds:.0f}d"
-
-
-def _steps(peer: PeerView, _: float) -> str:
-    training = peer.training
-    if training is None:
-        return ""
-    return str(training.local_step) if training.global_step is None else f"{training.global_step}/{training.local_step}"
-
-
-def _step_key(peer: PeerView) -> float | None:
-    training = peer.training
-    return None if training is None else float(training.global_step or 0) * 2**40 + training.local_step
 
 
 def _last(peer: PeerView, now: float) -> str:
@@ -116,54 +110,27 @@ def _state(peer: PeerView, _: float) -> str:
     return f"silent {age(peer.silent_seconds)}" if peer.state == "silent" and peer.silent_seconds else peer.state
 
 
-def _rate(of: Callable[[PeerView], float | None]) -> tuple[Callable[[PeerView, float], str], Key]:
-    return lambda peer, _: compact(of(peer)), of
-
-
-def _text(of: Callable[[PeerView], str]) -> tuple[Callable[[PeerView, float], str], Key]:
-    return lambda peer, _: of(peer), lambda peer: of(peer) or None
-
-
-def _grace(peer: PeerView) -> float | None:
-    return peer.training.grace if peer.training else None
-
-
 COLUMNS = (
-    Column("PEER", *_text(lambda peer: peer.endpoint)),
-    Column("STATE", _state, lambda peer: peer.state),
-    Column("STEP", _steps, _step_key, right=True),
-    Column("SAMP/S", *_rate(lambda peer: peer.training.samples_per_second if peer.training else None), right=True),
-    Column("LAST ROUND", _last, lambda peer: peer.last_round.round if peer.last_round else None, right=True),
-    Column("OUT/S", *_rate(lambda peer: peer.bytes_sent_per_second), right=True),
-    Column("IN/S", *_rate(lambda peer: peer.bytes_received_per_second), right=True),
-    Column(
-        "WAIT",
-        lambda peer, _: "" if peer.waiting_share is None else f"{peer.waiting_share:.0%}",
-        lambda peer: peer.waiting_share,
-        right=True,
-    ),
-    Column("WAITS FOR", lambda peer, _: _and_more(peer.waits_for, 1), lambda peer: len(peer.waits_for)),
-    Column("LANE", *_text(lambda peer: "+".join(peer.lanes))),
-    Column("EVERY", *_text(lambda peer: peer.training.sync_every if peer.training else "")),
-    Column("QUORUM", *_text(lambda peer: peer.training.quorum if peer.training else "")),
-    Column("GRACE", lambda peer, _: "" if (grace := _grace(peer)) is None else duration(grace), _grace, right=True),
-    Column(
-        "WEIGHT",
-        lambda peer, _: peer.weight,
-        lambda peer: account.weight if (account := peer.own_account) else None,
-        right=True,
-    ),
-    Column("ROLE", *_text(lambda peer: peer.role)),
-    Column("STRATEGY", *_text(lambda peer: peer.training.strategy if peer.training else "")),
-    Column("STEPS/S", *_rate(lambda peer: peer.training.steps_per_second if peer.training else None), right=True),
-    Column(
-        "VERSION",
-        lambda peer, _: str(peer.status.state_version) if peer.status else "",
-        lambda peer: peer.status.state_version if peer.status else None,
-        right=True,
-    ),
-    Column("SOFTWARE", *_text(lambda peer: peer.status.software if peer.status else "")),
-    Column("REASON", *_text(lambda peer: peer.error)),
+    Column("PEER", "endpoint"),
+    Column("STATE", "state", cell=_state),
+    Column("STEP", "training.steps_made", lambda steps: "/".join(map(str, steps)), right=True),
+    Column("SAMP/S", "training.samples_per_second", compact, right=True),
+    Column("LAST ROUND", "last_round.round", right=True, cell=_last),
+    Column("OUT/S", "bytes_sent_per_second", compact, right=True),
+    Column("IN/S", "bytes_received_per_second", compact, right=True),
+    Column("WAIT", "waiting_share", "{:.0%}".format, right=True),
+    Column("WAITS FOR", "waits_for", lambda names: _and_more(names, 1)),
+    Column("LANE", "lanes", "+".join),
+    Column("EVERY", "training.sync_every"),
+    Column("QUORUM", "training.quorum"),
+    Column("GRACE", "training.grace", duration, right=True),
+    Column("WEIGHT", "own_account.weight", right=True, cell=lambda peer, _: peer.weight),
+    Column("ROLE", "role"),
+    Column("STRATEGY", "training.strategy"),
+    Column("STEPS/S", "training.steps_per_second", compact, right=True),
+    Column("VERSION", "status.state_version", right=True),
+    Column("SOFTWARE", "status.software"),
+    Column("REASON", "error"),
 )
 """All columns. `VERSION` is that of the state that newcomers get, `REASON` why a peer does not answer."""
 
@@ -289,7 +256,7 @@ def as_text(snapshot: RunSnapshot) -> list[str]:
     for column in COLUMNS:
         table.add_column(column.title, justify="right" if column.right else "left")
     for peer in COLUMNS[0].sorted(snapshot.peers):
-        table.add_row(*(Text(printable(column.cell(peer, snapshot.time))) for column in COLUMNS))
+        table.add_row(*(Text(printable(column.shown(peer, snapshot.time))) for column in COLUMNS))
     lines = [line.plain for line in summary(snapshot)]
     lines += ["", *_rendered(table)]
     if readers := reader_lines(snapshot.readers):

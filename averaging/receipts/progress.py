@@ -52,6 +52,11 @@ class TrainingProgress:
     missed: int = 0
 
     @property
+    def steps_made(self) -> tuple[int, ...]:
+        """The global step, if there is one, and the local step."""
+        return (self.local_step,) if self.global_step is None else (self.global_step, self.local_step)
+
+    @property
     def terms(self) -> str:
         """`a round every 120s, quorum 2 (grace at most 10.0 s), weights in samples`; empty if unknown."""
         grace = "" if self.max_grace is None else f" (grace at most {duration(self.max_grace)})"

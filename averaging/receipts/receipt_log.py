@@ -8,7 +8,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -190,10 +190,7 @@ def _ends_in_a_line(path: Path) -> bool:
 
 
 HISTORY = 64
-"""Receipts kept in memory for new watchers."""
-
-QUEUE = 64
-"""Receipts queued per watcher. The oldest ones of a full queue are skipped."""
+"""Receipts kept in memory for watchers. One that is slower skips the oldest."""
 
 MAX_WATCHERS = 64
 """Maximum number of watchers, because each costs memory."""
@@ -209,22 +206,6 @@ class Watched:
 
     receipt: Receipt
     skipped: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Watcher:
-    """The queue of one watcher."""
-
-    queue: deque[Receipt]
-    skipped: int = 0
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def put(self, receipt: Receipt) -> None:
-        if len(self.queue) >= QUEUE:
-            self.queue.popleft()
-            self.skipped += 1
-        self.queue.append(receipt)
-        self.changed.set()
 
 
 class ReceiptBook:
@@ -247,7 +228,8 @@ class ReceiptBook:
         self.totals = Totals()
         self._log = log
         self._history: deque[Receipt] = deque(maxlen=HISTORY)
-        self._watchers: set[_Watcher] = set()
+        self._kept, self._watchers = 0, 0
+        self._changed = asyncio.Event()
         self._closed = False
 
     def keep(self, receipt: Receipt) -> None:
@@ -255,10 +237,10 @@ class ReceiptBook:
         self.last = receipt
         self.totals = self.totals.plus(receipt)
         self._history.append(receipt)
+        self._kept += 1
         if self._log is not None:
             self._log.append(receipt)
-        for watcher in self._watchers:
-            watcher.put(receipt)
+        self._wake()
         self._on_receipt(receipt)
 
     def recent(self, count: int, after_round: int = 0) -> tuple[Receipt, ...]:
@@ -272,27 +254,29 @@ class ReceiptBook:
         Raises:
             CallRefusedError: there are too many watchers.
         """
-        if len(self._watchers) >= MAX_WATCHERS:
+        if self._watchers >= MAX_WATCHERS:
             raise CallRefusedError("", f"it has {MAX_WATCHERS} watchers already; try again later")
-        watcher = _Watcher(deque([*self._history][max(0, len(self._history) - last) :]))
-        self._watchers.add(watcher)
+        self._watchers += 1
+        seen = self._kept - min(last, len(self._history))
         try:
             while True:
-                watcher.changed.clear()
-                while watcher.queue:
-                    receipt, skipped, watcher.skipped = watcher.queue.popleft(), watcher.skipped, 0
-                    yield Watched(receipt, skipped)
+                while seen < self._kept:
+                    oldest = self._kept - len(self._history)
+                    skipped, seen = max(0, oldest - seen), max(seen, oldest) + 1
+                    yield Watched(self._history[seen - 1 - oldest], skipped)
                 if self._closed:
                     return
-                if not watcher.changed.is_set():
-                    await watcher.changed.wait()
+                await self._changed.wait()
         finally:
-            self._watchers.discard(watcher)
+            self._watchers -= 1
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def close(self) -> None:
-        """Closes the file. Watchers end when their queues are empty."""
+        """Closes the file. Watchers end once they have all receipts."""
         self._closed = True
-        for watcher in self._watchers:
-            watcher.changed.set()
+        self._wake()
         if self._log is not None:
             self._log.close()

@@ -178,7 +178,6 @@ async def test_the_screen_ends(key: str) -> None:
 @pytest.mark.parametrize(
     ("number", "text"),
     [
-        (None, ""),
         (0, "0"),
         (0.25, "0.25"),
         (9.994, "9.99"),
@@ -190,7 +189,7 @@ async def test_the_screen_ends(key: str) -> None:
         (float("nan"), "?"),
     ],
 )
-def test_numbers_are_short(number: float | None, text: str) -> None:
+def test_numbers_are_short(number: float, text: str) -> None:
     assert compact(number) == text
 
 

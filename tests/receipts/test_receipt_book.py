@@ -8,7 +8,7 @@ from contextlib import aclosing
 import pytest
 
 from averaging.errors import CallRefusedError
-from averaging.receipts.receipt_log import HISTORY, MAX_WATCHERS, QUEUE, ReceiptBook
+from averaging.receipts.receipt_log import HISTORY, MAX_WATCHERS, ReceiptBook
 from tests.support.receipts import receipt
 
 RECEIPTS = [receipt(number=number) for number in range(200)]
@@ -61,11 +61,11 @@ async def test_a_peer_that_is_slow_skips_the_oldest_and_is_informed_how_many() -
     book.keep(RECEIPTS[0])
     async with aclosing(book.watch(1)) as watching:
         assert (await anext(watching)).receipt is RECEIPTS[0]
-        for one in RECEIPTS[1 : QUEUE + 4]:  # three too many
+        for one in RECEIPTS[1 : HISTORY + 4]:  # three too many
             book.keep(one)
-        found = [await anext(watching) for _ in range(QUEUE)]
-        assert [one.skipped for one in found] == [3] + [0] * (QUEUE - 1)
-        assert [one.receipt.round for one in found] == list(range(4, QUEUE + 4))
+        found = [await anext(watching) for _ in range(HISTORY)]
+        assert [one.skipped for one in found] == [3] + [0] * (HISTORY - 1)
+        assert [one.receipt.round for one in found] == list(range(4, HISTORY + 4))
 
 
 @pytest.mark.asyncio
