@@ -23,7 +23,7 @@ KEPT_RECEIPTS = 64
 CLIENT = "a client, which accepts no calls"
 
 
-class Answer(NamedTuple):
+class CounterSample(NamedTuple):
     """When an answer came, in seconds since the epoch, and the sums over all rounds of the peer until then."""
 
     time: float
@@ -40,7 +40,7 @@ class PeerHistory:
         self.account: Account | None = None
         self.receipts: deque[Receipt] = deque(maxlen=KEPT_RECEIPTS)
         self._new: list[Receipt] = []
-        self._answers: deque[Answer] = deque()
+        self._answers: deque[CounterSample] = deque()
         self._answered = 0.0
         self._round_trip = 0.0
 
@@ -60,8 +60,8 @@ class PeerHistory:
                 self._new.append(receipt)
         del self._new[:-KEPT_RECEIPTS]
         if not self._answers:
-            self._answers.append(Answer(min(status.started, now), Totals()))
-        self._answers.append(Answer(now, status.totals or Totals()))
+            self._answers.append(CounterSample(min(status.started, now), Totals()))
+        self._answers.append(CounterSample(now, status.totals or Totals()))
         # The oldest answer in the window is the first of those from which rates are computed.
         if now - self._answers[1].time >= LEAST_WINDOW and self._answers[0].time < now - WINDOW:
             self._answers.popleft()
@@ -87,7 +87,7 @@ class PeerHistory:
         return _with_rates(view, self._answers[0], self._answers[-1]) if len(self._answers) > 1 else view
 
 
-def _with_rates(view: PeerView, first: Answer, last: Answer) -> PeerView:
+def _with_rates(view: PeerView, first: CounterSample, last: CounterSample) -> PeerView:
     seconds = last.time - first.time
     if not seconds > 0:  # also if the peer says that it started at NaN
         return view
