@@ -36,11 +36,8 @@ RECEIPTS = 64
 MAX_PAGES = 32
 """Pages that may be open at the same time; another one is refused with status 503."""
 
-CONNECTIONS, SECONDS = 4 * MAX_PAGES, 30.0
-"""Limits of connections, see `HttpServer`."""
-
-GRACE = 2
-"""Seconds for unfinished requests when the server ends."""
+CONNECTIONS, SECONDS, GRACE = 4 * MAX_PAGES, 30.0, 2
+"""Limits of `HttpServer`."""
 
 FILES = {
     "/": ("index.html", "text/html"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Self
 
 from averaging.common import CLIENT_PREFIX, counted, is_endpoint
@@ -98,24 +98,21 @@ class Collector:
 
     async def snapshots(self) -> AsyncGenerator[RunSnapshot, None]:
         """Yields a snapshot every `interval` seconds, the first as soon as all known peers were asked once."""
-        await self.settled(self._interval)
+        await self._settle(self._interval)
         while True:
             yield self.snapshot()
             await asyncio.sleep(self._interval)
 
     async def collect(self) -> RunSnapshot:
         """Returns a snapshot once all known peers were asked, also those that the first answers name."""
-        await self.settled(3 * ANSWER_SECONDS)
+        await self._settle(3 * ANSWER_SECONDS)
         return self.snapshot()
 
-    async def settled(self, timeout: float) -> bool:
-        """Waits until all known peers were asked once, at most `timeout` seconds; returns whether."""
-        try:
+    async def _settle(self, timeout: float) -> None:
+        """Waits until all known peers were asked once, at most `timeout` seconds."""
+        with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self._settled.wait()
-        except TimeoutError:
-            return False
-        return True
 
     def snapshot(self) -> RunSnapshot:
         """What is known now. The receipts in it are in no other snapshot."""

@@ -94,7 +94,7 @@ class PeerStatus:
 
     @property
     def role(self) -> str:
-        """The part that the peer has in its run: trainer, auxiliary, or peer for one that only averages."""
+        """Trainer, auxiliary, or peer for one that only averages."""
         return "trainer" if self.training else "auxiliary" if self.mode == "auxiliary" else "peer"
 
     @property
