@@ -34,7 +34,7 @@ def test_64_peers_in_a_small_terminal(many: str) -> None:
     with TerminalProcess("top", many) as terminal:
         terminal.until(all_answer)
         terminal.until_text("64 of 64, sorted by PEER")
-        lines = terminal.screen.display
+        lines = terminal.until(lambda lines: sum(line.startswith(" 127.0.0.1:") for line in lines) >= 8)
         assert lines[0].startswith("run demo")
         assert "global step" in lines[0]
         assert "rounds/min" in lines[1]
@@ -42,7 +42,6 @@ def test_64_peers_in_a_small_terminal(many: str) -> None:
         assert "waited for: " in lines[3]
         assert "1 follower at version" in lines[4]
         assert re.match(r" PEER +STATE +STEP +SAMP/S +LAST ROUND +OUT/S +IN/S", lines[6])
-        assert sum(line.startswith(" 127.0.0.1:") for line in lines) >= 8
         terminal.press("sss")
         terminal.until_text("sorted by SAMP/S")
         terminal.press("\r")
