@@ -99,13 +99,12 @@ def test_peers_of_equal_speed_are_not_named(strategy: str) -> None:
 @pytest.mark.parametrize(
     ("strategy", "remedy"), [("local", "fewer local steps"), ("diloco", "every"), ("gradients", "target_batch_size")]
 )
-@pytest.mark.parametrize("tellers", [NAMES, NAMES[:1], NAMES[-1:]], ids=["all", "one of the others", "the slow one"])
+@pytest.mark.parametrize("tellers", [NAMES, NAMES[:1]], ids=["all", "one of the others"])
 def test_explain_names_it_and_what_to_do(strategy: str, remedy: str, tellers: Sequence[str]) -> None:
     sites = simulated(strategy)
     lines = list(explain([one for name in tellers for one in receipts_of(sites, name)], summary_only=True))
     named = next(line for line in lines if line.startswith("last to arrive"))
     assert f"last to arrive: {SLOW}" in named
-    assert ("of the time of the others" in named) == (tellers != NAMES[-1:])
     assert SLOW in next(line for line in lines if line.startswith("step rate"))
     assert remedy in next(line for line in lines if line.startswith("hint"))
 
