@@ -89,10 +89,9 @@ def dashboard_command(given: tuple[str, ...], listen: str, *, as_json: bool, ver
       done
       error   message
     """
-    from averaging.cli.output import CommandOutput
+    from averaging.cli.output import reporting
 
-    report = CommandOutput(as_json=as_json)
-    with report.logging(verbose), report.failures():
+    with reporting(verbose, as_json=as_json) as report:
         _run(given, listen, more, report)
 
 

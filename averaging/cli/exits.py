@@ -83,15 +83,10 @@ class ServedUntilStopped(Protocol):
 
 
 def run(main: Callable[[Stop], Awaitable[T]], leave_on: Collection[str] = (), when: str = "") -> T:
-    """Runs `main` on a new event loop. Signals cancel it, see `Stop`.
-
-    Args:
-        main: what is run.
-        leave_on: names of further signals that end it.
-        when: see `Stopped`.
+    """Runs `main` on a new event loop. Signals, and those that `leave_on` names, cancel it, see `Stop`.
 
     Raises:
-        Stopped: a signal cancelled it.
+        Stopped: a signal cancelled it; `when` is what its message says then.
     """
     return asyncio.run(_run(main, leave_on, when))
 

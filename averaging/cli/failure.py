@@ -22,12 +22,7 @@ class CommandError(click.ClickException):
 
 
 class Stopped(CommandError):  # noqa: N818 - no failure
-    """A signal ended the command early. A command that is done then catches it.
-
-    Args:
-        number: number of the signal.
-        when: what the message says after the signal's name.
-    """
+    """A signal ended the command early; `when` follows its name in the message. A command that is done catches it."""
 
     def __init__(self, number: int, when: str = "") -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}{when}", SIGNALLED + number)

@@ -95,10 +95,9 @@ def feed_command(store: str, *, as_json: bool, verbose: int, **given: Any) -> No
       done
       error        message
     """
-    from averaging.cli.output import CommandOutput
+    from averaging.cli.output import reporting
 
-    report = CommandOutput(as_json=as_json)
-    with report.logging(verbose), report.failures():
+    with reporting(verbose, as_json=as_json) as report:
         _run(store, given, report)
 
 

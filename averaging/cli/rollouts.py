@@ -12,7 +12,7 @@ import click
 
 from averaging.cli import events
 from averaging.cli.exits import Stop, run
-from averaging.cli.failure import WRONG_USAGE, CommandError, Stopped, failure_of
+from averaging.cli.failure import WRONG_USAGE, CommandError, Stopped
 from averaging.cli.options import CheckedPath, flag, json_value, output_options, security_options
 from averaging.errors import printable
 
@@ -128,12 +128,11 @@ def rollouts_command(*, as_json: bool, verbose: int, **given: Any) -> None:
       done       groups, rollouts, stale, dropped, failed (number by reason), waiting (complete and not posted)
       error      message
     """
-    from averaging.cli.output import CommandOutput
+    from averaging.cli.output import reporting
 
     for name in ("environment_args", "sampling_args"):
         given[name] = _json_object(name, given[name])
-    report = CommandOutput(as_json=as_json)
-    with report.logging(verbose), report.failures():
+    with reporting(verbose, as_json=as_json) as report:
         _run(given, report, as_json=as_json)
 
 
@@ -153,7 +152,6 @@ def _run(given: dict[str, Any], report: CommandOutput, *, as_json: bool) -> None
         raise CommandError(
             f"{error.name} is not installed; run: pip install 'averaging[rollouts]'", WRONG_USAGE
         ) from None
-    from averaging.errors import AveragingError
     from averaging.metrics import MetricsListener
     from averaging.security import read_tokens
 
@@ -180,8 +178,6 @@ def _run(given: dict[str, Any], report: CommandOutput, *, as_json: bool) -> None
     except Stopped as stop:
         if rollouts is None or not rollouts.started:
             raise CommandError("stopped during the start", 128 + stop.number) from None
-    except AveragingError as error:
-        raise failure_of(error) from None
     if rollouts is not None:
         _report(rollouts.summary(), report, "", as_json=as_json)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from averaging.cli.exits import serve
-from averaging.cli.failure import WRONG_USAGE, CommandError, failure_of
+from averaging.cli.failure import WRONG_USAGE, CommandError
 from averaging.cli.options import (
     JOINED,
     CheckedPath,
@@ -126,16 +126,13 @@ def serve_command(folder: Path, addresses: tuple[str, ...], *, as_json: bool, ve
         for option in ("run_id", "run_token_file"):
             if given[option] is not None:
                 raise click.UsageError(f"--{option.replace('_', '-')} needs --follow.")
-    from averaging.cli.output import CommandOutput
+    from averaging.cli.output import reporting
 
-    report = CommandOutput(as_json=as_json)
-    with report.logging(verbose), report.failures():
+    with reporting(verbose, as_json=as_json) as report:
         _run(folder, list(dict.fromkeys(addresses)), given, report)
 
 
 def _run(folder: Path, addresses: list[str], given: dict[str, Any], report: CommandOutput) -> None:
-    from averaging.errors import AveragingError
-
     name: str = given["name"] or folder.absolute().name
 
     def emit(event: VersionLoaded | Unfollowed) -> None:
@@ -157,8 +154,6 @@ def _run(folder: Path, addresses: list[str], given: dict[str, Any], report: Comm
         )
     except ModuleNotFoundError as error:
         raise CommandError(f"{error.name} is not installed; run: pip install 'averaging[serve]'", WRONG_USAGE) from None
-    except AveragingError as error:
-        raise failure_of(error) from None
 
     async def start(stack: AsyncExitStack) -> EngineServer:
         await stack.enter_async_context(server)

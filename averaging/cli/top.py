@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from averaging.cli.exits import Stop, run
-from averaging.cli.failure import CommandError, Stopped, check_address, failure_of
+from averaging.cli.failure import CommandError, Stopped, check_address
 from averaging.cli.options import SECURITY, credentials_of, security_options
 
 if TYPE_CHECKING:
@@ -79,22 +79,18 @@ def top_command(addresses: tuple[str, ...], *, as_json: bool, once: bool, **give
 
 
 def _top(addresses: tuple[str, ...], given: dict[str, Any], *, shows: bool, as_json: bool) -> None:
-    from averaging.errors import AveragingError
     from averaging.monitor import TopApp, as_text, snapshot_json
 
     async def ask(_: Stop) -> None:
-        try:
-            async with await collector_of(addresses, given, receipts=16) as collector:
-                snapshot = await collector.collect()
-                _check_answers(snapshot)
-                if shows:
-                    await TopApp(collector).run_async(mouse=False)
-                elif as_json:
-                    click.echo(json.dumps(snapshot_json(snapshot), allow_nan=False))
-                else:
-                    click.echo("\n".join(as_text(snapshot)))
-        except AveragingError as error:
-            raise failure_of(error) from None
+        async with await collector_of(addresses, given, receipts=16) as collector:
+            snapshot = await collector.collect()
+            _check_answers(snapshot)
+            if shows:
+                await TopApp(collector).run_async(mouse=False)
+            elif as_json:
+                click.echo(json.dumps(snapshot_json(snapshot), allow_nan=False))
+            else:
+                click.echo("\n".join(as_text(snapshot)))
 
     run(ask)
 
