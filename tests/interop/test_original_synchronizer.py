@@ -127,10 +127,10 @@ class Ours:
                 self.loop.start(self.synchronizer.add_module(module, member=f"the {arguments[0]}'s module"))
             case _:
                 number, method, given = arguments
-                waiting = len(self.synchronizer._waiting)
+                waiting = len(self.synchronizer._state.waits)
                 self.pending[number] = task = self.loop.start(self._call(method, given))
                 # Until the version is on the disk.
-                while not task.done() and len(self.synchronizer._waiting) == waiting:
+                while not task.done() and len(self.synchronizer._state.waits) == waiting:
                     self.loop.run_until_complete(_a_moment())
         self.loop.settle()
         return {"ended": self._ended(), "state": self.state()}

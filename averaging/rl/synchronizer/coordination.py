@@ -1,17 +1,27 @@
-"""The options, and the decisions: who is in which status, which version is the newest, and who waits for what.
+"""The options, and the decisions: who is in which status, which version is the newest, and who waits for what. Pure.
 
-Trainers and explorers are *members*, each with a name. A member's statuses and waits end when it leaves, so that a dead
-process is not counted. Every wait has a deadline.
+Trainers and explorers are *members*, each with a name. A member that waits is in REQUIRE_SYNC. What ends its wait:
 
-Pure.
+    wait             answered with a version                              answered with None
+    NEW_STATE        a newer one is there or published; the present one   never
+                     if an explorer stops, the last trainer stops or
+                     leaves, or `no_new_state` says so
+    TRAINER_READY    its group is ready: the one of its step              no explorer is left
+    EXPLORER_READY   its group is ready: the newest one                   the last trainer has stopped or left
+    the last two                                                          the group is broken, or the member has none
+
+A group is ready when all its trainers and explorers are in REQUIRE_SYNC, and none of them because of a NEW_STATE.
+Every wait also ends at its deadline (TIMED_OUT), and when its member leaves or is no longer interested (LEFT). A member
+whose wait has ended is RUNNING again, so that nobody who is late or dead stays counted in REQUIRE_SYNC.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 
 from averaging.common import one_of
@@ -20,6 +30,12 @@ from averaging.errors import ConfigError
 
 MAX_NAMESPACE = 128
 """Maximum length of a namespace in characters."""
+
+MAX_STEP = 1 << 62
+"""Highest step of a trainer."""
+
+MAX_VERSION = (1 << 63) - 1
+"""Highest version. It is above `MAX_STEP`, because a lower step gets the present version plus one."""
 
 
 class SyncMethod(StrEnum):
@@ -74,13 +90,6 @@ class SynchronizerConfig:
             raise ConfigError("group_name must not be empty")
 
 
-MAX_STEP = 1 << 62
-"""Highest step of a trainer."""
-
-MAX_VERSION = (1 << 63) - 1
-"""Highest version. It is above `MAX_STEP`, because a lower step gets the present version plus one."""
-
-
 class RunningStatus(Enum):
     """What a trainer or an explorer does."""
 
@@ -90,35 +99,31 @@ class RunningStatus(Enum):
     STOPPED = "stopped"
 
 
-class Purpose(Enum):
-    """What a wait is for."""
+RUNNING, REQUIRE_SYNC, STOPPED = RunningStatus
 
+
+class Purpose(Enum):
     NEW_STATE = auto()
     TRAINER_READY = auto()
     EXPLORER_READY = auto()
 
 
 class End(Enum):
-    """How a wait has ended."""
-
     ANSWERED = auto()
     TIMED_OUT = auto()
     LEFT = auto()
-    """The member has left, or the synchronizer has ended."""
 
 
 @dataclass(eq=False, slots=True)
 class Wait:
-    """A wait of one member.
+    """A wait of one member; see the table at the top.
 
     Attributes:
-        member: Name of the member.
-        purpose: The event that ends it.
-        deadline: Time at which the wait ends without a result.
         step: The step of a trainer that is ready.
-        counted: Whether the explorer is in REQUIRE_SYNC because of it.
-        end: Kind of its end; None while it goes on.
-        version: The answer. None if the members were not ready together.
+        counted: Whether the explorer is in REQUIRE_SYNC because of it. A caller without a status may wait too.
+        end: None while it goes on.
+        version: The answer.
+        ended: Set at the end.
     """
 
     member: str
@@ -128,6 +133,7 @@ class Wait:
     counted: bool = True
     end: End | None = None
     version: int | None = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,17 +157,18 @@ class Coordination:
         version: The newest version. It never decreases.
         step: The step of the trainer that set the state; None if none has.
         trainer_came: Whether there was a trainer.
+        waits: Those that go on.
     """
 
     def __init__(self, version: int = 0) -> None:
         self.version = version
         self.step: int | None = None
-        self._publisher: str | None = None
         self.trainer_came = False
+        self.waits: list[Wait] = []
+        self._publisher: str | None = None
         self._trainers: dict[str, RunningStatus] = {}
         self._explorers: dict[str, Counter[RunningStatus]] = {}
         self._received: dict[str, int] = {}  # newest version that an explorer of each member has
-        self._waits: list[Wait] = []
         self._groups: list[SyncGroup] | None = None  # None: all members transfer weights together
         self._groups_complete = True
         self._ended = False
@@ -171,23 +178,15 @@ class Coordination:
     @property
     def trainer_status(self) -> RunningStatus:
         """REQUIRE_SYNC if a trainer is ready to send, else RUNNING if a trainer runs, else STOPPED."""
-        statuses = self._trainers.values()
-        for status in (RunningStatus.REQUIRE_SYNC, RunningStatus.RUNNING):
-            if status in statuses:
-                return status
-        return RunningStatus.STOPPED
+        return next((status for status in (REQUIRE_SYNC, RUNNING) if status in self._trainers.values()), STOPPED)
 
     @property
     def trainers_stopped(self) -> bool:
-        return self.trainer_came and self.trainer_status is RunningStatus.STOPPED
+        return self.trainer_came and self.trainer_status is STOPPED
 
     @property
     def explorer_status_counts(self) -> dict[RunningStatus, int]:
         return {status: sum(counts[status] for counts in self._explorers.values()) for status in RunningStatus}
-
-    def note_received(self, member: str, version: int) -> None:
-        if member in self._explorers:
-            self._received[member] = max(version, self._received.get(member, 0))
 
     @property
     def explorers(self) -> list[tuple[str, RunningStatus, int | None]]:
@@ -195,18 +194,24 @@ class Coordination:
 
         If it has several, the status is that of an explorer that waits, else of one that runs.
         """
-        order = (RunningStatus.REQUIRE_SYNC, RunningStatus.RUNNING, RunningStatus.STOPPED)
         return [
-            (member, next(status for status in order if counts[status] > 0), self._received.get(member))
+            (
+                member,
+                next(each for each in (REQUIRE_SYNC, RUNNING, STOPPED) if counts[each]),
+                self._received.get(member),
+            )
             for member, counts in self._explorers.items()
-            if counts.total() > 0
+            if counts.total()
         ]
 
+    def note_received(self, member: str, version: int) -> None:
+        if member in self._explorers:
+            self._received[member] = max(version, self._received.get(member, 0))
+
     def set_trainer_status(self, status: RunningStatus, member: str) -> None:
-        """Sets the status of a trainer. If none is left that runs, waits for a new state end with the present one."""
         self._trainers[member], self.trainer_came = status, True
-        if status is RunningStatus.STOPPED:
-            self._trainer_stopped()
+        if status is STOPPED:
+            self._settle()
 
     def set_explorer_status(self, status: RunningStatus, old: RunningStatus | None, member: str) -> None:
         """Counts an explorer in `status`, and no longer in `old`.
@@ -217,32 +222,32 @@ class Coordination:
         counts = self._explorers.get(member, Counter())
         if old is status:
             raise ConfigError(f"an explorer cannot change from {old.value} to {status.value}; the two must differ")
-        if old is not None and not counts[old]:
-            raise ConfigError(
-                f"no explorer of {_named(member)} is {old.value}, so none can become {status.value}; "
-                "give the status that it has, or None for a new explorer"
-            )
         if old is not None:
+            if not counts[old]:
+                raise ConfigError(
+                    f"no explorer of {_named(member)} is {old.value}, so none can become {status.value}; "
+                    "give the status that it has, or None for a new explorer"
+                )
             counts[old] -= 1
         counts[status] += 1
         self._explorers[member] = counts
-        if status is RunningStatus.STOPPED:
-            self._answer_new_state()
+        if status is STOPPED:
+            self.no_new_state()
             self._settle()
 
     def leave(self, member: str) -> None:
         """Forgets a member that is gone. Its waits end, and those of others no longer count on it."""
-        self._explorers.pop(member, None)
-        self._received.pop(member, None)
-        self._trainers.pop(member, None)
-        for wait in self._of(member=member):
+        for book in (self._explorers, self._received, self._trainers):
+            book.pop(member, None)
+        for wait in [wait for wait in self.waits if wait.member == member]:
             self._finish(wait, End.LEFT)
-        self._trainer_stopped()
+        self._settle()
 
     def end(self) -> None:
+        """Ends all waits, also those that begin later."""
         self._ended = True
-        for wait in list(self._waits):
-            self._withdraw(wait, End.LEFT)
+        for wait in list(self.waits):
+            self._finish(wait, End.LEFT)
 
     # Versions
 
@@ -264,23 +269,18 @@ class Coordination:
         """Gives weights of `step` their version, which ends waits for a new state; returns the version."""
         self.step = step
         self._raise_version(step, member)
-        self._answer_new_state()
+        self.no_new_state()
         self._settle()
         return self.version
 
-    def no_new_state(self) -> None:
-        self._answer_new_state()
+    def _raise_version(self, step: int, member: str) -> None:
+        self.version = self.next_version(step, member)
+        self._publisher = member
 
     # Waits
 
     def wait_new_state(self, current: int, member: str, deadline: float, *, counted: bool = True) -> Wait:
-        """Waits for a version above `current`; the explorer is in REQUIRE_SYNC meanwhile.
-
-        Args:
-            current: The version that the explorer has.
-            member: Name of the explorer.
-            deadline: Time at which the wait ends.
-            counted: Whether the explorer has a status. A caller without a status may wait too.
+        """Waits for a version above `current`, which the explorer has.
 
         Raises:
             ConfigError: `current` is above the version here, or no explorer of this member is RUNNING.
@@ -291,25 +291,22 @@ class Coordination:
                 "ask the synchronizer from which it got that version"
             )
         if counted:
-            self.set_explorer_status(RunningStatus.REQUIRE_SYNC, RunningStatus.RUNNING, member)
+            self.set_explorer_status(REQUIRE_SYNC, RUNNING, member)
         if current:
             self.note_received(member, current)
         wait = self._begin(Wait(member, Purpose.NEW_STATE, deadline, counted=counted))
         if wait.end is None and (current < self.version or self.trainers_stopped):
-            self._answer(wait, self.version)
+            self._finish(wait, End.ANSWERED, self.version)
         return wait
 
     def trainer_ready(self, step: int, member: str, deadline: float) -> Wait:
         """Says that a trainer is ready to send the weights of `step`, and waits until all its explorers are ready.
 
-        The trainer is in REQUIRE_SYNC meanwhile. The answer is the new version, or None if the explorers are not ready
-        in time, or none is left. Without success the version stays.
-
         Raises:
             ConfigError: The step is out of range.
         """
         self.next_version(step, member)
-        self._trainers[member], self.trainer_came = RunningStatus.REQUIRE_SYNC, True
+        self._trainers[member], self.trainer_came = REQUIRE_SYNC, True
         wait = self._begin(Wait(member, Purpose.TRAINER_READY, deadline, step))
         self._settle()
         return wait
@@ -317,25 +314,53 @@ class Coordination:
     def explorer_ready(self, member: str, deadline: float) -> Wait:
         """Says that an explorer is ready to receive, and waits until its trainer and the other explorers are ready.
 
-        The explorer is in REQUIRE_SYNC meanwhile. The answer is as for `trainer_ready`. Before the first trainer has
-        come it waits for one.
+        Before the first trainer has come it waits for one.
 
         Raises:
             ConfigError: No explorer of this member is RUNNING.
         """
-        self.set_explorer_status(RunningStatus.REQUIRE_SYNC, RunningStatus.RUNNING, member)
+        self.set_explorer_status(REQUIRE_SYNC, RUNNING, member)
         wait = self._begin(Wait(member, Purpose.EXPLORER_READY, deadline))
         self._settle()
         return wait
 
+    def no_new_state(self) -> None:
+        """Gives all who wait for a new state the present version."""
+        for wait in self._of(Purpose.NEW_STATE):
+            self._finish(wait, End.ANSWERED, self.version)
+
     def cancel(self, wait: Wait) -> None:
         if wait.end is None:
-            self._withdraw(wait, End.LEFT)
+            self._finish(wait, End.LEFT)
             self._settle()
 
     def expire(self, now: float) -> None:
-        for wait in [wait for wait in self._waits if wait.deadline <= now]:
-            self._withdraw(wait, End.TIMED_OUT)
+        for wait in [wait for wait in self.waits if wait.deadline <= now]:
+            self._finish(wait, End.TIMED_OUT)
+
+    def _begin(self, wait: Wait) -> Wait:
+        self.waits.append(wait)
+        if self._ended:
+            self._finish(wait, End.LEFT)
+        return wait
+
+    def _finish(self, wait: Wait, end: End, version: int | None = None, *, runs: bool = True) -> None:
+        """Ends a wait. With `runs` its member goes from REQUIRE_SYNC to RUNNING."""
+        wait.end, wait.version = end, version
+        wait.ended.set()
+        self.waits.remove(wait)
+        if not runs or not wait.counted:
+            return
+        if wait.purpose is Purpose.TRAINER_READY:
+            if self._trainers.get(wait.member) is REQUIRE_SYNC:
+                self._trainers[wait.member] = RUNNING
+        elif (counts := self._explorers.get(wait.member, Counter()))[REQUIRE_SYNC]:
+            counts[REQUIRE_SYNC] -= 1
+            counts[RUNNING] += 1
+
+    def _of(self, purpose: Purpose, members: Collection[str] | None = None) -> list[Wait]:
+        waits = (wait for wait in self.waits if wait.purpose is purpose)
+        return [wait for wait in waits if members is None or wait.member in members]
 
     # Groups
 
@@ -355,108 +380,66 @@ class Coordination:
     def intact_groups(self) -> list[SyncGroup]:
         return [group for group in self._groups or () if not self._is_broken(group)]
 
+    def _is_broken(self, group: SyncGroup) -> bool:
+        explorers = [self._explorers.get(member) for member in group.explorers]
+        trainers = [self._trainers.get(member, STOPPED) for member in group.trainers]
+        return STOPPED in trainers or any(counts is None or counts[STOPPED] for counts in explorers)
+
     def _settle(self) -> None:
-        """Answers the members of each group in which all are ready, or cannot become ready."""
+        """Ends all waits whose answer is known after a change."""
+        if self.trainers_stopped:
+            self.no_new_state()
         if self._groups is None:
-            self._settle_group(SyncGroup(frozenset(self._trainers), frozenset(self._explorers)), fixed=False)
+            self._settle_group(SyncGroup(frozenset(self._trainers), frozenset(self._explorers)), broken=False)
             return
         for group in self._groups:
-            self._settle_group(group, fixed=True)
-        for wait in [*self._of(Purpose.TRAINER_READY), *self._of(Purpose.EXPLORER_READY)]:
-            if self._groups_complete and not any(wait.member in group for group in self._groups):
-                self._answer(wait, None)
+            self._settle_group(group, broken=self._is_broken(group))
+        if self._groups_complete:
+            for wait in [*self._of(Purpose.TRAINER_READY), *self._of(Purpose.EXPLORER_READY)]:
+                if not any(wait.member in group for group in self._groups):
+                    self._finish(wait, End.ANSWERED)
 
-    def _settle_group(self, group: SyncGroup, *, fixed: bool) -> None:
-        ready = self._count(group, RunningStatus.REQUIRE_SYNC)
-        running = self._count(group, RunningStatus.RUNNING)
-        # In REQUIRE_SYNC too, but for another reason.
-        waiting = sum(wait.counted and wait.member in group.explorers for wait in self._of(Purpose.NEW_STATE))
-        ready, running = ready - waiting, running + waiting
-        trainers = [status for status in self._statuses(group) if status is not RunningStatus.STOPPED]
-        broken = fixed and self._is_broken(group)
-        sending = [wait for wait in self._of(Purpose.TRAINER_READY) if wait.member in group.trainers]
-        receiving = [wait for wait in self._of(Purpose.EXPLORER_READY) if wait.member in group.explorers]
+    def _settle_group(self, group: SyncGroup, *, broken: bool) -> None:
+        sending, receiving = (
+            self._of(Purpose.TRAINER_READY, group.trainers),
+            self._of(Purpose.EXPLORER_READY, group.explorers),
+        )
+        explorers = [self._explorers[member] for member in group.explorers & self._explorers.keys()]
+        trainers = {self._trainers[member] for member in group.trainers & self._trainers.keys()} - {STOPPED}
+        # Those that wait for a new state are in REQUIRE_SYNC too, and not ready.
+        waiting = sum(wait.counted for wait in self._of(Purpose.NEW_STATE, group.explorers))
+        ready = sum(counts[REQUIRE_SYNC] for counts in explorers) - waiting
+        running = sum(counts[RUNNING] for counts in explorers) + waiting
         if broken or not ready + running:
             for wait in sending:
-                self._answer(wait, None)
-        if broken or (not trainers and (fixed or self.trainer_came)):
+                self._finish(wait, End.ANSWERED)
+        if broken or (not trainers and self.trainer_came):
             for wait in receiving:
-                self._answer(wait, None)
-        elif trainers and ready and not running and all(status is RunningStatus.REQUIRE_SYNC for status in trainers):
+                self._finish(wait, End.ANSWERED)
+        elif ready and not running and trainers == {REQUIRE_SYNC}:
             self._transfer(group, sending, receiving)
-
-    def _count(self, group: SyncGroup, status: RunningStatus) -> int:
-        return sum(self._explorers[member][status] for member in group.explorers & self._explorers.keys())
-
-    def _statuses(self, group: SyncGroup) -> list[RunningStatus]:
-        return [self._trainers.get(member, RunningStatus.STOPPED) for member in group.trainers]
-
-    def _is_broken(self, group: SyncGroup) -> bool:
-        gone = not group.explorers <= self._explorers.keys() or RunningStatus.STOPPED in self._statuses(group)
-        return gone or self._count(group, RunningStatus.STOPPED) > 0
 
     def _transfer(self, group: SyncGroup, sending: list[Wait], receiving: list[Wait]) -> None:
         """Answers the members of a group that are all ready.
 
-        A side that has set its status and not called yet stays in REQUIRE_SYNC: its call comes later, and is answered
-        at once.
+        Each side that has called sets the other one back to RUNNING. A member that has set its status and not called
+        yet finds the other side in REQUIRE_SYNC, so its call is answered at once.
         """
         if sending:
             newest = max(sending, key=lambda wait: wait.step)
             self._raise_version(newest.step, newest.member)
             for member in group.explorers & self._explorers.keys():
                 counts = self._explorers[member]
-                counts[RunningStatus.RUNNING] += counts.pop(RunningStatus.REQUIRE_SYNC, 0)
+                counts[RUNNING] += counts.pop(REQUIRE_SYNC, 0)
         if receiving:
             for member in group.trainers & self._trainers.keys():
-                self._trainers[member] = RunningStatus.RUNNING
+                self._trainers[member] = RUNNING
         for wait in (*sending, *receiving):
-            self._finish(wait, End.ANSWERED, self.version)
+            self._finish(wait, End.ANSWERED, self.version, runs=False)
+        for wait in receiving:
+            self.note_received(wait.member, self.version)
         if sending:
-            self._answer_new_state()
-
-    # Ends of waits
-
-    def _begin(self, wait: Wait) -> Wait:
-        self._waits.append(wait)
-        if self._ended:
-            self._withdraw(wait, End.LEFT)
-        return wait
-
-    def _of(self, purpose: Purpose | None = None, member: str | None = None) -> list[Wait]:
-        return [wait for wait in self._waits if purpose in (None, wait.purpose) and member in (None, wait.member)]
-
-    def _trainer_stopped(self) -> None:
-        if self.trainers_stopped:
-            self._answer_new_state()
-        self._settle()
-
-    def _answer_new_state(self) -> None:
-        for wait in self._of(Purpose.NEW_STATE):
-            self._answer(wait, self.version)
-
-    def _answer(self, wait: Wait, version: int | None) -> None:
-        self._withdraw(wait, End.ANSWERED)
-        wait.version = version
-
-    def _withdraw(self, wait: Wait, end: End) -> None:
-        self._finish(wait, end)
-        if wait.purpose is Purpose.TRAINER_READY:
-            if self._trainers.get(wait.member) is RunningStatus.REQUIRE_SYNC:
-                self._trainers[wait.member] = RunningStatus.RUNNING
-        elif wait.counted and (counts := self._explorers.get(wait.member, Counter()))[RunningStatus.REQUIRE_SYNC]:
-            counts[RunningStatus.REQUIRE_SYNC] -= 1
-            counts[RunningStatus.RUNNING] += 1
-
-    def _finish(self, wait: Wait, end: End, version: int | None = None) -> None:
-        wait.end, wait.version = end, version
-        if wait.purpose is Purpose.EXPLORER_READY and version is not None:
-            self.note_received(wait.member, version)
-        self._waits.remove(wait)
-
-    def _raise_version(self, step: int, member: str) -> None:
-        self.version = self.next_version(step, member)
-        self._publisher = member
+            self.no_new_state()
 
 
 def _named(member: str) -> str:

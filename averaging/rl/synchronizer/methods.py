@@ -7,6 +7,7 @@ second table has the commands, which a synchronizer gives to the modules of its 
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from averaging.rpc import MessageType, RpcMethod, check_named
 from averaging.wire import synchronizer_pb2 as wire
 
 Result = TypeVar("Result")
+Message = TypeVar("Message", wire.FromModule, wire.ToModule)
 
 META = "state_dict_meta"
 """The argument that describes tensors. It travels as the field `meta`, or as a message `Meta` of its own."""
@@ -59,20 +61,11 @@ class SynchronizerMethod(Generic[Result]):
         return [META if name == "meta" else name for name in names]
 
     def request(self, namespace: str, session: bytes, arguments: Mapping[str, Any]) -> Any:
-        """Returns the message of a request."""
         request = self.rpc.request.FromString(b"")
         request.namespace = namespace
         if self.session or self.member:
             request.session = session
         return filled(request, arguments)
-
-    async def arguments(self, request: Any) -> dict[str, Any]:
-        """Returns the arguments in a request.
-
-        Raises:
-            ProtocolViolationError: One is invalid.
-        """
-        return await values_of(request, self.argument_names)
 
     def reply(self, result: Any) -> Any:
         """Returns the message of a reply. Its fields are those of a dict, or the first one is the result."""
@@ -138,16 +131,31 @@ READY_TO_NCCL_SYNC = SynchronizerMethod[int | None](
     _rpc("ReadyToNcclSync", wire.ReadyRequest, wire.WaitReply), session=True, member=True, waits=True
 )
 
-COMMANDS: Mapping[str, tuple[str, ...]] = {
-    "get_weight_sync_info": (),
-    "setup_weight_sync_group": ("master_address", "master_port", "world_size", "group_name", "timeout", "rank"),
-    "set_state_dict_meta": (META,),
-    "teardown_weight_sync_group": (),
+COMMANDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "get_weight_sync_info": ((), ("master_address", "master_port", META)),
+    "setup_weight_sync_group": (
+        ("master_address", "master_port", "world_size", "group_name", "timeout", "rank"),
+        (),
+    ),
+    "set_state_dict_meta": ((META,), ()),
+    "teardown_weight_sync_group": ((), ()),
 }
-"""The arguments of each command, in the order of the module's method."""
+"""The arguments of each command in the order of the module's method, and its results as fields of a `ModuleReply`."""
 
-SYNC_INFO = ("master_address", "master_port", META)
-"""The results of `get_weight_sync_info`, as fields of a `ModuleReply`."""
+SENDER = ("get_weight_sync_info", "setup_weight_sync_group", "teardown_weight_sync_group")
+RECEIVER = ("set_state_dict_meta", "setup_weight_sync_group", "teardown_weight_sync_group")
+
+ALIVE_SECONDS = 1.0
+"""Interval of the messages with which both ends of a session say that they are alive."""
+
+
+async def next_message(messages: asyncio.Queue[Message], empty: type[Message]) -> Message:
+    """Returns the next message of one end of a session, or an empty one to say that this end is alive."""
+    try:
+        async with asyncio.timeout(ALIVE_SECONDS):
+            return await messages.get()
+    except TimeoutError:
+        return empty()
 
 
 def filled(message: Any, values: Mapping[str, Any]) -> Any:
@@ -202,11 +210,6 @@ async def values_of(message: Any, names: Iterable[str]) -> dict[str, Any]:
 
 
 def status_from(number: int) -> RunningStatus | None:
-    """Returns the status with this number in messages; None for `UNSET`.
-
-    Raises:
-        ProtocolViolationError: There is none.
-    """
     if number and number not in _FROM_WIRE:
         raise ProtocolViolationError(f"status {number}; give RUNNING, REQUIRE_SYNC or STOPPED")
     return _FROM_WIRE.get(number)

@@ -25,7 +25,6 @@ from averaging.rl.synchronizer.modules import Module, ReceivesWeights, SendsWeig
 from averaging.rl.synchronizer.state_stream import (
     Meta,
     ModelState,
-    ReceivedTensors,
     StateDict,
     TensorAssembler,
     copy_in_thread,
@@ -34,102 +33,9 @@ from averaging.rl.synchronizer.state_stream import (
 from averaging.rpc import Credentials, RpcChannel
 from averaging.wire import synchronizer_pb2 as wire
 
-T = TypeVar("T")
-
-ALIVE_SECONDS = 1.0
-"""Interval of the messages that say that this process is alive."""
-
-
-class ClientSession:
-    """One session at a synchronizer, at the side of the process that has it: it is alive, and carries out commands.
-
-    Attributes:
-        number: Its number, which calls carry; empty until the synchronizer has given it.
-    """
-
-    def __init__(self, endpoint: str, hello: wire.Hello) -> None:
-        self.number = b""
-        self._endpoint = endpoint
-        self._lost = asyncio.Event()
-        self._reason = ""
-        self._outgoing: asyncio.Queue[wire.FromModule] = asyncio.Queue()
-        self._outgoing.put_nowait(wire.FromModule(hello=hello))
-        self._announced: Module | None = None
-        self._commands: set[asyncio.Task[None]] = set()
-
-    def announce(self, module: Module) -> None:
-        """Says what this process can do."""
-        if self._announced is None:
-            self._announced = module
-            sends = isinstance(module, SendsWeights)
-            kind = wire.Module(sends_weights=sends, receives_weights=isinstance(module, ReceivesWeights))
-            self._outgoing.put_nowait(wire.FromModule(module=kind))
-
-    async def outgoing(self) -> AsyncGenerator[wire.FromModule, None]:
-        """Yields what this process says, at least that it is alive."""
-        while True:
-            try:
-                async with asyncio.timeout(ALIVE_SECONDS):
-                    message = await self._outgoing.get()
-            except TimeoutError:
-                message = wire.FromModule()
-            yield message
-
-    async def until_lost(self, call: Awaitable[T]) -> T:
-        """Awaits a call.
-
-        Raises:
-            PeerUnreachableError: The session has ended meanwhile.
-        """
-        calling = asyncio.ensure_future(call)
-        losing = asyncio.ensure_future(self._lost.wait())
-        try:
-            await asyncio.wait([calling, losing], return_when=asyncio.FIRST_COMPLETED)
-            if calling.done():
-                return calling.result()
-        finally:
-            for task in (calling, losing):
-                task.cancel()
-            await asyncio.gather(calling, losing, return_exceptions=True)
-        raise PeerUnreachableError(self._endpoint, self._reason)
-
-    def execute(self, command: wire.Command, module: Module | None) -> None:
-        """Starts to carry out a command of the synchronizer, and replies at its end."""
-        task = asyncio.ensure_future(self._execute(command, module))
-        self._commands.add(task)
-        task.add_done_callback(self._commands.discard)
-
-    async def close(self, reason: str) -> None:
-        """Ends all calls and commands of the session."""
-        self._reason = reason
-        self._lost.set()
-        for task in list(self._commands):
-            task.cancel()
-        if self._commands:
-            await asyncio.wait(self._commands)
-
-    async def _execute(self, command: wire.Command, module: Module | None) -> None:
-        reply = wire.ModuleReply(number=command.number)
-        try:
-            await _carry_out(command, module, reply)
-        except Exception as error:
-            reply.error = str(error) if isinstance(error, AveragingError) else repr(error)
-        self._outgoing.put_nowait(wire.FromModule(reply=reply))
-
-
-async def _carry_out(command: wire.Command, module: Module | None, reply: wire.ModuleReply) -> None:
-    kind = command.WhichOneof("command") or ""
-    method = getattr(module, kind, None)
-    if kind not in methods.COMMANDS or not callable(method):
-        raise ConfigError(f"this process cannot carry out {kind}; its module lacks that method")
-    arguments = await methods.values_of(getattr(command, kind), methods.COMMANDS[kind])
-    result = await result_of(method(*arguments.values()))
-    if kind == "get_weight_sync_info":
-        methods.filled(reply, dict(zip(methods.SYNC_INFO, result, strict=True)))
-
-
 logger = logging.getLogger("averaging.rl.synchronizer")
 
+T = TypeVar("T")
 Result = TypeVar("Result")
 
 SILENCE_SECONDS = 30.0
@@ -147,10 +53,88 @@ _FOREVER = 1e9
 """Seconds for calls that end with their session."""
 
 
+class ClientSession:
+    """One session at a synchronizer, at the side of the process that has it: it is alive, and carries out commands.
+
+    Attributes:
+        number: Its number, which calls carry; empty until the synchronizer has given it.
+    """
+
+    def __init__(self, endpoint: str, hello: wire.Hello) -> None:
+        self.number = b""
+        self._endpoint = endpoint
+        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # the reason
+        self._messages: asyncio.Queue[wire.FromModule] = asyncio.Queue()
+        self._messages.put_nowait(wire.FromModule(hello=hello))
+        self._module: Module | None = None
+        self._commands: set[asyncio.Task[None]] = set()
+
+    def announce(self, module: Module) -> None:
+        """Says what this process can do."""
+        if self._module is None:
+            self._module = module
+            sends, receives = isinstance(module, SendsWeights), isinstance(module, ReceivesWeights)
+            kind = wire.Module(sends_weights=sends, receives_weights=receives)
+            self._messages.put_nowait(wire.FromModule(module=kind))
+
+    async def outgoing(self) -> AsyncGenerator[wire.FromModule, None]:
+        while True:
+            yield await methods.next_message(self._messages, wire.FromModule)
+
+    async def until_lost(self, call: Awaitable[T]) -> T:
+        """Awaits a call.
+
+        Raises:
+            PeerUnreachableError: The session has ended meanwhile.
+        """
+        calling = asyncio.ensure_future(call)
+        waiting: list[asyncio.Future[Any]] = [calling, self._lost]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if calling.done():
+                return calling.result()
+        finally:
+            calling.cancel()
+            await asyncio.gather(calling, return_exceptions=True)
+        raise PeerUnreachableError(self._endpoint, self._lost.result())
+
+    def execute(self, command: wire.Command) -> None:
+        """Starts to carry out a command of the synchronizer, and replies at its end."""
+        task = asyncio.ensure_future(self._execute(command))
+        self._commands.add(task)
+        task.add_done_callback(self._commands.discard)
+
+    async def close(self, reason: str) -> None:
+        """Ends all calls and commands of the session."""
+        self._lost.set_result(reason)
+        for task in self._commands:
+            task.cancel()
+        if self._commands:
+            await asyncio.wait(self._commands)
+
+    async def _execute(self, command: wire.Command) -> None:
+        reply = wire.ModuleReply(number=command.number)
+        kind = command.WhichOneof("command") or ""
+        method = getattr(self._module, kind, None)
+        try:
+            if kind not in methods.COMMANDS or not callable(method):
+                raise ConfigError(f"this process cannot carry out {kind}; its module lacks that method")
+            names, results = methods.COMMANDS[kind]
+            arguments = await methods.values_of(getattr(command, kind), names)
+            result = await result_of(method(*arguments.values()))
+            if results:
+                methods.filled(reply, dict(zip(results, result, strict=True)))
+        except Exception as error:
+            reply.error = str(error) if isinstance(error, AveragingError) else repr(error)
+        self._messages.put_nowait(wire.FromModule(reply=reply))
+
+
 class RemoteSynchronizer:
     """A synchronizer elsewhere; see `Synchronizer.connect`.
 
-    It has the methods of `Synchronizer`, all of them coroutines; `get_model_state_dict_iterator` is an async generator.
+    It has the methods of `Synchronizer`, which are described there. All of them are coroutines, and
+    `get_model_state_dict_iterator` is an async generator.
+
     While it is entered, this process has a session there. When the session ends, because this process closes it, dies,
     or is cut off, its statuses and waits end there. A process that was cut off connects again, with its statuses.
 
@@ -195,7 +179,7 @@ class RemoteSynchronizer:
             await asyncio.wait([attending])
         await self._channel.close()
 
-    # Modules and statuses
+    # Modules and statuses. `_stay_attached` repeats them when a session was lost.
 
     async def add_module(self, module: Module) -> None:
         """Makes this process a module there, which can be in a weight sync group; see `Synchronizer.add_module`.
@@ -210,19 +194,16 @@ class RemoteSynchronizer:
         session.announce(module)
 
     async def set_trainer_status(self, status: RunningStatus | str) -> None:
-        """See `Synchronizer.set_trainer_status`."""
         status = one_of(RunningStatus, status, "status")
         await self._call(methods.SET_TRAINER_STATUS, status=status)
         self._trainer_status = status
 
     async def trainer_requires_weight_sync(self) -> bool | None:
-        """See `Synchronizer.trainer_requires_weight_sync`."""
         return await self._call(methods.TRAINER_REQUIRES_WEIGHT_SYNC)
 
     async def set_explorer_status(
         self, status: RunningStatus | str, old_status: RunningStatus | str | None = None
     ) -> None:
-        """See `Synchronizer.set_explorer_status`."""
         status = one_of(RunningStatus, status, "status")
         old = None if old_status is None else one_of(RunningStatus, old_status, "old_status")
         await self._call(methods.SET_EXPLORER_STATUS, status=status, old_status=old)
@@ -231,7 +212,6 @@ class RemoteSynchronizer:
             self._explorers[old] -= 1
 
     async def explorer_requires_sync(self) -> bool:
-        """See `Synchronizer.explorer_requires_sync`."""
         return await self._call(methods.EXPLORER_REQUIRES_SYNC)
 
     # The state
@@ -259,15 +239,10 @@ class RemoteSynchronizer:
         Raises:
             ProtocolViolationError: The state was damaged on its way.
         """
-        for attempt in range(READS):
-            try:
-                received = await self._read_state()
-            except CallRefusedError:
-                if attempt == READS - 1:
-                    raise
-            else:
-                return received.state, received.version
-        raise AssertionError
+        for _ in range(READS - 1):
+            with suppress(CallRefusedError):
+                return await self._read_state()
+        return await self._read_state()
 
     async def get_model_state_dict_iterator(self) -> AsyncIterator[tuple[str, object]]:
         """Yields the names and tensors of the newest state, after all were received and verified.
@@ -282,11 +257,9 @@ class RemoteSynchronizer:
             yield item
 
     async def get_state_dict_meta(self) -> Meta | None:
-        """See `Synchronizer.get_state_dict_meta`."""
         return await self._call(methods.GET_STATE_DICT_META)
 
     async def wait_new_model_state_dict(self, current_version: int, *, timeout: float = 0.0) -> int:
-        """See `Synchronizer.wait_new_model_state_dict`."""
         call = methods.WAIT_NEW_MODEL_STATE_DICT
         version = await self._call(call, current_version=current_version, timeout=timeout)
         if version is None:
@@ -294,15 +267,12 @@ class RemoteSynchronizer:
         return version
 
     async def notify_no_new_model_state_dict(self) -> None:
-        """See `Synchronizer.notify_no_new_model_state_dict`."""
         await self._call(methods.NOTIFY_NO_NEW_MODEL_STATE_DICT)
 
     async def get_latest_model_version(self) -> int:
-        """See `Synchronizer.get_latest_model_version`."""
         return await self._call(methods.GET_LATEST_MODEL_VERSION)
 
     async def get_latest_model_path(self, use_huggingface: bool = False) -> str | None:
-        """See `Synchronizer.get_latest_model_path`."""
         return await self._call(methods.GET_LATEST_MODEL_PATH, use_huggingface=use_huggingface)
 
     # Weight sync groups
@@ -310,20 +280,16 @@ class RemoteSynchronizer:
     async def setup_weight_sync_group(
         self, master_address: str, master_port: int, state_dict_meta: Meta | None = None
     ) -> None:
-        """See `Synchronizer.setup_weight_sync_group`."""
         address = {"master_address": master_address, "master_port": master_port}
         await self._call(methods.SETUP_WEIGHT_SYNC_GROUP, **address, state_dict_meta=state_dict_meta)
 
     async def coordinate_weight_sync_setup(self, timeout: float | None = None) -> None:
-        """See `Synchronizer.coordinate_weight_sync_setup`."""
         await self._call(methods.COORDINATE_WEIGHT_SYNC_SETUP, timeout=timeout)
 
     async def coordinate_weight_sync_teardown(self) -> None:
-        """See `Synchronizer.coordinate_weight_sync_teardown`."""
         await self._call(methods.COORDINATE_WEIGHT_SYNC_TEARDOWN)
 
     async def ready_to_nccl_sync(self, module: str, trainer_step: int) -> int | None:
-        """See `Synchronizer.ready_to_nccl_sync`."""
         version = await self._call(methods.READY_TO_NCCL_SYNC, module=module, trainer_step=trainer_step)
         if module == "trainer":
             self._trainer_status = RunningStatus.RUNNING
@@ -340,18 +306,19 @@ class RemoteSynchronizer:
         limit = _FOREVER if call.waits else self._timeout
         return call.result(await session.until_lost(self._channel.call(call.rpc, request, limit)))
 
-    async def _read_state(self) -> ReceivedTensors:
+    async def _read_state(self) -> tuple[ModelState, int]:
         session = await self._open_session()
         request = wire.Request(namespace=self._namespace, session=session.number)
         assembler = TensorAssembler(MAX_STATE_BYTES)
 
-        async def read() -> ReceivedTensors:
+        async def read() -> None:
             async with aclosing(self._channel.stream(methods.GET_MODEL_STATE_DICT.rpc, request)) as parts:
                 async for part in parts:
                     assembler.add(part)
-            return assembler.result()
 
-        return await session.until_lost(read())
+        await session.until_lost(read())
+        received = assembler.result()
+        return received.state, received.version
 
     # The session
 
@@ -402,7 +369,7 @@ class RemoteSynchronizer:
                         self._session = session
                         self._attached.set()
                     elif message.HasField("command"):
-                        session.execute(message.command, self._module)
+                        session.execute(message.command)
         except TimeoutError:
             reason = f"the synchronizer was silent for {SILENCE_SECONDS:g} s"
             raise PeerUnreachableError(self._channel.endpoint, reason) from None

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from averaging.common import HostQuota
@@ -26,54 +24,17 @@ from averaging.errors import (
 from averaging.peer import Peer
 from averaging.receipts import WeightReader
 from averaging.rl.synchronizer import methods
-from averaging.rl.synchronizer.coordination import RunningStatus, SynchronizerConfig
-from averaging.rl.synchronizer.modules import Module, result_of
-from averaging.rl.synchronizer.state_stream import Meta, ModelState, TensorAssembler, parts_of
+from averaging.rl.synchronizer.coordination import RunningStatus
+from averaging.rl.synchronizer.modules import result_of
+from averaging.rl.synchronizer.state_stream import ModelState, TensorAssembler, parts_of
 from averaging.rpc import Deadline, FairTimeout, RpcHandler, rpc_caller
 from averaging.wire import synchronizer_pb2 as wire
 
+if TYPE_CHECKING:
+    from averaging.rl.synchronizer.synchronizer import Synchronizer
+
 MAX_STATES = 4
-"""States that are read at the same time, including the newest one."""
-
-
-@dataclass(eq=False, slots=True)
-class Pinned:
-    """A state that is being read.
-
-    Attributes:
-        dropped: Whether its readers have to end.
-    """
-
-    readers: int = 0
-    dropped: bool = False
-
-
-class PinnedStates:
-    """The states that are being read, the oldest first."""
-
-    def __init__(self) -> None:
-        self._states: dict[int, Pinned] = {}
-
-    @contextmanager
-    def reading(self, state: object) -> Iterator[Pinned]:
-        """A context for one reader of a state. The oldest state is dropped if there are too many."""
-        key = id(state)  # unique as long as the reader holds the state
-        pinned = self._states.setdefault(key, Pinned())
-        pinned.readers += 1
-        if len(self._states) > MAX_STATES:
-            oldest = next(iter(self._states))
-            self._states.pop(oldest).dropped = True
-        try:
-            yield pinned
-        finally:
-            pinned.readers -= 1
-            if not pinned.readers and self._states.get(key) is pinned:
-                del self._states[key]
-
-
-logger = logging.getLogger("averaging.rl.synchronizer")
-
-Request = TypeVar("Request")
+"""Versions of one synchronizer that are read at the same time. Slow readers would otherwise keep all in memory."""
 
 MAX_UPLOADS = 4
 """Number of states that may be received at the same time by one synchronizer. Together they have at most the bytes of
@@ -88,88 +49,73 @@ MAX_EXPLORERS = 10_000
 LEAST_RATE = 16 << 10
 """Bytes per second at which a state must arrive."""
 
-ALIVE_SECONDS = 1.0
-"""Interval of the messages with which both ends of a session say that they are alive."""
-
-
 MAX_SESSIONS, MAX_SESSIONS_PER_HOST = 1024, 256
 MAX_NAME, MAX_ERROR = 100, 1000
 
+Request = TypeVar("Request")
+
 
 class ServerSession:
-    """One process that attends; a module that lives as long as its connection.
+    """One process that attends. It is a module that lives as long as its connection.
 
     Attributes:
         number: Names the session in calls. It is secret, because it stands for the statuses of this process.
         member: Name of the process among the members.
         host: Where the process is.
+        messages: What the process is sent.
     """
 
     def __init__(self, name: str, namespace: str, serial: int, host: str) -> None:
         self.number = secrets.token_bytes(16)
         self.member = f"{printable(name, MAX_NAME) or 'session'} {serial}"
-        self.namespace = namespace
-        self.host = host
-        self._commands: asyncio.Queue[wire.Command] = asyncio.Queue()
+        self.namespace, self.host = namespace, host
+        self.messages: asyncio.Queue[wire.ToModule] = asyncio.Queue()
         self._pending: dict[int, asyncio.Future[wire.ModuleReply]] = {}
         self._serials = itertools.count(1)
-        self._gone = False
-        self._module: Module | None = None
+        self._gone = self._described = False
 
-    def attach(self, module: wire.Module) -> Module:
-        """Returns the module that the process is, to be tracked.
+    def is_alive(self) -> bool:
+        return not self._gone
+
+    def describe(self, module: wire.Module) -> None:
+        """Gives this object the methods of the process, which make it a `SendsWeights` or a `ReceivesWeights`.
 
         Raises:
             ProtocolViolationError: The process is another module already.
         """
-        if self._module is not None:
+        if self._described:
             raise ProtocolViolationError("a session is one module; open another session for a second one")
-        kind = _SessionSender if module.sends_weights else _SessionReceiver if module.receives_weights else _Plain
-        self._module = kind(self)
-        return self._module
+        self._described = True
+        commands = methods.SENDER if module.sends_weights else methods.RECEIVER if module.receives_weights else ()
+        for name in commands:
+            setattr(self, name, partial(self._ask, name))
 
-    @property
-    def open(self) -> bool:
-        return not self._gone
-
-    async def ask(self, kind: str, *arguments: Any) -> wire.ModuleReply:
-        """Gives the process a command of the table `COMMANDS` and waits for its reply.
+    async def _ask(self, kind: str, *arguments: Any) -> tuple[Any, ...]:
+        """Gives the process a command and waits for its results.
 
         Raises:
             StateError: The command failed, or the process is gone.
         """
         if self._gone:
             raise StateError(f"{self.member} is gone")
-        number = next(self._serials)
-        future: asyncio.Future[wire.ModuleReply] = asyncio.get_running_loop().create_future()
-        self._pending[number] = future
-        command = wire.Command(number=number)
+        names, results = methods.COMMANDS[kind]
+        command = wire.Command(number=next(self._serials))
         getattr(command, kind).SetInParent()
-        methods.filled(getattr(command, kind), dict(zip(methods.COMMANDS[kind], arguments, strict=True)))
-        self._commands.put_nowait(command)
+        methods.filled(getattr(command, kind), dict(zip(names, arguments, strict=True)))
+        future = self._pending[command.number] = asyncio.get_running_loop().create_future()
+        self.messages.put_nowait(wire.ToModule(command=command))
         try:
             reply = await future
         finally:
-            self._pending.pop(number, None)
+            del self._pending[command.number]
         if reply.error:
             raise StateError(printable(reply.error, MAX_ERROR))
-        return reply
+        return tuple((await methods.values_of(reply, results)).values())
 
     def take(self, reply: wire.ModuleReply) -> None:
         future = self._pending.get(reply.number)
         if future is not None and not future.done():
             future.set_result(reply)
-
-    async def next_command(self, seconds: float, until: asyncio.Future[Any]) -> wire.ToModule | None:
-        """Returns the next command; None after `seconds`, or when `until` is done."""
-        if self._commands.empty():
-            getting = asyncio.ensure_future(self._commands.get())
-            try:
-                await asyncio.wait([getting, until], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-                return wire.ToModule(command=getting.result()) if getting.done() else None
-            finally:
-                getting.cancel()
-        return wire.ToModule(command=self._commands.get_nowait())
 
     def close(self) -> None:
         """Ends the session; commands in progress fail."""
@@ -179,98 +125,6 @@ class ServerSession:
                 future.set_exception(StateError(f"{self.member} is gone"))
 
 
-class Sessions:
-    """The open sessions."""
-
-    def __init__(self) -> None:
-        self._sessions: dict[bytes, ServerSession] = {}
-        self._quota = HostQuota(MAX_SESSIONS, MAX_SESSIONS_PER_HOST)
-        self._serials = itertools.count(1)
-
-    def open(self, name: str, namespace: str) -> ServerSession:
-        """Opens a session.
-
-        Raises:
-            BusyError: There are too many.
-        """
-        host = rpc_caller().host
-        if not self._quota.take(host):
-            raise BusyError(f"there are {self._quota.taken_by(host)} sessions of your host here; try again later")
-        session = ServerSession(name, namespace, next(self._serials), host)
-        self._sessions[session.number] = session
-        return session
-
-    def find(self, number: bytes, namespace: str) -> ServerSession:
-        """Returns an open session.
-
-        Raises:
-            ProtocolViolationError: There is none with this number in this namespace.
-        """
-        session = self._sessions.get(number)
-        if session is None or session.namespace != namespace:
-            raise ProtocolViolationError(
-                "this call needs the number of an open session of its namespace; Attend opens one, and what it has "
-                "counted ends with it"
-            )
-        return session
-
-    def close(self, session: ServerSession) -> None:
-        session.close()
-        self._quota.leave(session.host)
-        self._sessions.pop(session.number, None)
-
-
-class _Plain:
-    """A process that is tracked and in no weight sync group."""
-
-    def __init__(self, session: ServerSession) -> None:
-        self._session = session
-
-    def is_alive(self) -> bool:
-        return self._session.open
-
-
-class _SessionModule(_Plain):
-    async def setup_weight_sync_group(self, *arguments: Any) -> None:
-        await self._session.ask("setup_weight_sync_group", *arguments)
-
-    async def teardown_weight_sync_group(self) -> None:
-        await self._session.ask("teardown_weight_sync_group")
-
-
-class _SessionSender(_SessionModule):
-    async def get_weight_sync_info(self) -> tuple[Any, ...]:
-        reply = await self._session.ask("get_weight_sync_info")
-        return tuple((await methods.values_of(reply, methods.SYNC_INFO)).values())
-
-
-class _SessionReceiver(_SessionModule):
-    async def set_state_dict_meta(self, state_dict_meta: Meta) -> None:
-        await self._session.ask("set_state_dict_meta", state_dict_meta)
-
-
-class _Served(Protocol):
-    """What the service needs of a `Synchronizer`, besides the methods of the table."""
-
-    config: SynchronizerConfig
-
-    @property
-    def ended(self) -> bool: ...
-    def start(self) -> None: ...
-    async def add_module(self, module: Module, *, member: str = "") -> None: ...
-    def remove_member(self, member: str) -> None: ...
-    def readers(self) -> Iterable[WeightReader]: ...
-    def note_received(self, member: str, version: int) -> None: ...
-    async def set_trainer_status(self, status: RunningStatus, *, member: str = "") -> None: ...
-    async def set_explorer_status(
-        self, status: RunningStatus, old_status: RunningStatus | None = None, *, member: str = ""
-    ) -> None: ...
-    def get_model_state_dict(self) -> tuple[ModelState, int]: ...
-    async def set_model_state_dict(
-        self, model_state_dict: ModelState, trainer_step: int, *, member: str = "", copy: bool = True
-    ) -> int: ...
-
-
 class SynchronizerService:
     """Serves synchronizers; give it to `RpcServer` or to `Peer(services=…)`.
 
@@ -278,15 +132,17 @@ class SynchronizerService:
         synchronizers: Their namespaces must differ.
     """
 
-    def __init__(self, synchronizers: Iterable[_Served] = ()) -> None:
-        self.synchronizers: dict[str, _Served] = {}
+    def __init__(self, synchronizers: Iterable[Synchronizer] = ()) -> None:
+        self.synchronizers: dict[str, Synchronizer] = {}
         for synchronizer in synchronizers:
             self.add(synchronizer)
-        self._sessions = Sessions()
-        self._pinned = PinnedStates()
-        self._uploads: WeakKeyDictionary[_Served, HostQuota] = WeakKeyDictionary()
+        self._sessions: dict[bytes, ServerSession] = {}
+        self._session_quota = HostQuota(MAX_SESSIONS, MAX_SESSIONS_PER_HOST)
+        self._serials = itertools.count(1)
+        self._uploads: WeakKeyDictionary[Synchronizer, HostQuota] = WeakKeyDictionary()
+        self._reading: dict[tuple[str, int], int] = {}  # readers of each (namespace, version), the oldest first
 
-    def add(self, synchronizer: _Served) -> None:
+    def add(self, synchronizer: Synchronizer) -> None:
         """Serves a synchronizer in its namespace, also in the place of a synchronizer that has ended.
 
         Raises:
@@ -305,7 +161,7 @@ class SynchronizerService:
     def readers(self) -> Iterable[WeightReader]:
         return itertools.chain.from_iterable(each.readers() for each in self.synchronizers.values() if not each.ended)
 
-    def _find(self, namespace: str) -> _Served:
+    def _find(self, namespace: str) -> Synchronizer:
         synchronizer = self.synchronizers.get(namespace)
         if synchronizer is None:
             raise ConfigError(
@@ -314,56 +170,12 @@ class SynchronizerService:
             )
         return synchronizer
 
-    async def _attend(self, messages: AsyncIterator[wire.FromModule]) -> AsyncGenerator[wire.ToModule, None]:
-        first = await _first(messages)
-        if first is None or not first.HasField("hello"):
-            raise ProtocolViolationError("a session that does not begin with `hello`")
-        synchronizer = self._find(first.hello.namespace)
-        synchronizer.start()
-        session = self._sessions.open(first.hello.name, synchronizer.config.namespace)
-        reading = asyncio.ensure_future(self._read(messages, session, synchronizer))
-        # The statuses of a process last as long as this call, however that ends: none of a dead process stays counted.
-        try:
-            await _restore(synchronizer, session.member, first)
-            yield wire.ToModule(session=session.number)
-            while not reading.done():
-                yield await session.next_command(ALIVE_SECONDS, reading) or wire.ToModule()
-            reading.result()
-        finally:
-            reading.cancel()
-            with suppress(asyncio.CancelledError, AveragingError):
-                await reading
-            self._sessions.close(session)
-            synchronizer.remove_member(session.member)
-
-    async def _read(
-        self, messages: AsyncIterator[wire.FromModule], session: ServerSession, synchronizer: _Served
-    ) -> None:
-        """Reads what the module says, until it is silent for too long or gone."""
-        while True:
-            try:
-                async with asyncio.timeout(synchronizer.config.silence_timeout):
-                    message = await anext(messages, None)
-            except TimeoutError:
-                raise ProtocolViolationError(
-                    f"nothing came from you for {synchronizer.config.silence_timeout:g} s, so your session has ended"
-                ) from None
-            if message is None:
-                return
-            if message.HasField("module"):
-                await synchronizer.add_module(session.attach(message.module), member=session.member)
-            if message.HasField("reply"):
-                session.take(message.reply)
-
-    def _member(self, session: bytes, namespace: str) -> str:
-        return self._sessions.find(session, namespace).member
-
     async def _answer(self, call: methods.SynchronizerMethod[Any], request: Any) -> Any:
         """Answers a call as the table says."""
         synchronizer, member = self._find(request.namespace), None
         if call.session or (call.member and request.session):
             member = self._member(request.session, request.namespace)
-        arguments = await call.arguments(request)
+        arguments = await methods.values_of(request, call.argument_names)
         if call.member:
             arguments["member"] = member
         try:
@@ -373,12 +185,60 @@ class SynchronizerService:
                 return call.late
             raise
 
+    # Sessions
+
+    async def _attend(self, messages: AsyncIterator[wire.FromModule]) -> AsyncGenerator[wire.ToModule, None]:
+        first = await _first(messages)
+        if first is None or not first.HasField("hello"):
+            raise ProtocolViolationError("a session that does not begin with `hello`")
+        synchronizer, host = self._find(first.hello.namespace), rpc_caller().host
+        synchronizer.start()
+        if not self._session_quota.take(host):
+            raise BusyError(
+                f"there are {self._session_quota.taken_by(host)} sessions of your host here; try again later"
+            )
+        session = ServerSession(first.hello.name, first.hello.namespace, next(self._serials), host)
+        self._sessions[session.number] = session
+        reading = asyncio.ensure_future(_read(messages, session, synchronizer))
+        reading.add_done_callback(lambda _: session.messages.put_nowait(wire.ToModule()))  # ends the loop below
+        # The statuses of a process last as long as this call, however that ends: none of a dead process stays counted.
+        try:
+            await _restore(synchronizer, session.member, first.hello)
+            yield wire.ToModule(session=session.number)
+            while not reading.done():
+                yield await methods.next_message(session.messages, wire.ToModule)
+            reading.result()
+        finally:
+            reading.cancel()
+            with suppress(asyncio.CancelledError, AveragingError):
+                await reading
+            session.close()
+            self._session_quota.leave(host)
+            del self._sessions[session.number]
+            synchronizer.remove_member(session.member)
+
+    def _member(self, number: bytes, namespace: str) -> str:
+        """Returns the member that has an open session.
+
+        Raises:
+            ProtocolViolationError: There is none with this number in this namespace.
+        """
+        session = self._sessions.get(number)
+        if session is None or session.namespace != namespace:
+            raise ProtocolViolationError(
+                "this call needs the number of an open session of its namespace; Attend opens one, and what it has "
+                "counted ends with it"
+            )
+        return session.member
+
+    # States
+
     async def _set_model_state_dict(self, parts: AsyncIterator[wire.StatePart]) -> wire.Version:
         first = await _first(parts)
         if first is None:
             raise ProtocolViolationError("a state without messages")
         synchronizer = self._find(first.namespace)
-        self._sessions.find(first.session, first.namespace)
+        self._member(first.session, first.namespace)
         assembler = TensorAssembler(synchronizer.config.max_state_bytes)
         assembler.add(first)
         state = await self._receive(parts, assembler, synchronizer)
@@ -387,7 +247,7 @@ class SynchronizerService:
         return wire.Version(version=version)
 
     async def _receive(
-        self, parts: AsyncIterator[wire.StatePart], assembler: TensorAssembler, synchronizer: _Served
+        self, parts: AsyncIterator[wire.StatePart], assembler: TensorAssembler, synchronizer: Synchronizer
     ) -> ModelState:
         """Receives the rest of a state."""
         config, host = synchronizer.config, rpc_caller().host
@@ -414,11 +274,21 @@ class SynchronizerService:
     async def _get_model_state_dict(self, request: wire.Request) -> AsyncGenerator[wire.StatePart, None]:
         synchronizer = self._find(request.namespace)
         state, version = synchronizer.get_model_state_dict()
-        with self._pinned.reading(state) as pinned:
+        read = request.namespace, version
+        self._reading[read] = self._reading.get(read, 0) + 1
+        versions = [each for each in self._reading if each[0] == request.namespace]
+        if len(versions) > MAX_STATES:
+            del self._reading[versions[0]]  # its readers end with their next part
+        try:
             for part in parts_of(state, version):
-                if pinned.dropped:
+                if read not in self._reading:
                     raise BusyError(f"version {version} is gone, because newer ones are read; ask for the newest one")
                 yield part
+        finally:
+            if read in self._reading:
+                self._reading[read] -= 1
+                if not self._reading[read]:
+                    del self._reading[read]
         with suppress(ProtocolViolationError):  # a caller without a session, or its session has ended
             synchronizer.note_received(self._member(request.session, request.namespace), version)
 
@@ -436,9 +306,26 @@ async def _first(messages: AsyncIterator[Request]) -> Request | None:
         raise ProtocolViolationError(f"a call without a message for {HELLO_SECONDS:g} s") from None
 
 
-async def _restore(synchronizer: _Served, member: str, first: wire.FromModule) -> None:
+async def _read(messages: AsyncIterator[wire.FromModule], session: ServerSession, synchronizer: Synchronizer) -> None:
+    """Reads what a module says, until it is gone, or silent for too long."""
+    limit = synchronizer.config.silence_timeout
+    while True:
+        try:
+            async with asyncio.timeout(limit):
+                message = await anext(messages, None)
+        except TimeoutError:
+            raise ProtocolViolationError(f"nothing came from you for {limit:g} s, so your session has ended") from None
+        if message is None:
+            return
+        if message.HasField("module"):
+            session.describe(message.module)
+            await synchronizer.add_module(session, member=session.member)
+        if message.HasField("reply"):
+            session.take(message.reply)
+
+
+async def _restore(synchronizer: Synchronizer, member: str, hello: wire.Hello) -> None:
     """Gives a module the statuses that it had before its connection broke."""
-    hello = first.hello
     trainer_status = methods.status_from(hello.trainer_status)
     if trainer_status is not None:
         await synchronizer.set_trainer_status(trainer_status, member=member)
@@ -454,7 +341,7 @@ _services: WeakKeyDictionary[object, SynchronizerService] = WeakKeyDictionary()
 """The synchronizers of each peer, and those of each event loop that only this process can find."""
 
 
-def serve_on(home: Peer | asyncio.AbstractEventLoop, synchronizer: _Served) -> None:
+def serve_on(home: Peer | asyncio.AbstractEventLoop, synchronizer: Synchronizer) -> None:
     """Adds a synchronizer to a peer, which serves it, or to an event loop.
 
     Raises:
@@ -469,14 +356,8 @@ def serve_on(home: Peer | asyncio.AbstractEventLoop, synchronizer: _Served) -> N
     service.add(synchronizer)
 
 
-def served_on(home: Peer | asyncio.AbstractEventLoop) -> dict[str, _Served]:
-    """Returns the synchronizers of a peer or an event loop by namespace."""
+def served_on(home: Peer | asyncio.AbstractEventLoop, namespace: str) -> Synchronizer | None:
+    """Returns the synchronizer of a peer or an event loop, unless it has ended."""
     service = _services.get(home)
-    return {} if service is None else service.synchronizers
-
-
-def withdraw_from(home: asyncio.AbstractEventLoop, synchronizer: _Served) -> None:
-    """Removes a synchronizer that has ended from an event loop, so that its tensors are freed."""
-    namespace, served = synchronizer.config.namespace, served_on(home)
-    if served.get(namespace) is synchronizer:
-        del served[namespace]
+    synchronizer = None if service is None else service.synchronizers.get(namespace)
+    return None if synchronizer is None or synchronizer.ended else synchronizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -14,10 +14,17 @@ from averaging.config import FilePath, TLSFiles
 from averaging.errors import ClosedError, ConfigError, WaitTimeoutError
 from averaging.peer import Peer
 from averaging.receipts import WeightReader
-from averaging.rl.synchronizer.coordination import Coordination, RunningStatus, SynchronizerConfig, SyncMethod
-from averaging.rl.synchronizer.modules import GROUP_SECONDS, POLL_SECONDS, Module, Modules, Waiters, WeightGroups, now
+from averaging.rl.synchronizer.coordination import (
+    Coordination,
+    End,
+    RunningStatus,
+    SynchronizerConfig,
+    SyncMethod,
+    Wait,
+)
+from averaging.rl.synchronizer.modules import GROUP_SECONDS, POLL_SECONDS, Module, Modules, WeightGroups
 from averaging.rl.synchronizer.remote import RemoteSynchronizer
-from averaging.rl.synchronizer.service import SynchronizerService, serve_on, served_on, withdraw_from
+from averaging.rl.synchronizer.service import SynchronizerService, serve_on, served_on
 from averaging.rl.synchronizer.state_sources import CheckpointFolder, find_checkpoints, follow_peer
 from averaging.rl.synchronizer.state_stream import Meta, ModelState, StateDict, copy_in_thread, copy_of, meta_of
 from averaging.rpc import RpcHandler, read_credentials
@@ -52,10 +59,11 @@ class Synchronizer:
             the first `set_model_state_dict`, under the version of the peer.
         config: The options.
         state_dict: The first state, which has version 0.
+        ends_with_modules: Whether it ends when all its modules are dead, and not at the end of `async with`.
 
     Attributes:
         config: The options.
-        model_state_dict: The newest state: tensors by name, a path, or None.
+        model_state_dict: The newest state: tensors by name, a path, or None; None after the end.
 
     Raises:
         ConfigError: An option is invalid, the peer is running, or the kept version cannot be read.
@@ -63,7 +71,12 @@ class Synchronizer:
     """
 
     def __init__(
-        self, peer: Peer | None = None, config: SynchronizerConfig | None = None, *, state_dict: StateDict | None = None
+        self,
+        peer: Peer | None = None,
+        config: SynchronizerConfig | None = None,
+        *,
+        state_dict: StateDict | None = None,
+        ends_with_modules: bool = False,
     ) -> None:
         self.config = config or SynchronizerConfig()
         self._checkpoints = CheckpointFolder(self.config.checkpoint_dir)
@@ -71,14 +84,12 @@ class Synchronizer:
         if self.config.sync_method is SyncMethod.CHECKPOINT:
             self._state.step = self._checkpoints.step  # its checkpoint is still in the folder
         self.model_state_dict: ModelState = copy_of(state_dict)
-        self._waiting = Waiters(self._state)
         self._modules = Modules()
-        self._groups = WeightGroups(self.config.group_name, self._modules, self._state, self._waiting)
+        self._groups = WeightGroups(self.config.group_name, self._modules, self._state)
         self._peer = peer
         self._main: asyncio.Task[None] | None = None
         self._following: asyncio.Task[None] | None = None  # hands out the versions of the peer
-        self._holders, self._detached, self._ended = 0, False, False
-        self._loop: asyncio.AbstractEventLoop | None = None  # in which `get_actor` finds it
+        self._ends_with_modules, self._holders, self._ended = ends_with_modules, 0, False
         self._closing = asyncio.Event()
         if peer is not None:
             serve_on(peer, self)
@@ -95,7 +106,7 @@ class Synchronizer:
 
     async def __aexit__(self, *error: object) -> None:
         self._holders -= 1
-        if not self._holders and not (self._detached and len(self._modules)):
+        if not self._holders and not (self._ends_with_modules and len(self._modules)):
             await self.close()
 
     async def close(self) -> None:
@@ -112,14 +123,14 @@ class Synchronizer:
             self._main = asyncio.get_running_loop().create_task(self._run())
 
     async def _run(self) -> None:
-        work: list[Coroutine[Any, Any, None]] = [self._poll_modules()]
         folder = self._checkpoints.path
-        if self.config.sync_method is SyncMethod.CHECKPOINT and folder is not None:
-            hand_out = partial(self.set_model_state_dict, None)
-            work.append(find_checkpoints(folder, lambda: self._state.step, hand_out))
         try:
             async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(each) for each in work]
+                running = [tasks.create_task(self._poll_modules())]
+                if self.config.sync_method is SyncMethod.CHECKPOINT and folder is not None:
+                    hand_out = partial(self.set_model_state_dict, None)
+                    finding = find_checkpoints(folder, lambda: self._state.step, hand_out)
+                    running.append(tasks.create_task(finding))
                 if self._peer is not None:
                     self._state.set_trainer_status(RunningStatus.RUNNING, _PEER)
                     following = follow_peer(self._peer, partial(self._publish, member=_PEER))
@@ -137,9 +148,7 @@ class Synchronizer:
         self._ended = True
         self._closing.set()
         self._state.end()
-        self._waiting.release()
-        if self._loop is not None:
-            withdraw_from(self._loop, self)
+        self.model_state_dict = None
 
     def _check(self) -> None:
         if self._ended:
@@ -162,7 +171,6 @@ class Synchronizer:
         """Removes a member that is gone: its modules, its statuses and its waits."""
         self._modules.remove(member)
         self._state.leave(member)
-        self._waiting.release()
 
     @property
     def module_count(self) -> int:
@@ -177,7 +185,7 @@ class Synchronizer:
             for member in await self._modules.dead():
                 logger.info("%r is dead; its statuses are removed", member)
                 self.remove_member(member)
-            if self._detached and not self._holders and self._modules.tracked and not len(self._modules):
+            if self._ends_with_modules and not self._holders and self._modules.tracked and not len(self._modules):
                 logger.info("%r ends: none of its modules is alive", self)
                 self._closing.set()
                 return
@@ -210,7 +218,6 @@ class Synchronizer:
         """
         self._check()
         self._state.set_trainer_status(one_of(RunningStatus, status, "status"), member)
-        self._waiting.release()
 
     def trainer_requires_weight_sync(self) -> bool | None:
         """Returns whether a trainer is ready to transfer weights; None if all have stopped, False before the first."""
@@ -241,7 +248,6 @@ class Synchronizer:
         self._check()
         old = None if old_status is None else one_of(RunningStatus, old_status, "old_status")
         self._state.set_explorer_status(one_of(RunningStatus, status, "status"), old, member)
-        self._waiting.release()
 
     def explorer_requires_sync(self) -> bool:
         """Returns whether an explorer waits for weights."""
@@ -282,7 +288,6 @@ class Synchronizer:
         self._check()
         self.model_state_dict = state
         version = self._state.publish(step, member)
-        self._waiting.release()
         logger.info("version %d is set, of step %d", version, step)
         return version
 
@@ -326,8 +331,9 @@ class Synchronizer:
         """
         self._check()
         limit = timeout if 0 < timeout < self.config.sync_timeout else self.config.sync_timeout
-        wait = self._state.wait_new_state(current_version, member or "", now() + limit, counted=member is not None)
-        version = (await self._waiting.end_of(wait)).version
+        deadline, counted = asyncio.get_running_loop().time() + limit, member is not None
+        wait = self._state.wait_new_state(current_version, member or "", deadline, counted=counted)
+        version = await self._answer_to(wait)
         if version is None:
             raise WaitTimeoutError(f"no version above {current_version} came within {limit:g} s")
         return version
@@ -336,7 +342,6 @@ class Synchronizer:
         """Gives explorers that wait for a new state the present version."""
         self._check()
         self._state.no_new_state()
-        self._waiting.release()
 
     async def get_latest_model_version(self) -> int:
         """Returns the newest version."""
@@ -415,7 +420,7 @@ class Synchronizer:
         self._check()
         if module not in ("trainer", "explorer"):
             raise ConfigError(f"module must be 'trainer' or 'explorer', not {module!r}")
-        deadline = now() + self.config.sync_timeout
+        deadline = asyncio.get_running_loop().time() + self.config.sync_timeout
         if module == "trainer":
             self._stop_following()
             await self._checkpoints.reserve(lambda: self._state.next_version(trainer_step, member), trainer_step)
@@ -423,10 +428,23 @@ class Synchronizer:
             wait = self._state.trainer_ready(trainer_step, member, deadline)
         else:
             wait = self._state.explorer_ready(member, deadline)
-        version = (await self._waiting.end_of(wait)).version
+        version = await self._answer_to(wait)
         if version is not None:
             await self._checkpoints.reserve(lambda: version, None)
         return version
+
+    async def _answer_to(self, wait: Wait) -> int | None:
+        """Returns the version with which a wait ends. If this is cancelled, the member no longer waits."""
+        try:
+            async with asyncio.timeout_at(wait.deadline):
+                await wait.ended.wait()
+        except TimeoutError:
+            self._state.expire(wait.deadline)
+        finally:
+            self._state.cancel(wait)
+        if wait.end is End.LEFT:
+            raise ClosedError("the member that waits has left the synchronizer, or the synchronizer has ended")
+        return wait.version
 
     def _stop_following(self) -> None:
         if self._peer is not None:
@@ -463,16 +481,14 @@ class Synchronizer:
             ConfigError: There is none in this namespace, and no config to create it.
         """
         name = config.namespace if config is not None else namespace or ""
-        loop = asyncio.get_running_loop()
-        actor = served_on(loop if peer is None else peer).get(name)
-        if not isinstance(actor, cls) or actor.ended:
+        home = asyncio.get_running_loop() if peer is None else peer
+        actor = served_on(home, name)
+        if actor is None:
             if config is None:
                 raise ConfigError(f"there is no synchronizer in namespace {name!r}; give a config to create one")
-            actor = cls(peer, config)
-            actor._detached = True
+            actor = cls(peer, config, ends_with_modules=True)
             if peer is None:
-                actor._loop = loop
-                serve_on(loop, actor)
+                serve_on(home, actor)
         actor.start()
         if module is not None:
             actor._modules.add(module, member)
