@@ -18,7 +18,7 @@ from averaging.errors import printable
 
 if TYPE_CHECKING:
     from averaging.cli.output import CommandOutput
-    from averaging.rl.feed import Event
+    from averaging.rl.feed import CommandEvent
 
 SAMPLING = ("temperature", "max_tokens")
 """The options that are parameters of the engine."""
@@ -196,7 +196,7 @@ def _prepare_process() -> None:
         os.environ[name] = ",".join(filter(None, (os.environ.get(name), LOOPBACK)))
 
 
-def _report(event: Event, report: CommandOutput, metrics: str, *, as_json: bool) -> None:
+def _report(event: CommandEvent, report: CommandOutput, metrics: str, *, as_json: bool) -> None:
     if event.name == "failed" and not as_json and not _is_told(event.fields["number"]):
         return
     item = event.as_json(), printable(event.text, 2000)

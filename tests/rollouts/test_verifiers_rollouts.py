@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from averaging.errors import ConfigError, RolloutError
-from averaging.rl.feed import Event
+from averaging.rl.feed import CommandEvent
 from averaging.rl.rollouts import RolloutOptions, Rollouts, TruncatedMode
 from tests.support.engines import EngineProcess, Trainer
 from tests.support.feeds import Feed
@@ -48,7 +48,7 @@ class Made:
         self._news = asyncio.Event()
         self.rollouts = rollouts(self._tell)
 
-    def _tell(self, event: Event) -> None:
+    def _tell(self, event: CommandEvent) -> None:
         self.events.append(event.as_json())
         self._news.set()
 

@@ -11,7 +11,7 @@ side).
 
 from averaging.rl.feed.clients import Batch, BatchFeed, FeedEnvironment
 from averaging.rl.feed.connection import Connection, message_in, retry_pauses, split_url
-from averaging.rl.feed.events import Event
+from averaging.rl.feed.events import CommandEvent
 from averaging.rl.feed.messages import (
     MAX_VERSIONS,
     EnvStatus,
@@ -27,9 +27,9 @@ __all__ = [
     "MAX_VERSIONS",
     "Batch",
     "BatchFeed",
+    "CommandEvent",
     "Connection",
     "EnvStatus",
-    "Event",
     "FeedEnvironment",
     "FeedServer",
     "Posted",

@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class CommandEvent:
     """Something that happened: its name, a line about it, and what a program may want to know of it."""
 
     name: str

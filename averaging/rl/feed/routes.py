@@ -19,7 +19,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from averaging.errors import FeedError, printable
 from averaging.rl.feed.database import WRITE_RETRY_SECONDS, Database
-from averaging.rl.feed.events import Event
+from averaging.rl.feed.events import CommandEvent
 from averaging.rl.feed.messages import (
     MAX_STEP,
     EnvIdentifier,
@@ -83,7 +83,9 @@ Handler = Callable[[Request, bytearray], Awaitable[Response]]
 class Routes:
     """Answers the requests, which `Gate` has let in. The database is used in its thread only."""
 
-    def __init__(self, database: Database, thread: ThreadPoolExecutor, on_event: Callable[[Event], None]) -> None:
+    def __init__(
+        self, database: Database, thread: ThreadPoolExecutor, on_event: Callable[[CommandEvent], None]
+    ) -> None:
         self._database, self._thread, self._on_event = database, thread, on_event
         self._warned: list[str] = []
         self._metrics = CollectorRegistry()
@@ -122,7 +124,7 @@ class Routes:
     async def _run(self, job: Callable[[Database], T]) -> T:
         """Runs a job on the database in its thread, and says what else it changed."""
 
-        def run() -> tuple[T, list[Event], str]:
+        def run() -> tuple[T, list[CommandEvent], str]:
             result, state = job(self._database), self._database.state
             events, state.events = state.events, []
             return result, events, state.warning()
@@ -139,9 +141,9 @@ class Routes:
         return result
 
     def _tell(self, name: str, text: str, /, **fields: Any) -> None:
-        self._emit(Event(name, text, fields))
+        self._emit(CommandEvent(name, text, fields))
 
-    def _emit(self, event: Event) -> None:
+    def _emit(self, event: CommandEvent) -> None:
         if event.name == "stale":
             self._counters["stale_groups_total"].labels(event.fields["reason"]).inc(event.fields["groups"])
         elif event.name in ("silent", "returned"):

@@ -16,7 +16,7 @@ import msgspec
 from averaging.common import listed
 from averaging.errors import FeedError
 from averaging.rl.feed.batch_formation import can_fill, exact_sum, form_batch, reservations
-from averaging.rl.feed.events import Event
+from averaging.rl.feed.events import CommandEvent
 from averaging.rl.feed.messages import RegisterEnv, Registration
 from averaging.rl.feed.versions import UNKNOWN, Fit, TrainerVersion
 
@@ -97,7 +97,7 @@ class RunState:
     reports: int = 0  # of the trainer's version, since the server has started
     dropped: list[int] = field(default_factory=list)  # groups that do not fit, until the database takes them out
     stale: Counter[int | None] = field(default_factory=Counter)  # how many they were, by environment
-    events: list[Event] = field(default_factory=list)  # until the server takes them out
+    events: list[CommandEvent] = field(default_factory=list)  # until the server takes them out
     _candidate: tuple[list[SampleGroup] | None] | None = None  # the next batch, or that there is none; None if unknown
 
     @property
@@ -395,7 +395,7 @@ class RunState:
     # What is told.
 
     def _tell(self, name: str, text: str, fields: dict[str, Any]) -> None:
-        self.events.append(Event(name, text, fields))
+        self.events.append(CommandEvent(name, text, fields))
 
     def status_env(self, env_id: int) -> dict[str, Any]:
         """Returns the fields of `EnvStatus`, computed as atroposlib computes them."""

@@ -24,7 +24,7 @@ from averaging.common import HostQuota, is_count, loopback_here
 from averaging.errors import ConfigError, FeedError
 from averaging.http_server import HttpAccess, HttpServer, http_access, listening, network_of
 from averaging.rl.feed.database import Database
-from averaging.rl.feed.events import Event
+from averaging.rl.feed.events import CommandEvent
 from averaging.rl.feed.routes import Handler, Routes, error_reply
 from averaging.rl.feed.run_state import RunState
 
@@ -73,7 +73,7 @@ class FeedServer:
         max_staleness: int | None = None,
         queue_bytes: int = 4 << 30,
         env_timeout: float = 300.0,
-        on_event: Callable[[Event], None] = lambda event: None,
+        on_event: Callable[[CommandEvent], None] = lambda event: None,
         **access: Any,
     ) -> None:
         self._listen = loopback_here(listen)

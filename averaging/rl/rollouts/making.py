@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from averaging.errors import RolloutError
-from averaging.rl.feed import Event, retry_pauses
+from averaging.rl.feed import CommandEvent, retry_pauses
 from averaging.rl.rollouts.engine import EngineGateway
 from averaging.rl.rollouts.environment import VerifiersEnvironment
 from averaging.rl.rollouts.options import RolloutOptions
@@ -35,7 +35,7 @@ class GroupMaker:
         gateway: EngineGateway,
         poster: GroupPoster,
         tally: RolloutTally,
-        emit: Callable[[Event], None],
+        emit: Callable[[CommandEvent], None],
     ) -> None:
         self._options, self._environment, self._gateway = options, environment, gateway
         self._poster, self._tally, self._emit = poster, tally, emit
@@ -128,9 +128,9 @@ class GroupMaker:
         text = f"paused: the engine serves version {version}, too old for the trainer, which is at {newest}"
         if version is None:
             text = "paused: the engine's weights have no version, and the feed has a limit; have them follow the run"
-        self._emit(Event("paused", text, {"version": version, "newest_version": newest}))
+        self._emit(CommandEvent("paused", text, {"version": version, "newest_version": newest}))
         while True:
             await asyncio.sleep(VERSION_POLL)
             if not is_too_old(await engine.ask_version(), answer):
                 break
-        self._emit(Event("resumed", f"goes on with version {engine.version}", {"version": engine.version}))
+        self._emit(CommandEvent("resumed", f"goes on with version {engine.version}", {"version": engine.version}))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from averaging.errors import ConfigError
 from averaging.metrics import Samples
-from averaging.rl.feed import Event
+from averaging.rl.feed import CommandEvent
 from averaging.rl.rollouts.engine import EngineClient, EngineGateway
 from averaging.rl.rollouts.environment import VerifiersEnvironment, check_tokenizer, model_context
 from averaging.rl.rollouts.making import GroupMaker
@@ -41,7 +41,7 @@ class Rollouts:
         ConfigError: the environment cannot be loaded, or an address is wrong.
     """
 
-    def __init__(self, options: RolloutOptions, on_event: Callable[[Event], None] = lambda event: None) -> None:
+    def __init__(self, options: RolloutOptions, on_event: Callable[[CommandEvent], None] = lambda event: None) -> None:
         self._options, self._emit = options, on_event
         self.tally, self.started = RolloutTally(on_event), False
         self._environment = VerifiersEnvironment(options.environment, options.environment_args)
@@ -80,7 +80,7 @@ class Rollouts:
             except BaseExceptionGroup as errors:
                 raise _first_of(errors) from None
 
-    def summary(self) -> Event:
+    def summary(self) -> CommandEvent:
         """Returns what was made since the start, as the event `done`."""
         return self.tally.summary(self._poster.waiting)
 
@@ -119,7 +119,7 @@ class Rollouts:
         at = "" if version is None else f", version {version}"
         text = f"{options.environment}: asking {model.id} at {self._engine.url}{at}"
         fields = {"environment": options.environment, "engine": self._engine.url, "model": model.id, "version": version}
-        self._emit(Event("ready", text, fields))
+        self._emit(CommandEvent("ready", text, fields))
         maker = GroupMaker(options, self._environment, gateway, self._poster, self.tally, self._emit)
         return maker, context
 

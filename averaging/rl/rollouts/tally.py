@@ -11,7 +11,7 @@ from typing import Any
 from averaging.common import counted
 from averaging.errors import RolloutError
 from averaging.metrics import counter, gauge
-from averaging.rl.feed import Event, Posted
+from averaging.rl.feed import CommandEvent, Posted
 from averaging.rl.rollouts.samples import SampledGroup
 
 MAX_DROPPED = 10  # groups that are dropped one after the other, before it is an error
@@ -37,7 +37,7 @@ ROLLOUT_METRICS = (
 class RolloutTally:
     """What was made since the start."""
 
-    def __init__(self, emit: Callable[[Event], None]) -> None:
+    def __init__(self, emit: Callable[[CommandEvent], None]) -> None:
         self._emit, self._began = emit, time.monotonic()
         self.posted_groups = self.posted_rollouts = self.dropped_groups = 0
         self.stale_groups = 0  # posted groups that are too old for the trainer
@@ -128,7 +128,7 @@ class RolloutTally:
             **{"newest_version": answer.newest_version, "stale": answer.stale},
         )
 
-    def summary(self, waiting: int) -> Event:
+    def summary(self, waiting: int) -> CommandEvent:
         failed = ", ".join(f"{count} {reason}" for reason, count in self.failed.items())
         parts = [
             f"posted {counted(self.posted_groups, 'group')} of {counted(self.posted_rollouts, 'rollout')}",
@@ -139,7 +139,7 @@ class RolloutTally:
         ]
         fields = {"groups": self.posted_groups, "rollouts": self.posted_rollouts, "stale": self.stale_groups}
         fields |= {"dropped": self.dropped_groups, "waiting": waiting}
-        return Event("done", "; ".join(filter(None, parts)), {**fields, "failed": dict(self.failed)})
+        return CommandEvent("done", "; ".join(filter(None, parts)), {**fields, "failed": dict(self.failed)})
 
     def _tell(self, name: str, text: str, /, **fields: Any) -> None:
-        self._emit(Event(name, text, fields))
+        self._emit(CommandEvent(name, text, fields))
