@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -73,6 +74,9 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     return {
         "handler": draw(names),
         "handle_name": draw(st.sampled_from([*(set(Handle) - {Handle.FLUSH}), "", "x"])),
+        "syn_reply_id": draw(st.sampled_from(["", "0", "1", "s"])),
+        "ack_reply_id": draw(st.sampled_from(["", "0", "1", "a"])),
+        "no_syn": draw(st.booleans()),
         "data": draw(fields | anything),
         "pre_hooks": [name for name, _ in before],
         "pre_hook_data": [data for _, data in before],
@@ -95,17 +99,24 @@ async def answers(network: MemoryWorkers, placement: bytes, sent: list[dict[str,
     async with aclosing(channel.stream(ATTACH, Attach(master="m", worker="a0", placement=placement))) as messages:
         session = (await anext(messages)).session
         numbered = [request | {"request_id": str(number)} for number, request in enumerate(sent)]
+        held = [request["request_id"] for request in numbered if not request.get("no_syn", True)]
         blocking = [request["request_id"] for request in numbered if request["handle_name"] in BLOCKING]
+        blocking = [name for name in blocking if name not in held]
         numbered.append(
             {"handler": "a0", "handle_name": "flush", "request_id": "flush", "data": {"ids": blocking}},
         )
         calls = [
-            channel.call(REQUEST, Request(session=session, payload=msgspec.msgpack.encode(request)), 1000.0)
+            asyncio.wait_for(
+                channel.call(REQUEST, Request(session=session, payload=msgspec.msgpack.encode(request)), math.inf),
+                1000.0,
+            )
             for request in numbered
         ]
         replies = await asyncio.gather(*calls, return_exceptions=True)
-    for reply in replies:
-        assert isinstance(reply, Reply | AveragingError), reply
+    for request, reply in zip(numbered, replies, strict=True):
+        # What is held without an ack, or waits for a flush since, has no reply.
+        is_held = isinstance(reply, TimeoutError) and request["request_id"] in held
+        assert is_held or isinstance(reply, Reply | AveragingError), reply
     return [decode_payload(reply.payload) for reply in replies if isinstance(reply, Reply) and not reply.stale]
 
 

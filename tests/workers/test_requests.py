@@ -62,7 +62,7 @@ class Master:
 
     def send(self, session: str, handle: str, name: str, data: object = None, *received: str) -> asyncio.Task[Reply]:
         handler = "a0" if handle in (Handle.FLUSH, Handle.FETCH, Handle.SPEC) else SHARD
-        payload = encode_payload(Payload(handler, handle, name, data))
+        payload = encode_payload(Payload(handler, handle, name, data=data))
         request = Request(session=session, payload=payload, received=received)
         return asyncio.create_task(self.channel.call(REQUEST, request, 60.0))
 
@@ -150,9 +150,47 @@ def test_after_a_break_a_master_gets_the_replies_that_it_waits_for_and_old_reque
     simulate(scenario)
 
 
+def test_a_worker_begins_after_the_ack_and_never_what_its_master_has_forgotten() -> None:
+    async def scenario(master: Master) -> None:
+        def held(session: str, name: str) -> asyncio.Task[Reply]:
+            request = Payload(SHARD, Handle.MODEL_CONFIG, name, f"syn {name}", f"ack {name}", no_syn=False)
+            return asyncio.create_task(
+                master.channel.call(REQUEST, Request(session=session, payload=encode_payload(request)), 60.0)
+            )
+
+        def config(reply: Reply) -> object:
+            return decode_payload(reply.payload).data
+
+        async with master.attached() as session:
+            syn = master.send(session, Handle.SYN, "syn 1")  # it overtakes its request
+            await asyncio.sleep(5.0)
+            assert not syn.done()
+            first, second = held(session, "1"), held(session, "2")
+            assert config(await syn) is None
+            await master.send(session, Handle.SYN, "syn 2")
+            master.network.break_streams("a0:1")
+            await asyncio.wait([first, second])
+        async with master.attached("1", "2") as session:
+            first, again = held(session, "1"), held(session, "1")
+            second = held(session, "2")
+            await asyncio.sleep(5.0)
+            assert not first.done()
+            await master.send(session, Handle.ACK, "ack 1")
+            assert await first == await again
+            assert config(await first) == {"hidden": 3, "rank": 0}
+            await master.send(session, Handle.ACK, "ack 2", None, "2")  # it is not wanted any longer
+            await asyncio.sleep(5.0)
+            assert not second.done()
+            with pytest.raises(ProtocolViolationError, match="a syn whose requests have not arrived"):
+                await master.send(session, Handle.SYN, "syn 2 again")
+            second.cancel()
+
+    simulate(scenario)
+
+
 def queued(call: str, mesh: int = 1, *hooks: str, handle: str = Handle.INFERENCE, publishes: bool = False) -> Payload:
     """A request; `empty` publishes parameters or takes them."""
-    payload = Payload("worker", handle, call, Compute(call, "model", mesh))
+    payload = Payload("worker", handle, call, data=Compute(call, "model", mesh))
     payload.post_hooks, payload.post_hook_data = list(hooks), [None] * len(hooks)
     if handle == Handle.EMPTY:
         realloc = Realloc("t", "actor", "ref", 1.0, "" if publishes else "w0")
@@ -186,6 +224,10 @@ def test_a_payload_survives_its_message() -> None:
         SHARD,
         Handle.TRAIN_STEP,
         "id",
+        syn_reply_id="s",
+        ack_reply_id="a",
+        no_syn=False,
+        send_time=1.5,
         data=Compute("actor_train", "actor", 2, 3, ["x"], ["answer"], []),
         pre_hooks=["data_transfer"],
         pre_hook_data=[[Step("bcast", "a", ["a"], ["b"], [["x"]], ["answer"])]],
@@ -196,7 +238,7 @@ def test_a_payload_survives_its_message() -> None:
     assert convert(found.data, Compute) == payload.data
     assert convert(found.pre_hook_data[0], list[Step]) == payload.pre_hook_data[0]
     assert convert(found.post_hook_data[0], Realloc) == payload.post_hook_data[0]
-    for name in ("handler", "handle_name", "request_id", "pre_hooks", "post_hooks"):
+    for name in set(Payload.__slots__) - {"data", "pre_hook_data", "post_hook_data"}:
         assert getattr(found, name) == getattr(payload, name)
 
 

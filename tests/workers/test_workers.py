@@ -20,6 +20,7 @@ from averaging.errors import (
 from averaging.rl.workers import (
     Average,
     Compute,
+    DatasetSpec,
     Handle,
     MasterWorker,
     ModelWorker,
@@ -112,6 +113,8 @@ def test_the_requests_of_a_master(site: Site) -> None:
     with site.master() as master:
         configs = [{"hidden": 3, "rank": 0}, {"hidden": 3, "rank": 1}]
         assert master.call(actors, Handle.MODEL_CONFIG) == configs
+        assert master.call(actors, Handle.MODEL_CONFIG, no_syn=False) == configs
+        assert master.spec() == [DatasetSpec(1, 32)] * 2
         fetched = master.call(["a0", "a1"], Handle.FETCH, [{"count": 2}] * 2)
         assert [one["ids"] for one in fetched] == [["sample-0", "sample-1"], ["sample-32", "sample-33"]]
         assert [one["dp_rank"] for one in fetched] == [0, 1]
@@ -143,6 +146,7 @@ def test_the_requests_of_a_master(site: Site) -> None:
             master.call(["a0"], Handle.SPEC, [None, None])
 
 
+@pytest.mark.parametrize("no_syn", [True, False])
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
@@ -152,11 +156,11 @@ def test_the_requests_of_a_master(site: Site) -> None:
     ],
     ids=["object", "number", "size"],
 )
-def test_a_request_that_cannot_be_sent_fails_alone(site: Site, data: object, reason: str) -> None:
+def test_a_request_that_cannot_be_sent_fails_alone(site: Site, data: object, reason: str, no_syn: bool) -> None:
     site.start_ppo()
     with site.master() as master:
         with pytest.raises(WorkerError, match=f"fetch of a0 has failed at a0: {reason}"):
-            master.call(["a0"], Handle.FETCH, [data], timeout=20.0)
+            master.call(["a0"], Handle.FETCH, [data], no_syn=no_syn, timeout=20.0)
         assert master.call(["a0"], Handle.SPEC, timeout=20.0)[0]["dataset_size"] == 32
         assert not master.lost
         assert [result.step for result in master.run(1)] == [1]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
 import torch
 
+from averaging import Outcome, Peer, Receipt
 from averaging.errors import ConfigError, WorkerError
 from averaging.rl.workers import (
     Average,
@@ -19,6 +20,7 @@ from averaging.rl.workers import (
     Compute,
     Evaluate,
     Handle,
+    HookName,
     Model,
     ModelWorker,
     Offload,
@@ -36,6 +38,7 @@ from averaging.rl.workers.plan import Hook
 from averaging.rl.workers.request_client import RequestClient
 from averaging.testing import virtual_time
 from tests.support.memory_workers import MemoryWorkers
+from tests.support.swarm import Swarm
 from tests.support.worker_backends import Actor, Log, Recorded, Reward, dataset, ppo
 
 
@@ -223,6 +226,85 @@ def test_all_pre_hooks_run_before_the_first_computation_and_replies_come_one_by_
             assert (await client.gather([second]))[0].data["keys"] == []
 
     simulate(scenario)
+
+
+class Averaging(Backend):
+    """Joins a round of its model with the other sites."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+        self.receipts: list[Receipt] = []
+
+    async def train_step(self, batch: SampleBatch, step: int) -> dict[str, float]:
+        return {}
+
+    async def average(self) -> dict[str, float]:
+        receipt = await self.peer.average()
+        self.receipts.append(receipt)
+        return {"members": len(receipt.members)}
+
+
+ROUND_TIMEOUT = 20.0
+
+
+def two_sites(flush_each: bool) -> tuple[list[list[Receipt]], float]:
+    """Actor and critic of two sites average after a train step. Their requests arrive in opposite order at the sites.
+
+    Args:
+        flush_each: Flushes after each request, as if there were no flush.
+
+    Returns:
+        The receipts of all four, and the seconds until all are there.
+    """
+    swarms = {"actor": Swarm(1), "critic": Swarm(2)}
+
+    def peer(site: int, model: str) -> Peer:
+        tensor = torch.full((3,) if model == "actor" else (4,), float(site))
+        options: dict[str, Any] = {"group_wait": 5.0, "round_timeout": ROUND_TIMEOUT, "group_size": 2}
+        return swarms[model].peer(f"{model}-{site}:1", [tensor], **options)
+
+    async def run_site(number: int, order: Sequence[str]) -> list[list[Receipt]]:
+        async with Site() as site, AsyncExitStack() as stack:
+            backends = {
+                model: Averaging(await stack.enter_async_context(peer(number, model))) for model in ("actor", "critic")
+            }
+            await site.start("w0", **backends)
+            models = (Model("actor", ("w0",)), Model("critic", ("w0",)))
+            calls = (Call("actor_train", "actor", "train_step", ("prompt",)),)
+            async with site.master(Plan(site.endpoints, models, calls, 1, ("prompt",))) as (client, runner):
+                await runner.initialize()
+                ids = []
+                for model in order:
+                    # At one site the actor's mesh could be the larger one, at the other the critic's.
+                    mesh = 1 + (order[0] == model)
+                    ids.append(
+                        post(client, f"{model}@dp0-tp0-pp0", Handle.TRAIN_STEP, model, HookName.AVERAGE, mesh=mesh)
+                    )
+                    if flush_each:
+                        client.request(["w0"], Handle.FLUSH)
+                client.request(["w0"], Handle.FLUSH)
+                await client.gather(ids)
+            return [backend.receipts for backend in backends.values()]
+
+    async def main() -> tuple[list[list[Receipt]], float]:
+        sites = await asyncio.gather(run_site(0, ["actor", "critic"]), run_site(1, ["critic", "actor"]))
+        return [receipts for site in sites for receipts in site], asyncio.get_running_loop().time()
+
+    found = virtual_time.run(main())
+    assert [swarm.network.errors for swarm in swarms.values()] == [[], []]
+    return found
+
+
+def test_rounds_in_opposite_order_are_a_deadlock_without_flush() -> None:
+    receipts, seconds = two_sites(flush_each=True)
+    assert [[receipt.outcome for receipt in of_model] for of_model in receipts] == [[Outcome.NO_GROUP]] * 4
+    assert seconds >= 2 * ROUND_TIMEOUT  # each site has waited in vain for both of its rounds, until their time was up
+
+
+def test_with_flush_all_sites_enter_the_rounds_in_the_same_order() -> None:
+    receipts, seconds = two_sites(flush_each=False)
+    assert [[len(receipt.members) for receipt in of_model] for of_model in receipts] == [[2]] * 4
+    assert seconds < 6.0
 
 
 @pytest.mark.parametrize("eta", [0.0, 0.25, 1.0])
@@ -436,6 +518,37 @@ def test_a_worker_that_comes_back_takes_the_parameters_of_another_rank() -> None
                 await until_lost(client, name, False)
             assert (await runner.step()).step == 3
             assert [actor.weight.tolist() for actor in both.values()] == [[1.0] * 3] * 2
+
+    simulate(scenario)
+
+
+def test_syn_and_ack_all_or_none() -> None:
+    async def scenario(site: Site) -> None:
+        await site.start_ppo()
+        async with site.master(site.plan()) as (client, _):
+            data = [Compute("actor", "actor", 2)] * 2
+            actors = ["actor@dp0-tp0-pp0", "actor@dp1-tp0-pp0"]
+            ids = await client.request_async(actors, Handle.INITIALIZE, data, no_syn=False)
+            client.request(["a0", "a1"], Handle.FLUSH)
+            assert [reply.data for reply in await client.gather(ids)] == [0, 0]
+            specs = await client.call(actors, Handle.MODEL_CONFIG, no_syn=False)
+            assert specs == [{"hidden": 3, "rank": 0}, {"hidden": 3, "rank": 1}]
+            held = Payload(actors[0], Handle.INITIALIZE, "id", "syn", "ack", no_syn=False, data=data[0])
+            client.post(held)
+            assert held.send_time > 0
+            await client.gather([client.post(Payload(actors[0], Handle.SYN, "syn"))])
+            assert await client.call(["a0"], Handle.FLUSH) == [0]
+            ack = client.post(Payload(actors[0], Handle.ACK, "ack"))
+            assert await client.call(["a0"], Handle.FLUSH) == [1]  # which does not wait for the reply to the ack
+            await client.gather([ack, "id"])
+            site.network.freeze("a1:1")
+            for _ in range(2):  # it is lost during the first request, and before the second one
+                with pytest.raises(WorkerError, match="a1 at a1:1 is lost: silent"):
+                    async with asyncio.timeout(60.0):
+                        await client.request_async(actors, Handle.TRAIN_STEP, data, no_syn=False)
+            assert await client.call(["a0"], Handle.FLUSH) == [0]
+            assert len(site.workers["a0"]._book) <= 1
+            site.network.thaw("a1:1")
 
     simulate(scenario)
 

@@ -22,6 +22,7 @@ from averaging.rl.workers.payload import (
     Computed,
     Connect,
     Count,
+    DatasetSpec,
     Fetched,
     Handle,
     Ids,
@@ -348,6 +349,10 @@ class MasterWorker:
         """
         return self._thread.run(self._runner.step())
 
+    def spec(self) -> list[DatasetSpec]:
+        """The part of the dataset that each DP head of the first call's model holds. Errors as `gather`."""
+        return [convert(data, DatasetSpec) for data in self.call(self.plan.data_heads, Handle.SPEC)]
+
     def new_id(self) -> str:
         """A new id of a request."""
         return self._client.new_id()
@@ -356,21 +361,42 @@ class MasterWorker:
         """Sends one request and returns its id."""
         return self._thread.run(on_loop(lambda: self._client.post(payload)))
 
-    def request(self, handlers: Sequence[str], handle_name: str, datas: Datas = None) -> list[str]:
-        """Sends a request to each handler, with data for each, and returns their ids."""
-        return self._thread.run(on_loop(lambda: self._client.request(handlers, handle_name, datas)))
+    def request(
+        self, handlers: Sequence[str], handle_name: str, datas: Datas = None, *, no_syn: bool = True
+    ) -> list[str]:
+        """Sends a request to each handler, with data for each, and returns their ids.
+
+        Without `no_syn` no worker begins before all have said that they hold their requests (syn), and were told that
+        the others do (ack).
+
+        Raises:
+            WorkerError: Without `no_syn`: a request cannot be sent, or a worker is lost before all have theirs.
+        """
+        return self._thread.run(self._client.request_async(handlers, handle_name, datas, no_syn=no_syn))
 
     def call(
-        self, handlers: Sequence[str], handle_name: str, datas: Datas = None, timeout: float | None = None
+        self,
+        handlers: Sequence[str],
+        handle_name: str,
+        datas: Datas = None,
+        *,
+        no_syn: bool = True,
+        timeout: float | None = None,
     ) -> list[Any]:
         """Like `request`, but returns the data of the replies. Errors as `gather`."""
-        return self._thread.run(self._client.call(handlers, handle_name, datas, timeout))
+        return self._thread.run(self._client.call(handlers, handle_name, datas, no_syn=no_syn, timeout=timeout))
 
     async def call_async(
-        self, handlers: Sequence[str], handle_name: str, datas: Datas = None, timeout: float | None = None
+        self,
+        handlers: Sequence[str],
+        handle_name: str,
+        datas: Datas = None,
+        *,
+        no_syn: bool = True,
+        timeout: float | None = None,
     ) -> list[Any]:
         """Like `call`."""
-        return await self._awaited(self._client.call(handlers, handle_name, datas, timeout))
+        return await self._awaited(self._client.call(handlers, handle_name, datas, no_syn=no_syn, timeout=timeout))
 
     def gather(self, ids: Sequence[str], timeout: float | None = None) -> list[Payload]:
         """Waits for the replies to these requests.

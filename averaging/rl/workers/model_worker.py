@@ -123,6 +123,7 @@ class Job:
     request: Payload
     reply: asyncio.Future[Payload]
     begun: bool = False  # blocking requests wait for a flush
+    held: bool = False  # until its ack
 
 
 def flush_order(request: Payload) -> tuple[int, int, str]:
@@ -394,7 +395,7 @@ class ModelWorker:
         self._incarnation = uuid.uuid4().hex
         self._master = self._session = ""  # random names of the last master, and of its call while that lasts
         self._book: dict[str, Job] = {}  # by request_id, until the master has received the reply
-        self._arrived = asyncio.Event()  # set, and replaced, when a blocking request has arrived
+        self._arrived = asyncio.Event()  # set, and replaced, when a request has arrived
         self._answered: Counter[str] = Counter()  # by handle
         self._credentials = credentials or Credentials()
         self._metrics = MetricsListener(metrics_listen, f"the model worker {name}", WORKER_METRICS, self._sample)
@@ -510,44 +511,62 @@ class ModelWorker:
         if not self._session or message.session != self._session:
             return Reply(stale=True)
         self._forget(message.received)
-        request = decode_payload(message.payload)
-        if request.handle_name == Handle.FLUSH and request.request_id not in self._book:
-            await self._arrival(convert(request.data, Ids).ids)
-        job = self._book.get(request.request_id) or self._begin(request)
+        request, book = decode_payload(message.payload), self._book
+        if request.handle_name == Handle.FLUSH and request.request_id not in book:
+            ids = convert(request.data, Ids).ids
+            await self._arrival(request, lambda: all(name in book and not book[name].held for name in ids))
+        if request.handle_name == Handle.SYN:
+            syn = request.request_id
+            await self._arrival(request, lambda: any(job.request.syn_reply_id == syn for job in book.values()))
+        job = book.get(request.request_id) or self._begin(request)
         reply = await asyncio.shield(job.reply)
         try:
             return Reply(payload=encode_payload(reply))
         except ConfigError as error:
             return Reply(payload=encode_payload(reply.reply(error=f"its reply is lost: {error}")))
 
-    async def _arrival(self, ids: Iterable[str]) -> None:
-        """Waits for requests that were sent before a flush, which may overtake them."""
+    async def _arrival(self, request: Payload, has_arrived: Callable[[], bool]) -> None:
+        """Waits for what was sent before a request, which may overtake it."""
         try:
             async with asyncio.timeout(SILENCE_SECONDS):
-                while not self._book.keys() >= set(ids):
+                while not has_arrived():
                     await self._arrived.wait()
         except TimeoutError:
-            raise ProtocolViolationError("a flush whose requests have not arrived in time") from None
+            raise ProtocolViolationError(f"a {request.handle_name} whose requests have not arrived in time") from None
 
     def _begin(self, request: Payload) -> Job:
         if len(self._book) >= MAX_REQUESTS:
             raise ProtocolViolationError(f"too many requests wait at {self.name}")
-        job = self._book[request.request_id] = Job(request, asyncio.get_running_loop().create_future())
+        job = Job(request, asyncio.get_running_loop().create_future(), held=not request.no_syn)
+        self._book[request.request_id] = job
         job.reply.add_done_callback(self._count)
-        if request.handle_name in BLOCKING:
-            self._arrived.set()
-            self._arrived = asyncio.Event()
-            return job
-        job.begun = True
-        if request.handle_name == Handle.FLUSH:
-            jobs = [self._book[name] for name in request.data["ids"] if not self._book[name].begun]
-            for waiting in jobs:
-                waiting.begun = True
-            job.reply.set_result(request.reply(len(jobs)))
-            self._start(self._executor.flush(jobs))
-        else:
-            self._start(self._executor.answer(job))
+        if not job.held:
+            self._go_on(job)
+        self._arrived.set()
+        self._arrived = asyncio.Event()
         return job
+
+    def _go_on(self, job: Job) -> None:
+        """Begins a request that is not held, unless it waits for a flush."""
+        request, book = job.request, self._book
+        job.begun = request.handle_name not in BLOCKING
+        match request.handle_name:
+            case Handle.FLUSH:
+                jobs = [book[name] for name in request.data["ids"] if name in book and not book[name].begun]
+                for waiting in jobs:
+                    waiting.begun = True
+                job.reply.set_result(request.reply(len(jobs)))
+                self._start(self._executor.flush(jobs))
+            case Handle.SYN:
+                job.reply.set_result(request.reply())
+            case Handle.ACK:
+                for held in [held for held in book.values() if held.held]:
+                    if held.request.ack_reply_id == request.request_id:
+                        held.held = False
+                        self._go_on(held)
+                job.reply.set_result(request.reply())
+            case name if name not in BLOCKING:
+                self._start(self._executor.answer(job))
 
     def _forget(self, ids: Iterable[str]) -> None:
         for request_id in ids:

@@ -46,6 +46,8 @@ class Handle(StrEnum):
     INFERENCE = "inference"
     TRAIN_STEP = "train_step"
     EMPTY = "empty"  # runs hooks only: the side of a `param_realloc` that makes no call itself
+    SYN = "syn"  # None, when the worker holds the request whose `syn_reply_id` is the id of this one
+    ACK = "ack"  # None: the request whose `ack_reply_id` is the id of this one is held no longer
 
 
 BLOCKING = frozenset({Handle.INITIALIZE, Handle.GENERATE, Handle.INFERENCE, Handle.TRAIN_STEP, Handle.EMPTY})
@@ -59,6 +61,10 @@ class Payload:
     handler: str  # name of a worker, or of a model's shard such as `actor@dp0-tp0-pp0`
     handle_name: str  # a `Handle`
     request_id: str  # a reply has that of its request
+    syn_reply_id: str = ""  # of the request `syn` that belongs to it; both are needed without `no_syn`
+    ack_reply_id: str = ""  # of the request `ack`
+    no_syn: bool = True  # if not, the worker holds the request until `ack`
+    send_time: float = 0.0  # seconds since the epoch, of the clock of the master
     data: Any = None  # a dataclass, or what msgpack can encode; what was received is plain until `convert`
     pre_hooks: list[str] = field(default_factory=list)  # names
     pre_hook_data: list[Any] = field(default_factory=list)

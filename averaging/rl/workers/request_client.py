@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import math
+import time
 import uuid
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import aclosing
@@ -48,7 +49,7 @@ RETRY_SECONDS = 0.5
 """Seconds between two attempts to attach to a worker that does not answer."""
 
 MAX_BLOCKING = 100
-"""Maximum number of blocking requests at one worker; a connection has 128 calls, and the flush needs one."""
+"""Maximum requests that wait at one worker for a flush or an ack, which needs one of the connection's 128 calls."""
 
 
 @dataclass(eq=False)
@@ -57,6 +58,7 @@ class _Sent:
 
     worker: str
     waits: bool  # whether it is blocking, and no flush was sent after it
+    ack: str  # the id of the ack that it needs, until that is sent
     outcome: asyncio.Future[Payload]
 
 
@@ -246,7 +248,7 @@ class RequestClient:
         return f"{self.name[-12:]}-{next(self._ids)}"  # other masters may see the first characters
 
     def new(self, handler: str, handle_name: str, data: Any) -> Payload:
-        return Payload(handler, handle_name, self.new_id(), data)
+        return Payload(handler, handle_name, self.new_id(), data=data)
 
     def outstanding(self, worker: str) -> dict[str, _Sent]:
         own = {name: sent for name, sent in self._sent.items() if sent.worker == worker}
@@ -260,21 +262,26 @@ class RequestClient:
     def post(self, payload: Payload) -> str:
         """Sends one request and returns its id. Its outcome is an error if it cannot be sent or the worker is lost."""
         worker, blocks = self.plan.worker_of(payload.handler), payload.handle_name in BLOCKING
+        payload.send_time = time.time()
         waiting: dict[str, _Sent] = {}
-        if blocks or payload.handle_name == Handle.FLUSH:
-            waiting = {name: sent for name, sent in self.outstanding(worker).items() if sent.waits}
-        if payload.handle_name == Handle.FLUSH:
-            payload.data = Ids(list(waiting))  # it may overtake them on the way
+        if blocks or not payload.no_syn or payload.handle_name in (Handle.FLUSH, Handle.ACK):
+            waiting = {name: sent for name, sent in self.outstanding(worker).items() if sent.waits or sent.ack}
+        if payload.handle_name == Handle.ACK:
             for sent in waiting.values():
-                sent.waits = False
+                sent.ack = "" if sent.ack == payload.request_id else sent.ack
+        if payload.handle_name == Handle.FLUSH:
+            flushed = [name for name, sent in waiting.items() if not sent.ack]
+            payload.data = Ids(flushed)  # it may overtake them on the way
+            for name in flushed:
+                waiting.pop(name).waits = False
         outcome: asyncio.Future[Payload] = asyncio.get_running_loop().create_future()
         outcome.add_done_callback(self._arrived)
-        self._sent[payload.request_id] = _Sent(worker, blocks, outcome)
+        self._sent[payload.request_id] = _Sent(worker, blocks, "" if payload.no_syn else payload.ack_reply_id, outcome)
         try:
             if (lost := self.links[worker].lost) is not None:
                 raise lost
-            if blocks and len(waiting) >= MAX_BLOCKING:
-                raise ConfigError(f"{MAX_BLOCKING} requests wait for a flush there; send one")
+            if (blocks or not payload.no_syn) and len(waiting) >= MAX_BLOCKING:
+                raise ConfigError(f"{MAX_BLOCKING} requests wait for a flush or an ack there; send one")
             sending = self._start(self._deliver(worker, payload, encode_payload(payload), outcome))
             outcome.add_done_callback(lambda _: sending.cancel())
         except AveragingError as error:
@@ -293,18 +300,49 @@ class RequestClient:
             if not outcome.done():
                 outcome.set_result(reply)
 
-    def request(self, handlers: Sequence[str], handle_name: str, datas: Datas = None) -> list[str]:
+    def _payloads(self, handlers: Sequence[str], handle_name: str, datas: Datas) -> list[Payload]:
         datas = [None] * len(handlers) if datas is None else datas
         if len(datas) != len(handlers):
             raise ConfigError(f"{len(handlers)} handlers got data for {len(datas)}; give each its own")
-        pairs = zip(handlers, datas, strict=True)
-        return [self.post(self.new(handler, handle_name, data)) for handler, data in pairs]
+        for handler in handlers:
+            self.plan.worker_of(handler)  # an unknown one is an error before the first request is sent
+        return [self.new(handler, handle_name, data) for handler, data in zip(handlers, datas, strict=True)]
+
+    def request(self, handlers: Sequence[str], handle_name: str, datas: Datas = None) -> list[str]:
+        return [self.post(payload) for payload in self._payloads(handlers, handle_name, datas)]
+
+    async def request_async(
+        self, handlers: Sequence[str], handle_name: str, datas: Datas = None, *, no_syn: bool = True
+    ) -> list[str]:
+        if no_syn:
+            return self.request(handlers, handle_name, datas)
+        payloads = self._payloads(handlers, handle_name, datas)
+        for payload in payloads:
+            payload.no_syn, payload.syn_reply_id, payload.ack_reply_id = False, self.new_id(), self.new_id()
+        syns = [Payload(payload.handler, Handle.SYN, payload.syn_reply_id) for payload in payloads]
+        acks = [Payload(payload.handler, Handle.ACK, payload.ack_reply_id) for payload in payloads]
+        ids = [self.post(payload) for payload in payloads]
+        try:
+            # A worker would wait in vain for a request that could not be sent.
+            await self.gather([request_id for request_id in ids if self._sent[request_id].outcome.done()])
+            for calls in syns, acks:
+                await self.gather([self.post(call) for call in calls])
+        except BaseException:
+            self.forget(payload.request_id for payload in (*payloads, *syns, *acks))
+            raise
+        return ids
 
     async def call(
-        self, handlers: Sequence[str], handle_name: str, datas: Datas = None, timeout: float | None = None
+        self,
+        handlers: Sequence[str],
+        handle_name: str,
+        datas: Datas = None,
+        *,
+        no_syn: bool = True,
+        timeout: float | None = None,
     ) -> list[Any]:
-        replies = await self.gather(self.request(handlers, handle_name, datas), timeout)
-        return [reply.data for reply in replies]
+        ids = await self.request_async(handlers, handle_name, datas, no_syn=no_syn)
+        return [reply.data for reply in await self.gather(ids, timeout)]
 
     async def gather(self, ids: Sequence[str], timeout: float | None = None) -> list[Payload]:
         for request_id in ids:
