@@ -99,9 +99,8 @@ async def check_named(endpoint: str, *, loopback: bool, link_local: bool = False
     Raises:
         ProtocolViolationError: No peer can be there.
     """
-    dialling = Dialling(loopback=loopback, remedy="")
-    dialling.zone = zone_of(parse_address(endpoint)[0]) if link_local else None
-    await dialling.check(endpoint)
+    zone = zone_of(parse_address(endpoint)[0]) if link_local else None
+    await Dialling(loopback=loopback, zone=zone, remedy="").check(endpoint)
 
 
 class RpcServer:

@@ -20,18 +20,8 @@ MESSAGES_AT_ONCE = 16
 class Upload(Generic[Request]):
     """Sends messages with the network's backpressure, in a task that runs `run`, until they or the call end.
 
-    Args:
-        messages: Closed with the upload.
-        encode: Returns the arguments of `send` for a message.
-        send: Sends one message.
-        finish: Called after the last message.
-        abort: Ends the call, because `messages` has raised.
-        lost: Errors of `send` that mean that the call has ended. The reader of the replies gets the reason.
-
-    Attributes:
-        task: The task of `run`.
-        ended: Whether all messages were sent.
-        failure: The exception of `messages`.
+    `encode` returns the arguments of `send` for a message; `finish` is called after the last one, and `abort` if
+    `messages` raises. An error in `lost` means that the call has ended: the reader of the replies gets the reason.
     """
 
     def __init__(
@@ -43,14 +33,13 @@ class Upload(Generic[Request]):
         abort: Callable[[], object],
         lost: tuple[type[Exception], ...],
     ) -> None:
-        self.task: asyncio.Task[None] | None = None
-        self.ended = False
-        self.failure: Exception | None = None
+        self.task: asyncio.Task[None] | None = None  # that of `run`
+        self.ended = False  # whether all messages were sent
+        self.failure: Exception | None = None  # of `messages`
         self._messages, self._encode, self._send = messages, encode, send
         self._finish, self._abort, self._lost = finish, abort, lost
 
     async def run(self) -> None:
-        """Sends all messages."""
         sent = 0
         try:
             async for message in self._messages:
@@ -89,17 +78,12 @@ class Upload(Generic[Request]):
 
 
 async def close(iterator: AsyncIterator[object]) -> None:
-    """Closes an iterator, if it is a generator."""
     if isinstance(iterator, AsyncGenerator):
         await iterator.aclose()
 
 
 async def linger(read: Callable[[], Awaitable[bool]]) -> None:
-    """Discards what a refused caller still sends, for at most `LINGER_SECONDS`.
-
-    Args:
-        read: Reads and drops a message; returns whether another one may follow.
-    """
+    """Discards what a refused caller still sends, while `read` returns that more may follow, for a limited time."""
     with suppress(TimeoutError):
         async with asyncio.timeout(LINGER_SECONDS):
             while await read():

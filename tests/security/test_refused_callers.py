@@ -44,6 +44,5 @@ def test_many_hosts_fill_neither_the_log_nor_the_memory(caplog: pytest.LogCaptur
     assert max(map(len, caplog.messages)) < 400
     clock.now = 2 * PERIOD
     refusals.note("ipv4:192.0.2.7", "it sent no token")
-    told = f"refused a call from 192.0.2.7: it sent no token ({10_000 - MAX_HOSTS} calls from further hosts before)"
-    assert caplog.messages[-1] == told
+    assert caplog.messages[-1] == "refused a call from 192.0.2.7: it sent no token"
     assert len(refusals._logged) == 1

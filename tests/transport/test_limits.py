@@ -257,7 +257,7 @@ async def test_who_reads_no_reply_keeps_no_call_in_progress(path: str, monkeypat
         asyncio.timeout(PATIENCE),
     ):
         assert transport._server is not None
-        in_progress = transport._server._callers._calls._taken
+        in_progress = transport._server._intake._callers._calls._taken
         start: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(path)
         for _ in range(2):  # the first one has given its place back
             call = start(b"")

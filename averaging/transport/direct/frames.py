@@ -90,16 +90,7 @@ def pack_header(kind: FrameKind, head: int, body: int) -> bytes:
 
 
 def read_header(raw: bytes | bytearray | memoryview, max_body: int, accepted: frozenset[FrameKind]) -> Sizes:
-    """Reads a header.
-
-    Args:
-        raw: the header, 8 bytes.
-        max_body: bytes of the largest body that is accepted.
-        accepted: kinds that the other side may send.
-
-    Raises:
-        ProtocolViolationError: it is malformed, or the other side sends no such frame.
-    """
+    """Reads a header of 8 bytes; raises a ProtocolViolationError if the other side may send no such frame."""
     kind, zero, head, body = HEADER.unpack(raw)
     if zero or not FrameKind.READY <= kind <= FrameKind.ALIVE:
         raise ProtocolViolationError("something on the direct connection that is not a frame")
@@ -125,11 +116,7 @@ def pack_hello(nonce: bytes, ticket: bytes) -> bytes:
 
 
 def read_hello(raw: bytes | bytearray) -> tuple[bytes, bytes]:
-    """Returns the nonce and the proof in the first bytes of a connection.
-
-    Raises:
-        ProtocolViolationError: they are not those of a peer.
-    """
+    """Returns the nonce and the proof in the first bytes of a connection; raises if they are not those of a peer."""
     if len(raw) != HELLO_BYTES or not raw.startswith(MAGIC):
         raise ProtocolViolationError("something on the direct port that is not a peer")
     nonce_end = len(MAGIC) + NONCE_BYTES
@@ -157,14 +144,10 @@ _STEP = 4096
 
 
 class BufferPool:
-    """The buffers of one transport.
+    """The buffers of one transport, of which at most `limit` bytes are kept.
 
     A view of a buffer, and a tensor that shares its memory, refer to it. So it is free when only this object does. The
     holder of a view may write to it.
-    Buffers beyond the limit are not kept, and are freed like any object.
-
-    Args:
-        limit: bytes to keep.
     """
 
     def __init__(self, limit: int = KEPT_BYTES) -> None:

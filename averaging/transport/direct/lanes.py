@@ -37,32 +37,20 @@ IN_USE = "the direct connection was in use"
 
 @dataclass(slots=True)
 class _Lane:
-    """What is known about one peer; times are of the running loop.
-
-    Attributes:
-        opened: time at which its connection was opened.
-        used: time at which a stream on it ended last.
-        failures: number of failures in a row.
-        retry_at: time from which a connection may be asked for again.
-        reason: text that says why it has none.
-    """
+    """What is known about one peer; times are of the running loop."""
 
     link: Link | None = None
     opening: asyncio.Task[None] | None = None
-    busy: bool = False
+    busy: bool = False  # with a stream
     opened: float = 0.0
-    used: float = 0.0
-    failures: int = 0
+    used: float = 0.0  # when the last stream ended
+    failures: int = 0  # in a row
     retry_at: float = 0.0
-    reason: str = NOT_OPEN
+    reason: str = NOT_OPEN  # why there is no connection
 
 
 class Lanes:
-    """The connections of one peer to others.
-
-    Args:
-        open_link: opens a connection to an endpoint.
-    """
+    """The connections of one peer to others, each opened by `open_link`."""
 
     def __init__(self, open_link: Callable[[str], Awaitable[Link]]) -> None:
         self._open_link = open_link
@@ -130,7 +118,6 @@ class Lanes:
         self._close_unused()
 
     async def close(self) -> None:
-        """Closes all connections."""
         self._closed = True
         lanes, self._lanes = list(self._lanes.values()), {}
         opening = [lane.opening for lane in lanes if lane.opening is not None]

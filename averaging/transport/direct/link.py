@@ -57,7 +57,6 @@ class DisconnectWatcher:
             self._epoll.unregister(sock.fileno())
 
     def close(self) -> None:
-        """Stops watching all connections."""
         if self._epoll is not None:
             self._loop.remove_reader(self._epoll.fileno())
             self._epoll.close()
@@ -81,16 +80,7 @@ UNREAD = "the other side took nothing for too long"
 
 
 class Link:
-    """A connection, open until `close` is called or an error occurs.
-
-    Args:
-        sock: connected and non-blocking; closed by this object.
-        name: the other peer, for errors.
-        accepted: kinds of frames that the other side may send.
-        max_body: bytes of the largest body that is accepted.
-        buffers: pool in which bodies are received.
-        ciphers: ciphers of a sealed connection; None for plain text.
-        watcher: notices the end of the connection while nothing is read; None if that does not matter.
+    """A connection, open until `close` is called or an error occurs. It owns `sock`, connected and non-blocking.
 
     Attributes:
         ticket: ticket with which the connection was made.
@@ -152,9 +142,8 @@ class Link:
     def close(self, *, abort: bool = False) -> None:
         """Ends the connection; reads and writes in progress raise a `PeerUnreachableError`.
 
-        Args:
-            abort: discard what the other side has not received, so that it learns of the end at once. Otherwise the end
-                comes after that, and not at all while the other side reads nothing.
+        With `abort` what the other side has not received is discarded, so that it learns of the end at once. Otherwise
+        the end comes after that, and not at all while the other side reads nothing.
         """
         self.on_lost = None
         if abort and not self.lost:
@@ -170,11 +159,7 @@ class Link:
                 self._resume()
 
     async def read(self) -> Frame:
-        """Returns the next frame.
-
-        Raises:
-            PeerUnreachableError: the connection was lost or closed, or something arrived that is not a frame.
-        """
+        """Returns the next frame; raises a `PeerUnreachableError` if the connection has ended."""
         while not self._frames:
             if self.lost:
                 raise PeerUnreachableError(self.name, self.lost)
@@ -191,9 +176,6 @@ class Link:
         """Sends a frame and returns when the system has taken all of it. Only one task may send at a time.
 
         If it is cancelled or raises, the connection must be closed: a part of the frame may be on its way.
-
-        Raises:
-            PeerUnreachableError: the connection was lost or closed.
         """
         self._sending = True
         pieces = self._pieces(kind, head, body)
@@ -232,11 +214,7 @@ class Link:
             self._lose()
 
     async def alive(self) -> None:
-        """Returns when an ALIVE frame arrives after this call.
-
-        Raises:
-            PeerUnreachableError: the connection was lost or closed.
-        """
+        """Returns when an ALIVE frame arrives after this call."""
         if not self.lost:
             waiter: asyncio.Future[None] = self._loop.create_future()
             self._alive_waiters.append(waiter)

@@ -32,16 +32,7 @@ RETRY_SECONDS = 1.0
 
 
 class Listener:
-    """Listens when it is created, and serves connections after `start`.
-
-    Args:
-        address: `host:port`; port 0 takes a free one.
-        max_body: bytes of the largest body that is accepted.
-        buffers: pool in which bodies are received.
-
-    Attributes:
-        port: the port on which it listens.
-        tickets: tickets with which connections are admitted.
+    """Listens when it is created, and serves connections with one of its `tickets` after `start`.
 
     Raises:
         ListenError: the address is not available.
@@ -63,18 +54,13 @@ class Listener:
         self._busy: set[asyncio.Task[None]] = set()  # those with a stream in progress
 
     def start(self, service: AveragingService) -> None:
-        """Starts to accept connections, and to serve their streams."""
         self._service, self._watcher = service, DisconnectWatcher()
         for listening in self._sockets:
             listening.listen(BACKLOG)
             self._loop.add_reader(listening, self._accept, listening)
 
     def echo(self, ticket: bytes) -> None:
-        """Sends an ALIVE frame over the connection that was made with a ticket.
-
-        Raises:
-            TransportError: there is none.
-        """
+        """Sends an ALIVE frame over the connection that was made with a ticket."""
         link = self._links.get(ticket)
         if link is None or link.lost:
             raise PeerUnreachableError("this peer", "there is no direct connection with this ticket")
@@ -123,7 +109,6 @@ class Listener:
             self._loop.add_reader(listening, self._accept, listening)
 
     async def _serve(self, connection: socket.socket, host: str, name: str) -> None:
-        """Serves one connection to its end."""
         link: Link | None = None
         admission: Admission | None = None
         newcomer = True

@@ -58,36 +58,22 @@ MAX_ADDRESSES = 4
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the caller asks for.
+    """What the caller asks for."""
 
-    Attributes:
-        commitment: digest of the nonce that it will send, 32 bytes.
-        public_key: key of this connection; empty without TLS.
-        version: version of the caller's lane.
-    """
-
-    commitment: bytes
-    public_key: bytes = b""
+    commitment: bytes  # digest of the nonce that it will send
+    public_key: bytes = b""  # of this connection; empty without TLS
     version: int = VERSION
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What the callee answers.
+    """What the callee answers."""
 
-    Attributes:
-        port: port on the host of the callee's endpoint.
-        ticket: admits one connection.
-        public_key: key of this connection; empty without TLS.
-        version: version of the callee's lane.
-        seconds: lifetime of the ticket.
-    """
-
-    port: int
+    port: int  # on the host of its endpoint
     ticket: bytes
     public_key: bytes = b""
     version: int = VERSION
-    seconds: float = VALID_SECONDS
+    seconds: float = VALID_SECONDS  # for which the ticket is valid
 
 
 class _RequestCopier(MessageCopier[Request]):
@@ -160,15 +146,7 @@ async def open_link(
     max_body: int,
     buffers: BufferPool,
 ) -> Link:
-    """Opens a connection to `endpoint`; the caller's side.
-
-    Args:
-        endpoint: endpoint of the callee.
-        ask: calls `Open`.
-        dialling: decides which addresses are dialled.
-        sealed: whether this peer has TLS, so that the connection is sealed.
-        max_body: bytes of the largest body that is accepted.
-        buffers: pool in which bodies are received.
+    """Opens a connection to `endpoint`; the caller's side. `ask` calls `Open`.
 
     Raises:
         CallRefusedError: the callee has no direct lane, or one of another version.

@@ -30,11 +30,7 @@ MAX_SEALED_BYTES = 64 << 30
 
 
 def shared_secret(own: X25519PrivateKey, other: bytes) -> bytes:
-    """Returns the secret of both sides.
-
-    Args:
-        own: this side's private key of this connection.
-        other: the other side's public key.
+    """Returns the secret of both sides, from this side's private key and the other's public one.
 
     Raises:
         ProtocolViolationError: `other` is not a public key, or one with which everybody would know the secret.
@@ -50,12 +46,8 @@ def shared_secret(own: X25519PrivateKey, other: bytes) -> bytes:
 def derive_keys(secret: bytes, caller: bytes, callee: bytes, proof: bytes) -> tuple[bytes, bytes]:
     """Derives the keys of a connection, to the callee and to the caller; both sides get the same.
 
-    Args:
-        secret: shared secret of both sides.
-        caller: the caller's public key.
-        callee: the callee's public key.
-        proof: digest of the caller's nonce and the callee's ticket, so that the callee cannot choose the caller's first
-            frame.
+    They depend on both public keys, and on the digest of the caller's nonce and the callee's ticket: otherwise the
+    callee could choose the caller's first frame.
     """
     derived = HKDF(hashes.SHA256(), 2 * KEY_BYTES, salt=proof, info=CONTEXT + caller + callee).derive(secret)
     return derived[:KEY_BYTES], derived[KEY_BYTES:]
@@ -65,9 +57,6 @@ class Cipher:
     """Seals or opens what is sent in one direction of one connection.
 
     Every operation has the next nonce, so bytes that are changed, left out, repeated or moved are not accepted.
-
-    Attributes:
-        nbytes: bytes that were sealed or opened.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -122,19 +111,12 @@ MAX_TICKETS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What the holder of a ticket may do.
+    """What the holder of a ticket may do."""
 
-    Attributes:
-        host: address from which the ticket was requested.
-        ticket: the ticket itself.
-        check: raises a ProtocolViolationError if the holder may not use an endpoint as its own.
-        seal: makes the ciphers of the connection from the caller's proof; None for plain text.
-    """
-
-    host: str
+    host: str  # from which the ticket was requested
     ticket: bytes
-    check: Callable[[str], None]
-    seal: Callable[[bytes], Ciphers] | None
+    check: Callable[[str], None]  # raises a ProtocolViolationError if the holder may not use an endpoint as its own
+    seal: Callable[[bytes], Ciphers] | None  # the ciphers for the caller's proof; None for plain text
 
 
 class Tickets:
@@ -144,12 +126,7 @@ class Tickets:
         self._granted: dict[bytes, tuple[float, Admission]] = {}  # end and content by the caller's commitment
 
     def grant(self, admission: Admission, commitment: bytes, now: float) -> None:
-        """Adds a ticket.
-
-        Args:
-            admission: the ticket, and what it is for.
-            commitment: the digest of the caller's nonce, 32 bytes.
-            now: seconds of a monotonic clock.
+        """Adds a ticket for the caller with a nonce of this digest; `now` is of a monotonic clock.
 
         Raises:
             BusyError: there are too many.

@@ -48,11 +48,7 @@ def frame_of(data: AveragingData) -> tuple[FrameKind, bytes, Buffer]:
 
 
 def encode_head(data: AveragingData) -> bytes:
-    """Encodes a message without the buffer of its tensor.
-
-    Raises:
-        ProtocolViolationError: the result is longer than other peers accept.
-    """
+    """Encodes a message without the buffer of its tensor; raises if that is longer than other peers accept."""
     tensor = data.tensor_part
     if tensor is None or data.endpoint:  # the first or the last message of a stream
         return _encode(data)
@@ -114,11 +110,6 @@ def encode_error(error: AveragingError | None) -> bytes:
 
 
 def decode_error(endpoint: str, head: bytes) -> CallRefusedError:
-    """Returns the error that `endpoint` sent.
-
-    Raises:
-        ProtocolViolationError: it is malformed.
-    """
     wire = parse(direct_pb2.DirectError, head)
     reason = printable(wire.reason, MAX_REASON) or "refused"
     if wire.kind == _WRONG_RUN:
@@ -127,11 +118,7 @@ def decode_error(endpoint: str, head: bytes) -> CallRefusedError:
 
 
 class Stream:
-    """The callee's side: the messages of one stream of parts.
-
-    Attributes:
-        ended: whether the caller has sent the last one.
-    """
+    """The callee's side: the messages of one stream of parts; `ended` once the caller has sent the last one."""
 
     def __init__(self, link: Link, admission: Admission, heads: HeaderCache) -> None:
         self._link, self._admission, self._heads = link, admission, heads

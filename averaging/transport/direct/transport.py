@@ -26,11 +26,11 @@ SUPPORTED = hasattr(socket.socket, "sendmsg") and hasattr(socket.socket, "recvms
 
 
 class DirectTransport(GrpcTransport):
-    """Implements `transport.base.Transport`. It belongs to the event loop in which `bind` is called.
+    """A `GrpcTransport` whose streams of parts take a direct connection where there is one.
 
     Args:
-        listen: see `GrpcTransport`.
-        advertise: see `GrpcTransport`.
+        listen: see `GrpcTransport`, also for `advertise` and `options`.
+        advertise: see there.
         direct_listen: `host:port` for direct connections; `AUTO` for any free port on the host of `listen`.
         direct_advertise: port at which other peers reach `direct_listen` on the host of this peer's endpoint, if it
             differs.
@@ -98,7 +98,6 @@ class DirectTransport(GrpcTransport):
             await self._lanes.close()
 
     def prepare_lane(self, endpoint: str) -> None:
-        """Begins to open a direct connection to `endpoint`, if there is none."""
         if SUPPORTED:
             self._lanes.prepare(endpoint)
 
@@ -131,12 +130,6 @@ class DirectTransport(GrpcTransport):
         """Sends `messages` from a task of its own and yields the replies. `messages` is closed with the call.
 
         The connection is closed unless both sides have ended the stream in order.
-
-        Raises:
-            PeerUnreachableError: the connection was lost.
-            CallRefusedError: the callee ended the stream with an error.
-            ProtocolViolationError: an answer is malformed.
-            Exception: raised by `messages`.
         """
         link = self._lanes.take(endpoint)
         if link is None:

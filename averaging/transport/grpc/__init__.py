@@ -28,16 +28,14 @@ from averaging.transport.grpc.channel_options import (
     KEEPALIVE_SECONDS,
     SILENCE_SECONDS,
     SMALL_BYTES,
-    UNUSED_SECONDS,
     WRITE_BYTES_PER_SECOND,
     WRITE_SECONDS,
 )
-from averaging.transport.grpc.channels import Channels
+from averaging.transport.grpc.channels import MAX_MESSAGE_BYTES, RpcChannel
 from averaging.transport.grpc.conversion import AVERAGING_DATA, MessageCopier
 from averaging.transport.grpc.dialling import Dialling, check_listen
 from averaging.transport.grpc.etcd import EtcdCluster
 from averaging.transport.grpc.methods import GET_SCHEMA, GET_STATUS, RECORD
-from averaging.transport.grpc.rpc_channel import MAX_MESSAGE_BYTES, RpcChannel
 from averaging.transport.grpc.tensor_stream import (
     TensorMessage,
     TensorReader,
@@ -57,10 +55,8 @@ __all__ = [
     "RECORD",
     "SILENCE_SECONDS",
     "SMALL_BYTES",
-    "UNUSED_SECONDS",
     "WRITE_BYTES_PER_SECOND",
     "WRITE_SECONDS",
-    "Channels",
     "Dialling",
     "EtcdCluster",
     "GrpcTransport",

@@ -7,22 +7,21 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from hashlib import sha256
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import unquote
 
 import grpc
 from cryptography import x509
 
-from averaging.common import CLIENT_PREFIX, HostQuota, counted, covers, is_endpoint, parse_address
+from averaging.common import CLIENT_PREFIX, HostQuota, covers, is_endpoint, parse_address
 from averaging.errors import BusyError, CallRefusedError, ProtocolViolationError, RefusalCause, ViolationKind, printable
 from averaging.security import Credentials, Tls, fits, is_bound, validity_problem
-from averaging.transport import RpcMethod
 from averaging.transport.grpc import methods
-from averaging.transport.grpc.channel_options import MAX_CALLS_PER_HOST, MAX_WATCHES_PER_HOST
+from averaging.transport.grpc.channel_options import MAX_CALLS_PER_HOST
 from averaging.transport.grpc.error_mapping import HAS_NO_TOKEN, TO_ALL_OR_NONE
 
 # Logs refused calls at the callee, because its operator cannot see the error that the caller gets.
@@ -34,7 +33,7 @@ PERIOD = 60.0
 """Minimum seconds between two log lines about one host."""
 
 MAX_HOSTS = 64
-"""Maximum number of hosts logged in one period. Calls of further hosts are counted in the next line."""
+"""Maximum number of hosts logged in one period."""
 
 
 class Refusals:
@@ -47,29 +46,18 @@ class Refusals:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._logged: dict[str, float] = {}  # time by host, earliest first
-        self._not_logged = 0
 
     def note(self, host: str, why: str) -> None:
         """Records that a call from `host`, in the form of `host_of`, was refused for the reason `why`."""
         now = self._clock()
         while self._logged and now - next(iter(self._logged.values())) >= PERIOD:
             del self._logged[next(iter(self._logged))]
-        if host in self._logged:
-            return
-        if len(self._logged) >= MAX_HOSTS:
-            self._not_logged += 1
+        if host in self._logged or len(self._logged) >= MAX_HOSTS:
             return
         self._logged[host] = now
-        more = f" ({counted(self._not_logged, 'call')} from further hosts before)" if self._not_logged else ""
-        self._not_logged = 0
-        logger.warning("refused a call from %s: %s%s", _readable(host), printable(why, 300), more)
+        readable = printable(unquote(host.removeprefix("ipv4:").removeprefix("ipv6:")), 100)
+        logger.warning("refused a call from %s: %s", readable, printable(why, 300))
 
-
-def _readable(host: str) -> str:
-    return printable(unquote(host.removeprefix("ipv4:").removeprefix("ipv6:")), 100)
-
-
-Request = TypeVar("Request")
 
 HEADER = "authorization"
 """The metadata in which a token travels, as `Bearer TOKEN`."""
@@ -77,13 +65,10 @@ HEADER = "authorization"
 HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 """Answered without a token, because monitoring has none."""
 
-HEALTH_WATCH = "/grpc.health.v1.Health/Watch"
-"""A stream that never ends by itself."""
-
 _INSPECTION = ("/grpc.reflection.", "/grpc.channelz.", f"{methods.STATUS}/", methods.LIST_RECORDS.path)
 
-_CHECKER: ContextVar[Callable[[], Callable[[str], None]]] = ContextVar("_CHECKER")
-"""Returns the function that `claim_checker` returns, for the call that the current task serves."""
+_CHECKER: ContextVar[Callable[[str], None]] = ContextVar("_CHECKER")
+"""What `claim_checker` returns, for the call that the current task serves."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -129,7 +114,7 @@ def denial(path: str, headers: Sequence[tuple[str, str | bytes]], credentials: C
 
 
 class Callers:
-    """Counts the calls in progress of each host, and checks the endpoints that callers use.
+    """Counts the calls in progress of each host, and checks the certificates of callers.
 
     Attributes:
         refusals: log of refused calls, rate-limited per host.
@@ -139,7 +124,6 @@ class Callers:
         self.refusals = Refusals()
         self._authenticated = authenticated
         self._calls = HostQuota(math.inf, max_calls_per_host)
-        self._watches = HostQuota(math.inf, MAX_WATCHES_PER_HOST)
 
     @contextmanager
     def call(self, context: Context, path: str) -> Iterator[None]:
@@ -150,62 +134,35 @@ class Callers:
             ProtocolViolationError: the caller's certificate is missing or not valid now.
         """
         host = host_of(context)
+        certificate = certificate_of(context) if self._authenticated else None
+        hosts = certified_hosts(context) if self._authenticated else []
         # A member joined its group with a valid certificate, and may finish the round with an expired one.
         if self._authenticated and path != methods.AGGREGATE_PART.path:
-            certificate = certificate_of(context)
             problem = validity_problem(certificate, time.time()) if certificate else "is missing"
             if problem:
                 self.refusals.note(host, f"its certificate {problem}")
                 raise ProtocolViolationError(f"the caller's certificate {problem}", kind=ViolationKind.FOREIGN_ENDPOINT)
-        _CHECKER.set(lambda: self._checker(context))
-        watch = path == HEALTH_WATCH
-        watches = _counted(self._watches, host, "Health/Watch calls") if watch else nullcontext()
-        with _counted(self._calls, host, "calls"), watches:
-            try:
-                yield
-            except CallRefusedError as error:
-                if error.cause is RefusalCause.WRONG_RUN:
-                    self.refusals.note(host, str(error))
-                raise
-
-    def _checker(self, context: Context) -> Callable[[str], None]:
-        host, hosts = host_of(context), certified_hosts(context) if self._authenticated else []
-        certificate = certificate_of(context) if self._authenticated else None
 
         def check(endpoint: str) -> None:
             if not self._authenticated:
                 return
             try:
-                check_claim(endpoint, hosts, lambda: certificate)
-            except ProtocolViolationError as error:
+                check_claim(endpoint, hosts, certificate)
+            except ProtocolViolationError as error:  # some methods report it only within their reply
                 self.refusals.note(host, f"it {error}")
                 raise
 
-        return check
-
-    def read(self, method: RpcMethod[Request, Any], context: Context) -> Callable[[bytes], Request]:
-        """Returns a function that decodes the messages of a call and checks which endpoint they name as the sender.
-
-        Raises:
-            ProtocolViolationError: the returned function raises it if the caller's certificate is not valid for that
-                endpoint.
-            ProtocolViolationError: the returned function raises it if a message is malformed.
-        """
-        sender = method.sender
-        if sender is None or not self._authenticated:
-            return method.read_request
-
-        def decode(raw: bytes) -> Request:
-            request = method.read_request(raw)
-            endpoint = sender(request)
-            try:
-                check_claim(endpoint, certified_hosts(context), lambda: certificate_of(context))
-            except ProtocolViolationError as error:  # some methods report it only within their reply
-                self.refusals.note(host_of(context), f"it {error}")
-                raise
-            return request
-
-        return decode
+        _CHECKER.set(check)
+        if not self._calls.take(host):
+            raise BusyError(f"{self._calls.taken_by(host)} calls of your host are in progress; no more are taken")
+        try:
+            yield
+        except CallRefusedError as error:
+            if error.cause is RefusalCause.WRONG_RUN:
+                self.refusals.note(host, str(error))
+            raise
+        finally:
+            self._calls.leave(host)
 
 
 def claim_checker() -> Callable[[str], None]:
@@ -216,17 +173,7 @@ def claim_checker() -> Callable[[str], None]:
     Raises:
         ProtocolViolationError: the returned function raises it if the caller's certificate is not valid for it.
     """
-    return _CHECKER.get()()
-
-
-@contextmanager
-def _counted(quota: HostQuota, host: str, what: str) -> Iterator[None]:
-    if not quota.take(host):
-        raise BusyError(f"{quota.taken_by(host)} {what} of your host are in progress; no more are taken")
-    try:
-        yield
-    finally:
-        quota.leave(host)
+    return _CHECKER.get()
 
 
 def host_of(context: Context) -> str:
@@ -245,20 +192,16 @@ def certificate_of(context: Context) -> x509.Certificate | None:
     return next(map(_certificate, pems), None)
 
 
-def check_claim(endpoint: str, hosts: Sequence[str], certificate: Callable[[], x509.Certificate | None]) -> None:
-    """Checks that a caller may use `endpoint` as its own. The called service refuses malformed names later.
+def check_claim(endpoint: str, hosts: Sequence[str], certificate: x509.Certificate | None) -> None:
+    """Checks that a caller with a certificate for `hosts` may use `endpoint` as its own.
 
-    Args:
-        endpoint: the claimed name.
-        hosts: the hosts for which the caller's certificate is valid.
-        certificate: returns the caller's certificate; called only for the names of clients, which have no host.
+    The called service refuses malformed names later.
 
     Raises:
         ProtocolViolationError: the name belongs to another certificate.
     """
     if endpoint.startswith(CLIENT_PREFIX):
-        owner = certificate()
-        if is_bound(endpoint) and (owner is None or not fits(endpoint, owner)):
+        if is_bound(endpoint) and (certificate is None or not fits(endpoint, certificate)):
             raise ProtocolViolationError(
                 f"calls itself {endpoint}, a name that belongs to another certificate's key",
                 kind=ViolationKind.FOREIGN_ENDPOINT,

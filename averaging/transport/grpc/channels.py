@@ -1,22 +1,22 @@
-"""The calls to other peers, and their connections: one per endpoint, shared by all calls to it.
+"""The calling side: `Channels` calls methods of any endpoint, `RpcChannel` those of one.
 
-A call ends on both sides when its caller closes it.
+A connection is shared by all calls to its endpoint. A call ends on both sides when its caller closes it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar, cast
+from typing import Self, TypeAlias, TypeVar, cast
 from urllib.parse import quote
 from weakref import WeakKeyDictionary
 
 import grpc
 
 from averaging.common import CLIENT_PREFIX, chosen_proxy, is_endpoint, parse_address, parse_ip, proxy_for
-from averaging.errors import ClosedError, PeerUnreachableError, ProtocolViolationError
+from averaging.errors import ClosedError, ConfigError, PeerUnreachableError, ProtocolViolationError
 from averaging.security import Credentials
 from averaging.transport import RpcMethod, Upload, close
 from averaging.transport.grpc.authentication import call_metadata, channel_credentials
@@ -31,6 +31,9 @@ StreamCall: TypeAlias = "grpc.aio.UnaryStreamCall[bytes, bytes] | grpc.aio.Strea
 
 STATUS_TRIES = 1000
 """After a failed write, the callee's status of the call is polled this many times, once per millisecond."""
+
+MAX_MESSAGE_BYTES = 32 << 20
+"""Default maximum size of a message in bytes."""
 
 MAX_IDLE = 256
 """Channels kept open without a call in progress. Of more, the least recently used is closed."""
@@ -63,7 +66,6 @@ class Channels:
         dialling: Dialling | None = None,
         proxy: str | None = None,
     ) -> None:
-        """Opens nothing yet."""
         credentials = credentials or Credentials()
         self._options = channel_options(max_message_bytes)
         self._credentials = channel_credentials(credentials.tls) if credentials.tls else None
@@ -77,11 +79,6 @@ class Channels:
         self._closed = False
 
     async def call(self, endpoint: str, method: RpcMethod[Request, Reply], request: Request) -> Reply:
-        """Sends one request and returns the reply.
-
-        Raises:
-            AveragingError: The call failed, see `error_mapping`.
-        """
         async with self.connection(endpoint) as connection:
             start: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = connection.channel.unary_unary(method.path)
             with calling(endpoint, sent_token=bool(self._metadata), proxy=self._proxy_of(endpoint)):
@@ -97,15 +94,7 @@ class Channels:
     ) -> AsyncGenerator[Reply, None]:
         """Sends one request, or all of an iterator in the background, and yields the replies.
 
-        Args:
-            endpoint: The callee.
-            method: The method.
-            request: The request; an iterator if the method takes a stream. It is closed with the call, and its
-                exceptions are raised here.
-            headers: Sent with the call.
-
-        Raises:
-            AveragingError: The call failed, see `error_mapping`.
+        The iterator is closed with the call, and its exceptions are raised here. So are those of `error_mapping`.
         """
         async with self.connection(endpoint) as connection:
             metadata = (*self._metadata, *headers)
@@ -163,11 +152,17 @@ class Channels:
             ProtocolViolationError: `endpoint` is not the address of a peer, or must not be dialled.
             ClosedError: `close` was called.
         """
-        self._drop_unused(endpoint)
+        now = asyncio.get_running_loop().time
+        known = self._connections.get(endpoint)
+        if known is not None and not known.users and now() - known.unused_since > UNUSED_SECONDS:
+            # A router may have dropped its connection silently in such a long pause.
+            self._replaced.add(self._connections.pop(endpoint))
         if endpoint not in self._connections:
             target(endpoint)  # checks the address before any look-up
             await self._dialling.check(endpoint)
-        connection = self._connect(endpoint)
+        # Another call may have opened one meanwhile.
+        connection = self._connections.pop(endpoint, None) or PeerConnection(self._open(endpoint))
+        self._connections[endpoint] = connection
         connection.users += 1
         try:
             yield connection
@@ -178,25 +173,12 @@ class Channels:
             raise
         finally:
             connection.users -= 1
-            connection.unused_since = asyncio.get_running_loop().time()
+            connection.unused_since = now()
             await self._close_unused()
 
-    def _drop_unused(self, endpoint: str) -> None:
-        """Replaces a channel after a long pause, because a router may have dropped its connection silently."""
-        unused = self._connections.get(endpoint)
-        if unused and not unused.users and asyncio.get_running_loop().time() - unused.unused_since > UNUSED_SECONDS:
-            self._replaced.add(self._connections.pop(endpoint))
-
-    def _connect(self, endpoint: str) -> PeerConnection:
+    def _open(self, endpoint: str) -> grpc.aio.Channel:
         if self._closed:
             raise ClosedError(f"{endpoint} cannot be called: this peer has been closed")
-        connection = self._connections.pop(endpoint, None)
-        if connection is None:
-            connection = PeerConnection(self._open(endpoint))
-        self._connections[endpoint] = connection
-        return connection
-
-    def _open(self, endpoint: str) -> grpc.aio.Channel:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             _users[self._loop] = _users.get(self._loop, 0) + 1
@@ -237,6 +219,106 @@ class Channels:
             await _last_reports()
 
 
+class RpcChannel:
+    """Calls the methods of one server or peer over one connection, which is reopened after a loss.
+
+    It is an async context manager and belongs to one event loop.
+
+    Args:
+        endpoint: `host:port` of the server.
+        credentials: Certificates and tokens, see `read_credentials`.
+        max_message_bytes: Maximum size of a message.
+        named_by_peer: Whether another peer and not the user has named the endpoint. Addresses at which no peer can be,
+            such as link-local ones, are not dialled then.
+        loopback: Whether an endpoint that another peer has named may be on this machine's loopback.
+        certified_host: The host for which the server's certificate must be valid; None for that of the endpoint.
+        proxy: URL of the HTTP proxy; None for that of `AVERAGING_PROXY`, if any.
+
+    Raises:
+        ConfigError: The endpoint is malformed.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        credentials: Credentials | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        named_by_peer: bool = False,
+        loopback: bool = False,
+        certified_host: str | None = None,
+        proxy: str | None = None,
+    ) -> None:
+        if parse_address(endpoint)[1] == 0:
+            raise ConfigError(f"{endpoint} has port 0; give the port on which the server listens")
+        self.endpoint = endpoint
+        names = {endpoint: certified_host} if certified_host else {}
+        dialling = Dialling(() if named_by_peer else (endpoint,), loopback=loopback, names=names)
+        self._channels = Channels(max_message_bytes, credentials=credentials, dialling=dialling, proxy=proxy)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the connection. Calls in progress end with a `PeerUnreachableError`."""
+        await self._channels.close()
+
+    async def call(
+        self,
+        method: RpcMethod[Request, Reply],
+        request: Request | AsyncIterator[Request],
+        timeout: float,
+    ) -> Reply:
+        """Calls a method with one reply.
+
+        Args:
+            method: The method.
+            request: The request, or an iterator of them if the method takes a stream.
+            timeout: Seconds for the whole call.
+
+        Raises:
+            PeerUnreachableError: There is no answer within `timeout`, or the connection broke.
+            CallRefusedError: The server refused the call, for example because it requires another token.
+            ProtocolViolationError: The reply is malformed or too long.
+            ClosedError: The channel was closed.
+        """
+        if method.replies_stream:
+            raise ConfigError(f"{method.path} answers with a stream; use stream()")
+        try:
+            async with asyncio.timeout(timeout):
+                if not method.requests_stream:
+                    return await self._channels.call(self.endpoint, method, cast("Request", request))
+                async with aclosing(self._channels.stream(self.endpoint, method, request)) as replies:
+                    async for reply in replies:
+                        return reply
+        except TimeoutError:
+            raise PeerUnreachableError(self.endpoint, f"no answer within {timeout:g} s") from None
+        raise ProtocolViolationError(f"answered {method.path} with nothing", self.endpoint)
+
+    def stream(
+        self,
+        method: RpcMethod[Request, Reply],
+        request: Request | AsyncIterator[Request],
+        headers: tuple[tuple[str, str], ...] = (),
+    ) -> AsyncGenerator[Reply, None]:
+        """Calls a method with many replies. Close the generator (`contextlib.aclosing`) to end the call.
+
+        Args:
+            method: The method.
+            request: The request, or an iterator of them if the method takes a stream.
+            headers: Sent with the call.
+
+        Raises:
+            AveragingError: From the generator, as `call`; there is no time limit.
+        """
+        if not method.replies_stream:
+            raise ConfigError(f"{method.path} answers with one message; use call()")
+        return self._channels.stream(self.endpoint, method, request, headers)
+
+
 async def raise_for_callee_status(call: StreamCall) -> None:
     """Raises unless the callee ended the call without an error.
 
@@ -275,11 +357,7 @@ def _awaits_end(task: asyncio.Task[object]) -> bool:
 
 
 def target(endpoint: str) -> str:
-    """Returns the gRPC target of a peer. No endpoint can inject anything but a host and a port.
-
-    Raises:
-        ProtocolViolationError: `endpoint` is not the address of a peer.
-    """
+    """Returns the gRPC target of a peer. No endpoint can inject anything but a host and a port."""
     if endpoint.startswith(CLIENT_PREFIX):
         raise ProtocolViolationError("is a client, which is never dialled", endpoint)
     if not is_endpoint(endpoint):

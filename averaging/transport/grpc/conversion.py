@@ -66,12 +66,7 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """How one field is copied.
-
-    Attributes:
-        read: Returns the field's value in a message.
-        write: Returns what the message gets for a value.
-    """
+    """How the values of one field are read from a message, and written to it."""
 
     name: str
     read: Callable[[Message], Any]
@@ -115,16 +110,10 @@ class MessageCopier(Generic[Content]):
         return self.read(self._wire.FromString(raw))
 
     def write(self, content: Content) -> Message:
-        """Returns the message."""
         values = self._take(content)
         return self._wire(**{field.name: field.write(values[field.name]) for field in self._fields})
 
     def read(self, message: Any) -> Content:
-        """Returns what a message says.
-
-        Raises:
-            ProtocolViolationError: A field is missing or invalid.
-        """
         content: Content = self._make(self._values(message))
         return content
 
@@ -259,7 +248,6 @@ class TensorCopier(MessageCopier[Bulk]):
         self._head = lru_cache(maxsize=256)(self._encode_head)
 
     def SerializeToString(self, content: Bulk, /) -> bytes:  # noqa: N802 - protobuf's name
-        """The message as bytes."""
         outer, tensor = self._outer(content.with_tensor(None)), content.tensor_part
         if tensor is None:
             return outer

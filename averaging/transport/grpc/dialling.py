@@ -7,6 +7,7 @@ import errno
 import logging
 import socket
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from itertools import chain
 
 from averaging.common import in_zone, is_loopback, objection, parse_address, parse_ip, spelled, zone_of
@@ -18,55 +19,27 @@ RESOLVE_SECONDS = 3.0
 NAME_IT = "; to dial it anyway, name it among the peers to join"
 
 
+@dataclass(eq=False)
 class Dialling:
     """The rule for one transport.
 
-    Args:
+    Attributes:
         given: endpoints named by the user, which are always dialled. It may change.
         loopback: whether peers of the run may be on this machine's loopback; None if the given endpoints show it.
-        remedy: end of the message about an address that is not dialled.
+        zone: interface of this machine that leads to peers with link-local addresses; None for that of a given
+            endpoint. Without any, no peer may have such an address.
         names: for a given endpoint, the host for which its certificate must be valid, if that is another than its own.
+        remedy: end of the message about an address that is not dialled.
     """
 
-    def __init__(
-        self,
-        given: Collection[str] = (),
-        *,
-        loopback: bool | None = True,
-        remedy: str = NAME_IT,
-        names: Mapping[str, str] | None = None,
-    ) -> None:
-        self._given, self._remedy, self._loopback = given, remedy, loopback
-        self.names: Mapping[str, str] = {} if names is None else names
-        self._zone: str | None = None
-
-    @property
-    def loopback(self) -> bool:
-        """Whether peers of the run may be on this machine's loopback."""
-        if self._loopback is None:
-            return not self._given or any(is_loopback(parse_address(endpoint)[0]) for endpoint in self._given)
-        return self._loopback
-
-    @loopback.setter
-    def loopback(self, loopback: bool) -> None:
-        self._loopback = loopback
-
-    @property
-    def zone(self) -> str | None:
-        """The interface of this machine that leads to peers with link-local addresses; None if none may have one.
-
-        It is that of this peer's own address, or else that of an endpoint that the user has named.
-        """
-        if self._zone is not None:
-            return self._zone
-        return next(filter(None, (zone_of(parse_address(endpoint)[0]) for endpoint in self._given)), None)
-
-    @zone.setter
-    def zone(self, zone: str | None) -> None:
-        self._zone = zone
+    given: Collection[str] = ()
+    loopback: bool | None = True
+    zone: str | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+    remedy: str = NAME_IT
 
     def reachable(self, endpoint: str) -> str:
-        return endpoint if endpoint in self._given else in_zone(endpoint, self.zone)
+        return endpoint if endpoint in self.given else in_zone(endpoint, self._zone())
 
     async def check(self, endpoint: str) -> None:
         """Checks that `endpoint`, HOST:PORT, may be dialled.
@@ -76,7 +49,7 @@ class Dialling:
         Raises:
             ProtocolViolationError: it must not be dialled.
         """
-        if endpoint not in self._given:
+        if endpoint not in self.given:
             await self.addresses(endpoint)
 
     async def addresses(self, endpoint: str) -> tuple[str, ...]:
@@ -87,12 +60,20 @@ class Dialling:
         """
         host = parse_address(self.reachable(endpoint))[0]
         addresses = await resolve(host)
-        for address in () if endpoint in self._given else (host, *addresses):
-            reason = objection(address, loopback=self.loopback, link_local=self.zone is not None)
+        for address in () if endpoint in self.given else (host, *addresses):
+            reason = objection(address, loopback=self._on_loopback(), link_local=self._zone() is not None)
             if reason is not None:
                 where = host if address == host else f"{host} is {address}, and that"
-                raise ProtocolViolationError(f"is not dialled: {where} is {reason}{self._remedy}", endpoint)
+                raise ProtocolViolationError(f"is not dialled: {where} is {reason}{self.remedy}", endpoint)
         return addresses or (() if parse_ip(host) is None else (host.strip("[]"),))
+
+    def _on_loopback(self) -> bool:
+        if self.loopback is None:
+            return not self.given or any(is_loopback(parse_address(endpoint)[0]) for endpoint in self.given)
+        return self.loopback
+
+    def _zone(self) -> str | None:
+        return self.zone or next(filter(None, (zone_of(parse_address(endpoint)[0]) for endpoint in self.given)), None)
 
 
 async def resolve(host: str) -> tuple[str, ...]:

@@ -195,17 +195,7 @@ def is_failed_write(details: str | None) -> bool:
 
 @contextmanager
 def calling(endpoint: str, *, sent_token: bool, proxy: str | None = None) -> Iterator[None]:
-    """Converts the errors of a call to `endpoint` that is awaited inside.
-
-    Args:
-        endpoint: the callee.
-        sent_token: whether the call has a token.
-        proxy: URL of the proxy through which it goes; None for none.
-
-    Raises:
-        TransportError: the call failed.
-        ProtocolViolationError: the answer was too large.
-    """
+    """Converts the errors of a call to `endpoint` that is awaited inside; `proxy` is the URL through which it goes."""
     try:
         yield
     except grpc.aio.AioRpcError as error:
@@ -222,11 +212,6 @@ def calling(endpoint: str, *, sent_token: bool, proxy: str | None = None) -> Ite
 
 
 def read_reply(endpoint: str, decode: Callable[[bytes], Decoded], raw: bytes) -> Decoded:
-    """Decodes an answer of `endpoint`.
-
-    Raises:
-        ProtocolViolationError: the answer is malformed.
-    """
     try:
         return decode(raw)
     except ProtocolViolationError as error:
@@ -285,7 +270,6 @@ class _LateWakeUps(logging.Filter):
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Returns whether the record stays in the log."""
         error = record.exc_info[1] if record.exc_info else None
         if error is None:
             return True

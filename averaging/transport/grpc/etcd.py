@@ -16,7 +16,7 @@ from averaging.transport import (
     StoredValue,
     StoredValues,
 )
-from averaging.transport.grpc.rpc_channel import RpcChannel
+from averaging.transport.grpc.channels import RpcChannel
 from averaging.wire.etcd_pb2 import (
     Compare,
     DeleteRangeRequest,

@@ -284,6 +284,3 @@ METHODS: tuple[RpcMethod[Any, Any], ...] = (
     WATCH_ROUNDS,
     GET_SCHEMA,
 )
-
-REQUEST_BYTES: Mapping[str, int | None] = {method.path: method.max_request_bytes for method in METHODS}
-"""The `max_request_bytes` of every method, by path."""

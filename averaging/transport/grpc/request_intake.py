@@ -1,4 +1,4 @@
-"""Receives the requests of all services: counts the calls, and limits their time.
+"""Receives the requests of all services: counts the calls, refuses those without a token, and limits their time.
 
 gRPC reads the request of a unary method before it calls the handler, without a time limit. Every method is therefore
 registered with a stream of requests, from which gRPC reads nothing before the handler does.
@@ -19,79 +19,71 @@ from google.protobuf.message import DecodeError
 from averaging.errors import ProtocolViolationError
 from averaging.security import Credentials
 from averaging.transport import CALLER, RpcCaller
-from averaging.transport.grpc import channel_options as message_limits
-from averaging.transport.grpc import methods
 from averaging.transport.grpc.authentication import Callers, denial, host_of
-from averaging.transport.grpc.channel_options import REQUEST_BYTES_PER_SECOND, REQUEST_SECONDS
+from averaging.transport.grpc.channel_options import REQUEST_SECONDS
 from averaging.transport.grpc.error_mapping import refuse
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]"
 
-
-def seconds_for(path: str) -> float | None:
-    """Returns the seconds in which a request of a method must arrive; None if the service keeps its own deadlines."""
-    nbytes = methods.REQUEST_BYTES.get(path, message_limits.SMALL_BYTES)
-    return None if nbytes is None else REQUEST_SECONDS + nbytes / REQUEST_BYTES_PER_SECOND
+END_DOUBT_SECONDS = 0.02
+"""Wait after the last message: gRPC reports the loss of a caller as that, and cancels the call a millisecond later."""
 
 
-class RequestReader:
-    """Reads the requests of one call, and decodes them when it is used as an iterator."""
+class Requests:
+    """The requests of one call, each read from gRPC when it is asked for.
+
+    Attributes:
+        decode: Decodes a request; None leaves the bytes.
+    """
 
     def __init__(self, context: Context, path: str, decode: Callable[[bytes], Any] | None) -> None:
-        self._context = context
-        self._path = path
-        self._decode = decode
-        self._seconds = seconds_for(path)
+        self._context, self._path, self.decode = context, path, decode
+        self._reading = False
 
-    async def read(self) -> bytes | None:
-        """Reads the next request; None after the last one, or if the caller has disconnected."""
-        raw = await self._context.read()
-        return raw if isinstance(raw, bytes) else None
-
-    async def only(self, *, to_the_end: bool) -> Any:
-        """Reads and decodes the only request of a unary method.
-
-        Args:
-            to_the_end: also wait until the caller closes its side of the stream. Otherwise it could send more, unread,
-                while it is answered.
+    async def only(self) -> Any:
+        """Returns the request of a unary method.
 
         Raises:
-            ProtocolViolationError: the request is late or malformed, or it is not exactly one.
+            ProtocolViolationError: It is late, missing or malformed.
         """
         try:
-            async with asyncio.timeout(self._seconds):
-                raw = await self.read()
-                more = await self.read() if to_the_end else None
+            async with asyncio.timeout(REQUEST_SECONDS):
+                raw = await self._read()
         except TimeoutError:
             raise ProtocolViolationError(
-                f"the request to {self._path} was not complete within {self._seconds:.0f} s"
+                f"the request to {self._path} was not complete within {REQUEST_SECONDS:.0f} s"
             ) from None
-        if raw is None or more is not None:
-            count = "no message" if raw is None else "more than one message"
-            raise ProtocolViolationError(f"{count} in a request to {self._path}, which takes one")
+        if raw is None:
+            raise ProtocolViolationError(f"no message in a request to {self._path}, which takes one")
         return self._decoded(raw)
 
     def __aiter__(self) -> AsyncIterator[Any]:
         return self
 
     async def __anext__(self) -> Any:
-        """Reads and decodes the next request. The iteration ends if none arrives in time."""
-        try:
-            async with asyncio.timeout(self._seconds):
-                raw = await self.read()
-        except TimeoutError:
-            raw = None
+        raw = await self._read()
         if raw is None:
+            await asyncio.sleep(END_DOUBT_SECONDS)
             raise StopAsyncIteration
         return self._decoded(raw)
 
+    async def drop(self) -> bool:
+        """Drops a request; returns whether another one may follow."""
+        return not self._reading and await self._read() is not None
+
+    async def _read(self) -> bytes | None:
+        self._reading = True  # still so after a cancellation: gRPC continues to read, and allows no second read
+        raw = await self._context.read()
+        self._reading = False
+        return raw if isinstance(raw, bytes) else None
+
     def _decoded(self, raw: bytes) -> Any:
-        if self._decode is None:
+        if self.decode is None:
             return raw
         try:
-            return self._decode(raw)
+            return self.decode(raw)
         except DecodeError:
             raise ProtocolViolationError(f"a malformed request to {self._path}") from None
 
@@ -132,18 +124,18 @@ class Intake(grpc.aio.ServerInterceptor):
                 if refusal := denial(path, caller.headers, self._credentials):
                     self._callers.refusals.note(caller.host, refusal)
                     await context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal)
-                await _answer(handler, RequestReader(context, path, handler.request_deserializer), context)
+                await _answer(handler, Requests(context, path, handler.request_deserializer), context)
         except grpc.aio.AbortError:
             raise
         except Exception as error:
             await refuse(context, path, error)
 
 
-async def _answer(handler: Handler, incoming: RequestReader, context: Context) -> None:
+async def _answer(handler: Handler, requests: Requests, context: Context) -> None:
     """Calls a handler of any kind, and writes the reply that it returns or the replies that it yields, if any."""
     kinds: tuple[Any, ...] = (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream)
     (behaviour,) = filter(None, kinds)
-    request = incoming if handler.request_streaming else await incoming.only(to_the_end=handler.response_streaming)
+    request = requests if handler.request_streaming else await requests.only()
     answer = behaviour(request, context)
     del request  # some calls last for days
     if isawaitable(answer):

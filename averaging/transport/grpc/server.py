@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 from grpc_channelz.v1 import channelz, channelz_pb2
@@ -22,9 +21,9 @@ from averaging.tensors import Schema
 from averaging.transport import AveragingService, GossipService, RpcHandler, RpcMethod, linger, rpc_caller
 from averaging.transport.grpc import channel_options as headers
 from averaging.transport.grpc import methods
-from averaging.transport.grpc.authentication import Callers, server_credentials
+from averaging.transport.grpc.authentication import Callers, claim_checker, server_credentials
 from averaging.transport.grpc.channel_options import WRITE_BYTES_PER_SECOND, WRITE_SECONDS, server_options
-from averaging.transport.grpc.request_intake import Intake, RequestReader
+from averaging.transport.grpc.request_intake import Intake, Requests
 
 logger = logging.getLogger("averaging.transport")
 
@@ -33,22 +32,13 @@ Reply = TypeVar("Reply")
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
 
-END_DOUBT_SECONDS = 0.02
-"""Wait after the last message: gRPC reports the loss of a caller as that, and cancels the call a millisecond later."""
-
 
 class Server:
     """Listens when it is created, and answers calls after `start`."""
 
     def __init__(self, address: str, max_message_bytes: int, credentials: Credentials | None = None) -> None:
-        """Binds the port.
-
-        Raises:
-            ListenError: the port cannot be bound.
-        """
         self._credentials = credentials = credentials or Credentials()
-        self._callers = Callers(authenticated=credentials.tls is not None)
-        self._intake = Intake(self._callers, credentials)
+        self._intake = Intake(Callers(authenticated=credentials.tls is not None), credentials)
         self._server = grpc.aio.server(options=server_options(max_message_bytes), interceptors=[self._intake])
         escaped = address.replace("%", "%25")  # the interface of a link-local address
         try:
@@ -63,11 +53,10 @@ class Server:
         self._started = False
 
     async def start(self, handlers: Sequence[RpcHandler]) -> None:
-        """Starts to answer calls."""
         services: dict[str, dict[str, grpc.RpcMethodHandler[Any, Any]]] = {}
         for handler in handlers:
             members = services.setdefault(handler.method.service, {})
-            members[handler.method.name] = _grpc_handler(handler, self._callers)
+            members[handler.method.name] = _grpc_handler(handler)
         self._server.add_generic_rpc_handlers(
             [grpc.method_handlers_generic_handler(name, members) for name, members in services.items()]
         )
@@ -100,18 +89,8 @@ class Server:
 
 
 def averaging_handlers(service: AveragingService) -> list[RpcHandler]:
-    """Serves averaging and the status of a peer."""
-
     def join_group(request: JoinRequest) -> AsyncGenerator[MessageFromLeader, None]:
-        given = rpc_caller().headers
-        stated = replace(
-            request,
-            min_group_size=headers.read_min_group_size(given),
-            names=headers.read_names(given),
-            joins_parts=headers.read_joins_parts(given),
-            large_parts=headers.read_large_parts(given),
-        )
-        return service.join_group(stated)
+        return service.join_group(headers.read_join(request, rpc_caller().headers))
 
     def download_state(_: None) -> AsyncGenerator[DownloadData, None]:
         caller = rpc_caller()
@@ -146,7 +125,7 @@ def gossip_handlers(service: GossipService) -> list[RpcHandler]:
     ]
 
 
-def _grpc_handler(rpc: RpcHandler, callers: Callers) -> grpc.RpcMethodHandler[bytes, bytes]:
+def _grpc_handler(rpc: RpcHandler) -> grpc.RpcMethodHandler[bytes, bytes]:
     method, answer = rpc.method, rpc.answer
 
     async def reply(request: Any) -> AsyncGenerator[Any, None]:
@@ -155,16 +134,16 @@ def _grpc_handler(rpc: RpcHandler, callers: Callers) -> grpc.RpcMethodHandler[by
     replies = answer if method.replies_stream else reply
 
     async def handle(raw: bytes, context: Context) -> None:
-        request = callers.read(method, context)(raw)
+        request = _decoder(method)(raw)
         del raw  # some streams last for days
         # Also a single reply is written and not returned, so that its caller has only so long to read it.
         await _write_all(context, method, replies(request))
 
-    async def handle_stream(incoming: RequestReader, context: Context) -> None:
-        messages: _Messages[Any] = _Messages(incoming, callers.read(method, context))
-        last = await _write_all(context, method, replies(messages))
+    async def handle_stream(requests: Requests, context: Context) -> None:
+        requests.decode = _decoder(method)
+        last = await _write_all(context, method, replies(requests))
         if isinstance(last, AveragingData) and last.tensor_part is None:  # the sender is refused
-            await linger(messages.drop)
+            await linger(requests.drop)
 
     if method.requests_stream:
         return grpc.stream_stream_rpc_method_handler(handle_stream)
@@ -173,14 +152,23 @@ def _grpc_handler(rpc: RpcHandler, callers: Callers) -> grpc.RpcMethodHandler[by
     )
 
 
+def _decoder(method: RpcMethod[Request, Any]) -> Callable[[bytes], Request]:
+    """Returns what decodes the requests of the current call, and checks whom they name as their sender."""
+    check = claim_checker()
+
+    def decode(raw: bytes) -> Request:
+        request = method.read_request(raw)
+        if method.sender is not None:
+            check(method.sender(request))
+        return request
+
+    return decode
+
+
 async def _write_all(
     context: Context, method: RpcMethod[Any, Reply], replies: AsyncGenerator[Reply, None]
 ) -> Reply | None:
-    """Writes the replies as the caller reads them, closes their generator however the call ends, and returns the last.
-
-    Raises:
-        ProtocolViolationError: the caller has not read a reply in time.
-    """
+    """Writes the replies as the caller reads them, closes their generator in any case, and returns the last one."""
     reply = None
     async with aclosing(replies):
         async for reply in replies:
@@ -192,31 +180,3 @@ async def _write_all(
                 logger.warning("%s reads no reply to %s and is cut off", context.peer(), method.path)
                 raise ProtocolViolationError("the caller took no answer for too long") from None
     return reply
-
-
-class _Messages(Generic[Request]):
-    """The decoded messages of one caller, each read from gRPC when it is asked for."""
-
-    def __init__(self, incoming: RequestReader, decode: Callable[[bytes], Request]) -> None:
-        self._incoming = incoming
-        self._decode = decode
-        self._reading = False
-
-    def __aiter__(self) -> AsyncIterator[Request]:
-        return self
-
-    async def __anext__(self) -> Request:
-        raw = await self._read()
-        if raw is not None:
-            return self._decode(raw)
-        await asyncio.sleep(END_DOUBT_SECONDS)
-        raise StopAsyncIteration
-
-    async def drop(self) -> bool:
-        return not self._reading and await self._read() is not None
-
-    async def _read(self) -> bytes | None:
-        self._reading = True  # still so after a cancellation: gRPC continues to read, and allows no second read
-        raw = await self._incoming.read()
-        self._reading = False
-        return raw

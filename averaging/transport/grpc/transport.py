@@ -76,7 +76,7 @@ class GrpcTransport:
         self._rpcs: list[RpcHandler] = []
         self._credentials = credentials or Credentials()
         # A client has no address, so only the peers that it joins can show that the run is on loopback.
-        self._dialling = Dialling(given, loopback=None if listen is None else False, names=names)
+        self._dialling = Dialling(given, loopback=None if listen is None else False, names=names or {})
         self._channels = Channels(
             max_message_bytes, credentials=self._credentials, dialling=self._dialling, proxy=proxy
         )
@@ -95,13 +95,6 @@ class GrpcTransport:
         self._rpcs = handlers_of(services, self._rpcs)
 
     async def bind(self) -> str:
-        """Binds the address to listen on and returns this peer's endpoint. Nothing is served yet.
-
-        Raises:
-            ListenError: the address is not available; the error has the reason.
-            ConfigError: it listens on all addresses and advertises none; other machines can reach it without TLS and
-                `insecure` is not set; or its certificate is not valid for its endpoint.
-        """
         tls = self._credentials.tls
         if self._listen is None:
             return unbound_name(os.urandom(16)) if tls is None else bound_name(tls.certificate, os.urandom(16))
@@ -118,7 +111,6 @@ class GrpcTransport:
         return endpoint_of(self._listen, self._advertise, self._server.port)
 
     async def serve(self, averaging: AveragingService, gossip: GossipService | None) -> None:
-        """Starts to serve calls, including health, reflection and channelz. It does nothing for a client."""
         gossiping = [] if gossip is None else gossip_handlers(gossip)
         await self.serve_services([*averaging_handlers(averaging), *gossiping])
 
@@ -131,10 +123,7 @@ class GrpcTransport:
         await self._server.start([*self._rpcs, *further])
 
     async def close(self, grace: float = 0.0) -> None:
-        """Stops serving, after at most `grace` seconds for calls in progress, and closes all connections.
-
-        It returns when every service generator is closed. Cancelling it ends the grace period.
-        """
+        """As the interface says. It returns when every service generator is closed; cancelling it ends the grace."""
         server, self._server = self._server, None
         try:
             if server is not None:
@@ -148,10 +137,6 @@ class GrpcTransport:
     def aggregate_part(
         self, endpoint: str, messages: AsyncIterator[AveragingData]
     ) -> AsyncGenerator[AveragingData, None]:
-        """Sends parts to their reducer `endpoint` with the network's backpressure, and yields the replies.
-
-        `messages` is closed with the call. Its exceptions are raised here.
-        """
         return self._channels.stream(endpoint, methods.AGGREGATE_PART, messages)
 
     def prepare_lane(self, endpoint: str) -> None:
