@@ -54,11 +54,7 @@ class MessageType(Protocol[Content]):
 
 
 def parse(kind: MessageType[Content], raw: bytes) -> Content:
-    """Decodes a message of another peer.
-
-    Raises:
-        ProtocolViolationError: `raw` is not such a message.
-    """
+    """Decodes a message of another peer; raises a ProtocolViolationError if it is none."""
     try:
         return kind.FromString(raw)
     except DecodeError:
@@ -128,28 +124,18 @@ class RpcMethod(Generic[Request, Reply]):
 
     @property
     def service(self) -> str:
-        """Name of the service, with its package."""
         return self.path.split("/")[1]
 
     @property
     def name(self) -> str:
-        """Name of the method in its service."""
         return self.path.split("/")[2]
 
     def read_request(self, raw: bytes) -> Request:
-        """Decodes a request of another peer.
-
-        Raises:
-            ProtocolViolationError: The request is too long or malformed.
-        """
+        """Decodes a request of another peer; raises a ProtocolViolationError if it is too long or malformed."""
         return parse(self.request, self._short(raw, self.max_request_bytes))
 
     def read_reply(self, raw: bytes) -> Reply:
-        """Decodes a reply of another peer.
-
-        Raises:
-            ProtocolViolationError: The reply is too long or malformed.
-        """
+        """Decodes a reply of another peer; raises a ProtocolViolationError if it is too long or malformed."""
         return parse(self.reply, self._short(raw, self.max_reply_bytes))
 
     def answers(self, answer: Callable[[Request], Awaitable[Reply]]) -> RpcHandler:

@@ -111,7 +111,6 @@ class Listener:
     async def _serve(self, connection: socket.socket, host: str, name: str) -> None:
         link: Link | None = None
         admission: Admission | None = None
-        newcomer = True
         try:
             try:
                 async with asyncio.timeout(HANDSHAKE_SECONDS):
@@ -120,17 +119,26 @@ class Listener:
                     if admission is None or not self._admitted.take(admission.host):
                         admission = None
                         return
-                    link = self._link(connection, name, admission, proof)
-                    await self._greet(link)
+                    link = Link(
+                        connection,
+                        name,
+                        accepted=FROM_CALLER,
+                        max_body=self._max_body,
+                        buffers=self._buffers,
+                        ciphers=admission.seal(proof) if admission.seal else None,
+                        watcher=self._watcher,
+                    )
+                    if (await link.read()).kind is not FrameKind.READY:
+                        raise ProtocolViolationError(f"{name} did not begin as a caller does")
+                    await link.send(FrameKind.WELCOME)
             except (TimeoutError, OSError, AveragingError) as error:
                 logger.debug("a direct connection from %s was not admitted: %s", name, error)
                 return
-            self._newcomers.leave(host)
-            newcomer = False
+            finally:
+                self._newcomers.leave(host)
+            link.ticket = admission.ticket
             await self._serve_streams(link, admission)
         finally:
-            if newcomer:
-                self._newcomers.leave(host)
             if admission is not None:
                 self._admitted.leave(admission.host)
             if link is not None:
@@ -165,24 +173,6 @@ class Listener:
                 break
             raw += received
         return read_hello(raw)
-
-    def _link(self, connection: socket.socket, name: str, admission: Admission, proof: bytes) -> Link:
-        link = Link(
-            connection,
-            name,
-            accepted=FROM_CALLER,
-            max_body=self._max_body,
-            buffers=self._buffers,
-            ciphers=admission.seal(proof) if admission.seal else None,
-            watcher=self._watcher,
-        )
-        link.ticket = admission.ticket
-        return link
-
-    async def _greet(self, link: Link) -> None:
-        if (await link.read()).kind is not FrameKind.READY:
-            raise ProtocolViolationError(f"{link.name} did not begin as a caller does")
-        await link.send(FrameKind.WELCOME)
 
 
 def write_seconds(nbytes: int) -> float:
