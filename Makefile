@@ -114,11 +114,10 @@ installable: $(VENV)/installed ## check that everything the package requires has
 
 check: lint docs dist installable test test-examples test-integrations ## run everything that CI runs
 
-bench: $(VENV)/installed ## benchmarks: averaging and Gloo, codecs, discovery, training during rounds
+bench: $(VENV)/installed ## benchmarks: averaging and Gloo, codecs, groups of more and more peers
 	$(BIN)/python -m benchmarks.allreduce --peers 2 4 --mib 64 --tensors 4 --codecs none --output runs/benchmarks
 	$(BIN)/python -m benchmarks.codecs --output runs/benchmarks
-	$(BIN)/python -m benchmarks.overlap --output runs/benchmarks
-	$(BIN)/python -m benchmarks.gossip
+	$(BIN)/python -m benchmarks.scale --real 2 4 8 --simulate --one-key --output runs/benchmarks
 
 bench-hivemind: $(VENV)/installed $(HIVEMIND)/installed ## benchmark averaging and hivemind, which gets an environment of its own
 	$(BIN)/python -m benchmarks.allreduce --peers 2 4 --mib 64 --tensors 4 --codecs none fp16 \

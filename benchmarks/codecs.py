@@ -21,10 +21,8 @@ them back.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,9 +44,8 @@ from averaging.tensors.sparse import (
     decode_union,
     encode_union,
 )
-from benchmarks.allreduce.report import machine
-from benchmarks.output import make_folder, write
-from benchmarks.workers import ROOT, say
+from benchmarks.runner import machine, make_folder, make_parser, write
+from benchmarks.workers import say
 
 FLOAT_BYTES = 4
 
@@ -269,21 +266,18 @@ def sparse_table(found: dict[str, Any]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     names = [*dict.fromkeys(code.name.lower() for code in COMPRESSIONS.values()), "top_k"]
     parser.add_argument("--codes", nargs="+", choices=names, default=names, help="which ones (all)")
     parser.add_argument("--mib", type=int, default=32, help="MiB of float32 to encode in one pass (32)")
     parser.add_argument("--passes", type=int, default=5, help="passes, of which the best counts (5)")
-    parser.add_argument(
-        "--output", type=Path, default=Path("runs/benchmarks"), help="folder of the results (runs/benchmarks)"
-    )
     options = parser.parse_args()
     if options.mib < 4 or options.passes < 1:
         parser.error("there must be at least 4 MiB and 1 pass")
     make_folder(parser, options.output)
     usual = torch.get_num_threads()
     threads = list(dict.fromkeys((1, usual)))
-    results: dict[str, Any] = machine(ROOT) | {
+    results: dict[str, Any] = machine() | {
         "torch": torch.__version__,
         "mib": options.mib,
         "codes": [],

@@ -23,12 +23,11 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks.output import make_folder, write
+from benchmarks.runner import make_folder, make_parser, write
 from examples.children import ending_children
 
 BATCH_SIZE, GROUP_SIZE, TOKENS, MAX_WAITING = 64, 8, 512, 4
@@ -209,12 +208,11 @@ async def run(arguments: argparse.Namespace) -> list[Figures]:
 
 @ending_children()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = make_parser(__doc__)
     parser.add_argument("--environments", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--seconds", type=float, default=10.0, help="of the measurement, after 2 s of warm-up")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each server, in turn; the table shows medians")
     parser.add_argument("--atropos", help="a Python with atroposlib; `make .venv-feed/installed` creates one")
-    parser.add_argument("--output", type=Path, default=Path("runs/benchmarks"))
     arguments = parser.parse_args()
     if min(*arguments.environments, arguments.repeats) < 1:
         parser.error("needs at least 1 environment and 1 repeat")

@@ -12,7 +12,6 @@ less than 80 % of the plain one. The results go to `gpu.json`.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import statistics
 import sys
@@ -21,18 +20,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from averaging import DecentralizedAverager, DiLoCo, LocalSGD, Receipt, Strategy
 from averaging.tensors import HostCopies, host_memory, sent
-from benchmarks.output import make_folder, write
+from benchmarks.runner import machine, make_folder, make_parser, write
 from benchmarks.workers import without_interrupts
 from examples.children import ending_children
-
-ROOT = Path(__file__).parent.parent
 
 WIDTH = 4096
 """Of the layers of the model; one layer is 64 MiB."""
@@ -222,20 +218,16 @@ def report(name: str, pairs: Sequence[dict[str, Block]], steps: int) -> str:
 
 @ending_children()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--mib", type=int, default=512, help="of the model: a multiple of 64 (512)")
     parser.add_argument("--steps", type=int, default=150, help="in a block, in which a round must have room (150)")
     parser.add_argument("--blocks", type=int, default=3, help="of each kind and strategy, after the warm-up (3)")
-    parser.add_argument(
-        "--output", type=Path, default=Path("runs/benchmarks"), help="folder of the results (runs/benchmarks)"
-    )
     options = parser.parse_args()
     if min(options.mib, options.blocks) < 1 or options.mib % 64 or options.steps < 5:
         parser.error("--mib must be a multiple of 64, --steps at least 5 and --blocks at least 1")
     if not torch.cuda.is_available():
         parser.error("this benchmark needs a GPU, and a torch with CUDA")
     make_folder(parser, options.output)
-    from benchmarks.allreduce.report import machine
 
     card = torch.cuda.get_device_name()
     print(f"{card}, torch {torch.__version__}", file=sys.stderr)
@@ -253,7 +245,7 @@ def main() -> None:
         print(report(name, results[name], options.steps), flush=True)
     path = options.output / "gpu.json"
     blocks = {name: [{kind: asdict(pair[kind]) for kind in pair} for pair in pairs] for name, pairs in results.items()}
-    write(path, machine(ROOT) | {"card": card, "copies": [asdict(copy) for copy in measured], "blocks": blocks})
+    write(path, machine() | {"card": card, "copies": [asdict(copy) for copy in measured], "blocks": blocks})
     print(path)
     slow = any(copy.ours < WANTED * copy.plain for copy in measured if copy.tensors < 1000)
     failed = any(pair["averaged"].failed for pairs in results.values() for pair in pairs)

@@ -19,15 +19,10 @@ started again a minute later. Each row is one strategy:
 The defaults take about 10 minutes; the targets are printed beside the figures, and all goes to `unequal.json`. The exit
 code is 1 if a peer failed or its samples are not in the averages. `--scale 20 --seconds 20` is a quick look, with
 pauses and absences of seconds.
-
-With `--loss` the real strategies train on virtual time instead, which needs the packages of the tests. The rows say by
-how much the loss is above that of as many equal machines, of equal machines with as many samples in each average, and
-of the two fast ones without the others, each after as many samples in averages (`unequal_loss.json`).
 """
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import statistics
 import sys
@@ -40,19 +35,15 @@ from functools import partial
 from itertools import pairwise
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from averaging import DecentralizedAverager, DiLoCo, LocalSGD, Receipt, Strategy
-from benchmarks.allreduce.report import machine
-from benchmarks.output import make_folder, write
-from benchmarks.workers import without_interrupts
+from benchmarks.runner import Verdict, machine, make_folder, make_parser, write
+from benchmarks.workers import say, without_interrupts
 from examples.children import ending_children
 from examples.digits import Digits
-
-ROOT = Path(__file__).parent.parent
 
 BATCH = 16
 PAUSE, FIRST, EVERY = 30.0, 75.0, 300.0
@@ -72,31 +63,17 @@ PATIENCE = 120.0
 
 OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.6, nesterov=True)
 
-STRATEGIES: dict[str, Callable[[int, int], Strategy]] = {
-    "LocalSGD": lambda steps, quorum: LocalSGD(steps, **_quorum(quorum)),
-    "LocalSGD overlap": lambda steps, quorum: LocalSGD(steps, **({"quorum": quorum} if quorum else {"overlap": True})),
-    "DiLoCo": lambda steps, quorum: DiLoCo(steps, outer=OUTER, **_quorum(quorum)),
-    "DiLoCo delay": lambda steps, quorum: DiLoCo(steps, outer=OUTER, delay=max(1, steps // 4), **_quorum(quorum)),
+STRATEGIES: dict[str, Callable[[int, dict[str, Any]], Strategy]] = {
+    "LocalSGD": lambda steps, quorum: LocalSGD(steps, **quorum),
+    "DiLoCo delay": lambda steps, quorum: DiLoCo(steps, outer=OUTER, delay=max(1, steps // 4), **quorum),
 }
-
-
-def _quorum(count: int) -> dict[str, Any]:
-    """The options for a quorum of so many peers; none for 0."""
-    return {"quorum": count} if count else {}
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """How one peer trains.
+    """How one peer trains: seconds of a step, of each `pause` and between two, and of its life (0 for ever).
 
-    Attributes:
-        step: seconds of a step.
-        speed: its steps in the time in which a fast machine makes one.
-        pause: seconds of each pause; 0 for none.
-        first: seconds until the first pause.
-        every: seconds between two pauses.
-        stays: seconds for which it trains until it is killed; 0 for ever.
-        away: seconds until it is started again.
+    A machine of `speed` makes so many steps in the time in which a fast one makes one.
     """
 
     kind: str
@@ -159,7 +136,7 @@ class Trainer:
             torch.optim.SGD(self._model.parameters(), lr=0.05, momentum=0.9),
             model=self._model,
             run_id="unequal",
-            strategy=STRATEGIES[self._strategy](self._sync_every, self._quorum),
+            strategy=STRATEGIES[self._strategy](self._sync_every, {"quorum": self._quorum} if self._quorum else {}),
             join=[join] if join else [],
             group_wait=5.0,
             weight="samples",
@@ -455,70 +432,31 @@ def row(name: str, figures: dict[str, Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def targets(figures: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
-    """Each target of the row with a quorum: what is wanted, what was measured, and whether that is enough."""
+def targets(figures: Mapping[str, Any]) -> list[Verdict]:
+    """The targets of the row with a quorum."""
     made, averaged, over = figures["steps_made"], figures["steps_averaged"], figures["loss_above_equal"]
-    others = ", ".join(
-        f"{name} {figures['averaged'][name]} of {steps}"
-        for name, steps in figures["steps"].items()
-        if "fast" not in name
-    )
     return [
-        (
+        Verdict(
             f"fast peers train at least {LEAST_SHARE:.0%} of the time that one alone does",
             f"{figures['share_of_alone']:.1%}",
             figures["share_of_alone"] >= LEAST_SHARE,
         ),
-        (
+        Verdict(
             f"they wait at most {MOST_WAITING:.0%} of the time more than one alone",
             f"{figures['waiting_beyond_alone']:.1%}",
             figures["waiting_beyond_alone"] <= MOST_WAITING,
         ),
-        (
+        Verdict(
             "all samples of peers that live are in the averages",
-            f"{averaged} of {made} steps ({others}); {figures['steps_lost_by_kills']} gone with killed processes",
+            f"{averaged} of {made} steps; {figures['steps_lost_by_kills']} gone with killed processes",
             averaged == made,
         ),
-        (
+        Verdict(
             f"the loss is at most {MOST_LOSS:.0%} above that of equal machines after as many samples",
             "too few rounds" if over is None else f"{over:+.1%}",
             over is not None and over <= MOST_LOSS,
         ),
     ]
-
-
-SIMULATED = 80.0
-"""Seconds of virtual time of each run with `--loss`."""
-
-LOSS_HEADER = (
-    "| | share of a fast peer | lost samples | above equal machines, as many samples an average | above as many equal "
-    "machines | above the fast ones alone |\n|---|---|---|---|---|---|"
-)
-
-
-def measure_loss(seeds: Sequence[int], path: Path) -> int:
-    """Measures the rows of `--loss`; the exit code."""
-    from benchmarks import unequal_loss  # needs the packages of the tests
-
-    torch.set_num_threads(1)
-    rows: dict[str, Any] = {}
-
-    def show(name: str, figures: dict[str, Any]) -> None:
-        rows[name] = figures
-        print(
-            f"| {name} | {figures['share']:.1%} | {figures['lost']:g} | {figures['above_same_rounds']:+.1%} | "
-            f"{figures['above_equal']:+.1%} | "
-            f"{figures['above_fast_alone']:+.1%} |",
-            flush=True,
-        )
-        write(path, machine(ROOT) | {"options": {"seeds": list(seeds), "seconds": SIMULATED}, "rows": rows})
-
-    def note(progress: str) -> None:
-        print(f"  {progress}", file=sys.stderr, flush=True)
-
-    print(LOSS_HEADER, flush=True)
-    unequal_loss.measure(seeds, SIMULATED, show, note)
-    return int(any(figures["lost"] for name, figures in rows.items() if "quorum=" in name))
 
 
 HEADER = (
@@ -529,76 +467,49 @@ HEADER = (
 
 @ending_children()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--step", type=float, default=0.01, help="seconds of a step of a fast peer (0.01)")
     parser.add_argument("--slower", type=float, default=10.0, help="how many times as long the slow one needs (10)")
     parser.add_argument("--sync-every", type=int, default=200, help="steps between two rounds (200)")
     parser.add_argument("--seconds", type=float, default=150.0, help="of training in each row but `alone` (150)")
     parser.add_argument("--scale", type=float, default=1.0, help="by which pauses and absences are shortened (1)")
-    parser.add_argument(
-        "--strategies",
-        nargs="+",
-        choices=list(STRATEGIES),
-        default=["DiLoCo delay"],
-        metavar="NAME",
-        help=f"some of {', '.join(STRATEGIES)} (DiLoCo delay)",
-    )
-    parser.add_argument(
-        "--peers", choices=["slow", "all"], default="all", help="two fast ones and the slow one, or all"
-    )
-    parser.add_argument(
-        "--output", type=Path, default=Path("runs/benchmarks"), help="folder of the results (runs/benchmarks)"
-    )
-    parser.add_argument("--loss", action="store_true", help="the loss after equally many samples, simulated")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N", help="with --loss (1 2 3)")
+    parser.add_argument("--strategy", choices=STRATEGIES, default="DiLoCo delay", help="(DiLoCo delay)")
     options = parser.parse_args()
-    if options.loss:
-        make_folder(parser, options.output)
-        sys.exit(measure_loss(options.seeds, options.output / "unequal_loss.json"))
     if min(options.step, options.seconds, options.scale) <= 0 or options.slower < 1 or options.sync_every < 4:
         parser.error("times and --scale must be above 0, --slower at least 1, and --sync-every at least 4")
     make_folder(parser, options.output)
     fast = Machine("fast", options.step)
-    unequal = [fast, fast, Machine("slow", options.step * options.slower, 1 / options.slower)]
-    if options.peers == "all":
-        pause, first, every, stays, away = (seconds / options.scale for seconds in (PAUSE, FIRST, EVERY, STAYS, AWAY))
-        unequal.append(Machine("pauses", options.step, 1.0, pause, first, every))
-        unequal.append(Machine("killed and restarted", options.step, stays=stays, away=away))
-    rows: dict[str, Any] = {}
-    path = options.output / "unequal.json"
-
-    def run(
-        name: str, machines: Sequence[Machine], strategy: str, quorum: int, sync_every: int, seconds: float
-    ) -> dict[str, Any]:
-        print(f"  {name}: {seconds:g} s", file=sys.stderr, flush=True)
-        done = measure(machines, strategy, quorum, sync_every, seconds)
-        figures = rows[name] = summary(done, rows.get(f"{strategy}, alone", {}), rows.get(f"{strategy}, equal", {}))
-        print(row(name, figures), flush=True)
-        write(path, machine(ROOT) | {"options": {**vars(options), "output": ""}, "rows": rows})
-        return figures
-
-    print(HEADER, flush=True)
-    for strategy in options.strategies:
-        run(f"{strategy}, alone", [fast], strategy, 0, options.sync_every, min(60.0, options.seconds))
-        # With as many samples in an average as the unequal peers have, so with as many outer steps for as many samples.
-        per_average = options.sync_every * sum(work(machine_, options.seconds) for machine_ in unequal)
-        alike = max(4, round(per_average / len(unequal)))
-        run(f"{strategy}, equal", [fast] * len(unequal), strategy, len(unequal), alike, options.seconds)
-        run(f"{strategy}, today", unequal, strategy, 0, options.sync_every, options.seconds)
-        quorum = run(f"{strategy}, quorum", unequal, strategy, 2, options.sync_every, options.seconds)
-        if not quorum["failed"]:
-            rows[f"{strategy}, quorum"]["targets"] = targets(quorum)
-            write(path, machine(ROOT) | {"options": {**vars(options), "output": ""}, "rows": rows})
-            for wanted, measured, met in targets(quorum):
-                print(f"{'met   ' if met else 'MISSED'} {wanted}: {measured}")
-    lost = [
-        name
-        for name, figures in rows.items()
-        if figures["failed"] or (name.endswith("quorum") and figures["steps_averaged"] != figures["steps_made"])
+    pause, first, every, stays, away = (seconds / options.scale for seconds in (PAUSE, FIRST, EVERY, STAYS, AWAY))
+    unequal = [
+        fast,
+        fast,
+        Machine("slow", options.step * options.slower, 1 / options.slower),
+        Machine("pauses", options.step, 1.0, pause, first, every),
+        Machine("killed and restarted", options.step, stays=stays, away=away),
     ]
-    if lost:
-        print(f"failed, or not all samples are in the averages: {', '.join(lost)}", file=sys.stderr)
-    sys.exit(1 if lost else 0)
+    results: dict[str, Any] = machine() | {"options": {**vars(options), "output": ""}, "rows": {}}
+    rows = results["rows"]
+    # With as many samples in an average as the unequal peers have, so with as many outer steps for as many samples.
+    per_average = options.sync_every * sum(work(each, options.seconds) for each in unequal)
+    alike = max(4, round(per_average / len(unequal)))
+    print(HEADER, flush=True)
+    for name, machines, quorum, sync_every, seconds in (
+        ("alone", [fast], 0, options.sync_every, min(60.0, options.seconds)),
+        ("equal", [fast] * len(unequal), len(unequal), alike, options.seconds),
+        ("today", unequal, 0, options.sync_every, options.seconds),
+        ("quorum", unequal, 2, options.sync_every, options.seconds),
+    ):
+        say(f"  {name}: {seconds:g} s")
+        done = measure(machines, options.strategy, quorum, sync_every, seconds)
+        rows[name] = summary(done, rows.get("alone", {}), rows.get("equal", {}))
+        print(row(name, rows[name]), flush=True)
+        write(options.output / "unequal.json", results)
+    failed = [f"{name}: {figures['failed']}" for name, figures in rows.items() if figures["failed"]]
+    if failed:
+        sys.exit("\n".join(failed))
+    verdicts = targets(rows["quorum"])
+    print(*verdicts, sep="\n")
+    sys.exit(0 if rows["quorum"]["steps_averaged"] == rows["quorum"]["steps_made"] else 1)
 
 
 def work(machine: Machine, seconds: float) -> float:

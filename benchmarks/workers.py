@@ -1,4 +1,9 @@
-"""Worker processes of benchmarks: started, controlled line by line, and always ended."""
+"""Processes of benchmarks: started, told what to do line by line, and always ended. Both sides are here.
+
+A command is a line of JSON such as {"do": "average"} with arguments. The process calls the method of that name and
+answers with what it returns, as {"event": "average"} with values. It ends at the end of stdin. Imports nothing that
+hivemind's environment does not have.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +14,17 @@ import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, TextIO, TypeVar
 
 T = TypeVar("T")
 
 ROOT = Path(__file__).parent.parent
 
 START_LIMIT, STEP_LIMIT, GRACE = 180.0, 240.0, 15.0
-"""Seconds for a peer to start, to answer a command, and to end."""
+"""Seconds for a process to start, to answer a command, and to end."""
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -30,12 +35,12 @@ ENVIRONMENT = {
 
 
 class WorkerError(Exception):
-    """A worker did not answer."""
+    """A process did not answer."""
 
 
 @dataclass(slots=True)
 class Worker:
-    """A peer's process."""
+    """A process, and what it answered when it had started."""
 
     process: asyncio.subprocess.Process
     errors: IO[bytes]
@@ -61,11 +66,17 @@ class Worker:
             raise WorkerError(f"answered {answer}, not {event!r}")
         return answer
 
-    async def do(self, command: str, event: str) -> dict[str, Any]:
+    async def do(self, command: str, **arguments: Any) -> dict[str, Any]:
         """Sends a command; returns the answer."""
         assert self.process.stdin is not None
-        self.process.stdin.write(f"{command}\n".encode())
-        return await self.expect(event, STEP_LIMIT)
+        self.process.stdin.write(json.dumps({"do": command, **arguments}).encode() + b"\n")
+        return await self.expect(command, STEP_LIMIT)
+
+    async def kill(self) -> None:
+        """Ends it and its descendants at once."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        await self.process.wait()
 
     async def end(self) -> None:
         """Lets it end gracefully, then kills it and its descendants."""
@@ -74,9 +85,7 @@ class Worker:
         with suppress(TimeoutError):
             async with asyncio.timeout(GRACE):
                 await self.process.wait()
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        await self.process.wait()
+        await self.kill()
 
     def _told(self) -> str:
         self.errors.seek(0)
@@ -91,6 +100,11 @@ async def all_of(steps: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         if isinstance(result, BaseException):
             raise result
     return [result for result in results if not isinstance(result, BaseException)]
+
+
+async def tell_all(workers: Sequence[Worker], command: str, **arguments: Any) -> list[dict[str, Any]]:
+    """Sends a command to all; returns their answers."""
+    return await all_of([worker.do(command, **arguments) for worker in workers])
 
 
 class Crew:
@@ -141,3 +155,25 @@ def without_interrupts() -> Iterator[None]:
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def serve(role: AbstractAsyncContextManager[tuple[Any, dict[str, Any]]]) -> None:
+    """The worker's side: enters the role, which yields an object and what to answer at the start, and obeys."""
+    # Only answers may be on stdout; libraries may print there, too.
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    asyncio.run(_serve(role, out))
+
+
+async def _serve(role: AbstractAsyncContextManager[tuple[Any, dict[str, Any]]], out: TextIO) -> None:
+    def answer(event: str, values: Mapping[str, Any]) -> None:
+        print(json.dumps({"event": event, **values}), file=out, flush=True)
+
+    commands = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
+    async with role as (known, started):
+        answer("started", started)
+        async for line in commands:
+            arguments = json.loads(line)
+            command = arguments.pop("do")
+            answer(command, await getattr(known, command)(**arguments) or {})

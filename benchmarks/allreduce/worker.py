@@ -1,35 +1,242 @@
-"""One peer in the all-reduce benchmark: a process with one system, controlled by `benchmarks.allreduce`.
+"""One peer with one system, controlled by `benchmarks.allreduce`, `benchmarks.wan` or `benchmarks.recovery`.
 
-It reads `fill`, `average` and `check` from stdin, one command per line, and answers each with a line of JSON. It leaves
-at the end of stdin. It also runs in hivemind's environment, so it must not import this library.
+Each library is imported only where it is measured, so that this runs in hivemind's environment, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
+import datetime
+import importlib
 import os
 import platform
 import re
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import pairwise
+from math import prod, sqrt
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, Self
 
 import torch
+import torch.distributed
 
-from benchmarks.allreduce.systems import LIMIT, SYSTEMS, System
+from benchmarks.workers import serve
+
+LIMIT = 120.0
+"""Seconds within which a system must have averaged."""
 
 PERIOD = 262_147
 """Period of the values; a prime, so that a part in the wrong place is noticed."""
 
 LARGEST = 4.0
 """Magnitude of the values. They are multiples of 1/1024, so that float32 adds those of all peers exactly."""
+
+Shapes = list[tuple[int, ...]]
+
+
+def shapes(kind: str, kib: int) -> Shapes:
+    """Returns shapes of `kib` KiB of float32: as many equal tensors as `kind` says, or the 148 of a GPT-2, 12 layers.
+
+    GPT-2 small has 475 MiB. Its width, context and vocabulary are scaled alike; the vocabulary takes the remainder.
+    """
+    if kind != "gpt2":
+        return [(kib * 2**8 // int(kind),)] * int(kind)
+    scale = sqrt(kib / 1024 / 475)
+    width, context = round(768 * scale), round(1024 * scale)
+    norm: Shapes = [(width,), (width,)]
+    layer: Shapes = []
+    for inner, outer in ((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)):
+        layer += [(inner, outer), (outer,)]
+    rest: Shapes = [(context, width), *(norm + layer[:4] + norm + layer[4:]) * 12, *norm]
+    vocabulary = (kib * 2**8 - sum(map(prod, rest))) // width
+    return [(vocabulary, width), *rest]
+
+
+class System(Protocol):
+    """A measured system, an async context manager."""
+
+    tensors: Sequence[torch.Tensor]
+    address: str
+    """Address at which the other ranks find rank 0."""
+    packages: Sequence[str]
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *error: object) -> None: ...
+
+    def writing(self) -> AbstractContextManager[object]:
+        """Guards writes to the tensors."""
+        ...
+
+    async def average(self) -> float:
+        """Averages the tensors with the other peers; returns the seconds of the all-reduce itself.
+
+        Raises:
+            RuntimeError: fewer peers than `--least` were averaged.
+        """
+        ...
+
+
+class Averaging:
+    """This library with its default options and the given ones."""
+
+    packages = ("averaging", "grpcio", "protobuf")
+
+    def __init__(self, options: argparse.Namespace, **more: Any) -> None:
+        from averaging.common.malloc import keep_freed_memory
+        from averaging.peer.peer import Peer
+
+        keep_freed_memory()  # as `averaging peer` does
+        self.tensors = [torch.empty(shape) for shape in shapes(options.tensors, options.kib)]
+        self._count, self._least = options.peers, options.least or options.peers
+        if options.listen:  # without TLS, which Gloo has not either
+            more |= {"listen": options.listen, "insecure": True, "bandwidth": options.bandwidth}
+        if options.group_wait:
+            more["group_wait"] = options.group_wait
+        self._peer = Peer(
+            self.tensors,
+            run_id="benchmark",
+            join=[options.join] if options.join else [],
+            group_size=options.peers,
+            min_group_size=self._least,
+            compression=options.codec,
+            **more,
+        )
+
+    async def __aenter__(self) -> Self:
+        await self._peer.__aenter__()
+        self.address = self._peer.endpoint
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._peer.__aexit__(*error)
+
+    def writing(self) -> AbstractContextManager[object]:
+        return self._peer.replacing()
+
+    async def average(self) -> float:
+        receipt = await self._peer.average()
+        partly = self._least == self._count and (receipt.dropped or receipt.kept_local)
+        if not receipt.averaged or partly or len(receipt.members) < self._least:
+            raise RuntimeError(str(receipt))
+        return receipt.allreduce_seconds
+
+
+def sealed(options: argparse.Namespace) -> Averaging:
+    """This library with TLS, so that direct connections are encrypted."""
+    return Averaging(options, **tls_files(options.files))
+
+
+def over_grpc(options: argparse.Namespace) -> Averaging:
+    """This library with all parts over gRPC."""
+    return Averaging(options, direct_listen=None)
+
+
+def tls_files(folder: Path) -> dict[str, Path]:
+    """Returns the options of a peer for TLS; `write_certificates` has made the files."""
+    return {"tls_ca": folder / "ca.pem", "tls_cert": folder / "peer.pem", "tls_key": folder / "peer.key"}
+
+
+def write_certificates(folder: Path) -> None:
+    """Makes an authority, and a certificate for all peers of this machine."""
+    from averaging.security.ca import issue, make_authority
+
+    now = datetime.datetime.now(datetime.UTC)
+    authority = make_authority("benchmark", now, 1)
+    own = issue(authority, "peer", ["127.0.0.1"], now, 1)
+    contents = (authority.certificate, own.certificate, own.key)
+    for file, content in zip(tls_files(folder).values(), contents, strict=True):
+        file.write_bytes(content)
+
+
+class Gloo:
+    """torch.distributed, with all tensors at once. Its peers meet through a file."""
+
+    packages = ()
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.tensors = [torch.empty(shape) for shape in shapes(options.tensors, options.kib)]
+        self._count, self._rank, self.address = options.peers, options.rank, options.join
+
+    async def __aenter__(self) -> Self:
+        torch.distributed.init_process_group("gloo", self.address, rank=self._rank, world_size=self._count)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        torch.distributed.destroy_process_group()
+
+    def writing(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    async def average(self) -> float:
+        begun = time.perf_counter()
+        reductions = [torch.distributed.all_reduce(tensor, async_op=True) for tensor in self.tensors]
+        for tensor, reduction in zip(self.tensors, reductions, strict=True):
+            if reduction is not None:
+                reduction.wait()
+            tensor.div_(self._count)
+        return time.perf_counter() - begun
+
+
+class Hivemind:
+    """hivemind 1.1.12: its averager and its DHT, each in a process of its own, and its daemon."""
+
+    packages = ("hivemind", "numpy", "protobuf")
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        if tuple(map(int, version("numpy").split(".")[:2])) >= (2, 4):
+            raise RuntimeError(f"hivemind needs numpy < 2.4, not {version('numpy')}: its codecs fail silently with it")
+        # not installed where types are checked, so everything is Any
+        hivemind = importlib.import_module("hivemind")
+        codecs = {"none": hivemind.compression.NoCompression, "fp16": hivemind.compression.Float16Compression}
+        self._least = options.least or options.peers
+        self._dht = hivemind.DHT(
+            host_maddrs=["/ip4/127.0.0.1/tcp/0"],
+            initial_peers=[options.join] if options.join else [],
+            start=True,
+        )
+        self.address = str(self._dht.get_visible_maddrs()[0])
+        self._averager: Any = hivemind.averaging.DecentralizedAverager(
+            [torch.zeros(shape) for shape in shapes(options.tensors, options.kib)],
+            self._dht,
+            prefix="benchmark",
+            target_group_size=options.peers,
+            min_group_size=max(2, self._least),
+            compression=codecs[options.codec](),
+            start=True,
+            **({"min_group_wait": options.group_wait} if options.group_wait else {}),
+        )
+        with self._averager.get_tensors() as tensors:
+            self.tensors = tensors
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._averager.shutdown()
+        self._dht.shutdown()
+
+    def writing(self) -> AbstractContextManager[object]:
+        guard: AbstractContextManager[object] = self._averager.get_tensors()
+        return guard
+
+    async def average(self) -> float:
+        step = self._averager.step(timeout=LIMIT / 2, wait=False)
+        while not (step.began_allreduce or step.done()):  # noqa: ASYNC110 - hivemind has no event for this
+            await asyncio.sleep(0.002)
+        begun = time.perf_counter()
+        members = step.result(LIMIT)
+        if members is None or len(members) < self._least:
+            raise RuntimeError(f"the group was {members}")
+        return time.perf_counter() - begun
+
+
+SYSTEMS = {"averaging": Averaging, "sealed": sealed, "grpc": over_grpc, "gloo": Gloo, "hivemind": Hivemind}
 
 
 def error_bound(codec: str, peers: int) -> float:
@@ -125,47 +332,51 @@ class CpuTime:
         return sum(time.clock_gettime((~pid << 3) | 2) for pid in self._processes)  # see clock_getcpuclockid(3)
 
 
-async def work(system: System, options: argparse.Namespace, out: TextIO) -> None:
-    def say(**fields: Any) -> None:
-        print(json.dumps(fields), file=out, flush=True)
+class Role:
+    """The commands."""
 
-    truth = Truth(options.peers)
-    commands = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
+    def __init__(self, system: System, options: argparse.Namespace) -> None:
+        self._system, self._rank, self._truth = system, options.rank, Truth(options.peers)
+        self._idle: Memory | None = None
+
+    async def fill(self) -> None:
+        """Writes new values, and begins to count memory and CPU time."""
+        with self._system.writing():
+            self._truth.fill(self._system.tensors, self._rank)
+        Memory.forget_peak()
+        self._before = Memory.now()
+        self._idle = self._idle or self._before
+        self._cpu = CpuTime()
+
+    async def average(self) -> dict[str, Any]:
+        failure, allreduce_seconds, begun = "", 0.0, time.perf_counter()
+        try:
+            async with asyncio.timeout(LIMIT):
+                allreduce_seconds = await self._system.average()
+        except Exception as error:  # of any library: the round counts as failed
+            failure = f"{type(error).__name__}: {error}"
+        seconds = time.perf_counter() - begun
+        return {"seconds": seconds, "allreduce_seconds": allreduce_seconds, "failure": failure, "ended": time.time()}
+
+    async def check(self) -> dict[str, Any]:
+        """All peers have finished, so this includes the whole round."""
+        assert self._idle is not None, "nothing was filled"
+        cpu_seconds, after = self._cpu.seconds, Memory.now()
+        return {
+            "cpu_seconds": cpu_seconds,
+            "peak_bytes": after.peak - self._idle.held,
+            "error": self._truth.error(self._system.tensors),
+        }
+
+
+@asynccontextmanager
+async def playing(options: argparse.Namespace) -> AsyncIterator[tuple[Role, dict[str, Any]]]:
+    make: Any = SYSTEMS[options.system]
+    system: System = make(options)
     async with system:
-        versions = {name: version(name) for name in ("torch", *system.packages)}
-        say(event="started", address=system.address, versions={"python": platform.python_version(), **versions})
-        idle: Memory | None = None
-        async for command in commands:
-            match command.decode().strip():
-                case "fill":
-                    with system.writing():
-                        truth.fill(system.tensors, options.rank)
-                    Memory.forget_peak()
-                    before = Memory.now()
-                    idle = idle or before
-                    cpu = CpuTime()
-                    say(event="filled")
-                case "average":
-                    failure, allreduce_seconds, begun = "", 0.0, time.perf_counter()
-                    try:
-                        async with asyncio.timeout(LIMIT):
-                            allreduce_seconds = await system.average()
-                    except Exception as error:
-                        failure = f"{type(error).__name__}: {error}"
-                    seconds = time.perf_counter() - begun
-                    say(event="averaged", seconds=seconds, allreduce_seconds=allreduce_seconds, failure=failure)
-                case "check" if idle is not None:  # all peers have finished, so this includes the whole round
-                    cpu_seconds, after = cpu.seconds, Memory.now()
-                    say(
-                        event="checked",
-                        cpu_seconds=cpu_seconds,
-                        peak_bytes=after.peak - idle.held,
-                        peak_bytes_over_former=after.peak - before.held,
-                        error=truth.error(system.tensors),
-                    )
-                case other:
-                    raise ValueError(f"{other!r} is no command")
+        versions = {"python": platform.python_version()}
+        versions |= {name: version(name) for name in ("torch", *system.packages)}
+        yield Role(system, options), {"address": system.address, "versions": versions}
 
 
 def main() -> None:
@@ -173,17 +384,17 @@ def main() -> None:
     parser.add_argument("system", choices=SYSTEMS)
     for name in ("rank", "peers", "kib"):
         parser.add_argument(f"--{name}", type=int, required=True)
-    for name in ("tensors", "codec"):
-        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--tensors", default="4")
+    parser.add_argument("--codec", default="none")
     parser.add_argument("--files", type=Path, help="folder of the certificates")
     parser.add_argument("--join", default="", help="address of rank 0; for Gloo the URL of a file")
+    parser.add_argument("--least", type=int, help="peers that a round must have averaged (all)")
+    parser.add_argument("--group-wait", type=float, help="seconds for which a leader waits for peers")
+    parser.add_argument("--listen", help="address of this library's peer")
+    parser.add_argument("--bandwidth", type=float, help="that this library's peer states, in bytes/s")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    # Only answers may be on stdout; libraries may print there, too.
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    make: Any = SYSTEMS[options.system]
-    asyncio.run(work(make(options), options, out))
+    serve(playing(options))
 
 
 if __name__ == "__main__":

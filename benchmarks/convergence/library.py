@@ -13,10 +13,9 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
-from averaging import DecentralizedAverager, DiLoCo, GradientAveraging, Receipt, Strategy
+from averaging import DecentralizedAverager, DiLoCo, Receipt, Strategy
 from benchmarks.convergence.cases import Case, steps_in
-from benchmarks.convergence.plain import Curve, Trained
-from benchmarks.convergence.train import Recipe, Say, adamw, batches
+from benchmarks.convergence.train import Curve, Recipe, Say, Trained, adamw, batches
 from examples.language_model import LanguageModel
 from examples.muon import MuonAndAdamW
 
@@ -40,19 +39,15 @@ def train_with_library(
     return run.end()
 
 
-def strategy_of(case: Case, batch: int, peers: int, speed: float) -> Strategy:
+def strategy_of(case: Case, peers: int, speed: float) -> Strategy:
     """The library's strategy for a case, at a peer of this speed."""
-    if case.in_step:
-        return GradientAveraging(batch)  # a peer's own batch is enough, so each step waits for one of every peer
     options: dict[str, Any] = {"fragments": case.fragments, "delay": case.delay, "alpha": case.alpha}
     if case.quorum:
         options["quorum"] = peers - 1
     if case.codec == "int8":
         options |= {"compression": "int8", "error_feedback": True}
     elif case.codec == "top_k":
-        mean_over = "senders" if case.senders else "all"
         options |= {"compression": "top_k", "density": 1 / case.keeps, "bits": case.bits, "decay": case.decay}
-        options |= {"mean_over": mean_over}
     lr, momentum = case.outer
     outer = partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
     every = case.every if case.quorum else max(1, round(case.every * speed))
@@ -142,7 +137,7 @@ class Run:
             optimizer,
             model=model,
             run_id="convergence",
-            strategy=strategy_of(self._case, self._recipe.batch, self._peers, self._speeds[part]),
+            strategy=strategy_of(self._case, self._peers, self._speeds[part]),
             weight="samples" if self._case.last_speed != 1 else 1.0,
             listen="127.0.0.1:0",
             join=[self._first.result(PATIENCE)] if part else [],
@@ -175,8 +170,5 @@ class Run:
         trained.rounds, trained.incomplete = len(receipts), len(incomplete)
         trained.orders = [[self._parts[name] for name in receipt.members] for receipt in receipts]
         trained.samples = self._samples
-        trained.sent, trained.received = (
-            statistics.mean(sum(getattr(receipt, name) for receipt in peer) for peer in self._receipts)
-            for name in ("bytes_sent", "bytes_received")
-        )
+        trained.sent = statistics.mean(sum(receipt.bytes_sent for receipt in peer) for peer in self._receipts)
         return trained

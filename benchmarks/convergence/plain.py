@@ -1,84 +1,24 @@
-"""DiLoCo, int8 and top-k in one process with plain PyTorch: the reference for the library, without its averaging.
+"""DiLoCo, int8 and top-k in one process with plain PyTorch: the reference for the library's strategies and rounds.
 
 Every replica trains in turn on its own part of the text. A round is what `docs/reference/protocol.md` says that the
-members compute: contributions as their receivers decode them, their mean, and the mean as the members decode it.
+members compute: contributions as their receivers decode them, their mean, and the mean as the members decode it. Only
+the codecs are the library's, whose own references are in its tests.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cache
 from itertools import accumulate
 
 import torch
 
+from averaging.protocol.messages import CompressionType, TopK
+from averaging.tensors.compression import decode, encode
+from averaging.tensors.sparse import BlockLayout, Contribution, SparseTensor, encode_union
 from benchmarks.convergence.cases import Case, steps_in
-from benchmarks.convergence.train import Inner, Recipe, Say, batches, held_out, loss_of, train_step
+from benchmarks.convergence.train import Curve, Inner, Recipe, Say, Trained, batches, train_step
 from examples.language_model import LanguageModel
-
-TILE = 64
-"""Blocks of a matrix are TILE × TILE; those of a vector have as many elements."""
-
-INT8_BLOCK = 1024
-
-
-@dataclass(slots=True)
-class Trained:
-    """The result of one case.
-
-    Attributes:
-        loss: of the mean of the peers' models on the held-out windows of the results, in bits per byte.
-        tuning_loss: the same on the held-out windows for choosing learning rates.
-        curve: loss on some of the windows of the results, at equal distances.
-        samples: windows on which all peers together have trained.
-        rounds: number of rounds.
-        incomplete: rounds without all peers; such a round runs beside the training.
-        bits: that one peer has contributed to all rounds, by the bits of an element; 0 from the library.
-        sent: bytes that a peer has sent, in the mean, by its receipts; 0 from plain torch.
-        received: the same of bytes that it has received.
-        orders: order of the peers in the group of each round; from the library.
-    """
-
-    loss: float = 0.0
-    tuning_loss: float = 0.0
-    curve: list[float] = field(default_factory=list)
-    samples: int = 0
-    rounds: int = 0
-    incomplete: int = 0
-    bits: float = 0.0
-    sent: float = 0.0
-    received: float = 0.0
-    orders: list[list[int]] = field(default_factory=list)
-
-
-class Curve:
-    """The held-out loss at equal distances.
-
-    Args:
-        steps: steps in which the peers train on all samples.
-    """
-
-    def __init__(self, recipe: Recipe, steps: int) -> None:
-        self._recipe, self._steps = recipe, steps
-        self.trained = Trained()
-
-    def note(self, models: Sequence[LanguageModel], before: float, now: float) -> None:
-        """Evaluates the models if a mark lies between these numbers of steps; the end has an evaluation of its own."""
-        every = self._steps / self._recipe.snapshots
-        if now < self._steps and int(now / every) > int(before / every):
-            judged = held_out(self._recipe.size.context)[1]
-            self.trained.curve.append(round(loss_of(self._recipe, models, judged[:256]), 5))
-
-    def end(self, models: Sequence[LanguageModel]) -> Trained:
-        """Evaluates the last models."""
-        chosen, judged = held_out(self._recipe.size.context)
-        self.trained.loss = loss_of(self._recipe, models, judged)
-        self.trained.tuning_loss = loss_of(self._recipe, models, chosen)
-        self.trained.curve.append(round(loss_of(self._recipe, models, judged[:256]), 5))
-        return self.trained
 
 
 def train_joined(
@@ -135,7 +75,7 @@ def train_replicas(
         if (tick + 1) % 100 == 0:
             say(f"step {tick + 1} of {ticks}")
     trained = curve.end(replicas)
-    trained.rounds, trained.bits = outer.rounds, outer.bits
+    trained.rounds = outer.rounds
     return trained
 
 
@@ -149,7 +89,6 @@ class Outer:
     Attributes:
         steps: local steps of each peer since the last round, the weights of a round.
         rounds: number of rounds so far.
-        bits: contributed by each peer so far.
     """
 
     def __init__(
@@ -171,7 +110,7 @@ class Outer:
         self._pending: tuple[int, list[torch.Tensor]] | None = None
         self._since = 0
         self.steps = [0] * len(replicas)
-        self.rounds, self.bits = 0, 0.0
+        self.rounds = 0
 
     @torch.no_grad()
     def after(self, step: int, last: bool) -> None:
@@ -200,7 +139,6 @@ class Outer:
         residuals = [residuals[place] for residuals in self._residuals]
         order = self._orders[self.rounds] if self.rounds < len(self._orders) else range(len(changes))
         owner = order[self._owners[place]]
-        self.bits += anchor.numel() * self._case.bits_per_weight
         match self._case.codec:
             case "none":
                 return weighted_mean(changes, weights).view(anchor.shape)
@@ -209,8 +147,6 @@ class Outer:
                     self._lost.setdefault((peer, place), torch.zeros(anchor.numel())) for peer in range(len(changes))
                 ]
                 return int8_round(changes, residuals, losses, weights, owner).view(anchor.shape)
-            case "two_bit":
-                return all_in_two_bit(changes, residuals, weights).view(anchor.shape)
             case _:
                 lost = self._lost.setdefault((owner, place), torch.zeros(anchor.numel()))
                 average = top_k_round(self._case, tuple(anchor.shape), changes, residuals, weights, lost)
@@ -293,26 +229,8 @@ def int8_round(
 
 
 def int8(values: torch.Tensor) -> torch.Tensor:
-    """The values as a receiver decodes them: blocks of 1,024, each scaled to a largest magnitude of 127."""
-    result = torch.empty_like(values)
-    for start in range(0, len(values), INT8_BLOCK):
-        block = values[start : start + INT8_BLOCK]
-        largest = block.abs().max()
-        codes = (block * (127 / largest)).round() if largest > 0 else torch.zeros_like(block)
-        result[start : start + INT8_BLOCK] = codes * (largest / 127)
-    return result
-
-
-def all_in_two_bit(
-    changes: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor], weights: Sequence[float]
-) -> torch.Tensor:
-    """A round in which all weights are sent in 2 bit, with error feedback (MuLoCo, arXiv:2505.23725)."""
-    sent = []
-    for change, residual in zip(changes, residuals, strict=True):
-        exact = change + residual
-        sent.append(quantised(exact, 2))
-        torch.sub(exact, sent[-1], out=residual)
-    return weighted_mean(sent, weights)
+    """The values as a receiver decodes them."""
+    return decode(encode(values, CompressionType.BLOCKWISE_INT8))
 
 
 def top_k_round(
@@ -321,7 +239,7 @@ def top_k_round(
     changes: Sequence[torch.Tensor],
     residuals: Sequence[torch.Tensor],
     weights: Sequence[float],
-    lost: torch.Tensor | None = None,
+    lost: torch.Tensor,
 ) -> torch.Tensor:
     """A round with top-k, whose contributions no peer may dominate: each is scaled to at most the lower median norm.
 
@@ -331,138 +249,25 @@ def top_k_round(
         residuals: of each peer, flat and in the order of the blocks; updated.
         weights: of the peers.
         lost: what earlier replies of the peer that reduces the tensor have lost, in the order of the blocks; updated.
-            None sends all averages exactly.
     """
-    order, runs = blocks(shape)
-    sent, chosen = [], []
+    layout, top = BlockLayout(shape), TopK(1 / case.keeps, case.bits)
+    sent = []
     for change, residual in zip(changes, residuals, strict=True):
-        exact = torch.add(change[order], residual, alpha=case.decay)
-        kept = largest(exact, runs, case.keeps)
-        values = torch.zeros_like(exact)
-        values[kept] = quantised(exact[kept], case.bits)
-        torch.sub(exact, values, out=residual)
-        sent.append(values)
-        chosen.append(torch.zeros_like(exact).index_fill_(0, kept, 1.0))
+        exact = torch.add(layout.to_blocks(change.view(shape)), residual, alpha=case.decay)
+        sent.append(SparseTensor.of(exact, layout, top))
+        torch.sub(exact, sent[-1].dense(), out=residual)
     result = torch.empty_like(changes[0])
-    for run in runs:  # the elements of a run are one part of a round
-        part = slice(run.start, run.stop)
-        masks = [mask[part] for mask in chosen]
-        mean = mean_of_sparse([values[part] for values in sent], masks, weights, case.senders)
-        if lost is not None and not comes_as_sent(case, run, masks):
-            union = torch.stack(masks).amax(dim=0) > 0
-            exact = torch.where(union, mean + lost[part], 0.0)
-            mean = exact.bfloat16().float() if reply_bits(run, union) == 16 else coarse(exact, union)
-            lost[part] = torch.where(union, exact - mean, lost[part])
-        result[order[part]] = mean
-    return result
-
-
-def comes_as_sent(case: Case, run: Run, masks: Sequence[torch.Tensor]) -> bool:
-    """Whether the contributions as they came are a shorter reply than their mean."""
-    kept = int(masks[0].sum())
-    few = kept < 2**case.bits
-    contribution = math.ceil(1.5 * kept) + (4 * kept if few else (4 << case.bits) + math.ceil(kept * case.bits / 8))
-    union = torch.stack(list(masks)).amax(dim=0)
-    return 3 + len(masks) * (8 + contribution) <= min(reply_sizes(run, int(union.sum())).values())
-
-
-def reply_sizes(run: Run, count: int) -> dict[int, int]:
-    """Bytes of a mean of `count` elements with values of 8 and of 16 bit."""
-    numel = run.stop - run.start
-    places = min(2 * (numel // run.size) + math.ceil(1.5 * count), math.ceil(numel / 8))
-    return {8: 1 + places + (4 << 8) + count, 16: 1 + places + 2 * count}
-
-
-def reply_bits(run: Run, union: torch.Tensor) -> int:
-    """Bits of each value in the shorter of the two."""
-    sizes = reply_sizes(run, int(union.sum()))
-    return min(sizes, key=lambda bits: sizes[bits])
-
-
-def coarse(values: torch.Tensor, union: torch.Tensor) -> torch.Tensor:
-    """The values with 8 bit for those in the union, and 0 for the others."""
-    result = torch.zeros_like(values)
-    result[union] = quantised(values[union], 8)
-    return result
-
-
-def mean_of_sparse(
-    sent: Sequence[torch.Tensor], chosen: Sequence[torch.Tensor], weights: Sequence[float], senders: bool
-) -> torch.Tensor:
-    """The mean of one part, per element over those that sent it or over all."""
-    norms = [float(torch.linalg.vector_norm(values, dtype=torch.float64)) for values in sent]
-    median = statistics.median_low([norm for norm in norms if norm] or [0.0])
-    # In double precision, so that the order of the peers does not matter; weights and scales are sent as float32.
-    total, count = torch.zeros(2, len(sent[0]), dtype=torch.float64)
-    for values, mask, norm, weight in zip(sent, chosen, norms, weights, strict=True):
-        scale = float(torch.tensor(min(1.0, median / norm) if norm else 1.0))
-        total += values.double() * scale * weight
-        count += mask * weight if senders else weight
-    return torch.where(count > 0, total / count.clamp(min=1e-30), 0.0).float()
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Blocks of one size: elements `start` to `stop` in the order of the blocks."""
-
-    start: int
-    stop: int
-    size: int
-
-
-@cache
-def blocks(shape: tuple[int, ...]) -> tuple[torch.Tensor, tuple[Run, ...]]:
-    """The flat index of each element in the order of the blocks, and the runs of blocks of one size.
-
-    A matrix has its full tiles row by row, then those at the right edge, at the bottom edge, and in the corner.
-    """
-    flat = torch.arange(math.prod(shape))
-    if len(shape) < 2:
-        whole = len(flat) // TILE**2 * TILE**2
-        pieces = [
-            list(torch.split(flat[:whole], TILE**2)) if whole else [],
-            [flat[whole:]] if whole < len(flat) else [],
+    for run in layout.runs:  # the elements of a run are one part of a round
+        place = slice(run.start, run.stop)
+        parts = [one.values(run.start, run.stop) for one in sent]
+        norms = [float(torch.linalg.vector_norm(part.values, dtype=torch.float64)) for part in parts]
+        median = statistics.median_low([norm for norm in norms if norm] or [0.0])
+        came = [
+            Contribution(part, one.wire(run.start, run.stop).buffer, weight, min(1.0, median / norm) if norm else 1.0)
+            for part, one, weight, norm in zip(parts, sent, weights, norms, strict=True)
         ]
-    else:
-        matrix = flat.view(shape[0], -1)
-        down, right = (extent // TILE * TILE for extent in matrix.shape)
-        quarters = (
-            matrix[:down, :right], matrix[:down, right:], matrix[down:, :right], matrix[down:, right:],
-        )  # fmt: skip
-        pieces = [tiles(quarter) if quarter.numel() else [] for quarter in quarters]
-    runs, start = [], 0
-    for same in filter(None, pieces):
-        size = len(same[0])
-        runs.append(Run(start, start + size * len(same), size))
-        start = runs[-1].stop
-    return torch.cat([block for same in pieces for block in same]), tuple(runs)
-
-
-def tiles(quarter: torch.Tensor) -> list[torch.Tensor]:
-    return [tile.reshape(-1) for rows in torch.split(quarter, TILE) for tile in torch.split(rows, TILE, dim=1)]
-
-
-def largest(values: torch.Tensor, runs: Sequence[Run], keeps: int) -> torch.Tensor:
-    """Indices of the largest magnitudes of each block: one of `keeps` of its elements, at least one."""
-    found = []
-    for run in runs:
-        matrix = values[run.start : run.stop].view(-1, run.size)
-        inside = matrix.abs().topk(max(1, round(run.size / keeps)), dim=1).indices.sort(dim=1).values
-        firsts = torch.arange(run.start, run.stop, run.size)
-        found.append((inside + firsts[:, None]).reshape(-1))
-    return torch.cat(found)
-
-
-def quantised(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """The values as a receiver decodes them: the mean of all values in the same of 2^bits bins of 6 std / 2^bits."""
-    bins = 2**bits
-    if len(values) <= bins:
-        return values
-    exact = values.double()
-    centred = exact - exact.mean()
-    width = 6 * exact.std() / bins
-    if not width:
-        return exact.mean().float().expand_as(values)
-    codes = ((centred / width).round() + bins // 2).clamp(0, bins - 1).long()
-    sums, counts = torch.bincount(codes, exact, bins), torch.bincount(codes, minlength=bins)
-    return (sums / counts.clamp(min=1)).float()[codes]
+        reply = encode_union(came, run.size, top, lost[place])
+        if reply.loss is not None:
+            lost[place][reply.part.indices] = reply.loss
+        result[place] = reply.part.dense()
+    return layout.from_blocks(result).reshape(-1)

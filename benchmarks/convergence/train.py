@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import math
 import os
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -209,13 +207,12 @@ def start_model(recipe: Recipe, start: str, seed: int, cache_folder: Path, say: 
         return model
     settings = json.dumps([asdict(recipe), START_LR, seed, text_in_use().digest], sort_keys=True)
     file = cache_folder / f"start-{seed}-{hashlib.sha256(settings.encode()).hexdigest()[:12]}.safetensors"
-    with locked(cache_folder / f".start-{seed}"):  # other processes wait for the one that trains it
-        if not file.exists():
-            say(f"trains the start of seed {seed}: {recipe.joint_steps} joint steps")
-            train_start(recipe, model, seed)
-            temporary = file.with_suffix(f".{os.getpid()}")
-            save_file(model.state_dict(), temporary, {"torch": torch.__version__})
-            temporary.replace(file)
+    if not file.exists():
+        say(f"trains the start of seed {seed}: {recipe.joint_steps} joint steps")
+        train_start(recipe, model, seed)
+        temporary = file.with_suffix(f".{os.getpid()}")
+        save_file(model.state_dict(), temporary, {"torch": torch.__version__})
+        temporary.replace(file)
     model.load_state_dict(load_file(file))
     return model
 
@@ -229,17 +226,6 @@ def train_start(recipe: Recipe, model: LanguageModel, seed: int) -> None:
         train_step(recipe, model, inner, torch.cat([next(part) for part in parts]), rise)
 
 
-@contextmanager
-def locked(file: Path) -> Iterator[None]:
-    """Keeps other processes that call this out. The file stays."""
-    handle = os.open(file, os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
 @torch.no_grad()
 def loss_of(recipe: Recipe, models: Sequence[LanguageModel], held: torch.Tensor) -> float:
     """Held-out loss in bits per byte of the mean of the peers' models."""
@@ -248,3 +234,55 @@ def loss_of(recipe: Recipe, models: Sequence[LanguageModel], held: torch.Tensor)
     for target, *sources in zip(mean.parameters(), *(model.parameters() for model in models), strict=True):
         target.copy_(sources[0] if len(sources) == 1 else torch.stack(sources).mean(0))
     return mean.evaluate(held)
+
+
+@dataclass(slots=True)
+class Trained:
+    """The result of one case.
+
+    Attributes:
+        loss: of the mean of the peers' models on the held-out windows of the results, in bits per byte.
+        tuning_loss: the same on the held-out windows for choosing learning rates.
+        curve: loss on some of the windows of the results, at equal distances.
+        samples: windows on which all peers together have trained.
+        rounds: number of rounds.
+        incomplete: rounds without all peers; such a round runs beside the training.
+        sent: bytes that a peer has sent, in the mean, by its receipts; 0 from plain torch.
+        orders: order of the peers in the group of each round; from the library.
+    """
+
+    loss: float = 0.0
+    tuning_loss: float = 0.0
+    curve: list[float] = field(default_factory=list)
+    samples: int = 0
+    rounds: int = 0
+    incomplete: int = 0
+    sent: float = 0.0
+    orders: list[list[int]] = field(default_factory=list)
+
+
+class Curve:
+    """The held-out loss at equal distances.
+
+    Args:
+        steps: steps in which the peers train on all samples.
+    """
+
+    def __init__(self, recipe: Recipe, steps: int) -> None:
+        self._recipe, self._steps = recipe, steps
+        self.trained = Trained()
+
+    def note(self, models: Sequence[LanguageModel], before: float, now: float) -> None:
+        """Evaluates the models if a mark lies between these numbers of steps; the end has an evaluation of its own."""
+        every = self._steps / self._recipe.snapshots
+        if now < self._steps and int(now / every) > int(before / every):
+            judged = held_out(self._recipe.size.context)[1]
+            self.trained.curve.append(round(loss_of(self._recipe, models, judged[:256]), 5))
+
+    def end(self, models: Sequence[LanguageModel]) -> Trained:
+        """Evaluates the last models."""
+        chosen, judged = held_out(self._recipe.size.context)
+        self.trained.loss = loss_of(self._recipe, models, judged)
+        self.trained.tuning_loss = loss_of(self._recipe, models, chosen)
+        self.trained.curve.append(round(loss_of(self._recipe, models, judged[:256]), 5))
+        return self.trained

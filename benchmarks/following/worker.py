@@ -1,7 +1,4 @@
-"""A process of the benchmark of followers: the publisher, a follower, or the server or client of the HTTP baseline.
-
-Each line on stdin is a method of the role and its arguments. The answer is one JSON line of the same name.
-"""
+"""A process of the benchmark of followers: the publisher, a follower, or an end of the HTTP or TCP baseline."""
 
 from __future__ import annotations
 
@@ -9,16 +6,13 @@ import argparse
 import asyncio
 import functools
 import http.server
-import json
-import os
 import socket
-import sys
 import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +21,13 @@ from safetensors.torch import save_file
 
 from averaging import WeightPublisher
 from averaging.common import keep_freed_memory
-from averaging.rpc import RpcServer
+from averaging.rpc import RpcServer, read_credentials
 from averaging.weights.receiver import FollowerOptions, ModelReceiver
+from benchmarks.workers import serve
 
 LEARNING_RATE = 1e-6
 TENSORS = 16
 """Equal tensors of the state, besides a small one that never changes."""
-
-Command = Callable[..., Awaitable[dict[str, Any]]]
 
 
 class Publisher:
@@ -48,25 +41,23 @@ class Publisher:
         self._master: dict[str, torch.Tensor] = {}
         self._state: dict[str, torch.Tensor] = {}
 
-    async def new(self, mib: str, tensors: str = str(TENSORS)) -> dict[str, Any]:
+    async def new(self, mib: int, tensors: int = TENSORS) -> dict[str, Any]:
         """New random weights in so many tensors, as a new publisher at a new port."""
         await self._stack.aclose()
-        self._master, self._state = {}, {}
         self._publisher = WeightPublisher(bases=1)
         server = RpcServer(f"{self._host}:0", [self._publisher], credentials=credentials(self._host), grace=0.0)
         endpoint = (await self._stack.enter_async_context(server)).endpoint
-        count = (int(mib) << 20) // 2 // int(tensors)
+        count = (mib << 20) // 2 // tensors
         generator = torch.Generator().manual_seed(time.monotonic_ns())
-        self._master = {f"layer{n}": 0.02 * torch.randn(count, generator=generator) for n in range(int(tensors))}
+        self._master = {f"layer{n}": 0.02 * torch.randn(count, generator=generator) for n in range(tensors)}
         self._convert()
         return {"endpoint": endpoint}
 
-    async def step(self) -> dict[str, Any]:
+    async def step(self) -> None:
         """One step of Adam of the usual size, which moves each weight by about the learning rate."""
         for master in self._master.values():
             master.add_(torch.randn(len(master)).clamp_(-1, 1), alpha=LEARNING_RATE)
         self._convert()
-        return {}
 
     def _convert(self) -> None:
         self._state = {name: master.bfloat16() for name, master in self._master.items()}
@@ -78,8 +69,7 @@ class Publisher:
         began = time.monotonic()
         first = asyncio.create_task(self._first_byte(before))
         await self._publisher.publish(self._state, self._version)
-        ended = time.monotonic()
-        return {"began": began, "ended": ended, "version": self._version, "sent": before, "first": await first}
+        return {"began": began, "version": self._version, "sent": before, "first": await first}
 
     async def _first_byte(self, before: int) -> float:
         """The time at which weights begin to leave; 0 if nobody follows."""
@@ -87,31 +77,22 @@ class Publisher:
             await asyncio.sleep(0.0005)
         return time.monotonic() if self._publisher.followers else 0.0
 
-    async def commits(self, seconds: str, interval: str) -> dict[str, Any]:
-        """Publishes at an interval, each time another step. Returns when each version was published, and the memory."""
+    async def commits(self, seconds: float, interval: float) -> dict[str, Any]:
+        """Publishes at an interval, each time another step. Returns when each version was published."""
         times: dict[str, float] = {}
-        most, held, loop = 0.0, 0.0, asyncio.get_running_loop()
-        end = loop.time() + float(seconds)
+        loop = asyncio.get_running_loop()
+        end = loop.time() + seconds
         while loop.time() < end:
             began = loop.time()
             await self.step()
             self._version += 1
             times[str(self._version)] = time.monotonic()
             await self._publisher.publish(self._state, self._version)
-            most, held = max(most, resident_mib()), max(held, self._held_mib())
-            await asyncio.sleep(max(0.0, began + float(interval) - loop.time()))
-        return {"times": times, "resident_mib": most, "held_mib": held}
-
-    def _held_mib(self) -> float:
-        """Memory of all versions that the publisher keeps."""
-        buffers = {id(each): len(each) for kept in self._publisher._store._kept for each in kept.buffers}
-        return sum(buffers.values()) / (1 << 20)
-
-    async def resident(self) -> dict[str, Any]:
-        return {"resident_mib": resident_mib()}
+            await asyncio.sleep(max(0.0, began + interval - loop.time()))
+        return {"times": times}
 
     async def sent(self) -> dict[str, Any]:
-        return {"sent": self._publisher.bytes_sent, "followers": self._publisher.followers}
+        return {"sent": self._publisher.bytes_sent}
 
 
 class Follower:
@@ -121,7 +102,7 @@ class Follower:
         self._host = host
         self._stack = AsyncExitStack()
 
-    async def follow(self, endpoint: str) -> dict[str, Any]:
+    async def follow(self, endpoint: str) -> None:
         await self.leave()
         options = FollowerOptions(
             join=[endpoint],
@@ -131,33 +112,28 @@ class Follower:
             join_timeout=60.0,
             stall_timeout=60.0,
         )
-        self._tasks = await self._stack.enter_async_context(ModelReceiver(options))
-        return {}
+        self._receiver = await self._stack.enter_async_context(ModelReceiver(options))
 
-    async def bytes(self) -> dict[str, Any]:
-        return {"received": self._tasks.bytes_received}
-
-    async def has(self, version: str) -> dict[str, Any]:
+    async def has(self, version: int) -> dict[str, Any]:
         async with asyncio.timeout(200):
-            await self._tasks.wait_newer(int(version) - 1, None)
-        return {"time": time.monotonic(), "received": self._tasks.bytes_received}
+            await self._receiver.wait_newer(version - 1, None)
+        return {"time": time.monotonic(), "received": self._receiver.bytes_received}
 
-    async def watch(self, seconds: str) -> dict[str, Any]:
+    async def watch(self, seconds: float) -> dict[str, Any]:
         """When each version was complete here, for some seconds."""
         held: dict[str, float] = {}
         version: int | None = None
         with suppress(TimeoutError):
-            async with asyncio.timeout(float(seconds)):
+            async with asyncio.timeout(seconds):
                 while True:
-                    await self._tasks.wait_newer(version, None)
-                    newest = self._tasks.newest
+                    await self._receiver.wait_newer(version, None)
+                    newest = self._receiver.newest
                     version = None if newest is None else newest.manifest.version
                     held[str(version)] = time.monotonic()
-        return {"held": held, "retries": self._tasks.retries}
+        return {"held": held}
 
-    async def leave(self) -> dict[str, Any]:
+    async def leave(self) -> None:
         await self._stack.aclose()
-        return {}
 
 
 class TcpServer:
@@ -167,19 +143,15 @@ class TcpServer:
         self._host = host
         self._connections: list[socket.socket] = []
 
-    async def open(self, count: str) -> dict[str, Any]:
-        self._server = socket.create_server((self._host, 0), backlog=int(count))
-        self._accepting = threading.Thread(target=self._accept, args=(int(count),), daemon=True)
-        self._accepting.start()
+    async def open(self, count: int) -> dict[str, Any]:
+        self._server, self._count = socket.create_server((self._host, 0), backlog=count), count
         return {"port": self._server.getsockname()[1]}
 
-    def _accept(self, count: int) -> None:
-        self._connections = [self._server.accept()[0] for _ in range(count)]
-
-    async def send(self, nbytes: str) -> dict[str, Any]:
+    async def send(self, nbytes: int) -> dict[str, Any]:
         """Sends so many bytes over all connections together."""
-        await asyncio.to_thread(self._accepting.join)
-        began, share = time.monotonic(), int(nbytes) // len(self._connections)
+        while len(self._connections) < self._count:
+            self._connections.append((await asyncio.to_thread(self._server.accept))[0])
+        began, share = time.monotonic(), nbytes // self._count
         await asyncio.gather(*(asyncio.to_thread(each.sendall, bytes(share)) for each in self._connections))
         return {"began": began}
 
@@ -190,13 +162,12 @@ class TcpClient:
     def __init__(self, host: str) -> None:
         self._host = host
 
-    async def open(self, host: str, port: str, count: str) -> dict[str, Any]:
-        self._connections = [socket.create_connection((host, int(port))) for _ in range(int(count))]
-        return {}
+    async def open(self, host: str, port: int, count: int) -> None:
+        self._connections = [socket.create_connection((host, port)) for _ in range(count)]
 
-    async def receive(self, nbytes: str) -> dict[str, Any]:
+    async def receive(self, nbytes: int) -> dict[str, Any]:
         def take(connection: socket.socket) -> None:
-            left, buffer = int(nbytes) // len(self._connections), bytearray(1 << 20)
+            left, buffer = nbytes // len(self._connections), bytearray(1 << 20)
             while left:
                 left -= connection.recv_into(buffer, min(left, len(buffer)))
 
@@ -214,8 +185,8 @@ class HttpServer:
         self._server = http.server.ThreadingHTTPServer((host, 0), handler)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
-    async def write(self, mib: str) -> dict[str, Any]:
-        count = (int(mib) << 20) // 2 // TENSORS
+    async def write(self, mib: int) -> dict[str, Any]:
+        count = (mib << 20) // 2 // TENSORS
         state = {f"layer{n}": (0.02 * torch.randn(count)).bfloat16() for n in range(TENSORS)}
         began = time.monotonic()
         save_file(state, Path(self._folder.name) / "now.safetensors")
@@ -237,31 +208,21 @@ class HttpClient:
     async def get(self, url: str) -> dict[str, Any]:
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
-        def download() -> int:
+        def download() -> None:
             with direct.open(url) as reply:
-                content = bytearray(int(reply.headers["Content-Length"]))
-                view, place = memoryview(content), 0
+                view, place = memoryview(bytearray(int(reply.headers["Content-Length"]))), 0
                 while count := reply.readinto(view[place:]):
                     place += count
-            return place
 
-        received = await asyncio.to_thread(download)
-        return {"time": time.monotonic(), "received": received}
-
-
-def resident_mib() -> float:
-    """Memory of this process that is its own, without shared libraries."""
-    words = Path("/proc/self/statm").read_text().split()
-    return (int(words[1]) - int(words[2])) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+        await asyncio.to_thread(download)
+        return {"time": time.monotonic()}
 
 
 def credentials(host: str) -> Any:
-    from averaging.rpc import read_credentials
-
     return read_credentials(insecure=not host.startswith("127."))
 
 
-ROLES = {
+ROLES: dict[str, Any] = {
     "publisher": Publisher,
     "follower": Follower,
     "http-server": HttpServer,
@@ -271,15 +232,9 @@ ROLES = {
 }
 
 
-async def work(role: Any, out: Any) -> None:
-    def answer(event: str, values: dict[str, Any]) -> None:
-        print(json.dumps({"event": event, **values}), file=out, flush=True)
-
-    answer("started", {})
-    loop = asyncio.get_running_loop()
-    while line := await loop.run_in_executor(None, sys.stdin.readline):
-        command, *arguments = line.split()
-        answer(command, await getattr(role, command)(*arguments))
+@asynccontextmanager
+async def playing(role: str, host: str) -> AsyncIterator[tuple[Any, dict[str, Any]]]:
+    yield ROLES[role](host), {}
 
 
 def main() -> None:
@@ -289,9 +244,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
-    out = os.fdopen(os.dup(1), "w")  # only answers may be on stdout
-    os.dup2(2, 1)
-    asyncio.run(work(ROLES[options.role](options.host), out))
+    serve(playing(options.role, options.host))
 
 
 if __name__ == "__main__":

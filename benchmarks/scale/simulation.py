@@ -1,4 +1,4 @@
-"""Simulates whole peers on the in-memory network in virtual time: matchmaking and discovery with many peers.
+"""Simulates whole peers on the in-memory network in virtual time: matchmaking and gossip with many peers.
 
 Part of `benchmarks.scale`, which runs each simulation in its own process. A message takes 20 to 80 ms. Nothing is
 encoded or signed, and a record at many peers is one object, so that memory per peer is that of its tables.
@@ -15,20 +15,19 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AsyncExitStack
 from typing import Any
 
 import torch
 
 from averaging import Peer, Receipt
-from averaging.discovery.base import Discovery
-from averaging.discovery.gossip.membership import peer_hash
-from averaging.discovery.gossip.record import GossipSettings, RecordLimits
+from averaging.discovery.gossip.gossip_discovery import GossipDiscovery
+from averaging.discovery.gossip.identity import UnsignedIdentity
+from averaging.discovery.gossip.record import GossipSettings
+from averaging.protocol.messages import Record
 from averaging.testing import virtual_time
-from averaging.testing.discovery import MemoryDiscovery, MemoryRegistry
 from averaging.testing.transport import MemoryNetwork
 from averaging.transport.base import Transport
-from benchmarks.gossip import Host, sees, simulated
 from benchmarks.scale.worker import resident_bytes
 from benchmarks.workers import ROOT, say, without_interrupts
 
@@ -37,14 +36,15 @@ RUN = "scale"
 LATENCY = (0.02, 0.08)
 """Minimum and maximum seconds that a message takes."""
 
-SHARED_DELAY = 0.5
-"""Seconds until a record in a shared table reaches the other peers. Gossip takes 0.4 s among 1,024 peers."""
-
 SETTLING = 5.0
 """Seconds until heartbeats are no longer synchronous."""
 
-QUIET = GossipSettings(leave_timeout=0.001, peer_refresh=3000.0, peer_lifetime=3500.0, exchange_interval=6000.0)
-"""Intervals without any heartbeat or exchange within the simulated time, so that only rumours are sent."""
+
+class SizedIdentity(UnsignedIdentity):
+    """Signatures of the right length without the computation."""
+
+    def sign(self, run_id: str, record: Record) -> bytes:
+        return bytes(64)
 
 
 def first_bits(number: int, peers: int, group_size: int) -> str:
@@ -53,24 +53,26 @@ def first_bits(number: int, peers: int, group_size: int) -> str:
     return format(number // group_size, f"0{digits}b") if digits > 0 else ""
 
 
-async def matchmaking(peers: int, group_size: int, rounds: int, *, gossip: bool, one_key: bool) -> dict[str, Any]:
+async def simulate(peers: int, group_size: int, rounds: int, one_key: bool) -> dict[str, Any]:
     """Simulates peers that all call `average` at the same moment, `rounds` times.
 
     Args:
-        gossip: whether discovery is complete gossip, else one shared table with a delay.
         one_key: whether all look for groups under one key; else group bits give each key as many peers as a group has.
     """
     rng = random.Random(peers)
     network = MemoryNetwork(rng, latency=LATENCY)
-    registry = MemoryRegistry(
-        clock=virtual_time.clock, delay=SHARED_DELAY, rng=rng, limits=RecordLimits(records=1 << 20)
-    )
     real, before = time.perf_counter(), resident_bytes()
 
-    def discovery(endpoint: str, transport: Transport) -> AbstractAsyncContextManager[Discovery]:
-        if not gossip:
-            return MemoryDiscovery(registry)
-        return simulated(RUN, endpoint, transport, rng, GossipSettings(leave_timeout=0.001))
+    def discovery(endpoint: str, transport: Transport) -> GossipDiscovery:
+        return GossipDiscovery(
+            RUN,
+            endpoint,
+            transport,
+            identity=SizedIdentity(rng),
+            clock=virtual_time.clock,
+            rng=random.Random(rng.getrandbits(64)),
+            settings=GossipSettings(leave_timeout=0.001),
+        )
 
     swarm = [
         Peer(
@@ -90,8 +92,7 @@ async def matchmaking(peers: int, group_size: int, rounds: int, *, gossip: bool,
     async with AsyncExitStack() as stack:
         for peer in swarm:
             await stack.enter_async_context(peer)
-        if gossip:
-            _acquaint([peer.discovery for peer in swarm])
+        _acquaint([peer.discovery for peer in swarm])
         say(f"    all entered after {time.perf_counter() - real:.0f} s")
         await asyncio.sleep(SETTLING)
         idle = Counter(network.calls)
@@ -111,7 +112,6 @@ async def matchmaking(peers: int, group_size: int, rounds: int, *, gossip: bool,
     return {
         "peers": peers,
         "group_size": group_size,
-        "discovery": "gossip" if gossip else "shared table",
         "keys": 1 if one_key else max(1, peers // group_size),
         "rounds": done,
         "idle_calls_per_peer_and_second": {name: n / peers / SETTLING for name, n in sorted(idle.items())},
@@ -126,9 +126,7 @@ def summary(receipts: Sequence[Receipt], calls: Mapping[str, int]) -> dict[str, 
     return {
         "seconds_median": statistics.median(seconds) if seconds else None,
         "seconds_max": seconds[-1] if seconds else None,
-        "groups": len({one.group_id for one in receipts if one.members}),
         "full": sum(len(one.members) == max(len(other.members) for other in receipts) for one in receipts),
-        "alone": sum(not one.members for one in receipts),
         "calls_per_peer": {name: count / len(receipts) for name, count in sorted(calls.items())},
     }
 
@@ -141,54 +139,9 @@ def _acquaint(discoveries: Sequence[Any]) -> None:
             one._merge(record, "the start")
 
 
-async def rumours(peers: int, records: int) -> dict[str, Any]:
-    """Measures how long a fresh record takes to reach all members, and how many messages.
-
-    All peers know all members, but have only the fresh records, since complete tables of N peers have N² records. No
-    tables are compared meanwhile.
-    """
-    rng = random.Random(peers)
-    network = MemoryNetwork(rng, latency=LATENCY)
-    real, before = time.perf_counter(), resident_bytes()
-
-    def start(number: int) -> Host:
-        transport = network.transport(f"peer-{number}.example.net:4222")
-
-        return Host(transport, lambda endpoint: simulated(RUN, endpoint, transport, rng, QUIET))
-
-    hosts = [start(number) for number in range(peers)]
-    await asyncio.gather(*(host.ready() for host in hosts))
-    await asyncio.sleep(1.0)  # until the heartbeats of joining have been sent
-    places = sorted((peer_hash(host.endpoint), host.endpoint) for host in hosts)
-    for host in hosts:
-        ring = host.discovery._members._ring
-        ring._places = [place for place in places if place[1] != host.endpoint]
-        ring._names = {name for _, name in ring._places}
-    say(f"    all entered after {time.perf_counter() - real:.0f} s")
-    times, pushes = [], []
-    for number in range(records):
-        key, pushed = f"{RUN}.fresh{number}", network.calls["push"]
-        begun = asyncio.get_running_loop().time()
-        await rng.choice(hosts).discovery.store(key, "fresh:1", bytes(64), virtual_time.clock() + 3000.0)
-        times.append(max(await asyncio.gather(*(sees(host.discovery, key, bool) for host in hosts))) - begun)
-        pushes.append(network.calls["push"] - pushed)
-    held = resident_bytes() - before
-    network._serving.clear()
-    for host in hosts:
-        host.leave.set()
-    await asyncio.gather(*(host.task for host in hosts))
-    return {
-        "peers": peers,
-        "seconds": times,
-        "pushes": pushes,
-        "bytes_per_peer": held / peers,
-        "real_seconds": time.perf_counter() - real,
-    }
-
-
-def in_child(name: str, **arguments: Any) -> dict[str, Any]:
-    """Runs the named simulation in its own process, so that the memory of others does not count."""
-    command = [sys.executable, "-m", "benchmarks.scale.simulation", json.dumps({"name": name, **arguments})]
+def in_child(**arguments: Any) -> dict[str, Any]:
+    """Runs a simulation in its own process, so that the memory of others does not count."""
+    command = [sys.executable, "-m", "benchmarks.scale.simulation", json.dumps(arguments)]
     with without_interrupts():
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     with process:
@@ -203,12 +156,5 @@ def in_child(name: str, **arguments: Any) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    arguments = json.loads(sys.argv[1])
-    name = arguments.pop("name")
-    found = virtual_time.run(matchmaking(**arguments) if name == "matchmaking" else rumours(**arguments))
-    print(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main()
+    print(json.dumps(virtual_time.run(simulate(**json.loads(sys.argv[1])))))

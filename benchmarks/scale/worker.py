@@ -1,24 +1,19 @@
-"""A process with one or several real peers, controlled by `benchmarks.scale` with lines of JSON.
+"""A process with one or several real peers, controlled by `benchmarks.scale`.
 
-Commands are {"do": "settle", "peers": N}, {"do": "average", "at": [moment per peer]}, {"do": "store", "key": K},
-{"do": "see", "key": K} and {"do": "rest", "seconds": S}. Moments are of the clock that all processes of a machine share
-(CLOCK_MONOTONIC). Each command is answered with a line of JSON. The process leaves at the end of stdin.
+Moments are of the clock that all processes of a machine share (CLOCK_MONOTONIC).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import os
 import random
-import sys
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -26,6 +21,7 @@ from averaging import Peer
 from averaging.discovery.gossip.gossip_discovery import peers_key
 from averaging.protocol.messages import Digest, ExchangeReply, JoinRequest, MessageFromLeader, Refusal, Rumour
 from averaging.transport.grpc import GrpcTransport
+from benchmarks.workers import serve
 
 RUN = "scale"
 
@@ -59,11 +55,11 @@ def resident_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 
-class Work:
-    """The peers of this process and the commands on them."""
+class Role:
+    """The commands on the peers of this process, which had `before` bytes without them."""
 
-    def __init__(self, peers: list[Peer], transports: list[CountingTransport]) -> None:
-        self._peers, self._transports = peers, transports
+    def __init__(self, peers: list[Peer], transports: list[CountingTransport], before: int) -> None:
+        self._peers, self._transports, self._before = peers, transports, before
 
     async def settle(self, peers: int) -> dict[str, Any]:
         """Waits until all peers here know this number of peers."""
@@ -71,21 +67,15 @@ class Work:
 
     async def average(self, at: list[float]) -> dict[str, Any]:
         """Each peer calls `average` at its moment."""
-        return {"rounds": await asyncio.gather(*map(self._average_one, self._peers, at))}
+        async with asyncio.timeout(LIMIT + 10.0):
+            return {"rounds": await asyncio.gather(*map(self._average_one, self._peers, at))}
 
     async def _average_one(self, peer: Peer, at: float) -> dict[str, Any]:
         await asyncio.sleep(max(0.0, at - time.monotonic()))
         called = time.monotonic()
         receipt = await peer.average()
-        ended = time.monotonic()
-        return {
-            "called": called,
-            "begun": ended - receipt.allreduce_seconds,
-            "ended": ended,
-            "members": len(receipt.members),
-            "group": receipt.group_id.hex(),
-            "reason": receipt.reason,
-        }
+        begun = time.monotonic() - receipt.allreduce_seconds
+        return {"called": called, "begun": begun, "members": len(receipt.members), "group": receipt.group_id.hex()}
 
     async def store(self, key: str) -> dict[str, Any]:
         """The first peer here stores a record."""
@@ -107,62 +97,45 @@ class Work:
                         return time.monotonic()
             raise RuntimeError("the peer left")
 
-        return max(await asyncio.gather(*map(one, self._peers)))
+        async with asyncio.timeout(LIMIT):
+            return max(await asyncio.gather(*map(one, self._peers)))
 
     async def rest(self, seconds: float) -> dict[str, Any]:
-        """Idles; returns the calls of all peers here since the last count, and the CPU time."""
-        for transport in self._transports:
-            transport.calls.clear()
+        """Idles; returns the calls of all peers here meanwhile, and the CPU time."""
+        await self.count()
         cpu = time.process_time()
         await asyncio.sleep(seconds)
-        return self.count() | {"cpu_seconds": time.process_time() - cpu}
+        return await self.count() | {"cpu_seconds": time.process_time() - cpu}
 
-    def count(self) -> dict[str, Any]:
-        """Returns the calls of all peers here since the last count."""
+    async def count(self) -> dict[str, Any]:
+        """Returns the calls of all peers here since the last count, and their memory."""
         calls: Counter[str] = Counter()
         for transport in self._transports:
             calls.update(transport.calls)
             transport.calls.clear()
-        return {"calls": dict(calls)}
+        return {"calls": dict(calls), "bytes_per_peer": (resident_bytes() - self._before) / len(self._peers)}
 
 
-async def work(options: argparse.Namespace, out: TextIO) -> None:
-    def say(**fields: Any) -> None:
-        print(json.dumps(fields), file=out, flush=True)
-
-    commands = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
+@asynccontextmanager
+async def playing(options: argparse.Namespace) -> AsyncIterator[tuple[Role, dict[str, Any]]]:
     transports = [CountingTransport() for _ in range(options.peers)]
     async with AsyncExitStack() as stack:
         peers: list[Peer] = []
-        join = [options.join] if options.join else []
         before = resident_bytes()
         for number, transport in enumerate(transports):
             peer = Peer(
                 [torch.zeros(16)],
                 run_id=RUN,
                 transport=transport,
-                join=join or [peer.endpoint for peer in peers[:1]],
+                join=[options.join] if options.join else [peer.endpoint for peer in peers[:1]],
                 join_timeout=LIMIT,
                 group_size=options.group_size,
-                group_wait=options.group_wait,
+                group_wait=5.0,
                 round_timeout=LIMIT,
                 rng=random.Random(f"{options.first + number}"),
             )
             peers.append(await stack.enter_async_context(peer))
-        known = Work(peers, transports)
-        say(event="started", endpoint=peers[0].endpoint)
-        async for line in commands:
-            arguments = json.loads(line)
-            name = arguments.pop("do")
-            match name:
-                case "count":
-                    say(event=name, **known.count(), bytes_per_peer=(resident_bytes() - before) / options.peers)
-                case "settle" | "average" | "store" | "see" | "rest":
-                    async with asyncio.timeout(LIMIT + 10.0):
-                        say(event=name, **await getattr(known, name)(**arguments))
-                case other:
-                    raise ValueError(f"{other!r} is no command")
+        yield Role(peers, transports, before), {"endpoint": peers[0].endpoint}
 
 
 def main() -> None:
@@ -170,14 +143,9 @@ def main() -> None:
     parser.add_argument("--peers", type=int, required=True, help="how many peers this process has")
     parser.add_argument("--first", type=int, required=True, help="number of the first of them")
     parser.add_argument("--group-size", type=int, required=True)
-    parser.add_argument("--group-wait", type=float, default=5.0)
     parser.add_argument("--join", default="", help="address of a peer of the run")
-    options = parser.parse_args()
     torch.set_num_threads(1)
-    # Only answers may be on stdout; libraries may print there, too.
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    asyncio.run(work(options, out))
+    serve(playing(parser.parse_args()))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from averaging.allreduce.partition import shares
 from averaging.protocol.group import Member
 
-MIB = 2**20
-
 WIRE = {"none": 1.0, "fp16": 1 / 2, "int8": 1 / 4}
 """Bytes on the wire per byte of float32."""
 
