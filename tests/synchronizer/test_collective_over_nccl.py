@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-import threading
 from typing import Any
 
 import pytest
@@ -79,6 +79,8 @@ async def test_a_member_that_does_nothing_is_given_up_in_time(monkeypatch: pytes
 async def test_leaving_ends_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Group, "looks", float("inf"))
     made = await sender(monkeypatch, 60.0)
-    threading.Timer(0.05, made._leaving.set).start()
+    sending = asyncio.ensure_future(made.send(1))
+    await asyncio.sleep(0)  # it has taken the group
+    await made.teardown_weight_sync_group()
     with pytest.raises(StateError, match="this member left"):
-        await made.send(1)
+        await sending

@@ -101,7 +101,7 @@ def test_explorers_wait_for_the_first_trainer_and_not_after_the_last() -> None:
     assert answer(state.explorer_ready(F, 10.0)) is None
 
 
-def test_a_timeout_leaves_no_status_behind() -> None:
+def test_a_late_and_a_cancelled_wait_leave_no_status_behind() -> None:
     state = running(E)
     wait = state.wait_new_state(0, E, 10.0)
     state.expire(9.9)
@@ -109,10 +109,6 @@ def test_a_timeout_leaves_no_status_behind() -> None:
     state.expire(10.0)
     assert wait.end is End.TIMED_OUT
     assert counts(state) == (1, 0, 0)
-
-
-def test_a_cancelled_wait_leaves_no_status_behind() -> None:
-    state = running(E)
     state.cancel(state.wait_new_state(0, E, 10.0))
     assert counts(state) == (1, 0, 0)
 
@@ -189,40 +185,26 @@ def test_both_are_ready(first: str) -> None:
 
 
 @pytest.mark.parametrize("event", ["timeout", "stopped", "died", "cancelled"])
-def test_a_trainer_whose_explorer_does_not_come(event: str) -> None:
+@pytest.mark.parametrize("side", [T, E])
+def test_a_side_whose_other_side_does_not_come(side: str, event: str) -> None:
     state = running(E)
-    sending = state.trainer_ready(5, T, 10.0)
+    wait = state.trainer_ready(5, T, 10.0) if side == T else state.explorer_ready(E, 10.0)
     match event:
         case "timeout":
             state.expire(10.0)
-        case "stopped":
+        case "stopped" if side == T:
             state.set_explorer_status(STOPPED, RUNNING, E)
-        case "died":
-            state.leave(E)
-        case _:
-            state.cancel(sending)
-    assert sending.end is not None
-    assert sending.version is None
-    assert state.trainer_status is RUNNING
-    assert state.version == 0, "a failure raises no version"
-
-
-@pytest.mark.parametrize("event", ["timeout", "stopped", "died", "cancelled"])
-def test_an_explorer_whose_trainer_does_not_come(event: str) -> None:
-    state = running(E)
-    receiving = state.explorer_ready(E, 10.0)
-    match event:
-        case "timeout":
-            state.expire(10.0)
         case "stopped":
             state.set_trainer_status(STOPPED, T)
         case "died":
-            state.leave(T)
+            state.leave(E if side == T else T)
         case _:
-            state.cancel(receiving)
-    assert receiving.end is not None
-    assert receiving.version is None
-    assert counts(state) == (1, 0, 0)
+            state.cancel(wait)
+    assert wait.end is not None
+    assert wait.version is None
+    assert state.trainer_status is not REQUIRE_SYNC
+    assert counts(state)[1] == 0
+    assert state.version == 0, "a failure raises no version"
 
 
 def test_a_trainer_waits_for_all_explorers_and_not_for_the_dead() -> None:

@@ -125,20 +125,6 @@ async def test_the_statuses_of_a_dead_module_go_and_a_busy_one_stays() -> None:
 
 
 @simulated
-async def test_the_wait_of_a_dead_member_ends() -> None:
-    async with Synchronizer() as synchronizer:
-        module = Module()
-        await synchronizer.add_module(module, member="e")
-        await synchronizer.set_trainer_status(RUNNING)
-        await synchronizer.set_explorer_status(RUNNING, member="e")
-        waiting = asyncio.ensure_future(synchronizer.wait_new_model_state_dict(0, member="e"))
-        await asyncio.sleep(1)
-        module.alive = False
-        with pytest.raises(ClosedError, match="left"):
-            await waiting
-
-
-@simulated
 async def test_get_actor_is_one_per_namespace_and_ends_with_its_modules() -> None:
     with pytest.raises(ConfigError, match="no synchronizer in namespace 'a'"):
         Synchronizer.get_actor(namespace="a")
@@ -340,7 +326,6 @@ async def test_statuses_by_name() -> None:
         assert synchronizer.trainer_status is RUNNING
         await synchronizer.set_explorer_status("running")
         await synchronizer.set_explorer_status("Stopped", "RUNNING")
-        assert synchronizer.explorer_status_counts == {RUNNING: 0, REQUIRE_SYNC: 0, STOPPED: 1}
         for wrong in (
             synchronizer.set_trainer_status("ready"),
             synchronizer.set_explorer_status("ready"),

@@ -30,14 +30,11 @@ LOOK_SECONDS = 0.02
 CONNECT_SECONDS = 2.0
 """Time limit of one try to reach the first member."""
 
-_WAIT = timedelta(seconds=0.2)
-"""Interval at which a member that waits for a transfer looks whether it leaves."""
+_TRANSFER_SECONDS = 0.0005
+"""Interval at which a member looks whether a tensor has come. Between GPUs of one machine it takes no longer."""
 
 _NCCL_PATIENCE = timedelta(days=1)
-"""Added to the time limit of NCCL, since the members have their own."""
-
-_NCCL_SECONDS = 0.0005
-"""The same for NCCL, whose transfers between GPUs of one machine take no longer."""
+"""Added to the time limit of NCCL, after which it would end this process. The members have their own."""
 
 _DIGEST_BYTES = 32
 
@@ -45,13 +42,6 @@ T = TypeVar("T")
 
 
 class _CollectiveMember:
-    """A member of a weight sync group.
-
-    Args:
-        backend: `gloo`, or `nccl` for tensors on `device`.
-        device: Where tensors are while they travel; the CPU for gloo.
-    """
-
     def __init__(self, backend: str = "gloo", device: torch.device | str = "cpu") -> None:
         if backend not in ("gloo", "nccl"):
             raise ConfigError(f"backend {backend!r} of a weight sync group must be gloo or nccl")
@@ -72,7 +62,7 @@ class _CollectiveMember:
         """Joins a group, and leaves the former one. It returns when all members have joined.
 
         Args:
-            master_address: Host of rank 0.
+            master_address: Host of rank 0, the trainer.
             master_port: Port of rank 0, at which members meet.
             world_size: Number of members.
             group_name: The same at all members.
@@ -96,7 +86,7 @@ class _CollectiveMember:
 
         def join() -> Any:
             # A store that waits for its first member cannot be interrupted, so it is created when that is there.
-            wait_until(lambda: rank == 0 or _is_listening(master_address, master_port))
+            wait_until(lambda: rank == 0 or _own_address(master_address, master_port) is not None)
             limit = timedelta(seconds=timeout)
             store = c10d.TCPStore(
                 master_address, master_port, world_size, is_master=rank == 0, timeout=limit, wait_for_workers=False
@@ -114,16 +104,16 @@ class _CollectiveMember:
             where = format_address(master_address, master_port)
             raise StateError(f"the weight sync group at {where}: {error}") from None
 
-    def _new_group(self, store: Any, rank: int, world_size: int, limit: timedelta, own: str) -> Any:
+    def _new_group(self, store: Any, rank: int, world_size: int, limit: timedelta, own: str | None) -> Any:
         if self._backend == "gloo":
-            if not is_own(own) or os.environ.get("GLOO_SOCKET_IFNAME"):
+            if own is None or not is_own(own) or os.environ.get("GLOO_SOCKET_IFNAME"):
                 return c10d.ProcessGroupGloo(store, rank, world_size, limit)
             # By default gloo looks up this machine's name, which may be unknown, or that of a loopback address.
             gloo = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined] # torch tells it to nobody
             gloo._timeout, gloo._devices = limit, [c10d.ProcessGroupGloo.create_device(hostname=own)]
             return c10d.ProcessGroupGloo(store, rank, world_size, gloo)
         options = c10d.ProcessGroupNCCL.Options()
-        options._timeout = limit + _NCCL_PATIENCE  # after which it would end this process
+        options._timeout = limit + _NCCL_PATIENCE
         with _errors_stay_here():
             return c10d.ProcessGroupNCCL(store, rank, world_size, options)
 
@@ -132,7 +122,7 @@ class _CollectiveMember:
         self._leaving.set()
         group, self._group = self._group, None
         if group is not None:
-            await in_thread(lambda: _shut_down(group))
+            await in_thread(group.abort if hasattr(group, "abort") else group.shutdown)
 
     async def _in_group(self, action: Callable[[Callable[[torch.Tensor], None]], T]) -> T:
         """Runs `action` in a thread, with a function that broadcasts one tensor from rank 0."""
@@ -144,19 +134,12 @@ class _CollectiveMember:
             travelling = raw if raw.device == self._device else raw.to(self._device)
             work = group.broadcast(travelling, 0)
             end = time.monotonic() + self._timeout
-            while not work.is_completed():
-                try:
-                    if self._backend == "gloo":
-                        work.wait(_WAIT)
-                    elif not leaving.wait(_NCCL_SECONDS) and time.monotonic() > end:  # its wait would end the group
-                        raise StateError(f"the other members did nothing for {self._timeout:g} s during a transfer")
-                except RuntimeError:
-                    if work.is_completed() and not leaving.is_set():
-                        raise
-                if leaving.is_set():
+            while not work.is_completed():  # a wait with a time limit would end the group
+                if leaving.wait(_TRANSFER_SECONDS):
                     raise StateError("this member left the weight sync group during a transfer")
-            if self._backend == "nccl":
-                work.wait()  # raises what has happened; the values are those of this thread's stream from now on
+                if time.monotonic() > end:
+                    raise StateError(f"the other members did nothing for {self._timeout:g} s during a transfer")
+            work.wait()  # raises what has happened; the values are those of this thread's stream from now on
             if travelling is not raw:
                 raw.copy_(travelling)
 
@@ -198,7 +181,10 @@ class WeightSender(_CollectiveMember):
 
     def get_weight_sync_info(self) -> tuple[str, int, Meta]:
         """Returns the address and a free port for the members to meet, and the meta of the weights."""
-        port = _free_port()
+        both = socket.has_dualstack_ipv6()  # the port is free for IPv4 and IPv6, as far as this machine has them
+        family = socket.AF_INET6 if both else socket.AF_INET
+        with socket.create_server(("", 0), family=family, dualstack_ipv6=both) as listener:
+            port = int(listener.getsockname()[1])
         return self._host, port, meta_of(dict(self._state_dict()))
 
     async def send(self, version: int) -> None:
@@ -302,34 +288,15 @@ def _errors_stay_here() -> Iterator[None]:
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
+        del os.environ[name]
+        if before is not None:
             os.environ[name] = before
 
 
-def _free_port() -> int:
-    """A port that is free for IPv4 and IPv6, as far as this machine has them."""
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    with socket.create_server(("", 0), family=family, dualstack_ipv6=both) as listener:
-        return int(listener.getsockname()[1])
-
-
-def _own_address(host: str, port: int) -> str:
-    """The address of this machine from which it calls rank 0; of rank 0 that at which it is called."""
-    with socket.create_connection((host, port), CONNECT_SECONDS) as connection:
-        address: str = connection.getsockname()[0]
-        return address
-
-
-def _is_listening(host: str, port: int) -> bool:
+def _own_address(host: str, port: int) -> str | None:
+    """The address of this machine from which it calls rank 0 (of rank 0: at which it is called); None if it cannot."""
     try:
-        socket.create_connection((host, port), CONNECT_SECONDS).close()
+        with socket.create_connection((host, port), CONNECT_SECONDS) as connection:
+            return str(connection.getsockname()[0])
     except OSError:
-        return False
-    return True
-
-
-def _shut_down(group: Any) -> None:
-    group.abort() if hasattr(group, "abort") else group.shutdown()
+        return None

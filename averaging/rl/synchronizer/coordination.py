@@ -6,9 +6,9 @@ Trainers and explorers are *members*, each with a name. A member that waits is i
     NEW_STATE        a newer one is there or published; the present one   never
                      if an explorer stops, the last trainer stops or
                      leaves, or `no_new_state` says so
-    TRAINER_READY    its group is ready: the one of its step              no explorer is left
-    EXPLORER_READY   its group is ready: the newest one                   the last trainer has stopped or left
-    the last two                                                          the group is broken, or the member has none
+    TRAINER_READY    its group is ready: the one of its step              no explorer is left *
+    EXPLORER_READY   its group is ready: the newest one                   the last trainer has stopped or left *
+    * also if the group is broken, or others have a group and this member has none
 
 A group is ready when all its trainers and explorers are in REQUIRE_SYNC, and none of them because of a NEW_STATE.
 Every wait also ends at its deadline (TIMED_OUT), and when its member leaves or is no longer interested (LEFT). A member
@@ -116,30 +116,18 @@ class End(Enum):
 
 @dataclass(eq=False, slots=True)
 class Wait:
-    """A wait of one member; see the table at the top.
-
-    Attributes:
-        step: The step of a trainer that is ready.
-        counted: Whether the explorer is in REQUIRE_SYNC because of it. A caller without a status may wait too.
-        end: None while it goes on.
-        version: The answer.
-        ended: Set at the end.
-    """
-
     member: str
     purpose: Purpose
     deadline: float
-    step: int = 0
-    counted: bool = True
+    step: int = 0  # of a trainer that is ready
+    counted: bool = True  # whether the member is in REQUIRE_SYNC; a caller without a status may wait too
     end: End | None = None
-    version: int | None = None
+    version: int | None = None  # the answer
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(frozen=True, slots=True)
 class SyncGroup:
-    """Members that were set up to transfer weights together."""
-
     trainers: frozenset[str]
     explorers: frozenset[str]
 
@@ -148,21 +136,11 @@ class SyncGroup:
 
 
 class Coordination:
-    """The statuses, the version and the waits of one synchronizer.
-
-    Args:
-        version: The first version; a restarted synchronizer gives the version that it had.
-
-    Attributes:
-        version: The newest version. It never decreases.
-        step: The step of the trainer that set the state; None if none has.
-        trainer_came: Whether there was a trainer.
-        waits: Those that go on.
-    """
+    """The statuses, the version and the waits of one synchronizer. A restarted one begins with the version it had."""
 
     def __init__(self, version: int = 0) -> None:
-        self.version = version
-        self.step: int | None = None
+        self.version = version  # never decreases
+        self.step: int | None = None  # of the trainer that set the state
         self.trainer_came = False
         self.waits: list[Wait] = []
         self._publisher: str | None = None
@@ -214,11 +192,7 @@ class Coordination:
             self._settle()
 
     def set_explorer_status(self, status: RunningStatus, old: RunningStatus | None, member: str) -> None:
-        """Counts an explorer in `status`, and no longer in `old`.
-
-        Raises:
-            ConfigError: No explorer of this member is in `old`, or both are the same.
-        """
+        """Counts an explorer in `status`, and no longer in `old`."""
         counts = self._explorers.get(member, Counter())
         if old is status:
             raise ConfigError(f"an explorer cannot change from {old.value} to {status.value}; the two must differ")
@@ -256,9 +230,6 @@ class Coordination:
 
         It is the step, if that is above the present version. After a restart from an earlier checkpoint, and if several
         trainers publish, it is the present version plus one. A repetition by the same trainer keeps the version.
-
-        Raises:
-            ConfigError: The step is out of range.
         """
         if not 0 <= step <= MAX_STEP:
             raise ConfigError(f"the step of a trainer must be from 0 to {MAX_STEP}, not {step}")
@@ -280,11 +251,7 @@ class Coordination:
     # Waits
 
     def wait_new_state(self, current: int, member: str, deadline: float, *, counted: bool = True) -> Wait:
-        """Waits for a version above `current`, which the explorer has.
-
-        Raises:
-            ConfigError: `current` is above the version here, or no explorer of this member is RUNNING.
-        """
+        """Waits for a version above `current`, which the explorer has."""
         if current > self.version:
             raise ConfigError(
                 f"{_named(member)} has version {current}, but the newest one here is {self.version}; "
@@ -300,11 +267,7 @@ class Coordination:
         return wait
 
     def trainer_ready(self, step: int, member: str, deadline: float) -> Wait:
-        """Says that a trainer is ready to send the weights of `step`, and waits until all its explorers are ready.
-
-        Raises:
-            ConfigError: The step is out of range.
-        """
+        """Says that a trainer is ready to send the weights of `step`, and waits until all its explorers are ready."""
         self.next_version(step, member)
         self._trainers[member], self.trainer_came = REQUIRE_SYNC, True
         wait = self._begin(Wait(member, Purpose.TRAINER_READY, deadline, step))
@@ -315,9 +278,6 @@ class Coordination:
         """Says that an explorer is ready to receive, and waits until its trainer and the other explorers are ready.
 
         Before the first trainer has come it waits for one.
-
-        Raises:
-            ConfigError: No explorer of this member is RUNNING.
         """
         self.set_explorer_status(REQUIRE_SYNC, RUNNING, member)
         wait = self._begin(Wait(member, Purpose.EXPLORER_READY, deadline))
@@ -367,11 +327,8 @@ class Coordination:
     def set_groups(self, groups: Collection[SyncGroup] | None, *, complete: bool = True) -> None:
         """Divides the members into groups, each of which transfers weights on its own; None undoes it.
 
-        A group that loses a member, or in which an explorer stops, is never ready again: set the groups anew.
-
-        Args:
-            groups: The groups.
-            complete: Whether the members outside the groups get no group. Otherwise they wait for it.
+        A group that loses a member, or in which an explorer stops, is never ready again: set the groups anew. Until
+        they are `complete`, the members outside the groups wait for theirs.
         """
         self._groups = None if groups is None else list(groups)
         self._groups_complete = complete
@@ -400,10 +357,8 @@ class Coordination:
                     self._finish(wait, End.ANSWERED)
 
     def _settle_group(self, group: SyncGroup, *, broken: bool) -> None:
-        sending, receiving = (
-            self._of(Purpose.TRAINER_READY, group.trainers),
-            self._of(Purpose.EXPLORER_READY, group.explorers),
-        )
+        sending = self._of(Purpose.TRAINER_READY, group.trainers)
+        receiving = self._of(Purpose.EXPLORER_READY, group.explorers)
         explorers = [self._explorers[member] for member in group.explorers & self._explorers.keys()]
         trainers = {self._trainers[member] for member in group.trainers & self._trainers.keys()} - {STOPPED}
         # Those that wait for a new state are in REQUIRE_SYNC too, and not ready.

@@ -32,23 +32,14 @@ _FROM_WIRE = {number: status for status, number in _TO_WIRE.items()}
 
 @dataclass(frozen=True)
 class SynchronizerMethod(Generic[Result]):
-    """One method of the service.
-
-    Attributes:
-        rpc: The gRPC method with its messages and limits.
-        session: Whether the caller needs an open session.
-        member: Whether the method takes the member that has the caller's session; None without a session.
-        waits: Whether the answer may take as long as the session lives, and not only the connection's `timeout`.
-        leaves_out: A field of the request that is no argument, besides `namespace` and `session`.
-        late: The reply after a `WaitTimeoutError`.
-    """
+    """One method of the service."""
 
     rpc: RpcMethod[Any, Any]
-    session: bool = False
-    member: bool = False
-    waits: bool = False
-    leaves_out: str = ""
-    late: Any = None
+    session: bool = False  # whether the caller needs an open session
+    member: bool = False  # whether the method takes the member that has the caller's session; None without a session
+    waits: bool = False  # whether the answer may take as long as the session lives, and not only `timeout`
+    leaves_out: str = ""  # a field of the request that is no argument, besides `namespace` and `session`
+    late: Any = None  # the reply after a `WaitTimeoutError`
 
     @property
     def name(self) -> str:
@@ -170,11 +161,7 @@ def filled(message: Any, values: Mapping[str, Any]) -> Any:
 
 
 def value_of(message: Any, name: str) -> Any:
-    """Returns the value of a field; None if it was left out.
-
-    Raises:
-        ProtocolViolationError: It is invalid.
-    """
+    """Returns the value of a field; None if it was left out."""
     if name == META:
         if isinstance(message, wire.Meta):
             return meta_from(message.tensors) if message.has_tensors else None
@@ -191,9 +178,6 @@ async def values_of(message: Any, names: Iterable[str]) -> dict[str, Any]:
 
     Loopback and link-local IPv6 are allowed: all members may be on one machine or link, and torch's store sends nothing
     that others choose.
-
-    Raises:
-        ProtocolViolationError: A value is invalid, or no process can be at the address.
     """
     values = {name: value_of(message, name) for name in names}
     if "master_address" in values:

@@ -33,15 +33,11 @@ GROUP_SECONDS = 300.0
 
 
 class Module(Protocol):
-    """What a synchronizer tracks."""
-
     def is_alive(self) -> Any: ...
 
 
 @runtime_checkable
 class GroupMember(Protocol):
-    """A member of a weight sync group."""
-
     def setup_weight_sync_group(
         self, master_address: str, master_port: int, world_size: int, group_name: str, timeout: float, rank: int
     ) -> Any: ...
@@ -64,10 +60,10 @@ class ReceivesWeights(GroupMember, Protocol):
 
 
 class Modules:
-    """The tracked modules, by the name of their member."""
+    """The tracked modules."""
 
     def __init__(self) -> None:
-        self._modules: dict[Module, str] = {}
+        self._modules: dict[Module, str] = {}  # with the name of their member
         self.tracked = False
 
     def __len__(self) -> int:
@@ -137,13 +133,7 @@ def _free_of(groups: Collection[SyncGroup], members: Collection[str]) -> list[st
 
 
 class WeightGroups:
-    """The weight sync groups of one synchronizer: at most one set-up at a time, and it is all or none.
-
-    Args:
-        name: The name of all groups.
-        tracked: The modules that can be members.
-        state: Updated with the groups.
-    """
+    """The weight sync groups of one synchronizer: at most one set-up at a time, and it is all or none."""
 
     def __init__(self, name: str, tracked: Modules, state: Coordination) -> None:
         self._name, self._tracked, self._state = name, tracked, state
@@ -166,7 +156,7 @@ class WeightGroups:
         if not explorers:
             raise StateError("there is no explorer for a weight sync group; add_module() adds one")
         async with _all_or_none({}, explorers, timeout):
-            await self._join(None, explorers, (address, port, meta), timeout)
+            await self._join(explorers, (address, port, meta), timeout)
         self._state.set_groups(None)
 
     async def tear_down(self) -> None:
@@ -207,19 +197,16 @@ class WeightGroups:
         self, name: str, trainer: SendsWeights, explorers: dict[str, ReceivesWeights], timeout: float
     ) -> None:
         place = await _call("trainer", name, trainer.get_weight_sync_info)
-        await self._join((name, trainer), explorers, place, timeout)
+        await self._join(explorers, place, timeout, (name, trainer))
 
     async def _join(
         self,
-        trainer: tuple[str, SendsWeights] | None,
         explorers: dict[str, ReceivesWeights],
         place: tuple[str, int, Meta | None],
         timeout: float,
+        trainer: tuple[str, SendsWeights] | None = None,
     ) -> None:
-        """Lets a trainer join as rank 0, and the explorers as ranks 1, 2, …; then gives the explorers the meta.
-
-        Without a trainer here, it joins as rank 0 on its own.
-        """
+        """Lets explorers join as ranks 1, 2, …, and a trainer as rank 0 unless it joins on its own; gives the meta."""
         address, port, meta = place
         arguments = address, port, len(explorers) + 1, self._name, timeout
         async with asyncio.TaskGroup() as tasks:  # no member returns before all have joined

@@ -54,14 +54,10 @@ _FOREVER = 1e9
 
 
 class ClientSession:
-    """One session at a synchronizer, at the side of the process that has it: it is alive, and carries out commands.
-
-    Attributes:
-        number: Its number, which calls carry; empty until the synchronizer has given it.
-    """
+    """One session at a synchronizer, at the side of the process that has it: it is alive, and carries out commands."""
 
     def __init__(self, endpoint: str, hello: wire.Hello) -> None:
-        self.number = b""
+        self.number = b""  # which calls carry; empty until the synchronizer has given it
         self._endpoint = endpoint
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # the reason
         self._messages: asyncio.Queue[wire.FromModule] = asyncio.Queue()
@@ -70,7 +66,6 @@ class ClientSession:
         self._commands: set[asyncio.Task[None]] = set()
 
     def announce(self, module: Module) -> None:
-        """Says what this process can do."""
         if self._module is None:
             self._module = module
             sends, receives = isinstance(module, SendsWeights), isinstance(module, ReceivesWeights)
@@ -82,11 +77,7 @@ class ClientSession:
             yield await methods.next_message(self._messages, wire.FromModule)
 
     async def until_lost(self, call: Awaitable[T]) -> T:
-        """Awaits a call.
-
-        Raises:
-            PeerUnreachableError: The session has ended meanwhile.
-        """
+        """Awaits a call. Raises a `PeerUnreachableError` if the session has ended meanwhile."""
         calling = asyncio.ensure_future(call)
         waiting: list[asyncio.Future[Any]] = [calling, self._lost]
         try:
@@ -158,12 +149,6 @@ class RemoteSynchronizer:
         return f"<RemoteSynchronizer at {self._channel.endpoint}>"
 
     async def __aenter__(self) -> Self:
-        """Connects and opens a session.
-
-        Raises:
-            PeerUnreachableError: There is no answer within `timeout`.
-            CallRefusedError: There is no synchronizer in this namespace; also without its token.
-        """
         self._attending = asyncio.get_running_loop().create_task(self._stay_attached())
         try:
             await self._open_session()
@@ -182,11 +167,7 @@ class RemoteSynchronizer:
     # Modules and statuses. `_stay_attached` repeats them when a session was lost.
 
     async def add_module(self, module: Module) -> None:
-        """Makes this process a module there, which can be in a weight sync group; see `Synchronizer.add_module`.
-
-        Raises:
-            ConfigError: It is another module already.
-        """
+        """Makes this process a module there. A `ConfigError` is raised if it is another module already."""
         if self._module not in (None, module):
             raise ConfigError("a connection is one module; make another connection for a second one")
         self._module = module
@@ -234,22 +215,13 @@ class RemoteSynchronizer:
         return await self._send(session, methods.SET_MODEL_STATE_DICT, outgoing())
 
     async def get_model_state_dict(self) -> tuple[ModelState, int]:
-        """Receives the newest state, verifies its digest, and returns it with its version.
-
-        Raises:
-            ProtocolViolationError: The state was damaged on its way.
-        """
+        """Receives the newest state; a `ProtocolViolationError` is raised if its digest is wrong."""
         for _ in range(READS - 1):
             with suppress(CallRefusedError):
                 return await self._read_state()
         return await self._read_state()
 
     async def get_model_state_dict_iterator(self) -> AsyncIterator[tuple[str, object]]:
-        """Yields the names and tensors of the newest state, after all were received and verified.
-
-        Raises:
-            ConfigError: The state is a path.
-        """
         state, _ = await self.get_model_state_dict()
         if isinstance(state, str):
             raise ConfigError(f"the state is a path, {state}; get_model_state_dict() returns it")
@@ -317,8 +289,7 @@ class RemoteSynchronizer:
                     assembler.add(part)
 
         await session.until_lost(read())
-        received = assembler.result()
-        return received.state, received.version
+        return assembler.result()
 
     # The session
 

@@ -56,19 +56,12 @@ Request = TypeVar("Request")
 
 
 class ServerSession:
-    """One process that attends. It is a module that lives as long as its connection.
+    """One process that attends. It is a module that lives as long as its connection."""
 
-    Attributes:
-        number: Names the session in calls. It is secret, because it stands for the statuses of this process.
-        member: Name of the process among the members.
-        host: Where the process is.
-        messages: What the process is sent.
-    """
-
-    def __init__(self, name: str, namespace: str, serial: int, host: str) -> None:
-        self.number = secrets.token_bytes(16)
+    def __init__(self, name: str, namespace: str, serial: int) -> None:
+        self.number = secrets.token_bytes(16)  # secret: it stands for the statuses of this process
         self.member = f"{printable(name, MAX_NAME) or 'session'} {serial}"
-        self.namespace, self.host = namespace, host
+        self.namespace = namespace
         self.messages: asyncio.Queue[wire.ToModule] = asyncio.Queue()
         self._pending: dict[int, asyncio.Future[wire.ModuleReply]] = {}
         self._serials = itertools.count(1)
@@ -78,11 +71,7 @@ class ServerSession:
         return not self._gone
 
     def describe(self, module: wire.Module) -> None:
-        """Gives this object the methods of the process, which make it a `SendsWeights` or a `ReceivesWeights`.
-
-        Raises:
-            ProtocolViolationError: The process is another module already.
-        """
+        """Gives this object the methods of the process, which make it a `SendsWeights` or a `ReceivesWeights`."""
         if self._described:
             raise ProtocolViolationError("a session is one module; open another session for a second one")
         self._described = True
@@ -91,11 +80,6 @@ class ServerSession:
             setattr(self, name, partial(self._ask, name))
 
     async def _ask(self, kind: str, *arguments: Any) -> tuple[Any, ...]:
-        """Gives the process a command and waits for its results.
-
-        Raises:
-            StateError: The command failed, or the process is gone.
-        """
         if self._gone:
             raise StateError(f"{self.member} is gone")
         names, results = methods.COMMANDS[kind]
@@ -126,11 +110,7 @@ class ServerSession:
 
 
 class SynchronizerService:
-    """Serves synchronizers; give it to `RpcServer` or to `Peer(services=…)`.
-
-    Args:
-        synchronizers: Their namespaces must differ.
-    """
+    """Serves synchronizers of different namespaces; give it to `RpcServer` or to `Peer(services=…)`."""
 
     def __init__(self, synchronizers: Iterable[Synchronizer] = ()) -> None:
         self.synchronizers: dict[str, Synchronizer] = {}
@@ -143,11 +123,7 @@ class SynchronizerService:
         self._reading: dict[tuple[str, int], int] = {}  # readers of each (namespace, version), the oldest first
 
     def add(self, synchronizer: Synchronizer) -> None:
-        """Serves a synchronizer in its namespace, also in the place of a synchronizer that has ended.
-
-        Raises:
-            ConfigError: Another synchronizer is served in this namespace.
-        """
+        """Serves a synchronizer in its namespace, also in the place of a synchronizer that has ended."""
         namespace = synchronizer.config.namespace
         present = self.synchronizers.get(namespace)
         if present is not None and not present.ended:
@@ -197,7 +173,7 @@ class SynchronizerService:
             raise BusyError(
                 f"there are {self._session_quota.taken_by(host)} sessions of your host here; try again later"
             )
-        session = ServerSession(first.hello.name, first.hello.namespace, next(self._serials), host)
+        session = ServerSession(first.hello.name, first.hello.namespace, next(self._serials))
         self._sessions[session.number] = session
         reading = asyncio.ensure_future(_read(messages, session, synchronizer))
         reading.add_done_callback(lambda _: session.messages.put_nowait(wire.ToModule()))  # ends the loop below
@@ -218,11 +194,6 @@ class SynchronizerService:
             synchronizer.remove_member(session.member)
 
     def _member(self, number: bytes, namespace: str) -> str:
-        """Returns the member that has an open session.
-
-        Raises:
-            ProtocolViolationError: There is none with this number in this namespace.
-        """
         session = self._sessions.get(number)
         if session is None or session.namespace != namespace:
             raise ProtocolViolationError(
@@ -239,18 +210,17 @@ class SynchronizerService:
             raise ProtocolViolationError("a state without messages")
         synchronizer = self._find(first.namespace)
         self._member(first.session, first.namespace)
-        assembler = TensorAssembler(synchronizer.config.max_state_bytes)
-        assembler.add(first)
-        state = await self._receive(parts, assembler, synchronizer)
+        state = await self._receive(first, parts, synchronizer)
         member = self._member(first.session, first.namespace)  # it may have left meanwhile
         version = await synchronizer.set_model_state_dict(state, first.step, member=member, copy=False)
         return wire.Version(version=version)
 
     async def _receive(
-        self, parts: AsyncIterator[wire.StatePart], assembler: TensorAssembler, synchronizer: Synchronizer
+        self, first: wire.StatePart, parts: AsyncIterator[wire.StatePart], synchronizer: Synchronizer
     ) -> ModelState:
-        """Receives the rest of a state."""
         config, host = synchronizer.config, rpc_caller().host
+        assembler = TensorAssembler(config.max_state_bytes)
+        assembler.add(first)
         most = 2 * config.max_state_bytes
         quota = self._uploads.setdefault(synchronizer, HostQuota(most, most))
         amount = max(assembler.nbytes, most // MAX_UPLOADS)
@@ -269,7 +239,7 @@ class SynchronizerService:
             ) from None
         finally:
             quota.leave(host, amount)
-        return assembler.result().state
+        return assembler.result()[0]
 
     async def _get_model_state_dict(self, request: wire.Request) -> AsyncGenerator[wire.StatePart, None]:
         synchronizer = self._find(request.namespace)
@@ -294,11 +264,7 @@ class SynchronizerService:
 
 
 async def _first(messages: AsyncIterator[Request]) -> Request | None:
-    """Returns the first message of a call; None if there is none.
-
-    Raises:
-        ProtocolViolationError: It is late.
-    """
+    """Returns the first message of a call; None if there is none."""
     try:
         async with asyncio.timeout(HELLO_SECONDS):
             return await anext(messages, None)
@@ -342,11 +308,7 @@ _services: WeakKeyDictionary[object, SynchronizerService] = WeakKeyDictionary()
 
 
 def serve_on(home: Peer | asyncio.AbstractEventLoop, synchronizer: Synchronizer) -> None:
-    """Adds a synchronizer to a peer, which serves it, or to an event loop.
-
-    Raises:
-        ConfigError: The peer is running and serves none yet, or there is one in this namespace.
-    """
+    """Adds a synchronizer to a peer, which serves it, or to an event loop."""
     service = _services.get(home)
     if service is None:
         service = SynchronizerService()

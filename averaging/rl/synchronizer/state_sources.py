@@ -1,4 +1,4 @@
-"""Where a synchronizer gets states besides `set_model_state_dict`: the checkpoints of a trainer, and a peer."""
+"""The checkpoints of a trainer, and the version that is kept beside them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from pathlib import Path
 
 from averaging.config import FilePath
 from averaging.errors import ConfigError, StateError
-from averaging.peer import Peer
 from averaging.rl.synchronizer.coordination import MAX_VERSION
 from averaging.rl.synchronizer.modules import POLL_SECONDS
-from averaging.rl.synchronizer.state_stream import StateDict
 from averaging.tensors import in_thread
 
 NAME = "synchronizer_version.txt"
@@ -23,21 +21,21 @@ LATEST = "latest_state_dict_iteration.txt"
 """In it, a trainer writes the step of its newest checkpoint for explorers."""
 
 
+logger = logging.getLogger("averaging.rl.synchronizer")
+
+
 def read_number(path: Path) -> int | None:
     """Returns the number in a file; None if there is none, or it cannot be read now."""
     numbers = _read_numbers(path)
-    return numbers[0] if numbers is not None and len(numbers) == 1 else None
+    return numbers[0] if len(numbers) == 1 else None
 
 
-def _read_numbers(path: Path) -> list[int] | None:
+def _read_numbers(path: Path) -> list[int]:
     try:
         numbers = [int(word) for word in path.read_text().split()]
     except (OSError, ValueError):
-        return None
-    return numbers if all(0 <= number <= MAX_VERSION for number in numbers) else None
-
-
-logger = logging.getLogger("averaging.rl.synchronizer")
+        return []
+    return numbers if all(0 <= number <= MAX_VERSION for number in numbers) else []
 
 
 class CheckpointFolder:
@@ -46,15 +44,10 @@ class CheckpointFolder:
     The file `NAME` has the highest version that may have been handed out, and the step of the trainer that has it. It
     is written before such a version is handed out.
 
-    Args:
-        path: The folder; None if there is none, so that nothing is kept.
-
     Attributes:
+        path: The folder; None if there is none, so that nothing is kept.
         version: The highest version that may have been handed out; 0 if none was.
         step: The step of that version; None if it is not known, as in the files of version 0.2.
-
-    Raises:
-        ConfigError: The file is damaged or cannot be read.
     """
 
     def __init__(self, path: FilePath | None) -> None:
@@ -62,7 +55,7 @@ class CheckpointFolder:
         self.version, self.step = 0, None
         if self.path is not None and (self.path / NAME).exists():
             numbers = _read_numbers(self.path / NAME)
-            if numbers is None or len(numbers) not in (1, 2):
+            if len(numbers) not in (1, 2):
                 raise ConfigError(
                     f"{self.path / NAME} should hold the last version as a number; restore it, or write the version "
                     "into it"
@@ -72,12 +65,7 @@ class CheckpointFolder:
     async def reserve(self, version: Callable[[], int], step: int | None) -> None:
         """Writes a version and its step to disk before it is handed out.
 
-        Args:
-            version: Returns the version, which may become a higher one while a lower one is written.
-            step: The step of the trainer; None if it is not known.
-
-        Raises:
-            StateError: The file cannot be written; the former one stays.
+        The version may become a higher one while a lower one is written, so it is asked for again.
         """
         while self.path is not None and (wanted := version()) > self.version:
             try:
@@ -103,14 +91,9 @@ def _write(folder: Path, text: str) -> None:
 async def find_checkpoints(
     folder: Path, present: Callable[[], int | None], hand_out: Callable[[int], Awaitable[object]]
 ) -> None:
-    """Calls `hand_out` for each new checkpoint that a trainer announces in its folder.
+    """Calls `hand_out` for each new checkpoint that a trainer announces in its folder, again while it raises an error.
 
-    A checkpoint of an earlier step is new too: the trainer has gone back to it.
-
-    Args:
-        folder: The folder.
-        present: Returns the step of the present state, whose checkpoint is not new; None if there is no state.
-        hand_out: Hands out the checkpoint of a step; called again each second while it raises a StateError.
+    A checkpoint of an earlier step is new too: the trainer has gone back to it. That of the `present` state is not.
     """
     seen, failed = None, None
     while True:
@@ -124,20 +107,4 @@ async def find_checkpoints(
                 if step != failed:
                     logger.warning("the checkpoint of step %d is not handed out: %s", step, error)
                 failed = step
-        await asyncio.sleep(POLL_SECONDS)
-
-
-async def follow_peer(peer: Peer, publish: Callable[[StateDict, int], Awaitable[object]]) -> None:
-    """Calls `publish` with a copy of the peer's tensors for each of its versions that is seen."""
-    names = [spec.name for spec in peer.schema.tensors]
-
-    def copy() -> StateDict:
-        with peer.tensors() as tensors:
-            return {name: tensor.cpu().clone() for name, tensor in zip(names, tensors, strict=True)}
-
-    followed = -1
-    while True:
-        if peer.version > followed:
-            followed = peer.version
-            await publish(await in_thread(copy), followed)
         await asyncio.sleep(POLL_SECONDS)

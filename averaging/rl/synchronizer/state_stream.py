@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -46,11 +45,7 @@ MAX_NAME, MAX_PATH = 1024, 4096
 
 
 def copy_of(state: object) -> ModelState:
-    """Returns a copy on the CPU that its owner no longer changes.
-
-    Raises:
-        TensorError: An item is no tensor, has no dense values, or has a dtype that cannot be sent.
-    """
+    """Returns a copy on the CPU that its owner no longer changes."""
     if state is None or isinstance(state, str):
         return state
     if not isinstance(state, Mapping):
@@ -67,10 +62,8 @@ def copy_of(state: object) -> ModelState:
 
 async def copy_in_thread(state: object) -> ModelState:
     """Does the same in a thread if it takes long."""
-    nbytes = 0
-    if isinstance(state, Mapping):
-        tensors = (tensor for tensor in state.values() if isinstance(tensor, torch.Tensor))
-        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    values = state.values() if isinstance(state, Mapping) else ()
+    nbytes = sum(each.numel() * each.element_size() for each in values if isinstance(each, torch.Tensor))
     return await offload(lambda: copy_of(state), nbytes)
 
 
@@ -83,11 +76,6 @@ def tensors_of(meta: Meta) -> list[wire.Tensor]:
 
 
 def meta_from(tensors: Sequence[wire.Tensor]) -> Meta:
-    """Reads and checks what describes the tensors.
-
-    Raises:
-        ProtocolViolationError: There are too many, two have the same name, or a dtype or shape is invalid.
-    """
     infos = [TensorInfo(tensor.name, tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
     check_tensors(infos, DTYPES)
     if wrong := [len(info.name) for info in infos if not 0 < len(info.name) <= MAX_NAME]:
@@ -96,12 +84,7 @@ def meta_from(tensors: Sequence[wire.Tensor]) -> Meta:
 
 
 def parts_of(state: ModelState, version: int = 0) -> Iterator[wire.StatePart]:
-    """Yields the messages of a state: the head, the bytes of the tensors in order, and the digest.
-
-    Args:
-        state: State that is not written meanwhile.
-        version: Number of its version.
-    """
+    """Yields the messages of a state, which nobody writes to meanwhile: the head, the bytes in order, the digest."""
     head = wire.StateHead(version=version)
     if isinstance(state, str):
         head.path = state
@@ -120,19 +103,8 @@ def parts_of(state: ModelState, version: int = 0) -> Iterator[wire.StatePart]:
     yield wire.StatePart(digest=digest.digest())
 
 
-@dataclass(frozen=True, slots=True)
-class ReceivedTensors:
-    """A state and the version that its sender gave it."""
-
-    state: ModelState
-    version: int
-
-
 class TensorAssembler:
-    """Puts the messages of one state together.
-
-    Args:
-        max_bytes: Maximum size of the tensors together.
+    """Puts the messages of one state of at most `max_bytes` together.
 
     Attributes:
         finished: Whether the state is complete and its digest is right.
@@ -149,12 +121,6 @@ class TensorAssembler:
         self.nbytes = 0
 
     def add(self, part: wire.StatePart) -> None:
-        """Takes the next message.
-
-        Raises:
-            ProtocolViolationError: The message is invalid, or the digest is not that of the bytes.
-            BusyError: There is no memory for the next tensor.
-        """
         if self.finished:
             raise ProtocolViolationError("a state with a message after its end")
         if self._head is None:
@@ -168,17 +134,12 @@ class TensorAssembler:
         else:
             self.finished = True
 
-    def result(self) -> ReceivedTensors:
-        """Returns the whole state.
-
-        Raises:
-            ProtocolViolationError: Messages are missing.
-        """
+    def result(self) -> tuple[ModelState, int]:
+        """Returns the state and the version that its sender gave it."""
         if self._head is None or not self.finished:
             raise ProtocolViolationError("a state that ends before its digest")
-        if self._head.has_tensors:
-            return ReceivedTensors(self._state, self._head.version)
-        return ReceivedTensors(self._head.path or None, self._head.version)
+        state = self._state if self._head.has_tensors else self._head.path or None
+        return state, self._head.version
 
     def _begin(self, part: wire.StatePart) -> None:
         if not part.HasField("head"):

@@ -25,15 +25,12 @@ from averaging.rl.synchronizer.coordination import (
 from averaging.rl.synchronizer.modules import GROUP_SECONDS, POLL_SECONDS, Module, Modules, WeightGroups
 from averaging.rl.synchronizer.remote import RemoteSynchronizer
 from averaging.rl.synchronizer.service import SynchronizerService, serve_on, served_on
-from averaging.rl.synchronizer.state_sources import CheckpointFolder, find_checkpoints, follow_peer
+from averaging.rl.synchronizer.state_sources import CheckpointFolder, find_checkpoints
 from averaging.rl.synchronizer.state_stream import Meta, ModelState, StateDict, copy_in_thread, copy_of, meta_of
 from averaging.rpc import RpcHandler, read_credentials
 from averaging.tensors import in_thread
 
 logger = logging.getLogger("averaging.rl.synchronizer")
-
-_PEER = "the peer"
-"""The member that publishes the versions of the peer."""
 
 Role = Literal["trainer", "explorer"]
 
@@ -48,15 +45,14 @@ class Synchronizer:
     ```
 
     It is an async context manager and belongs to one event loop. As a service it is given to `RpcServer`, `Peer` or
-    `DecentralizedAverager`; `Synchronizer(peer)` adds itself to the peer. `connect` gives the same methods elsewhere.
+    `DecentralizedAverager`. `connect` gives the same methods elsewhere.
 
     The methods have the names and meanings of `trinity.manager.synchronizer.Synchronizer`. A *member* is a process or
     task that has statuses. The methods that change a status take its name as `member`; with several trainers or
     explorers in one process give each its own. The statuses of a member whose modules are all dead are removed.
 
     Args:
-        peer: A peer that has not been entered. The synchronizer is served on its port. Its tensors are the state until
-            the first `set_model_state_dict`, under the version of the peer.
+        peer: A peer that has not been entered. The synchronizer is served on its port.
         config: The options.
         state_dict: The first state, which has version 0.
         ends_with_modules: Whether it ends when all its modules are dead, and not at the end of `async with`.
@@ -64,6 +60,7 @@ class Synchronizer:
     Attributes:
         config: The options.
         model_state_dict: The newest state: tensors by name, a path, or None; None after the end.
+        ended: Whether it was closed, or has ended with its modules.
 
     Raises:
         ConfigError: An option is invalid, the peer is running, or the kept version cannot be read.
@@ -86,10 +83,8 @@ class Synchronizer:
         self.model_state_dict: ModelState = copy_of(state_dict)
         self._modules = Modules()
         self._groups = WeightGroups(self.config.group_name, self._modules, self._state)
-        self._peer = peer
         self._main: asyncio.Task[None] | None = None
-        self._following: asyncio.Task[None] | None = None  # hands out the versions of the peer
-        self._ends_with_modules, self._holders, self._ended = ends_with_modules, 0, False
+        self._ends_with_modules, self._holders, self.ended = ends_with_modules, 0, False
         self._closing = asyncio.Event()
         if peer is not None:
             serve_on(peer, self)
@@ -117,7 +112,7 @@ class Synchronizer:
             await asyncio.wait([self._main])
 
     def start(self) -> None:
-        """Starts the background tasks, as `async with` does; a server starts them at the first call."""
+        """Starts the background tasks, as `async with` and the first call of a server do."""
         self._check()
         if self._main is None:
             self._main = asyncio.get_running_loop().create_task(self._run())
@@ -131,11 +126,6 @@ class Synchronizer:
                     hand_out = partial(self.set_model_state_dict, None)
                     finding = find_checkpoints(folder, lambda: self._state.step, hand_out)
                     running.append(tasks.create_task(finding))
-                if self._peer is not None:
-                    self._state.set_trainer_status(RunningStatus.RUNNING, _PEER)
-                    following = follow_peer(self._peer, partial(self._publish, member=_PEER))
-                    self._following = tasks.create_task(following)
-                    running.append(self._following)
                 await self._closing.wait()
                 for task in running:
                     task.cancel()
@@ -145,22 +135,20 @@ class Synchronizer:
             self._end()
 
     def _end(self) -> None:
-        self._ended = True
+        self.ended = True
         self._closing.set()
         self._state.end()
         self.model_state_dict = None
 
     def _check(self) -> None:
-        if self._ended:
+        if self.ended:
             raise ClosedError("this synchronizer has ended; none of its modules is alive, or it was closed")
 
     async def add_module(self, module: Module, *, member: str = "") -> None:
-        """Tracks a module of `member`, see `averaging.rl.synchronizer.modules`; it is dropped when it is dead.
+        """Tracks a module of `member`: any object with `is_alive()`. It is dropped when it is dead.
 
-        When none is left, a synchronizer from `get_actor` ends, unless a caller is inside its `async with`.
-
-        Raises:
-            ClosedError: The synchronizer has ended, or has not been entered.
+        With the methods of `WeightSender` or `WeightReceiver` it can be in a weight sync group. When no module is left,
+        a synchronizer with `ends_with_modules` ends, unless a caller is inside its `async with`.
         """
         self._check()
         if self._main is None:
@@ -175,10 +163,6 @@ class Synchronizer:
     @property
     def module_count(self) -> int:
         return len(self._modules)
-
-    @property
-    def ended(self) -> bool:
-        return self._ended
 
     async def _poll_modules(self) -> None:
         while True:
@@ -211,11 +195,7 @@ class Synchronizer:
         self._state.note_received(member, version)
 
     async def set_trainer_status(self, status: RunningStatus | str, *, member: str = "") -> None:
-        """Sets the status of a trainer, also by its name. When all have stopped, waiting explorers get the version.
-
-        Raises:
-            ConfigError: There is no such status.
-        """
+        """Sets the status of a trainer, also by its name. When all have stopped, waiting explorers get the version."""
         self._check()
         self._state.set_trainer_status(one_of(RunningStatus, status, "status"), member)
 
@@ -240,10 +220,8 @@ class Synchronizer:
     ) -> None:
         """Counts an explorer of `member` in `status`, and no longer in `old_status`, which is None for a new explorer.
 
-        When an explorer stops, those that wait for a new state get the present version.
-
-        Raises:
-            ConfigError: There is no such status, or no explorer of this member is in `old_status`. Nothing was changed.
+        When an explorer stops, those that wait for a new state get the present version. If no explorer of this member
+        is in `old_status`, a `ConfigError` is raised and nothing is changed.
         """
         self._check()
         old = None if old_status is None else one_of(RunningStatus, old_status, "old_status")
@@ -280,15 +258,10 @@ class Synchronizer:
         self._check()
         self._state.next_version(trainer_step, member)
         kept = await copy_in_thread(model_state_dict) if copy else model_state_dict
-        self._stop_following()
-        return await self._publish(kept, trainer_step, member)
-
-    async def _publish(self, state: ModelState, step: int, member: str) -> int:
-        await self._checkpoints.reserve(lambda: self._state.next_version(step, member), step)
-        self._check()
-        self.model_state_dict = state
-        version = self._state.publish(step, member)
-        logger.info("version %d is set, of step %d", version, step)
+        await self._reserve(trainer_step, member)
+        self.model_state_dict = kept
+        version = self._state.publish(trainer_step, member)
+        logger.info("version %d is set, of step %d", version, trainer_step)
         return version
 
     def get_model_state_dict(self) -> tuple[ModelState, int]:
@@ -422,9 +395,7 @@ class Synchronizer:
             raise ConfigError(f"module must be 'trainer' or 'explorer', not {module!r}")
         deadline = asyncio.get_running_loop().time() + self.config.sync_timeout
         if module == "trainer":
-            self._stop_following()
-            await self._checkpoints.reserve(lambda: self._state.next_version(trainer_step, member), trainer_step)
-            self._check()
+            await self._reserve(trainer_step, member)
             wait = self._state.trainer_ready(trainer_step, member, deadline)
         else:
             wait = self._state.explorer_ready(member, deadline)
@@ -432,6 +403,10 @@ class Synchronizer:
         if version is not None:
             await self._checkpoints.reserve(lambda: version, None)
         return version
+
+    async def _reserve(self, step: int, member: str) -> None:
+        await self._checkpoints.reserve(lambda: self._state.next_version(step, member), step)
+        self._check()
 
     async def _answer_to(self, wait: Wait) -> int | None:
         """Returns the version with which a wait ends. If this is cancelled, the member no longer waits."""
@@ -445,13 +420,6 @@ class Synchronizer:
         if wait.end is End.LEFT:
             raise ClosedError("the member that waits has left the synchronizer, or the synchronizer has ended")
         return wait.version
-
-    def _stop_following(self) -> None:
-        if self._peer is not None:
-            self._peer = None
-            self.remove_member(_PEER)
-            if self._following is not None:
-                self._following.cancel()  # the peer's weights that are being copied would get a version above this
 
     def rpc_handlers(self) -> Iterable[RpcHandler]:
         return SynchronizerService([self]).rpc_handlers()
@@ -472,13 +440,10 @@ class Synchronizer:
 
         Args:
             config: The options of a new synchronizer, with its namespace.
-            namespace: The namespace, if there is no config.
-            peer: The peer on which it is served; None for the synchronizers of this process.
-            module: A module to track, such as the caller.
-            member: The member that the module is.
-
-        Raises:
-            ConfigError: There is none in this namespace, and no config to create it.
+            namespace: The namespace, if there is no config. A `ConfigError` is raised if there is none either.
+            peer: The peer on which it is served; None for the synchronizers of this event loop.
+            module: A module of `member` to track, such as the caller.
+            member: Its name.
         """
         name = config.namespace if config is not None else namespace or ""
         home = asyncio.get_running_loop() if peer is None else peer
@@ -514,9 +479,6 @@ class Synchronizer:
             tls: Certificates, if the server has TLS.
             token_file: File with the run's tokens.
             timeout: Seconds to connect, and for the answer to a call that does not wait.
-
-        Raises:
-            ConfigError: The endpoint is malformed, or a file cannot be read.
         """
         credentials = read_credentials(tls=tls, token_file=token_file)
         return RemoteSynchronizer(endpoint, credentials, namespace=namespace, name=name, timeout=timeout)
