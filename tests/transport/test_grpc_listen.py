@@ -417,8 +417,9 @@ async def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.Monke
 
 
 @pytest.mark.asyncio
-async def test_channels_long_unused_are_closed() -> None:
-    channels = Channels(MAX_MESSAGE_BYTES, max_idle=2)
+async def test_channels_long_unused_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("averaging.transport.grpc.channels.MAX_IDLE", 2)
+    channels = Channels(MAX_MESSAGE_BYTES)
 
     async def channel_to(port: int) -> grpc.aio.Channel:
         async with channels.connection(f"127.0.0.1:{port}") as line:

@@ -18,7 +18,7 @@ from averaging.errors import BusyError, CallRefusedError, PeerUnreachableError
 from averaging.peer.service import DOWNLOADS_PER_HOST, MAX_DOWNLOADS, HostQueue
 from averaging.protocol.messages import AveragingData, Digest, ExchangeReply, MessageCode, Record
 from averaging.state.downloads import download
-from averaging.transport.grpc import GrpcTransport, channel_options, channels, methods, server
+from averaging.transport.grpc import GrpcTransport, authentication, channel_options, channels, methods, server
 from averaging.transport.grpc.authentication import Callers
 from tests.support.grpc_fakes import (
     MAX_MESSAGE_BYTES,
@@ -163,8 +163,9 @@ class Context:
         return self._peer
 
 
-def test_a_host_has_so_many_calls_in_progress() -> None:
-    callers = Callers(authenticated=False, max_calls_per_host=2)
+def test_a_host_has_so_many_calls_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(authentication, "MAX_CALLS_PER_HOST", 2)
+    callers = Callers(authenticated=False)
     one, again, other = (
         cast("grpc.aio.ServicerContext[Any, Any]", Context(peer))
         for peer in ("ipv4:192.0.2.7:1", "ipv4:192.0.2.7:2", "ipv6:%5B2001:db8::7%5D:1")
@@ -183,9 +184,7 @@ def test_a_host_has_so_many_calls_in_progress() -> None:
 
 @pytest.mark.asyncio
 async def test_a_host_with_too_many_calls_is_notified(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        server, "Callers", lambda authenticated: Callers(authenticated=authenticated, max_calls_per_host=1)
-    )
+    monkeypatch.setattr(authentication, "MAX_CALLS_PER_HOST", 1)
     async with (
         serving(FakePeer()) as (_, endpoint),
         client() as caller,
@@ -247,9 +246,7 @@ class Talkative(FakeGossip):
 async def test_who_reads_no_reply_keeps_no_call_in_progress(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "WRITE_SECONDS", 0.2)
     monkeypatch.setattr(server, "WRITE_BYTES_PER_SECOND", 1 << 30)
-    monkeypatch.setattr(
-        server, "Callers", lambda authenticated: Callers(authenticated=authenticated, max_calls_per_host=1)
-    )
+    monkeypatch.setattr(authentication, "MAX_CALLS_PER_HOST", 1)
     async with (
         serving(FakePeer(), Talkative()) as (transport, endpoint),
         grpc.aio.insecure_channel(endpoint, NARROW) as channel,

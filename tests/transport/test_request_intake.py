@@ -10,8 +10,7 @@ import pytest
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 
 from averaging.security.credentials import Credentials
-from averaging.transport.grpc import GrpcTransport, methods, request_intake, server
-from averaging.transport.grpc.authentication import Callers
+from averaging.transport.grpc import GrpcTransport, authentication, methods, request_intake
 from tests.support.certificates import TOKEN
 from tests.support.grpc_fakes import (
     FakeGossip,
@@ -143,9 +142,7 @@ async def test_a_malformed_request_to_a_standard_service_is_its_caller_s_fault()
 @pytest.mark.asyncio
 @pytest.mark.parametrize("path", [*SERVED, UNKNOWN])
 async def test_every_service_counts_in_the_calls_of_a_host(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        server, "Callers", lambda authenticated: Callers(authenticated=authenticated, max_calls_per_host=1)
-    )
+    monkeypatch.setattr(authentication, "MAX_CALLS_PER_HOST", 1)
     async with serving(FakePeer(), FakeGossip()) as (transport, endpoint), asyncio.timeout(PATIENCE):
         assert transport._server is not None
         in_progress = transport._server._intake._callers._calls._taken

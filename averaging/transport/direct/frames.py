@@ -144,14 +144,13 @@ _STEP = 4096
 
 
 class BufferPool:
-    """The buffers of one transport, of which at most `limit` bytes are kept.
+    """The buffers of one transport, of which at most `KEPT_BYTES` are kept.
 
     A view of a buffer, and a tensor that shares its memory, refer to it. So it is free when only this object does. The
     holder of a view may write to it.
     """
 
-    def __init__(self, limit: int = KEPT_BYTES) -> None:
-        self._limit = limit
+    def __init__(self) -> None:
         self._kept: list[Room] = []
         self._nbytes = 0
         self._next = 0  # where the search begins: buffers mostly become free in the order in which they were taken
@@ -176,9 +175,9 @@ class BufferPool:
         """Forgets unused buffers of other sizes until `nbytes` more fit; returns whether they do."""
         kept = self._kept
         for index in reversed(range(len(kept))):
-            if self._nbytes + nbytes <= self._limit:
+            if self._nbytes + nbytes <= KEPT_BYTES:
                 break
             if sys.getrefcount(kept[index]) == _UNUSED:
                 self._nbytes -= len(kept[index])
                 del kept[index]
-        return self._nbytes + nbytes <= self._limit
+        return self._nbytes + nbytes <= KEPT_BYTES

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncGenerator, AsyncIterator
 from functools import partial
 from typing import Any
@@ -20,9 +19,6 @@ from averaging.transport.direct.listener import Listener
 from averaging.transport.direct.opening import ECHO, OPEN, Grant, Request, direct_handlers, open_link
 from averaging.transport.direct.streams import HeaderCache, decode_error, frame_of
 from averaging.transport.grpc import GrpcTransport, check_listen
-
-SUPPORTED = hasattr(socket.socket, "sendmsg") and hasattr(socket.socket, "recvmsg_into")
-"""Whether this system has what the lane needs; Windows has not."""
 
 
 class DirectTransport(GrpcTransport):
@@ -63,7 +59,7 @@ class DirectTransport(GrpcTransport):
 
     async def bind(self) -> str:
         endpoint = await super().bind()
-        if self._listen is not None and SUPPORTED:
+        if self._listen is not None:
             address = self._direct_listen
             if address == AUTO:
                 address = f"{parse_address(self._listen)[0]}:0"
@@ -98,8 +94,7 @@ class DirectTransport(GrpcTransport):
             await self._lanes.close()
 
     def prepare_lane(self, endpoint: str) -> None:
-        if SUPPORTED:
-            self._lanes.prepare(endpoint)
+        self._lanes.prepare(endpoint)
 
     async def check_lane(self, endpoint: str) -> None:
         link = self._lanes.in_use(endpoint)

@@ -120,10 +120,10 @@ class Callers:
         refusals: log of refused calls, rate-limited per host.
     """
 
-    def __init__(self, *, authenticated: bool, max_calls_per_host: int = MAX_CALLS_PER_HOST) -> None:
+    def __init__(self, *, authenticated: bool) -> None:
         self.refusals = Refusals()
         self._authenticated = authenticated
-        self._calls = HostQuota(math.inf, max_calls_per_host)
+        self._calls = HostQuota(math.inf, MAX_CALLS_PER_HOST)
 
     @contextmanager
     def call(self, context: Context, path: str) -> Iterator[None]:

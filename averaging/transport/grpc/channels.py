@@ -60,7 +60,6 @@ class Channels:
     def __init__(
         self,
         max_message_bytes: int,
-        max_idle: int = MAX_IDLE,
         *,
         credentials: Credentials | None = None,
         dialling: Dialling | None = None,
@@ -72,7 +71,6 @@ class Channels:
         self._dialling = dialling or Dialling()
         self._proxy = chosen_proxy(proxy)
         self._metadata = call_metadata(credentials.tokens)
-        self._max_idle = max_idle
         self._connections: dict[str, PeerConnection] = {}  # least recently used first
         self._replaced: set[PeerConnection] = set()  # broken or unused; each is closed when its last call ends
         self._loop: asyncio.AbstractEventLoop | None = None  # once it has opened a channel
@@ -201,7 +199,7 @@ class Channels:
             self._replaced.discard(connection)
             await connection.channel.close()
         idle = [endpoint for endpoint, connection in self._connections.items() if not connection.users]
-        for endpoint in idle[: max(0, len(idle) - self._max_idle)]:
+        for endpoint in idle[: max(0, len(idle) - MAX_IDLE)]:
             await self._connections.pop(endpoint).channel.close()
 
     async def close(self) -> None:
