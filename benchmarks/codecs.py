@@ -11,10 +11,9 @@ B < min(encode, decode).
 
 TOP_K has a table of its own: GB of float32 per second of processor time of one thread, on a matrix of normally
 distributed numbers. "Encode" is everything that a sender does: tile order, choice, quantisation, bytes; "decode" what a
-reducer does with a contribution. A reply of M members is reduced and encoded by one of them, and decoded by all. Beside
-it is the choice alone as other functions make it. "A round" adds up what one member of M does for a billion parameters:
-it encodes its contribution, decodes its shard of all contributions, reduces its shard, decodes all replies, and writes
-them back.
+reducer does with a contribution. A reply of M members is reduced and encoded by one of them, and decoded by all. "A
+round" adds up what one member of M does for a billion parameters: it encodes its contribution, decodes its shard of all
+contributions, reduces its shard, decodes all replies, and writes them back.
 
     python -m benchmarks.codecs            # two minutes; the results go to codecs.json
 """
@@ -22,13 +21,10 @@ them back.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from averaging.config import DEFAULT_PART_SIZE_BYTES
 from averaging.protocol.messages import COMPRESSIONS, CompressionType, TopK
@@ -44,7 +40,7 @@ from averaging.tensors.sparse import (
     decode_union,
     encode_union,
 )
-from benchmarks.runner import machine, make_folder, make_parser, write
+from benchmarks.runner import machine, make_folder, make_parser, show, write
 from benchmarks.workers import say
 
 FLOAT_BYTES = 4
@@ -81,37 +77,17 @@ def link_speeds(encode_speed: float, decode_speed: float, per_element: float) ->
     return saved / (1 / encode_speed + 1 / decode_speed), min(encode_speed, decode_speed)
 
 
-def best_seconds(work: Callable[[], object], passes: int) -> float:
-    """Returns the minimum time of several passes. The first one, which allocates memory, does not count."""
+def best_seconds(work: Callable[[], object], passes: int, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Returns the minimum time of several passes. The first one, which allocates memory, does not count.
+
+    With `time.thread_time` it is the processor time of this thread, so that other programs hardly count.
+    """
     found = []
     for _ in range(passes + 1):
-        begun = time.perf_counter()
+        begun = clock()
         work()
-        found.append(time.perf_counter() - begun)
+        found.append(clock() - begun)
     return min(found[1:])
-
-
-def best_processor_seconds(work: Callable[[], object], passes: int) -> float:
-    """As `best_seconds`, but the processor time of this thread, so that other programs hardly count."""
-    found = []
-    for _ in range(passes + 1):
-        begun = time.thread_time()
-        work()
-        found.append(time.thread_time() - begun)
-    return min(found[1:])
-
-
-def choices(values: torch.Tensor, k: int, passes: int) -> dict[str, float]:
-    """GB/s at which other functions choose k of each block of 4,096."""
-    blocks = values.abs().view(-1, BLOCK_ELEMENTS)
-    array = blocks.numpy()
-    ways: dict[str, Callable[[], object]] = {
-        "torch.topk": lambda: [block.topk(k, sorted=False) for block in blocks],
-        "torch.kthvalue": lambda: [block.kthvalue(BLOCK_ELEMENTS - k + 1) for block in blocks],
-        "numpy.argpartition": lambda: [np.argpartition(block, BLOCK_ELEMENTS - k) for block in array],
-    }
-    amount = values.numel() * FLOAT_BYTES / 1e9
-    return {name: amount / best_processor_seconds(work, passes) for name, work in ways.items()}
 
 
 def replies(top_k: TopK, members: int, blocks: int) -> tuple[list[Contribution], EncodedUnion]:
@@ -133,7 +109,7 @@ def sparse_speeds(top_k: TopK, mib: int, passes: int, groups: Sequence[int] = GR
     cuts = list(layout.cuts(DEFAULT_PART_SIZE_BYTES))
 
     def rate(work: Callable[[], object], of: float = amount) -> float:
-        return of / best_processor_seconds(work, passes)
+        return of / best_seconds(work, passes, time.thread_time)
 
     def encoded() -> list[Any]:
         sent = SparseTensor.of(layout.to_blocks(values), layout, top_k)
@@ -171,16 +147,6 @@ def seconds_of_a_billion(top_k: dict[str, float], reply: dict[str, float], membe
     return GB_OF_A_BILLION * (sum(1 / speed for speed in whole) + 1 / (members * reply["reduce_gb_per_s"]))
 
 
-def measure_sparse(mib: int, passes: int) -> dict[str, Any]:
-    """Returns all figures of TOP_K."""
-    torch.set_num_threads(1)
-    values = samples(mib << 18)["gaussian"]
-    return {
-        "choices_gb_per_s": choices(values, BLOCK_ELEMENTS // 64, passes),
-        "rows": [sparse_speeds(top_k, mib, passes) for top_k in SPARSE],
-    }
-
-
 def speeds(values: torch.Tensor, code: CompressionType, passes: int) -> tuple[float, float]:
     """Returns GB of float32 per second for encoding and decoding."""
     size = DEFAULT_PART_SIZE_BYTES // codec_of(code, values.dtype).bytes_per_element
@@ -213,56 +179,33 @@ def measure(code: CompressionType, threads: Sequence[int], mib: int, passes: int
     return found
 
 
-def show(results: dict[str, Any]) -> None:
-    """Prints the tables."""
-    where = results["machine"]
-    table = Table(
-        title="Codes: GB/s of float32, links below which they pay, and errors in standard deviations",
-        caption=f"{where['processor']}, {where['cores']} cores, {where['system']}; torch {torch.__version__}; "
-        f"commit {results['commit'][:10]}{results['commit'][40:]}; parts of {DEFAULT_PART_SIZE_BYTES >> 20} MiB",
-    )
-    for name in ("code", "bytes", "threads", "encode", "decode", "pays below Gbit/s", "overlapped"):
-        table.add_column(name, justify="left" if name == "code" else "right")
-    for name in ("gaussian", "heavy-tailed"):
-        table.add_column(f"{name}: max", justify="right")
-        table.add_column("RMS", justify="right")
-    for one in results["codes"]:
+CODES_HEADER = (
+    *("code", "bytes", "threads", "encode", "decode", "pays below Gbit/s", "overlapped"),
+    *("gaussian: max", "RMS", "heavy-tailed: max", "RMS"),
+)
+
+SPARSE_HEADER = (
+    *("density", "bits", "bits up", "encode", "decode"),
+    *("members", "bits down", "reduce", "decode reply", "s for 1e9"),
+)
+
+
+def code_rows(codes: Sequence[dict[str, Any]]) -> Iterator[Sequence[str]]:
+    for one in codes:
         lost = [f"{value:.1e}" for kind in one["errors"].values() for value in (kind["max"], kind["rms"])]
-        for number, (threads, figures) in enumerate(one["threads"].items()):
+        for threads, figures in one["threads"].items():
             pays = [f"{value:.1f}" if value else "" for value in figures["pays_below_gbit_per_s"].values()]
-            table.add_row(
-                *((one["code"], str(one["bytes_per_element"])) if not number else ("", "")),
-                threads,
-                f"{figures['encode_gb_per_s']:.2f}",
-                f"{figures['decode_gb_per_s']:.2f}",
-                *pays,
-                *(lost if not number else []),
-            )
-    console = Console()
-    console = console if console.is_terminal else Console(width=170)
-    if results["codes"]:
-        console.print(table)
-    if results["sparse"]:
-        console.print(sparse_table(results["sparse"]))
+            speeds = [f"{figures[name]:.2f}" for name in ("encode_gb_per_s", "decode_gb_per_s")]
+            yield (one["code"], str(one["bytes_per_element"]), threads, *speeds, *pays, *lost)
 
 
-def sparse_table(found: dict[str, Any]) -> Table:
-    """The table of TOP_K."""
-    others = ", ".join(f"{name} {speed:.2f}" for name, speed in found["choices_gb_per_s"].items())
-    table = Table(
-        title="TOP_K: GB/s of float32 on one core, and bits a weight",
-        caption=f"The choice of 64 in 4,096 alone, GB/s: {others}",
-    )
-    columns = "density,bits,bits up,encode,decode,members,bits down,reduce,decode,s for 1e9"
-    for name in columns.split(","):
-        table.add_column(name, justify="right")
-    for row in found["rows"]:
+def sparse_rows(rows: Sequence[dict[str, Any]]) -> Iterator[Sequence[str]]:
+    for row in rows:
         cells = [f"1/{round(1 / row['density'])}", str(row["bits"]), f"{row['bits_a_weight']:.3f}"]
         cells += [f"{row[name]:.2f}" for name in ("encode_gb_per_s", "decode_gb_per_s")]
-        for number, (members, reply) in enumerate(row["replies"].items()):
+        for members, reply in row["replies"].items():
             told = [f"{reply[name]:.2f}" for name in ("reduce_gb_per_s", "decode_gb_per_s", "seconds_of_a_billion")]
-            table.add_row(*(cells if not number else [""] * 5), members, f"{reply['bits_a_weight']:.3f}", *told)
-    return table
+            yield (*cells, members, f"{reply['bits_a_weight']:.3f}", *told)
 
 
 def main() -> None:
@@ -286,11 +229,21 @@ def main() -> None:
     for name in options.codes:
         say(name)
         if name == "top_k":
-            results["sparse"] = measure_sparse(options.mib, options.passes)
+            torch.set_num_threads(1)
+            results["sparse"] = {"rows": [sparse_speeds(top_k, options.mib, options.passes) for top_k in SPARSE]}
         else:
             results["codes"].append(measure(CompressionType[name.upper()], threads, options.mib, options.passes))
     write(options.output / "codecs.json", results)
-    show(results)
+    if results["codes"]:
+        show(
+            results,
+            "Codes: GB/s of float32, and errors in standard deviations",
+            CODES_HEADER,
+            [*code_rows(results["codes"])],
+        )
+    if results["sparse"]:
+        rows = [*sparse_rows(results["sparse"]["rows"])]
+        show(results, "TOP_K: GB/s of float32 on one core, and bits a weight", SPARSE_HEADER, rows)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.runner import make_folder, make_parser, write
+from benchmarks.runner import make_folder, make_parser, markdown, write
 from examples.children import ending_children
 
 BATCH_SIZE, GROUP_SIZE, TOKENS, MAX_WAITING = 64, 8, 512, 4
@@ -173,10 +173,8 @@ def commands(atropos: str | None, folder: str, port: int) -> dict[str, list[str]
 
 def table(results: list[Figures]) -> str:
     """Returns the medians and their ratio to those of run-api as Markdown."""
-    lines = [
-        "| environments | server | batches/s | sequences/s | of run-api | CPU ms per sequence |",
-        "|---|---|---|---|---|---|",
-    ]
+    header = ("environments", "server", "batches/s", "sequences/s", "of run-api", "CPU ms per sequence")
+    rows = []
     medians: dict[tuple[int, str], tuple[float, float]] = {}
     for each in results:
         runs = [r for r in results if (r.environments, r.system) == (each.environments, each.system)]
@@ -187,10 +185,8 @@ def table(results: list[Figures]) -> str:
     for (environments, system), (batches, cpu) in medians.items():
         base = medians.get((environments, "run-api"))
         ratio = f"{batches / base[0]:.1f} ×" if base else "-"
-        lines.append(
-            f"| {environments} | {system} | {batches:.1f} | {batches * BATCH_SIZE:.0f} | {ratio} | {cpu:.2f} |"
-        )
-    return "\n".join(lines)
+        rows.append((f"{environments}", system, f"{batches:.1f}", f"{batches * BATCH_SIZE:.0f}", ratio, f"{cpu:.2f}"))
+    return markdown(header, rows)
 
 
 async def run(arguments: argparse.Namespace) -> list[Figures]:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from averaging import DecentralizedAverager, DiLoCo, LocalSGD, Receipt, Strategy
-from averaging.tensors import HostCopies, host_memory, sent
+from averaging.tensors import HostCopies, sent
 from benchmarks.runner import machine, make_folder, make_parser, write
 from benchmarks.workers import without_interrupts
 from examples.children import ending_children
@@ -60,13 +60,13 @@ class Block:
     failed: int = 0
 
 
-def strategies(steps: int) -> dict[str, tuple[Callable[[], Strategy], Callable[[], Strategy]]]:
-    """What is measured: the strategy of the GPU, and that of its partner."""
+def strategies(steps: int) -> dict[str, Callable[[], Strategy]]:
+    """What is measured. The partner of DiLoCo has DiLoCo, too."""
     late = 4 * steps // 5
     return {
-        "LocalSGD(overlap=True)": (partial(LocalSGD, steps, overlap=True), partial(LocalSGD, 1)),
-        f"DiLoCo(delay={late})": (partial(DiLoCo, steps, delay=late), partial(DiLoCo, 1)),
-        "LocalSGD, waits": (partial(LocalSGD, steps), partial(LocalSGD, 1)),
+        "LocalSGD(overlap=True)": partial(LocalSGD, steps, overlap=True),
+        f"DiLoCo(delay={late})": partial(DiLoCo, steps, delay=late),
+        "LocalSGD, waits": partial(LocalSGD, steps),
     }
 
 
@@ -113,13 +113,6 @@ def copies(mib: int, tensors: int) -> list[Copy]:
             nbytes / seconds_of(to_device),
         ),
     ]
-
-
-def locking(mib: int) -> float:
-    """Seconds to take so much page-locked memory, once for each strategy."""
-    began = time.perf_counter()
-    host_memory([torch.empty(mib << 18, device="cuda")], [torch.float32])
-    return time.perf_counter() - began
 
 
 def model_of(layers: int) -> torch.nn.Sequential:
@@ -183,7 +176,7 @@ def measure(mine: Callable[[], Strategy], join: str, layers: int, steps: int, bl
 
 def with_partner(name: str, layers: int, steps: int, blocks: int) -> list[dict[str, Block]]:
     """Measures one strategy beside a partner in a process of its own."""
-    mine, others = strategies(steps)[name]
+    mine, others = strategies(steps)[name], partial(DiLoCo if name.startswith("DiLoCo") else LocalSGD, 1)
     pipe, theirs = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(target=partner, args=(theirs, others, layers), daemon=True)
     with without_interrupts():
@@ -237,7 +230,6 @@ def main() -> None:
             f"{copy.direction}, {options.mib} MiB in {copy.tensors} tensors: {copy.ours / 1e9:.1f} GB/s, "
             f"{100 * copy.ours / copy.plain:.0f} % of a plain copy ({copy.plain / 1e9:.1f} GB/s)"
         )
-    print(f"Page-locked memory of {options.mib} MiB is taken in {locking(options.mib):.2f} s, once.")
     layers = options.mib // 64
     results = {}
     for name in strategies(options.steps):

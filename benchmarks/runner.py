@@ -54,25 +54,19 @@ def write(path: Path, results: Any) -> None:
     benchmarks.kept[path] = None
 
 
-def git(*arguments: str) -> str:
-    """What git prints in this checkout; nothing outside of one."""
-    command = ["git", "-C", str(ROOT), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
-def commit() -> str:
-    """The commit of this checkout, and whether it has changes."""
-    changed = git("status", "--short", "averaging", "benchmarks")
-    return (git("rev-parse", "HEAD") or "unknown") + (" with changes" if changed else "")
-
-
 def machine() -> dict[str, Any]:
     """Describes date, sources and machine of a measurement."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(ROOT), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    changed = git("status", "--short", "averaging", "benchmarks")
     model = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
+        "commit": (git("rev-parse", "HEAD") or "unknown") + (" with changes" if changed else ""),
         "machine": {
             "system": f"{platform.system()} {platform.release()} {platform.machine()}",
             "processor": model[1] if model else platform.processor(),

@@ -2,11 +2,10 @@
 
 Processes train a small classifier of handwritten digits. A step takes the time that a machine would need: two fast
 peers, one that needs ten times as long, one that pauses for 30 s, and one whose process is killed after a minute and
-started again a minute later. Each row is one strategy:
+started again a minute later. The strategy is DiLoCo with a delay. Each row is a run:
 
     alone       one fast peer without others: what the machine's own load and the library cost (the calibration)
-    equal       as many fast peers as the others have, whose averages have as many samples, and that keep the local
-                steps made during a round, as all do with a quorum (the loss to compare with)
+    equal       as many fast peers as the others have, whose averages have as many samples
     today       unequal peers that wait for each other, as without `quorum`
     quorum      unequal peers with `quorum=2`
 
@@ -14,7 +13,6 @@ started again a minute later. Each row is one strategy:
     waiting     seconds in which it stands still in the averager, of all its seconds, less those of `alone`
     samples     local steps in the averages (by the receipts), of all local steps that were made; those of a killed
                 process since its last round, which are gone with it, are counted apart
-    loss        on held-out digits beside that of `equal` after as many samples, on average over the second half
 
 The defaults take about 10 minutes; the targets are printed beside the figures, and all goes to `unequal.json`. The exit
 code is 1 if a peer failed or its samples are not in the averages. `--scale 20 --seconds 20` is a quick look, with
@@ -32,14 +30,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import pairwise
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
 
-from averaging import DecentralizedAverager, DiLoCo, LocalSGD, Receipt, Strategy
+from averaging import DecentralizedAverager, DiLoCo, Receipt
 from benchmarks.runner import Verdict, machine, make_folder, make_parser, write
 from benchmarks.workers import say, without_interrupts
 from examples.children import ending_children
@@ -52,21 +49,13 @@ PAUSE, FIRST, EVERY = 30.0, 75.0, 300.0
 STAYS, AWAY = 60.0, 60.0
 """Seconds for which a process trains until it is killed, and until it is started again."""
 
-LEAST_SHARE, MOST_WAITING, MOST_LOSS = 0.97, 0.03, 0.02
-"""The targets: a fast peer's time beside that of one alone, its waiting, and the loss above that of equal machines."""
-
-PLACES = 20
-"""Numbers of samples at which two losses are compared."""
+LEAST_SHARE, MOST_WAITING = 0.97, 0.03
+"""The targets: a fast peer's time beside that of one alone, and its waiting."""
 
 PATIENCE = 120.0
 """Seconds within which all peers must meet and finish."""
 
 OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.6, nesterov=True)
-
-STRATEGIES: dict[str, Callable[[int, dict[str, Any]], Strategy]] = {
-    "LocalSGD": lambda steps, quorum: LocalSGD(steps, **quorum),
-    "DiLoCo delay": lambda steps, quorum: DiLoCo(steps, outer=OUTER, delay=max(1, steps // 4), **quorum),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +85,7 @@ class Trained:
         waiting: seconds in which it stood still in the averager.
         seconds: seconds from its first step to its last one, without pauses.
         rounds: local steps of each member in each average, by the id of the group.
-        curve: samples in the averages that it knows of, and the loss on held-out digits after them.
-        loss: of the final model on held-out digits.
+        ages: of contributions that came late, in rounds.
         killed: whether its process was killed.
         failed: why it ended early; empty if it did not.
     """
@@ -110,8 +98,6 @@ class Trained:
     seconds: float = 0.0
     rounds: dict[str, dict[str, int]] = field(default_factory=dict)
     ages: list[int] = field(default_factory=list)
-    curve: list[tuple[int, float]] = field(default_factory=list)
-    loss: float = 0.0
     killed: bool = False
     failed: str = ""
 
@@ -119,9 +105,9 @@ class Trained:
 class Trainer:
     """Trains one peer in this process."""
 
-    def __init__(self, machine: Machine, strategy: str, quorum: int, sync_every: int, seed: int) -> None:
+    def __init__(self, machine: Machine, quorum: int, sync_every: int, seed: int) -> None:
         torch.set_num_threads(1)
-        self._machine, self._strategy, self._quorum, self._sync_every = machine, strategy, quorum, sync_every
+        self._machine, self._quorum, self._sync_every = machine, quorum or None, sync_every
         self._digits = Digits.load()
         self._rng = torch.Generator().manual_seed(seed)
         self.done = Trained(machine.kind)
@@ -136,7 +122,7 @@ class Trainer:
             torch.optim.SGD(self._model.parameters(), lr=0.05, momentum=0.9),
             model=self._model,
             run_id="unequal",
-            strategy=STRATEGIES[self._strategy](self._sync_every, {"quorum": self._quorum} if self._quorum else {}),
+            strategy=DiLoCo(self._sync_every, outer=OUTER, delay=max(1, self._sync_every // 4), quorum=self._quorum),
             join=[join] if join else [],
             group_wait=5.0,
             weight="samples",
@@ -179,37 +165,22 @@ class Trainer:
         time.sleep(max(0.0, self._machine.step - (time.perf_counter() - began)))
         computed = time.perf_counter()
         self.done.computing += computed - began
-        known = len(self.done.rounds)
         self.averager.step(batch_size=BATCH)
         self.done.steps += 1
         self.done.waiting += time.perf_counter() - computed
-        if len(self.done.rounds) > known:
-            self.done.curve.append((BATCH * sum(map(_total, self.done.rounds.values())), self._loss()))
 
     def finish(self) -> Trained:
         """Ends the training together with the others."""
         finish = self.averager.finish(PATIENCE / 2)
         if finish.receipt is not None:
             self._note(finish.receipt)
-        self.done.loss = self._loss()
         self.averager.close()
         return self.done
 
-    @torch.no_grad()
-    def _loss(self) -> float:
-        scores = self._model(self._digits.held_out_images)
-        return float(torch.nn.functional.cross_entropy(scores, self._digits.held_out_labels))
 
-
-def _total(steps: Mapping[str, int]) -> int:
-    return sum(steps.values())
-
-
-def worker(
-    pipe: Connection, join: str, machine: Machine, strategy: str, quorum: int, sync_every: int, seed: int
-) -> None:
+def worker(pipe: Connection, join: str, machine: Machine, quorum: int, sync_every: int, seed: int) -> None:
     """A peer's process: starts, waits for the word, trains, finishes."""
-    trainer = Trainer(machine, strategy, quorum, sync_every, seed)
+    trainer = Trainer(machine, quorum, sync_every, seed)
     try:
         trainer.start(join)
         trainer.done.endpoint = trainer.averager.endpoint
@@ -232,11 +203,9 @@ class Row:
         seconds: for which they train.
     """
 
-    def __init__(
-        self, machines: Sequence[Machine], strategy: str, quorum: int, sync_every: int, seconds: float
-    ) -> None:
+    def __init__(self, machines: Sequence[Machine], quorum: int, sync_every: int, seconds: float) -> None:
         self._machines, self._seconds = machines, seconds
-        self._options = strategy, quorum, sync_every
+        self._options = quorum, sync_every
         self._spawn = multiprocessing.get_context("spawn")
         self._processes: list[BaseProcess] = []
         self._lock = threading.Lock()
@@ -337,24 +306,16 @@ class Row:
         return dict(done)
 
 
-def measure(
-    machines: Sequence[Machine], strategy: str, quorum: int, sync_every: int, seconds: float
-) -> list[dict[str, Any]]:
+def measure(machines: Sequence[Machine], quorum: int, sync_every: int, seconds: float) -> list[dict[str, Any]]:
     """Runs one row; what each process has done."""
     try:
-        return Row(machines, strategy, quorum, sync_every, seconds).measure()
+        return Row(machines, quorum, sync_every, seconds).measure()
     except (RuntimeError, EOFError) as error:
         return [{"kind": "", "failed": str(error) or "a process has ended without a word"}]
 
 
-def summary(done: Sequence[dict[str, Any]], alone: Mapping[str, Any], equal: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of one row.
-
-    Args:
-        done: what each process has done.
-        alone: figures of a fast peer that trains alone; empty for that row itself.
-        equal: figures of equal machines; empty if they come later.
-    """
+def summary(done: Sequence[dict[str, Any]], alone: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of one row, from what each process has done; `alone` are those of a fast peer alone, if known."""
     if failed := [peer for peer in done if peer["failed"]]:
         return {"failed": "; ".join(f"{peer['kind']}: {peer['failed']}" for peer in failed)}
     fast = [peer for peer in done if peer["kind"] == "fast"]
@@ -371,7 +332,6 @@ def summary(done: Sequence[dict[str, Any]], alone: Mapping[str, Any], equal: Map
         f"{number} {peer['kind']}" + (" (killed)" if peer["killed"] else ""): peer for number, peer in enumerate(done)
     }
     survivors = [peer for peer in done if not peer["killed"]]
-    curve = max((peer["curve"] for peer in fast), key=len)
     return {
         "failed": "",
         "share": share,
@@ -386,37 +346,15 @@ def summary(done: Sequence[dict[str, Any]], alone: Mapping[str, Any], equal: Map
             max(0, peer["steps"] - averaged.get(peer["endpoint"], 0)) for peer in done if peer["killed"]
         ),
         "rounds": len(rounds),
-        "steps_per_average": statistics.mean(map(_total, rounds.values())) if rounds else None,
         "latest": max((max(peer["ages"], default=0) for peer in done), default=0),
-        "loss": statistics.mean(peer["loss"] for peer in fast),
-        "curve": curve,
-        "loss_above_equal": above(curve, equal["curve"]) if equal.get("curve") else None,
     }
-
-
-def above(curve: Sequence[tuple[int, float]], reference: Sequence[tuple[int, float]]) -> float | None:
-    """By what share the loss is above a reference after as many samples, on average; None if there are too few."""
-    if min(len(curve), len(reference)) < 4:
-        return None
-    most = min(curve[-1][0], reference[-1][0])
-    places = [most * (0.5 + 0.5 * number / PLACES) for number in range(1, PLACES + 1)]
-    found = [at(curve, place) / at(reference, place) for place in places]
-    return statistics.mean(found) - 1
-
-
-def at(curve: Sequence[tuple[int, float]], samples: float) -> float:
-    """The loss after so many samples, interpolated."""
-    for (before, first), (after, second) in pairwise(curve):
-        if samples <= after:
-            return first + (second - first) * max(0.0, samples - before) / max(1, after - before)
-    return curve[-1][1]
 
 
 def row(name: str, figures: dict[str, Any]) -> str:
     """One row of the table."""
     if figures["failed"]:
         return f"| {name} | failed: {figures['failed']} |"
-    averaged, over = figures["steps_averaged"], figures["loss_above_equal"]
+    averaged = figures["steps_averaged"]
     cells = (
         name,
         f"{figures['share']:.1%}",
@@ -426,15 +364,13 @@ def row(name: str, figures: dict[str, Any]) -> str:
         f"{figures['steps_lost_by_kills']}",
         f"{figures['rounds']}",
         f"{figures['latest']}",
-        f"{figures['loss']:.4f}",
-        "-" if over is None else f"{over:+.1%}",
     )
     return f"| {' | '.join(cells)} |"
 
 
 def targets(figures: Mapping[str, Any]) -> list[Verdict]:
     """The targets of the row with a quorum."""
-    made, averaged, over = figures["steps_made"], figures["steps_averaged"], figures["loss_above_equal"]
+    made, averaged = figures["steps_made"], figures["steps_averaged"]
     return [
         Verdict(
             f"fast peers train at least {LEAST_SHARE:.0%} of the time that one alone does",
@@ -451,17 +387,12 @@ def targets(figures: Mapping[str, Any]) -> list[Verdict]:
             f"{averaged} of {made} steps; {figures['steps_lost_by_kills']} gone with killed processes",
             averaged == made,
         ),
-        Verdict(
-            f"the loss is at most {MOST_LOSS:.0%} above that of equal machines after as many samples",
-            "too few rounds" if over is None else f"{over:+.1%}",
-            over is not None and over <= MOST_LOSS,
-        ),
     ]
 
 
 HEADER = (
     "| | share of a fast peer | of that alone | waiting, beyond alone | steps in averages | gone with kills | rounds | "
-    "latest, rounds | loss | above equal |\n|---|---|---|---|---|---|---|---|---|---|"
+    "latest, rounds |\n|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -473,7 +404,6 @@ def main() -> None:
     parser.add_argument("--sync-every", type=int, default=200, help="steps between two rounds (200)")
     parser.add_argument("--seconds", type=float, default=150.0, help="of training in each row but `alone` (150)")
     parser.add_argument("--scale", type=float, default=1.0, help="by which pauses and absences are shortened (1)")
-    parser.add_argument("--strategy", choices=STRATEGIES, default="DiLoCo delay", help="(DiLoCo delay)")
     options = parser.parse_args()
     if min(options.step, options.seconds, options.scale) <= 0 or options.slower < 1 or options.sync_every < 4:
         parser.error("times and --scale must be above 0, --slower at least 1, and --sync-every at least 4")
@@ -500,8 +430,8 @@ def main() -> None:
         ("quorum", unequal, 2, options.sync_every, options.seconds),
     ):
         say(f"  {name}: {seconds:g} s")
-        done = measure(machines, options.strategy, quorum, sync_every, seconds)
-        rows[name] = summary(done, rows.get("alone", {}), rows.get("equal", {}))
+        done = measure(machines, quorum, sync_every, seconds)
+        rows[name] = summary(done, rows.get("alone", {}))
         print(row(name, rows[name]), flush=True)
         write(options.output / "unequal.json", results)
     failed = [f"{name}: {figures['failed']}" for name, figures in rows.items() if figures["failed"]]

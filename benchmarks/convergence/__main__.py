@@ -38,7 +38,7 @@ import torch
 
 from benchmarks.convergence.cases import CASES, PEERS, STARTS, SYSTEMS, Case, Cell, all_cells, page_cells
 from benchmarks.convergence.plain import train_joined, train_replicas
-from benchmarks.convergence.train import Recipe, Text, start_model, use_text
+from benchmarks.convergence.train import Recipe, start_model, use_text
 from benchmarks.runner import Verdict, machine, make_folder, make_parser, markdown, write
 from benchmarks.workers import say, without_interrupts
 from examples.children import ending_children
@@ -57,7 +57,7 @@ UNEQUAL = 0.02
 def train(recipe: Recipe, cell: Cell, folder: Path) -> dict[str, Any]:
     """Trains one cell; runs in a process of its own. The folder has the text and the trained starts."""
     torch.set_num_threads(1)
-    use_text(Text.kept_in(folder / TEXT_FILE))
+    use_text(folder / TEXT_FILE)
     case, steps = CASES[cell.case], recipe.steps_from(cell.start)
     told = partial(tell, cell)
     model = start_model(recipe, cell.start, cell.seed, folder, told)
@@ -273,11 +273,7 @@ def main() -> None:
     options, cells = parse(parser)
     recipe, until, good = Recipe(), time.monotonic() + options.minutes * 60, True
     make_folder(parser, options.output)
-    text = None
-    if not (options.report or options.list):
-        kept = Text.kept_in(options.output / TEXT_FILE)
-        use_text(kept)
-        text = kept.digest
+    text = None if options.report or options.list else use_text(options.output / TEXT_FILE)
     try:
         results = Results(options.output / FILE, recipe, text)
         for file in options.merge:

@@ -64,58 +64,37 @@ class Recipe:
         return rise * (0.05 + 0.95 * (1 + math.cos(math.pi * min(1.0, done / steps))) / 2)
 
 
-class Text:
-    """The files that are learned: the running Python's standard library, or those that a file has kept of one.
+def use_text(file: Path) -> str:
+    """Makes this process train on the text in a file, not on its own Python's standard library; returns its digest.
 
     Results are comparable only if they have the same text, which differs between versions of Python. So it is kept
-    beside the results, and taken along to other machines.
-
-    Args:
-        files: contents in the order of the names.
+    beside the results, written first if it is not there, and taken along to other machines.
     """
-
-    def __init__(self, files: Sequence[bytes]) -> None:
-        self._files = files
-        self.digest = hashlib.sha256(b"\0".join(files)).hexdigest()[:16]
-
-    @classmethod
-    def of_this_python(cls) -> Text:
-        """The standard library of the running Python."""
-        return cls([path.read_bytes() for path in standard_library()])
-
-    @classmethod
-    def kept_in(cls, file: Path) -> Text:
-        """The text that is in a file, which is written first if it is not there."""
-        if not file.exists():
-            temporary = file.with_suffix(f".{os.getpid()}")
-            with zipfile.ZipFile(temporary, "w", zipfile.ZIP_LZMA) as archive:
-                for number, path in enumerate(standard_library()):
-                    archive.writestr(f"{number:04}-{path.name}", path.read_bytes())
-            temporary.replace(file)
-        with zipfile.ZipFile(file) as archive:
-            return cls([archive.read(name) for name in sorted(archive.namelist())])
-
-    def divided(self, parts: int) -> tuple[list[list[bytes]], list[bytes]]:
-        """Files for training in blocks of about the same size, and the held-out files."""
-        blocks, held_out = partition([len(content) for content in self._files], parts)
-        return [[self._files[place] for place in block] for block in blocks], [self._files[place] for place in held_out]
-
-
-_texts: list[Text] = []
-
-
-def use_text(text: Text) -> None:
-    """Makes this process train on another text than that of its own Python."""
-    _texts[:] = [text]
+    if not file.exists():
+        temporary = file.with_suffix(f".{os.getpid()}")
+        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_LZMA) as archive:
+            for number, path in enumerate(standard_library()):
+                archive.writestr(f"{number:04}-{path.name}", path.read_bytes())
+        temporary.replace(file)
+    with zipfile.ZipFile(file) as archive:
+        _text[:] = [archive.read(name) for name in sorted(archive.namelist())]
     texts.cache_clear()
     held_out.cache_clear()
+    return digest()
 
 
-def text_in_use() -> Text:
-    """The text on which this process trains."""
-    if not _texts:
-        _texts.append(Text.of_this_python())
-    return _texts[0]
+_text: list[bytes] = []
+"""The files that are learned."""
+
+
+def files() -> list[bytes]:
+    if not _text:
+        _text.extend(path.read_bytes() for path in standard_library())
+    return _text
+
+
+def digest() -> str:
+    return hashlib.sha256(b"\0".join(files())).hexdigest()[:16]
 
 
 def joined(contents: Sequence[bytes]) -> torch.Tensor:
@@ -126,16 +105,16 @@ def joined(contents: Sequence[bytes]) -> torch.Tensor:
 @cache
 def texts(parts: int) -> tuple[torch.Tensor, ...]:
     """The parts of the text, one for each peer: neighbours in the alphabet, so that the parts differ."""
-    return tuple(joined(files) for files in text_in_use().divided(parts)[0])
+    blocks, _ = partition([len(content) for content in files()], parts)
+    return tuple(joined([files()[place] for place in block]) for block in blocks)
 
 
 @cache
-def held_out(context: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Held-out windows [JUDGED, context + 1]: those for choosing learning rates, and those for the results."""
-    files = text_in_use().divided(1)[1]
-    halves = (joined(files[0::2]), joined(files[1::2]))
-    chosen, judged = (windows(text, JUDGED, context, torch.Generator().manual_seed(0)) for text in halves)
-    return chosen, judged
+def held_out(context: int) -> torch.Tensor:
+    """Held-out windows [JUDGED, context + 1]: of every other held-out file, since the rest chose the learning rates."""
+    _, places = partition([len(content) for content in files()], 1)
+    text = joined([files()[place] for place in places[1::2]])
+    return windows(text, JUDGED, context, torch.Generator().manual_seed(0))
 
 
 def batches(recipe: Recipe, peers: int, part: int, seed: int) -> Iterator[torch.Tensor]:
@@ -205,7 +184,7 @@ def start_model(recipe: Recipe, start: str, seed: int, cache_folder: Path, say: 
     model = new_model(recipe, seed)
     if start == "random":
         return model
-    settings = json.dumps([asdict(recipe), START_LR, seed, text_in_use().digest], sort_keys=True)
+    settings = json.dumps([asdict(recipe), START_LR, seed, digest()], sort_keys=True)
     file = cache_folder / f"start-{seed}-{hashlib.sha256(settings.encode()).hexdigest()[:12]}.safetensors"
     if not file.exists():
         say(f"trains the start of seed {seed}: {recipe.joint_steps} joint steps")
@@ -241,9 +220,8 @@ class Trained:
     """The result of one case.
 
     Attributes:
-        loss: of the mean of the peers' models on the held-out windows of the results, in bits per byte.
-        tuning_loss: the same on the held-out windows for choosing learning rates.
-        curve: loss on some of the windows of the results, at equal distances.
+        loss: of the mean of the peers' models on the held-out windows, in bits per byte.
+        curve: loss on some of the windows, at equal distances.
         samples: windows on which all peers together have trained.
         rounds: number of rounds.
         incomplete: rounds without all peers; such a round runs beside the training.
@@ -252,7 +230,6 @@ class Trained:
     """
 
     loss: float = 0.0
-    tuning_loss: float = 0.0
     curve: list[float] = field(default_factory=list)
     samples: int = 0
     rounds: int = 0
@@ -276,13 +253,14 @@ class Curve:
         """Evaluates the models if a mark lies between these numbers of steps; the end has an evaluation of its own."""
         every = self._steps / self._recipe.snapshots
         if now < self._steps and int(now / every) > int(before / every):
-            judged = held_out(self._recipe.size.context)[1]
-            self.trained.curve.append(round(loss_of(self._recipe, models, judged[:256]), 5))
+            self._point(models)
 
     def end(self, models: Sequence[LanguageModel]) -> Trained:
         """Evaluates the last models."""
-        chosen, judged = held_out(self._recipe.size.context)
-        self.trained.loss = loss_of(self._recipe, models, judged)
-        self.trained.tuning_loss = loss_of(self._recipe, models, chosen)
-        self.trained.curve.append(round(loss_of(self._recipe, models, judged[:256]), 5))
+        self.trained.loss = loss_of(self._recipe, models, held_out(self._recipe.size.context))
+        self._point(models)
         return self.trained
+
+    def _point(self, models: Sequence[LanguageModel]) -> None:
+        some = held_out(self._recipe.size.context)[:CURVE]
+        self.trained.curve.append(round(loss_of(self._recipe, models, some), 5))

@@ -14,14 +14,7 @@ WIRE = {"none": 1.0, "fp16": 1 / 2, "int8": 1 / 4}
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Emulated links.
-
-    Attributes:
-        name: name on the command line.
-        mbits: rate of each peer's link, in each direction, in Mbit/s.
-        rtt: round trip between any two peers, in seconds.
-        mib: default sizes.
-    """
+    """Emulated links: Mbit/s of each peer's in each direction, the round trip in seconds, and the default sizes."""
 
     name: str
     mbits: tuple[float, ...]
