@@ -17,11 +17,10 @@ whose wait has ended is RUNNING again, so that nobody who is late or dead stays 
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections import Counter
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 
 from averaging.common import one_of
@@ -123,7 +122,7 @@ class Wait:
     counted: bool = True  # whether the member is in REQUIRE_SYNC; a caller without a status may wait too
     end: End | None = None
     version: int | None = None  # the answer
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    on_end: Callable[[], object] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,8 +306,9 @@ class Coordination:
     def _finish(self, wait: Wait, end: End, version: int | None = None, *, runs: bool = True) -> None:
         """Ends a wait. With `runs` its member goes from REQUIRE_SYNC to RUNNING."""
         wait.end, wait.version = end, version
-        wait.ended.set()
         self.waits.remove(wait)
+        if wait.on_end is not None:
+            wait.on_end()
         if not runs or not wait.counted:
             return
         if wait.purpose is Purpose.TRAINER_READY:

@@ -410,9 +410,12 @@ class Synchronizer:
 
     async def _answer_to(self, wait: Wait) -> int | None:
         """Returns the version with which a wait ends. If this is cancelled, the member no longer waits."""
+        ended = asyncio.Event()
+        wait.on_end = ended.set
         try:
             async with asyncio.timeout_at(wait.deadline):
-                await wait.ended.wait()
+                if wait.end is None:
+                    await ended.wait()
         except TimeoutError:
             self._state.expire(wait.deadline)
         finally:
