@@ -6,20 +6,18 @@ remembered of other peers.
 """
 
 from averaging.matchmaking.arrivals import Arrivals
-from averaging.matchmaking.conduct import Exclusions, ResponseHistory
-from averaging.matchmaking.follower_side import LoggedDifferences
+from averaging.matchmaking.conduct import Conduct
 from averaging.matchmaking.matchmaking import Matchmaking
 from averaging.matchmaking.rules import LEAST_SEARCH, Quorum, holds_state
-from averaging.matchmaking.search_state import NoGroupError
+from averaging.matchmaking.search_state import NoGroupError, SearchConfig
 
 __all__ = [
     "LEAST_SEARCH",
     "Arrivals",
-    "Exclusions",
-    "LoggedDifferences",
+    "Conduct",
     "Matchmaking",
     "NoGroupError",
     "Quorum",
-    "ResponseHistory",
+    "SearchConfig",
     "holds_state",
 ]

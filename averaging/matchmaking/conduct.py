@@ -3,9 +3,9 @@
 `ResponseHistory` has who answers when asked to lead, in seconds of a clock that is never set back, such as the event
 loop's. `Exclusions` has who has broken the protocol, in seconds since the epoch, and until when this peer forms no
 group with them. It also has who can call this peer and cannot be called, and until when it takes no such follower,
-since the shard of that would be lost in each round. Peers are known by their endpoints. Only a peer that knows a
-group's random id and its members can put the blame on another endpoint, and only at this peer: exclusions are not sent
-to anyone.
+since the shard of that would be lost in each round. `Conduct` is all of it. Peers are known by their endpoints. Only a
+peer that knows a group's random id and its members can put the blame on another endpoint, and only at this peer:
+exclusions are not sent to anyone.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from averaging.common import backoff_delay
 from averaging.receipts import DropCode, Dropped
+from averaging.timing import VERDICT_SECONDS, Deadlines
 
 MAX_SECONDS = 6 * 3600.0
 """Longest exclusion, and longest time for which a deserter is remembered."""
@@ -240,3 +241,36 @@ class Exclusions:
             for name, entry in self._entries.items()
             if now - max(entry.last, entry.excluded_until) < FORGET_SECONDS
         }
+
+
+# What is logged, and all together.
+
+
+class LoggedDifferences:
+    """The schema differences that this peer has logged, in all topics: every search may find the same one again."""
+
+    def __init__(self) -> None:
+        self._texts: OrderedDict[str, None] = OrderedDict()
+
+    def add(self, text: str) -> bool:
+        """Adds a difference; returns whether it is new."""
+        new = text not in self._texts
+        _remember(self._texts, text, None)
+        return new
+
+
+@dataclass(frozen=True, slots=True)
+class Conduct:
+    """What one peer remembers of the others, for all its searches.
+
+    Attributes:
+        exclusions: peers that are neither asked nor accepted.
+        history: how peers answered this peer's requests.
+        deadlines: how long they take to answer.
+        logged: schema differences that have been logged.
+    """
+
+    exclusions: Exclusions = field(default_factory=Exclusions)
+    history: ResponseHistory = field(default_factory=ResponseHistory)
+    deadlines: Deadlines = field(default_factory=lambda: Deadlines(VERDICT_SECONDS, VERDICT_SECONDS))
+    logged: LoggedDifferences = field(default_factory=LoggedDifferences)

@@ -4,49 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 
 from averaging.discovery import Discovery
 from averaging.errors import AveragingError, ProtocolViolationError, TransportError, ViolationKind
 from averaging.matchmaking import rules
-from averaging.matchmaking.conduct import Exclusions, LeaderStanding, ResponseHistory
+from averaging.matchmaking.conduct import Conduct, LeaderStanding, LoggedDifferences
 from averaging.matchmaking.last_group import LastGroup
 from averaging.matchmaking.rules import Declaration
-from averaging.matchmaking.search_state import NoGroupError, OpenRequest, SearchState
+from averaging.matchmaking.search_state import NoGroupError, OpenRequest, SearchConfig, SearchState
 from averaging.protocol import Group, JoinRequest, MessageCode, MessageFromLeader, Mode
 from averaging.receipts import DropCode
 from averaging.tensors import Schema, first_difference
-from averaging.timing import TICKS, VERDICT_SECONDS, Deadline, Deadlines, FairTimeout, Phase, learned_timeout
+from averaging.timing import TICKS, VERDICT_SECONDS, Deadline, FairTimeout, Phase, learned_timeout
 from averaging.transport import Transport
 
 logger = logging.getLogger(__name__)
 
 MEMBER_RECORD_SECONDS = 2.0
 """How long the record of a member may take to reach a peer that has received the group already."""
-
-
-MAX_DIFFERENCES = 256
-"""Warnings of other schemas that are remembered, so that they are not repeated."""
-
-
-class LoggedDifferences:
-    """The differences that this peer has logged, in all topics: every search may find the same one again."""
-
-    def __init__(self) -> None:
-        self._texts: dict[str, None] = {}  # the oldest first
-
-    def add(self, difference: NoGroupError) -> bool:
-        """Adds a difference; returns whether it is new."""
-        text = str(difference)
-        if text in self._texts:
-            return False
-        self._texts[text] = None
-        if len(self._texts) > MAX_DIFFERENCES:
-            del self._texts[next(iter(self._texts))]
-        return True
 
 
 class SchemaDifferences:
@@ -62,7 +40,7 @@ class SchemaDifferences:
 
     async def warn(self, endpoint: str, known: dict[str, NoGroupError | None]) -> None:
         difference = await self.find(endpoint, known)
-        logger.log(logging.WARNING if self._logged.add(difference) else logging.DEBUG, "%s", difference)
+        logger.log(logging.WARNING if self._logged.add(str(difference)) else logging.DEBUG, "%s", difference)
 
     async def find(self, endpoint: str, known: dict[str, NoGroupError | None]) -> NoGroupError:
         """Asks `endpoint` for its schema and returns the first difference; `known` caches it."""
@@ -106,44 +84,26 @@ class FollowerSide:
     """The follower's side of one peer's matchmaking.
 
     Args:
-        endpoint: this peer's name.
         differences: explains why a leader answered BAD_SCHEMA_HASH.
         last: the last group of this peer.
-        min_group_size: see `Matchmaking`; it is sent to leaders.
-        group_wait: see `Matchmaking`.
-        known_members_only: see `Matchmaking`.
-        exclusions: peers that are not asked.
-        history: how peers answered earlier requests; updated here.
-        deadlines: how long peers take to answer; updated here.
-        clock: seconds since the epoch.
-        rng: spreads retries.
+        conduct: how peers answered earlier requests; updated here.
     """
 
     def __init__(
         self,
-        endpoint: str,
+        config: SearchConfig,
         schema: Schema,
         transport: Transport,
         discovery: Discovery,
         differences: SchemaDifferences,
         last: LastGroup,
-        *,
-        min_group_size: int,
-        group_wait: float,
-        known_members_only: bool,
-        exclusions: Exclusions,
-        history: ResponseHistory,
-        deadlines: Deadlines,
-        clock: Callable[[], float],
-        rng: random.Random,
+        conduct: Conduct,
     ) -> None:
-        self._endpoint, self._schema = endpoint, schema
+        self._config, self._schema = config, schema
+        self._endpoint, self._clock, self._rng = config.endpoint, config.clock, config.rng
         self._transport, self._discovery, self._differences = transport, discovery, differences
         self._last = last
-        self._min_group_size = min_group_size
-        self._group_wait, self._known_members_only = group_wait, known_members_only
-        self._exclusions, self._history, self._deadlines = exclusions, history, deadlines
-        self._clock, self._rng = clock, rng
+        self._exclusions, self._history, self._deadlines = conduct.exclusions, conduct.history, conduct.deadlines
 
     def trusts(self, leader: str) -> bool:
         """Whether the leader of the last group may be asked without a search."""
@@ -182,14 +142,14 @@ class FollowerSide:
                     return
                 if not search.state.leads:
                     # It cannot lead, so it must be able to follow peers that declare themselves only now.
-                    own = replace(own, expiration=max(until, now + self._group_wait))
+                    own = replace(own, expiration=max(until, now + self._config.group_wait))
                 again = None
                 if (
                     number := 0
                     if search.state.leader or search.ending
                     else rules.requests_to_start(*search.request_counts)
                 ):
-                    candidates, again = self._candidates(search, own, key, now, began + self._group_wait / 2)
+                    candidates, again = self._candidates(search, own, key, now, began + self._config.group_wait / 2)
                     context = _Context(search, own, key, until, tasks, wake_up)
                     for candidate in candidates[:number]:
                         self._make_room(search)
@@ -305,7 +265,7 @@ class FollowerSide:
             expiration=max(context.own.expiration, candidate.expiration),
             gather=search.gather,
             client_mode=search.state.member.mode is Mode.CLIENT,
-            min_group_size=self._min_group_size,
+            min_group_size=self._config.min_group_size,
             names=search.state.names,
             joins_parts=True,
             large_parts=search.state.large_parts,
@@ -400,7 +360,7 @@ class FollowerSide:
             search.answers[leader] = answer.code.name
             if answer.code is MessageCode.BEGIN_ALLREDUCE:
                 group = rules.read_group(answer, self._endpoint, leader, search.gather)
-                if self._known_members_only:
+                if self._config.known_members_only:
                     await self._check_members(group, leader, context.key)
                 search.adopt(group)
                 self._history.note_group(leader)
@@ -428,7 +388,7 @@ class FollowerSide:
         if not search.state.leads:  # its own expiration may be far ahead
             left = min(own.expiration, leader.expiration) - now
         else:  # if the clock was set back, the own expiration may be too far ahead
-            left = min(own.expiration - now, self._group_wait)
+            left = min(own.expiration - now, self._config.group_wait)
         return max(0.0, left) + rules.CLOCK_TOLERANCE
 
     async def _check_members(self, group: Group, leader: str, key: str) -> None:

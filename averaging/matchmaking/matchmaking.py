@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import random
 from collections.abc import AsyncGenerator, Callable, Container
 from contextlib import suppress
 
@@ -13,11 +12,11 @@ from averaging.discovery import Discovery
 from averaging.errors import AveragingError
 from averaging.matchmaking import rules
 from averaging.matchmaking.arrivals import Arrivals
-from averaging.matchmaking.conduct import Exclusions, ResponseHistory
-from averaging.matchmaking.follower_side import FollowerSide, LoggedDifferences, SchemaDifferences
+from averaging.matchmaking.conduct import Conduct
+from averaging.matchmaking.follower_side import FollowerSide, SchemaDifferences
 from averaging.matchmaking.last_group import LEAD_SECONDS, QUIET_SECONDS, LastGroup
 from averaging.matchmaking.rules import Declaration, LeaderCandidate, Quorum
-from averaging.matchmaking.search_state import NoGroupError, SearchDeadline, SearchState
+from averaging.matchmaking.search_state import NoGroupError, SearchConfig, SearchDeadline, SearchState
 from averaging.protocol import (
     Group,
     JoinRequest,
@@ -28,7 +27,7 @@ from averaging.protocol import (
     unpack_gather,
 )
 from averaging.tensors import Schema
-from averaging.timing import VERDICT_SECONDS, Deadline, Deadlines, FairTimeout
+from averaging.timing import Deadline, FairTimeout
 from averaging.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -42,81 +41,34 @@ class Matchmaking:
     """Finds a group for one peer, as leader or as follower.
 
     Args:
-        endpoint: this peer's name.
-        group_size: number of members with which this peer, as a leader, begins a group at once.
-        min_group_size: number of members with which it begins a group when its declaration expires. Leaders of other
-            implementations may begin a smaller one with this peer, so the caller has to check the size.
-        group_wait: seconds that one declaration lasts.
-        known_members_only: whether to refuse a group with members that discovery does not know. Open runs allow them,
-            since other implementations form groups without discovery records.
-        ended_lifetime: seconds for which the record that a search has ended stays, for a key that is not used again.
-            If None, it stays as long as the declaration that it replaces.
-        in_group_lifetime: seconds for which the record of a group stays where only one may have the key: as long as its
-            members may average.
-        exclusions: peers that are neither asked nor accepted; kept from search to search.
-        history: how peers answered this peer's requests; kept from search to search.
-        deadlines: how long peers take to answer; kept from search to search.
-        logged: schema differences that have been logged; kept from search to search.
-        prepare_lane: function that gets each peer that will probably be in the group, see `Transport.prepare_lane`.
+        group_bits: this peer's group bits in its first search.
+        conduct: what this peer remembers of others; kept from search to search.
         is_gone: whether a peer is dead, so that no group waits for the end of one that it was in.
-        clock: seconds since the epoch.
-        rng: shuffles groups, makes their ids, spreads retries.
     """
 
     def __init__(
         self,
-        run_id: str,
-        endpoint: str,
+        config: SearchConfig,
         schema: Schema,
         transport: Transport,
         discovery: Discovery,
         *,
-        group_size: int,
-        min_group_size: int,
-        group_wait: float,
         group_bits: str = "",
-        known_members_only: bool = False,
-        ended_lifetime: float | None = None,
-        in_group_lifetime: float = 60.0,
-        clock: Callable[[], float],
-        rng: random.Random,
-        exclusions: Exclusions | None = None,
-        history: ResponseHistory | None = None,
-        deadlines: Deadlines | None = None,
-        logged: LoggedDifferences | None = None,
-        prepare_lane: Callable[[str], None] = lambda _: None,
+        conduct: Conduct | None = None,
         is_gone: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        self._run_id, self._endpoint = run_id, endpoint
+        self._config, self._endpoint, self._clock = config, config.endpoint, config.clock
         self.schema = schema
-        self._discovery = discovery
-        self._prepare_lane, self._is_gone = prepare_lane, is_gone
-        self._group_size, self._min_group_size = group_size, min_group_size
-        self._group_wait, self._ended_lifetime = group_wait, ended_lifetime
-        self._in_group_lifetime = in_group_lifetime
-        self._clock, self._rng = clock, rng
-        self._exclusions = exclusions or Exclusions()
-        self._last = LastGroup(endpoint)
+        self._transport, self._discovery = transport, discovery
+        self._conduct = conduct or Conduct()
+        self._is_gone = is_gone
+        self._last = LastGroup(self._endpoint)
         self._early: set[str] = set()  # members of it that ask before this peer looks
         self._accepting = asyncio.Event()  # this peer looks, and has a declaration
         self._yields_until = 0.0  # loop's time at which members of it may follow this peer again
-        self._differences = SchemaDifferences(schema, transport, discovery, logged or LoggedDifferences())
-        self._deadlines = Deadlines(VERDICT_SECONDS, VERDICT_SECONDS) if deadlines is None else deadlines
+        self._differences = SchemaDifferences(schema, transport, discovery, self._conduct.logged)
         self._follower_side = FollowerSide(
-            endpoint,
-            schema,
-            transport,
-            discovery,
-            self._differences,
-            self._last,
-            min_group_size=min_group_size,
-            group_wait=group_wait,
-            known_members_only=known_members_only,
-            exclusions=self._exclusions,
-            history=history or ResponseHistory(),
-            deadlines=self._deadlines,
-            clock=clock,
-            rng=rng,
+            config, schema, transport, discovery, self._differences, self._last, self._conduct
         )
         self.group_bits = group_bits
         self._in_group = ""  # the key under which its record says that it is in a group
@@ -127,7 +79,7 @@ class Matchmaking:
 
     @property
     def group_key(self) -> str:
-        return group_key(self._run_id, self.group_bits[self._dropped_bits :], self.schema.topic)
+        return group_key(self._config.run_id, self.group_bits[self._dropped_bits :], self.schema.topic)
 
     @property
     def looking(self) -> bool:
@@ -185,15 +137,15 @@ class Matchmaking:
             NoGroupError: no group was found in time, or all other peers under the key average other tensors.
         """
         member = unpack_gather(self._endpoint, gather)
-        schema, size = self.schema, self._group_size
+        schema, size = self.schema, self._config.group_size
         state = LeaderCandidate(
             member,
             schema.hash,
             size,
             target_contributors,
-            self._min_group_size,
+            self._config.min_group_size,
             names=schema.names if member.sends else "",
-            large_parts=self._deadlines.fast,
+            large_parts=self._conduct.deadlines.fast,
             quorum=quorum,
             follows=follows,
         )
@@ -201,8 +153,8 @@ class Matchmaking:
             state,
             gather,
             arrivals or Arrivals(self._endpoint, asyncio.get_running_loop().time()),
-            self._rng,
-            self._prepare_lane,
+            self._config.rng,
+            self._transport.prepare_lane,
             self._is_gone,
         )
         self._search = search
@@ -216,7 +168,7 @@ class Matchmaking:
                     if search.seen and search.seen <= search.differing.keys():
                         raise await self._differences.find(next(iter(search.differing)), search.differing)
                     if left.seconds <= rules.LEAST_SEARCH:
-                        reason = search.explain(self.group_key, self._min_group_size, self._discovery.diagnose())
+                        reason = search.explain(self.group_key, self._config.min_group_size, self._discovery.diagnose())
                         raise NoGroupError(reason + self._explain_exclusions(search))
                     if not search.seen and self._dropped_bits < len(self.group_bits):
                         self._discovery.leave_place(self.group_key, began=False, full=False)
@@ -252,8 +204,8 @@ class Matchmaking:
     def update_group_bits(self, group: Group) -> None:
         """Takes the group bits for the next search, which follow from this peer's place in the last group."""
         place = group.index(self._endpoint)
-        if len(group.members) <= self._group_size:
-            self.group_bits = next_group_bits(self.group_bits, group, place, self._group_size)
+        if len(group.members) <= self._config.group_size:
+            self.group_bits = next_group_bits(self.group_bits, group, place, self._config.group_size)
 
     def note_end(self, whole: bool) -> None:
         self._last.note_end(self._discovery.get(self.group_key), whole)
@@ -305,8 +257,10 @@ class Matchmaking:
         await self._until_accepting(request)
         search = self._search
         now = self._clock()
-        excluded = self._exclusions.excluded(now)
-        takes_part = search is not None and not search.ending and not self._exclusions.is_one_way(request.endpoint, now)
+        excluded = self._conduct.exclusions.excluded(now)
+        takes_part = (
+            search is not None and not search.ending and not self._conduct.exclusions.is_one_way(request.endpoint, now)
+        )
         code, suggested_leader = rules.verdict(request, search.state if search and takes_part else None, excluded)
         if code is MessageCode.ACCEPTED and self._yields_to_others(request.endpoint):
             code = MessageCode.NOT_DECLARED
@@ -349,7 +303,7 @@ class Matchmaking:
         deadline, first = self._clock() + left.seconds, not search.key
         key = search.key = await self._take_place(search)
         leader = self._last_leader(search) if first else ""
-        seconds = rules.declaration_seconds(self._group_wait, search.had_too_few)
+        seconds = rules.declaration_seconds(self._config.group_wait, search.had_too_few)
         seconds += LEAD_SECONDS if leader not in ("", self._endpoint) else 0.0
         expiration = min(self._clock() + seconds, deadline)
         if not search.state.leads and self._dropped_bits == len(self.group_bits) and key == self.group_key:
@@ -377,7 +331,7 @@ class Matchmaking:
         if leader == self._endpoint:
             return leader if search.state.leads else ""
         good = leader and self._follower_side.trusts(leader)
-        return leader if good and not self._exclusions.excludes(leader, self._clock()) else ""
+        return leader if good and not self._conduct.exclusions.excludes(leader, self._clock()) else ""
 
     async def _form_again(
         self, search: SearchState, leader: str, expiration: float, tasks: asyncio.TaskGroup, wake_up: asyncio.Event
@@ -406,7 +360,7 @@ class Matchmaking:
         self._accepting.set()
 
     async def _declare(self, search: SearchState, expiration: float) -> Declaration:
-        self._last.note_declaration(min(expiration, self._clock() + self._group_wait))
+        self._last.note_declaration(min(expiration, self._clock() + self._config.group_wait))
         if not search.state.leads:
             return Declaration(expiration, self._endpoint)
         self._accept(search, expiration)
@@ -425,10 +379,10 @@ class Matchmaking:
             remaining = min(expiration - self._clock(), loop_expiration - loop.time())
             undecided = bool(search.state.leader) or search.has_pending_request
             grace = search.grace_left(loop.time())
-            if not undecided and grace <= 0 and search.begin(self._min_group_size):
+            if not undecided and grace <= 0 and search.begin(self._config.min_group_size):
                 continue
             if not undecided and remaining <= 0:
-                if search.state.leads and search.begin(self._min_group_size):
+                if search.state.leads and search.begin(self._config.min_group_size):
                     continue
                 search.had_too_few = bool(search.state.followers)
                 if not search.open_requests or search.had_too_few:
@@ -447,13 +401,13 @@ class Matchmaking:
         Peers that all want to be in one group look under the group key itself.
         """
         target = search.state.target_contributors
-        if search.state.quorum is not None or (target is not None and target <= self._group_size):
+        if search.state.quorum is not None or (target is not None and target <= self._config.group_size):
             return self.group_key
-        return await self._discovery.take_place(self.group_key, self._group_size)
+        return await self._discovery.take_place(self.group_key, self._config.group_size)
 
     def _leave_place(self, search: SearchState) -> None:
         group = search.group
-        full = group is not None and (len(group.members) >= self._group_size or group.leader != self._endpoint)
+        full = group is not None and (len(group.members) >= self._config.group_size or group.leader != self._endpoint)
         self._discovery.leave_place(self.group_key, began=group is not None, full=full)
 
     def _latest_loop_time(self, moment: float) -> float:
@@ -463,13 +417,13 @@ class Matchmaking:
         if search.state.declared is None or search.state.declared <= self._clock():
             return
         until = search.state.declared
-        if self._ended_lifetime is not None and not looking:
+        if self._config.ended_lifetime is not None and not looking:
             # A peer that averages under a new key in every step would otherwise reach the limit of records per owner.
-            until = min(until, self._clock() + self._ended_lifetime)
+            until = min(until, self._clock() + self._config.ended_lifetime)
         value = rules.pack_looking(looking)
         if not looking and search.group is not None and search.state.quorum is not None:
             # As long as the group may average: a peer that comes meanwhile must know it.
-            value, until = rules.pack_in_group(self._clock()), self._clock() + self._in_group_lifetime
+            value, until = rules.pack_in_group(self._clock()), self._clock() + self._config.in_group_lifetime
             self._in_group = search.key
         try:
             await self._discovery.store(search.key, self._endpoint, value, until)
@@ -482,7 +436,7 @@ class Matchmaking:
 
         Under the key of a single phase it is said in any case, since that record is kept for less time.
         """
-        if search.group is None or search.key != self.group_key or self._ended_lifetime is not None:
+        if search.group is None or search.key != self.group_key or self._config.ended_lifetime is not None:
             return False
         if search.state.quorum is not None:
             return False
@@ -491,7 +445,7 @@ class Matchmaking:
     def _explain_exclusions(self, search: SearchState) -> str:
         """The excluded peers among those that were seen, as text for the user; empty if there are none."""
         now = self._clock()
-        excluded = self._exclusions.excluded(now)
+        excluded = self._conduct.exclusions.excluded(now)
         seen = search.seen | search.seen_before
         left_out = [f"{name} for another {excluded[name] - now:.0f} s" for name in sorted(seen & excluded.keys())]
         why = "they broke the protocol or gave an address that is not dialled"

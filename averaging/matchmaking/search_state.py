@@ -87,6 +87,38 @@ class NoGroupError(AveragingError):
     """No group came together in time. The message names the peers that were there and what they answered."""
 
 
+@dataclass(frozen=True, slots=True)
+class SearchConfig:
+    """How one peer looks for groups under one key.
+
+    Attributes:
+        endpoint: this peer's name.
+        group_size: number of members with which this peer, as a leader, begins a group at once.
+        min_group_size: number of members with which it begins a group when its declaration expires. Leaders of other
+            implementations may begin a smaller one with this peer, so the caller has to check the size.
+        group_wait: seconds that one declaration lasts.
+        clock: seconds since the epoch.
+        rng: shuffles groups, makes their ids, spreads retries.
+        known_members_only: whether to refuse a group with members that discovery does not know. Open runs allow them,
+            since other implementations form groups without discovery records.
+        ended_lifetime: seconds for which the record that a search has ended stays, for a key that is not used again.
+            If None, it stays as long as the declaration that it replaces.
+        in_group_lifetime: seconds for which the record of a group stays where only one may have the key: as long as its
+            members may average.
+    """
+
+    run_id: str
+    endpoint: str
+    group_size: int
+    min_group_size: int
+    group_wait: float
+    clock: Callable[[], float]
+    rng: random.Random
+    known_members_only: bool = False
+    ended_lifetime: float | None = None
+    in_group_lifetime: float = 60.0
+
+
 @dataclass(slots=True, eq=False)
 class OpenRequest:
     """A request to lead this peer. It is pending within its head start, and overdue afterwards.

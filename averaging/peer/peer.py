@@ -315,12 +315,12 @@ class Peer(InProcess):
     @property
     def excluded(self) -> dict[str, float]:
         """The excluded peers, and until when, in seconds since the epoch."""
-        return self._entered.rounds.conduct.excluded(self._clock())
+        return self._entered.rounds.conduct.exclusions.excluded(self._clock())
 
     @property
     def offences(self) -> dict[str, Mapping[DropCode, int]]:
         """Counts of protocol violations and of NaN or infinity by each peer, in the last day or so."""
-        return self._entered.rounds.conduct.counts
+        return self._entered.rounds.conduct.exclusions.counts
 
     @property
     def progress(self) -> RunProgress:

@@ -19,7 +19,7 @@ from averaging.common import CLIENT_PREFIX, counted, is_count, is_number, spelle
 from averaging.config import NonFinite, PeerConfig
 from averaging.discovery import Discovery
 from averaging.errors import AveragingError, RoundError
-from averaging.matchmaking import Arrivals, Exclusions, LoggedDifferences, Matchmaking, NoGroupError, ResponseHistory
+from averaging.matchmaking import Arrivals, Conduct, Matchmaking, NoGroupError, SearchConfig
 from averaging.peer.run_progress import RunProgress, find_gone, is_refused
 from averaging.peer.service import ExpectedInSearch, PeerService
 from averaging.peer.topics import (
@@ -128,41 +128,38 @@ class Rounds:
         self._count = 0
         self._last_ended = asyncio.get_running_loop().time()  # end of the last round, or when this peer was entered
         self._phase_searches: deque[float] = deque(maxlen=MAX_OVER_RECORDS)  # start times of searches for one phase
-        self._warned = LoggedDifferences()
-        self._responses = ResponseHistory()
         self._companions: dict[str, float] = {}  # members of recent groups, and the time of the last one
         self._searching: asyncio.Timeout | None = None  # of the present search; it expires only when it is ended
         self._idle = asyncio.Event()  # no round is in progress
         self._idle.set()
         self._drained = False
-        self.conduct = Exclusions()
+        self.conduct = Conduct(deadlines=service.deadlines)
 
     def matchmaking(self, schema: Schema, *, lasting: bool = True) -> Matchmaking:
         """The matchmaking for peers with this schema, kept for later rounds if `lasting`."""
         matchmaking = self._lasting.pop(schema.hash, None)
         lasting = lasting or matchmaking is not None
         if matchmaking is None:
-            config = self._config
-            matchmaking = Matchmaking(
-                config.run_id,
+            given = self._config
+            config = SearchConfig(
+                given.run_id,
                 self._endpoint,
+                given.group_size,
+                given.min_group_size,
+                given.group_wait,
+                self._clock,
+                self._rng,
+                known_members_only=given.is_closed,
+                ended_lifetime=None if lasting else self._over_lifetime(OVER_LIFETIME),
+                in_group_lifetime=self._over_lifetime(given.round_timeout),
+            )
+            matchmaking = Matchmaking(
+                config,
                 schema,
                 self._transport,
                 self._discovery,
-                group_size=config.group_size,
-                min_group_size=config.min_group_size,
-                group_wait=config.group_wait,
-                group_bits=config.group_bits,
-                known_members_only=config.is_closed,
-                ended_lifetime=None if lasting else self._over_lifetime(OVER_LIFETIME),
-                in_group_lifetime=self._over_lifetime(config.round_timeout),
-                clock=self._clock,
-                rng=self._rng,
-                exclusions=self.conduct,
-                history=self._responses,
-                deadlines=self._service.deadlines,
-                logged=self._warned,
-                prepare_lane=self._transport.prepare_lane,
+                group_bits=given.group_bits,
+                conduct=self.conduct,
                 is_gone=self._progress.is_gone,
             )
         if lasting:
@@ -337,13 +334,13 @@ class Rounds:
             averaged = True
         except RoundError as error:
             if isinstance(error, LyingLeaderError):
-                self.conduct.note(group.leader, DropCode.PROTOCOL_VIOLATION, self._clock())
+                self.conduct.exclusions.note(group.leader, DropCode.PROTOCOL_VIOLATION, self._clock())
             raise _NotAveragedError(Outcome.FAILED, str(error)) from error
         finally:
             self._service.round = None
             result = allreduce.result()
-            self.conduct.note_dropped(result.proven_drops, self._clock())
-            self.conduct.note_reach(result.one_way, result.answered, self._clock())
+            self.conduct.exclusions.note_dropped(result.proven_drops, self._clock())
+            self.conduct.exclusions.note_reach(result.one_way, result.answered, self._clock())
             if self._service.matchmaking is not None:
                 self._service.matchmaking.note_end(whole=averaged and not result.dropped)
 

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from averaging.errors import CallRefusedError
-from averaging.matchmaking import Matchmaking, NoGroupError
+from averaging.matchmaking import Conduct, Matchmaking, NoGroupError, SearchConfig
 from averaging.matchmaking.conduct import Exclusions
 from averaging.matchmaking.rules import pack_looking
 from averaging.protocol.group import Mode, group_key, pack_gather
@@ -61,20 +61,10 @@ def matchmaking(
     known_members_only: bool = False,
     exclusions: Exclusions | None = None,
 ) -> Matchmaking:
-    return Matchmaking(
-        "run",
-        endpoint,
-        SCHEMA,
-        cast("Transport", network),
-        discovery,
-        group_size=3,
-        min_group_size=2,
-        group_wait=10.0,
-        known_members_only=known_members_only,
-        exclusions=exclusions,
-        clock=virtual_time.clock,
-        rng=random.Random(1),
-    )
+    clock, rng = virtual_time.clock, random.Random(1)
+    config = SearchConfig("run", endpoint, 3, 2, 10.0, clock, rng, known_members_only=known_members_only)
+    conduct = Conduct(exclusions=exclusions or Exclusions())
+    return Matchmaking(config, SCHEMA, cast("Transport", network), discovery, conduct=conduct)
 
 
 def search(

@@ -12,7 +12,7 @@ from typing import cast
 import pytest
 
 from averaging.discovery.base import Discovery
-from averaging.matchmaking import Matchmaking
+from averaging.matchmaking import Conduct, Matchmaking, SearchConfig
 from averaging.matchmaking.rules import CLOCK_TOLERANCE, pack_looking
 from averaging.protocol.group import Mode, group_key, pack_gather
 from averaging.protocol.messages import CompressionType, JoinRequest, MessageCode, MessageFromLeader
@@ -56,19 +56,9 @@ class Leaders(OneLane):
 def searcher(
     transport: object, discovery: Discovery, *, group_size: int, deadlines: Deadlines | None = None
 ) -> Matchmaking:
-    return Matchmaking(
-        "run",
-        ME,
-        SCHEMA,
-        cast("Transport", transport),
-        discovery,
-        group_size=group_size,
-        min_group_size=2,
-        group_wait=30.0,
-        clock=virtual_time.clock,
-        rng=random.Random(1),
-        deadlines=deadlines,
-    )
+    config = SearchConfig("run", ME, group_size, 2, 30.0, virtual_time.clock, random.Random(1))
+    conduct = Conduct() if deadlines is None else Conduct(deadlines=deadlines)
+    return Matchmaking(config, SCHEMA, cast("Transport", transport), discovery, conduct=conduct)
 
 
 async def search(deadlines: Deadlines, *declared: str, leaders: Leaders | None = None, mode: Mode = Mode.NODE) -> float:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from averaging import Mode, Outcome, Peer, Receipt
-from averaging.matchmaking import Matchmaking, NoGroupError
+from averaging.matchmaking import Matchmaking, NoGroupError, SearchConfig
 from averaging.matchmaking.rules import CLOCK_TOLERANCE, pack_looking
 from averaging.protocol.group import group_key, pack_gather
 from averaging.protocol.messages import CompressionType, JoinRequest, MessageCode, MessageFromLeader
@@ -126,16 +126,10 @@ class SilentLeader(OneLane):
 
 def matchmaking_of(transport: Transport, discovery: MemoryDiscovery, clock: Clock) -> Matchmaking:
     return Matchmaking(
-        "run",
-        ME,
+        SearchConfig("run", ME, 4, 2, 3.0, clock, random.Random(2)),
         Schema((TensorSpec("w", "float32", (3,), CompressionType.NONE),), 1024),
         transport,
         discovery,
-        group_size=4,
-        min_group_size=2,
-        group_wait=3.0,
-        clock=clock,
-        rng=random.Random(2),
     )
 
 

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 import torch
 
-from averaging.matchmaking import Matchmaking
+from averaging.matchmaking import Matchmaking, SearchConfig
 from averaging.matchmaking.rules import pack_looking
 from averaging.protocol.group import Group, Mode, pack_gather
 from averaging.protocol.messages import JoinRequest, MessageCode, MessageFromLeader
@@ -50,16 +50,10 @@ def test_no_peer_is_asked_once_the_group_has_begun(suggested: str) -> None:
             await discovery.store("run.0b", "second:1", pack_looking(True), now + 2)
             await discovery.store("run.others", "third:1", b"", now + 60)
             matchmaking = Matchmaking(
-                "run",
-                "me:1",
+                SearchConfig("run", "me:1", 2, 2, 10.0, virtual_time.clock, random.Random(1)),
                 describe(["w"], [torch.ones(4)], part_size_bytes=1024),
                 cast("Transport", leaders),
                 discovery,
-                group_size=2,
-                min_group_size=2,
-                group_wait=10.0,
-                clock=virtual_time.clock,
-                rng=random.Random(1),
             )
             async with asyncio.timeout(30):
                 return await matchmaking.find_group(pack_gather(1.0, None, Mode.NODE), now + 60)

@@ -16,9 +16,8 @@ from averaging import Mode, Outcome, Peer, Receipt
 from averaging.discovery.gossip.record import RecordLimits
 from averaging.errors import PeerUnreachableError
 from averaging.matchmaking import Quorum
-from averaging.matchmaking.follower_side import MAX_DIFFERENCES, LoggedDifferences
+from averaging.matchmaking.conduct import MAX_REMEMBERED, LoggedDifferences
 from averaging.matchmaking.rules import pack_looking
-from averaging.matchmaking.search_state import NoGroupError
 from averaging.peer import ExpectedAtFirst, RoundOptions, Topic, rounds
 from averaging.protocol.group import pack_gather
 from averaging.protocol.messages import JoinRequest, MessageCode
@@ -131,7 +130,7 @@ def test_a_schema_difference_is_logged_once(caplog: pytest.LogCaptureFixture) ->
 
 def test_the_number_of_remembered_differences_is_limited() -> None:
     logged = LoggedDifferences()
-    first, second, *others = [NoGroupError(f"peer:{n} averages something else") for n in range(MAX_DIFFERENCES + 1)]
+    first, second, *others = [f"peer:{n} averages something else" for n in range(MAX_REMEMBERED + 1)]
     assert all(logged.add(difference) for difference in (first, second, *others))
     assert not logged.add(second)
     assert logged.add(first)

@@ -12,7 +12,7 @@ from typing import cast
 import pytest
 
 from averaging import Mode, Outcome, Peer, Receipt
-from averaging.matchmaking import Matchmaking
+from averaging.matchmaking import Conduct, Matchmaking, SearchConfig
 from averaging.matchmaking.conduct import ResponseHistory
 from averaging.matchmaking.rules import CLOCK_TOLERANCE, MIN_HEAD_START, pack_looking
 from averaging.protocol.group import Group, group_key, pack_gather
@@ -195,17 +195,11 @@ def searcher(
     leaders: Leaders, discovery: MemoryDiscovery, history: ResponseHistory, group_size: int = 4
 ) -> Matchmaking:
     return Matchmaking(
-        "run",
-        ME,
+        SearchConfig("run", ME, group_size, 2, 20.0, virtual_time.clock, random.Random(1)),
         SCHEMA,
         cast("Transport", leaders),
         discovery,
-        group_size=group_size,
-        min_group_size=2,
-        group_wait=20.0,
-        clock=virtual_time.clock,
-        rng=random.Random(1),
-        history=history,
+        conduct=Conduct(history=history),
     )
 
 
