@@ -13,7 +13,7 @@ from typing import Protocol
 from averaging.allreduce import LARGE_PART_BYTES
 from averaging.common import chosen_proxy, ignored_proxies, shown_proxy
 from averaging.config import PeerConfig
-from averaging.control import ControlService, Departure, LeaveStep
+from averaging.control import ControlService, LeaveStep
 from averaging.discovery import LIFETIME, REFRESH, Discovery, PublishedRecord, ShardOfRun
 from averaging.discovery.etcd import EtcdDiscovery
 from averaging.discovery.gossip import CertifiedIdentity, GossipDiscovery, Waiting
@@ -69,102 +69,128 @@ class Running:
     service: PeerService
 
 
-async def start(
-    config: PeerConfig,
-    transport: Transport,
-    discovery_factory: DiscoveryFactory | None,
-    credentials: Credentials,
-    tensors: SharedTensors,
-    snapshots: Snapshots,
-    schema: Schema,
-    seeds: Seeds,
-    *,
-    not_ready: Callable[[], str],
-    clock: Callable[[], float],
-    rng: random.Random,
-    shard: ShardOfRun | None = None,
-    on_joining: Callable[[Waiting], None] | None = None,
-    control: ControlService,
-    on_leave: Callable[[], None],
-) -> Running:
-    """Listens, joins the run through `seeds`, and declares that the peer's state can be downloaded.
+@dataclass(frozen=True, slots=True)
+class Lifecycle:
+    """What a peer has before it is entered, and how it is entered.
 
-    The arguments are the components that `Peer` has created. If `discovery_factory` is None, peers find each other by
-    gossip over the transport, or in etcd.
-
-    Raises:
-        ListenError: it cannot listen at the address, or at that for metrics.
-        JoinError: no peer of `join` answered in time, or all refuse permanently.
+    Attributes:
+        discovery_factory: None if peers find each other by gossip over the transport, or in etcd.
     """
-    _log_proxy(config.proxy)
-    async with AsyncExitStack() as stack:
-        metrics = PeerMetrics(config, credentials, not_ready, clock)
-        if config.metrics_listen is not None or isinstance(transport, GrpcTransport):  # not in simulated time
-            await stack.enter_async_context(metrics.listener)
-        stack.push_async_callback(seeds.close)
-        if discovery_factory is None:
-            await seeds.look_up(report=False)  # before `bind`, which compares the addresses with that to listen on
-        endpoint = await transport.bind()
-        seeds.bind(endpoint, config.listen)
-        stack.push_async_callback(transport.close, CLOSING_GRACE)
-        control.endpoint = endpoint
-        stack.callback(control.departure.advance, LeaveStep.LEFT)  # those who asked learn it in the grace period
-        await tensors.while_locked(lambda: snapshots.commit(0), config.round_timeout)
-        book = ReceiptBook(ReceiptLog(config.receipts) if config.receipts else None, metrics.note)
-        stack.callback(book.close)  # ends the streams of `watch_rounds`
-        service = metrics.service = PeerService(config, endpoint, schema, snapshots, clock(), book)
-        if discovery_factory is None:
-            context = _discovery(config, endpoint, transport, credentials, seeds, clock, rng, on_joining)
-        else:
-            context = discovery_factory(endpoint, transport)
-        # From here on other peers may call, also those through which this peer joins.
-        await transport.serve(service, context if isinstance(context, GossipDiscovery | EtcdDiscovery) else None)
-        discovery = run_discovery = await stack.enter_async_context(context)
-        if shard is not None:
-            discovery = shard.discovery_in(run_discovery, endpoint)
-        await _follow(config.run_id, discovery, run_discovery, shard)
-        service.discovery = discovery
-        progress = RunProgress(config.run_id, endpoint, discovery, clock, seeds.named)
-        data = RunProgress(config.run_id, endpoint, discovery, clock, seeds.named, key=data_key(config.run_id))
-        rounds = Rounds(config, endpoint, transport, discovery, progress, service, snapshots, clock=clock, rng=rng)
-        service.matchmaking = rounds.matchmaking(schema)
-        donors = Donors(config.run_id, endpoint, discovery, lambda: snapshots.version, clock)
-        notices = [progress.notice, data.notice] + ([donors.declaration] if snapshots.shared else [])
-        if shard is not None:
-            shard_notice = PublishedRecord(
-                *(run_discovery, shard.key, endpoint, shard.record), lifetime=LIFETIME, refresh=REFRESH, clock=clock
+
+    config: PeerConfig
+    transport: Transport
+    discovery_factory: DiscoveryFactory | None
+    credentials: Credentials
+    tensors: SharedTensors
+    snapshots: Snapshots
+    schema: Schema
+    seeds: Seeds
+    control: ControlService
+    clock: Callable[[], float]
+    rng: random.Random
+    shard: ShardOfRun | None
+    on_joining: Callable[[Waiting], None] | None
+    on_leave: Callable[[], None]
+
+    async def start(self, not_ready: Callable[[], str]) -> Running:
+        """Listens, joins the run through `seeds`, and declares that the peer's state can be downloaded.
+
+        Args:
+            not_ready: why the peer is not ready, for /readyz; an empty text if it is.
+
+        Raises:
+            ListenError: it cannot listen at the address, or at that for metrics.
+            JoinError: no peer of `join` answered in time, or all refuse permanently.
+        """
+        config, transport, seeds, clock = self.config, self.transport, self.seeds, self.clock
+        _log_proxy(config.proxy)
+        async with AsyncExitStack() as stack:
+            metrics = PeerMetrics(config, self.credentials, not_ready, clock)
+            if config.metrics_listen is not None or isinstance(transport, GrpcTransport):  # not in simulated time
+                await stack.enter_async_context(metrics.listener)
+            stack.push_async_callback(seeds.close)
+            if self.discovery_factory is None:
+                await seeds.look_up(report=False)  # before `bind`, which compares the addresses with that to listen on
+            endpoint = await transport.bind()
+            seeds.bind(endpoint, config.listen)
+            stack.push_async_callback(transport.close, CLOSING_GRACE)
+            self.control.endpoint = endpoint
+            # Those who asked learn it in the grace period.
+            stack.callback(self.control.departure.advance, LeaveStep.LEFT)
+            await self.tensors.while_locked(lambda: self.snapshots.commit(0), config.round_timeout)
+            book = ReceiptBook(ReceiptLog(config.receipts) if config.receipts else None, metrics.note)
+            stack.callback(book.close)  # ends the streams of `watch_rounds`
+            service = metrics.service = PeerService(config, endpoint, self.schema, self.snapshots, clock(), book)
+            context = (self.discovery_factory or self._discovery)(endpoint, transport)
+            # From here on other peers may call, also those through which this peer joins.
+            await transport.serve(service, context if isinstance(context, GossipDiscovery | EtcdDiscovery) else None)
+            discovery = run_discovery = await stack.enter_async_context(context)
+            if self.shard is not None:
+                discovery = self.shard.discovery_in(run_discovery, endpoint)
+            await self._follow(discovery, run_discovery)
+            service.discovery = discovery
+            progress = RunProgress(config.run_id, endpoint, discovery, clock, seeds.named)
+            data = RunProgress(config.run_id, endpoint, discovery, clock, seeds.named, key=data_key(config.run_id))
+            rounds = Rounds(
+                config, endpoint, transport, discovery, progress, service, self.snapshots, clock=clock, rng=self.rng
             )
-            notices.insert(0, shard_notice)
-        tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        stack.callback(tasks.create_task(seeds.keep_published()).cancel)
-        for notice in notices:
-            await notice.store()
-            stack.callback(tasks.create_task(notice.keep()).cancel)
-        to_withdraw = (progress.notice, data.notice, donors.declaration)
-        leaving = _leave_when_asked(control.departure, to_withdraw, rounds, service, on_leave)
-        stack.callback(tasks.create_task(leaving).cancel)
-        loop = asyncio.get_running_loop()
-        scraped = metrics.listener.endpoint
-        found = discovery, run_discovery, rounds, donors, progress, data, service
-        return Running(stack.pop_all(), endpoint, scraped, loop, *found)
+            service.matchmaking = rounds.matchmaking(self.schema)
+            donors = Donors(config.run_id, endpoint, discovery, lambda: self.snapshots.version, clock)
+            notices = [progress.notice, data.notice] + ([donors.declaration] if self.snapshots.shared else [])
+            if (shard := self.shard) is not None:
+                shard_notice = PublishedRecord(
+                    *(run_discovery, shard.key, endpoint, shard.record), lifetime=LIFETIME, refresh=REFRESH, clock=clock
+                )
+                notices.insert(0, shard_notice)
+            tasks = await stack.enter_async_context(asyncio.TaskGroup())
+            stack.callback(tasks.create_task(seeds.keep_published()).cancel)
+            for notice in notices:
+                await notice.store()
+                stack.callback(tasks.create_task(notice.keep()).cancel)
+            to_withdraw = (progress.notice, data.notice, donors.declaration)
+            leaving = self._leave_when_asked(to_withdraw, rounds, service)
+            stack.callback(tasks.create_task(leaving).cancel)
+            loop = asyncio.get_running_loop()
+            scraped = metrics.listener.endpoint
+            found = discovery, run_discovery, rounds, donors, progress, data, service
+            return Running(stack.pop_all(), endpoint, scraped, loop, *found)
 
+    async def _leave_when_asked(self, notices: Sequence[PublishedRecord], rounds: Rounds, service: PeerService) -> None:
+        """Waits until somebody asks this peer to leave, brings its work to an end, and calls `on_leave`."""
+        departure = self.control.departure
+        await departure.asked.wait()
+        for notice in notices:  # nobody waits for this peer any more, and newcomers ask other donors
+            await notice.withdraw()
+        await rounds.drain()
+        departure.advance(LeaveStep.DOWNLOADS)
+        await service.end_downloads(DOWNLOAD_SECONDS)
+        departure.advance(LeaveStep.CLOSING)
+        self.on_leave()
 
-async def _leave_when_asked(
-    departure: Departure,
-    notices: Sequence[PublishedRecord],
-    rounds: Rounds,
-    service: PeerService,
-    on_leave: Callable[[], None],
-) -> None:
-    """Waits until somebody asks this peer to leave, brings its work to an end, and calls `on_leave`."""
-    await departure.asked.wait()
-    for notice in notices:  # nobody waits for this peer any more, and newcomers ask other donors
-        await notice.withdraw()
-    await rounds.drain()
-    departure.advance(LeaveStep.DOWNLOADS)
-    await service.end_downloads(DOWNLOAD_SECONDS)
-    departure.advance(LeaveStep.CLOSING)
-    on_leave()
+    async def _follow(self, discovery: Discovery, run_discovery: Discovery) -> None:
+        """Reads what is read without a wait later on: whether others train, which samples, and who offers a state."""
+        run_id = self.config.run_id
+        followed = [discovery.follow(progress_key(run_id)), discovery.follow(data_key(run_id))]
+        followed.append(discovery.follow(donors_key(run_id), keep=False))
+        if self.shard is not None:
+            followed.append(run_discovery.follow(self.shard.key))
+        await asyncio.gather(*followed)
+
+    def _discovery(self, endpoint: str, transport: Transport) -> AbstractAsyncContextManager[Discovery]:
+        config, credentials, clock, rng = self.config, self.credentials, self.clock, self.rng
+        if config.etcd:
+            return EtcdDiscovery.from_config(config, endpoint, credentials, clock=clock, rng=rng)
+        return GossipDiscovery(
+            config.run_id,
+            endpoint,
+            transport,
+            join=self.seeds,
+            join_timeout=config.join_timeout,
+            identity=CertifiedIdentity(credentials.tls, clock) if credentials.tls else None,
+            clock=clock,
+            rng=rng,
+            on_joining=self.on_joining,
+        )
 
 
 def _log_proxy(proxy: str | None) -> None:
@@ -173,40 +199,6 @@ def _log_proxy(proxy: str | None) -> None:
         logger.info("other peers are called through the proxy %s, and parts travel over gRPC", shown_proxy(chosen))
     elif ignored := ignored_proxies():
         logger.info("other peers are called directly: %s", ignored)
-
-
-async def _follow(run_id: str, discovery: Discovery, run_discovery: Discovery, shard: ShardOfRun | None) -> None:
-    """Reads what is read without a wait later on: whether others train, which samples, and who offers a state."""
-    followed = [discovery.follow(progress_key(run_id)), discovery.follow(data_key(run_id))]
-    followed.append(discovery.follow(donors_key(run_id), keep=False))
-    if shard is not None:
-        followed.append(run_discovery.follow(shard.key))
-    await asyncio.gather(*followed)
-
-
-def _discovery(
-    config: PeerConfig,
-    endpoint: str,
-    transport: Transport,
-    credentials: Credentials,
-    seeds: Seeds,
-    clock: Callable[[], float],
-    rng: random.Random,
-    on_joining: Callable[[Waiting], None] | None,
-) -> AbstractAsyncContextManager[Discovery]:
-    if config.etcd:
-        return EtcdDiscovery.from_config(config, endpoint, credentials, clock=clock, rng=rng)
-    return GossipDiscovery(
-        config.run_id,
-        endpoint,
-        transport,
-        join=seeds,
-        join_timeout=config.join_timeout,
-        identity=CertifiedIdentity(credentials.tls, clock) if credentials.tls else None,
-        clock=clock,
-        rng=rng,
-        on_joining=on_joining,
-    )
 
 
 # Creates the transport of a peer from its options.

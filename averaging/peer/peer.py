@@ -19,7 +19,7 @@ from averaging.control import ControlService
 from averaging.discovery import Discovery, ShardOfRun, shards_key
 from averaging.discovery.gossip import Waiting
 from averaging.errors import ClosedError, ConfigError, RoundError
-from averaging.peer.lifecycle import DiscoveryFactory, Running, make_transport, start
+from averaging.peer.lifecycle import DiscoveryFactory, Lifecycle, Running, make_transport
 from averaging.peer.run_progress import RunProgress, find_gone, refusing
 from averaging.peer.topics import RoundOptions, Topic, TopicOptions, make_topic
 from averaging.probe import ProbeService
@@ -161,29 +161,42 @@ class Peer(InProcess):
         **options: Any,
     ) -> None:
         named = {"discovery": discovery} if isinstance(discovery, str) else {}
-        self._discovery = None if isinstance(discovery, str) else discovery
         self.config = configure(config, run_id, {**options, **named})
         self._tensors = SharedTensors(tensors)
         self._own = make_topic(self.config, self._tensors, commits=True)
         self.schema = self._own.schema
-        self._clock, self._rng = clock, rng or random.SystemRandom()
-        self._credentials = read_credentials(self.config, clock)
+        self._clock = clock
+        self._credentials = credentials = read_credentials(self.config, clock)
         is_client = self.config.mode is Mode.CLIENT
         shared = self.config.share_state and not is_client
         self._snapshots = Snapshots(self._tensors, extra_state, self.schema, shared=shared)
         if services and transport is not None:
             raise ConfigError("services are served over gRPC; give no transport beside them")
-        self._on_leave = on_leave or (lambda: None)
         certified = self.config.tls_cert is not None
         self._control = ControlService(self.run_id, certified=certified)
         if on_leave is not None and not is_client:
             services = [*services, self._control]
         if transport is None and not is_client:
-            services = [ProbeService(self.config, self._credentials.tls, clock=clock), *services]
-        self._seeds = Seeds(self.config.join, self._credentials, on_found=on_found)
-        self._transport = transport or make_transport(self.config, self._credentials, self._seeds, services)
-        self._on_joining = on_joining
+            services = [ProbeService(self.config, credentials.tls, clock=clock), *services]
+        self._seeds = Seeds(self.config.join, credentials, on_found=on_found)
+        self._transport = transport or make_transport(self.config, credentials, self._seeds, services)
         self.shard = shard
+        self._lifecycle = Lifecycle(
+            self.config,
+            self._transport,
+            None if isinstance(discovery, str) else discovery,
+            credentials,
+            self._tensors,
+            self._snapshots,
+            self.schema,
+            self._seeds,
+            self._control,
+            clock,
+            rng or random.SystemRandom(),
+            shard,
+            on_joining,
+            on_leave or (lambda: None),
+        )
         self._training = training
         self._services = list(services)
         self._running: Running | None = None
@@ -208,22 +221,8 @@ class Peer(InProcess):
             JoinError: no peer of `join` answered in time, or all refuse permanently,
                 because of another run, token or authority.
         """
-        self._running = await start(
-            self.config,
-            self._transport,
-            self._discovery,
-            self._credentials,
-            self._tensors,
-            self._snapshots,
-            self.schema,
-            self._seeds,
-            not_ready=lambda: self.catching_up if self._running else "it is joining its run, or leaving it",
-            clock=self._clock,
-            rng=self._rng,
-            shard=self.shard,
-            on_joining=self._on_joining,
-            control=self._control,
-            on_leave=self._on_leave,
+        self._running = await self._lifecycle.start(
+            lambda: self.catching_up if self._running else "it is joining its run, or leaving it"
         )
         self._running.service.training = self._training
         self._running.service.read_by = [each for each in self._services if isinstance(each, ReadByService)]
