@@ -27,6 +27,7 @@ from averaging.rl.synchronizer import (
     SynchronizerConfig,
     WeightReceiver,
     methods,
+    state_sources,
 )
 from averaging.rl.synchronizer.remote import RemoteSynchronizer
 from averaging.rl.synchronizer.service import SynchronizerService
@@ -178,6 +179,62 @@ async def test_on_a_peer_with_tls_and_token_and_by_namespace(tmp_path: Path) -> 
             Synchronizer(running)
     with pytest.raises(ConfigError, match="mode 'node'"):
         Synchronizer(Peer([torch.ones(1)], run_id="demo", mode="client", join=["127.0.0.1:1"]))
+
+
+@pytest.mark.asyncio
+async def test_the_versions_of_a_peer_are_handed_out_until_a_trainer_sets_a_state() -> None:
+    weights = torch.ones(3)
+    peer = Peer({"w": weights}, run_id="demo")
+    synchronizer = Synchronizer(peer)
+    async with peer, synchronizer, Synchronizer.connect(peer.endpoint) as explorer:
+        await explorer.set_explorer_status(RUNNING)
+        await until(lambda: synchronizer.model_state_dict is not None)
+        assert same((await explorer.get_model_state_dict())[0], {"w": torch.ones(3)})
+        with peer.tensors():
+            weights.fill_(2.0)
+        await peer.commit()
+        version = await explorer.wait_new_model_state_dict(0)
+        assert version == peer.version == 1
+        assert same((await explorer.get_model_state_dict())[0], {"w": torch.full((3,), 2.0)})
+        await synchronizer.set_model_state_dict(state(), 8)
+        await peer.commit()
+        assert await explorer.wait_new_model_state_dict(1) == 8
+        assert synchronizer.trainer_requires_weight_sync() is None, "the peer is no trainer any more"
+
+
+@pytest.mark.asyncio
+async def test_weights_of_the_peer_that_are_being_copied_do_not_follow_the_state_of_a_trainer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started, release = asyncio.Event(), asyncio.Event()
+
+    async def held(action: Callable[[], object]) -> object:
+        started.set()
+        await release.wait()
+        return action()
+
+    monkeypatch.setattr(state_sources, "in_thread", held)
+    peer = Peer({"w": torch.ones(3)}, run_id="demo")
+    synchronizer = Synchronizer(peer)
+    async with peer, synchronizer:
+        await started.wait()
+        assert await synchronizer.set_model_state_dict(state(), 5) == 5
+        release.set()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert synchronizer.model_version == 5
+        assert same(synchronizer.get_model_state_dict()[0], state())
+
+
+@pytest.mark.asyncio
+async def test_a_peer_whose_versions_are_handed_out_is_no_side_of_a_transfer() -> None:
+    peer = Peer({"w": torch.ones(3)}, run_id="demo")
+    synchronizer = Synchronizer(peer)
+    async with peer, synchronizer:
+        await synchronizer.set_explorer_status(RUNNING)
+        trainer = asyncio.ensure_future(synchronizer.ready_to_nccl_sync("trainer", 4))
+        await until(lambda: synchronizer.trainer_status is REQUIRE_SYNC)
+        assert await synchronizer.ready_to_nccl_sync("explorer", 0) == await trainer == 4
 
 
 @pytest.mark.asyncio

@@ -1,4 +1,4 @@
-"""The checkpoints of a trainer, and the version that is kept beside them."""
+"""Where a synchronizer gets states besides `set_model_state_dict`: the checkpoints of a trainer, and a peer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from pathlib import Path
 
 from averaging.config import FilePath
 from averaging.errors import ConfigError, StateError
+from averaging.peer import Peer
 from averaging.rl.synchronizer.coordination import MAX_VERSION
 from averaging.rl.synchronizer.modules import POLL_SECONDS
+from averaging.rl.synchronizer.state_stream import StateDict
 from averaging.tensors import in_thread
 
 NAME = "synchronizer_version.txt"
@@ -107,4 +109,20 @@ async def find_checkpoints(
                 if step != failed:
                     logger.warning("the checkpoint of step %d is not handed out: %s", step, error)
                 failed = step
+        await asyncio.sleep(POLL_SECONDS)
+
+
+async def follow_peer(peer: Peer, publish: Callable[[StateDict, int], Awaitable[object]]) -> None:
+    """Calls `publish` with a copy of the peer's tensors for each of its versions that is seen."""
+    names = [spec.name for spec in peer.schema.tensors]
+
+    def copy() -> StateDict:
+        with peer.tensors() as tensors:
+            return {name: tensor.cpu().clone() for name, tensor in zip(names, tensors, strict=True)}
+
+    followed = -1
+    while True:
+        if peer.version > followed:
+            followed = peer.version
+            await publish(await in_thread(copy), followed)
         await asyncio.sleep(POLL_SECONDS)

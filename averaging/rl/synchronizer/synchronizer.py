@@ -25,12 +25,15 @@ from averaging.rl.synchronizer.coordination import (
 from averaging.rl.synchronizer.modules import GROUP_SECONDS, POLL_SECONDS, Module, Modules, WeightGroups
 from averaging.rl.synchronizer.remote import RemoteSynchronizer
 from averaging.rl.synchronizer.service import SynchronizerService, serve_on, served_on
-from averaging.rl.synchronizer.state_sources import CheckpointFolder, find_checkpoints
+from averaging.rl.synchronizer.state_sources import CheckpointFolder, find_checkpoints, follow_peer
 from averaging.rl.synchronizer.state_stream import Meta, ModelState, StateDict, copy_in_thread, copy_of, meta_of
 from averaging.rpc import RpcHandler, read_credentials
 from averaging.tensors import in_thread
 
 logger = logging.getLogger("averaging.rl.synchronizer")
+
+_PEER = "the peer"
+"""The member that publishes the versions of the peer."""
 
 Role = Literal["trainer", "explorer"]
 
@@ -52,7 +55,8 @@ class Synchronizer:
     explorers in one process give each its own. The statuses of a member whose modules are all dead are removed.
 
     Args:
-        peer: A peer that has not been entered. The synchronizer is served on its port.
+        peer: A peer that has not been entered. The synchronizer is served on its port. Its tensors are the state until
+            the first `set_model_state_dict`, under the version of the peer.
         config: The options.
         state_dict: The first state, which has version 0.
         ends_with_modules: Whether it ends when all its modules are dead, and not at the end of `async with`.
@@ -86,6 +90,8 @@ class Synchronizer:
         self._main: asyncio.Task[None] | None = None
         self._ends_with_modules, self._holders, self.ended = ends_with_modules, 0, False
         self._closing = asyncio.Event()
+        self._peer = peer  # whose versions are handed out; None once a trainer has set a state
+        self._following: asyncio.Task[None] | None = None
         if peer is not None:
             serve_on(peer, self)
 
@@ -126,6 +132,11 @@ class Synchronizer:
                     hand_out = partial(self.set_model_state_dict, None)
                     finding = find_checkpoints(folder, lambda: self._state.step, hand_out)
                     running.append(tasks.create_task(finding))
+                if self._peer is not None:
+                    self._state.set_trainer_status(RunningStatus.RUNNING, _PEER)
+                    following = follow_peer(self._peer, partial(self._publish, member=_PEER))
+                    self._following = tasks.create_task(following)
+                    running.append(self._following)
                 await self._closing.wait()
                 for task in running:
                     task.cancel()
@@ -258,10 +269,14 @@ class Synchronizer:
         self._check()
         self._state.next_version(trainer_step, member)
         kept = await copy_in_thread(model_state_dict) if copy else model_state_dict
-        await self._reserve(trainer_step, member)
-        self.model_state_dict = kept
-        version = self._state.publish(trainer_step, member)
-        logger.info("version %d is set, of step %d", version, trainer_step)
+        self._stop_following()
+        return await self._publish(kept, trainer_step, member)
+
+    async def _publish(self, state: ModelState, step: int, member: str) -> int:
+        await self._reserve(step, member)
+        self.model_state_dict = state
+        version = self._state.publish(step, member)
+        logger.info("version %d is set, of step %d", version, step)
         return version
 
     def get_model_state_dict(self) -> tuple[ModelState, int]:
@@ -395,6 +410,7 @@ class Synchronizer:
             raise ConfigError(f"module must be 'trainer' or 'explorer', not {module!r}")
         deadline = asyncio.get_running_loop().time() + self.config.sync_timeout
         if module == "trainer":
+            self._stop_following()
             await self._reserve(trainer_step, member)
             wait = self._state.trainer_ready(trainer_step, member, deadline)
         else:
@@ -403,6 +419,13 @@ class Synchronizer:
         if version is not None:
             await self._checkpoints.reserve(lambda: version, None)
         return version
+
+    def _stop_following(self) -> None:
+        if self._peer is not None:
+            self._peer = None
+            self.remove_member(_PEER)
+            if self._following is not None:
+                self._following.cancel()  # the peer's weights that are being copied would get a version above the next
 
     async def _reserve(self, step: int, member: str) -> None:
         await self._checkpoints.reserve(lambda: self._state.next_version(step, member), step)
