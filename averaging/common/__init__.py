@@ -84,9 +84,8 @@ from averaging.common.proxies import (
     shown_proxy,
 )
 from averaging.common.safe_msgpack import (
-    MAX_INTEGER_KEYS,
     all_numbers_finite,
-    check_keys,
+    check_portable,
     is_number,
     pack,
     pack_user,
@@ -112,7 +111,6 @@ __all__ = [
     "CLIENT_PREFIX",
     "FILES",
     "GOSSIP",
-    "MAX_INTEGER_KEYS",
     "MAX_NAMES",
     "PATH",
     "PROXY_VARIABLE",
@@ -138,8 +136,8 @@ __all__ = [
     "as_flag",
     "backoff_delay",
     "call_in",
-    "check_keys",
     "check_options",
+    "check_portable",
     "check_proxy",
     "check_weight",
     "choice",

@@ -91,7 +91,7 @@ class DataRecord:
             ProtocolViolationError: it is malformed.
         """
         try:
-            fields = unpack(packed, MAX_CLAIMS + 8)
+            fields = unpack(packed)
         except ValueError as error:
             raise ProtocolViolationError(f"a record of the data of a run is malformed: {error}") from None
         match fields:

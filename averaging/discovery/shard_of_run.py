@@ -47,7 +47,7 @@ class ShardRecord:
     def unpack(cls, packed: bytes) -> ShardRecord | None:
         """Unpacks what `pack` returned; None if it is malformed."""
         try:
-            match unpack(packed, max_items=8):
+            match unpack(packed):
                 case [str(layout), int(shard), str(site)] if len(layout) <= 128:
                     return cls(layout, shard, site)
         except ValueError:

@@ -70,7 +70,7 @@ def decode_state(payload: bytes) -> _RendezvousState:
         ProtocolViolationError: they are not the state of a rendezvous.
     """
     try:
-        fields = unpack(payload, len(payload))
+        fields = unpack(payload)
     except ValueError:
         fields = None
     if not _fits(fields, (int, bool, bool, int | None, list)):
@@ -96,7 +96,7 @@ def decode_state(payload: bytes) -> _RendezvousState:
 def decode_place(payload: bytes) -> tuple[bytes, str, int] | None:
     """Returns what the first node of a round announces: round, address and port of its store; None for other bytes."""
     try:
-        fields = unpack(payload, 8)
+        fields = unpack(payload)
     except ValueError:
         return None
     if not _fits(fields, (bytes, str, int)) or not 0 < fields[2] < 1 << 16 or not _is_address(fields[1]):

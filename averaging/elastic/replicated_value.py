@@ -91,7 +91,7 @@ class Seal:
                 "refused. Give all nodes the same token_file, and find out who else can write there"
             )
         try:
-            fields: Any = unpack(body, len(_FIELDS) + 1)
+            fields: Any = unpack(body)
         except ValueError:
             fields = None
         if not isinstance(fields, list) or tuple(map(type, fields)) != _FIELDS:

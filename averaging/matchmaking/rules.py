@@ -470,7 +470,7 @@ def pack_in_group(began: float) -> bytes:
 def unpack_in_group(value: bytes) -> float | None:
     """When the group of the peer that stored this value began; None if the value says nothing of a group."""
     try:
-        match unpack(value, 4):
+        match unpack(value):
             case {"in_group": float() as began} if math.isfinite(began):
                 return began
     except ValueError:

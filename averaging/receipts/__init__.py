@@ -20,7 +20,6 @@ from averaging.receipts.receipt import (
 )
 from averaging.receipts.receipt_log import ReceiptBook, ReceiptLog, Recorded, Watched, dumps, read, to_json
 from averaging.receipts.status import (
-    MAX_ITEMS,
     MAX_READERS,
     UNSAVED,
     Finish,
@@ -35,7 +34,6 @@ from averaging.receipts.status import (
 from averaging.receipts.totals import UNKNOWN_LANE, Totals, waited_in
 
 __all__ = [
-    "MAX_ITEMS",
     "MAX_READERS",
     "UNKNOWN_LANE",
     "UNSAVED",

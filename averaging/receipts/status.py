@@ -238,9 +238,6 @@ MIN_RATE, MAX_RATE = 1e-9, 1e9
 INDEX = 6
 """Position of the rate in a progress record, see `strategies.history.Progress`."""
 
-MAX_ITEMS = 32
-"""Limit on msgpack items in a progress record."""
-
 
 class StepRate:
     """Measures the time that a peer works on its own steps. The time of rounds does not count.
@@ -294,7 +291,7 @@ def check_rate(value: object) -> float | None:
 def rate_in(progress: bytes) -> float | None:
     """Returns the rate in a progress record; None if it has none or is unreadable."""
     try:
-        items = unpack(progress, MAX_ITEMS)
+        items = unpack(progress)
     except ValueError:
         return None
     return check_rate(items[INDEX]) if isinstance(items, list) and len(items) > INDEX else None

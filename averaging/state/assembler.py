@@ -18,7 +18,6 @@ from averaging.state.manifest import (
     StateTensor,
     can_skip,
     covered,
-    max_items,
     read_manifest,
     resume_at,
 )
@@ -182,7 +181,7 @@ class StateAssembler:
         return State(self.version, dict(zip(names, self._done, strict=True)), self._user)
 
     def _read_metadata(self, packed: bytes) -> None:
-        manifest = read_manifest(packed, max_items(self._schema))
+        manifest = read_manifest(packed)
         self.version, self._user, self._announced = manifest.version, manifest.user, manifest.tensors
         self.nbytes = nbytes_of(self._announced)
         self.outdated = float(self.version) < self._min_version  # donors declare the version as a float

@@ -62,7 +62,7 @@ class Donors:
 def unpack_priority(value: bytes) -> float | None:
     """Priority in a donor's declaration; None if it is unreadable."""
     try:
-        priority = unpack(value, max_items=1)
+        priority = unpack(value)
     except ValueError:
         return None
     return float(priority) if is_number(priority) else None

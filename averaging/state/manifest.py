@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 
-from averaging.common import check_keys, pack_user, unpack
+from averaging.common import check_portable, pack_user, unpack
 from averaging.common import pack as pack_value
 from averaging.errors import ProtocolViolationError, StateError
 from averaging.protocol import DownloadData, Resume, WireTensor
 from averaging.tensors import (
     STATE_DTYPES,
-    Schema,
     TensorInfo,
     check_tensors,
     chunks_of,
@@ -34,9 +33,6 @@ from averaging.tensors import (
 MAX_METADATA_BYTES = 16 << 20
 MAX_VERSION = 1 << 62
 """Highest version accepted in a download. Later versions must still fit into the 64 bits of the messages."""
-MAX_ITEMS = 1 << 20
-BASE_ITEMS, ITEMS_PER_TENSOR = 1 << 16, 256
-"""Limit on msgpack items in the metadata: a base, plus some for each averaged tensor and its optimizer state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +73,7 @@ class Manifest:
         return pack_value(fields | ({"skipped": self.skipped} if self.skipped else {}))
 
 
-def max_items(schema: Schema | None) -> int:
-    return MAX_ITEMS if schema is None else min(MAX_ITEMS, BASE_ITEMS + ITEMS_PER_TENSOR * len(schema.tensors))
-
-
-def read_manifest(packed: bytes, max_items: int) -> Manifest:
+def read_manifest(packed: bytes) -> Manifest:
     """Reads and validates metadata.
 
     Raises:
@@ -90,7 +82,7 @@ def read_manifest(packed: bytes, max_items: int) -> Manifest:
     if not packed or len(packed) > MAX_METADATA_BYTES:
         raise StateError(f"its metadata has {len(packed)} bytes")
     try:
-        fields = unpack(packed, max_items)
+        fields = unpack(packed)
         digests = [_digest(digest) for digest in fields["digest"]]
         infos = [TensorInfo(_text(name), _text(dtype), _shape(shape)) for name, dtype, shape in fields["tensors"]]
         check_tensors(infos, STATE_DTYPES)
@@ -210,7 +202,7 @@ def check_state(averaged: Collection[str], tensors: Mapping[str, torch.Tensor], 
     except (TypeError, ValueError, OverflowError) as error:
         raise StateError(f"msgpack cannot pack the state's user dict: {error}") from None
     try:
-        check_keys(dict(user))
+        check_portable(dict(user))
     except ValueError as error:
         raise StateError(f"newcomers could not read the state's user dict: {error}") from None
     return packed

@@ -10,7 +10,7 @@ from enum import IntEnum
 
 from averaging.common import is_count, is_number, pack, unpack
 from averaging.errors import StateError
-from averaging.receipts import MAX_ITEMS, check_rate
+from averaging.receipts import check_rate
 
 MAX_LINEAGE = 64
 
@@ -249,7 +249,7 @@ class Progress:
     def unpack(cls, packed: bytes) -> Progress | None:
         """Unpacks what `pack` returned; an implausible rate is ignored. Returns None if `packed` is malformed."""
         try:
-            history, samples, computing, donates, stage, digest, *more = unpack(packed, MAX_ITEMS)
+            history, samples, computing, donates, stage, digest, *more = unpack(packed)
             if not all(is_number(number) and number >= 0 for number in (samples, computing)):
                 return None
             if not isinstance(donates, bool) or not isinstance(digest, str) or len(digest) > MAX_LINEAGE:

@@ -498,8 +498,10 @@ def _values_in(gathered: Any) -> list[int]:
     """The digest of the names and the values that a member has sent; empty if they are malformed or too large."""
     packed = gathered.get(KEY) if isinstance(gathered, dict) else None
     try:
-        values = unpack(packed, MAX_ALL + 2) if isinstance(packed, bytes) else []
+        values = unpack(packed) if isinstance(packed, bytes) else []
     except ValueError:
         return []
-    sound = isinstance(values, list) and all(type(value) is int and abs(value) <= MAX_VALUE for value in values)
+    if not isinstance(values, list) or len(values) > MAX_ALL + 1:
+        return []
+    sound = all(type(value) is int and abs(value) <= MAX_VALUE for value in values)
     return values if sound else []

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from averaging.common import MAX_INTEGER_KEYS
 from averaging.errors import StateError
 from averaging.training.layout import as_divided, is_divided, local
 
@@ -219,7 +218,7 @@ def load_optimizer(
     of_optimizer = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{prefix}/")}
     own = optimizer.state_dict()
     numbers = {number for group in own["param_groups"] for number in group["params"]}
-    state = _unpack(packed.get("state"), of_optimizer, len(numbers))
+    state = _unpack(packed.get("state"), of_optimizer)
     if not isinstance(state, dict):
         raise StateError("the state of its optimizer is unreadable")
     for key, values in state.items():
@@ -227,7 +226,7 @@ def load_optimizer(
             raise StateError(f"the state of its optimizer has a parameter {key} that this peer's lacks")
     _check_options(optimizer, own["param_groups"], state)
     _divide(optimizer, own["param_groups"], state)
-    received = _unpack({"list": packed.get("progress", [])}, of_optimizer, 0)
+    received = _unpack({"list": packed.get("progress", [])}, of_optimizer)
     groups = merged(own["param_groups"], received)
     with restored_on_error(optimizer):
         try:
@@ -328,29 +327,20 @@ def _pack(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     )
 
 
-def _unpack(packed: Any, tensors: Mapping[str, torch.Tensor], parameters: int) -> Any:
+def _unpack(packed: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     match packed:
         case None | bool() | int() | float() | str() | bytes():
             return packed
         case {"tensor": str(name)} if name in tensors:
             return tensors[name]
         case {"list": list(items)}:
-            return [_unpack(item, tensors, parameters) for item in items]
+            return [_unpack(item, tensors) for item in items]
         case {"tuple": list(items)}:
-            return tuple(_unpack(item, tensors, parameters) for item in items)
-        case {"dict": list(pairs)} if all(_is_pair(pair) for pair in pairs) and _are_quick(pairs, parameters):
-            return {key: _unpack(item, tensors, parameters) for key, item in pairs}
+            return tuple(_unpack(item, tensors) for item in items)
+        case {"dict": list(pairs)} if all(_is_pair(pair) for pair in pairs):
+            return {key: _unpack(item, tensors) for key, item in pairs}
     raise StateError(f"the state of its optimizer holds {str(packed)[:100]}, which is invalid")
 
 
 def _is_pair(pair: object) -> bool:
     return isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], int | str)
-
-
-def _are_quick(pairs: list[tuple[int | str, Any]], parameters: int) -> bool:
-    """Whether a dict of these pairs is cheap to build: many chosen integers could collide.
-
-    The numbers of this optimizer's own parameters cannot be chosen by the sender.
-    """
-    integers = [key for key, _ in pairs if isinstance(key, int)]
-    return len(integers) <= MAX_INTEGER_KEYS or all(0 <= key < parameters for key in integers)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from msgspec import msgpack
 
-from averaging.common.safe_msgpack import MAX_INTEGER_KEYS
 from averaging.errors import StateError
 from averaging.training.optimizer_state import load_optimizer, pack_optimizer
 from averaging.training.training_state import set_initial_lr
@@ -105,19 +104,6 @@ def test_a_fused_optimizer_goes_on_too_where_the_memory_is_not_contiguous(make: 
     step(optimizer, params, 3)
     step(copy, others, 3)
     assert torch.equal(params[0], others[0])
-
-
-def test_an_optimizer_of_thousands_of_parameters_travels_too() -> None:
-    """Their numbers are more integers than any other dict may have as keys."""
-    params, others = ([torch.nn.Parameter(torch.ones(1)) for _ in range(MAX_INTEGER_KEYS + 1)] for _ in range(2))
-    optimizer, copy = (torch.optim.SGD(them, lr=0.1, momentum=0.9) for them in (params, others))
-    step(optimizer, params, 1)
-    load_optimizer(copy, *travel(optimizer))
-    assert str(copy.state_dict()) == str(optimizer.state_dict())
-    tensors, packed = travel(optimizer)
-    packed["state"]["dict"][7][0] = len(params)
-    with pytest.raises(StateError, match="which is invalid"):
-        load_optimizer(copy, tensors, packed)
 
 
 def test_hyperparameters_stay_the_newcomers_own(make: Make) -> None:

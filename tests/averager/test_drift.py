@@ -24,7 +24,6 @@ from averaging.protocol.fingerprint import (
     digest_of,
     shorten,
 )
-from averaging.protocol.group import MAX_GATHER_BYTES
 from averaging.receipts.drift import Drift, DriftCheck, DriftKind, HyperparameterLog
 from averaging.training.fingerprints import SAMPLE_BYTES, fingerprint_of, tolerance_of
 
@@ -260,7 +259,7 @@ def test_it_travels_beside_what_the_application_gathers() -> None:
     fingerprint = replace(told(ADAM, 3, 1), moment="m", digest="d", entries=b"ab", sketches=bytes(8))
     for gather in (None, {"samples": 3}, 7, [1], {}):
         user = attach(gather, fingerprint)
-        rest, read = detach(unpack(msgpack.encode(user), MAX_GATHER_BYTES))
+        rest, read = detach(unpack(msgpack.encode(user)))
         assert rest == gather
         assert read == (fingerprint if gather is None or gather == {"samples": 3} else None)
     large = fingerprint_of([torch.ones(3)] * 5000, "m" * 40, 1)

@@ -53,7 +53,7 @@ class Reader:
         async with aclosing(self._transport.download_state(endpoint, None if self.hides else resume)) as messages:
             async for message in messages:
                 if message.metadata:
-                    call.skipped = read_manifest(message.metadata, 1 << 16).skipped
+                    call.skipped = read_manifest(message.metadata).skipped
                 assert message.tensor_part is not None
                 call.nbytes += len(message.tensor_part.buffer)
                 yield spoilt(message) if self.lies(call) else message
