@@ -14,8 +14,8 @@ from averaging.discovery.etcd import EtcdDiscovery
 from averaging.errors import ClosedError, DiscoveryError
 from averaging.testing import virtual_time
 from averaging.testing.discovery import MemoryDiscovery, MemoryRegistry
-from averaging.testing.etcd import MemoryEtcd
 from tests.support.gossip_swarm import GossipSwarm, joined
+from tests.support.memory_etcd import MemoryEtcd
 
 KEY = "run.0b"
 

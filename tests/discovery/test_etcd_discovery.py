@@ -21,9 +21,9 @@ from averaging.errors import JoinError
 from averaging.protocol import progress_key
 from averaging.protocol.messages import Record
 from averaging.testing import virtual_time
-from averaging.testing.etcd import MemoryEtcd
 from averaging.testing.transport import MemoryNetwork
 from tests.support.gossip_swarm import NO_AVERAGING
+from tests.support.memory_etcd import MemoryEtcd
 
 KEY = "run.0b"
 SETTINGS = EtcdSettings()

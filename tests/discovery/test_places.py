@@ -12,9 +12,9 @@ import pytest
 from averaging import Peer
 from averaging.discovery.etcd.places import MAX_READABLE, GroupPlace, GroupPlaces, place_of
 from averaging.testing import virtual_time
-from averaging.testing.etcd import MemoryEtcd
 from averaging.transport.key_value import StoredValue
 from tests.support.etcd_swarm import EtcdSwarm
+from tests.support.memory_etcd import MemoryEtcd
 
 KEY = "run.0b"
 

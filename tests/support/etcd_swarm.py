@@ -14,9 +14,9 @@ from averaging import Peer
 from averaging.discovery.etcd import EtcdDiscovery
 from averaging.discovery.gossip import UnsignedIdentity
 from averaging.testing import virtual_time
-from averaging.testing.etcd import MemoryEtcd
 from averaging.testing.transport import MemoryNetwork
 from averaging.transport.base import Transport
+from tests.support.memory_etcd import MemoryEtcd
 
 
 class EtcdSwarm:

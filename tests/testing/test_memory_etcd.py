@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from averaging.testing import virtual_time
-from averaging.testing.etcd import MemoryEtcd
 from tests.support.key_value_store import SCENARIOS, Scenario
+from tests.support.memory_etcd import MemoryEtcd
 
 
 @pytest.mark.parametrize("latency", [(0.0, 0.0), (0.001, 0.02)])
