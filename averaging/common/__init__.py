@@ -85,7 +85,6 @@ from averaging.common.proxies import (
 )
 from averaging.common.safe_msgpack import (
     all_numbers_finite,
-    check_portable,
     is_number,
     pack,
     pack_user,
@@ -137,7 +136,6 @@ __all__ = [
     "backoff_delay",
     "call_in",
     "check_options",
-    "check_portable",
     "check_proxy",
     "check_weight",
     "choice",

@@ -39,7 +39,6 @@ class SignalSafeFuture(Generic[T]):
         self._unset.acquire()
 
     def done(self) -> bool:
-        """Whether it has been set."""
         return self._done
 
     def wait(self, seconds: float) -> None:
@@ -61,7 +60,6 @@ class SignalSafeFuture(Generic[T]):
             del self  # avoids a reference cycle of the error and its frame
 
     def set_result(self, value: T) -> None:
-        """Sets it, once."""
         self._value = value
         self._set()
 
@@ -409,13 +407,10 @@ class _Users:
 
 
 async def on_loop(read: Callable[[], T]) -> T:
-    """Calls `read` in the event loop that awaits this."""
     return read()
 
 
 class _PendingCall:
-    """A coroutine for whose result another thread waits."""
-
     def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         self.coroutine = coroutine
         self.result: SignalSafeFuture[Any] = SignalSafeFuture()
@@ -424,7 +419,6 @@ class _PendingCall:
 
 
 def _first_error(error: BaseException) -> BaseException:
-    """The first error in a group, or the error itself."""
     return _first_error(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 

@@ -59,7 +59,6 @@ def are_same(host: str, other: str) -> bool:
 
 
 def _has_ipv4(host: str) -> bool:
-    """Whether `host` is an IPv4 address, or a name that has one."""
     return any(address.family is socket.AF_INET for address in _resolved(host))
 
 

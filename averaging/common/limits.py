@@ -31,13 +31,11 @@ class Backoff:
         self._failures = 0
 
     def next_delay(self) -> float:
-        """Returns the seconds to wait before the next try."""
         delay = backoff_delay(self._first, self._longest, self._failures)
         self._failures += 1
         return delay if self._rng is None else delay * self._rng.uniform(*self._jitter)
 
     def reset(self) -> None:
-        """Makes the next delay the first one again, after a success."""
         self._failures = 0
 
 
@@ -57,7 +55,6 @@ class HostQuota:
         self._taken: Counter[str] = Counter()
 
     def taken_by(self, host: str) -> int:
-        """Returns what `host` has taken."""
         return self._taken[host]
 
     def has_room(self, host: str, amount: int = 1) -> bool:

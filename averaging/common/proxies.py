@@ -73,7 +73,6 @@ def proxy_for(host: str, proxy: str | None) -> str | None:
 
 
 def shown_proxy(proxy: str) -> str:
-    """HOST:PORT of a proxy, without the password."""
     return proxy.rpartition("@")[2].removeprefix("http://").rstrip("/")
 
 

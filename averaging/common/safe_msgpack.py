@@ -11,7 +11,7 @@ import msgspec
 from msgspec.msgpack import Decoder, Encoder, Ext
 
 MAX_DEPTH = 64
-"""Maximum nesting of lists and maps."""
+"""Maximum nesting of lists and maps that a peer reads."""
 
 _BUILT_IN: dict[type, Callable[[Any], object]] = {
     int: int.__int__,
@@ -21,10 +21,7 @@ _BUILT_IN: dict[type, Callable[[Any], object]] = {
 }
 """How the value of a subclass is read as that of the built-in class."""
 
-MAX_NESTING = 512
-"""Nesting of lists and dicts of the application that can be encoded. Other peers accept less, see `MAX_DEPTH`."""
-
-_TOO_DEEP = "it is nested too deeply, or contains itself"
+_TOO_DEEP = f"it is deeper than {MAX_DEPTH}, or contains itself"
 
 _PLAIN = (type(None), int, float, str, bytes, bytearray, memoryview, Ext)
 
@@ -59,22 +56,8 @@ def pack_user(value: object) -> bytes:
 
     msgspec encodes more, for example a set as a list, but a receiver would then get something else than was sent.
     """
-    _check_types(value, MAX_NESTING)
+    check_portable(value)
     return pack(value)
-
-
-def _check_types(value: object, levels: int) -> None:
-    if not levels:
-        raise ValueError(_TOO_DEEP)
-    if isinstance(value, dict):
-        for key, item in value.items():
-            _check_types(key, levels - 1)
-            _check_types(item, levels - 1)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            _check_types(item, levels - 1)
-    elif not isinstance(value, _PLAIN) and not (isinstance(value, datetime) and value.tzinfo):
-        raise TypeError(f"can not serialize {type(value).__name__!r} object")
 
 
 def unpack(packed: bytes) -> Any:
@@ -92,21 +75,24 @@ def unpack(packed: bytes) -> Any:
     except msgspec.DecodeError as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
     except RecursionError:
-        raise ValueError(f"it is deeper than {MAX_DEPTH}") from None
+        raise ValueError(_TOO_DEEP) from None
     check_portable(value)
     return value
 
 
 def check_portable(value: object, levels: int = MAX_DEPTH) -> None:
-    """Checks that every peer accepts the nesting and the keys of the dicts in `value`, at any depth.
+    """Checks that every peer accepts `value` and reads what was written.
 
     Raises:
-        ValueError: they refuse it; the message says why.
+        TypeError: it contains something else than numbers, text, bytes, lists, dicts, aware datetimes and `Ext`.
+        ValueError: it is deeper than `MAX_DEPTH`, or a dict has a key that is neither text, bytes nor an integer.
     """
     if not isinstance(value, dict | list | tuple):
+        if not isinstance(value, _PLAIN) and not (isinstance(value, datetime) and value.tzinfo):
+            raise TypeError(f"can not serialize {type(value).__name__!r} object")
         return
     if value and not levels:
-        raise ValueError(f"it is deeper than {MAX_DEPTH}")
+        raise ValueError(_TOO_DEEP)
     if isinstance(value, dict):
         for key in value:
             if isinstance(key, bool) or not isinstance(key, str | bytes | int):

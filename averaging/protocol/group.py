@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec.msgpack import Ext
 
-from averaging.common import CLIENT_PREFIX, check_portable, is_number, pack, pack_user, unpack
+from averaging.common import CLIENT_PREFIX, is_number, pack, pack_user, unpack
 from averaging.errors import ConfigError, ProtocolViolationError, ViolationKind
 
 MAX_TRIM = 4096
@@ -272,12 +272,10 @@ def pack_gather(weight: float, bandwidth: float | None, mode: Mode, user: Any = 
         packed = pack([float(weight), bandwidth, int(mode), pack_user(user)])
     except (TypeError, OverflowError) as error:
         raise ValueError(f"gather must consist of numbers, strings, bytes, lists and dicts: {error}") from None
-    if len(packed) > MAX_GATHER_BYTES:
-        raise ValueError(f"gather is {len(packed)} bytes packed, more than the {MAX_GATHER_BYTES} allowed")
-    try:
-        check_portable(user)
     except ValueError as error:
         raise ValueError(f"gather would be refused by other peers: {error}") from None
+    if len(packed) > MAX_GATHER_BYTES:
+        raise ValueError(f"gather is {len(packed)} bytes packed, more than the {MAX_GATHER_BYTES} allowed")
     return packed
 
 
@@ -354,7 +352,6 @@ def digits_per_round(target_group_size: int) -> int:
 
 
 def _unpack(packed: bytes) -> Any:
-    """The unpacked value; None if it cannot be unpacked. Never raises."""
     try:
         return unpack(packed)
     except ValueError:

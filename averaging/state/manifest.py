@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from averaging.common import check_portable, pack_user, unpack
 from averaging.common import pack as pack_value
+from averaging.common import pack_user, unpack
 from averaging.errors import ProtocolViolationError, StateError
 from averaging.protocol import DownloadData, Resume, WireTensor
 from averaging.tensors import (
@@ -198,14 +198,11 @@ def check_state(averaged: Collection[str], tensors: Mapping[str, torch.Tensor], 
                 "no state with newcomers: share_state=False"
             )
     try:
-        packed = pack_user(dict(user))
-    except (TypeError, ValueError, OverflowError) as error:
+        return pack_user(dict(user))
+    except (TypeError, OverflowError) as error:
         raise StateError(f"msgpack cannot pack the state's user dict: {error}") from None
-    try:
-        check_portable(dict(user))
     except ValueError as error:
         raise StateError(f"newcomers could not read the state's user dict: {error}") from None
-    return packed
 
 
 @dataclass(frozen=True, slots=True)

@@ -217,7 +217,6 @@ class SharedTensors:
         return None if view is None or is_on_device(view) else view
 
     def _flat(self, index: int) -> torch.Tensor:
-        """A tensor in 1-D where it is: a view if it is contiguous, else a copy."""
         view = self._views[index]
         return self.tensors[index].reshape(-1) if view is None else view
 

@@ -193,7 +193,6 @@ class MemoryDiscovery:
         self.notify(record.key)
 
     def _last(self, key: str, subkey: str) -> Record | None:
-        """The last record that this peer stored there, if it has not expired."""
         now = self._registry.clock()
         self._own = {place: record for place, record in self._own.items() if record.expiration > now}
         return self._own.get((key, subkey))

@@ -1,4 +1,4 @@
-"""Attacks on the connections of a run with TLS: old versions, plaintext, changed handshakes, old sessions, chains."""
+"""Attacks on the connections of a run with TLS: old versions, plaintext, old sessions, chains."""
 
 from __future__ import annotations
 
@@ -109,40 +109,6 @@ async def test_a_peer_never_falls_back_to_an_old_version_or_to_plaintext(answer:
         assert sent[0] == HANDSHAKE
         assert versions(sent) == {TLS_1_2, TLS_1_3}
         assert TOKEN.encode() not in sent
-
-
-@pytest.mark.asyncio
-async def test_a_handshake_that_is_changed_on_the_line_fails() -> None:
-    """Somebody on the line takes TLS 1.3 out of the offer: neither side goes on with 1.2."""
-    offered: list[set[int]] = []
-    service = FakePeer()
-
-    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, change: bool) -> None:
-        while data := await reader.read(1 << 16):
-            if change and not offered:
-                place = versions_place(data)
-                offered.append(versions(data))
-                changed = data[place].replace(TLS_1_3.to_bytes(2, "big"), TLS_1_2.to_bytes(2, "big"))
-                data = data[: place.start] + changed + data[place.stop :]
-            writer.write(data)
-            await writer.drain()
-        writer.close()
-
-    async with serving(service, credentials=secure(*HERE)) as (_, endpoint):
-
-        async def between(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            host, _, port = endpoint.rpartition(":")
-            there, back = await asyncio.open_connection(host, int(port))
-            with closing(back):
-                await asyncio.gather(
-                    pass_on(reader, back, change=True), pass_on(there, writer, change=False), return_exceptions=True
-                )
-
-        async with listening(between) as address, client(credentials=secure(*HERE)) as caller:
-            with pytest.raises(PeerUnreachableError):
-                await caller.get_schema(address)
-            assert offered == [{TLS_1_2, TLS_1_3}]
-            await caller.get_schema(address)  # the next one is left alone
 
 
 @pytest.mark.asyncio

@@ -368,11 +368,6 @@ def test_a_live_reducer_that_never_replies_is_dropped_after_two_stall_timeouts()
     virtual_time.run(main())
 
 
-@pytest.mark.parametrize("latency", [(0.2, 0.8), (0.1, 0.3)])
-def test_no_member_is_dropped_in_a_slow_network(latency: tuple[float, float]) -> None:
-    virtual_time.run(Rounds(2, latency=latency).usual())
-
-
 @pytest.mark.parametrize("seed", rest_is_long(range(5)))
 def test_no_member_is_dropped_when_the_network_gets_three_times_slower(seed: int) -> None:
     async def main() -> None:
