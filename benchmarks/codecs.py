@@ -218,8 +218,7 @@ def main() -> None:
     if options.mib < 4 or options.passes < 1:
         parser.error("there must be at least 4 MiB and 1 pass")
     make_folder(parser, options.output)
-    usual = torch.get_num_threads()
-    threads = list(dict.fromkeys((1, usual)))
+    threads = list(dict.fromkeys((1, torch.get_num_threads())))
     results: dict[str, Any] = machine() | {
         "torch": torch.__version__,
         "mib": options.mib,

@@ -221,7 +221,6 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("this benchmark needs a GPU, and a torch with CUDA")
     make_folder(parser, options.output)
-
     card = torch.cuda.get_device_name()
     print(f"{card}, torch {torch.__version__}", file=sys.stderr)
     measured = [copy for tensors in (1, 8, 1000) for copy in copies(options.mib, tensors)]

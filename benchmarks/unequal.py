@@ -197,11 +197,7 @@ def worker(pipe: Connection, join: str, machine: Machine, quorum: int, sync_ever
 
 
 class Row:
-    """The processes of one row.
-
-    Args:
-        seconds: for which they train.
-    """
+    """The processes of one row, which train for so many seconds."""
 
     def __init__(self, machines: Sequence[Machine], quorum: int, sync_every: int, seconds: float) -> None:
         self._machines, self._seconds = machines, seconds
@@ -258,11 +254,7 @@ class Row:
         return process, pipe
 
     def _endpoint(self, pipe: Connection) -> str:
-        """Waits until a process has its part in the run; returns its endpoint.
-
-        Raises:
-            RuntimeError: it has failed.
-        """
+        """Waits until a process has its part in the run; returns its endpoint. Raises RuntimeError if it has failed."""
         answer = pipe.recv()
         if not isinstance(answer, str):
             raise RuntimeError(f"{answer['kind']}: {answer['failed']}")
