@@ -74,6 +74,23 @@ _NO_AVERAGE = AveragingData(code=MessageCode.INTERNAL_ERROR)
 _Waiting = Sequence[tuple[_Sender, _Delivered]]
 
 
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What both sides of one member's round have in common.
+
+    Attributes:
+        forms: form of each tensor of the schema.
+        tally: records averages, bytes and dropped members.
+        monitor: enforces the deadlines; a member that exceeds one is dropped.
+    """
+
+    schema: Schema
+    forms: Sequence[AnyForm]
+    tally: RoundTally
+    monitor: WaitMonitor
+    non_finite: NonFinite
+
+
 class ReducerSide:
     """One member's shard and the streams of its senders.
 
@@ -81,9 +98,6 @@ class ReducerSide:
         me: this member; its own values are in the average if it sends.
         senders: the members whose parts come over the network; none if there are no parts.
         parts: the shard, in order.
-        forms: form of each tensor of the schema.
-        tally: records averages, bytes and dropped members.
-        monitor: enforces the deadlines; a sender that exceeds one is dropped.
         send_limits: how many parts of a sender are read, by how many are answered, see `stream_limits.send_limits`.
         proven: whether the transport authenticates the streams of a member. Without proof another member could have
             opened the stream, so a bad first message does not drop the named member.
@@ -91,28 +105,21 @@ class ReducerSide:
 
     def __init__(
         self,
+        shared: Exchange,
         me: Member,
         senders: Sequence[Member],
         parts: Sequence[Part],
-        schema: Schema,
-        forms: Sequence[AnyForm],
-        tally: RoundTally,
         *,
-        monitor: WaitMonitor,
         send_limits: Sequence[int],
-        non_finite: NonFinite,
         proven: Callable[[str], bool],
     ) -> None:
-        self._me = me
-        self._proven = proven
-        self._send_limits = send_limits
-        self._parts = parts
+        forms = shared.forms
+        self._schema, self._forms, self._non_finite = shared.schema, forms, shared.non_finite
+        self._tally, self._monitor = shared.tally, shared.monitor
+        self._me, self._proven = me, proven
+        self._send_limits, self._parts = send_limits, parts
         self._first_nbytes = sum(packed_sizes(forms, parts[:1]))
-        self._schema, self._forms = schema, forms
         self._tensors: Sequence[Prepared] | None = None  # of this member; other members may be ready earlier
-        self._tally = tally
-        self._monitor = monitor
-        self._non_finite = non_finite
         self._senders = {member.endpoint: _Sender(SendWindow(send_limits)) for member in senders}
         weights = {member.endpoint: member.weight for member in senders}
         sizes = [part.numel for part in parts]

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from averaging.allreduce.part_forms import Prepared, ReplyResidual, forms_of
 from averaging.allreduce.partition import busiest_link, packed_size, packed_sizes, partition, shares
-from averaging.allreduce.reducer_side import ReducerSide
+from averaging.allreduce.reducer_side import Exchange, ReducerSide
 from averaging.allreduce.round_tally import AdoptPart, LyingLeaderError, RoundResult, RoundTally
 from averaging.allreduce.sender_side import SenderSide
 from averaging.allreduce.stream_limits import DelayBudget, WaitMonitor, send_limits, window_bytes
@@ -40,7 +40,6 @@ class AllReduce:
     Args:
         deadlines: limits for members without progress; updated by the round.
         residual: of this member's replies; None if what they lose is of no interest.
-        adopt: see `RoundTally`. It may overwrite a part of the tensors with its average; that part is not read again.
         proven: see `ReducerSide`.
 
     Raises:
@@ -56,7 +55,6 @@ class AllReduce:
         *,
         deadlines: Deadlines,
         non_finite: NonFinite = NonFinite.REFUSE,
-        adopt: AdoptPart | None = None,
         proven: Callable[[str], bool] = lambda _: False,
         residual: ReplyResidual | None = None,
     ) -> None:
@@ -84,40 +82,17 @@ class AllReduce:
         limits = send_limits(packed_sizes(forms, own), window)
         identical = schema.reply is ReplyForm.AVERAGE
         self._schema, self._transport = schema, transport
-        # If the leader could have announced different groups, nothing is adopted before the end.
-        early = adopt if group.bound else None
-        self._tally = RoundTally(group, endpoint, parts_of, send_limits=limits, identical=identical, adopt=early)
+        self._tally = RoundTally(group, endpoint, parts_of, send_limits=limits, identical=identical)
         senders = [member for member in group.members if own and member.sends and member is not me]
         self._monitor = WaitMonitor(deadlines, size_class(nbytes, len(group.members)), len(senders))
-        self._reducing = ReducerSide(
-            me,
-            senders,
-            own,
-            schema,
-            forms,
-            self._tally,
-            monitor=self._monitor,
-            send_limits=limits,
-            non_finite=non_finite,
-            proven=proven,
-        )
-        self._sending = SenderSide(
-            endpoint,
-            group,
-            schema,
-            forms,
-            transport,
-            self._tally,
-            self._reducing,
-            monitor=self._monitor,
-            window=window,
-            non_finite=non_finite,
-        )
+        shared = Exchange(schema, forms, self._tally, self._monitor, non_finite)
+        self._reducing = ReducerSide(shared, me, senders, own, send_limits=limits, proven=proven)
+        self._sending = SenderSide(shared, endpoint, group, transport, self._reducing, window)
 
     def waiting_for(self, least: float) -> list[str]:
         return self._monitor.waiting_for(least)
 
-    async def run(self, prepare: Prepare, timeout: float) -> RoundResult:
+    async def run(self, prepare: Prepare, timeout: float, adopt: AdoptPart | None = None) -> RoundResult:
         """Runs the round until every part is averaged or given up. A cancellation is announced to the others.
 
         Args:
@@ -126,11 +101,14 @@ class AllReduce:
                 written. Parts of other members are accepted while it runs.
             timeout: seconds for the whole round, plus the transfer time of its bytes at 10 Mbit/s. Seconds in which
                 this process was stopped or busy do not count.
+            adopt: see `RoundTally.begin`. It may overwrite a part of the tensors with its average; that part is not
+                read again.
 
         Raises:
             LyingLeaderError: the leader announced another group to another member.
         """
-        self._tally.begin()
+        # If the leader could have announced different groups, nothing is adopted before the end.
+        self._tally.begin(adopt if self.group.bound else None)
         for name in self._reducers:
             self._transport.prepare_lane(name)
         seconds = timeout + self._transfer_seconds

@@ -248,8 +248,6 @@ class RoundTally:
         parts_of: the shard of each member, by name.
         send_limits: the limits of this member's own shard, see `stream_limits.send_limits`.
         identical: whether all members get the same averages, so that digests can be compared.
-        adopt: called with each average on arrival, once data of another member has arrived. None keeps all averages
-            until the end.
 
     Attributes:
         group_id: the public id.
@@ -269,7 +267,6 @@ class RoundTally:
         *,
         send_limits: Sequence[int],
         identical: bool,
-        adopt: AdoptPart | None = None,
     ) -> None:
         self._group, self.group_id = group, group.public_id
         self._endpoint, self._parts_of, self._identical = endpoint, parts_of, identical
@@ -280,7 +277,7 @@ class RoundTally:
         self._lag = Lag(senders, send_limits)
         self.arrived: set[Part] = set()
         self.averaged, self.clamped = False, 0
-        self._adopt = adopt
+        self._adopt: AdoptPart | None = None
         self._kept: dict[Part, Averaged] = {}
         self.dropped: dict[str, Dropped] = {}
         self._proven_drops: dict[str, Dropped] = {}
@@ -293,8 +290,14 @@ class RoundTally:
         self._averages_in: dict[str, float] = {}
         self._began: float | None = None
 
-    def begin(self) -> None:
-        self._began = _now()
+    def begin(self, adopt: AdoptPart | None = None) -> None:
+        """Notes the start of the round.
+
+        Args:
+            adopt: called with each average on arrival, once data of another member has arrived. None keeps all averages
+                until the end.
+        """
+        self._began, self._adopt = _now(), adopt
 
     def ready(self) -> None:
         self._lag.ready(_now())

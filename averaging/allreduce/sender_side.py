@@ -9,16 +9,15 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Self
 
-from averaging.allreduce.part_forms import AnyForm, Part, Prepared, have_arrived
+from averaging.allreduce.part_forms import Part, Prepared, have_arrived
 from averaging.allreduce.partition import packed_sizes
-from averaging.allreduce.reducer_side import ReducerSide
-from averaging.allreduce.round_tally import ANSWERS, RoundTally, code_of
+from averaging.allreduce.reducer_side import Exchange, ReducerSide
+from averaging.allreduce.round_tally import ANSWERS, code_of
 from averaging.allreduce.stream_limits import MAX_HOLD_SECONDS, DelayBudget, SendWindow, WaitMonitor, send_limits
 from averaging.config import NonFinite
 from averaging.errors import AveragingError, ProtocolViolationError, TransportError, ViolationKind
 from averaging.protocol import AveragingData, Group, MessageCode, ReplyForm
 from averaging.receipts import DropCode, Dropped
-from averaging.tensors import Schema
 from averaging.timing import Deadline, Phase, expire
 from averaging.transport import Transport, is_alive
 
@@ -152,34 +151,24 @@ class SenderSide:
     """One member's streams to the reducers of its group.
 
     Args:
-        forms: form of each tensor of the schema.
-        tally: records averages, bytes and dropped members.
         reducing: expects streams of the same members.
-        monitor: enforces the deadlines.
         window: bytes, see `stream_limits.window_bytes`.
     """
 
     def __init__(
         self,
+        shared: Exchange,
         endpoint: str,
         group: Group,
-        schema: Schema,
-        forms: Sequence[AnyForm],
         transport: Transport,
-        tally: RoundTally,
         reducing: ReducerSide,
-        *,
-        monitor: WaitMonitor,
         window: int,
-        non_finite: NonFinite,
     ) -> None:
+        self._schema, self._forms, self._non_finite = shared.schema, shared.forms, shared.non_finite
+        self._tally, self._monitor = shared.tally, shared.monitor
         self._endpoint, self._group = endpoint, group
-        self._schema, self._forms = schema, forms
-        self._transport = transport
-        self._tally, self._reducing = tally, reducing
-        self._monitor = monitor
+        self._transport, self._reducing = transport, reducing
         self._window = window
-        self._non_finite = non_finite
         self._pending: dict[str, ReducerLiveness] = {}  # reducers whose averages are missing
         self._started = 0
 

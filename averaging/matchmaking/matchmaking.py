@@ -373,7 +373,7 @@ class Matchmaking:
     async def _until_group(self, search: SearchState, expiration: float) -> None:
         """Waits for a group, which this peer begins itself if its followers are enough, until `expiration`."""
         loop = asyncio.get_running_loop()
-        loop_expiration = self._latest_loop_time(expiration)
+        loop_expiration = loop.time() + expiration - self._clock() + rules.CLOCK_TOLERANCE
         while search.group is None:
             search.changed.clear()
             remaining = min(expiration - self._clock(), loop_expiration - loop.time())
@@ -409,9 +409,6 @@ class Matchmaking:
         group = search.group
         full = group is not None and (len(group.members) >= self._config.group_size or group.leader != self._endpoint)
         self._discovery.leave_place(self.group_key, began=group is not None, full=full)
-
-    def _latest_loop_time(self, moment: float) -> float:
-        return asyncio.get_running_loop().time() + moment - self._clock() + rules.CLOCK_TOLERANCE
 
     async def _declare_looking(self, search: SearchState, looking: bool) -> None:
         if search.state.declared is None or search.state.declared <= self._clock():

@@ -131,9 +131,7 @@ class Lifecycle:
             service.discovery = discovery
             progress = RunProgress(config.run_id, endpoint, discovery, clock, seeds.named)
             data = RunProgress(config.run_id, endpoint, discovery, clock, seeds.named, key=data_key(config.run_id))
-            rounds = Rounds(
-                config, endpoint, transport, discovery, progress, service, self.snapshots, clock=clock, rng=self.rng
-            )
+            rounds = Rounds(config, endpoint, transport, discovery, progress, service, clock=clock, rng=self.rng)
             service.matchmaking = rounds.matchmaking(self.schema)
             donors = Donors(config.run_id, endpoint, discovery, lambda: self.snapshots.version, clock)
             notices = [progress.notice, data.notice] + ([donors.declaration] if self.snapshots.shared else [])

@@ -34,7 +34,6 @@ from averaging.peer.topics import (
 from averaging.protocol import Fingerprint, Group, Mode, detach
 from averaging.receipts import Account, Drift, DropCode, LateArrival, Outcome, Receipt, Role
 from averaging.security import is_bound
-from averaging.state import Snapshots
 from averaging.tensors import Schema, StagedTensor, in_thread, offload
 from averaging.timing import expire
 from averaging.transport import Transport
@@ -115,14 +114,13 @@ class Rounds:
         discovery: Discovery,
         progress: RunProgress,
         service: PeerService,
-        snapshots: Snapshots,
         *,
         clock: Callable[[], float],
         rng: random.Random,
     ) -> None:
         self._config, self._endpoint = config, endpoint
         self._transport, self._discovery = transport, discovery
-        self._progress, self._service, self._snapshots = progress, service, snapshots
+        self._progress, self._service, self._snapshots = progress, service, service.snapshots
         self._clock, self._rng = clock, rng
         self._lasting: dict[bytes, Matchmaking] = {}  # by schema hash, the latest last; they keep the group bits
         self._count = 0
@@ -196,7 +194,9 @@ class Rounds:
                 if reason := self._too_small(group):
                     await allreduce.leave()
                     raise RoundError(reason)
-                round_.result = await allreduce.run(partial(self._prepare, round_), self._config.round_timeout)
+                adopt = partial(topic.write_now, allowed=self._may_write) if topic.writes_early else None
+                prepare, timeout = partial(self._prepare, round_), self._config.round_timeout
+                round_.result = await allreduce.run(prepare, timeout, adopt)
                 await self._adopt(round_, group, round_.result)
         if round_.group is not None and not round_.receipt.averaged:
             await self._let_another_begin(round_)
@@ -423,7 +423,7 @@ class Rounds:
             stop()
 
     def _new_round(self, round_: _Round, group: Group) -> AllReduce:
-        topic, feedback = round_.topic, round_.topic.feedback
+        feedback = round_.topic.feedback
         return AllReduce(
             group,
             self._endpoint,
@@ -432,7 +432,6 @@ class Rounds:
             deadlines=self._service.deadlines,
             non_finite=self._config.non_finite,
             proven=self._is_proven,
-            adopt=(lambda part, values: topic.write_now(part, values, self._may_write)) if topic.writes_early else None,
             residual=None if feedback is None else feedback.replies,
         )
 

@@ -122,6 +122,7 @@ class PeerService:
         read_by: services on this peer's port that know who gets weights from them.
         averaged: number of rounds that averaged.
         book: the receipts of this peer.
+        snapshots: the downloadable state.
         deadlines: deadlines for other peers, learned from earlier rounds.
     """
 
@@ -135,7 +136,7 @@ class PeerService:
         book: ReceiptBook,
     ) -> None:
         self._config, self._endpoint, self._schema = config, endpoint, schema
-        self._snapshots = snapshots
+        self.snapshots = snapshots
         self._started = started
         self._downloads = HostQueue(MAX_DOWNLOADS, DOWNLOADS_PER_HOST)
         self._sending, self._sent = 0, asyncio.Event()  # downloads in progress; set when one has ended
@@ -187,7 +188,7 @@ class PeerService:
             BusyError: no place became free in time for another download, or one of the caller's host; or other callers
                 wait and this one reads slower than `MIN_RATE`.
         """
-        if not self._snapshots.shared:
+        if not self.snapshots.shared:
             return
         try:
             async with asyncio.timeout(self._config.stall_timeout / 2):  # before the caller times out
@@ -199,7 +200,7 @@ class PeerService:
         self._sending += 1
         try:
             async with self._preparing:
-                snapshot = await self._snapshots.latest(self._config.stall_timeout)
+                snapshot = await self.snapshots.latest(self._config.stall_timeout)
             clock, left = asyncio.get_running_loop().time, nbytes_of(snapshot.tensors)
             taken = Throughput(MIN_RATE, self._config.stall_timeout, left, clock())
             for message in pack(snapshot, resume):
@@ -247,7 +248,7 @@ class PeerService:
             members=current.group.endpoints if current else (),
             last_round=self.book.last,
             rounds=self.averaged,
-            state_version=self._snapshots.version,
+            state_version=self.snapshots.version,
             known_peers=len(known),
             deadlines=tuple(self.deadlines.learned()),
             totals=self.book.totals if self.book.last else None,

@@ -109,7 +109,7 @@ class Silent:
 def dead_leader(simulation: Simulation) -> object:
     """The victim has led the group and died before it announced the group to one of its followers."""
 
-    async def never_begins(prepare: Prepare, timeout: float) -> RoundResult:
+    async def never_begins(prepare: Prepare, timeout: float, adopt: object = None) -> RoundResult:
         raise RoundError("it is not in the round")
 
     async def unknown(
