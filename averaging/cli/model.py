@@ -144,7 +144,7 @@ def _download(addresses: list[str], given: dict[str, Any], report: CommandOutput
         AveragingError: no address was found, or none of the peers delivered a state.
     """
     from averaging.seeds import Seeds
-    from averaging.state import download
+    from averaging.state import StateLimits, download
     from averaging.transport.grpc import GrpcTransport
 
     credentials = options.credentials_of(given)
@@ -175,9 +175,12 @@ def _download(addresses: list[str], given: dict[str, Any], report: CommandOutput
         )
         await transport.bind()
         try:
-            limits = {"silence": given["timeout"], "max_bytes": given["max_bytes"]}
+            limits, silence = StateLimits(given["max_bytes"]), given["timeout"]
             async with report.waiting(describe, line=False):
-                return (await download(transport, seeds.addresses, None, **limits, on_progress=on_progress))[0]
+                loaded = await download(
+                    transport, seeds.addresses, None, silence=silence, limits=limits, on_progress=on_progress
+                )
+                return loaded[0]
         finally:
             await transport.close()
 

@@ -27,7 +27,7 @@ from averaging.protocol import Mode, attach, pack_gather, progress_key
 from averaging.receipts import DriftCheck, DropCode, PeerStatus, ReadByService, Receipt, TrainingProgress
 from averaging.security import read_credentials
 from averaging.seeds import FoundSeeds, Seeds
-from averaging.state import ExtraState, Snapshots, State, download, largest_state
+from averaging.state import ExtraState, Snapshots, State, StateLimits, download, largest_state
 from averaging.tensors import SharedTensors
 from averaging.timing import expire
 from averaging.transport import RpcService, Transport
@@ -541,9 +541,11 @@ class Peer(InProcess):
             silence=self.config.stall_timeout,
             deadlines=self._entered.service.deadlines,
             declared={name: version for version, name in self.donors},
-            max_bytes=largest_state(self.schema) + self.further_state_bytes,
-            check=check,
-            finite=self.config.non_finite is NonFinite.REFUSE,
+            limits=StateLimits(
+                largest_state(self.schema) + self.further_state_bytes,
+                check,
+                finite=self.config.non_finite is NonFinite.REFUSE,
+            ),
         )
         return FetchedState(state, donor)
 

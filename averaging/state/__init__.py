@@ -4,7 +4,7 @@ Read in this order: `manifest` (what a state consists of), `snapshots` (the dono
 how long each may take), `assembler` (pieces in, state out), `downloads` (the whole download).
 """
 
-from averaging.state.assembler import StateAssembler, largest_state
+from averaging.state.assembler import StateAssembler, StateLimits, largest_state
 from averaging.state.donors import MIN_RATE, Donors, Throughput
 from averaging.state.downloads import download, of_all_members
 from averaging.state.manifest import State, pack
@@ -18,6 +18,7 @@ __all__ = [
     "Snapshots",
     "State",
     "StateAssembler",
+    "StateLimits",
     "Throughput",
     "download",
     "largest_state",

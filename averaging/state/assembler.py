@@ -81,8 +81,19 @@ class ReceivedState:
         return replace(resume, joins=True)
 
 
-def accept_all(_: Mapping[str, Any]) -> None:
-    """The default `Check`: accepts every state."""
+@dataclass(frozen=True, slots=True)
+class StateLimits:
+    """Which states are refused.
+
+    Attributes:
+        max_bytes: largest accepted state; by default `MAX_GROWTH` times the bytes of the schema plus 64 MiB.
+        check: callback, see `Check`.
+        finite: whether a state with NaN or infinity in a tensor is refused.
+    """
+
+    max_bytes: int | None = None
+    check: Check = lambda _: None
+    finite: bool = False
 
 
 class StateAssembler:
@@ -90,11 +101,9 @@ class StateAssembler:
 
     Args:
         schema: the tensors that the downloader averages. The state must begin with them; None accepts any tensors.
-        max_bytes: largest accepted state; by default `MAX_GROWTH` times the bytes of the schema plus 64 MiB.
+        limits: which states are refused.
         earlier: tensors of earlier downloads, reused where this state has the same. Its partial tensor is continued.
         min_version: a state with a lower version is refused.
-        check: callback, see `Check`.
-        finite: whether a state with NaN or infinity in a tensor is refused.
 
     Attributes:
         started: whether the metadata was received.
@@ -112,15 +121,14 @@ class StateAssembler:
     def __init__(
         self,
         schema: Schema | None,
-        max_bytes: int | None = None,
+        limits: StateLimits | None = None,
         earlier: ReceivedState | None = None,
         min_version: float = 0.0,
-        check: Check = accept_all,
-        finite: bool = False,
     ) -> None:
-        self._schema, self._check, self._finite = schema, check, finite
+        limits = limits or StateLimits()
+        self._schema, self._check, self._finite = schema, limits.check, limits.finite
         self._before, self._min_version = earlier or ReceivedState(), min_version
-        self._max_bytes = largest_state(schema) if max_bytes is None else max_bytes
+        self._max_bytes = largest_state(schema) if limits.max_bytes is None else limits.max_bytes
         self.version = 0
         self.nbytes = 0  # computed once, because progress displays read it after every message
         self.received = 0

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from averaging.errors import AveragingError, PeerUnreachableError, StateError, TransportError
 from averaging.protocol import DownloadData, Resume
-from averaging.state.assembler import Check, ReceivedState, StateAssembler, accept_all
+from averaging.state.assembler import ReceivedState, StateAssembler, StateLimits
 from averaging.state.donors import DonorDeadlines
 from averaging.state.manifest import State
 from averaging.tensors import Schema
@@ -38,9 +38,7 @@ async def download(
     silence: float,
     deadlines: Deadlines | None = None,
     declared: Mapping[str, float] | None = None,
-    max_bytes: int | None = None,
-    check: Check = accept_all,
-    finite: bool = False,
+    limits: StateLimits | None = None,
     on_progress: Callable[[StateAssembler], object] = lambda _: None,
 ) -> tuple[State, str]:
     """Downloads the state from the first of `donors` that delivers it completely.
@@ -58,9 +56,7 @@ async def download(
         deadlines: learned deadlines, which replace `silence`, and rates. They are kept between downloads.
         declared: versions of the donors' states as declared in discovery. A donor that has an earlier version was
             restarted, and is asked again only after all others.
-        max_bytes: limit on the size of the state, see `StateAssembler`.
-        check: callback, see `Check`.
-        finite: whether NaN and infinity are refused.
+        limits: which states are refused.
         on_progress: callback after each message.
 
     Returns:
@@ -71,8 +67,7 @@ async def download(
     """
     if deadlines is None:
         deadlines = Deadlines(silence, silence, "timeout")
-    this_download = _Download(transport, schema, deadlines, declared or {}, max_bytes, check, finite, on_progress)
-    return await this_download.load(donors)
+    return await _Download(transport, schema, deadlines, declared or {}, limits, on_progress).load(donors)
 
 
 def of_all_members(donors: Sequence[str], members: Mapping[str, str]) -> list[str]:
@@ -88,13 +83,10 @@ class _Download:
         schema: Schema | None,
         deadlines: Deadlines,
         declared: Mapping[str, float],
-        max_bytes: int | None,
-        check: Check,
-        finite: bool,
+        limits: StateLimits | None,
         on_progress: Callable[[StateAssembler], object],
     ) -> None:
-        self._transport, self._schema, self._max_bytes = transport, schema, max_bytes
-        self._check, self._finite = check, finite
+        self._transport, self._schema, self._limits = transport, schema, limits
         self._declared = declared
         self._donor_deadlines = DonorDeadlines(deadlines)
         self._on_progress = on_progress
@@ -111,9 +103,7 @@ class _Download:
         while queue or (queue := await self._preparing()):
             donor = queue.pop(0)
             min_version = declared.pop(donor, 0.0)
-            assembler = StateAssembler(
-                *(self._schema, self._max_bytes, self._kept, min_version, self._check, self._finite)
-            )
+            assembler = StateAssembler(self._schema, self._limits, self._kept, min_version)
             before = self._kept.nbytes
             tries[donor] += 1
             interrupted = False

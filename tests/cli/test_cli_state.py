@@ -9,7 +9,7 @@ import torch
 
 from averaging.errors import StateError
 from averaging.protocol.messages import DownloadData
-from averaging.state.assembler import StateAssembler
+from averaging.state.assembler import StateAssembler, StateLimits
 from averaging.state.manifest import CHUNK_BYTES, State, pack, seal
 
 TENSORS = {
@@ -23,7 +23,7 @@ MESSAGES = list(pack(seal(State(5, TENSORS, {"epoch": 2}))))
 
 
 def test_a_reader_without_a_schema_takes_any_tensors() -> None:
-    reader = StateAssembler(None, NBYTES)
+    reader = StateAssembler(None, StateLimits(NBYTES))
     assert (reader.count, reader.nbytes, reader.received) == (0, 0, 0)
     received = []
     for message in MESSAGES:
@@ -39,14 +39,14 @@ def test_a_reader_without_a_schema_takes_any_tensors() -> None:
 
 
 def test_more_than_the_bound_is_refused_before_anything_is_taken() -> None:
-    reader = StateAssembler(None, NBYTES - 1)
+    reader = StateAssembler(None, StateLimits(NBYTES - 1))
     with pytest.raises(StateError, match=f"{NBYTES} bytes, more than the {NBYTES - 1} of max_bytes"):
         reader.feed(MESSAGES[0])
     assert reader.received == 0
 
 
 def test_digests_are_checked_all_the_same() -> None:
-    reader = StateAssembler(None, NBYTES)
+    reader = StateAssembler(None, StateLimits(NBYTES))
     first = MESSAGES[0]
     assert first.tensor_part is not None
     spoilt = DownloadData(first.metadata, replace(first.tensor_part, buffer=bytes(CHUNK_BYTES)))

@@ -17,7 +17,7 @@ from msgspec import msgpack
 
 from averaging.errors import PeerUnreachableError, StateError
 from averaging.protocol.messages import DownloadData, Resume, WireTensor
-from averaging.state.assembler import ReceivedState, StateAssembler
+from averaging.state.assembler import ReceivedState, StateAssembler, StateLimits
 from averaging.state.downloads import TRIES_PER_DONOR, download
 from averaging.state.manifest import State, check_state, pack, read_manifest, seal
 from averaging.tensors.schema import Schema, describe
@@ -488,7 +488,9 @@ def test_a_state_that_is_not_finite_is_refused_and_the_next_donor_asked(value: f
     schema = describe(["a"], [torch.ones(5)], part_size_bytes=1024)
 
     async def main(finite: bool) -> str:
-        _, donor = await download(cast(Any, Donors()), ["x:1", "y:1"], schema, silence=5.0, finite=finite)
+        _, donor = await download(
+            cast(Any, Donors()), ["x:1", "y:1"], schema, silence=5.0, limits=StateLimits(finite=finite)
+        )
         return donor
 
     assert virtual_time.run(main(True)) == "y:1"
