@@ -76,7 +76,8 @@ class GrpcTransport:
         self._rpcs: list[RpcHandler] = []
         self._credentials = credentials or Credentials()
         # A client has no address, so only the peers that it joins can show that the run is on loopback.
-        self._dialling = Dialling(given, loopback=None if listen is None else False, names=names or {})
+        names = {} if names is None else names  # not `or`: an empty one may be filled later
+        self._dialling = Dialling(given, loopback=None if listen is None else False, names=names)
         self._channels = Channels(
             max_message_bytes, credentials=self._credentials, dialling=self._dialling, proxy=proxy
         )
