@@ -516,7 +516,7 @@ class Rounds:
         recent = {name for name, last in self._companions.items() if now - last < WITHDRAWN_SECONDS}
         gone = {name for name in recent if discovery.withdrew(name)}
         self._companions = {name: self._companions[name] for name in recent - gone}
-        return tuple(sorted(gone - self._discovery.diagnose().silent.keys())) if gone else ()
+        return tuple(sorted(gone))
 
     def _receipt(self, round_: _Round, outcome: Outcome, reason: str) -> Receipt:
         now = asyncio.get_running_loop().time()

@@ -161,7 +161,7 @@ class GossipDiscovery:
         return self._records.table().has_subkey(endpoint)
 
     def withdrew(self, endpoint: str) -> bool:
-        return not self.knows(endpoint)
+        return not self.knows(endpoint) and endpoint not in self._members.expired
 
     def endpoints(self) -> frozenset[str]:
         return self._records.table().subkeys() - self._members.lost

@@ -201,6 +201,11 @@ class Membership:
                 del self._lost[next(iter(self._lost))]
 
     @property
+    def expired(self) -> Set[str]:
+        """The members whose record has expired lately, as that of a killed peer does. Who leaves withdraws it."""
+        return self._lost.keys()
+
+    @property
     def lost(self) -> Set[str]:
         """The members that seem to be gone, like a killed peer.
 
