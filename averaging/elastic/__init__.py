@@ -10,11 +10,9 @@ docs/how-to/sites.md explains its use. Read in this order: `register` (what a re
 `rendezvous_state` (the state that torch needs, encoded), `options`, `backend`, `handler` (what torch calls).
 """
 
-from averaging.elastic.register import REGISTER_METRICS, GrpcRegister, KeptEntry, RegisterService
+from averaging.elastic.register import REGISTER_METRICS, RegisterService
 
 __all__ = [
     "REGISTER_METRICS",
-    "GrpcRegister",
-    "KeptEntry",
     "RegisterService",
 ]

@@ -54,20 +54,6 @@ class SwapResult:
     done: bool
 
 
-@dataclass(frozen=True, slots=True)
-class KeptEntry:
-    """An entry without its value.
-
-    Attributes:
-        bytes: Length of its value.
-        age: Seconds since its last write.
-    """
-
-    key: str
-    bytes: int
-    age: float
-
-
 class Register(Protocol):
     """Small values that several callers read and change.
 
@@ -123,10 +109,10 @@ class MemoryRegister:
         self._total += len(value) - (len(entry.value) if entry else 0)
         return SwapResult(new, done=True)
 
-    def listing(self) -> list[KeptEntry]:
+    def size(self) -> tuple[int, int]:
+        """Returns the number of entries, and the bytes of their values."""
         self._forget()
-        now = self._clock()
-        return [KeptEntry(key, len(entry.value), now - written) for key, (entry, written) in self._entries.items()]
+        return len(self._entries), self._total
 
     def _forget(self) -> None:
         end = self._clock() - LIFETIME
@@ -178,14 +164,6 @@ COMPARE_AND_SET = RpcMethod(
     max_reply_bytes=MESSAGE_BYTES,
 )
 
-LIST = RpcMethod(
-    "/averaging.register.v1.Register/List",
-    wire.ListRequest,
-    wire.Listing,
-    max_request_bytes=4096,
-    max_reply_bytes=MESSAGE_BYTES,
-)
-
 CALL_SECONDS = 3.0
 """Time limit of one call: less than the 5 s that torch allows for a heartbeat."""
 
@@ -211,15 +189,14 @@ class RegisterService:
         self._calls: Counter[str] = Counter()
 
     def rpc_handlers(self) -> Iterable[RpcHandler]:
-        handlers = [GET.answers(self._get), COMPARE_AND_SET.answers(self._compare_and_set)]
-        return [*handlers, LIST.answers(self._list)] if isinstance(self.register, MemoryRegister) else handlers
+        return [GET.answers(self._get), COMPARE_AND_SET.answers(self._compare_and_set)]
 
     def samples(self) -> Samples:
         """The values of `REGISTER_METRICS`, as far as they are known."""
-        kept = self.register.listing() if isinstance(self.register, MemoryRegister) else []
+        entries, nbytes = self.register.size() if isinstance(self.register, MemoryRegister) else (0, 0)
         return {
-            "averaging_register_entries": len(kept),
-            "averaging_register_bytes": sum(entry.bytes for entry in kept),
+            "averaging_register_entries": entries,
+            "averaging_register_bytes": nbytes,
             "averaging_register_calls_total": {(method,): count for method, count in self._calls.items()},
         }
 
@@ -231,10 +208,6 @@ class RegisterService:
         self._calls["compare_and_set"] += 1
         written = await self.register.compare_and_set(request.key, request.value, request.token or None)
         return wire.SetReply(entry=_message(written.entry), done=written.done)
-
-    async def _list(self, _: wire.ListRequest) -> wire.Listing:
-        kept = self.register.listing() if isinstance(self.register, MemoryRegister) else []
-        return wire.Listing(entries=[wire.KeptEntry(key=each.key, bytes=each.bytes, age=each.age) for each in kept])
 
 
 class GrpcRegister:
@@ -251,15 +224,6 @@ class GrpcRegister:
         request = wire.SetRequest(key=key, value=value, token=token or b"")
         reply = await self._channel.call(COMPARE_AND_SET, request, self._timeout)
         return SwapResult(_entry(reply.entry), reply.done)
-
-    async def listing(self) -> list[KeptEntry]:
-        """What the register keeps, without the values, the earliest written first.
-
-        Raises:
-            CallRefusedError: The register cannot say it.
-        """
-        reply = await self._channel.call(LIST, wire.ListRequest(), self._timeout)
-        return [KeptEntry(each.key, each.bytes, each.age) for each in reply.entries[:MAX_ENTRIES]]
 
 
 def _message(entry: RegisterEntry | None) -> wire.Entry:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from averaging import WeightFollower, WeightPublisher
-from averaging.elastic import GrpcRegister
+from averaging.elastic.register import GrpcRegister
 from averaging.rl.workers import ModelWorker
 from averaging.rpc import RpcChannel
 from tests.support.processes import averaging_process
