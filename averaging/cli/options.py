@@ -146,13 +146,6 @@ def hosts_option(command: Command) -> Command:
     return click.option("--allow-host", "hosts", multiple=True, metavar="NAME", help=text)(command)
 
 
-def request_timeout_option(command: Command) -> Command:
-    text = "Time limit for a request to arrive, and for a client that does not read its answer."
-    return click.option("--request-timeout", "seconds", default=60.0, type=DURATION, metavar="SECONDS", help=text)(
-        command
-    )
-
-
 def output_options(command: Command) -> Command:
     verbose = click.option("-v", "--verbose", count=True, show_default=False, help="Log to stderr; -vv logs all.")
     return click.option("--json", "as_json", is_flag=True, help="Print events as one JSON object per line.")(
