@@ -189,7 +189,7 @@ class LocalSGD(Strategy):
             ConfigError: an argument is invalid.
         """
         for option, remedy in WITHOUT_CHANGES.items():
-            if option in options:
+            if options.pop(option, None):
                 raise ConfigError(f"{option} does not go with LocalSGD.of_changes; {remedy}")
         return DiLoCo(sync_every, outer=PLAIN, **options)
 

@@ -65,6 +65,12 @@ def test_alpha_is_refused_since_all_local_steps_stay() -> None:
         DiLoCo(10, delay=2, alpha=0.5, quorum=2)
 
 
+def test_local_sgd_with_a_quorum_averages_changes() -> None:
+    assert repr(LocalSGD(10, quorum=2, overlap=False, statistics=False)) == repr(LocalSGD.of_changes(10, quorum=2))
+    with pytest.raises(ConfigError, match=r"overlap does not go with LocalSGD.of_changes; set delay"):
+        LocalSGD(10, quorum=2, overlap=True)
+
+
 def test_options_are_shown() -> None:
     assert repr(DiLoCo(10, quorum=2)) == "DiLoCo(sync_every=10, quorum=2)"
     shown = "DiLoCo(sync_every=10, quorum=0.5, grace=4s, staleness_discount=0.9)"
