@@ -54,9 +54,9 @@ class Sealed:
     raw: bytes = field(repr=False)
 
     @property
-    def order(self) -> tuple[int, bytes]:
-        """Of two states the one with the higher order is valid; the authentication code decides between two writers."""
-        return self.version, self.raw[:MAC_BYTES]
+    def order(self) -> tuple[int, float, bytes]:
+        """Of two states the one with the higher order is valid; of two first writes that is the later one."""
+        return self.version, self.sent, self.raw[:MAC_BYTES]
 
 
 class Seal:
