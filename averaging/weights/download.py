@@ -172,10 +172,13 @@ class Downloads:
         for _ in range(MAX_SOURCES):
             if not download.incoming.missing():
                 return
-            source = await self._ask_for_source(download, failed)
+            source = await self._receive_from(download.publisher.endpoint, download, failed)
             if not source:
-                await self._receive_from(download.publisher.endpoint, download)
                 return
+            if not is_endpoint(source) or source.startswith(CLIENT_PREFIX) or source == self._own_endpoint:
+                raise ProtocolViolationError(f"it names {source[:100]!r} as a source")
+            if source in failed:
+                raise ProtocolViolationError(f"it names {source} again, which failed: {failed[source]}")
             try:
                 await self._receive_from(source, download)
                 failed[source] = "it did not send all pieces"
@@ -188,22 +191,7 @@ class Downloads:
             tried = "; ".join(f"{source}: {reason}" for source, reason in failed.items())
             raise StateError(f"no source delivered it ({tried})")
 
-    async def _ask_for_source(self, download: _VersionDownload, failed: dict[str, str]) -> str:
-        """Asks the publisher for the follower that sends this version; an empty string if that is the publisher."""
-        request = self._request(download, [])
-        request.failed.extend(failed)
-        async with aclosing(download.publisher.channel.stream(FETCH, request)) as replies:
-            reply = await self._next(replies)
-        source = "" if reply is None else reply.source
-        if not source:
-            return ""
-        if not is_endpoint(source) or source.startswith(CLIENT_PREFIX) or source == self._own_endpoint:
-            raise ProtocolViolationError(f"it names {source[:100]!r} as a source")
-        if source in failed:
-            raise ProtocolViolationError(f"it names {source} again, which failed: {failed[source]}")
-        return source
-
-    def _request(self, download: _VersionDownload, pieces: list[int]) -> wire.FetchRequest:
+    def _request(self, download: _VersionDownload, pieces: list[int], failed: Collection[str]) -> wire.FetchRequest:
         base = download.incoming.differs_from
         return wire.FetchRequest(
             run_id=self._run_id,
@@ -211,42 +199,58 @@ class Downloads:
             name=download.incoming.manifest.name,
             base=b"" if base is None else base.manifest.digest,
             pieces=[wire.Range(first=first, count=count) for first, count in ranges_of(pieces)],
+            failed=failed,
             local=download.publisher.is_local,
         )
 
-    async def _receive_from(self, endpoint: str, download: _VersionDownload) -> None:
-        """Receives all missing pieces from one source, over as many connections as their length needs."""
+    async def _receive_from(self, endpoint: str, download: _VersionDownload, failed: Collection[str] = ()) -> str:
+        """Receives all missing pieces from one source, over as many connections as their length needs.
+
+        Returns the follower that the publisher names instead of sending them; else an empty string.
+        """
         incoming, publisher, clock = download.incoming, download.publisher, asyncio.get_running_loop().time
         await self.close(but={endpoint, publisher.endpoint})
         expected = incoming.left // (1 if incoming.differs_from is None else SHORTER)
         shares = _shares(incoming.missing(), max(1, min(LANES, expected // BYTES_PER_LANE)))
+        # The publisher answers on the connection of its announcements half a round trip later, on a new one after two.
         lanes = self._lanes.setdefault(endpoint, [])
-        while len(lanes) < len(shares):
+        first = [publisher.channel] if endpoint == publisher.endpoint else []
+        while len(first) + len(lanes) < len(shares):
             lanes.append(self._dial(endpoint, loopback=publisher.is_local))
         begun, received, pace = clock(), incoming.received, None
-        if endpoint != publisher.endpoint:
+        if not first:
             pace = SourcePace(self._publisher_rate / SHARED_BY, GRACE_SHARE * self._stall_timeout, begun)
         try:
             async with asyncio.TaskGroup() as tasks:
-                for lane, share in zip(lanes, shares, strict=False):
-                    tasks.create_task(self._receive_share(lane, share, download, pace))
+                running = [
+                    tasks.create_task(self._receive_share(lane, self._request(download, share, failed), download, pace))
+                    for lane, share in zip([*first, *lanes], shares, strict=False)
+                ]
+                if source := await running[0]:
+                    for each in running[1:]:
+                        each.cancel()
+                    return source
         except BaseExceptionGroup as group:
             raise _worst(group) from None
         if pace is None and incoming.received - received >= incoming.manifest.layout.piece_bytes:
             self._publisher_rate = (incoming.received - received) / max(clock() - begun, 1e-3)
+        return next((source for each in running if (source := each.result())), "")
 
     async def _receive_share(
-        self, lane: RpcChannel, share: list[int], download: _VersionDownload, pace: SourcePace | None
-    ) -> None:
+        self, lane: RpcChannel, request: wire.FetchRequest, download: _VersionDownload, pace: SourcePace | None
+    ) -> str:
+        """Receives some pieces, or the name of another source."""
         incoming, clock = download.incoming, asyncio.get_running_loop().time
         last = clock()
-        async with aclosing(lane.stream(FETCH, self._request(download, share))) as replies:
+        async with aclosing(lane.stream(FETCH, request)) as replies:
             while True:
                 reply = await self._next(replies, math.inf if pace is None else pace.left(clock()))
                 if reply is None:
-                    return
+                    return ""
                 if pace is not None and not pace.note(sum(len(piece.data) for piece in reply.pieces), clock()):
                     raise TimeoutError(f"it {TOO_SLOW}")
+                if reply.source and pace is None:
+                    return reply.source
                 if reply.source:
                     raise StateError(f"it names another source for pieces, {reply.source[:100]!r}")
                 for piece in reply.pieces:
