@@ -300,19 +300,14 @@ class HttpRefusal(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HttpAccess:
-    """Who may use a server, which a page of another site in a browser on this machine reaches, too.
+    """Who may use a server, which a page of another site in a browser on this machine reaches, too."""
 
-    Attributes:
-        tokens: requests must carry one of them; if empty, no token is required.
-        hosts: names of this server, which the Host header must have if it is no address; None allows any.
-        tls: what `HttpServer` needs for TLS; empty without it.
-        has_page: whether it serves a page for browsers, to whose `/` other pages may link. Without one it serves
-            programs, which need no Host header, and may leave out the domain in it.
-    """
-
-    tokens: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = ()  # requests must carry one of them; if empty, no token is required
+    # names of this server, which the Host header must have if it is no address; None allows any
     hosts: tuple[str, ...] | None = None
-    tls: Mapping[str, Any] = field(default_factory=dict)
+    tls: Mapping[str, Any] = field(default_factory=dict)  # what `HttpServer` needs for TLS; empty without it
+    # whether it serves a page for browsers, to whose `/` other pages may link. Without one it serves programs, which
+    # need no Host header, and may leave out the domain in it.
     has_page: bool = False
 
     def refusal(self, headers: Mapping[str, str], path: str = "", *, needs_token: bool = True) -> HttpRefusal | None:

@@ -140,21 +140,13 @@ class RunPlan:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What one peer spends if all peers are there and no round fails.
+    """What one peer spends if all peers are there and no round fails."""
 
-    Attributes:
-        bytes_sent: bytes that it sends in a round, and that it receives.
-        phases: seconds of a round by what they are for.
-        rounds_per_day: rounds in a day, if training waits for each.
-        delay: local steps after which a round has ended; with that `delay` of DiLoCo training waits for none.
-        memory: bytes by what they hold.
-    """
-
-    bytes_sent: float
-    phases: Mapping[str, float]
-    rounds_per_day: float
-    delay: int
-    memory: Mapping[str, int]
+    bytes_sent: float  # bytes that it sends in a round, and that it receives
+    phases: Mapping[str, float]  # seconds of a round by what they are for
+    rounds_per_day: float  # rounds in a day, if training waits for each
+    delay: int  # local steps after which a round has ended; with that `delay` of DiLoCo training waits for none
+    memory: Mapping[str, int]  # bytes by what they hold
 
     @property
     def seconds(self) -> float:

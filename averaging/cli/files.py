@@ -56,16 +56,12 @@ RESERVED_NAME = "__metadata__"
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """The content of a safetensors file.
+    """The content of a safetensors file."""
 
-    Attributes:
-        tensors: tensors by name, sorted by name: the format has no order, and all peers need the same one.
-        metadata: text values by name; None if the file has none.
-        kept: tensors that are not averaged; the output has them as they are.
-    """
-
+    # tensors by name, sorted by name: the format has no order, and all peers need the same one
     tensors: dict[str, torch.Tensor]
-    metadata: dict[str, str] | None
+    metadata: dict[str, str] | None  # text values by name; None if the file has none
+    # tensors that are not averaged; the output has them as they are
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def divided(self, path: Path, only: Sequence[str], exclude: Sequence[str]) -> Document:

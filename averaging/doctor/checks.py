@@ -30,23 +30,14 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check.
+    """The result of one check."""
 
-    Attributes:
-        severity: how bad it is.
-        text: what was found, in one line.
-        remedy: what to do; empty if nothing has to be done, or if the text says it.
-        figures: what was measured, by names that end with the unit.
-        check: name of the check, such as `port`; docs/operate/doctor.md lists them.
-        peer: address of the other peer as the user gave it; empty for a check of this machine.
-    """
-
-    severity: Severity
-    text: str
-    remedy: str = ""
-    figures: Mapping[str, float] = field(default_factory=dict)
-    check: str = ""
-    peer: str = ""
+    severity: Severity  # how bad it is
+    text: str  # what was found, in one line
+    remedy: str = ""  # what to do; empty if nothing has to be done, or if the text says it
+    figures: Mapping[str, float] = field(default_factory=dict)  # what was measured, by names that end with the unit
+    check: str = ""  # name of the check, such as `port`; docs/operate/doctor.md lists them
+    peer: str = ""  # address of the other peer as the user gave it; empty for a check of this machine
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", printable(self.text, MAX_FINDING))

@@ -30,21 +30,13 @@ Report: TypeAlias = "Callable[[Finding], None]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
-    """What `averaging doctor` is asked.
+    """What `averaging doctor` is asked."""
 
-    Attributes:
-        config: the options of the peer that will be started; `join` has the peers to ask.
-        run_known: whether the user has given a run id. `config.run_id` is a placeholder otherwise.
-        schema: what this peer will average; None if it is not known.
-        strategy: name of its strategy; empty if that is not known.
-        deep: whether the bandwidth to the peers is measured.
-    """
-
-    config: PeerConfig
-    run_known: bool = True
-    schema: Schema | None = None
-    strategy: str = ""
-    deep: bool = False
+    config: PeerConfig  # the options of the peer that will be started; `join` has the peers to ask
+    run_known: bool = True  # whether the user has given a run id. `config.run_id` is a placeholder otherwise
+    schema: Schema | None = None  # what this peer will average; None if it is not known
+    strategy: str = ""  # name of its strategy; empty if that is not known
+    deep: bool = False  # whether the bandwidth to the peers is measured
 
 
 async def examine(examination: Examination, report: Report) -> None:

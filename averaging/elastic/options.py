@@ -38,39 +38,24 @@ _OF_TORCHRUN = ("timeout", "rank", "local_addr", "read_timeout", "store_type")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RendezvousOptions:
-    """The address of the register and the timeouts. The names are those of `--rdzv-conf`.
+    """The address of the register and the timeouts. The names are those of `--rdzv-conf`."""
 
-    Attributes:
-        endpoints: `host:port` of the register, or of the members of an etcd cluster.
-        origin: What the endpoints come from, for errors.
-        awaits_name: Whether a name that is not found is waited for: a cluster gives pods their names as they start.
-        etcd: Whether the register is in etcd.
-        tls: Certificates for all calls.
-        token_file: The run's tokens.
-        insecure: Whether other machines may take part without TLS.
-        is_host: Whether this node hosts the register; with None, whether the endpoint is one of its addresses.
-        join_timeout: Seconds within which enough nodes must join.
-        last_call_timeout: Seconds for further nodes to join once there are enough.
-        close_timeout: Seconds to announce the end of the job to the other nodes.
-        heartbeat_timeout: Seconds for the write of one heartbeat.
-        keep_alive_interval: Seconds between two heartbeats of a node.
-        keep_alive_max_attempt: Number of missing heartbeats after which a node is removed.
-    """
-
-    endpoints: tuple[str, ...]
-    origin: str = RDZV_ENDPOINT
+    endpoints: tuple[str, ...]  # `host:port` of the register, or of the members of an etcd cluster
+    origin: str = RDZV_ENDPOINT  # what the endpoints come from, for errors
+    # whether a name that is not found is waited for: a cluster gives pods their names as they start
     awaits_name: bool = False
-    etcd: bool = False
-    tls: TLSFiles | None = None
-    token_file: str | None = option(None, PATH)
-    insecure: bool = option(False, SWITCH)
+    etcd: bool = False  # whether the register is in etcd
+    tls: TLSFiles | None = None  # certificates for all calls
+    token_file: str | None = option(None, PATH)  # the run's tokens
+    insecure: bool = option(False, SWITCH)  # whether other machines may take part without TLS
+    # whether this node hosts the register; with None, whether the endpoint is one of its addresses
     is_host: bool | None = option(None, SWITCH)
-    join_timeout: int = option(600, _COUNT)
-    last_call_timeout: int = option(30, _COUNT)
-    close_timeout: int = option(30, _COUNT)
-    heartbeat_timeout: int = option(5, _COUNT)
-    keep_alive_interval: int = option(5, _COUNT)
-    keep_alive_max_attempt: int = option(3, _COUNT)
+    join_timeout: int = option(600, _COUNT)  # seconds within which enough nodes must join
+    last_call_timeout: int = option(30, _COUNT)  # seconds for further nodes to join once there are enough
+    close_timeout: int = option(30, _COUNT)  # seconds to announce the end of the job to the other nodes
+    heartbeat_timeout: int = option(5, _COUNT)  # seconds for the write of one heartbeat
+    keep_alive_interval: int = option(5, _COUNT)  # seconds between two heartbeats of a node
+    keep_alive_max_attempt: int = option(3, _COUNT)  # number of missing heartbeats after which a node is removed
 
     def __post_init__(self) -> None:
         check_options(self)

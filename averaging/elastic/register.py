@@ -30,28 +30,18 @@ restore what is gone. What an ended job leaves is void after 120 s (`replicated_
 
 @dataclass(frozen=True, slots=True)
 class RegisterEntry:
-    """The entry of a key.
+    """The entry of a key."""
 
-    Attributes:
-        value: The bytes.
-        token: Opaque token for the next write. It becomes invalid when the entry is written again.
-    """
-
-    value: bytes
-    token: bytes
+    value: bytes  # the bytes
+    token: bytes  # Opaque token for the next write. It becomes invalid when the entry is written again.
 
 
 @dataclass(frozen=True, slots=True)
 class SwapResult:
-    """The result of a `compare_and_set`.
+    """The result of a `compare_and_set`."""
 
-    Attributes:
-        entry: The present entry; None if there is none.
-        done: Whether the caller set it.
-    """
-
-    entry: RegisterEntry | None
-    done: bool
+    entry: RegisterEntry | None  # the present entry; None if there is none
+    done: bool  # whether the caller set it
 
 
 class Register(Protocol):

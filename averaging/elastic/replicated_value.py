@@ -33,25 +33,15 @@ TRIES = 20
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """One write, authenticated with the run's token.
+    """One write, authenticated with the run's token."""
 
-    Attributes:
-        version: Number of the write, from 1.
-        sent: When it was made, in seconds since the epoch by its writer's clock.
-        writer: The node that made it.
-        world: The options that must be equal at all nodes of the job, as text.
-        ended: Whether the job has ended.
-        payload: The state.
-        raw: The complete value in the register.
-    """
-
-    version: int
-    sent: float
-    writer: str
-    world: str
-    ended: bool
-    payload: bytes = field(repr=False)
-    raw: bytes = field(repr=False)
+    version: int  # number of the write, from 1
+    sent: float  # when it was made, in seconds since the epoch by its writer's clock
+    writer: str  # the node that made it
+    world: str  # the options that must be equal at all nodes of the job, as text
+    ended: bool  # whether the job has ended
+    payload: bytes = field(repr=False)  # the state
+    raw: bytes = field(repr=False)  # the complete value in the register
 
     @property
     def order(self) -> tuple[int, float, bytes]:

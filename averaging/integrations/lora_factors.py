@@ -20,17 +20,11 @@ from averaging.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """The shape of one adapted matrix.
+    """The shape of one adapted matrix."""
 
-    Attributes:
-        out: rows of B.
-        into: columns of A.
-        rank: columns of B and rows of A.
-    """
-
-    out: int
-    into: int
-    rank: int
+    out: int  # rows of B
+    into: int  # columns of A
+    rank: int  # columns of B and rows of A
 
     @property
     def factors(self) -> int:
@@ -149,17 +143,11 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """What the mean of the products has more than the product of the new factors: dense + left @ right, float32.
+    """What the mean of the products has more than the product of the new factors: dense + left @ right, float32."""
 
-    Attributes:
-        left: [out, any].
-        right: [any, into].
-        dense: [out, into]; None if it is 0.
-    """
-
-    left: torch.Tensor
-    right: torch.Tensor
-    dense: torch.Tensor | None = None
+    left: torch.Tensor  # [out, any]
+    right: torch.Tensor  # [any, into]
+    dense: torch.Tensor | None = None  # [out, into]; None if it is 0
 
 
 def rest_of_factors(

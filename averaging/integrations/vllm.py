@@ -36,41 +36,26 @@ BACKEND = "averaging"
 
 @dataclass
 class AveragingInitInfo(WeightTransferInitInfo):
-    """What the workers of an engine follow: the `init_info` of `/init_weight_transfer_engine`.
+    """What the workers of an engine follow: the `init_info` of `/init_weight_transfer_engine`."""
 
-    Attributes:
-        join: addresses HOST:PORT of publishers of the model's weights.
-        run_id: the run whose weights are followed; empty for any.
-        tls_ca: certificate of the authority, as a path on the worker's machine, as the others.
-        tls_cert: certificate of the workers.
-        tls_key: private key of `tls_cert`.
-        token_file: file with the run's tokens.
-        join_timeout: seconds within which a publisher must answer.
-        stall_timeout: seconds without a message after which another source is asked.
-    """
-
-    join: Sequence[str]
-    run_id: str = ""
-    tls_ca: FilePath | None = None
-    tls_cert: FilePath | None = None
-    tls_key: FilePath | None = None
-    token_file: FilePath | None = None
-    join_timeout: float = 10.0
-    stall_timeout: float = 30.0
+    join: Sequence[str]  # addresses HOST:PORT of publishers of the model's weights
+    run_id: str = ""  # the run whose weights are followed; empty for any
+    tls_ca: FilePath | None = None  # certificate of the authority, as a path on the worker's machine, as the others
+    tls_cert: FilePath | None = None  # certificate of the workers
+    tls_key: FilePath | None = None  # private key of `tls_cert`
+    token_file: FilePath | None = None  # file with the run's tokens
+    join_timeout: float = 10.0  # seconds within which a publisher must answer
+    stall_timeout: float = 30.0  # seconds without a message after which another source is asked
 
 
 @dataclass
 class AveragingUpdateInfo(WeightTransferUpdateInfo):
-    """Which version the workers load: the `update_info` of `/update_weights`.
+    """Which version the workers load: the `update_info` of `/update_weights`."""
 
-    Attributes:
-        version: the version, which all workers then have; None for the newest one that has arrived, which may differ
-            between workers.
-        timeout: seconds to wait until it has arrived.
-    """
-
+    # the version, which all workers then have; None for the newest one that has arrived, which may differ between
+    # workers
     version: int | None = None
-    timeout: float = 600.0
+    timeout: float = 600.0  # seconds to wait until it has arrived
 
 
 class AveragingWeightTransferEngine(WeightTransferEngine[AveragingInitInfo, AveragingUpdateInfo]):

@@ -34,18 +34,14 @@ class MetricKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A declared metric.
+    """A declared metric."""
 
-    Attributes:
-        name: name in Prometheus, with the prefix and, of a counter, `_total`.
-        known: values of the labels that are always there, with 0 as long as nothing has happened, so that a rate can be
-            computed from the first event on.
-    """
-
-    name: str
+    name: str  # name in Prometheus, with the prefix and, of a counter, `_total`
     kind: MetricKind
     help: str
     labels: tuple[str, ...] = ()
+    # values of the labels that are always there, with 0 as long as nothing has happened, so that a rate can be
+    # computed from the first event on
     known: tuple[tuple[str, ...], ...] = ()
 
 
@@ -136,15 +132,11 @@ PEER_METRICS = (
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """What a histogram has counted.
+    """What a histogram has counted."""
 
-    Attributes:
-        counts: observations by bucket: those up to each of `BUCKETS` and above the one before, and the larger ones.
-        sum: sum of all observations.
-    """
-
+    # observations by bucket: those up to each of `BUCKETS` and above the one before, and the larger ones
     counts: tuple[int, ...] = (0,) * (len(BUCKETS) + 1)
-    sum: float = 0.0
+    sum: float = 0.0  # sum of all observations
 
     def plus(self, value: float) -> Distribution:
         """The distribution with one more observation."""

@@ -124,19 +124,12 @@ class PeerView:
 
 @dataclass(frozen=True, slots=True)
 class RunSnapshot:
-    """A run at one moment.
+    """A run at one moment."""
 
-    Attributes:
-        time: seconds since the epoch.
-        run_id: its id; empty while nobody has answered.
-        peers: its peers, by endpoint.
-        notes: what the view leaves out, and why.
-    """
-
-    time: float
-    run_id: str
-    peers: tuple[PeerView, ...]
-    notes: tuple[str, ...] = ()
+    time: float  # seconds since the epoch
+    run_id: str  # its id; empty while nobody has answered
+    peers: tuple[PeerView, ...]  # its peers, by endpoint
+    notes: tuple[str, ...] = ()  # what the view leaves out, and why
 
     @property
     def answering(self) -> tuple[PeerView, ...]:

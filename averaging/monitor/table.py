@@ -24,21 +24,14 @@ MAX_CELL = 60
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column.
+    """One column."""
 
-    Attributes:
-        title: its head.
-        value: names of the attributes that lead from a `PeerView` to what is shown and sorted by. Peers without it come
-            last.
-        text: writes the value.
-        right: whether it is aligned at the right, as a number.
-        cell: writes the whole cell, given the peer and the time; None if `text` does.
-    """
-
-    title: str
+    title: str  # its head
+    # names of the attributes that lead from a `PeerView` to what is shown and sorted by. Peers without it come last.
     value: str
-    text: Callable[[Any], str] = str
-    right: bool = False
+    text: Callable[[Any], str] = str  # writes the value
+    right: bool = False  # whether it is aligned at the right, as a number
+    # writes the whole cell, given the peer and the time; None if `text` does
     cell: Callable[[PeerView, float], str] | None = None
 
     def shown(self, peer: PeerView, now: float) -> str:

@@ -147,10 +147,6 @@ class DriftCheck:
         log: its hyperparameters so far.
         tolerance: relative difference of tensors that rounding may cause.
         counted_as: what each member counts as, see `member_of`; by host without an entry.
-
-    Attributes:
-        donors: once compared, the members that hold the right tensors, if this one does not.
-        right: once compared, the right hyperparameters, if this member has others.
     """
 
     own: Fingerprint
@@ -158,8 +154,8 @@ class DriftCheck:
     log: HyperparameterLog = field(default_factory=HyperparameterLog)
     tolerance: float = 0.0
     counted_as: Mapping[str, str] = field(default_factory=dict)
-    donors: tuple[str, ...] = ()
-    right: Packed = field(default_factory=dict)
+    donors: tuple[str, ...] = ()  # once compared, the members that hold the right tensors, if this one does not
+    right: Packed = field(default_factory=dict)  # once compared, the right hyperparameters, if this member has others
 
     def compare(self, endpoint: str, others: Mapping[str, Fingerprint]) -> tuple[Drift, ...]:
         """The drifted members: first those with other hyperparameters, which may be the cause of other tensors.

@@ -103,13 +103,9 @@ def _remedy(name: str, strategy: str, count: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round, from the receipts of all its peers that are available.
+    """One round, from the receipts of all its peers that are available."""
 
-    Attributes:
-        receipts: one per peer of the same group; a single one if no group was found.
-    """
-
-    receipts: tuple[Receipt, ...]
+    receipts: tuple[Receipt, ...]  # one per peer of the same group; a single one if no group was found
 
     @property
     def name(self) -> str:

@@ -11,45 +11,27 @@ from averaging.common import counted, duration
 
 @dataclass(frozen=True, slots=True)
 class TrainingProgress:
-    """The training of a peer, as of its last local step.
+    """The training of a peer, as of its last local step."""
 
-    Attributes:
-        strategy: name of the strategy's class.
-        stage: stage of the training: training, waiting, concluding, ended or compared.
-        local_step: number of local steps, including those before a downloaded or loaded state.
-        global_step: number of global steps of the run; None if the strategy makes none.
-        gathered: samples, or local steps, for the next global step.
-        ranks: number of processes that train this copy of the model together.
-        steps: local steps since the start of the process.
-        samples: samples since then, as far as `step` was given `batch_size`.
-        steps_per_second: lately, including the time that the training waits; None while unknown.
-        samples_per_second: the same for samples; None if they are not counted.
-        sync_every: time or steps between two rounds, such as `120s` or `200 steps`; empty if rounds follow from
-            something else.
-        quorum: number of peers with which a round begins, or their share, such as `2` or `0.5`; empty if it waits for
-            all.
-        grace: seconds for which a round then waits for further peers, as learned; None without a quorum.
-        max_grace: upper bound of `grace`, as the user has set it.
-        weight_unit: `samples` if weights count them; else empty.
-        missed: rounds of the others that this peer has missed and not yet made up for; it joins a later one.
-    """
-
-    strategy: str
-    stage: str
-    local_step: int
-    global_step: int | None
-    gathered: float = 0.0
-    ranks: int = 1
-    steps: int = 0
-    samples: float = 0.0
-    steps_per_second: float | None = None
-    samples_per_second: float | None = None
+    strategy: str  # name of the strategy's class
+    stage: str  # stage of the training: training, waiting, concluding, ended or compared
+    local_step: int  # number of local steps, including those before a downloaded or loaded state
+    global_step: int | None  # number of global steps of the run; None if the strategy makes none
+    gathered: float = 0.0  # samples, or local steps, for the next global step
+    ranks: int = 1  # number of processes that train this copy of the model together
+    steps: int = 0  # local steps since the start of the process
+    samples: float = 0.0  # samples since then, as far as `step` was given `batch_size`
+    steps_per_second: float | None = None  # lately, including the time that the training waits; None while unknown
+    samples_per_second: float | None = None  # the same for samples; None if they are not counted
+    # time or steps between two rounds, such as `120s` or `200 steps`; empty if rounds follow from something else
     sync_every: str = ""
+    # number of peers with which a round begins, or their share, such as `2` or `0.5`; empty if it waits for all
     quorum: str = ""
+    # seconds for which a round then waits for further peers, as learned; None without a quorum
     grace: float | None = None
-    max_grace: float | None = None
-    weight_unit: str = ""
-    missed: int = 0
+    max_grace: float | None = None  # upper bound of `grace`, as the user has set it
+    weight_unit: str = ""  # `samples` if weights count them; else empty
+    missed: int = 0  # rounds of the others that this peer has missed and not yet made up for; it joins a later one
 
     @property
     def steps_made(self) -> tuple[int, ...]:

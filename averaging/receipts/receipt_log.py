@@ -68,17 +68,11 @@ def _refuse(name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The content of a file of receipts.
+    """The content of a file of receipts."""
 
-    Attributes:
-        receipts: the receipts in the file's order.
-        bad: reasons of unreadable lines by line number, from 1.
-        cut_off: whether the last line is incomplete, because its writer was killed or the disk was full.
-    """
-
-    receipts: list[Receipt]
-    bad: Mapping[int, str]
-    cut_off: bool
+    receipts: list[Receipt]  # the receipts in the file's order
+    bad: Mapping[int, str]  # reasons of unreadable lines by line number, from 1
+    cut_off: bool  # whether the last line is incomplete, because its writer was killed or the disk was full
 
 
 def read(lines: Iterable[bytes]) -> Recorded:
@@ -198,14 +192,10 @@ MAX_WATCHERS = 64
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A receipt as a watcher gets it.
-
-    Attributes:
-        skipped: number of receipts before this one that were skipped because the watcher was too slow.
-    """
+    """A receipt as a watcher gets it."""
 
     receipt: Receipt
-    skipped: int = 0
+    skipped: int = 0  # number of receipts before this one that were skipped because the watcher was too slow
 
 
 class ReceiptBook:

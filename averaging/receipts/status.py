@@ -18,21 +18,15 @@ from averaging.timing import Learned
 
 @dataclass(frozen=True, slots=True)
 class WeightReader:
-    """A follower or an explorer that gets weights from a service on a peer's port.
+    """A follower or an explorer that gets weights from a service on a peer's port."""
 
-    Attributes:
-        kind: follower or explorer.
-        name: endpoint of a follower that hands on what it has, or the name that an explorer has given.
-        status: of an explorer: running, require_sync or stopped; of a follower empty, or why its version is unknown.
-        version: newest version that it has asked for, or that its engine has; None before the first, and if unknown.
-        newest: newest version that there is; None before the first.
-    """
-
-    kind: str
-    name: str
+    kind: str  # follower or explorer
+    name: str  # endpoint of a follower that hands on what it has, or the name that an explorer has given
+    # of an explorer: running, require_sync or stopped; of a follower empty, or why its version is unknown
     status: str = ""
+    # newest version that it has asked for, or that its engine has; None before the first, and if unknown
     version: int | None = None
-    newest: int | None = None
+    newest: int | None = None  # newest version that there is; None before the first
 
 
 MAX_READERS = 256

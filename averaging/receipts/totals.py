@@ -17,27 +17,18 @@ UNKNOWN_LANE = "unknown"
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Sums over all rounds of a peer. None of them ever falls.
+    """Sums over all rounds of a peer. None of them ever falls."""
 
-    Attributes:
-        rounds: number of rounds by outcome; outcomes that did not happen are missing, as in all mappings here.
-        seconds: duration of all rounds.
-        phase_seconds: seconds by phase, see `Receipt.phases`.
-        bytes_sent: parts and averages sent, by lane (`direct`, `sealed`, `grpc` or `unknown`).
-        bytes_received: the same of those received.
-        waiting_seconds: seconds of the rounds in which this peer waited for other members, see `waited_in`.
-        dropped: members dropped by this peer, by code.
-        kept_local: elements that kept their local values because their reducer was dropped.
-    """
-
+    # number of rounds by outcome; outcomes that did not happen are missing, as in all mappings here
     rounds: Mapping[Outcome, int] = field(default_factory=dict)
-    seconds: float = 0.0
-    phase_seconds: Mapping[str, float] = field(default_factory=dict)
+    seconds: float = 0.0  # duration of all rounds
+    phase_seconds: Mapping[str, float] = field(default_factory=dict)  # seconds by phase, see `Receipt.phases`
+    # parts and averages sent, by lane (`direct`, `sealed`, `grpc` or `unknown`)
     bytes_sent: Mapping[str, int] = field(default_factory=dict)
-    bytes_received: Mapping[str, int] = field(default_factory=dict)
-    waiting_seconds: float = 0.0
-    dropped: Mapping[DropCode, int] = field(default_factory=dict)
-    kept_local: int = 0
+    bytes_received: Mapping[str, int] = field(default_factory=dict)  # the same of those received
+    waiting_seconds: float = 0.0  # seconds of the rounds in which this peer waited for other members, see `waited_in`
+    dropped: Mapping[DropCode, int] = field(default_factory=dict)  # members dropped by this peer, by code
+    kept_local: int = 0  # elements that kept their local values because their reducer was dropped
 
     def plus(self, receipt: Receipt) -> Totals:
         """The totals after one more round."""
