@@ -68,7 +68,7 @@ def feed_command(store: str, *, as_json: bool, verbose: int, **given: Any) -> No
       averaging feed --listen 0.0.0.0:8000 --token-file token \
         --tls-ca ca/ca.pem --tls-cert ca/feed.pem --tls-key ca/feed.key
 
-    
+    \b
     For a trainer that reports its version of the weights, such as BatchFeed(..., weights=publisher):
       averaging feed --max-staleness 2
 
