@@ -71,6 +71,14 @@ def test_nobody_waits_for_a_peer_whose_step_is_longer_than_the_interval(monkeypa
     assert sum(receipt.averaged and len(receipt.members) == 3 for receipt in slow.receipts) >= 2
 
 
+def test_a_peer_that_comes_after_the_others_have_averaged_does_not_look_for_a_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow = run(monkeypatch, lambda: DiLoCo("1s"), sites(0.02, 0.03, 0.35), until=25.0)[2]
+    assert sum(receipt.averaged for receipt in slow.receipts) >= 8
+    assert all(receipt.phases["looking"] < 1.0 for receipt in slow.receipts)
+
+
 def test_a_newcomer_between_two_moments_that_makes_no_step_for_long_holds_nobody_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
