@@ -299,9 +299,6 @@ class MemoryTransport:
     def prepare_lane(self, endpoint: str) -> None:
         """See `transport.base.Transport`."""
 
-    async def check_lane(self, endpoint: str) -> None:
-        """See `transport.base.Transport`."""
-
     def lane(self, endpoint: str) -> None:
         """See `transport.base.Transport`."""
 

@@ -135,13 +135,6 @@ class Transport(Protocol):
     def prepare_lane(self, endpoint: str) -> None:
         """Called when this peer may soon send parts to `endpoint`. It returns at once."""
 
-    async def check_lane(self, endpoint: str) -> None:
-        """Returns when the connection that carries a stream of parts to `endpoint` works, at once if calls share it.
-
-        Raises:
-            PeerUnreachableError: it is lost.
-        """
-
     def lane(self, endpoint: str) -> Lane | None:
         """Returns how the last stream of parts to `endpoint` travelled; None if there is only one way."""
 
@@ -162,10 +155,9 @@ class Transport(Protocol):
 
 
 async def is_alive(transport: Transport, endpoint: str) -> bool:
-    """Whether a peer answers a call, also with an error, and parts still reach it. It has no timeout of its own."""
+    """Whether a peer answers a call, also with an error. It has no timeout of its own."""
     try:
         await transport.get_schema(endpoint)
-        await transport.check_lane(endpoint)
     except PeerUnreachableError:
         return False
     except (CallRefusedError, ProtocolViolationError):

@@ -15,15 +15,7 @@ from hypothesis import strategies as st
 from averaging.protocol.messages import AveragingData
 from averaging.security.credentials import Credentials
 from averaging.transport.direct import DirectTransport
-from averaging.transport.direct.frames import (
-    NONCE_BYTES,
-    TAG_BYTES,
-    FrameKind,
-    commitment_to,
-    pack_header,
-    pack_hello,
-    proof_of,
-)
+from averaging.transport.direct.frames import MAGIC, TAG_BYTES, FrameKind, pack_header
 from averaging.transport.direct.opening import OPEN, Request
 from averaging.transport.direct.sealing import Cipher, derive_keys, shared_secret
 from averaging.transport.direct.streams import encode_head
@@ -103,15 +95,13 @@ async def attack(changes: list[tuple[str, float, bytes]], credentials: Credentia
     try:
         own = X25519PrivateKey.generate()
         public = own.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
-        nonce = bytes(NONCE_BYTES)
-        request = Request(commitment_to(nonce), public if credentials else b"")
-        grant = await caller._channels.call(endpoint, OPEN, request)
+        grant = await caller._channels.call(endpoint, OPEN, Request(public if credentials else b""))
         cipher = None
         if credentials:
-            secret, proof = shared_secret(own, grant.public_key), proof_of(nonce, grant.ticket)
-            cipher = Cipher(derive_keys(secret, public, grant.public_key, proof)[0])
+            secret = shared_secret(own, grant.public_key)
+            cipher = Cipher(derive_keys(secret, public, grant.public_key, grant.ticket)[0])
         reader, writer = await asyncio.open_connection("127.0.0.1", grant.port)
-        writer.write(pack_hello(nonce, grant.ticket) + changed(stream(cipher), changes))
+        writer.write(MAGIC + grant.ticket + changed(stream(cipher), changes))
         writer.write_eof()
         async with asyncio.timeout(10):
             try:

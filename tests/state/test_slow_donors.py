@@ -96,9 +96,6 @@ class Network:
     async def get_schema(self, endpoint: str) -> Schema:
         return schema_of(self.donors[endpoint].state)
 
-    async def check_lane(self, endpoint: str) -> None:
-        pass
-
     @property
     def asked(self) -> list[str]:
         return [endpoint for endpoint, _ in self.calls]

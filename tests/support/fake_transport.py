@@ -9,8 +9,5 @@ class OneLane:
     def prepare_lane(self, endpoint: str) -> None:
         """See `Transport`."""
 
-    async def check_lane(self, endpoint: str) -> None:
-        """See `Transport`."""
-
     def lane(self, endpoint: str) -> None:
         """See `Transport`."""

@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,26 +19,22 @@ from averaging import Outcome, Peer, Receipt
 from averaging.errors import CallRefusedError, PeerUnreachableError, ProtocolViolationError
 from averaging.protocol.messages import AveragingData, MessageCode
 from averaging.security.credentials import Credentials
-from averaging.transport.base import is_alive
 from averaging.transport.direct import lanes, opening
 from averaging.transport.direct import listener as listener_module
 from averaging.transport.direct import sealing as tickets
 from averaging.transport.direct.frames import (
-    FROM_CALLEE,
     FROM_CALLER,
     HELLO_BYTES,
+    MAGIC,
     MAX_HEAD_BYTES,
-    NONCE_BYTES,
     BufferPool,
     FrameKind,
-    commitment_to,
     pack_header,
-    pack_hello,
 )
 from averaging.transport.direct.link import Link
 from averaging.transport.direct.opening import OPEN, Grant, Request
 from averaging.transport.direct.transport import DirectTransport
-from averaging.transport.grpc import GrpcTransport
+from averaging.transport.grpc import Dialling, GrpcTransport
 from tests.support.certificates import HERE, secure, write
 from tests.support.grpc_fakes import (
     LANE,
@@ -55,7 +51,7 @@ from tests.support.grpc_fakes import (
     read_all,
     serving,
 )
-from tests.support.listening import closed, listening
+from tests.support.listening import listening
 from tests.support.peers import average, swarm
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind", "direct")
@@ -267,90 +263,15 @@ async def test_closing_waits_for_streams_and_not_for_idle_connections() -> None:
             await closing
 
 
-# Signs of life
-
-
-@pytest.mark.asyncio
-async def test_a_callee_that_reads_nothing_is_alive(credentials: Credentials | None) -> None:
-    """Its sign of life does not wait behind the parts that fill the connection, and comes between two replies."""
-
-    async def reads_nothing(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
-        yield await anext(messages)
-        await may_go_on.wait()
-        for number in range(5):
-            yield replace(part(number, MIB), endpoint="")
-        await checked.wait()  # the connection ends soon after the stream
-
-    async def nameless() -> AsyncGenerator[AveragingData, None]:
-        while True:
-            yield replace(part(7, MIB), endpoint="")
-
-    may_go_on, checked = asyncio.Event(), asyncio.Event()
-    service = FakePeer(aggregate=reads_nothing)
-    async with (
-        serving(service, credentials=credentials) as (_, endpoint),
-        client(credentials=credentials) as caller,
-        aclosing(caller.aggregate_part(endpoint, nameless())) as replies,
-        asyncio.timeout(PATIENCE),
-    ):
-        assert number_of(await anext(replies)) == 7
-        for _ in range(3):
-            assert await is_alive(caller, endpoint)
-        may_go_on.set()
-        checks = [asyncio.create_task(is_alive(caller, endpoint)) for _ in range(5)]
-        assert [number_of(await anext(replies)) for _ in range(5)] == list(range(5))
-        assert all([await check for check in checks])
-        checked.set()
-
-
-@pytest.mark.asyncio
-async def test_a_connection_that_stalls_gives_no_sign_of_life_although_grpc_does() -> None:
-    async def passes_the_greeting(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection("127.0.0.1", port)
-        back.write(await reader.readexactly(HELLO_BYTES + len(READY)))
-        writer.write(await there.readexactly(len(WELCOME)))
-        with suppress(OSError):
-            while await reader.read(1 << 16):
-                pass
-        await closed(back)
-
-    async with serving(FakePeer()) as (callee, endpoint), client() as caller:
-        port = transport_of(callee).direct_port
-        async with listening(passes_the_greeting) as relay:
-            transport_of(callee)._direct_advertise = int(relay.rpartition(":")[2])
-            async with aclosing(caller.aggregate_part(endpoint, endless(asyncio.Event()))) as replies:
-                reply = asyncio.create_task(anext(replies))
-                await until(lambda: transport_of(caller)._lanes.in_use(endpoint) is not None)
-                await caller.get_schema(endpoint)
-                with pytest.raises(TimeoutError):
-                    await asyncio.wait_for(is_alive(caller, endpoint), 0.3)
-                reply.cancel()
-                await asyncio.gather(reply, return_exceptions=True)
-
-
-@pytest.mark.asyncio
-async def test_a_connection_that_the_callee_has_lost_is_not_alive() -> None:
-    async with (
-        serving(FakePeer()) as (callee, endpoint),
-        client() as caller,
-        aclosing(caller.aggregate_part(endpoint, endless(asyncio.Event()))) as replies,
-    ):
-        await anext(replies)
-        listener = transport_of(callee)._listener
-        assert listener is not None
-        listener._links.clear()
-        assert not await asyncio.wait_for(is_alive(caller, endpoint), PATIENCE)
-
-
 # Tickets
 
 
 @asynccontextmanager
 async def asked(credentials: Credentials | None = None) -> AsyncIterator[tuple[str, Grant, FakePeer]]:
-    """A peer that has granted a connection to `NONCE`: its host, what it answered, and its service."""
+    """A peer that has granted a connection: its host, what it answered, and its service."""
     service = FakePeer()
     async with serving(service, credentials=credentials) as (_, endpoint), client(credentials=credentials) as caller:
-        request = Request(commitment_to(NONCE), b"" if credentials is None else os.urandom(32))
+        request = Request(b"" if credentials is None else os.urandom(32))
         yield endpoint.partition(":")[0], await caller._channels.call(endpoint, OPEN, request), service
 
 
@@ -369,7 +290,6 @@ async def greet(host: str, port: int, hello: bytes, more: bytes = b"") -> bytes:
         writer.close()
 
 
-NONCE = bytes(range(NONCE_BYTES))
 READY = pack_header(FrameKind.READY, 0, 0)
 WELCOME = pack_header(FrameKind.WELCOME, 0, 0)
 
@@ -377,28 +297,27 @@ WELCOME = pack_header(FrameKind.WELCOME, 0, 0)
 @pytest.mark.asyncio
 async def test_a_ticket_admits_once() -> None:
     async with asked() as (host, grant, _):
-        assert await greet(host, grant.port, pack_hello(NONCE, grant.ticket), READY) == WELCOME
-        assert await greet(host, grant.port, pack_hello(NONCE, grant.ticket), READY) == b""
+        assert await greet(host, grant.port, MAGIC + grant.ticket, READY) == WELCOME
+        assert await greet(host, grant.port, MAGIC + grant.ticket, READY) == b""
 
 
 @pytest.mark.asyncio
 async def test_a_late_ticket_admits_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tickets, "VALID_SECONDS", 0.0)
     async with asked() as (host, grant, _):
-        assert await greet(host, grant.port, pack_hello(NONCE, grant.ticket), READY) == b""
+        assert await greet(host, grant.port, MAGIC + grant.ticket, READY) == b""
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     "hello",
     [
-        pack_hello(NONCE, os.urandom(32)),
-        pack_hello(os.urandom(32), os.urandom(32)),
+        MAGIC + os.urandom(32),
         b"GET / HTTP/1.1\r\nHost: a.example.org\r\n\r\n",
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(64),
         bytes(HELLO_BYTES),
     ],
-    ids=["another ticket", "another nonce", "a browser", "gRPC", "zeros"],
+    ids=["another ticket", "a browser", "gRPC", "zeros"],
 )
 async def test_a_stranger_is_disconnected(hello: bytes) -> None:
     async with asked() as (host, grant, service):
@@ -410,7 +329,7 @@ async def test_a_stranger_is_disconnected(hello: bytes) -> None:
 async def test_a_ticket_without_the_keys_admits_nobody() -> None:
     async with asked(secure(*HERE)) as (host, grant, service):
         assert len(grant.public_key) == 32
-        assert await greet(host, grant.port, pack_hello(NONCE, grant.ticket), READY + bytes(16)) == b""
+        assert await greet(host, grant.port, MAGIC + grant.ticket, READY + bytes(16)) == b""
         assert not service.started.is_set()
 
 
@@ -420,92 +339,30 @@ async def test_a_key_that_everybody_knows_is_refused() -> None:
     async with serving(FakePeer(), credentials=credentials) as (_, endpoint), client(credentials=credentials) as caller:
         for key, reason in ((b"", "a public key of 0 bytes"), (bytes(32), "known to everybody")):
             with pytest.raises(CallRefusedError, match=reason):
-                await caller._channels.call(endpoint, OPEN, Request(os.urandom(32), key))
+                await caller._channels.call(endpoint, OPEN, Request(key))
 
 
 @pytest.mark.asyncio
 async def test_who_connects_and_says_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("averaging.transport.direct.listener.HANDSHAKE_SECONDS", 0.2)
     async with asked() as (host, grant, _):
-        hello = pack_hello(NONCE, grant.ticket)
+        hello = MAGIC + grant.ticket
         for first in (b"", hello[:20], hello):
             assert await greet(host, grant.port, first) == b""
-
-
-# A callee that would have the caller speak to somebody else
-
-
-@asynccontextmanager
-async def hears(seen: bytearray) -> AsyncIterator[int]:
-    """The port of a service that keeps what it is sent."""
-
-    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while len(seen) < HELLO_BYTES and (data := await reader.read(1024)):
-            seen.extend(data)
-
-    async with listening(listen) as address:
-        yield int(address.rpartition(":")[2])
-
-
-@pytest.mark.asyncio
-async def test_a_callee_chooses_nothing_that_the_caller_sends_to_a_port() -> None:
-    command = b"\r\nSET a 1\r\nSET b 2\r\nSAVE\r\n".ljust(32)
-    sent = []
-    for _ in range(2):
-        asked_with: list[Request] = []
-
-        async def answers(request: Request, known: list[Request] = asked_with) -> Grant:
-            known.append(request)
-            return Grant(port, command)
-
-        seen = bytearray()
-        async with hears(seen) as port:
-            with pytest.raises(PeerUnreachableError):
-                await opened_by(answers)
-        nonce = bytes(seen[5:37])
-        assert bytes(seen[:HELLO_BYTES]) == pack_hello(nonce, command)
-        assert asked_with == [Request(commitment_to(nonce))]  # all that the callee knew as it chose
-        assert b"SET" not in seen
-        sent.append(bytes(seen[5:HELLO_BYTES]))
-    assert sent[0] != sent[1]
-
-
-async def opened_by(ask: Callable[[Request], Any]) -> Link:
-    """Opens a connection to a callee at this machine that answers as `ask` does."""
-    async with client() as caller:
-        return await opening.open_link(
-            "127.0.0.1:1", ask, transport_of(caller)._dialling, sealed=False, max_body=MIB, buffers=BufferPool()
-        )
-
-
-@pytest.mark.asyncio
-async def test_who_knows_the_ticket_and_not_the_nonce_is_not_admitted() -> None:
-    async with asked() as (host, grant, service):
-        for hello in (pack_hello(bytes(NONCE_BYTES), grant.ticket), pack_hello(grant.ticket, grant.ticket)):
-            assert await greet(host, grant.port, hello, READY) == b""
-        assert not service.started.is_set()
-        assert await greet(host, grant.port, pack_hello(NONCE, grant.ticket), READY) == WELCOME
-
-
-@pytest.mark.asyncio
-async def test_a_nonce_is_for_one_connection() -> None:
-    async with serving(FakePeer()) as (_, endpoint), client() as caller:
-        request = Request(commitment_to(NONCE))
-        await caller._channels.call(endpoint, OPEN, request)
-        with pytest.raises(CallRefusedError, match="a nonce that was used"):
-            await caller._channels.call(endpoint, OPEN, request)
 
 
 @pytest.mark.asyncio
 async def test_other_versions_have_no_lane_and_say_so() -> None:
     async def answers(_: Request) -> Grant:
-        return Grant(1, bytes(32), version=0)
+        return Grant(1, bytes(32), version=2)
 
-    with pytest.raises(CallRefusedError, match="its direct lane has version 1, and this peer's 2"):
-        await opened_by(answers)
+    with pytest.raises(CallRefusedError, match="its direct lane has version 2, and this peer's 3"):
+        await opening.open_link(
+            "127.0.0.1:1", answers, Dialling(), sealed=False, max_body=1 << 20, buffers=BufferPool()
+        )
     async with serving(FakePeer()) as (_, endpoint), client() as caller:
-        with pytest.raises(CallRefusedError, match="version 1 of the direct lane; this peer has version 2"):
-            await caller._channels.call(endpoint, OPEN, Request(commitment_to(NONCE), version=0))
+        with pytest.raises(CallRefusedError, match="version 2 of the direct lane; this peer has version 3"):
+            await caller._channels.call(endpoint, OPEN, Request(version=2))
 
 
 # Limits per host
@@ -518,7 +375,7 @@ async def test_half_open_connections_of_a_host_are_bounded(monkeypatch: pytest.M
         for _ in range(2):
             _, writer = await asyncio.open_connection(host, grant.port)
             stack.callback(writer.close)
-        assert await greet(host, grant.port, pack_hello(NONCE, grant.ticket), READY) == b""
+        assert await greet(host, grant.port, MAGIC + grant.ticket, READY) == b""
 
 
 @pytest.mark.asyncio
@@ -692,7 +549,7 @@ def link_pair(
         pack_header(FrameKind.PART, 0, (1 << 32) - 1),
         pack_header(FrameKind.END, 0, 1),
         pack_header(FrameKind.END, 1, 0),
-        pack_header(FrameKind.ALIVE, 0, 0),
+        pack_header(FrameKind.END, 0, 0).replace(b"\x04", b"\x06"),
         pack_header(FrameKind.ERROR, 0, 0),
         pack_header(FrameKind.WELCOME, 0, 0),
         pack_header(FrameKind.END, 0, 0).replace(b"\x04\x00", b"\x04\x01"),
@@ -705,7 +562,7 @@ def link_pair(
         "4 GiB",
         "a body at the end",
         "a head at the end",
-        "ALIVE of a caller",
+        "an unknown kind",
         "ERROR of a caller",
         "WELCOME of a caller",
         "not zero",
@@ -745,22 +602,6 @@ async def test_a_frame_may_arrive_byte_by_byte() -> None:
             await asyncio.sleep(0)
         assert tuple(await asyncio.wait_for(link.read(), PATIENCE)) == (FrameKind.PART, b"he", b"bod")
     link.close()
-
-
-@pytest.mark.asyncio
-async def test_a_callee_sends_alive_only_as_often_as_it_is_asked() -> None:
-    link, other = link_pair(accepted=FROM_CALLEE)
-    alive = pack_header(FrameKind.ALIVE, 0, 0)
-    with other:
-        questions = [asyncio.create_task(link.alive()) for _ in range(2)]
-        await asyncio.sleep(0)
-        other.sendall(alive)
-        await asyncio.wait_for(asyncio.gather(*questions), PATIENCE)
-        other.sendall(alive + pack_header(FrameKind.END, 0, 0))
-        assert (await asyncio.wait_for(link.read(), PATIENCE)).kind is FrameKind.END
-        other.sendall(alive)
-        with pytest.raises(PeerUnreachableError, match="an ALIVE that was not asked for"):
-            await asyncio.wait_for(link.read(), PATIENCE)
 
 
 # Peers

@@ -5,9 +5,7 @@ that of the body (4 bytes), little-endian. The payload is the body, then the hea
 aligned in the receiver's buffer. If the connection is sealed, a tag of 16 bytes follows the body, unless it is empty,
 and another one follows the head.
 
-A connection begins with the hello of the caller. The callee chooses the port and the ticket, but none of these bytes:
-otherwise it could have the caller send commands to another service of its host. So the hello has a nonce of which the
-callee knew only a digest when it chose the ticket, and a digest of the nonce and the ticket.
+A connection begins with the hello of the caller: which protocol this is, and the ticket with which it was granted.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from __future__ import annotations
 import struct
 import sys
 from enum import IntEnum
-from hashlib import sha256
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -31,15 +28,15 @@ MAX_HEAD_BYTES = 4096
 
 TAG_BYTES = 16
 
-VERSION = 2
+VERSION = 3
 """Version of the opening and of this layout. Peers with different versions have no direct connection."""
 
 MAGIC = b"AVGD" + bytes([VERSION])
-"""First bytes of a connection. The nonce and the proof follow."""
+"""First bytes of a connection. The ticket follows."""
 
-TICKET_BYTES = NONCE_BYTES = DIGEST_BYTES = 32
+TICKET_BYTES = 32
 
-HELLO_BYTES = len(MAGIC) + NONCE_BYTES + DIGEST_BYTES
+HELLO_BYTES = len(MAGIC) + TICKET_BYTES
 
 
 class FrameKind(IntEnum):
@@ -55,12 +52,10 @@ class FrameKind(IntEnum):
     """The sender of this frame has sent all messages of this stream."""
     ERROR = 5
     """The callee ends the stream with an error; the head is a `DirectError`."""
-    ALIVE = 6
-    """From the callee, when the caller asks with `Echo`; between any two other frames."""
 
 
 FROM_CALLER = frozenset({FrameKind.READY, FrameKind.PART, FrameKind.END})
-FROM_CALLEE = frozenset({FrameKind.WELCOME, FrameKind.PART, FrameKind.END, FrameKind.ERROR, FrameKind.ALIVE})
+FROM_CALLEE = frozenset({FrameKind.WELCOME, FrameKind.PART, FrameKind.END, FrameKind.ERROR})
 
 _HEADS = frozenset({FrameKind.PART, FrameKind.ERROR})
 _BODIES = frozenset({FrameKind.PART})
@@ -92,7 +87,7 @@ def pack_header(kind: FrameKind, head: int, body: int) -> bytes:
 def read_header(raw: bytes | bytearray | memoryview, max_body: int, accepted: frozenset[FrameKind]) -> Sizes:
     """Reads a header of 8 bytes; raises a ProtocolViolationError if the other side may send no such frame."""
     kind, zero, head, body = HEADER.unpack(raw)
-    if zero or not FrameKind.READY <= kind <= FrameKind.ALIVE:
+    if zero or not FrameKind.READY <= kind <= FrameKind.ERROR:
         raise ProtocolViolationError("something on the direct connection that is not a frame")
     if kind not in accepted:
         raise ProtocolViolationError(f"a frame {FrameKind(kind).name}, which this side may not send")
@@ -103,24 +98,11 @@ def read_header(raw: bytes | bytearray | memoryview, max_body: int, accepted: fr
     return Sizes(FrameKind(kind), head, body)
 
 
-def commitment_to(nonce: bytes) -> bytes:
-    return sha256(b"averaging.v1.Direct nonce" + nonce).digest()
-
-
-def proof_of(nonce: bytes, ticket: bytes) -> bytes:
-    return sha256(b"averaging.v1.Direct hello" + nonce + ticket).digest()
-
-
-def pack_hello(nonce: bytes, ticket: bytes) -> bytes:
-    return MAGIC + nonce + proof_of(nonce, ticket)
-
-
-def read_hello(raw: bytes | bytearray) -> tuple[bytes, bytes]:
-    """Returns the nonce and the proof in the first bytes of a connection; raises if they are not those of a peer."""
+def read_hello(raw: bytes | bytearray) -> bytes:
+    """Returns the ticket in the first bytes of a connection; raises if they are not those of a peer."""
     if len(raw) != HELLO_BYTES or not raw.startswith(MAGIC):
         raise ProtocolViolationError("something on the direct port that is not a peer")
-    nonce_end = len(MAGIC) + NONCE_BYTES
-    return bytes(raw[len(MAGIC) : nonce_end]), bytes(raw[nonce_end:])
+    return bytes(raw[len(MAGIC) :])
 
 
 # Buffers in which frames are received, used again when nothing refers to them any more. Pure.

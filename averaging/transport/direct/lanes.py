@@ -92,11 +92,6 @@ class Lanes:
         lane.busy = True
         return lane.link
 
-    def in_use(self, endpoint: str) -> Link | None:
-        """Returns the connection to `endpoint` that carries a stream; None if there is none."""
-        lane = self._lanes.get(endpoint)
-        return lane.link if lane is not None and lane.busy else None
-
     def reason(self, endpoint: str) -> str:
         """Why `is_ready` returns False."""
         lane = self._lanes.get(endpoint)

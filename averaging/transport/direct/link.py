@@ -83,7 +83,6 @@ class Link:
     """A connection, open until `close` is called or an error occurs. It owns `sock`, connected and non-blocking.
 
     Attributes:
-        ticket: ticket with which the connection was made.
         lost: why the connection has ended; empty while it is open.
         ahead: number of frames that may wait to be read; with 0 a frame is received when it is asked for.
         on_lost: callback, called once when the connection ends, except by `close`.
@@ -108,7 +107,6 @@ class Link:
         self._accepted, self._max_body = accepted, max_body
         self._buffers, self._ciphers = buffers, ciphers
         self._watcher = watcher
-        self.ticket = b""
         self.lost = ""
         self.ahead = FRAMES_AHEAD
         self.on_lost: Callable[[], object] | None = None
@@ -124,10 +122,6 @@ class Link:
         self._writer: asyncio.Future[None] | None = None
         self._reading = False
         self._sealed = bytearray()
-        self._sending = False
-        self._alive_wanted = False
-        self._alive_waiters: list[asyncio.Future[None]] = []
-        self._alive_due = 0  # ALIVE frames that the other side may send; several questions may get one answer
         set_options(sock)
         self._resume()
 
@@ -177,7 +171,6 @@ class Link:
 
         If it is cancelled or raises, the connection must be closed: a part of the frame may be on its way.
         """
-        self._sending = True
         pieces = self._pieces(kind, head, body)
         limit = math.inf
         while pieces:
@@ -194,38 +187,6 @@ class Link:
                 self._lose()
                 continue
             pieces = _rest(pieces, sent)
-        self._sending = False
-        if self._alive_wanted:
-            self.tell_alive()
-
-    def tell_alive(self) -> None:
-        """Sends an ALIVE frame as soon as no other frame is being sent."""
-        self._alive_wanted = self._sending
-        if self._sending or self.lost:
-            return
-        header = pack_header(FrameKind.ALIVE, 0, 0)
-        payload = b"" if self._ciphers is None else self._seal(self._ciphers.sending, header, b"", b"")
-        frame = header + payload
-        try:
-            complete = self._socket.send(frame) == len(frame)
-        except OSError:
-            complete = False
-        if not complete:  # the other side takes nothing, not even this
-            self._lose()
-
-    async def alive(self) -> None:
-        """Returns when an ALIVE frame arrives after this call."""
-        if not self.lost:
-            waiter: asyncio.Future[None] = self._loop.create_future()
-            self._alive_waiters.append(waiter)
-            self._alive_due += 1
-            try:
-                await waiter
-            finally:
-                if waiter in self._alive_waiters:
-                    self._alive_waiters.remove(waiter)
-        if self.lost:
-            raise PeerUnreachableError(self.name, self.lost)
 
     def _pieces(self, kind: FrameKind, head: bytes, body: Buffer) -> list[memoryview]:
         """A frame as the system gets it, without a copy of a body that is not sealed."""
@@ -325,14 +286,6 @@ class Link:
                     return
             body = room[: sizes.body]
             head = bytes(room[behind : behind + sizes.head])
-        if sizes.kind is FrameKind.ALIVE:
-            # A flood of unasked ones would keep the loop reading, and hide the end of the connection behind it.
-            if not self._alive_due:
-                self._fail(f"{LOST}: an ALIVE that was not asked for")
-                return
-            self._alive_due -= 1
-            self._tell_waiters()
-            return
         self._frames.append(Frame(sizes.kind, head, body))
         self._wake(self._reader)
         if len(self._frames) >= self.ahead:
@@ -360,11 +313,6 @@ class Link:
                 alarm.cancel()
             if not self.lost:
                 self._loop.remove_writer(self._descriptor)
-
-    def _tell_waiters(self) -> None:
-        for waiter in self._alive_waiters:
-            self._wake(waiter)
-        self._alive_waiters.clear()
 
     @staticmethod
     def _wake(waiter: asyncio.Future[None] | None) -> None:
@@ -394,7 +342,6 @@ class Link:
         self._missing = 0
         self._wake(self._reader)
         self._wake(self._writer)
-        self._tell_waiters()
 
 
 def _rest(pieces: list[memoryview], sent: int) -> list[memoryview]:

@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 
 from averaging.common import HostQuota, parse_address
-from averaging.errors import AveragingError, ListenError, PeerUnreachableError, ProtocolViolationError
+from averaging.errors import AveragingError, ListenError, ProtocolViolationError
 from averaging.transport import AveragingService
 from averaging.transport.direct.frames import FROM_CALLER, HELLO_BYTES, MAGIC, BufferPool, FrameKind, read_hello
 from averaging.transport.direct.link import DisconnectWatcher, Link
@@ -49,7 +49,6 @@ class Listener:
         self._newcomers = HostQuota(MAX_NEWCOMERS, MAX_NEWCOMERS_PER_HOST)
         self._admitted = HostQuota(MAX_CONNECTIONS, MAX_CONNECTIONS_PER_HOST)
         self._heads = HeaderCache()
-        self._links: dict[bytes, Link] = {}  # by their tickets
         self._connections: set[asyncio.Task[None]] = set()
         self._busy: set[asyncio.Task[None]] = set()  # those with a stream in progress
 
@@ -58,13 +57,6 @@ class Listener:
         for listening in self._sockets:
             listening.listen(BACKLOG)
             self._loop.add_reader(listening, self._accept, listening)
-
-    def echo(self, ticket: bytes) -> None:
-        """Sends an ALIVE frame over the connection that was made with a ticket."""
-        link = self._links.get(ticket)
-        if link is None or link.lost:
-            raise PeerUnreachableError("this peer", "there is no direct connection with this ticket")
-        link.tell_alive()
 
     async def stop(self, grace: float) -> None:
         """Frees the port, and ends all connections after at most `grace` seconds for streams in progress."""
@@ -114,8 +106,7 @@ class Listener:
         try:
             try:
                 async with asyncio.timeout(HANDSHAKE_SECONDS):
-                    nonce, proof = await self._read_hello(connection)
-                    admission = self.tickets.redeem(nonce, proof, time.monotonic())
+                    admission = self.tickets.redeem(await self._read_hello(connection), time.monotonic())
                     if admission is None or not self._admitted.take(admission.host):
                         admission = None
                         return
@@ -125,7 +116,7 @@ class Listener:
                         accepted=FROM_CALLER,
                         max_body=self._max_body,
                         buffers=self._buffers,
-                        ciphers=admission.seal(proof) if admission.seal else None,
+                        ciphers=admission.ciphers,
                         watcher=self._watcher,
                     )
                     if (await link.read()).kind is not FrameKind.READY:
@@ -136,13 +127,11 @@ class Listener:
                 return
             finally:
                 self._newcomers.leave(host)
-            link.ticket = admission.ticket
             await self._serve_streams(link, admission)
         finally:
             if admission is not None:
                 self._admitted.leave(admission.host)
             if link is not None:
-                self._links.pop(link.ticket, None)
                 link.close()
             connection.close()
 
@@ -150,7 +139,6 @@ class Listener:
         task, service = asyncio.current_task(), self._service
         if task is None or service is None:
             return
-        self._links[link.ticket] = link
         link.on_lost = task.cancel
         link.write_seconds = write_seconds
         while self._sockets:
@@ -165,7 +153,7 @@ class Listener:
             if not stream.ended:
                 return
 
-    async def _read_hello(self, connection: socket.socket) -> tuple[bytes, bytes]:
+    async def _read_hello(self, connection: socket.socket) -> bytes:
         raw = bytearray()
         while len(raw) < HELLO_BYTES and raw.startswith(MAGIC[: len(raw)]):
             received = await self._loop.sock_recv(connection, HELLO_BYTES - len(raw))

@@ -8,8 +8,6 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from types import NoneType
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -18,23 +16,18 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from averaging.errors import CallRefusedError, PeerUnreachableError, ProtocolViolationError, RefusalCause
 from averaging.transport import RpcHandler, RpcMethod, rpc_caller
 from averaging.transport.direct.frames import (
-    DIGEST_BYTES,
     FROM_CALLEE,
-    NONCE_BYTES,
+    MAGIC,
     TICKET_BYTES,
     VERSION,
     BufferPool,
     FrameKind,
-    commitment_to,
-    pack_hello,
-    proof_of,
 )
 from averaging.transport.direct.lanes import NOT_SERVED
 from averaging.transport.direct.link import Link
 from averaging.transport.direct.listener import Listener
 from averaging.transport.direct.sealing import (
     KEY_BYTES,
-    VALID_SECONDS,
     Admission,
     Cipher,
     Ciphers,
@@ -60,7 +53,6 @@ MAX_ADDRESSES = 4
 class Request:
     """What the caller asks for."""
 
-    commitment: bytes  # digest of the nonce that it will send
     public_key: bytes = b""  # of this connection; empty without TLS
     version: int = VERSION
 
@@ -73,7 +65,6 @@ class Grant:
     ticket: bytes
     public_key: bytes = b""
     version: int = VERSION
-    seconds: float = VALID_SECONDS  # for which the ticket is valid
 
 
 class _RequestCopier(MessageCopier[Request]):
@@ -83,8 +74,6 @@ class _RequestCopier(MessageCopier[Request]):
             raise ProtocolViolationError(
                 f"version {request.version or 1} of the direct lane; this peer has version {VERSION}"
             )
-        if len(request.commitment) != DIGEST_BYTES:
-            raise ProtocolViolationError(f"a commitment of {len(request.commitment)} bytes instead of {DIGEST_BYTES}")
         return request
 
 
@@ -105,36 +94,23 @@ OPEN = RpcMethod(
     max_reply_bytes=SMALL_BYTES,
 )
 
-ECHO = RpcMethod(
-    f"{SERVICE}/Echo",
-    MessageCopier(bytes, direct_pb2.EchoRequest),
-    MessageCopier(NoneType, direct_pb2.EchoReply),
-    max_reply_bytes=SMALL_BYTES,
-)
-
 
 def direct_handlers(listener: Listener, port: Callable[[], int], *, sealed: bool) -> list[RpcHandler]:
     """The callee's side; `port` returns the port at which callers reach `listener`."""
 
     async def grant(request: Request) -> Grant:
-        ticket, public_key, seal = os.urandom(TICKET_BYTES), b"", None
+        ticket, public_key, ciphers = os.urandom(TICKET_BYTES), b"", None
         if sealed:
             own = X25519PrivateKey.generate()
             public_key = _public_bytes(own)
-            seal = partial(_ciphers_of_callee, shared_secret(own, request.public_key), request.public_key, public_key)
-        admission = Admission(rpc_caller().host, ticket, claim_checker(), seal)
-        listener.tickets.grant(admission, request.commitment, time.monotonic())
+            secret = shared_secret(own, request.public_key)
+            to_callee, to_caller = derive_keys(secret, request.public_key, public_key, ticket)
+            ciphers = Ciphers(Cipher(to_caller), Cipher(to_callee))
+        admission = Admission(rpc_caller().host, claim_checker(), ciphers)
+        listener.tickets.grant(ticket, admission, time.monotonic())
         return Grant(port(), ticket, public_key)
 
-    async def echo(ticket: bytes) -> None:
-        listener.echo(ticket)
-
-    return [OPEN.answers(grant), ECHO.answers(echo)]
-
-
-def _ciphers_of_callee(secret: bytes, caller: bytes, callee: bytes, proof: bytes) -> Ciphers:
-    to_callee, to_caller = derive_keys(secret, caller, callee, proof)
-    return Ciphers(Cipher(to_caller), Cipher(to_callee))
+    return [OPEN.answers(grant)]
 
 
 async def open_link(
@@ -155,9 +131,8 @@ async def open_link(
     """
     own = X25519PrivateKey.generate() if sealed else None
     public_key = b"" if own is None else _public_bytes(own)
-    nonce = os.urandom(NONCE_BYTES)
     try:
-        grant = await ask(Request(commitment_to(nonce), public_key))
+        grant = await ask(Request(public_key))
     except CallRefusedError as error:
         if error.cause is not RefusalCause.NOT_SERVED:
             raise
@@ -170,15 +145,15 @@ async def open_link(
         )
     ciphers = None
     if own is not None:
-        secret, proof = shared_secret(own, grant.public_key), proof_of(nonce, grant.ticket)
-        to_callee, to_caller = derive_keys(secret, public_key, grant.public_key, proof)
+        secret = shared_secret(own, grant.public_key)
+        to_callee, to_caller = derive_keys(secret, public_key, grant.public_key, grant.ticket)
         ciphers = Ciphers(Cipher(to_callee), Cipher(to_caller))
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(CONNECT_SECONDS):
             connection = await _connect(loop, await dialling.addresses(endpoint), grant.port)
             try:
-                await loop.sock_sendall(connection, pack_hello(nonce, grant.ticket))
+                await loop.sock_sendall(connection, MAGIC + grant.ticket)
                 link = Link(
                     connection, endpoint, accepted=FROM_CALLEE, max_body=max_body, buffers=buffers, ciphers=ciphers
                 )
@@ -192,7 +167,6 @@ async def open_link(
             except BaseException:
                 link.close()
                 raise
-            link.ticket = grant.ticket
             return link
     except TimeoutError:
         reason = f"no answer at its direct port {grant.port} within {CONNECT_SECONDS:g} s"

@@ -5,7 +5,6 @@ Pure.
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from averaging.errors import BusyError, ProtocolViolationError
 from averaging.protocol import Buffer
-from averaging.transport.direct.frames import TAG_BYTES, commitment_to, proof_of
+from averaging.transport.direct.frames import TAG_BYTES
 
 KEY_BYTES = 32
 """Of AES-256, and of X25519."""
@@ -43,13 +42,9 @@ def shared_secret(own: X25519PrivateKey, other: bytes) -> bytes:
         raise ProtocolViolationError("a public key that makes the secret known to everybody") from None
 
 
-def derive_keys(secret: bytes, caller: bytes, callee: bytes, proof: bytes) -> tuple[bytes, bytes]:
-    """Derives the keys of a connection, to the callee and to the caller; both sides get the same.
-
-    They depend on both public keys, and on the digest of the caller's nonce and the callee's ticket: otherwise the
-    callee could choose the caller's first frame.
-    """
-    derived = HKDF(hashes.SHA256(), 2 * KEY_BYTES, salt=proof, info=CONTEXT + caller + callee).derive(secret)
+def derive_keys(secret: bytes, caller: bytes, callee: bytes, ticket: bytes) -> tuple[bytes, bytes]:
+    """Derives the keys of a connection, to the callee and to the caller, from both public keys and the ticket."""
+    derived = HKDF(hashes.SHA256(), 2 * KEY_BYTES, salt=ticket, info=CONTEXT + caller + callee).derive(secret)
     return derived[:KEY_BYTES], derived[KEY_BYTES:]
 
 
@@ -98,8 +93,6 @@ class Ciphers:
 
 
 # The tickets with which connections are admitted: valid once, and for a short time. Pure.
-#
-# A ticket is found by the nonce of which the caller has sent a digest, and admits the caller that knows both.
 
 
 VALID_SECONDS = 30.0
@@ -114,42 +107,32 @@ class Admission:
     """What the holder of a ticket may do."""
 
     host: str  # from which the ticket was requested
-    ticket: bytes
     check: Callable[[str], None]  # raises a ProtocolViolationError if the holder may not use an endpoint as its own
-    seal: Callable[[bytes], Ciphers] | None  # the ciphers for the caller's proof; None for plain text
+    ciphers: Ciphers | None  # of the connection; None for plain text
 
 
 class Tickets:
     """The tickets that were granted in the last `VALID_SECONDS`, and not used."""
 
     def __init__(self) -> None:
-        self._granted: dict[bytes, tuple[float, Admission]] = {}  # end and content by the caller's commitment
+        self._granted: dict[bytes, tuple[float, Admission]] = {}  # end and content by ticket, the oldest first
 
-    def grant(self, admission: Admission, commitment: bytes, now: float) -> None:
-        """Adds a ticket for the caller with a nonce of this digest; `now` is of a monotonic clock.
+    def grant(self, ticket: bytes, admission: Admission, now: float) -> None:
+        """Adds a ticket; `now` is of a monotonic clock.
 
         Raises:
             BusyError: there are too many.
-            ProtocolViolationError: another ticket has the same commitment.
         """
         self._forget_old(now)
         if len(self._granted) >= MAX_TICKETS:
             raise BusyError(f"too many direct connections were requested within {VALID_SECONDS:g} s")
-        if commitment in self._granted:
-            raise ProtocolViolationError("a nonce that was used for another direct connection")
-        self._granted[commitment] = (now + VALID_SECONDS, admission)
+        self._granted[ticket] = (now + VALID_SECONDS, admission)
 
-    def redeem(self, nonce: bytes, proof: bytes, now: float) -> Admission | None:
-        """Returns what the ticket of a nonce is for, once; None if it is unknown, used or too old."""
+    def redeem(self, ticket: bytes, now: float) -> Admission | None:
+        """Returns what a ticket is for, once; None if it is unknown, used or too old."""
         self._forget_old(now)
-        _, admission = self._granted.pop(commitment_to(nonce), (0.0, None))
-        if admission is None or not hmac.compare_digest(proof, proof_of(nonce, admission.ticket)):
-            return None
-        return admission
+        return self._granted.pop(ticket, (0.0, None))[1]
 
     def _forget_old(self, now: float) -> None:
-        while self._granted:
-            commitment, (until, _) = next(iter(self._granted.items()))
-            if until > now:
-                return
-            del self._granted[commitment]
+        for ticket in [ticket for ticket, (until, _) in self._granted.items() if until <= now]:
+            del self._granted[ticket]

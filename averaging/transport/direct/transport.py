@@ -9,14 +9,14 @@ from typing import Any
 
 from averaging.common import parse_address
 from averaging.config import AUTO
-from averaging.errors import AveragingError, PeerUnreachableError, ProtocolViolationError
+from averaging.errors import PeerUnreachableError, ProtocolViolationError
 from averaging.protocol import AveragingData
 from averaging.transport import AveragingService, GossipService, Lane, Upload
 from averaging.transport.direct.frames import BufferPool, FrameKind
 from averaging.transport.direct.lanes import MAX_KNOWN, Lanes
 from averaging.transport.direct.link import Link
 from averaging.transport.direct.listener import Listener
-from averaging.transport.direct.opening import ECHO, OPEN, Grant, Request, direct_handlers, open_link
+from averaging.transport.direct.opening import OPEN, Grant, Request, direct_handlers, open_link
 from averaging.transport.direct.streams import HeaderCache, decode_error, frame_of
 from averaging.transport.grpc import GrpcTransport, check_listen
 
@@ -95,17 +95,6 @@ class DirectTransport(GrpcTransport):
 
     def prepare_lane(self, endpoint: str) -> None:
         self._lanes.prepare(endpoint)
-
-    async def check_lane(self, endpoint: str) -> None:
-        link = self._lanes.in_use(endpoint)
-        if link is None:
-            return
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(link.alive())
-                tasks.create_task(self._channels.call(endpoint, ECHO, link.ticket))
-        except* AveragingError:
-            raise PeerUnreachableError(endpoint, "the direct connection is lost") from None
 
     def lane(self, endpoint: str) -> Lane | None:
         return self._last_lanes.get(endpoint)

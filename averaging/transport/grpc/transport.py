@@ -143,9 +143,6 @@ class GrpcTransport:
     def prepare_lane(self, endpoint: str) -> None:
         """Does nothing: parts travel over the connection of all calls."""
 
-    async def check_lane(self, endpoint: str) -> None:
-        """Does nothing: each answer to a call shows that the connection works."""
-
     def lane(self, endpoint: str) -> Lane | None:
         return Lane("grpc")
 
