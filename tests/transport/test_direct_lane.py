@@ -185,19 +185,6 @@ async def test_an_error_of_the_service_reaches_the_caller(caplog: pytest.LogCapt
 
 
 @pytest.mark.asyncio
-async def test_an_error_of_the_messages_is_raised_and_the_callee_sees_a_lost_connection() -> None:
-    async def breaks() -> AsyncGenerator[AveragingData, None]:
-        yield part(0)
-        raise ZeroDivisionError
-
-    service = FakePeer()
-    async with serving(service) as (_, endpoint), client() as caller:
-        with pytest.raises(ZeroDivisionError):
-            await read_all(caller.aggregate_part(endpoint, breaks()))
-        await asyncio.wait_for(service.closed.wait(), PATIENCE)
-
-
-@pytest.mark.asyncio
 async def test_a_caller_that_closes_while_the_service_reads_nothing_closes_it() -> None:
     async def reads_nothing(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
         yield await anext(messages)

@@ -103,21 +103,6 @@ async def test_a_reply_comes_before_the_last_part_is_sent() -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.usefixtures("lane")
-async def test_the_service_sees_the_end_of_the_parts() -> None:
-    async def counts(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
-        count = len([message async for message in messages])
-        yield part(count)
-
-    async with (
-        serving(FakePeer(aggregate=counts)) as (_, endpoint),
-        client() as caller,
-        aclosing(caller.aggregate_part(endpoint, parts(7))) as replies,
-    ):
-        assert [number_of(reply) async for reply in replies] == [7]
-
-
-@pytest.mark.asyncio
-@pytest.mark.usefixtures("lane")
 async def test_a_service_that_ends_early_ends_the_upload() -> None:
     async def answers_the_first(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
         yield await anext(messages)
@@ -163,22 +148,6 @@ async def test_the_messages_of_a_refused_sender_are_read_to_the_end() -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.usefixtures("lane")
-async def test_codes_and_messages_without_a_part_pass() -> None:
-    cancelled = AveragingData(MessageCode.CANCELLED, b"group", "a:1")
-
-    async def gives_up() -> AsyncGenerator[AveragingData, None]:
-        yield cancelled
-
-    async with (
-        serving(FakePeer()) as (_, endpoint),
-        client() as caller,
-        aclosing(caller.aggregate_part(endpoint, gives_up())) as replies,
-    ):
-        assert [reply async for reply in replies] == [cancelled]
-
-
-@pytest.mark.asyncio
 async def test_download_state() -> None:
     chunks = (
         DownloadData(b"metadata", WireTensor(b"1234", (2, 1), "float32", 0, 2)),
@@ -191,16 +160,6 @@ async def test_download_state() -> None:
         aclosing(caller.download_state(endpoint)) as replies,
     ):
         assert [reply async for reply in replies] == list(chunks)
-
-
-@pytest.mark.asyncio
-async def test_a_peer_that_shares_no_state_sends_an_empty_stream() -> None:
-    async with (
-        serving(FakePeer()) as (_, endpoint),
-        client() as caller,
-        aclosing(caller.download_state(endpoint)) as replies,
-    ):
-        assert [reply async for reply in replies] == []
 
 
 @pytest.mark.asyncio

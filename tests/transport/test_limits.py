@@ -7,19 +7,17 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
-from typing import Any, cast
 
 import grpc
 import pytest
 import torch
 
 from averaging import Peer
-from averaging.errors import BusyError, CallRefusedError, PeerUnreachableError
+from averaging.errors import CallRefusedError, PeerUnreachableError
 from averaging.peer.service import DOWNLOADS_PER_HOST, MAX_DOWNLOADS, HostQueue
 from averaging.protocol.messages import AveragingData, Digest, ExchangeReply, MessageCode, Record
 from averaging.state.downloads import download
 from averaging.transport.grpc import GrpcTransport, authentication, channel_options, channels, methods, server
-from averaging.transport.grpc.authentication import Callers
 from tests.support.grpc_fakes import (
     MAX_MESSAGE_BYTES,
     RECORD,
@@ -58,11 +56,6 @@ async def test_what_grpc_itself_compressed_is_not_unpacked() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await call(bytes(4096), compression=grpc.Compression.Gzip)
     assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
-
-
-def test_neither_side_unpacks() -> None:
-    for told in (channel_options.server_options(1 << 20), channel_options.channel_options(1 << 20)):
-        assert dict(told)["grpc.compression_enabled_algorithms_bitset"] == 1
 
 
 @pytest.mark.asyncio
@@ -151,48 +144,6 @@ async def test_a_connection_that_a_router_may_have_forgotten_is_not_used_again(
             assert another is not first
         assert first.channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
         await lines.close()
-
-
-class Context:
-    """Of a call."""
-
-    def __init__(self, peer: str) -> None:
-        self._peer = peer
-
-    def peer(self) -> str:
-        return self._peer
-
-
-def test_a_host_has_so_many_calls_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(authentication, "MAX_CALLS_PER_HOST", 2)
-    callers = Callers(authenticated=False)
-    one, again, other = (
-        cast("grpc.aio.ServicerContext[Any, Any]", Context(peer))
-        for peer in ("ipv4:192.0.2.7:1", "ipv4:192.0.2.7:2", "ipv6:%5B2001:db8::7%5D:1")
-    )
-    path = methods.GET_STATUS.path
-    with callers.call(one, path), callers.call(other, path):
-        with callers.call(again, path):
-            with pytest.raises(BusyError, match="2 calls of your host are in progress"), callers.call(one, path):
-                pass
-            with callers.call(other, path):
-                pass
-        with callers.call(one, path):
-            pass
-    assert not callers._calls._taken
-
-
-@pytest.mark.asyncio
-async def test_a_host_with_too_many_calls_is_notified(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(authentication, "MAX_CALLS_PER_HOST", 1)
-    async with (
-        serving(FakePeer()) as (_, endpoint),
-        client() as caller,
-        aclosing(caller.join_group(endpoint, REQUEST)) as held,
-    ):
-        await anext(held)
-        with pytest.raises(CallRefusedError, match="1 calls of your host are in progress; no more are taken"):
-            await caller.get_schema(endpoint)
 
 
 @asynccontextmanager
@@ -376,16 +327,6 @@ async def test_a_host_that_has_its_places_is_notified() -> None:
             await anext(call)
         with pytest.raises(CallRefusedError, match="4 downloads of your host of the state of .*; ask another donor"):
             await anext(caller.download_state(peer.endpoint))
-
-
-def test_the_limits_let_a_run_through() -> None:
-    assert channel_options.MAX_CALLS_PER_HOST >= channel_options.MAX_STREAMS
-    told = dict(channel_options.server_options(MAX_MESSAGE_BYTES))
-    assert told["grpc.keepalive_time_ms"] >= told["grpc.http2.min_ping_interval_without_data_ms"]
-    assert (
-        dict(channel_options.channel_options(MAX_MESSAGE_BYTES))["grpc.keepalive_time_ms"]
-        == told["grpc.keepalive_time_ms"]
-    )
 
 
 @pytest.mark.asyncio

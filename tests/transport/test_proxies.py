@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from averaging import Peer
 from averaging.cli import main
-from averaging.common.proxies import check_proxy, ignored_proxies, proxy_for
+from averaging.common.proxies import proxy_for
 from averaging.config import PeerConfig
 from averaging.errors import ConfigError, JoinError, PeerUnreachableError
 from averaging.transport.grpc import GET_SCHEMA
@@ -148,12 +148,6 @@ def test_which_hosts_are_called_directly(monkeypatch: pytest.MonkeyPatch) -> Non
     assert proxy_for("a.example", None) is None
 
 
-@pytest.mark.parametrize("url", ["http://p:1", "http://p:1/", "http://u:s@p:1", "http://[::1]:1"])
-def test_a_proxy_is_accepted(url: str) -> None:
-    assert check_proxy(url) == url
-    assert PeerConfig.from_environment({"AVERAGING_RUN_ID": "run", "AVERAGING_PROXY": url}).proxy == url
-
-
 @pytest.mark.parametrize(
     "url", ["p:1", "http://p", "https://p:1", "socks5://u:secret@p:1", "http://p:x", "http://p:1/a"]
 )
@@ -169,9 +163,3 @@ def test_a_command_refuses_a_malformed_variable(monkeypatch: pytest.MonkeyPatch)
     assert result.exit_code == 2
     assert "AVERAGING_PROXY: 'socks5://proxy.example:1080' is not an HTTP proxy" in result.output
     assert "secret" not in result.output
-
-
-def test_nothing_is_ignored_where_a_proxy_was_asked_for() -> None:
-    assert ignored_proxies({}) == ""
-    assert ignored_proxies({"HTTP_PROXY": "http://p:1", "AVERAGING_PROXY": "http://p:1"}) == ""
-    assert ignored_proxies({"HTTP_PROXY": ""}) == ""
