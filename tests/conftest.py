@@ -8,7 +8,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import averaging.transport.grpc  # noqa: F401  (before grpc, for which it chooses the engine, whichever test comes first)
-from tests.fuzz.counting import FuzzedInputs
 
 pytest_plugins = ["tests.support.averagers", "tests.support.fixtures"]
 
@@ -49,7 +48,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """A seed that can be told, another one each time unless it is given; and a count of what was drawn from it."""
     if config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = str(random.randrange(2**32))
-    config.pluginmanager.register(FuzzedInputs())
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -102,7 +102,14 @@ def test_metadata_that_would_overflow(odd: dict[str, Any]) -> None:
 
 
 @MANY
-@given(st.one_of(packed, damaged([pack_gather(1.0, 5.0, Mode.NODE, {"a": 1})])), st.sampled_from(ENDPOINTS))
+@given(
+    st.one_of(
+        packed,
+        damaged([pack_gather(1.0, 5.0, Mode.NODE, {"a": 1})]),
+        st.lists(values, min_size=3, max_size=5).map(msgpack.encode),
+    ),
+    st.sampled_from(ENDPOINTS),
+)
 def test_gathers(gather: bytes, endpoint: str) -> None:
     try:
         member = unpack_gather(endpoint, gather)
@@ -111,13 +118,6 @@ def test_gathers(gather: bytes, endpoint: str) -> None:
             raise
         return
     assert member.weight >= 0
-
-
-@MANY
-@given(st.lists(values, min_size=3, max_size=5).map(msgpack.encode))
-def test_gathers_of_about_the_right_length(gather: bytes) -> None:
-    with suppress(ProtocolViolationError):
-        unpack_gather("peer:1", gather)
 
 
 DATA = DataRecord(b"division", 3, 0b10111, {1: True, 7: False}, 99)

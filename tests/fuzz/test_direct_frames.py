@@ -21,6 +21,7 @@ from averaging.transport.direct.sealing import Cipher, derive_keys, shared_secre
 from averaging.transport.direct.streams import encode_head
 from tests.support.certificates import HERE, secure
 from tests.support.grpc_fakes import FakePeer, number_of, part
+from tests.support.selection import examples
 
 LIMIT = 1 << 20
 SENT = [replace(part(number, 64), endpoint="") for number in range(3)]
@@ -130,7 +131,7 @@ async def attack(changes: list[tuple[str, float, bytes]], credentials: Credentia
 
 
 @pytest.mark.parametrize("sealed", [False, True], ids=["plain", "sealed"])
-@settings(max_examples=60)
+@settings(max_examples=examples(240))
 @given(CHANGES)
 def test_changed_frames(sealed: bool, changes: list[tuple[str, float, bytes]]) -> None:
     got = asyncio.run(attack(changes, secure(*HERE) if sealed else None))

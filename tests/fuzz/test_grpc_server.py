@@ -21,6 +21,7 @@ from averaging.transport.grpc import methods
 from tests.fuzz.material import damaged, protobufs
 from tests.support import raw_http2
 from tests.support.complaints import complaints
+from tests.support.selection import examples
 
 PATHS = [method.path for method in methods.METHODS]
 SOUND = [
@@ -39,6 +40,10 @@ RIGHT = {
 }
 CODES = {MessageCode.PROTOCOL_VIOLATION, MessageCode.BAD_GROUP_ID, MessageCode.CANCELLED}
 HELD, HELD_SECONDS = (methods.SUBSCRIBE.path, methods.WATCH_ROUNDS.path), 0.3
+
+SOME = settings(
+    max_examples=examples(48), suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 
 identity: Callable[[bytes], bytes] = bytes
 
@@ -79,7 +84,7 @@ async def call(channel: grpc.aio.Channel, path: str, messages: list[bytes]) -> t
     return await answer.code(), replies
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@SOME
 @given(
     st.lists(
         st.tuples(st.sampled_from(PATHS), st.lists(st.one_of(protobufs(), damaged(SOUND)), min_size=1, max_size=3)),
@@ -127,7 +132,7 @@ class Unfinished:
     end: bool
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@SOME
 @given(
     st.lists(
         st.builds(

@@ -29,7 +29,7 @@ from averaging.tensors import (
 from tests.fuzz.material import damaged, wire_tensors
 from tests.support.selection import examples
 
-MANY = settings(max_examples=examples(1600), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+MANY = settings(max_examples=examples(800), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 SIZE = 128
 """Elements of a block: 64 rows of two columns."""
@@ -157,15 +157,11 @@ def test_the_layout_of_a_contribution() -> None:
     ("wire", "reason"),
     [
         (part_of(0, 5, 64, 128), "out of range"),
-        (part_of(0, 5, 64, 4095), "out of range"),
         (part_of(0, 5, 5, 127), "twice"),
         (part_of(0, 64, 5, 127), "not sorted"),
         (part_of(0, 5, 64, 127, table=(1, float("nan"), 3, 4)), "NaN or infinity"),
-        (part_of(0, 5, 64, 127, table=(1, 2, 3, float("-inf"))), "NaN or infinity"),
         (part_of(0, 5, 64, 127, codes=b""), "takes 23 bytes, but 22"),
-        (part_of(0, 5, 64, 127, codes=b"\xe4\0"), "takes 23 bytes, but 24"),
         (replace(part_of(0, 5, 64, 127), size=(SIZE, 1)), "size"),
-        (replace(part_of(0, 5, 64, 127), size=(SIZE - 1,)), "size"),
         (replace(part_of(0, 5, 64, 127), size=(-SIZE,)), "negative"),
         (replace(part_of(0, 5, 64, 127), size=(2 * SIZE,)), "takes 30 bytes, but 23"),
         (replace(part_of(0, 5, 64, 127), dtype="float32"), "dtype 'float32'"),
@@ -208,26 +204,21 @@ def test_the_layouts_of_a_reply(wire: WireTensor, indices: list[int]) -> None:
     ("wire", "reason"),
     [
         (reply_of(5), "unknown form 5"),
-        (replace(reply_of(5), buffer=b""), "unknown form -1"),
         (reply_of(0), "ends before the number of its contributions"),
         (reply_of(0, struct.pack("<H", 0)), "0 contributions; there are 3 members"),
         (reply_of(0, struct.pack("<H", 4), ONE * 4, CAME * 4), "4 contributions; there are 3 members"),
         (reply_of(0, struct.pack("<H", 2), ONE * 2, CAME), "takes 65 bytes, but 42"),
         (reply_of(0, struct.pack("<H2f", 1, 0.0, 1.0), CAME), "weight that is not above 0"),
-        (reply_of(0, struct.pack("<H2f", 1, -1.0, 1.0), CAME), "weight that is not above 0"),
         (reply_of(0, struct.pack("<H2f", 1, float("nan"), 1.0), CAME), "NaN or infinity"),
         (reply_of(0, struct.pack("<H2f", 1, 1.0, -0.1), CAME), "scale outside 0 to 1"),
-        (reply_of(0, struct.pack("<H2f", 1, 1.0, 3e38), CAME), "scale outside 0 to 1"),
         (reply_of(0, struct.pack("<H2f", 1, 1.0, float("nan")), CAME), "scale outside 0 to 1"),
         (reply_of(0, struct.pack("<H", 1), ONE, bytes(part_of(0, 5, 5, 127).buffer)), "twice"),
         (reply_of(1, b"\1"), "ends before the numbers of its elements"),
         (reply_of(2, struct.pack("<H", 13), indices_of(*range(13)), bytes(26)), "13 elements .* at most 12"),
         (reply_of(2, struct.pack("<H", 12), indices_of(0, 5, 127), HALF), "12 elements in 11 bytes"),
         (reply_of(2, struct.pack("<H", 3), indices_of(0, 5, 128), HALF), "out of range"),
-        (reply_of(2, struct.pack("<H", 3), indices_of(0, 5, 5), HALF), "twice"),
         (reply_of(2, struct.pack("<H", 3), indices_of(5, 0, 127), HALF), "not sorted"),
         (reply_of(2, struct.pack("<H", 3), indices_of(0, 5, 127)[:-1] + b"\xff", HALF), "more bits than indices"),
-        (reply_of(2, struct.pack("<H", 3), indices_of(0, 5, 127), HALF, b"\0"), "takes 14 bytes, but 15"),
         (reply_of(2, struct.pack("<H", 3), indices_of(0, 5, 127), HALF[:4], b"\x80\x7f"), "NaN or infinity"),
         (reply_of(1, struct.pack("<H", 3), indices_of(0, 5, 127), HALF), "takes 1035 bytes, but 14"),
         (reply_of(3, BITS, b"\0\0\xc0\x7f", TABLE[4:], b"\0\1\xff"), "NaN or infinity"),

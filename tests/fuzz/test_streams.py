@@ -27,7 +27,7 @@ from averaging.testing import virtual_time
 from tests.fuzz.material import ENDPOINTS, averaging_data, packed, states
 from tests.support.fake_transport import OneLane
 from tests.support.rounds import STALL_TIMEOUT, Simulation
-from tests.support.selection import examples
+from tests.support.selection import examples, rest_is_long
 from tests.support.swarm import Swarm
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
@@ -110,7 +110,7 @@ PARTS = averaging_data([GROUP.group_id, GROUP.group_id, b"", b"x" * 20], (1, 5, 
 )
 
 
-@pytest.mark.parametrize("reply", list(ReplyForm))
+@pytest.mark.parametrize("reply", rest_is_long(ReplyForm))
 @SOME
 @given(plans(PARTS), plans(PARTS))
 def test_a_round_with_a_hostile_member(reply: ReplyForm, parts: list[Plan], answers: list[Plan]) -> None:

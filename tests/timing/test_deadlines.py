@@ -140,23 +140,6 @@ def test_the_nearest_size_is_used() -> None:
     assert of(learned, "new:1", size=6) == Deadline(40.0, "2 × the longest of 2 peers in larger rounds")
 
 
-def test_the_basis_explains_the_deadline() -> None:
-    assert of(after([1.0] * 5)) == Deadline(4.0, "4 × its median of 1 s")
-    assert of(after([1.0, 1.0, 1.0, 4.0])) == Deadline(8.0, "2 × its last of 4 s")
-    assert of(after([100.0] * 5)) == Deadline(10.0, "stall_timeout")
-
-
-def test_a_deadline_is_doubled_after_each_miss() -> None:
-    learned = after([1.0] * 5, upper=20.0)
-    seconds = []
-    for _ in range(4):
-        seconds.append(of(learned).seconds)
-        learned.record_miss("a:1", Phase.PART, 3, 10.0)
-    assert seconds == [4.0, 8.0, 16.0, 20.0]
-    learned.record("a:1", Phase.PART, 3, 7.0, 11.0)
-    assert of(learned) == Deadline(14.0, "2 × its last of 7 s")
-
-
 @pytest.mark.parametrize(("seen", "first"), [([1.0] * 5, 4.0), ([0.001] * 5, 1.0), ([], 1.0), ([30.0] * 5, 20.0)])
 def test_after_misses_the_longest_deadline_is_given_ever_more_rarely(seen: list[float], first: float) -> None:
     learned = after(seen, upper=20.0, lower=1.0)
@@ -177,28 +160,14 @@ def test_after_misses_the_longest_deadline_is_given_ever_more_rarely(seen: list[
     assert of(learned).seconds >= 14.0
 
 
-def test_a_lasting_change_is_followed_at_once() -> None:
-    learned = after([1.0] * MAX_WAITS, upper=100.0)
-    for _ in range(MAX_WAITS):
-        learned.record("a:1", Phase.PART, 3, 5.0, 50.0)
-        assert of(learned).seconds >= 10.0
-
-
-def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("averaging.timing.learned_deadlines.MAX_KNOWN", 10)
-    learned = Deadlines(1.0, 10.0)
-    for number in range(50):
-        learned.record_miss(f"a:{number}", Phase.PART, 3, 0.0)
-    assert len(learned) == 10
-
-
 def test_the_least_recently_used_peer_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("averaging.timing.learned_deadlines.MAX_KNOWN", 2)
     learned = after([0.1] * 5)
-    for number in range(3):
+    for number in range(9):
         learned.record_miss(f"new:{number}", Phase.PART, 3, 10.0)
         learned.record("a:1", Phase.PART, 3, 0.1, 10.0)
     assert of(learned).seconds == 1.0
+    assert len(learned) == 2
 
 
 def test_unused_waits_expire() -> None:

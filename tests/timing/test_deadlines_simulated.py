@@ -11,7 +11,7 @@ import pytest
 from averaging.allreduce import RoundResult
 from averaging.allreduce.round import Prepare
 from averaging.allreduce.stream_limits import FOLLOW_UP_FACTOR
-from averaging.errors import AveragingError, CallRefusedError, ProtocolViolationError, RoundError
+from averaging.errors import AveragingError, CallRefusedError, RoundError
 from averaging.protocol.group import Member, Mode
 from averaging.protocol.messages import AveragingData, MessageCode
 from averaging.receipts.receipt import DropCode
@@ -22,10 +22,10 @@ from tests.support.rounds import STALL_TIMEOUT, Simulation, nodes
 from tests.support.selection import one_in, rest_is_long
 
 LOWER, UPPER = 0.2, 20.0
-USUAL = 5
+USUAL = 4
 VICTIM, UNINFORMED = "peer:4", "peer:3"
 SILENT = ["before opening", "first part", "last part", "replies"]
-ELEMENTS = 1600
+ELEMENTS = 800
 
 
 def members(client: bool) -> list[Member]:
@@ -126,8 +126,7 @@ def dead_leader(simulation: Simulation) -> object:
     return die
 
 
-@pytest.mark.parametrize("client", [False, True])
-@pytest.mark.parametrize("when", one_in(2, SILENT))
+@pytest.mark.parametrize(("when", "client"), one_in(2, zip(SILENT, (False, True, True, False), strict=True)))
 def test_a_silent_member_costs_about_one_more_round(when: str, client: bool) -> None:
     async def main() -> None:
         rounds = Rounds(1, client=client)
@@ -147,8 +146,7 @@ def test_a_silent_member_costs_about_one_more_round(when: str, client: bool) -> 
     virtual_time.run(main())
 
 
-@pytest.mark.parametrize("client", [False, True])
-@pytest.mark.parametrize("when", one_in(2, SILENT))
+@pytest.mark.parametrize(("when", "client"), one_in(2, zip(SILENT, (True, False, False, True), strict=True)))
 def test_a_newcomer_that_is_silent_in_its_first_round_costs_about_one_more_round(when: str, client: bool) -> None:
     async def main() -> None:
         rounds = Rounds(6, client=client)
@@ -203,7 +201,7 @@ def test_a_much_slower_newcomer_takes_part_after_a_few_rounds() -> None:
         await rounds.usual()
         rounds.members.append(newcomer)
         dropped = []
-        for _ in range(12):
+        for _ in range(9):
             results = await rounds.one(lambda simulation: simulation.slow_down(VICTIM, 5 * LOWER), may_fail={VICTIM})
             dropped.append(any(lost.endpoint == VICTIM for result in results.values() for lost in result.dropped))
         assert dropped[0]
@@ -283,7 +281,7 @@ def test_a_reducer_that_cannot_call_another_is_waited_for_less_than_a_silent_one
         rounds = Rounds(13)
         if known:
             await rounds.usual()
-        for _ in range(12):
+        for _ in range(6):
             results = await rounds.one(lambda simulation: simulation.network.refuse(UNINFORMED, VICTIM))
             [lost] = results[VICTIM].dropped
             assert lost.endpoint == UNINFORMED
@@ -379,7 +377,7 @@ def test_no_member_is_dropped_when_the_network_gets_three_times_slower(seed: int
     virtual_time.run(main())
 
 
-@pytest.mark.parametrize("seconds", [0.1, 0.3])
+@pytest.mark.parametrize("seconds", rest_is_long([0.3, 0.1]))
 def test_a_member_whose_link_gets_three_times_slower_is_kept(seconds: float) -> None:
     async def main() -> None:
         rounds = Rounds(3)
@@ -450,7 +448,7 @@ def test_the_transfer_time_on_slow_links_is_added_to_the_round_timeout(
         assert simulation.seconds == pytest.approx(3.0, abs=0.1)
 
 
-@pytest.mark.parametrize("refusal", [None, CallRefusedError("peer:1", "no"), ProtocolViolationError("no schema")])
+@pytest.mark.parametrize("refusal", [None, CallRefusedError("peer:1", "no")])
 def test_a_reducer_that_waits_for_a_newcomer_is_not_dropped(refusal: AveragingError | None) -> None:
     """One reducer has learned nothing about the victim and waits long. It answers pings, so the others wait too."""
 
