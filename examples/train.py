@@ -17,15 +17,11 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 
-from averaging import DecentralizedAverager, DiLoCo, LocalSGD, Receipt, Strategy
+from averaging import DecentralizedAverager, LocalSGD, Receipt
 from examples.language_model import LanguageModel, Size, read, windows
 from examples.sources import divide, standard_library
 
@@ -52,18 +48,9 @@ class Recipe:
     judged: int
 
 
-STRATEGIES: dict[str, Callable[[int], Strategy]] = {
-    "local-sgd": LocalSGD,
-    "int8": partial(DiLoCo, compression="int8", error_feedback=True),
-    # One of 32 changes is sent. The residual of the others plays the part of outer momentum.
-    "top-k": partial(DiLoCo, outer=partial(torch.optim.SGD, lr=1.0), compression="top_k", density=1 / 32, bits=2),
-}
-"""Made from the number of steps between two rounds."""
-
 RECIPES = {
     "full": Recipe(Size(layers=2, width=128, heads=4, context=64), batch=16, lr=4e-3, watched=128, judged=1024),
     "quick": Recipe(Size(layers=1, width=64, heads=4, context=32), batch=16, lr=1e-2, watched=64, judged=1024),
-    "slow-links": Recipe(Size(layers=2, width=128, heads=4, context=64), batch=8, lr=2e-3, watched=128, judged=1024),
 }
 
 
@@ -87,8 +74,6 @@ def main() -> None:
         training.run(training.optimizer)
     else:
         train_with_others(training, options)
-    if options.save is not None:
-        save_file(training.model.state_dict(), options.save)
     report("done", loss=training.evaluate(training.recipe.judged), sha256=training.sha256())
 
 
@@ -96,23 +81,19 @@ def train_with_others(training: Training, options: argparse.Namespace) -> None:
     """Trains as a peer of the run. At the end all peers hold the same model."""
     notes = Notes()
     logging.getLogger("averaging.peer").addHandler(notes)
-    # Behind slow links nobody is killed, and all share a machine: a second without a word means nothing there.
-    patience = 10.0 if options.advertise else 1.0
     averager = DecentralizedAverager(
         training.optimizer,
         model=training.model,
-        run_id=options.run_id,
+        run_id="demo",
         join=options.join,
         join_timeout=WAIT_SECONDS,
         listen=options.listen,
-        advertise=options.advertise,
-        direct_listen="off" if options.advertise else "auto",
-        strategy=STRATEGIES[options.strategy](options.sync_every),
+        strategy=LocalSGD(options.sync_every),
         group_size=options.peers,
-        group_wait=3.0 * patience,
-        round_timeout=30.0 * patience,
-        stall_timeout=5.0 * patience,
-        min_stall_timeout=patience,
+        group_wait=3.0,
+        round_timeout=30.0,
+        stall_timeout=5.0,
+        min_stall_timeout=1.0,
         on_round=tell_round,
     )
     logging.getLogger("averaging.peer").removeHandler(notes)
@@ -143,8 +124,6 @@ class Training:
     def __init__(self, options: argparse.Namespace) -> None:
         self.steps, self.sync_every, self.recipe = options.steps, options.sync_every, RECIPES[options.recipe]
         self.model = LanguageModel(self.recipe.size)
-        if options.start is not None:
-            self.model.load_state_dict(load_file(options.start))
         self.optimizer = torch.optim.AdamW(self.model.named_parameters(), lr=self.recipe.lr, betas=(0.9, 0.95))
         sources = divide(standard_library(), options.peers)
         self.text, self.held_out = read(sources.parts[options.part - 1]), read(sources.held_out)
@@ -243,15 +222,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sync-every", type=int, default=20, help="steps between two averages (20)")
     parser.add_argument("--seed", type=int, default=0, help="of the model and of the order of its text (0)")
     parser.add_argument("--recipe", choices=sorted(RECIPES), default="full", help="size of the model and so on (full)")
-    parser.add_argument("--strategy", choices=list(STRATEGIES), default="local-sgd", help="how it averages (local-sgd)")
-    parser.add_argument("--run-id", default="demo", help="peers with the same run id train together (demo)")
-    parser.add_argument("--start", type=Path, metavar="FILE", help="safetensors with the parameters to begin with")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="safetensors to write the parameters to at the end")
     parser.add_argument("--join", nargs="*", default=[], metavar="HOST:PORT", help="peers of the run; none starts one")
     parser.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="address (a free local port)")
-    parser.add_argument(
-        "--advertise", metavar="HOST:PORT", help="where others reach it through a relay, if that differs"
-    )
     parser.add_argument("--spare", action="store_true", help="wait for a line of input that names the peers to join")
     parser.add_argument("--alone", action="store_true", help="train without averaging")
     options = parser.parse_args()

@@ -1,1 +1,1 @@
-"""Decentralized post-training on one machine: two elastic sites, a feed, explorers and model workers, with kills."""
+"""Decentralized post-training on text: an elastic site, a feed, an engine and an environment of verifiers, killed."""

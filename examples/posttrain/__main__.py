@@ -1,154 +1,251 @@
-"""Decentralized post-training: two elastic sites learn to sort digits by reinforcement, and survive kills.
+"""Post-training on text from end to end: a random model learns to answer, and its parts are killed on the way.
 
     python -m examples.posttrain
 
-Each site is a torchrun job of two nodes with FSDP2, whose steps a master drives. Two explorers of each site follow its
-weights, answer prompts, and post scored answers to the site's feed. The sites average with DiLoCo. On the way an
-explorer, a rank, a whole node and a feed are killed. At the end the promises are checked against what was measured.
+A small model of transformers with a tokenizer that is made on the spot is trained by an elastic site of two ranks with
+FSDP2. `averaging serve` follows its weights, `averaging rollouts` asks the engine the questions of an environment of
+verifiers and scores the answers, and `averaging feed` hands them to the site in batches. All on this machine's CPU.
+The engine, the feed and a rank are killed; at the end the promises are checked against what was measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
+import os
+import signal
+import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
-import torch
 from rich.console import Console
-from safetensors.torch import load_file, save_file
+from rich.text import Text
 
 from examples.children import ending_children
 from examples.command_line import positive
-from examples.outputs import write_plot
-from examples.posttrain.alone import train_alone
-from examples.posttrain.explorer import digest_of
-from examples.posttrain.kills import Kills
-from examples.posttrain.plot import draw
-from examples.posttrain.policy import Policy, accuracy, prompts_of, warm_up
-from examples.posttrain.processes import EXPLORERS, Processes
-from examples.posttrain.record import Record
-from examples.posttrain.screen import Screen
-from examples.posttrain.story import Story, free_sites, local
-from examples.posttrain.telling import StoryError, tell_in
-from examples.posttrain.verdict import Finding, on_accuracy, on_groups, on_kills, on_versions, on_weights
+from examples.outputs import claim, clear
+from examples.posttrain.model import write_model
+from examples.posttrain.processes import ENGINE, FEED, Processes
+from examples.posttrain.story import MAX_STALENESS, MODEL_NAME, EventReader, Story, local, new_ports
+from examples.posttrain.verdict import (
+    Finding,
+    Step,
+    mean_reward,
+    on_answers,
+    on_batches,
+    on_kills,
+    on_reward,
+    on_versions,
+    on_weights,
+)
 
-SITES = 2
+PATIENCE = 120.0
+"""Seconds without a step after which the story fails."""
 
-WARM_UP = 40
-"""Supervised steps before the story begins."""
+LOOK = 0.2
+"""Seconds between two looks at what the processes report."""
 
-TESTED = 1000
-"""Prompts by which accuracy is measured."""
+PROGRESS = 5.0
+"""Seconds between two lines of progress."""
 
-PATIENCE = 150.0
-"""Seconds without a step of any site, or without the end of what was killed, after which the story fails."""
+AWAY = 3.0
+"""Seconds until what was killed is started again."""
+
+
+class StoryError(Exception):
+    """The story cannot go on."""
 
 
 @ending_children()
 def main(arguments: list[str] | None = None) -> None:
     """Runs the story. Exits with 1 if a promise was not kept."""
     parser = argparse.ArgumentParser(prog="python -m examples.posttrain", description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=positive, default=240, help="local steps of each site (%(default)s)")
-    parser.add_argument("--sync-every", type=positive, default=10, help="local steps between two rounds (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="a short run: 160 steps, a round every 5")
-    parser.add_argument("--seed", type=int, default=0, help="of policy and prompts (%(default)s)")
+    parser.add_argument("--steps", type=positive, default=70, help="steps of the training (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="a short run: 50 steps")
+    parser.add_argument("--seed", type=int, default=0, help="of the model's random weights (%(default)s)")
     parser.add_argument(
-        "--directory", type=Path, default=Path("runs/posttrain"), help="for logs, plot and weights (%(default)s)"
+        "--directory", type=Path, default=Path("runs/posttrain"), help="for logs and weights (%(default)s)"
     )
     options = parser.parse_args(arguments)
-    if options.quick:
-        options.steps, options.sync_every = 160, 5
-    torch.set_num_threads(1)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # some terminals' encodings lack "…"
+    console = Console(highlight=False)
     directory = options.directory.resolve()
-
-    def tell_it(console: Console) -> list[Finding]:
-        sites = free_sites(SITES)
-        return tell(Story(str(directory), options.steps, options.sync_every, options.seed, sites), console)
-
-    tell_in(directory, parser.prog, tell_it, f"plot: {directory / 'posttrain.png'}")
-
-
-def tell(story: Story, console: Console) -> list[Finding]:
-    """Runs the story and returns the verdict.
-
-    Raises:
-        StoryError: a process has ended by itself, or nothing happens any more.
-    """
-    record = Record(story.path / "events", SITES)
-    file = story.write()
-    with Screen(record, story.steps, console) as screen:
-        policy = Policy(story.seed)
-        warm_up(policy, WARM_UP, story.seed)
-        save_file(policy.state_dict(), story.warm)
-        test = prompts_of(TESTED, torch.Generator().manual_seed(story.seed + 1))
-        start = accuracy(policy, test)
-        screen.say(f"the policy solves {start:.0%} after a warm-up of {WARM_UP} supervised steps")
-        with Processes(story, file) as processes:
-            for site in range(SITES):
-                processes.start_site(site)
-            screen.say(f"{SITES} sites start: nodes, feeds, masters, rewards and explorers")
-            kills = Kills(processes, record, screen, story.steps)
-            follow(story, record, screen, kills, processes)
-            waiting = settle(story, record, processes)
-        screen.say("both sites have ended; one site trains alone, for comparison")
-        alone = train_alone(policy, story.steps, story.seed, test)
-        of_one, of_all = next(alone), next(alone)
-    finals = [Policy(story.seed) for _ in range(SITES)]
-    for site, final in enumerate(finals):
-        final.load_state_dict(load_file(story.final(site)))
-    write_plot(story.path / "posttrain.png", lambda file: draw(record, file))
-    return [
-        *on_accuracy(start, accuracy(finals[0], test), of_one, of_all),
-        on_weights(record.sites, [digest_of(final) for final in finals]),
-        *(one for number, site in enumerate(record.sites, 1) for one in on_versions(number, site, EXPLORERS)),
-        *(on_groups(number, site, waiting[number - 1]) for number, site in enumerate(record.sites, 1)),
-        *on_kills(record.kills, kills.count),
-    ]
+    story = Story(str(directory), 50 if options.quick else options.steps, options.seed, new_ports())
+    try:
+        claim(directory)
+        if story.file.exists():
+            clear(directory)
+        for name in ("events", "logs"):
+            (directory / name).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"{parser.prog}: cannot write to {directory}: {error.strerror}; give another --directory")
+    try:
+        findings = Telling(story, console).tell()
+    except KeyboardInterrupt:
+        console.print("Stopped; all processes have ended.")
+        sys.exit(130)
+    except StoryError as error:
+        sys.exit(f"{parser.prog}: {error}")
+    console.print()
+    for finding in findings:
+        verdict = "kept  " if finding.kept else "BROKEN"
+        console.print(f"{verdict}  {finding.text}", style="" if finding.kept else "bold red", soft_wrap=True)
+    sys.exit(not all(finding.kept for finding in findings))
 
 
-def follow(story: Story, record: Record, screen: Screen, kills: Kills, processes: Processes) -> None:
-    """Carries out the kills until both sites have ended and all explorers have their last version."""
-    moved, last = time.monotonic(), 0
-    while True:
-        time.sleep(0.2)
-        record.update()
-        kills.update()
-        screen.update()
-        if ended := processes.ended():
-            raise StoryError(ended)
-        steps = sum(len(site.steps) + len(site.versions) for site in record.sites)
-        if steps > last:
-            moved, last = time.monotonic(), steps
-        if time.monotonic() > moved + PATIENCE:
-            raise StoryError(f"nothing has happened for {PATIENCE:.0f} s; the logs are in {story.path / 'logs'}")
-        ends = [
-            len(site.versions) == EXPLORERS
-            and all(one[-1]["version"] == site.published for one in site.versions.values())
-            for site in record.sites
+class Telling:
+    """One run of the story."""
+
+    def __init__(self, story: Story, console: Console) -> None:
+        self._story, self._console = story, console
+        self._began = time.monotonic()
+        self._said = self._moved = self._began
+        self._events = EventReader(story.path)
+        self._steps: list[Step] = []
+        self._ready: dict[str, Any] = {}  # the last start of rank 1
+        self._finished: dict[str, Any] | None = None
+        self._kills: dict[str, float] = {}
+
+    def tell(self) -> list[Finding]:
+        """Runs it, and returns the verdict.
+
+        Raises:
+            StoryError: a process has ended by itself, or nothing happens any more.
+        """
+        story = self._story
+        story.write()
+        parameters = write_model(story.model, story.seed)
+        self._say(f"a random model with {parameters:,} parameters is in {story.model}")
+        with Processes(story) as processes:
+            processes.start_site()
+            processes.start_feed()
+            processes.start_engine()
+            processes.start_rollouts()
+            self._say("site, feed, engine and rollouts start")
+            self._at(processes, 0.3)
+            known = self._steps[-1].step + MAX_STALENESS  # no engine had newer weights when it was killed
+            newer = lambda _: max(self._steps[-1].versions, default=0) > known  # noqa: E731
+            self._kill(processes, "the engine", lambda: processes.kill(ENGINE), processes.start_engine, newer)
+            self._at(processes, 0.5)
+            stepped = lambda since: self._steps[-1].at > since  # noqa: E731
+            self._kill(processes, "the feed", lambda: processes.kill(FEED), processes.start_feed, stepped)
+            self._at(processes, 0.7)
+            restarted = lambda since: self._steps[-1].at > self._ready["at"] > since  # noqa: E731
+            self._kill(processes, "a rank", self._kill_rank, None, restarted)
+            self._until(processes, lambda: self._finished is not None)
+            finished = self._finished or {}
+            served = self._served(processes, finished["version"])
+            self._say(f"the engine serves the last version, {served['weight_version']}")
+            answers = dict(self._answers())
+        return [
+            on_reward(self._steps),
+            on_answers(answers),
+            on_versions(self._steps),
+            on_batches(self._steps, story.steps),
+            on_weights(finished, served),
+            *on_kills(self._kills),
         ]
-        if all(ends) and kills.idle:
-            return
 
+    def _at(self, processes: Processes, part: float) -> None:
+        """Waits until that part of the steps is made."""
+        self._until(processes, lambda: bool(self._steps) and self._steps[-1].step >= part * self._story.steps)
 
-def settle(story: Story, record: Record, processes: Processes) -> list[int]:
-    """Ends the explorers, and returns how many groups wait in the feeds once nothing moves any more."""
-    for name in processes.names("explorer"):
-        processes.kill(name)
-    before: tuple[int, ...] = ()
-    while True:
-        record.update()
-        waiting = [waiting_at(site.feed) for site in story.sites]
-        now = (*waiting, *(len(site.fetched) for site in record.sites))
-        if now == before:
-            return waiting
-        before = now
-        time.sleep(1.0)
+    def _kill(
+        self,
+        processes: Processes,
+        what: str,
+        kill: Callable[[], None],
+        start: Callable[[], None] | None,
+        works: Callable[[float], bool],
+    ) -> None:
+        """Kills something, starts it again, and waits until it works.
 
+        Args:
+            processes: of the story.
+            what: for the reader.
+            kill: kills it.
+            start: starts it again; None if it is started again without that.
+            works: is asked with the time of its start, in seconds since the epoch.
+        """
+        killed, since = time.monotonic(), time.time()
+        self._say(f"step {self._steps[-1].step}: {what} is killed without warning (SIGKILL)", "bold red")
+        kill()
+        if start is not None:
+            self._until(processes, lambda: time.monotonic() > killed + AWAY)
+            start()
+            since = time.time()
+        self._until(processes, lambda: works(since))
+        self._kills[what] = time.monotonic() - killed
+        self._say(f"{what} is at work again after {self._kills[what]:.1f} s", "green")
 
-def waiting_at(port: int) -> int:
-    """Groups in the queue of a feed."""
-    return int(httpx.get(f"http://{local(port)}/status", timeout=10, trust_env=False).json()["queue_size"])
+    def _kill_rank(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self._ready["pid"], signal.SIGKILL)
+
+    def _until(self, processes: Processes, condition: Callable[[], bool]) -> None:
+        while not condition():
+            time.sleep(LOOK)
+            self._update()
+            if ended := processes.ended():
+                raise StoryError(ended)
+            if self._finished is None and time.monotonic() > self._moved + PATIENCE:
+                raise StoryError(f"no step for {PATIENCE:.0f} s; the logs are in {self._story.path / 'logs'}")
+
+    def _update(self) -> None:
+        for event in self._events.new():
+            match event["event"]:
+                case "ready" if event["rank"]:
+                    self._ready = event
+                    self._say(f"the site trains with {event['world']} ranks, from step {event['step']}")
+                case "finished":
+                    self._finished = event
+                case "step":
+                    self._moved = time.monotonic()
+                    self._steps.append(Step.of(event))
+        if self._steps and time.monotonic() > self._said + PROGRESS:
+            self._said = time.monotonic()
+            last = self._steps[-8:]
+            ages = [age for step in last for age in step.ages]
+            self._say(
+                f"step {last[-1].step:3} of {self._story.steps}: reward {mean_reward(last):.2f} of 1, answers of "
+                f"version {last[-1].shown_versions}, {max(ages, default=0)} versions old at most"
+            )
+
+    def _served(self, processes: Processes, version: int) -> dict[str, Any]:
+        """What the engine says of its weights, once it has the last version."""
+        info: dict[str, Any] = {}
+
+        def is_last() -> bool:
+            info.update(self._engine("GET", "/weight_info"))
+            return bool(info["weight_version"] == str(version))
+
+        self._until(processes, is_last)
+        return info
+
+    def _answers(self) -> Iterator[tuple[str, str]]:
+        """The most probable answer of the engine to each question."""
+        for digit in "0123456789":
+            asked = {
+                "model": MODEL_NAME,
+                "messages": [{"role": "user", "content": digit}],
+                "temperature": 0,
+                "max_tokens": 3,
+            }
+            yield digit, self._engine("POST", "/v1/chat/completions", asked)["choices"][0]["message"]["content"]
+
+    def _engine(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+        url = f"http://{local(self._story.ports.engine)}{path}"
+        answer: dict[str, Any] = httpx.request(method, url, json=body, timeout=30, trust_env=False).json()
+        return answer
+
+    def _say(self, line: str, style: str = "") -> None:
+        minutes, seconds = divmod(int(time.monotonic() - self._began), 60)
+        self._console.print(Text(f"{minutes}:{seconds:02}  {line}", style), soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What all processes of the story know: sizes, addresses and files."""
+"""What all processes of the story know: sizes, addresses, files, and how they report what happens."""
 
 from __future__ import annotations
 
@@ -10,33 +10,40 @@ from typing import Any
 
 from examples.ports import free_ports
 
-GROUP_SIZE = 8
-"""Answers to one prompt, which are compared with each other."""
-
-GROUPS = 16
-"""Groups in one step of a site."""
-
 RUN_ID = "posttrain"
+
+GROUP_SIZE, GROUPS = 8, 16
+"""Answers to one question, which are compared with each other, and groups in one step."""
+
+ANSWER_TOKENS, MAX_TOKENS = 3, 32
+"""Tokens of an answer at most, and of a sequence."""
+
+MAX_STALENESS = 4
+"""Versions that a group may be behind the trainer's newest."""
+
+CHECKPOINT_STEPS = 10
+
+ENVIRONMENT = "examples.posttrain.environment"
+
+MODEL_NAME = "small"
 
 
 @dataclass(frozen=True)
-class Site:
-    """The addresses of one site; all are ports of this machine.
+class Ports:
+    """The ports of the processes, all on this machine.
 
     Attributes:
-        rendezvous: register of its torchrun job.
-        averager: of shard 0; shard 1 has the next port.
+        rendezvous: register of the site's torchrun job.
+        averager: of rank 0; rank 1 has the next port.
         publisher: of the weights.
-        actor: model worker of the actor, at rank 0.
-        reward: model worker of the reward.
+        engine: HTTP.
         feed: HTTP.
     """
 
     rendezvous: int
     averager: int
     publisher: int
-    actor: int
-    reward: int
+    engine: int
     feed: int
 
 
@@ -46,53 +53,47 @@ class Story:
 
     Attributes:
         directory: for logs, events and results.
-        steps: local steps of each site.
-        sync_every: local steps between two rounds of the sites.
+        steps: steps of the training.
+        seed: of the model.
+        ports: where the processes listen.
     """
 
     directory: str
     steps: int
-    sync_every: int
     seed: int
-    sites: tuple[Site, ...]
+    ports: Ports
 
     @property
     def path(self) -> Path:
-        """The directory."""
         return Path(self.directory)
 
     @property
-    def warm(self) -> Path:
-        """Weights after the supervised warm-up."""
-        return self.path / "warm.safetensors"
+    def model(self) -> Path:
+        """The folder of the model, with random weights."""
+        return self.path / "model"
 
-    def final(self, site: int) -> Path:
-        """The weights at the end at one site."""
-        return self.path / f"site-{site + 1}.safetensors"
+    @property
+    def checkpoint(self) -> Path:
+        return self.path / "checkpoint.safetensors"
 
-    def write(self) -> Path:
-        """Writes it for the other processes, and returns the file."""
-        file = self.path / "story.json"
-        file.write_text(json.dumps(asdict(self)))
-        return file
+    @property
+    def file(self) -> Path:
+        """Where this is written for the other processes."""
+        return self.path / "story.json"
+
+    def write(self) -> None:
+        self.file.write_text(json.dumps(asdict(self)))
 
     @classmethod
-    def read(cls, file: str) -> Story:
-        """Reads what `write` has written."""
-        found = json.loads(Path(file).read_text())
-        found["sites"] = tuple(Site(**site) for site in found["sites"])
-        return cls(**found)
+    def read(cls, file: Path) -> Story:
+        document = json.loads(file.read_text())
+        document["ports"] = Ports(**document["ports"])
+        return cls(**document)
 
 
-class Events:
-    """Writes what one process has to report, as lines of JSON that outlive a kill."""
-
-    def __init__(self, directory: Path, process: str) -> None:
-        self._file = (directory / "events" / f"{process}.jsonl").open("a", buffering=1)
-
-    def add(self, event: str, **values: Any) -> None:
-        """Adds one event."""
-        self._file.write(json.dumps({"at": time.time(), "event": event, **values}) + "\n")
+def new_ports() -> Ports:
+    """Ports that are free now."""
+    return Ports(*free_ports(5))
 
 
 def local(port: int) -> str:
@@ -100,7 +101,41 @@ def local(port: int) -> str:
     return f"127.0.0.1:{port}"
 
 
-def free_sites(count: int) -> tuple[Site, ...]:
-    """Sites whose ports are free now."""
-    ports = iter(free_ports(6 * count))
-    return tuple(Site(*(next(ports) for _ in range(6))) for _ in range(count))
+class Events:
+    """Writes what one process has to report, as lines of JSON that outlive a kill."""
+
+    def __init__(self, directory: Path, process: str) -> None:
+        self._file = directory / "events" / f"{process}.jsonl"
+
+    def add(self, event: str, **values: Any) -> None:
+        with self._file.open("a") as file:
+            file.write(json.dumps({"at": time.time(), "event": event, **values}) + "\n")
+
+
+class EventReader:
+    """Reads what processes have written with `Events`.
+
+    Args:
+        directory: of the story.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory / "events"
+        self._read: dict[Path, int] = {}
+
+    def new(self) -> list[dict[str, Any]]:
+        """The events since the last call, in the order of time."""
+        events = []
+        for file in sorted(self._directory.glob("*.jsonl")):
+            with file.open("rb") as lines:
+                lines.seek(self._read.get(file, 0))
+                content = lines.read()
+            # A killed process may leave half a line, which its next life goes on behind.
+            whole = content[: content.rfind(b"\n") + 1]
+            self._read[file] = self._read.get(file, 0) + len(whole)
+            for line in whole.splitlines():
+                try:
+                    events.append(json.loads(line))
+                except ValueError:
+                    continue
+        return sorted(events, key=lambda event: float(event["at"]))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from typing import Any, Self
 
-from examples.posttrain.record import Kill, SiteRecord
+from examples.posttrain.story import MAX_STALENESS
+
+COMPARED = 8
+"""Steps at the beginning and at the end whose mean reward is compared."""
+
+SOON = 300.0
+"""Seconds within which what was killed must be at work again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,83 +23,97 @@ class Finding:
     text: str
 
 
-def on_groups(number: int, site: SiteRecord, waiting: int) -> Finding:
-    """No group that the feed has acknowledged is lost, and none is used in two steps.
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of the training, as rank 0 has reported it.
 
-    Args:
-        number: of the site, from 1.
-        site: what it has reported.
-        waiting: groups that wait in the feed at the end.
+    Attributes:
+        at: when it was complete, in seconds since the epoch.
+        step: its number, which is the version of the weights after it.
+        reward: mean reward of its answers, from 0 to 1.
+        versions: the versions of the weights that made its answers.
+        unversioned: groups of which no version is known.
+        ages: for each group, how many versions its weights were behind.
+        batch: digest of its groups.
     """
-    posted = {one for event in site.posted for one in event["ids"]}
-    begun = {one for event in site.begun for one in event["ids"]}
-    fetched = Counter(one for event in site.fetched for one in event["ids"])
-    trained = Counter(one for event in site.steps for one in event["ids"])
-    twice = sum(count > 1 for count in fetched.values()) + sum(count > 1 for count in trained.values())
-    # A killed explorer may have posted without having noted it.
-    lost = len(posted | fetched.keys()) - len(fetched) - waiting
-    strange = len(fetched.keys() - begun) + len(trained.keys() - fetched.keys()) + site.wrong
+
+    at: float
+    step: int
+    reward: float
+    versions: Sequence[int]
+    unversioned: int
+    ages: Sequence[int]
+    batch: str
+
+    @classmethod
+    def of(cls, event: Mapping[str, Any]) -> Self:
+        """Reads an event."""
+        return cls(**{name: event[name] for name in cls.__dataclass_fields__})
+
+    @property
+    def shown_versions(self) -> str:
+        """The versions as text, such as "3 to 5"."""
+        if not self.versions:
+            return "unknown"
+        least, most = min(self.versions), max(self.versions)
+        return str(least) if least == most else f"{least} to {most}"
+
+
+def on_reward(steps: Sequence[Step]) -> Finding:
+    """The reward has risen."""
+    first, last = (mean_reward(part) for part in (steps[:COMPARED], steps[-COMPARED:]))
+    return Finding(last > first + 0.15, f"the reward rose from {first:.2f} in the first steps to {last:.2f} of 1")
+
+
+def mean_reward(steps: Sequence[Step]) -> float:
+    return sum(step.reward for step in steps) / max(1, len(steps))
+
+
+def on_answers(answers: Mapping[str, str]) -> Finding:
+    """The engine, whose most probable answer to each digit is given, has learned more than one."""
+    right = [digit for digit, answer in answers.items() if answer == str((int(digit) + 1) % 10)]
+    return Finding(len(right) >= 3, f"the engine knows the digit after {len(right)} of {len(answers)} digits")
+
+
+def on_versions(steps: Sequence[Step]) -> Finding:
+    """Each group names the version that made it, and none is older than allowed."""
+    unversioned = sum(step.unversioned for step in steps)
+    ages = [age for step in steps for age in step.ages]
+    oldest = max(ages, default=0)
     return Finding(
-        twice == 0 and lost <= 0 and strange == 0,
-        f"site {number}: {len(posted)} groups posted, {len(trained)} trained, {len(fetched) - len(trained)} at the "
-        f"master and {waiting} in the feed at the end; {max(0, lost)} lost, {twice} used twice, {strange} unexpected",
+        unversioned == 0 and bool(ages) and oldest <= MAX_STALENESS,
+        f"{len(ages)} groups in {len(steps)} steps: {unversioned} without a version, the oldest "
+        f"{oldest} versions behind (at most {MAX_STALENESS})",
     )
 
 
-def on_versions(number: int, site: SiteRecord, explorers: int) -> list[Finding]:
-    """The versions of an explorer only grow, and the last one is that of the trainers."""
-    findings = []
-    for process, events in sorted(site.versions.items()):
-        versions = [event["version"] for event in events]
-        grow = all(one <= other for one, other in pairwise(versions))
-        ends = bool(versions) and versions[-1] == site.published
-        findings.append(
-            Finding(
-                grow and ends,
-                f"{process}: {len(versions)} versions, {'always newer' if grow else 'NOT always newer'}, the last is "
-                f"{versions[-1]} of {site.published}",
-            )
-        )
-    if len(findings) < explorers:
-        findings.append(Finding(False, f"site {number}: only {len(findings)} of {explorers} explorers had weights"))
-    return findings
+def on_batches(steps: Sequence[Step], last: int) -> Finding:
+    """Every step up to the last one was made, each from a batch of its own, also if it was made again after a kill."""
+    batches: dict[int, set[str]] = {}
+    for step in steps:
+        batches.setdefault(step.step, set()).add(step.batch)
+    complete = batches.keys() == set(range(1, last + 1))
+    twice = sum(len(of_step) for of_step in batches.values()) - len(set().union(*batches.values()))
+    changed = sum(len(of_step) > 1 for of_step in batches.values())
+    return Finding(
+        complete and twice == 0 and changed == 0,
+        f"{len(batches)} of {last} steps, {len(steps) - len(batches)} of them made again after a kill: {changed} from "
+        f"another batch, {twice} batches in two steps",
+    )
 
 
-def on_weights(sites: Sequence[SiteRecord], digests: Sequence[str]) -> Finding:
-    """All sites hold the same bytes at the end."""
-    alike = len(set(digests)) == 1 and all(site.finished is not None and site.finished["alike"] for site in sites)
-    return Finding(alike, f"all sites hold the same bytes: {', '.join(digests)}")
+def on_weights(finished: Mapping[str, Any], served: Mapping[str, Any]) -> Finding:
+    """The engine serves the last weights; both arguments have the digest at their side."""
+    return Finding(
+        served["digest"] == finished["digest"] is not None,
+        f"the engine serves the site's last weights bit by bit: version {finished['version']}, "
+        f"digest {str(served['digest'])[:16]}",
+    )
 
 
-def on_accuracy(start: float, end: float, alone: float, alone_all: float) -> list[Finding]:
-    """The run has learned, and has gained from the other site.
-
-    Args:
-        start: share of prompts solved after the warm-up.
-        end: the same at the end.
-        alone: of one site that trains alone with the samples of one site.
-        alone_all: of one site that trains alone with the samples of all sites, which takes it so much longer.
-    """
+def on_kills(seconds: Mapping[str, float]) -> list[Finding]:
+    """What was killed, and the seconds after which it was at work again."""
     return [
-        Finding(end > start, f"right answers rose from {start:.0%} after the warm-up to {end:.0%}"),
-        Finding(
-            end > alone - 0.05,
-            f"one site alone reaches {alone:.0%} with its own samples and {alone_all:.0%} with the samples of both",
-        ),
+        Finding(passed < SOON, f"{what} was killed, and at work again after {passed:.1f} s")
+        for what, passed in seconds.items()
     ]
-
-
-def on_kills(kills: Sequence[Kill], planned: int) -> list[Finding]:
-    """Every killed part was at work again."""
-    findings = [
-        Finding(
-            kill.seconds is not None,
-            f"{kill.what} killed: "
-            + ("was NOT at work again" if kill.seconds is None else f"at work again after {kill.seconds:.1f} s")
-            + (f"; {kill.note}" if kill.note else ""),
-        )
-        for kill in kills
-    ]
-    if len(kills) < planned:
-        findings.append(Finding(False, f"only {len(kills)} of {planned} kills took place before the training ended"))
-    return findings

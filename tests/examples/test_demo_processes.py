@@ -2,85 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.examples.running import Example, example
 
 DEADLINE = 480.0
 """Seconds for a quick run, which takes about 35 on two idle cores; tests run on slow and shared machines."""
 
-OUTPUT = "TEST_DEMO_OUTPUT"
 
-
-class Demo:
-    """A running demo. Its output's folder, in their environment, tells its processes from those of any other demo."""
-
-    def __init__(self, seed: int, output: Path) -> None:
-        self.output = str(output)
-        arguments = ["--quick", f"--seed={seed}", f"--output={output}"]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "examples.demo", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=ROOT,
-            env=os.environ | {OUTPUT: self.output},
-        )
-        self.limit = threading.Timer(DEADLINE, self.process.kill)
-        self.limit.start()
-
-    def read_until(self, text: str) -> str:
-        """What it prints up to a line with `text`, or to its end."""
-        assert self.process.stdout is not None
-        printed = ""
-        for line in self.process.stdout:
-            printed += line
-            if text and text in line:
-                break
-        return printed
-
-    def trainers(self) -> list[psutil.Process]:
-        """Its training processes that still run."""
-        found = []
-        for process in psutil.process_iter(["cmdline", "environ"]):
-            cmdline, environ = process.info["cmdline"] or [], process.info["environ"] or {}
-            if "examples.train" in cmdline and environ.get(OUTPUT) == self.output:
-                found.append(process)
-        return found
-
-    def end(self) -> None:
-        self.limit.cancel()
-        self.process.kill()
-        for trainer in self.trainers():
-            trainer.kill()
-        self.process.communicate()
-
-
-@pytest.fixture
-def demo(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Demo]:
-    """A quick demo with the seed that the test asks for."""
-    running = Demo(request.param, tmp_path)
-    yield running
-    running.end()
+def demo(seed: int, output: Path) -> Example:
+    return example("demo", "--quick", f"--seed={seed}", f"--output={output}", limit=DEADLINE)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(DEADLINE + 30)
-@pytest.mark.parametrize("demo", [46021], indirect=True)
-def test_the_demo_keeps_its_promises(demo: Demo, tmp_path: Path) -> None:
-    printed = demo.read_until("")
-    assert demo.process.wait() == 0, printed
-    assert "Traceback" not in printed
+def test_the_demo_keeps_its_promises(tmp_path: Path) -> None:
+    with demo(46021, tmp_path) as running:
+        printed = running.end(0)
+        assert running.others() == []
     for number in range(1, 5):
         assert f"peer {number}: has found 3 other peers" in printed
     assert re.search(r"peer 1: killed without warning \(SIGKILL\) at step \d+", printed)
@@ -102,43 +44,15 @@ def test_the_demo_keeps_its_promises(demo: Demo, tmp_path: Path) -> None:
     picture = (tmp_path / "losses.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
     assert len(picture) > 20_000
-    assert demo.trainers() == []
 
 
 @pytest.mark.long
 @pytest.mark.timeout(DEADLINE + 30)
-@pytest.mark.parametrize("demo", [46022], indirect=True)
-def test_ctrl_c_ends_all_processes_in_order(demo: Demo) -> None:
-    printed = demo.read_until("has found")
-    assert len(demo.trainers()) >= 4
-    demo.process.send_signal(signal.SIGINT)
-    printed += demo.read_until("")
-    assert demo.process.wait() == 130, printed
-    assert "Stopped; all processes have ended." in printed
-    assert "Traceback" not in printed
-    assert demo.trainers() == []
-
-
-@pytest.mark.long
-@pytest.mark.timeout(DEADLINE + 30)
-@pytest.mark.parametrize("demo", [46023], indirect=True)
-def test_a_killed_demo_leaves_no_process_behind(demo: Demo) -> None:
-    demo.read_until("peer 1: listens on")
-    trainers = demo.trainers()
-    demo.process.kill()
-    _, alive = psutil.wait_procs(trainers, timeout=60)
-    assert alive == []
-
-
-@pytest.mark.long
-@pytest.mark.timeout(DEADLINE + 30)
-@pytest.mark.parametrize("demo", [46024], indirect=True)
-def test_a_process_that_dies_ends_the_demo_with_its_log(demo: Demo) -> None:
-    printed = demo.read_until("has found")
-    by_part = {process.cmdline()[3]: process for process in demo.trainers() if "--alone" not in process.cmdline()}
-    by_part["--part=3"].kill()
-    printed += demo.read_until("")
-    assert demo.process.wait() == 1, printed
-    assert "peer 3 ended with exit code -9; the end of" in printed
-    assert "Traceback" not in printed
-    assert demo.trainers() == []
+def test_a_process_that_dies_ends_the_demo_with_its_log(tmp_path: Path) -> None:
+    with demo(46024, tmp_path) as running:
+        running.read_until("has found")
+        [third] = [each for each in running.others() if "--part=3" in each.cmdline()]
+        third.kill()
+        printed = running.end(1)
+        assert "peer 3 ended with exit code -9; the end of" in printed
+        assert running.others() == []

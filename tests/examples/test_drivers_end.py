@@ -2,72 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.support.processes import DEADLINE
-
-ROOT = Path(__file__).parents[2]
-NAME = "TEST_DRIVER"
+from tests.examples.running import DEADLINE, Example, example
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL]
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: -signal.SIGHUP, signal.SIGKILL: -signal.SIGKILL}
-
-
-class Driver:
-    """A driver, whose processes have its name in their environment."""
-
-    def __init__(self, *arguments: str, background: bool = False) -> None:
-        self._name = uuid.uuid4().hex
-        command = [sys.executable, *arguments]
-        if background:  # as a shell script starts `command &`
-            command = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *command]
-        self.process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            cwd=ROOT,
-            env=os.environ | {NAME: self._name},
-        )
-
-    def read_until(self, text: str) -> str:
-        assert self.process.stdout is not None
-        printed = ""
-        for line in self.process.stdout:
-            printed += line
-            if text in line:
-                return printed
-        raise AssertionError(f"ended without {text!r}: {printed}")
-
-    def others(self) -> list[psutil.Process]:
-        """All processes that it has started and that still run, also those that others of them have started."""
-        running = psutil.process_iter(["environ"])
-        named = [one for one in running if (one.info["environ"] or {}).get(NAME) == self._name]
-        return [one for one in named if one.pid != self.process.pid]
-
-    def end(self) -> None:
-        self.process.kill()
-        for one in self.others():
-            one.kill()
-        self.process.communicate()
-
-
-@pytest.fixture
-def drivers() -> Iterator[list[Driver]]:
-    running: list[Driver] = []
-    yield running
-    for driver in running:
-        driver.end()
 
 
 SYNTHETIC = """
@@ -102,57 +46,49 @@ main()
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("number", SIGNALS)
-def test_children_and_orphans_of_children_end_with_the_driver(
-    number: signal.Signals, background: bool, drivers: list[Driver]
-) -> None:
-    driver = Driver("-c", SYNTHETIC, "waits", background=background)
-    drivers.append(driver)
-    driver.read_until("started")
-    others = driver.others()
-    assert len(others) >= 3
-    if background and number == signal.SIGINT:
-        number = signal.SIGTERM  # it ignores the other
-    driver.process.send_signal(number)
-    assert driver.process.wait(DEADLINE) == CODES[number]
-    _, left = psutil.wait_procs(others, timeout=DEADLINE)
-    assert left == []
-    assert driver.others() == []
+def test_children_and_orphans_of_children_end_with_the_driver(number: signal.Signals, background: bool) -> None:
+    with Example("-c", SYNTHETIC, "waits", background=background) as driver:
+        driver.read_until("started")
+        others = driver.others()
+        assert len(others) >= 3
+        if background and number == signal.SIGINT:
+            number = signal.SIGTERM  # it ignores the other
+        driver.process.send_signal(number)
+        driver.end(CODES[number])
+        _, left = psutil.wait_procs(others, timeout=DEADLINE)
+        assert left == []
+        assert driver.others() == []
 
 
 @pytest.mark.parametrize(("how", "code"), [("ends", 0), ("fails", 1)])
-def test_nothing_is_left_when_the_driver_has_ended_by_itself(how: str, code: int, drivers: list[Driver]) -> None:
-    driver = Driver("-c", SYNTHETIC, how)
-    drivers.append(driver)
-    assert driver.process.wait(DEADLINE) == code
-    assert driver.others() == []
-
-
-EXAMPLES = {
-    "demo": (["examples.demo", "--quick", "--output={}"], "has found"),
-    "digits": (["examples.digits", "--peers=2", "--steps=1000000"], "Global step"),
-    "explorers": (["examples.explorers", "--steps=100000", "--plot={}/plot.png"], "explorers follow"),
-    "posttrain": (["examples.posttrain", "--quick", "--directory={}/story"], "sites start"),
-    "sites": (["examples.sites", "--directory={}/sites"], "site 1: 4 processes"),
-}
+def test_nothing_is_left_when_the_driver_has_ended_by_itself(how: str, code: int) -> None:
+    with Example("-c", SYNTHETIC, how) as driver:
+        assert driver.process.wait(DEADLINE) == code
+        assert driver.others() == []
 
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize(
+    ("name", "arguments", "number", "text"),
+    [
+        ("demo", ["--quick", "--output={}"], signal.SIGINT, "has found"),
+        ("demo", ["--quick", "--output={}"], signal.SIGKILL, "peer 1: listens on"),
+        ("digits", ["--peers=2", "--steps=1000000"], signal.SIGINT, "Global step"),
+        ("explorers", ["--steps=100000", "--plot={}/plot.png"], signal.SIGTERM, "explorers follow"),
+        ("sites", ["--directory={}/sites"], signal.SIGTERM, "site 1: 4 processes"),
+    ],
+)
 def test_nothing_is_left_of_an_example(
-    example: str, number: signal.Signals, drivers: list[Driver], tmp_path: Path
+    name: str, arguments: list[str], number: signal.Signals, text: str, tmp_path: Path
 ) -> None:
-    arguments, text = EXAMPLES[example]
-    driver = Driver("-m", *(one.format(tmp_path) for one in arguments))
-    drivers.append(driver)
-    driver.read_until(text)
-    others = driver.others()
-    assert len(others) >= 3  # two peers and the guard
-    driver.process.send_signal(number)
-    printed, _ = driver.process.communicate(timeout=120)
-    assert driver.process.returncode == CODES[number], printed
-    assert "Traceback" not in printed
-    _, left = psutil.wait_procs(others, timeout=DEADLINE)
-    assert left == []
-    assert driver.others() == []
+    with example(name, *(each.format(tmp_path) for each in arguments), limit=280) as driver:
+        driver.read_until(text)
+        others = driver.others()
+        assert len(others) >= 3  # two peers and the guard
+        driver.process.send_signal(number)
+        printed = driver.end(CODES[number])
+        assert number != signal.SIGINT or printed.splitlines()[-1].startswith("Stopped")
+        _, left = psutil.wait_procs(others, timeout=DEADLINE)
+        assert left == []
+        assert driver.others() == []

@@ -4,85 +4,24 @@ from __future__ import annotations
 
 import re
 import signal
-import socket
-import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
-import psutil
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import examples.explorers.__main__ as explorers
 import examples.sites.__main__ as sites
-from examples import adapters, digits, diloco, epoch, slow_links, three_lines
-
-ROOT = Path(__file__).parents[2]
-
-DEADLINE = 110.0
-"""Seconds for one example, most of which take about 10 on two idle cores; tests run on slow and shared machines."""
-
-
-class Example:
-    """A running example; at the end of the block it is killed if it still runs."""
-
-    def __init__(self, name: str, *arguments: str, limit: float = DEADLINE) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", f"examples.{name}", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=ROOT,
-        )
-        self._limit = threading.Timer(limit, self._process.kill)
-        self._limit.start()
-        self.printed = ""
-
-    def read_until(self, text: str) -> str:
-        """The next line with `text` in it."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self.printed += line
-            if text in line:
-                return line.rstrip()
-        raise AssertionError(f"ended without {text!r}: {self.printed}")
-
-    def end(self, code: int) -> str:
-        """All that it printed, once it has ended with that exit code."""
-        assert self._process.stdout is not None
-        self.printed += self._process.stdout.read()
-        assert self._process.wait() == code, self.printed
-        assert "Traceback" not in self.printed
-        return self.printed
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def interrupt(self) -> None:
-        """As Ctrl+C does."""
-        self._process.send_signal(signal.SIGINT)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._limit.cancel()
-        with self._process:
-            self._process.kill()
+from examples import adapters, digits, diloco, epoch, three_lines
+from tests.examples.running import ROOT, example
 
 
 @pytest.mark.long
 def test_unequal_peers_one_of_them_a_client_learn_the_digits_and_end_with_the_same_bytes() -> None:
-    with Example("digits", "--peers", "3", "--steps", "20") as example:
-        printed = example.end(0)
+    with example("digits", "--peers", "3", "--steps", "20") as peers:
+        printed = peers.end(0)
     rows = re.findall(r"│ (\d+) +│ (\d+) +│ (\w+) +│ (\d+) +│ ([\d.]+)% +│ (\w+) +│", printed)
     assert [(number, size, mode) for number, size, mode, *_ in rows] == [
         ("1", "64", "node"),
@@ -101,9 +40,9 @@ def test_unequal_peers_one_of_them_a_client_learn_the_digits_and_end_with_the_sa
 @pytest.mark.long
 def test_two_peers_make_the_same_outer_steps_and_tensorboard_shows_the_rounds(tmp_path: Path) -> None:
     arguments = ["--wait-for=2", "--steps=60", "--sync-every=20", f"--tensorboard={tmp_path}"]
-    with Example("diloco", *arguments) as founder:
+    with example("diloco", *arguments) as founder:
         endpoint = founder.read_until("--join ").split("--join ")[1]
-        with Example("diloco", "--join", endpoint, *arguments) as newcomer:
+        with example("diloco", "--join", endpoint, *arguments) as newcomer:
             printed = [newcomer.end(0), founder.end(0)]
     results = set()
     for lines in printed:
@@ -127,9 +66,9 @@ def test_two_peers_make_the_same_outer_steps_and_tensorboard_shows_the_rounds(tm
 @pytest.mark.long
 def test_two_peers_with_muon_send_the_largest_changes_only() -> None:
     arguments = ["--optimizer=muon", "--compression=top_k", "--density=1/32", "--steps=60", "--sync-every=20"]
-    with Example("diloco", "--wait-for=2", *arguments) as founder:
+    with example("diloco", "--wait-for=2", *arguments) as founder:
         endpoint = founder.read_until("--join ").split("--join ")[1]
-        with Example("diloco", "--join", endpoint, *arguments) as newcomer:
+        with example("diloco", "--join", endpoint, *arguments) as newcomer:
             printed = [newcomer.end(0), founder.end(0)]
     for lines in printed:
         assert lines.count("averaged with 1 other ") == 3
@@ -143,66 +82,36 @@ def test_two_peers_with_muon_send_the_largest_changes_only() -> None:
 
 
 @pytest.mark.long
-def test_explorers_follow_a_trainer_and_one_is_killed_and_comes_back(tmp_path: Path) -> None:
+def test_explorers_follow_a_trainer_and_one_is_killed_and_comes_back_and_the_reward_rises(tmp_path: Path) -> None:
     plot = tmp_path / "folder" / "plot.png"
-    with Example("explorers", "--steps=6", f"--plot={plot}") as example:
-        printed = example.end(0)
-    assert re.search(r"killed.*step   3: .*started again.*step   6: reward +\d", printed, re.DOTALL)
+    with example("explorers", "--steps=30", f"--plot={plot}") as explored:
+        printed = explored.end(0)
+    assert re.search(r"killed.*started again.*step +30: reward +\d", printed, re.DOTALL)
+    [(first, last)] = re.findall(r"The mean reward rose from (\d+) to (\d+)", printed)
+    assert int(first) < 60
+    assert int(last) > 2 * int(first)
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.long
-def test_the_reward_of_the_explorers_rises(tmp_path: Path) -> None:
-    with Example("explorers", "--steps=30", f"--plot={tmp_path / 'plot.png'}") as example:
-        [(first, last)] = re.findall(r"The mean reward rose from (\d+) to (\d+)", example.end(0))
-    assert int(first) < 60
-    assert int(last) > 2 * int(first)
-
-
-@pytest.mark.long
-def test_ctrl_c_ends_the_trainer_and_its_explorers() -> None:
-    with Example("explorers") as example:
-        example.read_until("step   6")
-        children = psutil.Process(example.pid).children()
-        assert len(children) == 5  # the explorers, and the guard that ends them if the trainer cannot
-        example.interrupt()
-        assert example.end(130).endswith("Stopped.\n")
-    assert not [child for child in children if child.is_running()]
-
-
-@pytest.mark.long
-@pytest.mark.long
 def test_peers_share_an_epoch() -> None:
-    with Example("epoch", "--epochs=1", "--wait-for=2") as founder:
+    with example("epoch", "--epochs=1", "--wait-for=2") as founder:
         endpoint = founder.read_until("--join").split()[-1]
-        with Example("epoch", "--epochs=1", "--wait-for=2", "--join", endpoint) as other:
+        with example("epoch", "--epochs=1", "--wait-for=2", "--join", endpoint) as other:
             shares = [re.search(r"Trained here: (\d+)", each.read_until("Trained here")) for each in (founder, other)]
             assert sum(int(share[1]) for share in shares if share) == epoch.SAMPLES
             assert all("all 2 peers hold the same weights" in each.end(0) for each in (founder, other))
 
 
 def test_three_lines_find_each_other_and_leave_in_order_after_ctrl_c() -> None:
-    with Example("three_lines", "--steps=10000000") as founder:
+    with example("three_lines", "--steps=10000000") as founder:
         endpoint = founder.read_until("--join ").split("--join ")[1]
-        with Example("three_lines", "--steps=10000000", "--join", endpoint) as newcomer:
-            for example in (newcomer, founder):
-                example.read_until("1 other peers")
-            for example in (newcomer, founder):
-                example.interrupt()
-                assert example.end(130).endswith("Stopped.\n")
-
-
-@pytest.mark.long
-def test_ctrl_c_ends_all_peers_that_were_started() -> None:
-    with Example("digits", "--peers=2", "--steps=1000000") as example:
-        example.read_until("Global step")
-        example.interrupt()
-        printed = example.end(130)
-    assert printed.endswith("Stopped.\n")
-    ports = re.findall(r"--join 127\.0\.0\.1:(\d+)", printed)
-    assert len(ports) == 1  # the other one is a client
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", int(ports[0])))
+        with example("three_lines", "--steps=10000000", "--join", endpoint) as newcomer:
+            for peer in (newcomer, founder):
+                peer.read_until("1 other peers")
+            for peer in (newcomer, founder):
+                peer.process.send_signal(signal.SIGINT)
+                assert peer.end(130).endswith("Stopped.\n")
 
 
 @pytest.fixture
@@ -224,7 +133,7 @@ def test_a_peer_that_is_alone_comes_to_the_end_too(capsys: pytest.CaptureFixture
     assert "step 5: " in printed
     assert "2 outer steps so far" in printed
     # In a process of its own, at whose end it leaves.
-    with Example("three_lines", "--steps=100") as plain:
+    with example("three_lines", "--steps=100") as plain:
         plain.end(0)
 
 
@@ -299,7 +208,7 @@ def test_a_folder_for_tensorboard_that_cannot_be_made_is_reported(
 
 
 def test_the_commands_of_the_page_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
-    modules = (adapters, digits, diloco, epoch, explorers, sites, slow_links, three_lines)
+    modules = (adapters, digits, diloco, epoch, explorers, sites, three_lines)
     mains: dict[str, Main] = {module.__name__.split(".")[1]: module.main for module in modules}
     pages = "".join((ROOT / "docs" / "how-to" / page).read_text() for page in ("examples.md", "gpus.md"))
     commands = re.findall(r"^(?:python|torchrun .*) -m examples\.(\w+)(.*)$", pages, re.MULTILINE)

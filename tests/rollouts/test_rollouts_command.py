@@ -17,7 +17,7 @@ from tests.support.text_models import write_tokenizer
 
 pytestmark = pytest.mark.integrations
 
-DIGIT = "examples.posttrain_text.environment"
+DIGIT = "examples.posttrain.environment"
 
 
 @pytest.fixture

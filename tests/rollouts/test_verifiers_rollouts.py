@@ -19,7 +19,7 @@ from tests.support.text_models import END, IDS, write_tokenizer
 
 pytestmark = [pytest.mark.integrations, pytest.mark.asyncio(loop_scope="module")]
 
-DIGIT = "examples.posttrain_text.environment"
+DIGIT = "examples.posttrain.environment"
 USER, ASSISTANT, STOP = IDS["<user>"], IDS["<assistant>"], IDS[END]
 
 

@@ -16,7 +16,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "WANDB_ERROR_REPO
 
 def pytest_ignore_collect(config: pytest.Config) -> bool | None:
     """Looks at these files only with one of two markers: their libraries need not be installed for the other tests."""
-    return None if config.option.markexpr in ("integrations", "posttrain_text") else True
+    return None if config.option.markexpr in ("integrations", "posttrain") else True
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """One rank of the site, started by torchrun: it trains its part of the model with FSDP2 on the batches of the feed.
 
-    torchrun --rdzv-backend=averaging … -m examples.posttrain_text.rank STORY
+    torchrun --rdzv-backend=averaging … -m examples.posttrain.rank STORY
 
 After each step rank 0 publishes the weights, whose version is the number of the step. A site that is started again goes
 on from its last checkpoint, and the feed delivers the batches after it once more.
@@ -8,6 +8,9 @@ on from its last checkpoint, and the feed delivers the batches after it once mor
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import sys
 import time
 from datetime import timedelta
@@ -25,9 +28,8 @@ from transformers import AutoModelForCausalLM
 from averaging import DecentralizedAverager, LocalSGD, WeightPublisher
 from averaging.rl.feed import Batch, BatchFeed, Registration
 from averaging.rpc import EventLoopThread, RpcServer
-from examples.posttrain.story import Events, local
-from examples.posttrain_text.model import policy_loss, tensors_of
-from examples.posttrain_text.story import CHECKPOINT_STEPS, GROUP_SIZE, GROUPS, MAX_TOKENS, RUN_ID, Story
+from examples.posttrain.model import policy_loss, tensors_of
+from examples.posttrain.story import CHECKPOINT_STEPS, GROUP_SIZE, GROUPS, MAX_TOKENS, RUN_ID, Events, Story, local
 
 
 class Trainer:
@@ -92,7 +94,7 @@ def summary_of(batch: Batch) -> dict[str, Any]:
         "versions": sorted({version for versions in batch.versions for version in versions}),
         "unversioned": sum(not versions for versions in batch.versions),
         "ages": [age for age in batch.ages if age is not None],
-        "groups": len(batch.groups),
+        "batch": hashlib.sha256(json.dumps(batch.groups).encode()).hexdigest()[:16],
     }
 
 
@@ -109,10 +111,10 @@ def main() -> None:
     if trainer.rank == 0:
         publisher.publish_now(weights, trainer.step)
         server = EventLoopThread(RpcServer(local(story.ports.publisher), [publisher]), "the publisher")
-    events.add("ready", world=trainer.size, step=trainer.step)
+    events.add("ready", rank=trainer.rank, pid=os.getpid(), world=trainer.size, step=trainer.step)
     registration = Registration(
-        wandb_group="posttrain_text",
-        wandb_project="posttrain_text",
+        wandb_group="posttrain",
+        wandb_project="posttrain",
         batch_size=GROUPS * GROUP_SIZE,
         max_token_len=MAX_TOKENS,
         checkpoint_dir=str(story.path),

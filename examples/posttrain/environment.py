@@ -1,6 +1,6 @@
 """An environment of verifiers: the model is shown a digit and answers with the next one.
 
-    averaging rollouts --environment examples.posttrain_text.environment --engine http://… --feed http://…
+    averaging rollouts --environment examples.posttrain.environment --engine http://… --feed http://…
 
 Half of the reward is for an answer that begins with the right digit, half for one that is nothing else, so that a model
 that knows nothing yet has something to find.

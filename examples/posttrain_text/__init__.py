@@ -1,1 +1,0 @@
-"""Decentralized post-training on text: a small model of transformers, an engine, and an environment of verifiers."""
