@@ -187,11 +187,11 @@ $(SYNCHRONIZER)/installed:
 	$(SYNCHRONIZER)/bin/python -m pip install --quiet --no-deps trinity-rft==0.6.0
 	touch $@
 
-soak: $(VENV)/installed ## run eight peers under faults: MINUTES=2 SEED=1
-	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),2) --seed $(or $(SEED),1)
+soak: $(VENV)/installed ## run two runs of peers under faults: MINUTES=2 SEED=1
+	$(BIN)/python -m tests.endurance --only gradients local --minutes $(or $(MINUTES),2) --seed $(or $(SEED),1)
 
-endurance: $(VENV)/installed ## run everything at once under faults: HOURS=2 (or MINUTES=10) SEED=1, or LOG=FILE to repeat the faults of a run
-	$(BIN)/python -m tests.endurance $(if $(LOG),--replay $(LOG),$(if $(MINUTES),--minutes $(MINUTES),--hours $(or $(HOURS),2)) --seed $(or $(SEED),1))
+endurance: $(VENV)/installed ## run everything at once under faults: HOURS=2 (or MINUTES=10) SEED=1
+	$(BIN)/python -m tests.endurance $(if $(MINUTES),--minutes $(MINUTES),--hours $(or $(HOURS),2)) --seed $(or $(SEED),1)
 
 clean: ## remove all environments and build outputs
 	rm -rf $(VENV) $(HIVEMIND) $(FEED) $(SYNCHRONIZER) $(VLLM) build dist runs averaging/wire/*_pb2*

@@ -306,81 +306,36 @@ class GroupLedger:
         return sorted((now - since for since in self._acknowledged.values()), reverse=True)
 
 
-@dataclass(frozen=True)
-class Fit:
-    """A line through measurements.
-
-    Attributes:
-        slope: growth per second.
-        grown: growth along the line over the whole time.
-        level: mean value.
-        error: standard error of `grown`.
-    """
-
-    slope: float
-    grown: float
-    level: float
-    error: float
-
-
-def fit(points: Sequence[tuple[float, float]]) -> Fit:
-    """The least-squares line through points of (seconds, value)."""
-    times, values = zip(*points, strict=True)
-    middle, level = statistics.fmean(times), statistics.fmean(values)
-    spread = sum((time - middle) ** 2 for time in times)
-    slope = sum((time - middle) * (value - level) for time, value in points) / spread if spread else 0.0
-    rest = sum((value - level - slope * (time - middle)) ** 2 for time, value in points)
-    lasted = max(times) - min(times)
-    error = math.sqrt(rest / max(1, len(points) - 2) / spread) * lasted if spread else 0.0
-    return Fit(slope, slope * lasted, level, error)
-
-
-@dataclass(frozen=True)
-class Flat:
-    """What is still flat.
-
-    Attributes:
-        warm: seconds after the start of a process that do not count, since allocators and caches fill.
-        least: seconds that a fit needs.
-        number: growth over the fitted time that is allowed,
-        share: and as a share of the mean, if that is more.
-    """
-
-    warm: float
-    least: float
-    number: float
-    share: float
-
-
 class Growth:
     """Memory and descriptors of each life of a process: flat, by a line through all of its measurements."""
 
-    ALLOWED: Mapping[str, Flat] = {
-        "memory": Flat(120.0, 240.0, 24 << 20, 0.10),
-        # A connection without calls, for example from an address that is gone, is closed after ten minutes only. A
-        # change of address leaves up to four of them at each peer, and in ten minutes there are seven changes or ten.
-        "descriptors": Flat(660.0, 600.0, 24.0, 0.15),
+    ALLOWED: Mapping[str, tuple[float, float, float]] = {
+        "memory": (120.0, 32 << 20, 0.10),
+        # A connection without calls, for example through a proxy that was cut, is closed after ten minutes only.
+        "descriptors": (660.0, 24.0, 0.15),
     }
+    """Seconds after a start that do not count, since allocators and caches fill; growth that is allowed, and as a share
+    of the mean, if that is more."""
+
+    LEAST = 240.0
+    """Seconds of measurements from which something is concluded."""
 
     def __init__(self) -> None:
-        self.fits: dict[str, dict[str, Fit]] = {}
         self._points: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
         self._reported: set[tuple[str, str]] = set()
 
     def note(self, who: str, age: float, values: Mapping[str, float]) -> Iterator[str]:
         """Notes a measurement of one life of a process, `age` seconds after its start."""
         for what, value in values.items():
-            flat, points = self.ALLOWED[what], self._points[who, what]
-            if age < flat.warm:
+            (warm, most, share), points = self.ALLOWED[what], self._points[who, what]
+            if age < warm:
                 continue
             points.append((age, value))
-            if len(points) % 20 or age - points[0][0] < flat.least:
+            lasted = age - points[0][0]
+            if len(points) % 20 or lasted < self.LEAST or (who, what) in self._reported:
                 continue
-            line = fit(points)
-            self.fits.setdefault(who, {})[what] = line
-            if line.grown - 2 * line.error > max(flat.number, flat.share * line.level) and (
-                (who, what) not in self._reported
-            ):
+            ages, measured = zip(*points, strict=True)
+            grown, level = statistics.linear_regression(ages, measured).slope * lasted, statistics.fmean(measured)
+            if grown > max(most, share * level):
                 self._reported.add((who, what))
-                lasted = age - points[0][0]
-                yield f"the {what} of {who} grew by {line.grown:,.0f} in {lasted:.0f} s (mean {line.level:,.0f})"
+                yield f"the {what} of {who} grew by {grown:,.0f} in {lasted:.0f} s (mean {level:,.0f})"

@@ -2,8 +2,8 @@
 
 | part | processes |
 |---|---|
-| `gradients` | 3 peers and a client that train with `GradientAveraging`; one peer and the client are at the far host |
-| `local` | 3 peers, a client and an auxiliary that train with `LocalSGD` and find each other through etcd |
+| `gradients` | 3 peers and a client that train with `GradientAveraging` |
+| `local` | 3 peers, a client and an auxiliary that train with `LocalSGD` |
 | `sites` | 2 sites with FSDP2 of 2 ranks each, with `GradientAveraging` |
 | `weights` | 6 followers of the weights that a peer of `gradients` publishes, in a tree |
 | `rollouts` | a synchronizer, a learner, 2 explorers that are environments of a feed, and the feed |
@@ -11,28 +11,29 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 
 from examples.ports import is_free
-from tests.endurance.actors import HOST_KINDS, Actor, System, ports, python
-from tests.endurance.hosts import Disk, EtcdCluster, Hosts
-from tests.endurance.plan import FaultKind, Target
+from tests.endurance.actors import Actor
+from tests.endurance.plan import GROUP_WAIT, STALL_TIMEOUT
 from tests.endurance.trainer import BATCH, Model
 from tests.support.fault_proxy import FaultProxy
+from tests.support.ports import free_port
 
 PARTS = ("gradients", "local", "sites", "weights", "rollouts")
 
-GROUP_WAIT, STALL_TIMEOUT = 2.0, 5.0
+HOST = "127.0.0.1"
 
-TOKEN = "endurance-0123456789"
-
-Command = Callable[[int], Sequence[tuple[Sequence[str], Mapping[str, str]]]]
+Words = Sequence[tuple[Sequence[str], Mapping[str, str]]]
+"""The arguments and the environment of each process of an actor."""
 
 
 class Roster:
@@ -40,27 +41,19 @@ class Roster:
 
     Args:
         stack: ends the proxies.
-        folder: for certificates and other files.
+        folder: for files.
+        files: certificates and token, by the name of the option.
         only: the parts that run.
         pause: seconds that a training step takes without the averaging.
     """
 
     def __init__(
-        self,
-        stack: ExitStack,
-        folder: Path,
-        hosts: Hosts,
-        disk: Disk,
-        etcd: EtcdCluster | None,
-        files: Mapping[str, Path],
-        only: Collection[str],
-        pause: float,
+        self, stack: ExitStack, folder: Path, files: Mapping[str, Path], only: Collection[str], pause: float
     ) -> None:
-        self._stack, self._folder, self._hosts, self._disk, self._etcd = stack, folder, hosts, disk, etcd
-        self._pause = pause
+        self._stack, self._folder, self._pause = stack, folder, pause
         self._files = {name: str(path) for name, path in files.items()}
         self.actors: list[Actor] = []
-        self.endpoints: dict[str, str] = {}
+        self._endpoints: dict[str, str] = {}
         if "gradients" in only or "weights" in only:
             self._gradients()
         if "local" in only:
@@ -72,11 +65,8 @@ class Roster:
         if "rollouts" in only:
             self._rollouts()
 
-    def _proxies(self, count: int) -> list[FaultProxy]:
-        return [self._stack.enter_context(FaultProxy(host=self._hosts.home)) for _ in range(count)]
-
-    def _add(self, name: str, plane: str, command: Command, **options: Any) -> None:
-        self.actors.append(Actor(name, plane, command, self._hosts, **options))
+    def _proxy(self) -> FaultProxy:
+        return self._stack.enter_context(FaultProxy())
 
     def _averager(self, **options: Any) -> dict[str, Any]:
         return {
@@ -89,219 +79,130 @@ class Roster:
             **options,
         }
 
-    def _peer(self, name: str, run: str, options: Mapping[str, Any], join: Sequence[str], *, far: bool = False) -> None:
-        """A peer that trains in one process; a client if its name ends in `client`."""
-        proxies: list[FaultProxy] = []
-        if name.endswith("client"):
+    def _behind_proxies(self) -> tuple[list[FaultProxy], dict[str, Any]]:
+        """Proxies in front of a peer's port of gRPC and that of direct connections, and its options."""
+        grpc, direct = proxies = [self._proxy(), self._proxy()]
+        return proxies, {
+            "listen": f"{HOST}:{grpc.target}",
+            "advertise": f"{HOST}:{grpc.port}",
+            "direct_listen": f"{HOST}:{direct.target}",
+            "direct_advertise": direct.port,
+        }
+
+    def _peers(self, run: str, names: Sequence[str], options: Mapping[str, Any]) -> None:
+        """Peers that train in one process each; the last one is a client."""
+        for slot, name in enumerate(names):
+            proxies: list[FaultProxy] = []
             where: dict[str, Any] = {"mode": "client"}
-        elif far and self._hosts.far:
-            port, direct = ports(2)
-            address = f"{self._hosts.far_address}:{port}"
-            where = {"listen": address, "direct_listen": f"{self._hosts.far_address}:{direct}"}
-        else:
-            proxies = self._proxies(2)
-            grpc, direct_proxy = proxies
-            address = f"{self._hosts.home}:{grpc.port}"
-            where = {
-                "listen": f"{self._hosts.home}:{grpc.target}",
-                "advertise": address,
-                "direct_listen": f"{self._hosts.home}:{direct_proxy.target}",
-                "direct_advertise": direct_proxy.port,
-            }
-        if not name.endswith("client"):
-            self.endpoints[name] = address
+            if name != names[-1]:
+                proxies, where = self._behind_proxies()
+                self._endpoints[name] = where["advertise"]
+            told = {**options, "run": run, "slot": slot, "slots": len(names), "pause": self._pause}
+            if name == "g0":
+                told["publishes"] = True
+            # The first peer begins the run; when it comes back it joins the others.
+            others = [other for other in names[:-1] if other != name]
+            command = partial(self._peer, told, where, others, begins=name == names[0])
+            self.actors.append(Actor(name, run, command, proxies, slot))
 
-        def command(life: int) -> Sequence[tuple[Sequence[str], Mapping[str, str]]]:
-            others = [self.endpoints[other] for other in join if other != name and other in self.endpoints]
-            averager = {**options["averager"], **where}
-            if "discovery" not in averager:
-                # The first peer begins the run; when it comes back it joins the others.
-                averager["join"] = [] if (life, name) == (1, join[0]) else others
-            return [
-                (python("tests.endurance.trainer", {**options, "run": run, "life": life, "averager": averager}), {})
-            ]
-
-        self._add(name, run, command, proxies=proxies, far=far and bool(self._hosts.far), slot=options["slot"])
+    def _peer(
+        self, told: Mapping[str, Any], where: Mapping[str, Any], others: Sequence[str], life: int, *, begins: bool
+    ) -> Words:
+        join = [] if begins and life == 1 else [self._endpoints[other] for other in others]
+        return [(python("trainer", {**told, "life": life, "averager": self._averager(**where, join=join)}), {})]
 
     def _gradients(self) -> None:
         names = ["g0", "g1", "g2", "g-client"]
-        for slot, name in enumerate(names):
-            options = {
-                "slot": slot,
-                "slots": len(names),
-                "strategy": "gradients",
-                "target": 2 * BATCH * len(names),
-                "publishes": name == "g0",
-                "pause": self._pause,
-                "averager": self._averager(),
-            }
-            self._peer(name, "gradients", options, names[:3], far=name in ("g2", "g-client"))
+        self._peers("gradients", names, {"strategy": "gradients", "target": 2 * BATCH * len(names)})
 
     def _local(self) -> None:
         names = ["l0", "l1", "l2", "l-client"]
-        found = {} if self._etcd is None else {"discovery": self._etcd.url} | self._etcd_files()
-        for slot, name in enumerate(names):
-            receipts = {"receipts": str(self._disk.path / "l0.jsonl")} if name == "l0" else {}
-            options = {
-                "slot": slot,
-                "slots": len(names),
-                "strategy": "local",
-                "pause": self._pause,
-                "averager": self._averager(**found, **receipts),
-            }
-            self._peer(name, "local", options, names[:3])
-        self._auxiliary(found, names)
-
-    def _etcd_files(self) -> dict[str, str]:
-        return {name.replace("tls", "etcd"): path for name, path in self._files.items() if name != "token_file"}
-
-    def _auxiliary(self, found: Mapping[str, str], names: Sequence[str]) -> None:
+        self._peers("local", names, {"strategy": "local"})
         tensors = self._folder / "auxiliary.safetensors"
         save_file({f"{n:05}": part.detach() for n, part in enumerate(Model(len(names)).parameters())}, tensors)
-        proxies = self._proxies(2)
-        grpc, direct = proxies
-        options = {
-            **self._averager(**found),
-            "listen": f"{self._hosts.home}:{grpc.target}",
-            "advertise": f"{self._hosts.home}:{grpc.port}",
-            "direct_listen": f"{self._hosts.home}:{direct.target}",
-            "direct_advertise": direct.port,
-        }
-        if not found:
-            options["join"] = [self.endpoints["l0"], self.endpoints["l1"]]
-        spelled = [
-            text
-            for name, value in options.items()
-            for each in (value if isinstance(value, list) else [value])
-            for text in (f"--{name.replace('_', '-')}", str(each))
-        ]
-        arguments = ("peer", str(tensors), "--run-id", "local", "--mode", "auxiliary", "--serve", "--json", *spelled)
+        proxies, where = self._behind_proxies()
+        options = self._averager(**where, join=[self._endpoints["l0"], self._endpoints["l1"]])
+        arguments = ("peer", str(tensors), "--run-id", "local", "--mode", "auxiliary", "--serve", "--json")
+        self._command("auxiliary", "local", (*arguments, *flags(options)), proxies)
 
-        def command(_: int) -> Sequence[tuple[Sequence[str], Mapping[str, str]]]:
-            return [((sys.executable, "-m", "tests.endurance.hooked", *arguments), {})]
-
-        self._add("auxiliary", "local", command, proxies=proxies)
+    def _command(self, name: str, plane: str, arguments: Sequence[str], proxies: Sequence[FaultProxy]) -> None:
+        """A command of averaging."""
+        words = (sys.executable, "-m", "tests.endurance.hooked", *arguments)
+        self.actors.append(Actor(name, plane, lambda _: [(words, {})], proxies))
 
     def _sites(self) -> None:
         # Of each rank the port of gRPC and that of direct connections, in front of a proxy and behind it.
-        addresses = {site: [self._consecutive() for _ in range(4)] for site in ("s0", "s1")}
-
-        def command_of(site: str, slot: int) -> Command:
-            def command(life: int) -> Sequence[tuple[Sequence[str], Mapping[str, str]]]:
-                home, (advertise, direct_advertise, listen, direct_listen) = self._hosts.home, addresses[site]
-                other = addresses["s1" if site == "s0" else "s0"][0]
-                averager = self._averager(
-                    listen=f"{home}:{listen}",
-                    advertise=f"{home}:{advertise}",
-                    direct_listen=f"{home}:{direct_listen}",
-                    direct_advertise=direct_advertise,
-                    join=[f"{home}:{other}"] if (site, life) != ("s0", 1) else [],
-                )
-                options = {
-                    "slot": slot,
-                    "slots": 2,
-                    "life": life,
-                    "run": "sites",
-                    "strategy": "gradients",
-                    "target": 2 * 2 * BATCH,
-                    "pause": self._pause,
-                    "averager": averager,
-                }
-                (port,) = ports(1)
-                return [
-                    (
-                        python("tests.endurance.trainer", options),
-                        {
-                            "RANK": str(rank),
-                            "LOCAL_RANK": str(rank),
-                            "WORLD_SIZE": "2",
-                            "MASTER_ADDR": "127.0.0.1",
-                            "MASTER_PORT": str(port),
-                        },
-                    )
-                    for rank in range(2)
-                ]
-
-            return command
-
+        addresses = {site: [consecutive() for _ in range(4)] for site in ("s0", "s1")}
         for slot, (site, (advertise, direct_advertise, listen, direct_listen)) in enumerate(addresses.items()):
             proxies = [
-                self._stack.enter_context(FaultProxy(host=self._hosts.home, port=front + rank, target=behind + rank))
+                self._stack.enter_context(FaultProxy(port=front + rank, target=behind + rank))
                 for front, behind in ((advertise, listen), (direct_advertise, direct_listen))
                 for rank in range(2)
             ]
-            self._add(site, "sites", command_of(site, slot), slot=slot, proxies=proxies)
+            where = {
+                "listen": f"{HOST}:{listen}",
+                "advertise": f"{HOST}:{advertise}",
+                "direct_listen": f"{HOST}:{direct_listen}",
+                "direct_advertise": direct_advertise,
+            }
+            self._endpoints[site] = where["advertise"]
+            other = "s1" if site == "s0" else "s0"
+            told = {"slot": slot, "slots": 2, "run": "sites", "strategy": "gradients", "target": 2 * 2 * BATCH}
+            told["pause"] = self._pause
+            command = partial(self._site, told, where, [other], begins=site == "s0")
+            self.actors.append(Actor(site, "sites", command, proxies, slot))
 
-    @staticmethod
-    def _consecutive() -> int:
-        """The first of two free ports that follow each other."""
-        while True:
-            for port in ports(16):
-                if is_free(port + 1):
-                    return port
+    def _site(
+        self, told: Mapping[str, Any], where: Mapping[str, Any], others: Sequence[str], life: int, *, begins: bool
+    ) -> Words:
+        [(words, _)] = self._peer(told, where, others, life, begins=begins)
+        meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": HOST, "MASTER_PORT": str(free_port())}
+        return [(words, {**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
 
     def _followers(self) -> None:
+        options = {"role": "follower", "slots": 4, "join": self._endpoints["g0"], "files": self._files}
         for number in range(6):
-            options = {
-                "slots": 4,
-                "join": [self.endpoints["g0"]],
-                "run_id": "gradients",
-                "listen": f"{self._hosts.home}:0",
-                "stall_timeout": STALL_TIMEOUT,
-                "join_timeout": 60.0,
-                **self._files,
-            }
-
-            def command(
-                _: int, options: Mapping[str, Any] = options
-            ) -> Sequence[tuple[Sequence[str], Mapping[str, str]]]:
-                return [(python("tests.endurance.follower", options), {})]
-
-            self._add(f"f{number}", "weights", command)
+            self._worker(f"f{number}", "weights", options)
 
     def _rollouts(self) -> None:
-        feed, synchronizer = self._proxies(2)
-        home = self._hosts.home
+        feed, synchronizer = self._proxy(), self._proxy()
         common = {
             "files": self._files,
-            "feed": f"https://{home}:{feed.port}",
-            "synchronizer": f"{home}:{synchronizer.port}",
+            "feed": f"https://{HOST}:{feed.port}",
+            "synchronizer": f"{HOST}:{synchronizer.port}",
+            "folder": str(self._folder),
         }
-        flags = [text for name, path in self._files.items() for text in (f"--{name.replace('_', '-')}", path)]
-        store = str(self._disk.path / "feed.sqlite")
-        arguments = ("feed", "--listen", f"{home}:{feed.target}", "--store", store, "--env-timeout", "30", "--json")
-
-        def serve_feed(_: int) -> Sequence[tuple[Sequence[str], Mapping[str, str]]]:
-            return [((sys.executable, "-m", "tests.endurance.hooked", *arguments, *flags), {})]
-
-        self._add("feed", "rollouts", serve_feed, proxies=[feed])
-        folder = self._folder / "synchronizer"
-        folder.mkdir(exist_ok=True)
-        served = {
-            "listen": f"{home}:{synchronizer.target}",
-            "advertise": f"{home}:{synchronizer.port}",
-            "folder": str(folder),
-        }
-        self._add("synchronizer", "rollouts", self._role("synchronizer", common | served), proxies=[synchronizer])
-        self._add("learner", "rollouts", self._role("learner", common | {"folder": str(self._disk.path)}))
+        served = {"listen": f"{HOST}:{synchronizer.target}", "advertise": common["synchronizer"]}
+        store = str(self._folder / "feed.sqlite")
+        arguments = ("feed", "--listen", f"{HOST}:{feed.target}", "--store", store, "--env-timeout", "30", "--json")
+        self._command("feed", "rollouts", (*arguments, *flags(self._files)), [feed])
+        self._worker("synchronizer", "rollouts", {"role": "synchronizer", **common, **served}, [synchronizer])
+        self._worker("learner", "rollouts", {"role": "learner", **common})
         for number in range(2):
-            self._add(f"explorer{number}", "rollouts", self._role("explorer", common, f"explorer{number}", number))
+            self._worker(f"explorer{number}", "rollouts", {"role": "explorer", **common, "slot": number})
 
-    @staticmethod
-    def _role(role: str, options: Mapping[str, Any], name: str = "", slot: int = 0) -> Command:
-        def command(life: int) -> Sequence[tuple[Sequence[str], Mapping[str, str]]]:
-            told = {**options, "role": role, "name": name or role, "slot": slot, "life": life}
-            return [(python("tests.endurance.rollouts", told), {})]
+    def _worker(self, name: str, plane: str, options: Mapping[str, Any], proxies: Sequence[FaultProxy] = ()) -> None:
+        def command(life: int) -> Words:
+            return [(python("workers", {**options, "name": name, "life": life}), {})]
 
-        return command
+        self.actors.append(Actor(name, plane, command, proxies))
 
 
-def targets_of(system: System, omitted: Mapping[str, str]) -> list[Target]:
-    """What faults can hit, without those that cannot be made here."""
-    found = [Target(actor.name, actor.plane, actor.kinds) for actor in system.actors.values()]
-    if any(actor.far for actor in system.actors.values()):
-        found.append(Target(System.FAR, "hosts", HOST_KINDS))
-    found.append(Target(System.DISK, "disk", frozenset({FaultKind.DISK})))
-    if system.etcd is not None:
-        found.append(Target(System.ETCD, "etcd", frozenset({FaultKind.ETCD})))
-    return [Target(one.name, one.plane, one.kinds - set(omitted)) for one in found]
+def python(module: str, options: Mapping[str, Any]) -> tuple[str, ...]:
+    """The command of a worker."""
+    return (sys.executable, "-m", f"tests.endurance.{module}", json.dumps(options))
+
+
+def flags(options: Mapping[str, Any]) -> list[str]:
+    """Options as words of a command line."""
+    return [
+        text
+        for name, value in options.items()
+        for each in (value if isinstance(value, list) else [value])
+        for text in (f"--{name.replace('_', '-')}", str(each))
+    ]
+
+
+def consecutive() -> int:
+    """The first of two free ports that follow each other."""
+    return next(port for port in iter(free_port, None) if is_free(port + 1))

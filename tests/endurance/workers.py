@@ -1,9 +1,10 @@
-"""The processes of reinforcement learning: `python -m tests.endurance.rollouts '{"role": …}'`.
+"""The processes beside those that train: `python -m tests.endurance.workers '{"role": …}'`.
 
+- `follower` follows the published weights: it prints `version` with the digest of the model's bytes;
 - `synchronizer` serves the weights to the explorers;
 - `learner` trains the batches of the feed, each exactly once over all of its lives, and sets the weights after each:
   it prints `batch` with the numbers of its groups, and `version`;
-- `explorer` follows the weights and posts groups: it prints `version`, `post` and `posted` with the number of a group.
+- `explorer` follows the weights and posts groups: it prints `version`, and `posted` with the number of a group.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from tests.endurance import hooked  # isort: skip  # before everything that reads the clock
 
 import asyncio
+import hashlib
 import json
 import os
 import sys
@@ -21,13 +23,13 @@ from typing import Any
 
 import torch
 
-from averaging import TLSFiles
+from averaging import TLSFiles, WeightFollower
 from averaging.errors import AveragingError
 from averaging.rl.feed import BatchFeed, FeedEnvironment, RegisterEnv, Registration, ScoredData
 from averaging.rl.synchronizer import RunningStatus, Synchronizer, SynchronizerConfig
 from averaging.rl.synchronizer.remote import RemoteSynchronizer
 from averaging.rpc import RpcServer, read_credentials
-from tests.endurance.trainer import tell
+from tests.endurance.trainer import Model, tell
 
 PAUSE = 0.5
 GROUP_SIZE, GROUPS = 2, 2
@@ -44,7 +46,9 @@ async def serve(options: dict[str, Any]) -> None:
     """Serves a synchronizer, whose version survives it."""
     files = options["files"]
     credentials = read_credentials(tls=tls_of(files), token_file=files["token_file"])
-    config = SynchronizerConfig(checkpoint_dir=options["folder"], silence_timeout=10.0)
+    folder = Path(options["folder"]) / "synchronizer"
+    folder.mkdir(exist_ok=True)
+    config = SynchronizerConfig(checkpoint_dir=str(folder), silence_timeout=10.0)
     async with (
         Synchronizer(config=config) as synchronizer,
         RpcServer(options["listen"], [synchronizer], advertise=options["advertise"], credentials=credentials),
@@ -63,36 +67,19 @@ async def connected(options: dict[str, Any]) -> AsyncIterator[RemoteSynchronizer
         yield synchronizer
 
 
-def feed_options(options: dict[str, Any]) -> dict[str, Any]:
-    return {**options["files"], "timeout": 10.0, "retry_timeout": 3600.0}
-
-
-class Checkpoint:
-    """The last trained step, in a file that is replaced as a whole."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def read(self) -> int:
-        return int(self._path.read_text()) if self._path.exists() else 0
-
-    def write(self, step: int) -> None:
-        """Writes it.
-
-        Raises:
-            OSError: the disk is full; the file is as it was.
-        """
-        new = self._path.with_suffix(".new")
-        with new.open("w") as file:
-            file.write(str(step))
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(self._path)
+def save(path: Path, step: int) -> None:
+    """Replaces the file of the last trained step as a whole."""
+    new = path.with_suffix(".new")
+    with new.open("w") as file:
+        file.write(str(step))
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
 
 
 async def learn(options: dict[str, Any]) -> None:
     """Trains batch after batch."""
-    checkpoint = Checkpoint(Path(options["folder"]) / "learner")
+    checkpoint = Path(options["folder"]) / "learner"
     registration = Registration(
         wandb_group="endurance",
         wandb_project="endurance",
@@ -100,7 +87,7 @@ async def learn(options: dict[str, Any]) -> None:
         max_token_len=64,
         checkpoint_dir="",
         save_checkpoint_interval=1,
-        starting_step=checkpoint.read(),
+        starting_step=int(checkpoint.read_text()) if checkpoint.exists() else 0,
         num_steps=-1,
     )
     feed = BatchFeed(options["feed"], registration, retry_timeout=3600.0, **options["files"], timeout=10.0)
@@ -109,13 +96,7 @@ async def learn(options: dict[str, Any]) -> None:
     while True:
         batch = await asyncio.to_thread(next, feed)
         tell("batch", step=batch.step, groups=[group["tokens"][0][0] for group in batch.groups])
-        while True:
-            try:
-                checkpoint.write(batch.step)
-                break
-            except OSError as error:
-                tell("failure", message=f"the checkpoint was not written: {error}")
-                await asyncio.sleep(1.0)
+        save(checkpoint, batch.step)
         if steps.full():
             steps.get_nowait()
         steps.put_nowait(batch.step)
@@ -147,8 +128,7 @@ async def explore(options: dict[str, Any]) -> None:
 
 
 async def get_weights(options: dict[str, Any]) -> None:
-    version = 0
-    told = False
+    version, told = 0, False
     while True:
         try:
             async with connected(options) as synchronizer:
@@ -175,12 +155,13 @@ async def post_groups(options: dict[str, Any]) -> None:
         options["feed"],
         RegisterEnv(max_token_length=64, desired_name=options["name"], weight=1.0, group_size=GROUP_SIZE),
         key=options["name"],
-        **feed_options(options),
+        **options["files"],
+        timeout=10.0,
+        retry_timeout=3600.0,
     )
     number = (1000 * options["slot"] + options["life"]) * 100_000
     while True:
         number += 1
-        tell("post", group=number)
         tokens = [[number] * 3 for _ in range(GROUP_SIZE)]
         group = ScoredData(tokens=tokens, masks=tokens, scores=[0.5] * GROUP_SIZE)
         await asyncio.to_thread(environment.post, group, key=str(number))
@@ -188,11 +169,33 @@ async def post_groups(options: dict[str, Any]) -> None:
         await asyncio.sleep(2 * PAUSE)
 
 
+async def follow(options: dict[str, Any]) -> None:
+    """Gets the weights that a peer publishes."""
+    await asyncio.to_thread(follow_weights, options)
+
+
+def follow_weights(options: dict[str, Any]) -> None:
+    model, files = Model(options["slots"]), options["files"]
+    security: dict[str, Any] = {"tls": tls_of(files), "token_file": files["token_file"]}
+    with WeightFollower(model, join=[options["join"]], run_id="gradients", join_timeout=60.0, **security) as weights:
+        tell("ready")
+        while True:
+            try:
+                changed = weights.update(timeout=1.0)
+            except AveragingError as error:
+                tell("failure", message=str(error))
+                continue
+            if changed:
+                found = hashlib.sha256(b"".join(part.detach().numpy().tobytes() for part in model.parameters()))
+                tell("version", version=weights.version, digest=found.hexdigest()[:16])
+
+
 def main() -> None:
     hooked.obey()
     torch.set_num_threads(1)
     options = json.loads(sys.argv[1])
-    asyncio.run({"synchronizer": serve, "learner": learn, "explorer": explore}[options["role"]](options))
+    roles = {"synchronizer": serve, "learner": learn, "explorer": explore, "follower": follow}
+    asyncio.run(roles[options["role"]](options))
 
 
 if __name__ == "__main__":
