@@ -462,8 +462,7 @@ class DiLoCo(LockstepStrategy):
     def _look(self, training: StrategyContext) -> tuple[Others, bool, Due | None]:
         """The other peers, whether this one is behind or may be, and its next round, if it is due."""
         due = self._due(training, self._next_fragment.topic, self.history.phase)
-        # Before a round what was known a step ago does not do: the others may have made it meanwhile, so that this peer
-        # would wait for a group in vain.
+        # The others may have made the round since the last step; then this peer would wait for a group in vain.
         others = self.present_others(training, wait=due is not None)
         if due is not None and self._holds(training, self._next_fragment.topic):
             due = None

@@ -92,7 +92,6 @@ class LockstepStrategy(Strategy):
     # meanwhile, and the step that is put off averages all of it.
 
     def progress(self, training: StrategyContext, computing: float = 0.0) -> Progress:
-        """Also says whether the others should wait for this peer."""
         progress = super().progress(training, computing)
         return progress if self._awaited is None else replace(progress, late=self._awaited)
 

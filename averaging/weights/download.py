@@ -87,7 +87,6 @@ class Downloads:
     """Receives the versions of one publisher.
 
     Args:
-        run_id: the run that is followed.
         dial: opens connections, see `FollowerOptions.dial`.
         stall_timeout: seconds without a message after which a source is left.
         own_endpoint: endpoint of this process, which is never a source.
@@ -180,8 +179,8 @@ class Downloads:
             if source in failed:
                 raise ProtocolViolationError(f"it names {source} again, which failed: {failed[source]}")
             try:
-                await self._receive_from(source, download)
-                failed[source] = "it did not send all pieces"
+                named = await self._receive_from(source, download)
+                failed[source] = f"it names {named[:100]!r} as a source" if named else "it did not send all pieces"
             except (AveragingError, TimeoutError) as error:
                 # The publisher learns it from the next request, and names this source to nobody for some versions.
                 failed[source] = str(error)
@@ -217,9 +216,8 @@ class Downloads:
         first = [publisher.channel] if endpoint == publisher.endpoint else []
         while len(first) + len(lanes) < len(shares):
             lanes.append(self._dial(endpoint, loopback=publisher.is_local))
-        begun, received, pace = clock(), incoming.received, None
-        if not first:
-            pace = SourcePace(self._publisher_rate / SHARED_BY, GRACE_SHARE * self._stall_timeout, begun)
+        begun, received, grace = clock(), incoming.received, GRACE_SHARE * self._stall_timeout
+        pace = None if first else SourcePace(self._publisher_rate / SHARED_BY, grace, begun)
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [
@@ -249,10 +247,8 @@ class Downloads:
                     return ""
                 if pace is not None and not pace.note(sum(len(piece.data) for piece in reply.pieces), clock()):
                     raise TimeoutError(f"it {TOO_SLOW}")
-                if reply.source and pace is None:
-                    return reply.source
                 if reply.source:
-                    raise StateError(f"it names another source for pieces, {reply.source[:100]!r}")
+                    return reply.source
                 for piece in reply.pieces:
                     await self._digest_known(incoming, piece.index)
                     incoming.add(piece.index, piece.coding, piece.data)

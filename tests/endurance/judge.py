@@ -189,18 +189,21 @@ class Judge:
 
     def tick(self, now: float) -> None:
         """Checks what is due, such as the rounds whose members have had time to report."""
-        for ledger in (*self._samples.values(), self._means):
-            self.violations.extend(ledger.settle(now))
+        self.settle(now)
         self.violations.extend(self.recovery.tick(now))
         waiting = self._groups.waiting(now)
         if waiting and waiting[0] > MOST_WAITING and self._last_batch > now - 10 and not self._late_groups:
             self._late_groups = True
             self.violations.append(f"a scored group waits for {waiting[0]:.0f} s although batches are trained")
 
+    def settle(self, now: float) -> None:
+        for samples in self._samples.values():
+            self.violations.extend(samples.settle(now))
+        self.violations.extend(self._means.settle(now))
+
     def end(self) -> None:
         """Checks all that is left."""
-        for ledger in (*self._samples.values(), self._means):
-            self.violations.extend(ledger.settle(math.inf))
+        self.settle(math.inf)
         if self.rounds and not self._counts["lane sealed"]:
             self.violations.append("no part travelled on a direct connection, which TLS seals")
 

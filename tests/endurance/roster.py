@@ -139,7 +139,7 @@ class Roster:
                 for front, behind in ((advertise, listen), (direct_advertise, direct_listen))
                 for rank in range(2)
             ]
-            where = {
+            where: dict[str, Any] = {
                 "listen": f"{HOST}:{listen}",
                 "advertise": f"{HOST}:{advertise}",
                 "direct_listen": f"{HOST}:{direct_listen}",
