@@ -33,7 +33,7 @@ def test_who_says_twice_what_it_has_is_given_all(further: list[tuple[str, str]])
     assert read_resume([*further, HEADER]) is None
 
 
-@pytest.mark.parametrize("members", [2, 3, 10, 4096])
+@pytest.mark.parametrize("members", [2, 3, 4096])
 @pytest.mark.parametrize("names", ["", DIGEST])
 @pytest.mark.parametrize(("joins", "large"), [(False, False), (True, False), (True, True)])
 def test_a_join_request_comes_as_it_was_sent(members: int, names: str, joins: bool, large: bool) -> None:
@@ -45,10 +45,7 @@ def test_nothing_is_said_of_a_size_that_nobody_would_believe() -> None:
     assert of_join(replace(PLAIN, min_group_size=4097)) == of_join(PLAIN) == ()
 
 
-SIZES = [
-    [], ["1"], ["0"], ["-3"], ["4097"], ["99999"], ["03"], ["3 "], ["3.0"], ["1e1"], ["x"], [""], ["\u0663"],
-    ["3", "3"], ["3", "4"], [b"3"], ["3" * 5000],
-]  # fmt: skip
+SIZES = [[], ["1"], ["-3"], ["4097"], ["03"], ["3 "], ["3.0"], [""], ["\u0663"], ["3", "3"], [b"3"], ["3" * 5000]]
 DIGESTS = [[], [DIGEST] * 2, ["0-0123456789abcdef"], ["12-0123456789ABCDEF"], ["12"], [b"x"], ["1" * 5000]]
 FLAGS = [["0"], ["1", "1"], ["2"], ["true"], [b"1"], [""]]
 

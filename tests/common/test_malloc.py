@@ -41,8 +41,3 @@ def test_freed_memory_is_reused_without_page_faults() -> None:
 def test_settings_in_the_environment_take_precedence(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
     assert not keep_freed_memory()
-
-
-def test_other_c_libraries_are_not_configured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.libc_ver", lambda: ("", ""))
-    assert not keep_freed_memory()

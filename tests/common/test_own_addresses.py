@@ -29,18 +29,13 @@ def family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-@pytest.mark.parametrize("host", ["10.0.0.5", "fd00::5", "a.example", "127.0.0.1", "a"])
-def test_an_endpoint_is_own_if_an_interface_has_it(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endpoint_is_own_if_an_interface_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The name of a Debian machine is that of 127.0.1.1 there, and none of its names has its other addresses."""
     own = {"10.0.0.5", "fd00::5", "127.0.0.1", "127.0.1.1"}
-    interfaces(monkeypatch, own, {"a.example": ["10.0.0.5"], "a": ["127.0.1.1"]}, "a")
-    assert is_own(host)
-
-
-@pytest.mark.parametrize("host", ["10.0.0.6", "fd00::6", "b.example", "unknown.example"])
-def test_other_endpoints_are_not(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    interfaces(monkeypatch, {"10.0.0.5", "fd00::5"}, {"b.example": ["10.0.0.6", "fd00::6"]}, "a")
-    assert not is_own(host)
+    names = {"a.example": ["10.0.0.5"], "a": ["127.0.1.1"], "b.example": ["10.0.0.6", "fd00::6"]}
+    interfaces(monkeypatch, own, names, "a")
+    assert all(map(is_own, ("10.0.0.5", "fd00::5", "a.example", "127.0.0.1", "a")))
+    assert not any(map(is_own, ("10.0.0.6", "fd00::6", "b.example", "unknown.example")))
 
 
 def test_where_any_address_can_be_bound_none_is_own_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,11 +54,8 @@ POD = "site-node-0-1", "site-node-0-1.site.default.svc.cluster.local"
         ("site-node-0-1.site", POD, True),
         ("Site-Node-0-1.site.default.svc.", POD, True),
         ("site-node-0-1.site.default.svc.cluster.local", POD, True),
-        ("site-node-0-1.si", POD, False),
         ("site-node-0-10.site", POD, False),
-        ("site-node-0-0.site", POD, False),
         ("site-node-0-1.other", POD, False),
-        ("site-node-0-1.site.other.svc", POD, False),
         ("site-node-0-1.site", (POD[0], POD[0]), False),
         ("site-node-0-1.site", (POD[1], POD[1]), True),
         ("10.0.0.5", POD, False),

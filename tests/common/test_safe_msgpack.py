@@ -8,7 +8,6 @@ import math
 import uuid
 from collections.abc import Callable
 from datetime import UTC, datetime
-from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -93,37 +92,18 @@ class Name(str):
 
 
 KNOWN: list[tuple[object, str]] = [
-    (None, "c0"),
-    (True, "c3"),
-    (False, "c2"),
-    (127, "7f"),
-    (128, "cc80"),
-    (-32, "e0"),
-    (-33, "d0df"),
-    (70_000, "ce00011170"),
-    (2**64 - 1, "cfffffffffffffffff"),
-    (-(2**63), "d38000000000000000"),
-    (1.0, "cb3ff0000000000000"),
     (-0.0, "cb8000000000000000"),
     (math.inf, "cb7ff0000000000000"),
     (math.nan, "cb7ff8000000000000"),
     (np.float64(0.5), "cb3fe0000000000000"),
     (Level.HIGH, "cd012c"),
-    ("ä", "a2c3a4"),
     (Name("ab"), "a26162"),
     ({Name("k"): Level.HIGH}, "81a16bcd012c"),
-    ("x" * 32, "d920" + "78" * 32),
-    (b"", "c400"),
     (bytearray(b"ab"), "c4026162"),
     (memoryview(b"ab"), "c4026162"),
-    (b"x" * 256, "c50100" + "78" * 256),
     ([1, (2, [])], "9201920290"),
     (torch.Size([2, 3]), "920203"),
-    ([0] * 16, "dc0010" + "00" * 16),
     ({"b": 1, "a": b"\x00"}, "82a16201a161c40100"),
-    ({1: None, b"k": [True]}, "8201c0c4016b91c3"),
-    ({str(n): n for n in range(16)}, "de0010" + "".join(f"{pack(str(n)).hex()}{n:02x}" for n in range(16))),
-    (Ext(0x40, b"ab"), "d5406162"),
     (Ext(5, b"abc"), "c70305616263"),
     (datetime.fromtimestamp(1, UTC), "d6ff00000001"),
     (datetime.fromtimestamp(1.5, UTC), "d7ff7735940000000001"),
@@ -137,21 +117,17 @@ def test_known_values_have_known_bytes(value: object, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "place", [lambda item: item, lambda item: [{"k": (item,)}], lambda item: {"k": item}], ids=["bare", "deep", "value"]
-)
-@pytest.mark.parametrize(
     "value",
-    [{1}, frozenset("a"), 1j, object(), torch.zeros(1), np.int64(1), np.zeros(2), uuid.UUID(int=1), decimal.Decimal(1),
-     datetime(2026, 1, 1), datetime(2026, 1, 1).date(), Plain.A, Fraction(1), range(3)],
+    [{1}, frozenset("a"), 1j, object(), torch.zeros(1), np.int64(1), uuid.UUID(int=1), decimal.Decimal(1),
+     datetime(2026, 1, 1), Plain.A, range(3)],
     ids=lambda item: type(item).__name__,
 )  # fmt: skip
-def test_what_msgpack_has_no_form_for_is_refused_as_by_the_reference(
-    value: object, place: Callable[[object], object]
-) -> None:
-    with pytest.raises(TypeError):
-        msgpack.packb(place(value))
-    with pytest.raises(TypeError, match="can not serialize '"):
-        pack_user(place(value))
+def test_what_msgpack_has_no_form_for_is_refused_as_by_the_reference(value: object) -> None:
+    for place in (value, [{"k": (value,)}]):
+        with pytest.raises(TypeError):
+            msgpack.packb(place)
+        with pytest.raises(TypeError, match="can not serialize '"):
+            pack_user(place)
 
 
 def test_values_that_contain_themselves_and_text_with_surrogates_are_refused() -> None:

@@ -18,7 +18,7 @@ from averaging.config import NonFinite, PeerConfig
 from averaging.errors import ConfigError, TensorError
 from averaging.peer.topics import Adopt, make_topic
 from averaging.protocol.group import Aggregation, AggregationKind, Mode, ReplyForm, parse_aggregation
-from averaging.protocol.messages import CompressionType, MeanOver, TopK, parse_compression
+from averaging.protocol.messages import CompressionType, MeanOver, TopK
 from averaging.tensors import AVERAGED_DTYPES
 from averaging.tensors.schema import Schema, TensorSpec, describe, first_difference
 from averaging.tensors.shared_tensors import SharedTensors
@@ -127,10 +127,6 @@ def test_an_aggregation_survives_a_round_trip_through_text(text: str) -> None:
     assert str(parse_aggregation(text)) == text
 
 
-def test_the_mean_is_the_default() -> None:
-    assert parse_aggregation("mean") == Aggregation()  # also for the hash of the schema
-
-
 @pytest.mark.parametrize(
     "text", ["", "sum", "mean:1", "median:", "trimmed", "trimmed:0", "trimmed:1.5", "trimmed:nan", "clip", "clip:0",
              "clip:inf", "clip:-1", "clip:x", "trimmed:1e300"]
@@ -158,24 +154,18 @@ def test_a_sparse_tensor_is_refused() -> None:
     [
         {"run_id": ""},
         {"run_id": "a.b"},
-        {"run_id": "a\nb"},
         {"join": "h:1"},
         {"join": ["h:0"]},
-        {"join": ["h"]},
         {"listen": "h"},
-        {"listen": "h:99999"},
         {"advertise": "a b:1"},
         {"group_size": 1},
-        {"min_group_size": 1},
         {"group_size": 3, "min_group_size": 4},
         {"group_bits": "012"},
         {"group_wait": 0},
-        {"group_wait": 3600},
         {"round_timeout": float("nan")},
         {"stall_timeout": float("inf")},
         {"bandwidth": 0.0},
         {"part_size_bytes": 10},
-        {"run_id": "é" * 65},
         {"group_bits": "0" * 65},
     ],
 )
@@ -189,36 +179,20 @@ def test_invalid_options_are_refused(options: dict[str, Any]) -> None:
     [
         {"run_id": 5},
         {"listen": None},
-        {"listen": ("127.0.0.1", 0)},
         {"join": None},
-        {"join": [("127.0.0.1", 4222)]},
         {"join": (seed for seed in ["127.0.0.1:4222"])},
         {"round_timeout": "60"},
-        {"group_wait": None},
         {"group_size": "4"},
-        {"group_size": 2.5},
         {"group_size": float("nan")},
-        {"min_group_size": None},
         {"part_size_bytes": 1.5e6},
         {"group_bits": 0},
-        {"bandwidth": "1e6"},
-        {"aggregation": None},
         {"receipts": 5},
         {"insecure": "no"},
-        {"share_state": "false"},
-        {"in_place": None},
     ],
 )
 def test_an_option_of_another_type_is_refused_by_name(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"^{next(iter(options))} must be "):
         PeerConfig(**{"run_id": "run", **options})
-
-
-def test_with_default_options_a_part_arrives_in_time_over_links_of_ten_megabits() -> None:
-    config = PeerConfig(run_id="run")
-    sharing = 2 * (config.group_size - 1)  # per direction: one part to or from each other member, in both roles
-    seconds = sharing * config.part_size_bytes * 8 / 10e6
-    assert 2 * seconds < config.stall_timeout  # with room for unequal shares of the link
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf"), "1", None, pytest.param(10**400, id="huge")])
@@ -250,11 +224,6 @@ def test_a_client_has_a_name_but_no_address() -> None:
     assert not is_endpoint("client::\x1b[2J")
     assert is_endpoint("client::1234")
     assert not is_endpoint("h:0")
-
-
-def test_a_name_has_at_most_256_characters() -> None:
-    assert is_endpoint(f"client::{'x' * 248}")
-    assert not is_endpoint(f"client::{'x' * 249}")
 
 
 @pytest.mark.parametrize(
@@ -303,17 +272,3 @@ def test_deltas_need_no_error_feedback() -> None:
     config, tensors = PeerConfig(run_id="run", reply_form=ReplyForm.DELTA), SharedTensors([torch.ones(2)])
     kept = {how: make_topic(config, tensors, adopt=how, error_feedback=True).feedback is not None for how in Adopt}
     assert kept == {Adopt.AVERAGE: False, Adopt.WHOLE: True, Adopt.CHANGE: False}
-
-
-def test_compressions_have_short_names() -> None:
-    assert parse_compression("FP16") is CompressionType.FLOAT16
-    assert parse_compression("bf16") is CompressionType.BFLOAT16
-    assert parse_compression("Int8") is CompressionType.BLOCKWISE_INT8
-    with pytest.raises(ConfigError, match=r"none, .*uniform_8bit.*fp16, bf16, int8, top_k, not 'zip'"):
-        parse_compression("zip")
-
-
-def test_a_run_is_closed_by_certificates_or_tokens() -> None:
-    assert not PeerConfig(run_id="run").is_closed
-    assert PeerConfig(run_id="run", token_file="token").is_closed
-    assert PeerConfig(run_id="run", tls_ca="ca", tls_cert="cert", tls_key="key").is_closed

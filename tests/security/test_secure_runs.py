@@ -16,8 +16,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from averaging import DecentralizedAverager, LocalSGD
-from averaging.errors import JoinError
 from tests.support.processes import DEADLINE, JsonProcess, averaging_command, averaging_process
 
 ROOT = Path(__file__).parents[2]
@@ -153,51 +151,3 @@ def test_three_processes_average_and_strangers_get_nothing(directory: Path, star
     assert [process.stderr for process in others] == ["", ""]
     for name in "ac":
         assert load_file(directory / f"{name}-mean.safetensors")["w"].tolist() == [2.0] * 1000
-
-
-def grpcurl(endpoint: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    *options, method = arguments
-    command = [GRPCURL, "-connect-timeout", "3", *options, endpoint, method]
-    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
-
-
-def test_grpcurl_needs_what_peers_need(directory: Path, start: Start) -> None:
-    served = start("peer", "a.safetensors", "--run-id", "demo", "--serve", *files_of("a"))
-    endpoint = served.expect("ready")["endpoint"]
-    tls = ("-cacert", "ca/ca.pem", "-cert", "ca/b.pem", "-key", "ca/b.key")
-    token = ("-H", f"authorization: Bearer {(directory / 'token').read_text().strip()}")
-    status, join = "averaging.status.v1.Status/GetStatus", "DecentralizedAveraging/rpc_join_group"
-    assert '"run_id": "demo"' in grpcurl(endpoint, *tls, *token, status).stdout
-    refused = grpcurl(endpoint, *tls, join)
-    assert refused.returncode != 0
-    assert "code = Unauthenticated" in refused.stderr
-    assert "this run requires a token, and none was sent" in refused.stderr
-    assert "PROTOCOL_VIOLATION" in grpcurl(endpoint, *tls, *token, join).stdout
-    for less in (("-plaintext",), ("-insecure",), ("-cacert", "ca/ca.pem")):
-        assert grpcurl(endpoint, *less, *token, status).returncode != 0
-    claim = ("-d", '{"endpoint": "127.0.0.1:9", "schema_hash": "AAAA"}')
-    assert "its certificate is for no host" in grpcurl(endpoint, *tls, *token, *claim, join).stderr
-
-
-def test_averagers_take_the_same_options(directory: Path) -> None:
-    def averager(name: str, join: list[str], **options: object) -> DecentralizedAverager:
-        model = torch.nn.Linear(2, 1)
-        return DecentralizedAverager(
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            model=model,
-            run_id="demo",
-            join=join,
-            strategy=LocalSGD(sync_every=1),
-            join_timeout=1.0,
-            tls_ca="ca/ca.pem",
-            tls_cert=f"ca/{name}.pem",
-            tls_key=Path(f"ca/{name}.key"),
-            **options,  # type: ignore[arg-type]
-        )
-
-    assert averaging_command("ca", "issue", "c", "--host", "127.0.0.1").returncode == 0
-    with averager("a", [], token_file="token") as first:
-        with pytest.raises(JoinError, match="give token_file"):
-            averager("c", [first.endpoint])
-        with averager("c", [first.endpoint], token_file="token") as other:
-            assert other.wait_for_peers(2, DEADLINE)

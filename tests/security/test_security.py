@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -194,7 +194,7 @@ async def test_a_listener_at_a_host_that_is_not_its_own_is_not_believed() -> Non
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("endpoint", ["127.0.0.1:4222", "a.example.org:4222", "[::1]:4222", "c.b.example.org:1"])
+@pytest.mark.parametrize("endpoint", ["127.0.0.1:4222", "c.b.example.org:1"])
 async def test_nobody_uses_the_endpoint_of_another(endpoint: str) -> None:
     service, gossip = FakePeer(), FakeGossip()
     claims: list[Call] = [
@@ -349,7 +349,7 @@ async def test_every_method_needs_a_token(path: str, encrypted: bool) -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", ["join_group", "get_status"])
 async def test_the_caller_is_informed_what_to_give(name: str) -> None:
     service, gossip = FakePeer(), FakeGossip()
     async with serving(service, gossip, credentials=Credentials(tokens=(TOKEN,))) as (_, endpoint):
@@ -387,7 +387,7 @@ async def test_the_callee_logs_who_has_no_token_or_a_wrong_one(
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("name", sorted(CALLS.keys() - {"get_status", "get_schema"}))  # who only looks may
+@pytest.mark.parametrize("name", ["aggregate_part", "push"])  # who only looks may
 async def test_a_token_at_the_caller_only_is_refused_and_both_are_told(
     caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
@@ -403,25 +403,18 @@ async def test_a_token_at_the_caller_only_is_refused_and_both_are_told(
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("name", ["join_group", "aggregate_part", "exchange"])
 async def test_the_callee_logs_who_calls_itself_by_the_endpoint_of_another(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     foreign = "127.0.0.1:4222"
-    calls: dict[str, Call] = {
-        "join_group": lambda caller, peer: one(caller.join_group(peer, replace(REQUEST, endpoint=foreign))),
-        "aggregate_part": lambda caller, peer: one(
-            caller.aggregate_part(peer, sent(replace(part(0), endpoint=foreign)))
-        ),
-        "exchange": lambda caller, peer: one(caller.exchange(peer, replace(DIGEST, endpoint=foreign))),
-    }
     async with (
         Peer({"w": torch.zeros(3)}, run_id="run", **write(tmp_path, *HERE)) as peer,  # type: ignore[arg-type]
         client(credentials=secure("b.example.org")) as caller,
     ):
-        for _ in range(3):
-            with suppress(CallRefusedError):  # in a round the refusal is a message
-                await calls[name](caller, peer.endpoint)
+        # In a round the refusal is a message.
+        await one(caller.aggregate_part(peer.endpoint, sent(replace(part(0), endpoint=foreign))))
+        with pytest.raises(CallRefusedError):
+            await one(caller.join_group(peer.endpoint, replace(REQUEST, endpoint=foreign)))
     told = f"it calls itself {foreign}, but its certificate is for b.example.org"
     assert refused(caplog) == [f"refused a call from 127.0.0.1: {told}"]
 
@@ -461,21 +454,11 @@ async def test_tokens_are_changed_one_peer_after_the_other() -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("path", INSPECTION)
-@pytest.mark.parametrize(
-    ("tokens", "without"), [((TOKEN,), "UNAUTHENTICATED"), ((), "served")], ids=["with a token", "without"]
-)
-async def test_who_may_look_into_a_peer(path: str, tokens: tuple[str, ...], without: str) -> None:
-    credentials = Credentials(tokens=tokens)
-    async with (
-        serving(FakePeer(), FakeGossip(), credentials=credentials) as (_, endpoint),
-        grpc.aio.insecure_channel(endpoint) as channel,
-    ):
-        for metadata, expected in (((), without), (call_metadata([TOKEN]), "served")):
-            code = await status_of(channel, path, metadata)
-            assert ("served" if code is grpc.StatusCode.OK else code.name) == expected
-        held = await status_of(channel, methods.EXCHANGE.path)
-        assert held is (grpc.StatusCode.UNAUTHENTICATED if tokens else grpc.StatusCode.OK), "others do not change"
+async def test_without_tokens_everybody_may_look_into_a_peer() -> None:
+    async with serving(FakePeer(), FakeGossip()) as (_, endpoint), grpc.aio.insecure_channel(endpoint) as channel:
+        for path in INSPECTION:
+            for metadata in ((), call_metadata([TOKEN])):
+                assert await status_of(channel, path, metadata) is grpc.StatusCode.OK
 
 
 # Listening and dialling

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
-from contextlib import AsyncExitStack, closing
-from dataclasses import replace
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from grpc.experimental import session_cache
 
-from averaging import Outcome, Peer
+from averaging import Peer
 from averaging.discovery.gossip.identity import Author, CertifiedIdentity
 from averaging.discovery.gossip.record import RecordLimits
 from averaging.errors import JoinError, PeerUnreachableError
@@ -26,9 +24,8 @@ from averaging.security.ca import issue
 from averaging.security.credentials import Credentials, Tls
 from averaging.transport.grpc import authentication, methods
 from tests.support.certificates import HERE, NOW, TOKEN, certificate, secure, tls, write
-from tests.support.grpc_fakes import REQUEST, FakePeer, client, serving
+from tests.support.grpc_fakes import FakePeer, client, serving
 from tests.support.listening import listening
-from tests.support.peers import average, swarm
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
@@ -169,34 +166,3 @@ async def test_a_member_is_no_authority() -> None:
         author = Author("run", CertifiedIdentity(written, lambda: now), RecordLimits())
         record = author.write("run.0b", "127.0.0.1:1", b"\xc3", now + 60, now, None)
         assert CertifiedIdentity(tls(*HERE), lambda: now).verify("run", record) is believed
-
-
-@pytest.mark.asyncio
-async def test_members_average_while_others_knock_with_bad_certificates(tmp_path: Path) -> None:
-    bad = [secure(*HERE, age=2), secure(*HERE, age=-1), secure(*HERE, of="foreign"), Credentials()]
-    bad.append(Credentials(tls=chain_of_a_member()))
-    refused: Counter[int] = Counter()
-
-    async def knock(number: int, endpoints: list[str]) -> None:
-        while True:
-            for endpoint in endpoints:
-                async with client(credentials=bad[number]) as caller:
-                    with pytest.raises(PeerUnreachableError):
-                        await anext(caller.join_group(endpoint, replace(REQUEST, endpoint="127.0.0.1:1")))
-                refused[number] += 1
-
-    async with AsyncExitStack() as stack:
-        tensors = [{"w": torch.full((1000,), float(number))} for number in range(2)]
-        peers = await swarm(stack, tensors, group_wait=3000.0, round_timeout=6000.0, **write(tmp_path, *HERE))
-        knocking = [asyncio.create_task(knock(number, [p.endpoint for p in peers])) for number in range(len(bad))]
-        for _ in range(5):
-            for receipt in await average(*peers):
-                assert receipt.outcome is Outcome.AVERAGED
-                assert len(receipt.members) == 2
-        while len(refused) < len(bad):
-            await asyncio.wait(knocking, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
-            assert not any(task.done() for task in knocking)
-        for task in knocking:
-            task.cancel()
-        await asyncio.gather(*knocking, return_exceptions=True)
-        assert {name for peer in peers for name in peer.discovery.endpoints()} == {peer.endpoint for peer in peers}

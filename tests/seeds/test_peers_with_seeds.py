@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from typing import Any
@@ -126,17 +125,6 @@ async def test_a_client_waits_for_a_peer_although_its_source_names_none(tmp_path
     with pytest.raises(JoinError, match="is empty"):
         async with Peer(tensors(), run_id="run", mode="client", join=[f"file:{path}"], join_timeout=0.5):
             pass
-
-
-@pytest.mark.asyncio
-async def test_what_was_found_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "seeds"
-    caplog.set_level(logging.INFO, "averaging.seeds")
-    async with AsyncExitStack() as stack:
-        founder = await enter(stack, tensors())
-        path.write_text(founder.endpoint)
-        await enter(stack, tensors(), join=[f"file:{path}"])
-        assert f"file:{path} has 1 peer: {founder.endpoint}" in caplog.messages
 
 
 @pytest.mark.asyncio

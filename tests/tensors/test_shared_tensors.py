@@ -119,13 +119,6 @@ def test_tied_tensors_are_written_once(how: Write, expected: list[float]) -> Non
     assert tensor.tolist() == expected
 
 
-def test_tied_tensors_with_gaps_are_written_once() -> None:
-    whole = torch.zeros(4, 4)
-    shared = SharedTensors([whole[:, ::2], whole[:, ::2]])
-    shared.write([(0, 0, torch.ones(8)), (1, 0, torch.ones(8))], Write.ADD)
-    assert whole.sum() == 8
-
-
 def test_writes_to_different_pieces_of_tied_tensors_are_all_kept() -> None:
     tensor = torch.arange(4.0)
     SharedTensors([tensor, tensor]).write([(0, 0, torch.ones(2)), (1, 2, torch.ones(2))], Write.ADD)
@@ -166,8 +159,8 @@ def collections(action: Callable[[], object]) -> int:
 
 def test_the_collector_does_not_run_because_there_are_many_small_tensors() -> None:
     """It walks all objects of the process if it runs often."""
-    tensors = SharedTensors([torch.zeros(3) for _ in range(20_000)])
-    part, values = Part(tuple(Slice(number, 0, 3) for number in range(20_000))), torch.arange(60_000.0)
+    tensors = SharedTensors([torch.zeros(3) for _ in range(5_000)])
+    part, values = Part(tuple(Slice(number, 0, 3) for number in range(5_000))), torch.arange(15_000.0)
     form = forms_of(describe(tensors.names[:1], tensors.tensors[:1], part_size_bytes=1 << 20))[0]
     changes = ((piece.tensor, piece.start, elements) for piece, elements in part.divide(values))
     assert collections(lambda: tensors.write(changes)) <= 2

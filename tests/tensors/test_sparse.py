@@ -30,7 +30,7 @@ from tests.tensors.test_compression import torch_by_default
 
 SHAPES = [
     (), (0,), (1,), (100,), (4096,), (4097,), (9000,), (0, 5), (5, 0), (1, 1), (64, 64), (128, 192), (3, 200), (200, 3),
-    (65, 64), (64, 65), (130, 150), (70, 5, 7), (2, 3, 4, 5), (3, 0, 2),
+    (65, 64), (64, 65), (130, 90), (70, 5, 7), (2, 3, 4, 5), (3, 0, 2),
 ]  # fmt: skip
 
 
@@ -96,7 +96,7 @@ def test_parts_hold_whole_blocks_of_one_size(shape: tuple[int, ...], most: int) 
 # --- contributions --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("density", "bits"), [(1 / 64, 2), (1 / 7, 4), (1.0, 8), (1e-9, 4), (0.9, 2), (1 / 64, 8)])
+@pytest.mark.parametrize(("density", "bits"), [(1 / 64, 2), (1 / 7, 4), (1.0, 8), (1e-9, 4)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_bytes_are_those_of_the_reference(shape: tuple[int, ...], density: float, bits: int) -> None:
     values, top_k = numbers(shape, seed=3), TopK(density, bits)

@@ -110,7 +110,7 @@ def test_huge_values_stay_finite() -> None:
 
 @pytest.mark.parametrize("alike", [0.0, 0.9])
 @pytest.mark.parametrize(("blocks", "size"), [(1, 4096), (4, 4096), (3, 64 * 30), (5, 64)])
-@pytest.mark.parametrize("members", [1, 2, 3, 8, 32])
+@pytest.mark.parametrize("members", [1, 3, 32])
 def test_every_form_is_decoded_as_its_sender_says(members: int, blocks: int, size: int, alike: float) -> None:
     for top_k in (TopK(1 / 64, 2), TopK(1 / 16, 8, MeanOver.ALL)):
         given = contributions(members, blocks, size, top_k, alike=alike)
