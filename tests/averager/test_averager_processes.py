@@ -428,7 +428,7 @@ def test_after_a_failed_start_model_and_optimizer_are_as_they_were(make: Make) -
 
 
 def worker(way: str) -> JsonProcess:
-    return JsonProcess("python", "-W", "error", "-m", "tests.support.averager_worker", way)
+    return JsonProcess("python", "-W", "error", "-m", "tests.averager.worker", way)
 
 
 def test_an_interrupt_in_a_round_leaves_the_run_in_order() -> None:

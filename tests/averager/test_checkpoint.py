@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.checkpoint_rank import FURTHER, SAVED
+from tests.averager.checkpoint_rank import FURTHER, SAVED
 
 ROOT = Path(__file__).parents[2]
 
 
 def run(directory: Path, action: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [sys.executable, *launch, "-m", "tests.support.checkpoint_rank", str(directory), action]
+    command = [sys.executable, *launch, "-m", "tests.averager.checkpoint_rank", str(directory), action]
     env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT, env=env)
 

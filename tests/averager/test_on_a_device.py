@@ -9,9 +9,9 @@ import torch
 
 from averaging import DiLoCo
 from averaging.weights.snapshot import begin_copy, seal
-from tests.support.device_runs import CODES, STRATEGIES, trained
-from tests.support.device_states import check_committed_states
-from tests.support.separate_device import moved, separate_device, to_separate
+from tests.gpu.device_runs import CODES, STRATEGIES, trained
+from tests.gpu.device_states import check_committed_states
+from tests.gpu.separate_device import moved, separate_device, to_separate
 from tests.support.training import Run, model_of
 
 EVERYDAY = ["gradients", "local, overlap", "diloco, fragments"]

@@ -14,8 +14,8 @@ from tests.support.selection import rest_is_long
 
 
 def start(stack: ExitStack, **options: Any) -> JsonProcess:
-    arguments = json.dumps({"peers": 3, **options})
-    return stack.enter_context(JsonProcess("python", "-m", "tests.support.leaving_worker", arguments))
+    arguments = json.dumps({"way": "until ended", "every": 2, "peers": 3, "patient": True, **options})
+    return stack.enter_context(JsonProcess("python", "-m", "tests.support.trainer", arguments))
 
 
 def three(stack: ExitStack, strategy: str, **of_the_last: Any) -> list[JsonProcess]:
@@ -93,7 +93,7 @@ def test_a_peer_that_is_asked_to_leave_costs_the_others_nothing(strategy: str) -
 def test_a_peer_leaves_on_the_signals_that_its_user_chose(name: str) -> None:
     with ExitStack() as stack:
         chosen = ["SIGTERM", "SIGHUP", "SIGUSR1"]
-        *survivors, ended = three(stack, "local", leave_on=chosen)
+        *survivors, ended = three(stack, "local", options={"leave_on": chosen})
         ended.signal(signal.Signals[name])
         assert ended.wait() == -signal.Signals[name]
         go_on(survivors)
@@ -103,7 +103,7 @@ def test_a_peer_leaves_on_the_signals_that_its_user_chose(name: str) -> None:
 @pytest.mark.long
 def test_leaving_on_sigterm_can_be_switched_off() -> None:
     with ExitStack() as stack:
-        peers = three(stack, "local", leave_on=[])
+        peers = three(stack, "local", options={"leave_on": []})
         peers[2].signal(signal.SIGTERM)
         assert peers[2].wait() == -signal.SIGTERM
         assert "has left" not in peers[2].stderr

@@ -15,7 +15,7 @@ from playwright.async_api import Browser, ConsoleMessage, Page, async_playwright
 
 from averaging.dashboard import CurvePoint, DashboardServer
 from averaging.receipts import Outcome
-from tests.support.dashboards import ENDPOINTS, NOW, FakeRun, peer, receipt, view
+from tests.dashboard.dashboards import ENDPOINTS, NOW, FakeRun, peer, receipt, view
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio]
 

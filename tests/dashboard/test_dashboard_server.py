@@ -17,9 +17,9 @@ import pytest
 from averaging.dashboard import CurvePoint, DashboardServer
 from averaging.dashboard import server as server_module
 from averaging.errors import ConfigError, ListenError
+from tests.dashboard.dashboards import ENDPOINTS, NOW, FakeRun, peer, receipt, view
 from tests.support import certificates
 from tests.support.certificates import TOKEN
-from tests.support.dashboards import ENDPOINTS, NOW, FakeRun, peer, receipt, view
 from tests.support.processes import DEADLINE
 
 SECRET = "a-password-0123456789"

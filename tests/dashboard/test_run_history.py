@@ -12,7 +12,7 @@ import pytest
 from averaging.dashboard import CurvePoint, RunHistory
 from averaging.dashboard import history as history_module
 from averaging.receipts import Account, Outcome
-from tests.support.dashboards import ENDPOINTS, NOW, receipt
+from tests.dashboard.dashboards import ENDPOINTS, NOW, receipt
 
 
 def filled(*receipts: Any) -> RunHistory:

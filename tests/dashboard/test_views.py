@@ -18,7 +18,7 @@ from averaging import Peer
 from averaging.dashboard import RECEIPTS, RunHistory, views_of
 from averaging.monitor import Collector, PeerView, RunSnapshot, snapshot_json
 from averaging.receipts import Account, TrainingProgress, WeightReader
-from tests.support.dashboards import ENDPOINTS, NOW, receipt
+from tests.dashboard.dashboards import ENDPOINTS, NOW, receipt
 from tests.support.grpc_fakes import STATUS
 from tests.support.processes import DEADLINE
 

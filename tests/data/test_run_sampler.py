@@ -20,7 +20,7 @@ from averaging.common import pack
 from averaging.data import RunSampler
 from averaging.data.dealing import MAX_BLOCKS
 from averaging.errors import AveragingError, ConfigError, StateError
-from tests.support.data_worker import Numbers
+from tests.data.data_worker import Numbers
 from tests.support.ports import free_address
 from tests.support.processes import JsonProcess
 from tests.support.training import model_of
@@ -36,7 +36,7 @@ def stack() -> Iterator[ExitStack]:
 
 def worker(stack: ExitStack, **options: Any) -> JsonProcess:
     given = {"length": LENGTH, "batch": BATCH, "block": BLOCK, "epochs": 1, "seconds": 0.02} | options
-    process = stack.enter_context(JsonProcess("python", "-m", "tests.support.data_worker", json.dumps(given)))
+    process = stack.enter_context(JsonProcess("python", "-m", "tests.data.data_worker", json.dumps(given)))
     process.expect("imported")
     return process
 

@@ -26,8 +26,8 @@ from averaging.rpc import RpcChannel, RpcMethod
 from averaging.security.ca import issue, make_authority
 from averaging.seeds.etcd import EtcdSeeds
 from averaging.tensors import Schema, describe
+from tests.doctor.doctors import about, examined, wrong
 from tests.support.certificates import NOW, authority, stored, write
-from tests.support.doctors import about, examined, wrong
 from tests.support.ports import free_address, free_port
 from tests.transport.test_proxies import NAME, connecting
 

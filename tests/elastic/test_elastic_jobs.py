@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.elastic_jobs import PATIENCE, Job, Node
+from tests.elastic.jobs import PATIENCE, Job, Node
 from tests.support.ports import free_address
 from tests.support.processes import JsonProcess, averaging_process
 

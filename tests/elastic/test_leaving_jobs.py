@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from tests.support.elastic_jobs import PATIENCE
+from tests.elastic.jobs import PATIENCE
 from tests.support.processes import JsonProcess, averaging_command
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
@@ -16,9 +16,10 @@ SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
 def job() -> JsonProcess:
-    options = json.dumps({"strategy": "local", "peers": 1, "leave_on": ["SIGTERM", "SIGUSR1"]})
+    trains = {"strategy": "local", "way": "until ended", "every": 2, "peers": 1, "patient": True}
+    options = json.dumps({**trains, "options": {"leave_on": ["SIGTERM", "SIGUSR1"]}})
     torchrun = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--max-restarts=3")
-    return JsonProcess(*torchrun, SIGNALS, "-m", "tests.support.leaving_worker", options)
+    return JsonProcess(*torchrun, SIGNALS, "-m", "tests.support.trainer", options)
 
 
 def test_a_worker_that_is_asked_to_leave_is_not_started_again() -> None:

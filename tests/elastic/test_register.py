@@ -10,7 +10,7 @@ import pytest
 from averaging.elastic import register as limits
 from averaging.elastic.register import MemoryRegister, RegisterEntry, SwapResult
 from averaging.errors import BusyError, PeerUnreachableError, ProtocolViolationError
-from tests.support.linearizability import Operation, Recorder, is_linearizable
+from tests.elastic.linearizability import Operation, Recorder, is_linearizable
 
 
 class Lossy:

@@ -11,9 +11,9 @@ import pytest
 from averaging.elastic.register import MAX_VALUE_BYTES, GrpcRegister, Register, RegisterService
 from averaging.errors import CallRefusedError
 from averaging.rpc import RpcChannel, RpcServer, read_credentials
+from tests.elastic.linearizability import Recorder, is_linearizable, periodic_faults
 from tests.support.certificates import TOKEN
 from tests.support.fault_proxy import FaultProxy
-from tests.support.linearizability import Recorder, is_linearizable, periodic_faults
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 

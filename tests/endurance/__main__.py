@@ -215,7 +215,7 @@ def perform(given: argparse.Namespace) -> int:
         token.touch(mode=0o600)
         token.write_text("endurance-0123456789")
         files = write(folder / "certificates", "127.0.0.1", "localhost") | {"token_file": token}
-        actors = Roster(stack, folder, files, given.only, given.pause).actors
+        actors = Roster(stack, folder, files, given.only).actors
         for actor in actors:
             stack.callback(actor.close)
         targets = [Target(actor.name, actor.plane, actor.kinds) for actor in actors]
@@ -254,7 +254,6 @@ def main() -> int:
     parser.add_argument("--every", type=positive, default=6.0, help="mean seconds between two faults (default: 6)")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="run these parts alone")
     parser.add_argument("--log", metavar="FILE", help="the log (default: runs/endurance/seed-SEED.jsonl)")
-    parser.add_argument("--pause", type=positive, default=0.4, help="seconds of a training step (default: 0.4)")
     try:
         return perform(parser.parse_args())
     except KeyboardInterrupt:

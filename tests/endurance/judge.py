@@ -189,23 +189,23 @@ class Judge:
 
     def tick(self, now: float) -> None:
         """Checks what is due, such as the rounds whose members have had time to report."""
-        self.settle(now)
+        self._settle(now)
         self.violations.extend(self.recovery.tick(now))
         waiting = self._groups.waiting(now)
         if waiting and waiting[0] > MOST_WAITING and self._last_batch > now - 10 and not self._late_groups:
             self._late_groups = True
             self.violations.append(f"a scored group waits for {waiting[0]:.0f} s although batches are trained")
 
-    def settle(self, now: float) -> None:
-        for samples in self._samples.values():
-            self.violations.extend(samples.settle(now))
-        self.violations.extend(self._means.settle(now))
-
     def end(self) -> None:
         """Checks all that is left."""
-        self.settle(math.inf)
+        self._settle(math.inf)
         if self.rounds and not self._counts["lane sealed"]:
             self.violations.append("no part travelled on a direct connection, which TLS seals")
+
+    def _settle(self, now: float) -> None:
+        for ledger in self._samples.values():
+            self.violations.extend(ledger.settle(now))
+        self.violations.extend(self._means.settle(now))
 
     def summary(self) -> dict[str, Any]:
         """The figures so far."""
@@ -213,15 +213,13 @@ class Judge:
         return {
             "rounds": dict(self.rounds),
             "counts": dict(sorted(self._counts.items())),
-            "steps": {run: ledger.steps for run, ledger in self._samples.items()},
-            "samples": {run: ledger.samples for run, ledger in self._samples.items()},
-            "given_up_samples": {run: ledger.dropped_samples for run, ledger in self._samples.items()},
+            "steps": {run: (ledger.steps, ledger.samples) for run, ledger in self._samples.items()},
+            "given_up_samples": sum(ledger.dropped_samples for ledger in self._samples.values()),
             "checked_means": self._means.rounds,
             "groups_trained": self._groups.trained,
             "usual_round": {run: round(self.recovery.usual(run), 2) for run in self.rounds},
             "recoveries": len(seconds),
-            "recovery_median": round(statistics.median(seconds), 2) if seconds else None,
-            "recovery_most": round(max(seconds), 2) if seconds else None,
+            "recovery_median_most": (round(statistics.median(seconds), 2), round(max(seconds), 2)) if seconds else None,
             "beyond_two_rounds_and_a_deadline": self.recovery.over,
             "violations": len(self.violations),
         }

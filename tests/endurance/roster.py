@@ -44,13 +44,10 @@ class Roster:
         folder: for files.
         files: certificates and token, by the name of the option.
         only: the parts that run.
-        pause: seconds that a training step takes without the averaging.
     """
 
-    def __init__(
-        self, stack: ExitStack, folder: Path, files: Mapping[str, Path], only: Collection[str], pause: float
-    ) -> None:
-        self._stack, self._folder, self._pause = stack, folder, pause
+    def __init__(self, stack: ExitStack, folder: Path, files: Mapping[str, Path], only: Collection[str]) -> None:
+        self._stack, self._folder = stack, folder
         self._files = {name: str(path) for name, path in files.items()}
         self.actors: list[Actor] = []
         self._endpoints: dict[str, str] = {}
@@ -97,7 +94,7 @@ class Roster:
             if name != names[-1]:
                 proxies, where = self._behind_proxies()
                 self._endpoints[name] = where["advertise"]
-            told = {**options, "run": run, "slot": slot, "slots": len(names), "pause": self._pause}
+            told = {**options, "run": run, "slot": slot, "slots": len(names)}
             if name == "g0":
                 told["publishes"] = True
             # The first peer begins the run; when it comes back it joins the others.
@@ -148,7 +145,6 @@ class Roster:
             self._endpoints[site] = where["advertise"]
             other = "s1" if site == "s0" else "s0"
             told = {"slot": slot, "slots": 2, "run": "sites", "strategy": "gradients", "target": 2 * 2 * BATCH}
-            told["pause"] = self._pause
             command = partial(self._site, told, where, [other], begins=site == "s0")
             self.actors.append(Actor(site, "sites", command, proxies, slot))
 

@@ -8,8 +8,8 @@ trains the body alone, with one random value for all its elements.
 
 Run as `python -m tests.endurance.trainer '{"slot": 0, "slots": 4, "life": 1, "run": …}'`. It prints JSON lines:
 
-- `ready`: endpoint; `given`: first and last sample of a batch; `dropped`: the samples that were not averaged, as the
-  peer takes over another state; `stepped`: a global step, with its receipt and what the average holds;
+- `ready`: endpoint; `dropped`: the samples that were not averaged, as the peer takes over another state; `stepped`: a
+  global step, with its receipt and what the average holds;
 - `before`: value before a round of `local`; `round`: every receipt; `after`: the values after it;
 - `wrong`: a check of this process itself has failed.
 """
@@ -47,6 +47,9 @@ LIFE = 1_000_000
 """Samples of one life of a trainer; those of the next have higher numbers."""
 
 LOCAL_STEPS = 2
+
+STEP_SECONDS = 0.4
+"""What a training step takes without the averaging."""
 
 
 def tell(event: str, **fields: Any) -> None:
@@ -114,7 +117,7 @@ class Trainer:
         tell("ready", endpoint=opt.own_endpoint, site=opt.endpoint, step=opt.global_step)
         next_sample = self.options["life"] * LIFE
         while True:
-            time.sleep(self.options["pause"])
+            time.sleep(STEP_SECONDS)
             opt.zero_grad()
             mine = next_sample + self.rank * BATCH
             numbers = range(mine, mine + BATCH)
@@ -122,7 +125,6 @@ class Trainer:
             if self.counts:
                 last = next_sample + self.ranks * BATCH - 1
                 self.pending = (self.pending or (next_sample, 0))[0], last
-                tell("given", first=next_sample, last=last)
                 self.step()
             else:
                 opt.step()

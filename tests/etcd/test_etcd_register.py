@@ -17,10 +17,10 @@ from averaging.elastic.handler import create_handler
 from averaging.elastic.register import Register, SwapResult
 from averaging.errors import PeerUnreachableError
 from averaging.rpc import Credentials, RpcChannel, read_credentials
+from tests.elastic.jobs import Job
+from tests.elastic.linearizability import Recorder, is_linearizable, periodic_faults
 from tests.etcd.conftest import Etcd
-from tests.support.elastic_jobs import Job
 from tests.support.fault_proxy import FaultProxy
-from tests.support.linearizability import Recorder, is_linearizable, periodic_faults
 from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.etcd, pytest.mark.timeout(300)]

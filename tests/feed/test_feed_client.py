@@ -17,7 +17,7 @@ from averaging.errors import ConfigError, FeedError
 from averaging.rl.feed import BatchFeed, FeedEnvironment
 from averaging.rl.feed.connection import Connection, RetrySchedule
 from averaging.rl.feed.messages import BatchReply, Registered
-from tests.support.feeds import a_group, environment, registration
+from tests.feed.feeds import a_group, environment, registration
 
 Answer = tuple[int, dict[str, str], bytes]
 """Status, headers, body."""

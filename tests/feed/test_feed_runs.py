@@ -19,8 +19,8 @@ import pytest
 
 from averaging.errors import ConfigError, FeedError
 from averaging.rl.feed import BatchFeed, FeedEnvironment
+from tests.feed.feeds import DEADLINE, Feed, a_group, a_rank, environment, names, registration
 from tests.support import certificates
-from tests.support.feeds import DEADLINE, Feed, a_group, a_rank, environment, names, registration
 from tests.support.processes import JsonProcess, all_expect
 from tests.support.selection import rest_is_long
 

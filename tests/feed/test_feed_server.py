@@ -23,9 +23,9 @@ from averaging.rl.feed import FeedServer, routes, server
 from averaging.rl.feed.connection import Connection
 from averaging.rl.feed.messages import Registration
 from averaging.rl.feed.run_state import RunState
+from tests.feed.feeds import environment, registration
 from tests.support import certificates
 from tests.support.certificates import OLD_TOKEN, TOKEN
-from tests.support.feeds import environment, registration
 
 REGISTRATION = {name: getattr(registration(), name) for name in Registration.__struct_fields__}
 ENVIRONMENT = {

@@ -22,8 +22,8 @@ from averaging.rl.feed.messages import MAX_STEP, MAX_VERSIONS, Post
 from averaging.rl.feed.run_state import RunState
 from averaging.rl.feed.versions import UNKNOWN, Fit, TrainerVersion
 from averaging.weights import WeightFollower, WeightPublisher
+from tests.feed.feeds import Feed, a_group, environment, names, registration
 from tests.feed.test_feed_server import GROUP, begin, serving
-from tests.support.feeds import Feed, a_group, environment, names, registration
 from tests.weights.test_weights import Publishing
 
 

@@ -16,9 +16,9 @@ from averaging.rl.workers import Handle, HookName, ModelWorker, Payload
 from averaging.rl.workers.payload import ATTACH, BLOCKING, REQUEST, decode_payload
 from averaging.testing import virtual_time
 from averaging.wire.workers_pb2 import Attach, Reply, Request
-from tests.support.memory_workers import MemoryWorkers
 from tests.support.selection import examples
-from tests.support.worker_backends import Actor, Log, dataset
+from tests.workers.backends import Actor, Log, dataset
+from tests.workers.memory_workers import MemoryWorkers
 
 SHARD = "actor@dp0-tp0-pp0"
 

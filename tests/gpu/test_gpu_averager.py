@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from averaging import DiLoCo, GradientAveraging, LocalSGD, Strategy
-from tests.support.device_runs import CODES, STRATEGIES, trained
+from tests.gpu.device_runs import CODES, STRATEGIES, trained
 from tests.support.training import Run, backward, batch_of, equal, model_of, parameters_of
 
 pytestmark = pytest.mark.gpu

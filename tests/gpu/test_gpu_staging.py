@@ -10,8 +10,8 @@ import torch
 from averaging.protocol import CompressionType
 from averaging.tensors import HostCopies, SharedTensors, StagedTensor, Write, encode, host_memory, sent
 from averaging.tensors.staging import CHUNK_BYTES
-from tests.support.device_runs import CODES
-from tests.support.device_states import check_committed_states
+from tests.gpu.device_runs import CODES
+from tests.gpu.device_states import check_committed_states
 
 pytestmark = pytest.mark.gpu
 

@@ -82,7 +82,7 @@ def member(stack: ExitStack, role: str, endpoint: str, **options: object) -> Jso
 
     env = os.environ | {"NCCL_HOSTID": role, "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
     given = {"endpoint": endpoint, "role": role, "name": role, "collective": True, "backend": "nccl", "device": "cuda"}
-    command = ("python", "-m", "tests.support.synchronizer_worker", json.dumps(given | options))
+    command = ("python", "-m", "tests.synchronizer.worker", json.dumps(given | options))
     return stack.enter_context(JsonProcess(*command, env=env))
 
 

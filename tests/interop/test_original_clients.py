@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from averaging.rl.feed import BatchFeed
+from tests.feed.feeds import Feed, registration
 from tests.interop.atropos import ENVIRONMENT, PYTHON, program, site_packages
 from tests.support.certificates import TOKEN
-from tests.support.feeds import Feed, registration
 from tests.support.ports import free_port
 
 pytestmark = pytest.mark.interop

@@ -14,8 +14,8 @@ import pytest
 
 from averaging.errors import FeedError
 from averaging.rl.feed import BatchFeed, FeedEnvironment
+from tests.feed.feeds import a_group, a_rank, environment, names, registration
 from tests.interop.atropos import RunApi
-from tests.support.feeds import a_group, a_rank, environment, names, registration
 from tests.support.processes import DEADLINE, JsonProcess, all_expect
 
 pytestmark = pytest.mark.interop

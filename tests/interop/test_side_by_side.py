@@ -11,8 +11,8 @@ import httpx
 import msgspec
 import pytest
 
+from tests.feed.feeds import Feed, a_group, registration
 from tests.interop.atropos import RunApi
-from tests.support.feeds import Feed, a_group, registration
 
 pytestmark = pytest.mark.interop
 

@@ -12,8 +12,8 @@ from averaging import WeightFollower, WeightPublisher
 from averaging.elastic.register import GrpcRegister
 from averaging.rl.workers import ModelWorker
 from averaging.rpc import RpcChannel
+from tests.metrics.scraping import http_get, scrape
 from tests.support.processes import averaging_process
-from tests.support.scraping import http_get, scrape
 from tests.weights.test_weights import Publishing, state, stepped
 
 ANY_PORT = "127.0.0.1:0"

@@ -13,7 +13,7 @@ from prometheus_client.core import Metric as Family
 
 from averaging.metrics import PEER_METRICS, Distribution, Metric, MetricKind, Samples
 from averaging.metrics.catalog import BUCKETS, families
-from tests.support.scraping import parsed
+from tests.metrics.scraping import parsed
 from tools.reference import METRICS
 
 ALL = [metric for metrics in METRICS.values() for metric in metrics]

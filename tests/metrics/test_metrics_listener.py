@@ -17,7 +17,7 @@ from averaging.common import parse_address, spelling
 from averaging.common.options import as_flag
 from averaging.errors import ListenError
 from averaging.metrics import PEER_METRICS, MetricsListener, Samples, listener
-from tests.support.scraping import http_get, scrape
+from tests.metrics.scraping import http_get, scrape
 
 
 class Component:

@@ -19,11 +19,11 @@ from averaging.errors import ListenError
 from averaging.metrics import watchdog
 from averaging.strategies import RunStart
 from averaging.training import of_rank
+from tests.metrics.scraping import http_get, scrape
 from tests.support.certificates import write
 from tests.support.peers import average, enter, swarm
 from tests.support.ports import free_port
 from tests.support.processes import JsonProcess
-from tests.support.scraping import http_get, scrape
 
 ANY_PORT = "127.0.0.1:0"
 

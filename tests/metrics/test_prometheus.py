@@ -20,10 +20,10 @@ from urllib.parse import urlencode
 
 import pytest
 
+from tests.metrics.scraping import http_get
 from tests.support.certificates import write
 from tests.support.ports import free_address
 from tests.support.processes import JsonProcess, averaging_process
-from tests.support.scraping import http_get
 
 pytestmark = [pytest.mark.prometheus, pytest.mark.timeout(900)]
 
@@ -194,7 +194,9 @@ class ScrapedRun:
         options: dict[str, Any] = {"run_id": "run", "metrics_listen": "127.0.0.1:0", "join_timeout": 60.0, **files}
 
         def start(**more: Any) -> JsonProcess:
-            worker = ("python", "-m", "tests.support.scraped_worker", json.dumps({**options, **more}))
+            trains = {"strategy": "diloco", "way": "until ended", "every": 20, "peers": 1, "seconds": 0.05}
+            told = {**trains, "publishes": True, "options": options, **more}
+            worker = ("python", "-m", "tests.support.trainer", json.dumps(told))
             return stack.enter_context(JsonProcess(*worker))
 
         founder = start()

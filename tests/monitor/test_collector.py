@@ -12,7 +12,7 @@ import pytest
 from averaging.monitor import Collector, snapshot_json
 from averaging.monitor.collector import INTERVAL
 from averaging.receipts import Account
-from tests.support.monitored import light_run
+from tests.monitor.monitored import light_run
 from tests.support.ports import free_address
 
 

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.monitor.terminal import TerminalProcess
 from tests.support.certificates import TOKEN, write
 from tests.support.ports import free_address
 from tests.support.processes import JsonProcess, averaging_command
-from tests.support.terminal import TerminalProcess
 
 
 @pytest.fixture(scope="module")
 def many() -> Iterator[str]:
     """The address of one of 64 peers."""
-    with JsonProcess("python", "-m", "tests.support.monitored", "64") as process:
+    with JsonProcess("python", "-m", "tests.monitor.monitored", "64") as process:
         yield process.expect("ready")["endpoint"]
 
 
@@ -64,7 +64,7 @@ def test_the_size_changes(many: str) -> None:
 
 
 def test_a_stopped_process_is_shown_with_the_reason_until_it_goes_on() -> None:
-    with JsonProcess("python", "-m", "tests.support.monitored", "2") as process:
+    with JsonProcess("python", "-m", "tests.monitor.monitored", "2") as process:
         endpoint = process.expect("ready")["endpoint"]
         _stop_and_go_on(process, endpoint)
 
@@ -109,7 +109,7 @@ def test_json_is_one_snapshot_with_tls_and_a_token(tmp_path: Path) -> None:
     tokens.touch(mode=0o600)
     tokens.write_text(TOKEN)
     secured = ["--tls-ca", files["tls_ca"], "--tls-cert", files["tls_cert"], "--tls-key", files["tls_key"]]
-    with JsonProcess("python", "-m", "tests.support.monitored", "3", json.dumps(files), str(tokens)) as process:
+    with JsonProcess("python", "-m", "tests.monitor.monitored", "3", json.dumps(files), str(tokens)) as process:
         endpoint = process.expect("ready")["endpoint"]
         command = [sys.executable, "-m", "averaging", "top", endpoint, "--json", *secured, "--token-file", str(tokens)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.namespaces import TwoSites
+from tests.network.namespaces import TwoSites
 
 
 def pytest_ignore_collect(config: pytest.Config) -> bool | None:

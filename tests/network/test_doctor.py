@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from averaging.security.ca import issue, make_authority
+from tests.network.namespaces import NAMES, TwoSites
 from tests.support.certificates import NOW, stored, write
-from tests.support.namespaces import NAMES, TwoSites
 from tests.support.processes import JsonProcess
 
 pytestmark = [pytest.mark.network, pytest.mark.timeout(300)]  # most wait for what does not arrive
@@ -81,7 +81,7 @@ class TwoPeers:
                 "b",
                 "python",
                 "-m",
-                "tests.support.clock_apart",
+                "tests.network.clock_apart",
                 str(ahead),
                 "peer",
                 str(self._folder / "w.safetensors"),

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.support.namespaces import TwoSites
+from tests.network.namespaces import TwoSites
 
 pytestmark = pytest.mark.network
 

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.wan.links import run
-from tests.support.ipv6_worker import VALUE
-from tests.support.namespaces import TwoSites, namespace
+from tests.network.ipv6_worker import VALUE
+from tests.network.namespaces import TwoSites, namespace
 from tests.support.processes import JsonProcess
 
 pytestmark = [pytest.mark.network, pytest.mark.timeout(300)]
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.network, pytest.mark.timeout(300)]
 SLOW = 180.0
 """Seconds for a process that imports torch while other tests do."""
 
-PART = ("python", "-m", "tests.support.ipv6_worker")
+PART = ("python", "-m", "tests.network.ipv6_worker")
 CLI = ("python", "-m", "averaging")
 A, B = "fd18:1::2", "fd18:2::2"
 PEER = ("--run-id", "demo", "--group-size", "2", "--round-timeout", "90", "--json", "--rounds", "4")
@@ -135,7 +135,7 @@ def test_the_nodes_of_a_torchrun_job_meet_at_a_register(sites: TwoSites, tmp_pat
     nodes = []
     for place in ("a", "b"):
         step = str(tmp_path / f"{place}.step")
-        command = ("python", "-m", "torch.distributed.run", *options, *where, "tests/support/elastic_worker.py", step)
+        command = ("python", "-m", "torch.distributed.run", *options, *where, "tests/elastic/worker.py", step)
         nodes.append(sites.start(place, *command, "3", "0.01"))
     for node in nodes:
         assert node.expect("start", SLOW)["world"] == 2
@@ -173,7 +173,7 @@ def test_a_master_and_its_workers(sites: TwoSites) -> None:
     for place, name, host in (("a", "a0", A), ("b", "r0", B)):
         sites.start(place, *PART, "worker", name, f"[{host}]:7001").expect("ready", SLOW)
     plan = json.dumps({"endpoints": {"a0": f"[{A}]:7001", "r0": f"[{B}]:7001"}, "steps": 2})
-    master = sites.start("a", "python", "-m", "tests.support.model_worker", plan)
+    master = sites.start("a", "python", "-m", "tests.workers.model_worker", plan)
     master.expect("step", SLOW)
     ended(master, "step")
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from benchmarks.wan.links import inside, run
-from tests.support.elastic_jobs import PATIENCE, Job, Node
-from tests.support.namespaces import HOME, TwoSites, namespace
+from tests.elastic.jobs import PATIENCE, Job, Node
+from tests.network.namespaces import HOME, TwoSites, namespace
 
 pytestmark = [pytest.mark.network, pytest.mark.timeout(400)]
 

@@ -10,10 +10,10 @@ import pytest
 from click.testing import CliRunner
 
 from averaging.cli import main
-from tests.support.engines import EngineProcess, Trainer
-from tests.support.feeds import Feed
+from tests.feed.feeds import Feed
+from tests.rollouts.engines import EngineProcess, Trainer
+from tests.rollouts.text_models import write_tokenizer
 from tests.support.processes import JsonProcess, averaging_process
-from tests.support.text_models import write_tokenizer
 
 pytestmark = pytest.mark.integrations
 

@@ -10,9 +10,9 @@ import torch
 
 from averaging import WeightPublisher
 from averaging.rl.rollouts import RolloutOptions, Rollouts, TruncatedMode, making
-from tests.support.engines import Trainer
-from tests.support.feeds import Feed
-from tests.support.language_models import language_model, save_language_model
+from tests.engine.language_models import language_model, save_language_model
+from tests.feed.feeds import Feed
+from tests.rollouts.engines import Trainer
 from tests.support.processes import averaging_process
 from tests.weights.test_weights import Publishing
 

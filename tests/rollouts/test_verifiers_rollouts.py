@@ -13,9 +13,9 @@ import pytest
 from averaging.errors import ConfigError, RolloutError
 from averaging.rl.feed import CommandEvent
 from averaging.rl.rollouts import RolloutOptions, Rollouts, TruncatedMode
-from tests.support.engines import EngineProcess, Trainer
-from tests.support.feeds import Feed
-from tests.support.text_models import END, IDS, write_tokenizer
+from tests.feed.feeds import Feed
+from tests.rollouts.engines import EngineProcess, Trainer
+from tests.rollouts.text_models import END, IDS, write_tokenizer
 
 pytestmark = [pytest.mark.integrations, pytest.mark.asyncio(loop_scope="module")]
 

@@ -20,9 +20,10 @@ def test_three_processes_with_the_same_arguments_hold_the_same_parameters(strate
     with ExitStack() as stack:
         processes = []
         for number, address in enumerate(addresses):
-            options = {"strategy": strategy, "number": number, "seed": number, "listen": address, "join": addresses}
-            options |= {"together": True, "peers": 3, "steps": 9, "receipts": str(files[number])}
-            worker = ("python", "-m", "tests.support.strategy_worker", json.dumps(options))
+            options = {"strategy": strategy, "number": number, "seed": number, "join": addresses}
+            options |= {"way": "together", "peers": 3, "steps": 9}
+            options["options"] = {"listen": address, "receipts": str(files[number])}
+            worker = ("python", "-m", "tests.support.trainer", json.dumps(options))
             processes.append(stack.enter_context(JsonProcess(*worker)))
         found = all_expect(processes, "found")
         assert [event["peers"] for event in found] == [True] * 3

@@ -15,7 +15,7 @@ STEPS = 5
 
 def start(stack: ExitStack, **options: Any) -> JsonProcess:
     return stack.enter_context(
-        JsonProcess("python", "-m", "tests.support.strategy_worker", json.dumps({"steps": STEPS, **options}))
+        JsonProcess("python", "-m", "tests.support.trainer", json.dumps({"steps": STEPS, **options}))
     )
 
 

@@ -15,7 +15,7 @@ STEPS, PAUSES_AT = 12, 5
 
 def start(stack: ExitStack, **options: Any) -> JsonProcess:
     options = {"steps": STEPS, "strategy": "top_k", **options}
-    return stack.enter_context(JsonProcess("python", "-m", "tests.support.strategy_worker", json.dumps(options)))
+    return stack.enter_context(JsonProcess("python", "-m", "tests.support.trainer", json.dumps(options)))
 
 
 @pytest.mark.parametrize("mode", ["node", pytest.param("client", marks=pytest.mark.long)])
@@ -27,7 +27,7 @@ def test_a_peer_dies_in_a_round_and_another_joins(mode: str) -> None:
         ready = peers[0].expect("ready")
         join = [ready["endpoint"]]
         peers += [start(stack, number=number, peers=4, join=join, pauses_at=PAUSES_AT) for number in (1, 2)]
-        victim = start(stack, number=3, peers=4, join=join, death="in the round", mode=mode)
+        victim = start(stack, number=3, peers=4, join=join, death="in the round", options={"mode": mode})
         for process in [*peers[1:], victim]:
             process.expect("ready")
         for process in [*peers, victim]:

@@ -17,15 +17,14 @@ from typing import Any
 FORKED = {
     "averaging": "averaging.cli",
     "tests.support.worker": "tests.support.worker",
-    "tests.support.strategy_worker": "tests.support.strategy_worker",
-    "tests.support.feed_rank": "tests.support.feed_rank",
-    "tests.support.synchronizer_worker": "tests.support.synchronizer_worker",
-    "tests.support.weights_worker": "tests.support.weights_worker",
+    "tests.support.trainer": "tests.support.trainer",
+    "tests.feed.rank": "tests.feed.rank",
+    "tests.synchronizer.worker": "tests.synchronizer.worker",
+    "tests.weights.weights_worker": "tests.weights.weights_worker",
     "tests.support.site_worker": "tests.support.site_worker",
-    "tests.support.model_worker": "tests.support.model_worker",
-    "tests.support.leaving_worker": "tests.support.leaving_worker",
-    "tests.support.shard_worker": "tests.support.shard_worker",
-    "tests.support.monitored": "tests.support.monitored",
+    "tests.workers.model_worker": "tests.workers.model_worker",
+    "tests.weights.shard_worker": "tests.weights.shard_worker",
+    "tests.monitor.monitored": "tests.monitor.monitored",
 }
 """What is started so, and what of it is imported before: modules that start no thread when they are imported.
 

@@ -6,7 +6,6 @@ raises a `LedgerError` that names the evidence. A `life` is one start of a peer'
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,15 +73,11 @@ class Ledger:
         rounds: averaged rounds, counted at each member.
         groups: groups of which at least one member has reported an average.
         samples: where the samples of `GradientAveraging` are.
-        scored: groups of rollouts that a feed has accepted, by id.
-        trained: how often a trainer has got each of them.
     """
 
     rounds: int = 0
     groups: set[bytes] = field(default_factory=set)
     samples: Samples = field(default_factory=Samples)
-    scored: set[str] = field(default_factory=set)
-    trained: Counter[str] = field(default_factory=Counter)
     _contents: dict[tuple[str, Hashable], tuple[object, str]] = field(default_factory=dict)
     _lives: dict[tuple[str, int], _Life] = field(default_factory=dict)
     _numbers: dict[tuple[str, str, int], float] = field(default_factory=dict)
@@ -219,24 +214,6 @@ class Ledger:
         versions = {one: self._lives[one].version for one in living}
         if len(set(versions.values())) > 1:
             raise LedgerError(f"the peers that live end with different versions: {versions}")
-
-    # Groups of rollouts
-
-    def group_scored(self, group: str) -> None:
-        """Notes a group that a feed has accepted."""
-        self.scored.add(group)
-
-    def group_trained(self, group: str, where: str) -> None:
-        """Notes a group in a batch of the trainer: each at most once."""
-        self.trained[group] += 1
-        if self.trained[group] > 1:
-            raise LedgerError(f"group {group} is in a batch for the second time, at {where}")
-
-    def groups_settled(self, waiting: Iterable[str]) -> None:
-        """Checks at the end that each accepted group is trained or waits in the feed."""
-        lost = self.scored - self.trained.keys() - set(waiting)
-        if lost:
-            raise LedgerError(f"{len(lost)} of {len(self.scored)} scored groups are lost, such as {sorted(lost)[:3]}")
 
 
 def recovery_limit(usual_round: float, deadline: float) -> float:

@@ -10,12 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import count
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,15 +30,12 @@ from averaging.training.standing import Others
 from averaging.training.takeover import PendingRound
 from averaging.training.training_state import TrainingState
 from tests.support.conservation import TrainingLedger
+from tests.support.trainer import die
 from tests.support.training import batch_of
-from tests.support.worker import FatalTransport
+from tests.support.worker import FatalTransport, tell
 
 SAMPLES = 4
 """Samples in the batch of one rank."""
-
-
-def report(event: str, **values: Any) -> None:
-    print(json.dumps({"event": event, **values}), flush=True)
 
 
 class PatientGradients(GradientAveraging):
@@ -117,11 +113,6 @@ def contains(endpoint: str, announcements: dict[str, bytes]) -> bool:
     return endpoint in announcements
 
 
-def die(*_: Any) -> NoReturn:
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError("a killed process goes on")
-
-
 def doomed(death: str, at: int) -> dict[str, Any]:
     """Prepares the death of this rank; returns options of its averager."""
     match death:
@@ -173,7 +164,7 @@ def main(options: dict[str, Any]) -> None:
         **options.get("options", {}),
     )
     ledger = TrainingLedger(opt) if options["strategy"] == "top_k" and opt._site.owns else None
-    report("ready", rank=rank, endpoint=opt.endpoint, local_step=opt.local_step, global_step=opt.global_step)
+    tell("ready", rank=rank, endpoint=opt.endpoint, local_step=opt.local_step, global_step=opt.global_step)
     if sites > 1:
         assert opt.wait_for_peers(sites, 100.0)
     rounds = 0
@@ -181,7 +172,7 @@ def main(options: dict[str, Any]) -> None:
         if options.get("death") == "before the round" and rank == options["dies"] and step == options["at"]:
             die()
         if step == options.get("hold"):
-            report("held")
+            tell("held")
             joined = opt._training.site.broadcast_from_leader(lambda: sys.stdin.readline().strip())
             assert joined in opt._training.announcements.wait_for(partial(contains, joined), 100.0)
             opt._training.announcements.refresh()
@@ -194,11 +185,11 @@ def main(options: dict[str, Any]) -> None:
         opt.step(batch_size=len(inputs))
         averaged = seen[-1] if len(seen) > rounds and seen[-1].startswith("averaged") else ""
         rounds = len(seen)
-        report("step", rank=rank, step=opt.local_step, averaged=averaged, digest=local_digest(model))
+        tell("step", rank=rank, step=opt.local_step, averaged=averaged, digest=local_digest(model))
     finish = opt.finish(30.0) if options.get("finish", True) else None
     status = str(opt.status.peers), opt.status.local_step, opt.status.peer.rounds, opt.model_version
     weights = [whole(parameter).flatten().tolist() for parameter in model.parameters()]
-    report(
+    tell(
         "done",
         rank=rank,
         weights=weights,

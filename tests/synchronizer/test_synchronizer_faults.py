@@ -16,7 +16,7 @@ from averaging.rl.synchronizer import RunningStatus, Synchronizer, SynchronizerC
 from averaging.rl.synchronizer.collective import WeightReceiver, WeightSender
 from averaging.rpc import RpcServer
 from tests.support.processes import DEADLINE, JsonProcess
-from tests.support.synchronizer_worker import weights
+from tests.synchronizer.worker import weights
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
@@ -33,9 +33,7 @@ class Site:
 
     async def start(self, role: str, name: str, **options: object) -> JsonProcess:
         given = {"endpoint": self._endpoint, "role": role, "name": name, "collective": False, **options}
-        process = self._stack.enter_context(
-            JsonProcess("python", "-m", "tests.support.synchronizer_worker", json.dumps(given))
-        )
+        process = self._stack.enter_context(JsonProcess("python", "-m", "tests.synchronizer.worker", json.dumps(given)))
         await expect(process, "ready")
         return process
 

@@ -114,18 +114,6 @@ def test_samples_that_are_lost_or_would_count_twice_are_found() -> None:
         ledger.step(A, 1, made(0, 1, "1-z", *(receipt(n, group_id=bytes([n]), **eight) for n in (3, 4))))
 
 
-def test_a_group_of_rollouts_is_trained_once() -> None:
-    ledger = Ledger()
-    for group in "abc":
-        ledger.group_scored(group)
-    ledger.group_trained("a", "step 1")
-    ledger.groups_settled(["b", "c"])
-    with pytest.raises(LedgerError, match=r"1 of 3 scored groups are lost, such as \['c'\]"):
-        ledger.groups_settled(["b"])
-    with pytest.raises(LedgerError, match="group a is in a batch for the second time"):
-        ledger.group_trained("a", "step 2")
-
-
 def test_recovery_has_a_limit() -> None:
     check_recovery("a kill", 1.3, 0.15, 1.0)
     with pytest.raises(LedgerError, match="after a kill it took 1.31 s"):

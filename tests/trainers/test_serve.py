@@ -19,7 +19,7 @@ from averaging.engine import EngineServer, load_model
 from averaging.errors import ConfigError, StateError, TensorError
 from averaging.rpc import RpcServer
 from averaging.weights import FollowerOptions
-from tests.support.language_models import language_model, save_language_model
+from tests.engine.language_models import language_model, save_language_model
 from tests.support.processes import averaging_command, averaging_process
 from tests.weights.test_weights import Publishing
 
@@ -83,7 +83,7 @@ async def test_the_client_gets_the_tokens_and_their_logprobs_exactly(tmp_path: P
 
 
 def bytes_of(tokens: list[int], *, keep_end: bool = True) -> str:
-    from tests.support.language_models import byte_tokenizer
+    from tests.engine.language_models import byte_tokenizer
 
     text: str = byte_tokenizer().decode(tokens, skip_special_tokens=not keep_end)
     return text

@@ -18,8 +18,8 @@ from averaging.http_server import HttpServer, listening
 from averaging.monitor.table import reader_lines
 from averaging.rpc import RpcServer
 from averaging.weights import VllmServer, WeightPublisher, WeightSnapshot, seal, view_state
+from tests.metrics.scraping import scrape
 from tests.support.processes import averaging_process
-from tests.support.scraping import scrape
 
 pytestmark = pytest.mark.asyncio
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from averaging import TensorError, WeightFollower
 from tests.support.ports import free_address, free_port
 from tests.support.processes import JsonProcess, averaging_command, averaging_process
-from tests.support.shard_worker import model_of
+from tests.weights.shard_worker import model_of
 
 PATIENCE = 60.0
 
@@ -33,7 +33,7 @@ class Ranks:
             env = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_PORT": port}
             env |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
             told = json.dumps(options | {"endpoint": free_address()})
-            command = ("python", "-m", "tests.support.shard_worker", told)
+            command = ("python", "-m", "tests.weights.shard_worker", told)
             self.processes.append(stack.enter_context(JsonProcess(*command, env=env)))
 
     def expect(self, event: str) -> list[dict[str, Any]]:

@@ -19,8 +19,8 @@ from averaging.weights.store import FETCH, Store
 from averaging.wire import weights_pb2 as wire
 from tests.support.fault_proxy import Fault, FaultProxy
 from tests.support.processes import JsonProcess
-from tests.support.weights_worker import weights_of
 from tests.weights.test_weights import LIMIT, follow, has, holds, same, state, stepped
+from tests.weights.weights_worker import weights_of
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
@@ -65,7 +65,7 @@ async def slow(stack: AsyncExitStack, proxy: FaultProxy, moment: Moment, **optio
 
 
 def worker(port: int, version: int) -> JsonProcess:
-    return JsonProcess("python", "-m", "tests.support.weights_worker", str(port), str(version))
+    return JsonProcess("python", "-m", "tests.weights.weights_worker", str(port), str(version))
 
 
 @pytest.mark.asyncio

@@ -14,7 +14,7 @@ from averaging.errors import WorkerError
 from averaging.rl.workers.backend import ListDataset, Sample
 from averaging.rl.workers.data_manager import DataManager, OwnerTracker, Redistributor, balance
 from averaging.rl.workers.payload import Step, pack, unpack
-from tests.support.memory_workers import MemoryWorkers
+from tests.workers.memory_workers import MemoryWorkers
 
 Held = dict[tuple[str, str], set[str]]
 """Workers by sample and tensor."""

@@ -30,8 +30,8 @@ from averaging.rl.workers.payload import (
 )
 from averaging.testing import virtual_time
 from averaging.wire.workers_pb2 import Attach, Reply, Request
-from tests.support.memory_workers import MemoryWorkers
-from tests.support.worker_backends import Actor, Log, dataset
+from tests.workers.backends import Actor, Log, dataset
+from tests.workers.memory_workers import MemoryWorkers
 
 SHARD = "actor@dp0-tp0-pp0"
 

@@ -9,7 +9,7 @@ import pytest
 from averaging.errors import ConfigError
 from averaging.rl.workers import Average, Call, Model, ParamRealloc, Topology
 from averaging.rl.workers.plan import ModelShardID, levels_of
-from tests.support.worker_backends import ppo
+from tests.workers.backends import ppo
 
 WORKERS = {"a": "127.0.0.1:1", "b": "127.0.0.1:2", "c": "127.0.0.1:3"}
 

@@ -15,8 +15,8 @@ import pytest
 
 from averaging.errors import WorkerError
 from averaging.rl.workers import MasterWorker, StepResult
-from tests.support.model_worker import plan_of
 from tests.support.processes import JsonProcess
+from tests.workers.model_worker import plan_of
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 
@@ -31,7 +31,7 @@ class Site:
         self.endpoints: dict[str, str] = {}
 
     def launch(self, **options: Any) -> JsonProcess:
-        command = ("python", "-m", "tests.support.model_worker", json.dumps(options))
+        command = ("python", "-m", "tests.workers.model_worker", json.dumps(options))
         self._all.append(self._stack.enter_context(JsonProcess(*command)))
         return self._all[-1]
 

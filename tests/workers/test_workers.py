@@ -42,7 +42,7 @@ from averaging.rpc import Credentials, EventLoopThread, RpcChannel, RpcMethod, r
 from averaging.security.credentials import local_credentials
 from averaging.wire.workers_pb2 import Attach, FetchDataRequest, Request
 from tests.support.certificates import TOKEN, write
-from tests.support.worker_backends import Actor, Log, Recorded, Reward, dataset, ppo
+from tests.workers.backends import Actor, Log, Recorded, Reward, dataset, ppo
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 

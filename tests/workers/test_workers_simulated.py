@@ -37,9 +37,9 @@ from averaging.rl.workers.master_worker import StepRunner
 from averaging.rl.workers.plan import Hook
 from averaging.rl.workers.request_client import RequestClient
 from averaging.testing import virtual_time
-from tests.support.memory_workers import MemoryWorkers
 from tests.support.swarm import Swarm
-from tests.support.worker_backends import Actor, Log, Recorded, Reward, dataset, ppo
+from tests.workers.backends import Actor, Log, Recorded, Reward, dataset, ppo
+from tests.workers.memory_workers import MemoryWorkers
 
 
 class Site:

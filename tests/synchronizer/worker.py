@@ -1,4 +1,4 @@
-"""A trainer or an explorer in a process of its own: `python -m tests.support.synchronizer_worker '{"role": …}'`.
+"""A trainer or an explorer in a process of its own: `python -m tests.synchronizer.worker '{"role": …}'`.
 
 With `collective` the weights travel in a weight sync group, else from the memory of the synchronizer. It prints JSON
 lines: `ready`, `version` with the value of the weights for each version that a trainer sent or an explorer got, `lost`

@@ -1,6 +1,6 @@
 """A peer in a process of its own that trains what a `RunSampler` deals to it.
 
-Run as `python -m tests.support.data_worker JSON`. It prints `imported` and waits for a line; then `ready`, `trained`
+Run as `python -m tests.data.data_worker JSON`. It prints `imported` and waits for a line; then `ready`, `trained`
 with the samples after each step, `done` with the statistics, and `finished`. After step `pause_after` it waits for a
 line.
 """

@@ -7,7 +7,7 @@ import sys
 
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from tests.support.elastic_worker import train
+from tests.elastic.worker import train
 
 
 def main() -> None:

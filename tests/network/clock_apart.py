@@ -1,4 +1,4 @@
-"""`averaging …` with a clock that is so many seconds ahead: `python -m tests.support.clock_apart SECONDS peer …`.
+"""`averaging …` with a clock that is so many seconds ahead: `python -m tests.network.clock_apart SECONDS peer …`.
 
 Only Python's clock is set, so TLS itself still goes by this machine's.
 """

@@ -1,6 +1,6 @@
 """A publisher in a process of its own. Its weights follow from the version, so that tests know them.
 
-`python -m tests.support.weights_worker PORT FIRST` publishes version FIRST, and the next for each line on stdin.
+`python -m tests.weights.weights_worker PORT FIRST` publishes version FIRST, and the next for each line on stdin.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A model worker in a process of its own, which can be made to hang in a step; or the master of such workers.
 
-Run as `python -m tests.support.model_worker '{"name": "a0", "model": "actor", …}'`, or with `{"endpoints": …}` as
+Run as `python -m tests.workers.model_worker '{"name": "a0", "model": "actor", …}'`, or with `{"endpoints": …}` as
 the master. It prints JSON lines.
 """
 
@@ -16,7 +16,7 @@ import torch
 
 from averaging.errors import WorkerError
 from averaging.rl.workers import MasterWorker, Model, ModelWorker, Plan, SampleBatch
-from tests.support.worker_backends import Actor, Log, Reward, dataset, ppo
+from tests.workers.backends import Actor, Log, Reward, dataset, ppo
 
 LOCK = threading.Lock()
 

@@ -1,6 +1,6 @@
 """One rank of a model that FSDP2 divides: it publishes its part, or follows its part.
 
-Run as `python -m tests.support.shard_worker '{"role": "publish", "endpoint": "127.0.0.1:7000"}'` with the variables
+Run as `python -m tests.weights.shard_worker '{"role": "publish", "endpoint": "127.0.0.1:7000"}'` with the variables
 that torchrun sets. It obeys lines on stdin: the number of a version, `bias` and that number, or `die`. After `bias`
 only the last layer's bias has changed. With the role `train` it trains until the global step of that number. It prints
 JSON lines: `ready`, `published`, `has`.

@@ -1,6 +1,6 @@
 """Runs of light peers, which only tell their status, on real sockets; also as a process of its own:
 
-python -m tests.support.monitored COUNT [FILES_OF_TLS_AS_JSON TOKEN_FILE]
+python -m tests.monitor.monitored COUNT [FILES_OF_TLS_AS_JSON TOKEN_FILE]
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One rank of a feed: `python -m tests.support.feed_rank JSON` prints a batch for each "next" on its stdin."""
+"""One rank of a feed: `python -m tests.feed.rank JSON` prints a batch for each "next" on its stdin."""
 
 from __future__ import annotations
 

@@ -9,13 +9,13 @@ from typing import Any, Self
 import httpx
 
 from averaging.rl.feed import Batch, BatchFeed
-from tests.support.feeds import registration
+from tests.feed.feeds import registration
 from tests.support.ports import free_address
 from tests.support.processes import JsonProcess
 
 
 class EngineProcess:
-    """`tests.support.fake_engine` as a context manager."""
+    """`tests.rollouts.fake_engine` as a context manager."""
 
     def __init__(self, **settings: Any) -> None:
         self._listen, self._settings = free_address(), settings
@@ -25,7 +25,7 @@ class EngineProcess:
 
     def start(self) -> None:
         self._process = self._stack.enter_context(
-            JsonProcess("python", "-m", "tests.support.fake_engine", self._listen)
+            JsonProcess("python", "-m", "tests.rollouts.fake_engine", self._listen)
         )
         self._process.expect("ready")
         self.control(**self._settings)

@@ -1,4 +1,4 @@
-"""An engine as `averaging rollouts` sees it, whose answers tests choose: `python -m tests.support.fake_engine ADDRESS`.
+"""An engine as `averaging rollouts` sees it: `python -m tests.rollouts.fake_engine ADDRESS`. Tests choose its answers.
 
 It answers each prompt with the token after its last digit, as a model that is not sure: only some of the answers are
 right. Tests change what it does with `POST /control`.
@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from averaging.http_server import HttpServer, listening
-from tests.support.text_models import END, IDS
+from tests.rollouts.text_models import END, IDS
 
 DIGITS = {IDS[str(digit)]: IDS[str((digit + 1) % 10)] for digit in range(10)}
 

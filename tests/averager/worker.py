@@ -1,6 +1,6 @@
 """Trains with an averager in a process of its own, in one of several ways, and prints what happens as JSON lines.
 
-Run as `python -m tests.support.averager_worker WAY`.
+Run as `python -m tests.averager.worker WAY`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A rank that trains with FSDP2, saves with torch.distributed.checkpoint and goes on; or loads and goes on from there.
 
-Run by torchrun as `-m tests.support.checkpoint_rank DIRECTORY save|load`. Rank 0 prints one line of JSON: the steps,
+Run by torchrun as `-m tests.averager.checkpoint_rank DIRECTORY save|load`. Rank 0 prints one line of JSON: the steps,
 the parameters in the end, and what was not sent of its shard.
 """
 

@@ -79,7 +79,7 @@ def a_rank(
     """Starts `feed_rank`, which iterates over a feed as one of `ranks` ranks or of the group `members`."""
     arguments = {"rank": rank, "ranks": ranks, "store": str(store), "url": url, "options": options, "members": members}
     arguments["registration"] = {name: getattr(registered, name) for name in registered.__struct_fields__}
-    return JsonProcess("python", "-m", "tests.support.feed_rank", json.dumps(arguments))
+    return JsonProcess("python", "-m", "tests.feed.rank", json.dumps(arguments))
 
 
 __all__ = ["DEADLINE", "Feed", "a_group", "a_rank", "environment", "names", "registration"]

@@ -1,6 +1,6 @@
 """Parts of the package in processes of machines that have no IPv4; each prints JSON lines.
 
-`python -m tests.support.ipv6_worker PART ARGUMENT…`; `PARTS` has them.
+`python -m tests.network.ipv6_worker PART ARGUMENT…`; `PARTS` has them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from averaging.rl.feed import BatchFeed, FeedEnvironment
 from averaging.rl.synchronizer import WeightReceiver, WeightSender
 from averaging.rl.workers import ModelWorker
 from averaging.rpc import RpcServer, read_credentials
-from tests.support.feeds import a_group, environment, registration
-from tests.support.worker_backends import Actor, Log, Reward, dataset
+from tests.feed.feeds import a_group, environment, registration
+from tests.workers.backends import Actor, Log, Reward, dataset
 
 VALUE = 3.0
 
