@@ -26,13 +26,11 @@ class Entry:
         value: its value.
         expiration: when it expires, in seconds since the epoch.
         holder: the certificate that its owner holds; empty in a run without certificates.
-        created: place of the record in an order that all peers see alike, if discovery has one; else 0.
     """
 
     value: bytes
     expiration: float
     holder: str = ""
-    created: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +95,6 @@ class Discovery(Protocol):
             ClosedError: the discovery has not been entered, or has been left.
         """
 
-    async def until_stored(self, key: str, subkey: str) -> None:
-        """Waits until this peer's record has its place in the order of discovery, and all before it are known.
-
-        Without such an order, or if that takes some seconds, it returns at once.
-        """
-
     async def withdraw(self, key: str, subkey: str) -> None:
         """Removes this peer's record before it expires; does nothing if there is none."""
 
@@ -127,22 +119,6 @@ class Discovery(Protocol):
 
         Changes that come faster than the reader are merged. Close it (`contextlib.aclosing`) to stop watching. It ends
         when the discovery is left.
-        """
-
-    async def take_place(self, key: str, size: int) -> str:
-        """The key under which this peer should look for a group of at most `size` of those under `key`.
-
-        It is `key` itself unless discovery has an order that all peers see alike, and knows that they are more than
-        `size`: then it divides them in that order. Call it again for another declaration of the same search.
-        """
-
-    def leave_place(self, key: str, *, began: bool, full: bool) -> None:
-        """Ends the search for which `take_place` was called.
-
-        Args:
-            key: the key that `take_place` got.
-            began: whether a group has begun.
-            full: whether it has as many members as it may have, or another peer leads it.
         """
 
     def knows(self, endpoint: str) -> bool:

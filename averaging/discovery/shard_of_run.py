@@ -159,9 +159,6 @@ class _DiscoveryOfShard:
     async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> None:
         await self._base.store(key + self._suffix, subkey, value, expiration)
 
-    async def until_stored(self, key: str, subkey: str) -> None:
-        await self._base.until_stored(key + self._suffix, subkey)
-
     async def withdraw(self, key: str, subkey: str) -> None:
         await self._base.withdraw(key + self._suffix, subkey)
 
@@ -173,13 +170,6 @@ class _DiscoveryOfShard:
 
     def watch(self, key: str) -> AsyncGenerator[Mapping[str, Entry], None]:
         return self._base.watch(key + self._suffix)
-
-    async def take_place(self, key: str, size: int) -> str:
-        place = await self._base.take_place(key + self._suffix, size)
-        return key if place == key + self._suffix else place
-
-    def leave_place(self, key: str, *, began: bool, full: bool) -> None:
-        self._base.leave_place(key + self._suffix, began=began, full=full)
 
     def knows(self, endpoint: str) -> bool:
         return self._base.knows(endpoint)

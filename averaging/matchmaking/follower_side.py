@@ -249,7 +249,7 @@ class FollowerSide:
         if self._history.standing(suggested, asyncio.get_running_loop().time()) is LeaderStanding.REPEAT_DESERTER:
             return None
         entry = self._discovery.get(context.key).get(suggested)
-        declaration = Declaration.of(suggested, entry) if entry else Declaration(own.expiration, suggested)
+        declaration = Declaration(entry.expiration if entry else own.expiration, suggested)
         return declaration if entry is None or declaration < own else None
 
     async def _ask(self, context: _Context, candidate: Declaration, request: OpenRequest) -> tuple[MessageCode, str]:

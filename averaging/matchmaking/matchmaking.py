@@ -171,7 +171,6 @@ class Matchmaking:
                         reason = search.explain(self.group_key, self._config.min_group_size, self._discovery.diagnose())
                         raise NoGroupError(reason + self._explain_exclusions(search))
                     if not search.seen and self._dropped_bits < len(self.group_bits):
-                        self._discovery.leave_place(self.group_key, began=False, full=False)
                         self._dropped_bits += 1
                         logger.info("no other peer was seen; looking under %s now", self.group_key)
                     search.begin_declaration()
@@ -185,7 +184,6 @@ class Matchmaking:
                 if search.declared and not self._all_know_the_end(search):
                     await self._declare_looking(search, False)
             finally:
-                self._leave_place(search)
                 # Last, with no await after it: a caller of `assembling` continues only when the round has been made.
                 self._search = None
                 self._idle.set()
@@ -301,12 +299,12 @@ class Matchmaking:
     async def _search_once(self, search: SearchState, left: SearchDeadline) -> Group | None:
         """Searches for one declaration; None if it expired and there were too few peers."""
         deadline, first = self._clock() + left.seconds, not search.key
-        key = search.key = await self._take_place(search)
+        key = search.key = self.group_key
         leader = self._last_leader(search) if first else ""
         seconds = rules.declaration_seconds(self._config.group_wait, search.had_too_few)
         seconds += LEAD_SECONDS if leader not in ("", self._endpoint) else 0.0
         expiration = min(self._clock() + seconds, deadline)
-        if not search.state.leads and self._dropped_bits == len(self.group_bits) and key == self.group_key:
+        if not search.state.leads and self._dropped_bits == len(self.group_bits):
             expiration = deadline  # a client has no record to renew, and there is no other key to look under
         wake_up = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
@@ -325,7 +323,7 @@ class Matchmaking:
         if self._last.take_asked():
             self._yields_until = now + QUIET_SECONDS
             return ""
-        if search.key != self.group_key or self.group_bits or quorum is not None:
+        if self.group_bits or quorum is not None:
             return ""
         leader = self._last.leader(self._discovery.get(search.key), self._discovery.endpoints(), self._clock())
         if leader == self._endpoint:
@@ -366,9 +364,7 @@ class Matchmaking:
         self._accept(search, expiration)
         search.declared = True
         await self._declare_looking(search, True)
-        await self._discovery.until_stored(search.key, self._endpoint)
-        declared = self._discovery.get(search.key).get(self._endpoint)
-        return Declaration(expiration, self._endpoint, (declared.created if declared else 0) or rules.UNORDERED)
+        return Declaration(expiration, self._endpoint)
 
     async def _until_group(self, search: SearchState, expiration: float) -> None:
         """Waits for a group, which this peer begins itself if its followers are enough, until `expiration`."""
@@ -395,21 +391,6 @@ class Matchmaking:
             except TimeoutError:
                 continue
 
-    async def _take_place(self, search: SearchState) -> str:
-        """The key under which it declares itself: not the group key if more peers look there than fit in one group.
-
-        Peers that all want to be in one group look under the group key itself.
-        """
-        target = search.state.target_contributors
-        if search.state.quorum is not None or (target is not None and target <= self._config.group_size):
-            return self.group_key
-        return await self._discovery.take_place(self.group_key, self._config.group_size)
-
-    def _leave_place(self, search: SearchState) -> None:
-        group = search.group
-        full = group is not None and (len(group.members) >= self._config.group_size or group.leader != self._endpoint)
-        self._discovery.leave_place(self.group_key, began=group is not None, full=full)
-
     async def _declare_looking(self, search: SearchState, looking: bool) -> None:
         if search.state.declared is None or search.state.declared <= self._clock():
             return
@@ -433,7 +414,7 @@ class Matchmaking:
 
         Under the key of a single phase it is said in any case, since that record is kept for less time.
         """
-        if search.group is None or search.key != self.group_key or self._config.ended_lifetime is not None:
+        if search.group is None or self._config.ended_lifetime is not None:
             return False
         if search.state.quorum is not None:
             return False

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import total_ordering
 from typing import Any
 
 from averaging.common import CLIENT_PREFIX, backoff_delay, contradict, is_count, is_endpoint, is_finite, pack, unpack
@@ -61,34 +59,12 @@ _MIN_RETRY_PAUSE, _MAX_RETRY_PAUSE = 0.1, 2.0  # seconds until a peer that refus
 _FINAL_REFUSALS = frozenset({MessageCode.BAD_SCHEMA_HASH, MessageCode.PROTOCOL_VIOLATION})
 
 
-UNORDERED = sys.maxsize
-"""The place in the order of a declaration that has none."""
-
-
-@total_ordering
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Declaration:
-    """A peer that waits for a group until `expiration` (seconds since the epoch); the smallest declaration leads.
-
-    Attributes:
-        created: place in the order that discovery gives, see `Entry.created`; without one the expirations count. One
-            that has no place yet comes after all that have.
-    """
+    """A peer that waits for a group until `expiration` (seconds since the epoch); the smallest declaration leads."""
 
     expiration: float
     endpoint: str
-    created: int = UNORDERED
-
-    def __lt__(self, other: Declaration) -> bool:
-        return self._order < other._order
-
-    @property
-    def _order(self) -> tuple[int, float, str]:
-        return self.created, self.expiration, self.endpoint
-
-    @classmethod
-    def of(cls, endpoint: str, entry: Entry) -> Declaration:
-        return cls(entry.expiration, endpoint, entry.created or UNORDERED)
 
 
 MAX_STATED_GRACE = 600.0
@@ -381,7 +357,7 @@ def candidates(
     ranked: list[tuple[LeaderStanding, Declaration]] = []
     again: float | None = None
     for endpoint, entry in entries.items():
-        candidate = Declaration.of(endpoint, entry)
+        candidate = Declaration(entry.expiration, endpoint)
         if not unpack_looking(entry.value) or candidate >= own or candidate.expiration <= now - CLOCK_TOLERANCE:
             continue
         if endpoint == own.endpoint or endpoint in excluded or not can_lead(endpoint):

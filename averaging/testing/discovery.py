@@ -119,9 +119,6 @@ class MemoryDiscovery:
         self._publish(record)
         self._own[key, subkey] = record
 
-    async def until_stored(self, key: str, subkey: str) -> None:
-        """See `Discovery.until_stored`; there is no order that all peers see alike."""
-
     async def withdraw(self, key: str, subkey: str) -> None:
         last = self._last(key, subkey)
         if last is not None:
@@ -149,12 +146,6 @@ class MemoryDiscovery:
 
     def watch(self, key: str) -> AsyncGenerator[Mapping[str, Entry], None]:
         return self._watchers.watch(key)
-
-    async def take_place(self, key: str, size: int) -> str:
-        return key
-
-    def leave_place(self, key: str, *, began: bool, full: bool) -> None:
-        """See `Discovery.leave_place`."""
 
     def knows(self, endpoint: str) -> bool:
         with self._registry.lock:

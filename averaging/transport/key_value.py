@@ -22,19 +22,8 @@ class LeaseEndedError(AveragingError):
 
 @dataclass(frozen=True, slots=True)
 class StoredValue:
-    """A key and its value.
-
-    Attributes:
-        created: revision in which the key was created. Of two keys, the one that was created first has the lower one.
-        modified: revision of its last change.
-        writes: number of times that it was written since it was created.
-    """
-
     key: bytes
     value: bytes
-    created: int = 0
-    modified: int = 0
-    writes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +92,5 @@ class KeyValueStore(Protocol):
             CompactedError: the store has forgotten changes since then.
         """
 
-    async def draw(self, key: bytes, lease: int) -> StoredValue:
-        """Writes an empty value and returns it, in one step: its `writes` number the calls since `created`."""
-
-    async def delete_unless_drawn(self, drawn: StoredValue, most: int) -> bool:
-        """Deletes a key that has been written at most `most` times since `drawn.created`; returns whether it did."""
+    async def close(self) -> None:
+        """Ends the connections to the store."""

@@ -11,9 +11,11 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 
 import pytest
+import torch
 
+from averaging import Peer
 from averaging.discovery.etcd import EtcdDiscovery, EtcdSettings
-from averaging.discovery.etcd.layout import RecordSeal, name_of, prefix_of, run_prefix, start_of
+from averaging.discovery.etcd.layout import RecordLayout
 from averaging.discovery.gossip.gossip_discovery import GossipDiscovery
 from averaging.discovery.gossip.identity import Author, Ed25519Identity, UnsignedIdentity
 from averaging.discovery.gossip.record import Reason, RecordLimits
@@ -22,11 +24,13 @@ from averaging.protocol import progress_key
 from averaging.protocol.messages import Record
 from averaging.testing import virtual_time
 from averaging.testing.transport import MemoryNetwork
+from averaging.transport.base import Transport
 from tests.support.gossip_swarm import NO_AVERAGING
-from tests.support.memory_etcd import MemoryEtcd
+from tests.support.memory_etcd import MemoryEtcd, MemoryEtcdClient
 
 KEY = "run.0b"
-SETTINGS = EtcdSettings()
+LAYOUT = RecordLayout("run")
+SETTINGS = EtcdSettings(name="etcd://h:2379")
 
 
 class Cluster:
@@ -34,18 +38,20 @@ class Cluster:
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self.etcd = MemoryEtcd((0.001, 0.01))
+        self.clients: dict[EtcdDiscovery, MemoryEtcdClient] = {}
         self._stack = stack
 
     async def peer(
         self, name: str, *, tokens: tuple[str, ...] = (), settings: EtcdSettings = SETTINGS
     ) -> EtcdDiscovery:
+        client = self.etcd.client()
         discovery = EtcdDiscovery(
-            *("run", name, self.etcd.client()),
-            name="etcd://h:2379",
+            *("run", name, client),
             tokens=tokens,
             clock=virtual_time.clock,
             settings=settings,
         )
+        self.clients[discovery] = client
         await self._stack.enter_async_context(discovery)
         await discovery.follow(KEY)
         return discovery
@@ -122,7 +128,7 @@ def test_a_lease_that_has_ended_is_replaced_and_all_is_written_again() -> None:
         one, other = await cluster.peer("a:1"), await cluster.peer("b:1")
         await one.store(KEY, "a:1", b"1", later(300))
         await settle()
-        cluster.etcd.revoke(one._own.lease)
+        cluster.etcd.revoke_all()
         await settle()
         assert other.get(KEY) == {}
         await asyncio.sleep(SETTINGS.renew + 1)
@@ -132,32 +138,18 @@ def test_a_lease_that_has_ended_is_replaced_and_all_is_written_again() -> None:
     simulate(main)
 
 
-def test_a_record_that_a_stranger_deletes_comes_back() -> None:
-    async def main(cluster: Cluster) -> None:
-        one, other = await cluster.peer("a:1"), await cluster.peer("b:1")
-        await one.store(KEY, "a:1", b"1", later(300))
-        await settle()
-        stored = (await cluster.etcd.client().list_values(prefix_of("run", KEY), 9)).values
-        await cluster.etcd.client().change({stored[0].key: None}, 0)
-        await settle()
-        await asyncio.sleep(SETTINGS.renew + 1)
-        assert other.get(KEY)["a:1"].value == b"1"
-
-    simulate(main)
-
-
 def test_the_records_of_a_dead_peer_go_with_its_lease_and_it_has_not_withdrawn_them_before() -> None:
     async def main(cluster: Cluster) -> None:
         one, other = await cluster.peer("a:1"), await cluster.peer("b:1")
         await one.store(KEY, "a:1", b"1", later(300))
         await settle()
-        one._store.cut = True  # type: ignore[attr-defined]
+        cluster.clients[one].cut = True
         await asyncio.sleep(20)
         assert other.knows("a:1")
         assert not other.withdrew("a:1")
         await asyncio.sleep(15)
         assert not other.knows("a:1")
-        one._store.cut = False  # type: ignore[attr-defined]
+        cluster.clients[one].cut = False
         await asyncio.sleep(SETTINGS.renew + 4)
         assert other.knows("a:1")
 
@@ -191,7 +183,7 @@ def test_a_watch_goes_on_after_a_lost_connection(compacted: bool) -> None:
         await settle()
         async with aclosing(other.watch(KEY)) as changes:
             assert len(await anext(changes)) == 2
-            other._store.cut = True  # type: ignore[attr-defined]
+            cluster.clients[other].cut = True
             cluster.etcd.end_all_watches()
             await settle()
             await one.store(KEY, "a:1", b"2", later(300))
@@ -199,7 +191,7 @@ def test_a_watch_goes_on_after_a_lost_connection(compacted: bool) -> None:
             await settle()
             if compacted:
                 cluster.etcd.compact()
-            other._store.cut = False  # type: ignore[attr-defined]
+            cluster.clients[other].cut = False
             await asyncio.sleep(5)
             assert {name: entry.value for name, entry in (await anext(changes)).items()} == {"a:1": b"2"}
 
@@ -214,7 +206,7 @@ def test_a_store_that_was_made_anew_is_read_again() -> None:
         cluster.etcd.end_all_watches()
         new = MemoryEtcd((0.001, 0.01), random.Random(1))
         for peer in (one, other):
-            peer._store._etcd = new  # type: ignore[attr-defined]
+            cluster.clients[peer].etcd = new
         await asyncio.sleep(SETTINGS.renew + 5)
         assert other.get(KEY)["a:1"].value == b"49"
         await one.store(KEY, "a:1", b"new", later(300))
@@ -268,13 +260,13 @@ def test_what_a_peer_holds_of_a_run_does_not_grow_with_the_run() -> None:
     key, sizes = progress_key("run"), {}
 
     async def main(cluster: Cluster) -> None:
-        writer, rng, seal = cluster.etcd.client(), random.Random(1), RecordSeal()
+        writer, rng, seal = cluster.etcd.client(), random.Random(1), LAYOUT
         lease = await writer.grant(3000.0)
         for number in range(2048):
             author = Author("run", UnsignedIdentity(rng), RecordLimits())
             name = f"10.0.{number // 256}.{number % 256}:4222"
             record = author.write(key, name, bytes(250), later(600), virtual_time.clock(), None)
-            await writer.change({name_of("run", record): seal.pack(record)}, lease)
+            await writer.change({LAYOUT.name(record): seal.pack(record)}, lease)
             if number + 1 in (1024, 2048):
                 tracemalloc.start()
                 discovery = EtcdDiscovery(
@@ -294,6 +286,44 @@ def test_what_a_peer_holds_of_a_run_does_not_grow_with_the_run() -> None:
     assert sizes[2048][1] < 1.2 * sizes[1024][1]
 
 
+@pytest.mark.parametrize("bits", [False, True], ids=["one-key", "a-key-for-each-group"])
+def test_whole_peers_meet_in_full_groups(bits: bool) -> None:
+    rng, latency = random.Random(3), (0.02, 0.08)
+    network, etcd = MemoryNetwork(rng, latency=latency), MemoryEtcd(latency, rng)
+
+    def discovery(endpoint: str, transport: Transport) -> EtcdDiscovery:
+        own = random.Random(rng.getrandbits(64))
+        return EtcdDiscovery(
+            *("run", endpoint, etcd.client()), identity=UnsignedIdentity(rng), clock=virtual_time.clock, rng=own
+        )
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            peers = [
+                Peer(
+                    {"w": torch.full((1,), float(number))},
+                    run_id="run",
+                    transport=network.transport(f"p{number}:1"),
+                    discovery=discovery,
+                    clock=virtual_time.clock,
+                    rng=random.Random(number),
+                    group_size=4,
+                    group_bits=f"{number // 4:02b}" if bits else "",
+                )
+                for number in range(16)
+            ]
+            await asyncio.gather(*(stack.enter_async_context(peer) for peer in peers))
+            for _ in range(2):
+                await asyncio.sleep(1)
+                receipts = await asyncio.gather(*(peer.average() for peer in peers))
+                assert [len(receipt.members) for receipt in receipts] == [4] * 16
+            if bits:
+                assert {peer.own_tensors[0].item() for peer in peers} == {7.5}
+
+    virtual_time.run(main())
+    assert network.errors == []
+
+
 # Strangers
 
 
@@ -308,24 +338,24 @@ def test_what_a_stranger_writes_is_checked_as_gossip_is() -> None:
     async def main(cluster: Cluster) -> None:
         peer, stranger = await cluster.peer("a:1"), cluster.etcd.client()
         await peer.store(KEY, "a:1", b"1", later(300))
-        lease, seal, identity = await stranger.grant(300.0), RecordSeal(), Ed25519Identity()
+        lease, seal, identity = await stranger.grant(300.0), LAYOUT, Ed25519Identity()
         good = signed(identity)
-        prefix = prefix_of("run", KEY)
+        prefix = LAYOUT.prefix(KEY)
 
         async def write(record: Record, name: bytes = b"") -> None:
-            await stranger.change({name or name_of("run", record): seal.pack(record)}, lease)
+            await stranger.change({name or LAYOUT.name(record): seal.pack(record)}, lease)
             await settle()
 
         await write(replace(good, value=b"other"))
         await write(signed(identity, run="other"))
-        await write(good, name_of("run", replace(good, subkey="t:1")))
+        await write(good, LAYOUT.name(replace(good, subkey="t:1")))
         await write(replace(good, expiration=later(-1)))
         await write(replace(good, value=bytes(2000)))
         await write(replace(good, subkey="t:\n1"))
         await stranger.change(
             {prefix + b"s:1/x": bytes(100_000), prefix + b"z": b"\xff" * 9, prefix + b"y": b""}, lease
         )
-        await stranger.change({run_prefix("run") + b"run.0b": b"\0\xff\xff"}, lease)
+        await stranger.change({LAYOUT.prefix() + b"run.0b": b"\0\xff\xff"}, lease)
         await settle()
         assert peer.get(KEY).keys() == {"a:1"}
         assert peer.refused[Reason.FORGED] == 2
@@ -349,8 +379,8 @@ def test_values_that_are_no_records_hide_nobody(subkey: str) -> None:
         for name in ("b:1", "c:1"):
             await (await cluster.peer(name)).store(KEY, name, b"1", later(300))
         stranger, identity = cluster.etcd.client(), Ed25519Identity()
-        lease, prefix = await stranger.grant(300.0), start_of("run", KEY, subkey)
-        forged = RecordSeal().pack(replace(signed(identity), value=b"other"))
+        lease, prefix = await stranger.grant(300.0), LAYOUT.prefix(KEY, subkey)
+        forged = LAYOUT.pack(replace(signed(identity), value=b"other"))
         for number in range(1100):
             await stranger.change({prefix + b"%d" % number: b"\xff" if number % 2 else forged}, lease)
         await settle()
@@ -362,22 +392,6 @@ def test_values_that_are_no_records_hide_nobody(subkey: str) -> None:
     simulate(main)
 
 
-def test_a_record_that_was_withdrawn_does_not_come_back() -> None:
-    async def main(cluster: Cluster) -> None:
-        one, other = await cluster.peer("a:1"), await cluster.peer("b:1")
-        await one.store(KEY, "a:1", b"1", later(300))
-        await settle()
-        stored = (await cluster.etcd.client().list_values(prefix_of("run", KEY), 9)).values[0]
-        await one.withdraw(KEY, "a:1")
-        await settle()
-        stranger = cluster.etcd.client()
-        await stranger.change({stored.key: stored.value}, await stranger.grant(300.0))
-        await settle()
-        assert other.get(KEY) == {}
-
-    simulate(main)
-
-
 def test_with_tokens_a_stranger_without_one_is_not_heard() -> None:
     async def main(cluster: Cluster) -> None:
         tokens = ("a-token-of-the-run", "an-older-token-of-it")
@@ -385,8 +399,8 @@ def test_with_tokens_a_stranger_without_one_is_not_heard() -> None:
         await other.store(KEY, "b:1", b"", later(300))
         stranger = cluster.etcd.client()
         lease, record = await stranger.grant(300.0), signed(Ed25519Identity())
-        for seal in (RecordSeal(), RecordSeal(["some-other-long-token"])):
-            await stranger.change({name_of("run", record): seal.pack(record)}, lease)
+        for seal in (LAYOUT, RecordLayout("run", ["some-other-long-token"])):
+            await stranger.change({LAYOUT.name(record): seal.pack(record)}, lease)
             await settle()
         assert one.get(KEY).keys() == {"b:1"}
         assert one.refused == {Reason.UNSEALED: 2}

@@ -19,8 +19,8 @@ async def values_are_written_under_revisions(store: KeyValueStore, compact: Comp
     lease = await store.grant(60.0)
     first = await store.change({b"a/2": b"2", b"a/1": b"1", b"b/1": b"other"}, lease)
     assert (await store.list_values(b"a/", 9)).values == (
-        StoredValue(b"a/1", b"1", first, first, 1),
-        StoredValue(b"a/2", b"2", first, first, 1),
+        StoredValue(b"a/1", b"1"),
+        StoredValue(b"a/2", b"2"),
     )
     second = await store.change({b"a/2": b"two"}, lease)
     assert second == first + 1
@@ -28,7 +28,7 @@ async def values_are_written_under_revisions(store: KeyValueStore, compact: Comp
     found = await store.list_values(b"a/", 9)
     assert found.revision == third
     assert found.complete
-    assert found.values == (StoredValue(b"a/2", b"two", first, second, 2), StoredValue(b"a/3", b"3", third, third, 1))
+    assert found.values == (StoredValue(b"a/2", b"two"), StoredValue(b"a/3", b"3"))
     limited = await store.list_values(b"a/", 1)
     assert [value.key for value in limited.values] == [b"a/2"]
     assert not limited.complete
@@ -80,14 +80,14 @@ async def a_watch_tells_all_changes_in_order(store: KeyValueStore, compact: Comp
     fourth = await store.change({b"a/1": b"3"}, lease)
     assert await watching == fourth
     assert seen == [
-        StoredValue(b"a/1", b"1", first, first, 1),
-        StoredValue(b"a/1", b"2", first, second, 2),
+        StoredValue(b"a/1", b"1"),
+        StoredValue(b"a/1", b"2"),
         b"a/1",
-        StoredValue(b"a/1", b"3", fourth, fourth, 1),
+        StoredValue(b"a/1", b"3"),
     ]
     seen.clear()
     await collect(2, second)  # it goes on where another one has ended
-    assert seen == [b"a/1", StoredValue(b"a/1", b"3", fourth, fourth, 1)]
+    assert seen == [b"a/1", StoredValue(b"a/1", b"3")]
     assert third == second + 1
 
 
@@ -108,27 +108,11 @@ async def a_watch_does_not_skip_what_is_forgotten(store: KeyValueStore, compact:
     await changes.aclose()
 
 
-async def numbers_are_drawn_in_order(store: KeyValueStore, compact: Compact) -> None:
-    """Each once, and anew after a deletion, which only who knows the last number can make."""
-    lease = await store.grant(60.0)
-    drawn = await asyncio.gather(*(store.draw(b"a/n", lease) for _ in range(5)))
-    assert sorted(each.writes for each in drawn) == [1, 2, 3, 4, 5]
-    assert len({each.created for each in drawn}) == 1
-    assert not await store.delete_unless_drawn(drawn[0], 4)
-    assert await store.delete_unless_drawn(drawn[0], 5)
-    assert not await store.delete_unless_drawn(drawn[0], 5)
-    again = await store.draw(b"a/n", lease)
-    assert again.writes == 1
-    assert again.created > drawn[0].created
-    assert not await store.delete_unless_drawn(drawn[0], 5)
-
-
 SCENARIOS = (
     values_are_written_under_revisions,
     a_lease_takes_its_values_with_it,
     a_watch_tells_all_changes_in_order,
     a_watch_does_not_skip_what_is_forgotten,
-    numbers_are_drawn_in_order,
 )
 
 

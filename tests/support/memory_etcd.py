@@ -82,6 +82,10 @@ class MemoryEtcd:
             if keys:
                 self._apply(dict.fromkeys(sorted(keys)), 0)
 
+    def revoke_all(self) -> None:
+        for lease in list(self._leases):
+            self.revoke(lease)
+
     def _timer(self, lease: int, seconds: float) -> asyncio.TimerHandle:
         return asyncio.get_running_loop().call_later(seconds, self.revoke, lease)
 
@@ -101,17 +105,6 @@ class MemoryEtcd:
             found.append(self._values[key])
         return StoredValues(tuple(found[:limit]), self.revision, len(found) <= limit)
 
-    def draw(self, key: bytes, lease: int) -> StoredValue:
-        self.change({key: b""}, lease)
-        return self._values[key]
-
-    def delete_unless_drawn(self, drawn: StoredValue, most: int) -> bool:
-        present = self._values.get(drawn.key)
-        if present is None or present.created != drawn.created or present.writes > most:
-            return False
-        self._apply({drawn.key: None}, 0)
-        return True
-
     def _apply(self, changes: Mapping[bytes, bytes | None], lease: int) -> int:
         revision = self.revision + 1
         done: list[Change] = []
@@ -124,9 +117,8 @@ class MemoryEtcd:
                 continue
             if before is None:
                 insort(self._sorted, key)
-            created, writes = (before.created, before.writes) if before else (revision, 0)
             self._attach(key, lease)
-            stored = self._values[key] = StoredValue(key, value, created, revision, writes + 1)
+            stored = self._values[key] = StoredValue(key, value)
             done.append((revision, stored))
         if done:
             self.revision = revision
@@ -186,45 +178,46 @@ class MemoryEtcdClient:
     """One client; implements `averaging.transport.KeyValueStore`.
 
     Attributes:
+        etcd: the cluster that it calls.
         cut: whether it reaches the cluster no more.
     """
 
     def __init__(self, etcd: MemoryEtcd) -> None:
-        self._etcd = etcd
+        self.etcd = etcd
         self.cut = False
 
     async def grant(self, seconds: float) -> int:
         await self._way("grant")
-        lease = self._etcd.grant(seconds)
+        lease = self.etcd.grant(seconds)
         await self._way()
         return lease
 
     async def keep_alive(self, lease: int) -> bool:
         await self._way("keep_alive")
-        alive = self._etcd.keep_alive(lease)
+        alive = self.etcd.keep_alive(lease)
         await self._way()
         return alive
 
     async def revoke(self, lease: int) -> None:
         await self._way("revoke")
-        self._etcd.revoke(lease)
+        self.etcd.revoke(lease)
         await self._way()
 
     async def change(self, changes: Mapping[bytes, bytes | None], lease: int) -> int:
         await self._way("change")
-        revision = self._etcd.change(changes, lease)
+        revision = self.etcd.change(changes, lease)
         await self._way()
         return revision
 
     async def list_values(self, prefix: bytes, limit: int, start: bytes = b"") -> StoredValues:
         await self._way("list_values")
-        values = self._etcd.list_values(prefix, limit, start)
+        values = self.etcd.list_values(prefix, limit, start)
         await self._way()
         return values
 
     async def watch(self, prefix: bytes, after: int) -> AsyncGenerator[StoredChanges, None]:
         await self._way("watch")
-        etcd = self._etcd
+        etcd = self.etcd
         queue = etcd.open_watch(prefix, after)
         try:
             ended = False
@@ -240,22 +233,13 @@ class MemoryEtcdClient:
             etcd.close_watch(prefix, queue)
         raise PeerUnreachableError("etcd", "connection lost")
 
-    async def draw(self, key: bytes, lease: int) -> StoredValue:
-        await self._way("draw")
-        drawn = self._etcd.draw(key, lease)
-        await self._way()
-        return drawn
-
-    async def delete_unless_drawn(self, drawn: StoredValue, most: int) -> bool:
-        await self._way("delete_unless_drawn")
-        done = self._etcd.delete_unless_drawn(drawn, most)
-        await self._way()
-        return done
+    async def close(self) -> None:
+        """The model has no connections."""
 
     async def _way(self, method: str = "") -> None:
         if method:
-            self._etcd.calls[method] = self._etcd.calls.get(method, 0) + 1
-        if self._etcd.latency[1]:
-            await asyncio.sleep(self._etcd.rng.uniform(*self._etcd.latency))
-        if self.cut or self._etcd.down:
+            self.etcd.calls[method] = self.etcd.calls.get(method, 0) + 1
+        if self.etcd.latency[1]:
+            await asyncio.sleep(self.etcd.rng.uniform(*self.etcd.latency))
+        if self.cut or self.etcd.down:
             raise PeerUnreachableError("etcd", "connection refused", refused=True)

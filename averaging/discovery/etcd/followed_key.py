@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Callable
 from contextlib import aclosing, suppress
 
 from averaging.common import Backoff
-from averaging.discovery.etcd.contact import Contact
-from averaging.discovery.etcd.layout import RecordSeal, RefusedValueError, name_of, prefix_of, start_of
-from averaging.discovery.etcd.own_records import MAX_BACKOFF, MIN_BACKOFF
+from averaging.discovery.etcd.access import EtcdAccess
+from averaging.discovery.etcd.layout import RecordLayout, RefusedValueError
 from averaging.discovery.gossip import RecordStore
 from averaging.errors import AveragingError
 from averaging.protocol import Record
-from averaging.transport import CompactedError, KeyValueStore, StoredChanges, StoredValue
+from averaging.transport import CompactedError, StoredValue
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +26,6 @@ MIN_POLL = 1.0
 FRESH_SECONDS = 1.0
 """Events so soon after a watch began may be old ones that were missed, so they say nothing of their owners' clocks."""
 
-HeldRecord = tuple[str, bytes]
-"""Subkey and owner of a record that this peer holds."""
-
 
 class FollowedKey:
     """Reads one key of the run. Everything that stands there is checked as if a peer had sent it by gossip.
@@ -39,7 +34,6 @@ class FollowedKey:
         key: the key of discovery.
         endpoint: this peer. If there are more records than `most`, it holds those that come after it in their order.
         most: number of records that it holds.
-        on_deletion: callback with each key of etcd that was deleted.
         on_fresh: callback with each record that was written just now.
 
     Attributes:
@@ -47,65 +41,47 @@ class FollowedKey:
         pinned: whether the key is followed until this peer leaves.
         used: the loop's time of the last read.
         loaded: event that is set when the records are there.
-        complete: whether these are all, as of the last read.
     """
 
     def __init__(
         self,
-        run_id: str,
+        access: EtcdAccess,
+        layout: RecordLayout,
+        records: RecordStore,
         key: str,
         endpoint: str,
-        store: KeyValueStore,
-        records: RecordStore,
-        seal: RecordSeal,
-        contact: Contact,
-        *,
         most: int,
-        owner: bytes,
-        on_deletion: Callable[[bytes], None],
         on_fresh: Callable[[Record], None],
-        rng: random.Random,
     ) -> None:
-        self._run_id, self._key, self._owner = run_id, key, owner
-        self._prefix, self._start = prefix_of(run_id, key), start_of(run_id, key, endpoint)
-        self._store, self._records, self._seal, self._contact = store, records, seal, contact
-        self._most, self._rng = most, rng
-        self._on_deletion, self._on_fresh = on_deletion, on_fresh
-        self._held: dict[bytes, HeldRecord] = {}
+        self._access, self._store, self._layout, self._records = access, access.store, layout, records
+        self._key, self._most, self._on_fresh = key, most, on_fresh
+        self._prefix, self._own_place = layout.prefix(key), layout.prefix(key, endpoint)
+        self._held: dict[bytes, Record] = {}
         self._revision = 0
-        self._advanced, self._soon = asyncio.Event(), asyncio.Event()
-        self.readers, self.pinned, self.complete = 0, False, True
+        self._soon = asyncio.Event()
+        self.readers, self.pinned = 0, False
         self.used = asyncio.get_running_loop().time()
         self.loaded = asyncio.Event()
 
-    async def until_loaded(self, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds):
+    async def until_loaded(self) -> None:
+        """Waits until the records are there, at most for `EtcdSettings.wait`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._access.settings.wait):
                 await self.loaded.wait()
-        except TimeoutError:
-            return
-
-    async def until_revision(self, revision: int, seconds: float) -> None:
-        """Waits until all changes up to a revision in which one of these records was written are seen."""
-        try:
-            async with asyncio.timeout(seconds):
-                while self._revision < revision:
-                    self._advanced.clear()
-                    await self._advanced.wait()
-        except TimeoutError:
-            return
 
     async def run(self) -> None:
         """Reads and watches, until cancelled."""
-        backoff = Backoff(MIN_BACKOFF, MAX_BACKOFF, self._rng)
+        backoff = self._access.backoff()
         while True:
             try:
-                if self._revision and await self._store_was_reset():
+                # A watch of a store that was restored or made anew would wait for a revision that is far off.
+                if self._revision and (await self._store.list_values(self._prefix, 1)).revision < self._revision:
                     self._revision = 0
                 if not self._revision:
-                    await self.read()
+                    await self._read()
+                self._access.note_answer()
             except AveragingError as error:
-                self._contact.note_failure(error)
+                self._access.note_failure(error)
                 await asyncio.sleep(backoff.next_delay())
                 continue
             try:
@@ -121,103 +97,73 @@ class FollowedKey:
         while True:
             self._soon.clear()
             try:
-                await self.read()
+                await self._read()
+                self._access.note_answer()
             except AveragingError as error:
-                self._contact.note_failure(error)
+                self._access.note_failure(error)
             await asyncio.sleep(min(MIN_POLL, seconds))
             with suppress(TimeoutError):
-                async with asyncio.timeout(seconds * self._rng.uniform(0.5, 1.5)):
+                async with asyncio.timeout(seconds * self._access.rng.uniform(0.5, 1.5)):
                     await self._soon.wait()
 
     def read_soon(self) -> None:
         self._soon.set()
 
     def forget(self) -> None:
-        """Forgets the records of other peers."""
-        for subkey, owner in self._held.values():
-            if owner != self._owner:
-                self._records.forget(self._key, subkey, owner)
+        """Forgets the records of other peers, which nobody reads any more."""
+        for record in self._held.values():
+            self._records.forget(record, notify=False)
         self._held.clear()
 
-    async def read(self) -> None:
-        """Reads all records, or at most `most` of them.
-
-        Raises:
-            AveragingError: etcd does not answer, or refuses.
-        """
+    async def _read(self) -> None:
+        """Reads the records from this peer's own place on and then those before it, `most` of them."""
         revision, here = 0, set[bytes]()
-        # Records from this peer's own place on, and then those before it. What is no record does not count.
-        for start, end in ((self._start, self._prefix[:-1] + b"0"), (self._prefix, self._start)):
+        for start, end in ((self._own_place, self._prefix[:-1] + b"0"), (self._prefix, self._own_place)):
             while start < end and len(here) < self._most:
                 page = await self._store.list_values(self._prefix, PAGE, start)
-                revision = revision or page.revision  # the watch brings what changed since
-                present = {value.key for value in page.values}
-                after = end if page.complete else min(end, page.values[-1].key + b"\0")
-                for name in [name for name in self._held if start <= name < after and name not in present]:
-                    self._remove(name)
+                revision = revision or page.revision  # the watch brings what has changed since
                 for value in page.values:
                     if value.key < end and len(here) < self._most:
-                        self._take(value, self._most + len(self._held))
-                        here.update({value.key} & self._held.keys())
-                start = after
+                        self._take(value)
+                        here |= {value.key} & self._held.keys()  # what is no record does not count
+                start = end if page.complete else page.values[-1].key + b"\0"
         for name in self._held.keys() - here:
             self._remove(name)
-        self._contact.note_answer()
-        self.complete = len(here) < self._most
-        self._advance(revision)
+        self._revision = max(self._revision, revision)
         self.loaded.set()
 
-    async def _store_was_reset(self) -> bool:
-        """Whether the store is an earlier one, restored or made anew: a watch from here on would never see a change."""
-        revision = (await self._store.list_values(self._prefix, 1)).revision
-        self._contact.note_answer()
-        return revision < self._revision
-
     async def _watch(self, backoff: Backoff) -> None:
-        began = asyncio.get_running_loop().time()
-        async with aclosing(self._store.watch(self._prefix, self._revision)) as changes:
-            async for change in changes:
-                self._contact.note_answer()
+        time = asyncio.get_running_loop().time
+        began = time()
+        async with aclosing(self._store.watch(self._prefix, self._revision)) as batches:
+            async for batch in batches:
+                self._access.note_answer()
                 backoff.reset()
-                self._apply(change, fresh=asyncio.get_running_loop().time() - began > FRESH_SECONDS)
+                for change in batch.changes:
+                    if isinstance(change, bytes):
+                        self._remove(change)
+                    elif change.key in self._held or len(self._held) < self._most:
+                        record = self._take(change)
+                        if record is not None and time() - began > FRESH_SECONDS:
+                            self._on_fresh(record)
+                self._revision = max(self._revision, batch.revision)
 
-    def _apply(self, changes: StoredChanges, *, fresh: bool) -> None:
-        for change in changes.changes:
-            if isinstance(change, bytes):
-                self._remove(change)
-                self._on_deletion(change)
-            elif (record := self._take(change, self._most)) is not None and fresh:
-                self._on_fresh(record)
-        self._advance(changes.revision)
-
-    def _advance(self, revision: int) -> None:
-        self._revision = max(self._revision, revision)
-        self._advanced.set()
-
-    def _take(self, value: StoredValue, most: int) -> Record | None:
-        """Merges a record if `most` are not held yet; returns it if it is new."""
-        if value.key not in self._held and len(self._held) >= most:
-            return None
+    def _take(self, value: StoredValue) -> Record | None:
+        """Merges a record and returns it if it is new."""
+        name = self._access.settings.name
         try:
-            record = self._seal.unpack(value.value)
+            record = self._layout.unpack(value.value)
         except RefusedValueError as refused:
-            self._records.count_refusal(refused.args[0], self._key, _subkey_in(value.key), self._contact.name)
+            self._records.count_refusal(refused.args[0], self._key, value.key.decode("ascii", "replace"), name)
             return None
-        if value.key != name_of(self._run_id, record):
+        if value.key != self._layout.name(record):
             return None  # a copy under another name
-        merged = self._records.merge(record, self._contact.name, value.created)
-        table, owner = self._records.table(), record.owner
-        if table.claim(record.key, record.subkey, owner) is None:
-            return None
-        self._held[value.key] = record.subkey, owner
-        table.set_created(record.key, record.subkey, owner, value.created)
-        return record if merged.is_new else None
+        is_new = self._records.merge(record, name).is_new
+        held = self._records.table().claim(record.key, record.subkey, record.owner)
+        if held is not None:
+            self._held[value.key] = held
+        return record if is_new else None
 
     def _remove(self, name: bytes) -> None:
-        held = self._held.pop(name, None)
-        if held is not None and held[1] != self._owner:
-            self._records.remove(self._key, *held)
-
-
-def _subkey_in(name: bytes) -> str:
-    return name.split(b"/")[-2].decode("ascii", "replace") if name.count(b"/") > 1 else ""
+        if (record := self._held.pop(name, None)) is not None:
+            self._records.forget(record)

@@ -26,39 +26,28 @@ _DOMAIN = b"averaging.v1.EtcdRecord"  # so that the MAC is valid for nothing els
 _PLAIN, _SEALED = b"\0", b"\1"
 
 
-def run_prefix(run_id: str) -> bytes:
-    return f"{ROOT}/{_quoted(run_id)}/".encode()
-
-
-def prefix_of(run_id: str, key: str) -> bytes:
-    return run_prefix(run_id) + f"{_quoted(key)}/".encode()
-
-
-def start_of(run_id: str, key: str, subkey: str) -> bytes:
-    return prefix_of(run_id, key) + f"{_quoted(subkey)}/".encode()
-
-
-def name_of(run_id: str, record: Record) -> bytes:
-    return start_of(run_id, record.key, record.subkey) + record.owner.hex().encode()
-
-
-def _quoted(name: str) -> str:
-    return quote(name, safe=":.[]@+~", errors="surrogatepass")
-
-
 class RefusedValueError(Exception):
     """What stands in etcd is no record of this run; its argument is the `Reason`."""
 
 
-class RecordSeal:
-    """Encodes records for etcd and decodes them.
+class RecordLayout:
+    """Names and encodes the records of one run.
 
     Args:
         tokens: the run's tokens: the first seals, all are accepted. Without any nothing is sealed.
     """
 
-    def __init__(self, tokens: Sequence[str] = ()) -> None:
+    def __init__(self, run_id: str, tokens: Sequence[str] = ()) -> None:
+        self._run_id = run_id
         self._keys = tuple(token.encode() for token in tokens)
+
+    def prefix(self, *names: str) -> bytes:
+        """What the keys begin with of all records of the run, under a key, or under a key and subkey."""
+        quoted = [quote(name, safe=":.[]@+~", errors="surrogatepass") for name in (self._run_id, *names)]
+        return "/".join([ROOT, *quoted, ""]).encode()
+
+    def name(self, record: Record) -> bytes:
+        return self.prefix(record.key, record.subkey) + record.owner.hex().encode()
 
     def pack(self, record: Record) -> bytes:
         body = RECORD.SerializeToString(record)

@@ -134,9 +134,6 @@ class GossipDiscovery:
             raise ClosedError("this peer is not in the run: enter its discovery with `async with` first")
         self._publish(self._records.write(key, subkey, value, expiration))
 
-    async def until_stored(self, key: str, subkey: str) -> None:
-        """See `Discovery.until_stored`; there is no order that all peers see alike."""
-
     async def withdraw(self, key: str, subkey: str) -> None:
         withdrawal = self._records.withdraw(key, subkey)
         if withdrawal is not None:
@@ -150,12 +147,6 @@ class GossipDiscovery:
 
     def watch(self, key: str) -> AsyncGenerator[Mapping[str, Entry], None]:
         return self._records.watch(key)
-
-    async def take_place(self, key: str, size: int) -> str:
-        return key
-
-    def leave_place(self, key: str, *, began: bool, full: bool) -> None:
-        """See `Discovery.leave_place`."""
 
     def knows(self, endpoint: str) -> bool:
         return self._records.table().has_subkey(endpoint)

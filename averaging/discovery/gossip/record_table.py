@@ -85,7 +85,6 @@ class RecordTable:
         self._versions: dict[int, int] = {}
         self._by_owner: Counter[bytes] = Counter()
         self._kept_until: dict[tuple[str, str, bytes], float] = {}
-        self._created: dict[tuple[str, str, bytes], int] = {}  # see `Entry.created`
         self._expirations: list[tuple[float, int]] = []  # heap of (kept until, id), some outdated
         self._removed_early: dict[int, tuple[float, int]] = {}  # expiration and version, by id
         self._prune_at = _MIN_PRUNE
@@ -98,15 +97,12 @@ class RecordTable:
     def state_hash(self) -> int:
         return self._hash
 
-    def merge(
-        self, record: Record, now: float, created: int = 0, verify: Callable[[Record], bool] | None = None
-    ) -> Merged:
+    def merge(self, record: Record, now: float, verify: Callable[[Record], bool] | None = None) -> Merged:
         """Accepts `record` if it is valid and newer than the one its owner has there. Call `expire(now)` first.
 
         Args:
             record: the record.
             now: seconds since the epoch.
-            created: see `Entry.created`.
             verify: another check than that of the signature, for a record that this peer has just signed.
         """
         known = self._places.get((record.key, record.subkey), {}).get(record.owner)
@@ -124,8 +120,6 @@ class RecordTable:
         if reason is not None:
             return Merged(reason=reason)
         self._put(number, record, known, kept_until(record, now, self._limits))
-        if created:
-            self._created[_identity(record)] = created
         change = self._update_readable(record.key, record.subkey)
         waits = not record.withdrawn and self.holder(record.key, record.subkey) is not record
         return Merged(is_new=True, reason=Reason.FOREIGN if waits else None, change=change)
@@ -149,28 +143,18 @@ class RecordTable:
     def drop(self, key: str, subkey: str, now: float) -> Change | None:
         """Removes the record that is read there before it expires: only a later version of it is accepted again."""
         record = self.holder(key, subkey)
-        return None if record is None else self.remove(key, subkey, record.owner, now)
-
-    def remove(self, key: str, subkey: str, owner: bytes, now: float) -> Change | None:
-        """Does the same with the record of one owner, whether or not it is read."""
-        record = self.claim(key, subkey, owner)
         if record is None:
             return None
-        number = record_id(key, subkey, owner)
-        self._remove(number, record)
-        self._remember_removal(number, record, now)
-        return self._update_readable(key, subkey)
+        self._remember_removal(record_id(key, subkey, record.owner), record, now)
+        return self.forget(record)
 
-    def forget(self, key: str, subkey: str, owner: bytes) -> None:
-        """Removes a record that nobody reads any more; it may come back."""
-        record = self.claim(key, subkey, owner)
-        if record is not None:
-            self._remove(record_id(key, subkey, owner), record)
-            self._update_readable(key, subkey)
-
-    def set_created(self, key: str, subkey: str, owner: bytes, created: int) -> None:
-        if self.claim(key, subkey, owner) is not None:
-            self._created[key, subkey, owner] = created
+    def forget(self, record: Record) -> Change | None:
+        """Removes what its owner has there, which may come back."""
+        present = self.claim(record.key, record.subkey, record.owner)
+        if present is None:
+            return None
+        self._remove(record_id(record.key, record.subkey, record.owner), present)
+        return self._update_readable(record.key, record.subkey)
 
     def holder(self, key: str, subkey: str) -> Record | None:
         return self._readable.get(key, {}).get(subkey)
@@ -183,9 +167,9 @@ class RecordTable:
 
     def read(self, key: str) -> dict[str, Entry]:
         """The entries under `key`, by subkey."""
-        holders, created = self._holders, self._created
+        holders = self._holders
         return {
-            subkey: Entry(record.value, record.expiration, holders[record.owner], created.get(_identity(record), 0))
+            subkey: Entry(record.value, record.expiration, holders[record.owner])
             for subkey, record in self._readable.get(key, {}).items()
         }
 
@@ -278,7 +262,6 @@ class RecordTable:
     def _remove(self, number: int, record: Record) -> None:
         place = (record.key, record.subkey)
         del self._by_id[number], self._versions[number], self._kept_until[_identity(record)]
-        self._created.pop(_identity(record), None)
         del self._places[place][record.owner]
         if not self._places[place]:
             del self._places[place]
@@ -419,22 +402,16 @@ class RecordStore:
     def drop(self, key: str, subkey: str) -> None:
         self._changed(self.table().drop(key, subkey, self._clock()), expired=True)
 
-    def remove(self, key: str, subkey: str, owner: bytes) -> None:
-        self._changed(self.table().remove(key, subkey, owner, self._clock()))
+    def forget(self, record: Record, *, notify: bool = True) -> None:
+        """Removes a record of another peer, which may come back; its readers are not told unless `notify`."""
+        if record.owner != self._author.owner:
+            change = self.table().forget(record)
+            self._changed(change if notify else None)
 
-    def forget(self, key: str, subkey: str, owner: bytes) -> None:
-        self._table.forget(key, subkey, owner)
-
-    def merge(self, record: Record, sender: str, created: int = 0) -> Merged:
-        """Merges a record from the network; refusals are counted, and logged once a minute.
-
-        Args:
-            record: the record.
-            sender: where it came from, for the log.
-            created: see `Entry.created`.
-        """
+    def merge(self, record: Record, sender: str) -> Merged:
+        """Merges a record from the network; refusals are counted, and logged once a minute. `sender` is for the log."""
         now, table = self._clock(), self.table()
-        merged = table.merge(record, now, created)
+        merged = table.merge(record, now)
         if merged.is_new:
             self._author.observe(record)
             self._changed(merged.change)

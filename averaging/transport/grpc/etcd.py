@@ -18,7 +18,6 @@ from averaging.transport import (
 )
 from averaging.transport.grpc.channels import RpcChannel
 from averaging.wire.etcd_pb2 import (
-    Compare,
     DeleteRangeRequest,
     Event,
     KeyValue,
@@ -123,7 +122,13 @@ class EtcdCluster:
             else RequestOp(request_put=PutRequest(key=key, value=value, lease=lease))
             for key, value in changes.items()
         ]
-        return (await self._written(TxnRequest(success=operations))).header.revision
+        request = TxnRequest(success=operations)
+        try:
+            return (await self._ask(lambda channel: channel.call(TXN, request, self._timeout))).header.revision
+        except CallRefusedError as error:
+            if "lease not found" in error.reason:
+                raise LeaseEndedError(str(error)) from None
+            raise
 
     async def list_values(self, prefix: bytes, limit: int, start: bytes = b"") -> StoredValues:
         request = RangeRequest(key=max(prefix, start), range_end=_end(prefix), limit=limit)
@@ -155,29 +160,6 @@ class EtcdCluster:
             self._put_last(channel)
             raise
         raise PeerUnreachableError(channel.endpoint, "it has ended a watch")
-
-    async def draw(self, key: bytes, lease: int) -> StoredValue:
-        put = RequestOp(request_put=PutRequest(key=key, lease=lease))
-        reply = await self._written(TxnRequest(success=[put, RequestOp(request_range=RangeRequest(key=key))]))
-        return _stored(reply.responses[1].response_range.kvs[0])
-
-    async def delete_unless_drawn(self, drawn: StoredValue, most: int) -> bool:
-        request = TxnRequest(
-            compare=[
-                Compare(target=Compare.CREATE, key=drawn.key, create_revision=drawn.created),
-                Compare(result=Compare.LESS, target=Compare.VERSION, key=drawn.key, version=most + 1),
-            ],
-            success=[RequestOp(request_delete_range=DeleteRangeRequest(key=drawn.key))],
-        )
-        return (await self._written(request)).succeeded
-
-    async def _written(self, request: TxnRequest) -> TxnResponse:
-        try:
-            return await self._ask(lambda channel: channel.call(TXN, request, self._timeout))
-        except CallRefusedError as error:
-            if "lease not found" in error.reason:
-                raise LeaseEndedError(str(error)) from None
-            raise
 
     async def _renew(self, channel: RpcChannel, lease: int) -> LeaseKeepAliveResponse:
         async def request() -> AsyncIterator[LeaseKeepAliveRequest]:
@@ -224,7 +206,7 @@ def _end(prefix: bytes) -> bytes:
 
 
 def _stored(pair: KeyValue) -> StoredValue:
-    return StoredValue(pair.key, pair.value, pair.create_revision, pair.mod_revision, pair.version)
+    return StoredValue(pair.key, pair.value)
 
 
 def _change(event: Event) -> StoredValue | bytes:
