@@ -86,8 +86,13 @@ def main(options: dict[str, Any]) -> None:
     """
     torch.set_num_threads(1)
     handled: list[int] = []
+
+    def handle(number: int, _: object) -> None:
+        handled.append(number)
+        tell("handled")
+
     if options.get("handles"):
-        signal.signal(signal.SIGTERM, lambda number, _: (handled.append(number), tell("handled")))
+        signal.signal(signal.SIGTERM, handle)
     model, every = model_of(options.get("seed", 0)), options.get("every", 3)
     death, at = options.get("death"), options.get("at", 2)
     top_k = MortalDiLoCo(every, compression="top_k", density=1 / 8, decay=1.0)
