@@ -436,7 +436,7 @@ def train():
 threading.Thread(target=train, daemon=True).start()
 assert busy.wait(30)
 """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
