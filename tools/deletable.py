@@ -1,6 +1,7 @@
 """Deletes a room around the core from a copy of the tree, and checks that the rest still stands.
 
     python -m tools.deletable ROOM …
+    python -m tools.deletable --any 2    # as many rooms, drawn by chance
 
 With a room go its folders in `averaging/` and `tests/`, its lines in the registries (`COMMANDS` of the command line,
 the names of `averaging`, the layers in pyproject.toml), and what imports it among commands, tests, examples and
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -157,15 +159,17 @@ def check(tree: Path) -> None:
 
 def copied(tree: Path) -> None:
     """Copies this tree into an empty folder."""
-    for name in (*PARTS, "tools", "protos", "pyproject.toml", "hatch_build.py", "README.md"):
+    known = [".mypy_cache"] if (ROOT / ".mypy_cache").is_dir() else []  # of which mypy reads what is still valid
+    for name in (*PARTS, *known, "tools", "protos", "pyproject.toml", "hatch_build.py", "README.md"):
         source = ROOT / name
         copy = shutil.copytree if source.is_dir() else shutil.copy
         copy(source, tree / name)
 
 
 def main() -> None:
-    """Deletes each room that is named, one after the other, each from a fresh copy."""
-    for room in sys.argv[1:] or ROOMS:
+    """Deletes each room that is named or drawn, one after the other, each from a fresh copy."""
+    words = sys.argv[1:]
+    for room in random.sample(ROOMS, int(words[1])) if words[:1] == ["--any"] else words or ROOMS:
         with tempfile.TemporaryDirectory() as folder:
             tree = Path(folder)
             copied(tree)
