@@ -53,7 +53,7 @@ async def compare(transport: Answers) -> int:
         merge,
         cast("Rumours", None),
         SETTINGS,
-        ClockOffsets(3.0, 10.0),
+        ClockOffsets(3.0),
         lambda: 1e9,
     )
     assert await anti_entropy.compare("a:1") == len(merged)

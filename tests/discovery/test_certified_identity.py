@@ -189,14 +189,6 @@ def test_a_valid_proof_that_is_too_long_is_refused() -> None:
     assert not READER.verify("run", written)
 
 
-def test_the_number_of_cached_proofs_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("averaging.discovery.gossip.identity._MAX_CACHED", 2)
-    reader = identity("192.0.2.1")
-    for name in "abc":
-        assert reader.verify("run", record(identity(name), f"{name}:1"))
-    assert len(reader._cached) == 2
-
-
 def test_a_record_stays_below_a_kibibyte_and_a_half() -> None:
     assert len(record(identity("a.example.org", "192.0.2.7", "2001:db8::7"), "a.example.org:1").signature) < 1024
 

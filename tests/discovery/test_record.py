@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from averaging.discovery.gossip.identity import Author, Ed25519Identity, UnsignedIdentity
 from averaging.discovery.gossip.record import (
     MAX_VERSION,
-    MIN_KEPT_SECONDS,
     Reason,
     RecordLimits,
-    kept_until,
     record_id,
     refusal_reason,
     signed_bytes,
@@ -51,67 +49,23 @@ def withdrawal(of: Record, version: int) -> Record:
     return replace(of, value=b"", version=version, withdrawn=True, expiration=of.expiration + 3)
 
 
-# How long a record is kept
-
-
-@pytest.mark.parametrize(
-    ("ahead", "lifetime", "kept"),
-    [
-        (0.0, 30.0, 30.0),
-        (-20.0, 30.0, 10.0),  # the owner's clock is behind
-        (3.0, 30.0, 33.0),  # the largest difference that is allowed
-        (600.0, 30.0, 33.0),
-        (600.0, 5.0, MIN_KEPT_SECONDS + 3),
-        (3000.0, 3600.0, 3603.0),
-    ],
-)
-def test_a_record_is_kept_for_the_lifetime_that_its_owner_intended(ahead: float, lifetime: float, kept: float) -> None:
-    written = NOW + ahead
-    one = record(version=int(written * 1e6), expiration=written + lifetime)
-    assert kept_until(one, NOW, LIMITS) - NOW == pytest.approx(kept, abs=1e-3)
-
-
-@pytest.mark.parametrize(("set_back", "kept"), [(10.0, 23.0), (25.0, MIN_KEPT_SECONDS + 3), (600.0, 30.0)])
-def test_a_record_of_an_owner_whose_clock_was_set_back_stays_long_enough_to_be_renewed(
-    set_back: float, kept: float
-) -> None:
-    """Its versions continue from before, so they are ahead of its clock, and its expirations are not."""
-    one = record(version=int((NOW + set_back) * 1e6), expiration=NOW + 30)
-    assert kept_until(one, NOW, LIMITS) - NOW == pytest.approx(kept, abs=1e-3)
-
-
-def test_a_record_that_was_removed_early_is_not_accepted_again() -> None:
-    """Peers that received it later still hold it; new peers may get it from them for one lifetime."""
-    several, other = table(), table()
-    written = NOW + 600
-    one = record(version=int(written * 1e6), expiration=written + 30)
-    number = record_id(one.key, one.subkey, one.owner)
-    assert several.merge(one, NOW).is_new
-    assert other.merge(one, NOW + 20).is_new
-    assert several.next_expiration(one.key) == pytest.approx(NOW + 33)
-    assert several.expire(NOW + 32) == []
-    (change,) = several.expire(NOW + 34)
+def test_a_record_that_was_dropped_is_not_accepted_again_and_a_later_version_is() -> None:
+    """Peers that have not dropped it yet hold it still, and would send it."""
+    several, other, one = table(), table(), record()
+    for each in (several, other):
+        assert each.merge(one, NOW).is_new
+    change = several.drop(one.key, one.subkey, NOW)
+    assert change is not None
     assert change.after is None
+    assert several.drop(one.key, one.subkey, NOW) is None
     assert several.state_hash == table().state_hash
     assert several.compare(other.versions().items()) == ([], [])
     for version in (one.version, one.version - 1):
-        assert not several.merge(replace(one, version=version, claimed=1), NOW + 34).is_new
-    assert len(other.expire(NOW + 54)) == 1
-    newer = replace(one, version=one.version + 1_000_000)
+        assert not several.merge(replace(one, version=version, claimed=1), NOW).is_new
+    newer = replace(one, version=one.version + 1)
+    number = record_id(one.key, one.subkey, one.owner)
     assert several.compare([(number, newer.version)]) == ([], [number])
-    assert several.merge(newer, NOW + 35).is_new
-
-
-def test_early_removals_are_forgotten_when_the_record_has_expired() -> None:
-    several = table(replace(LIMITS, records=100))
-    moment = NOW
-    for number in range(5000):
-        moment += 40
-        written = moment + 100
-        several.merge(record(subkey=f"a:{number}", version=int(written * 1e6), expiration=written + 10), moment)
-        several.expire(moment + 39)
-    assert len(several) == 0
-    assert len(several._removed_early) <= 1025
+    assert several.merge(newer, NOW).is_new
 
 
 # Which records are accepted
@@ -213,11 +167,9 @@ def test_a_restarted_owner_continues_from_its_former_versions() -> None:
     assert again.write("k", "other", b"", NOW + 50, NOW, None).version == before.version + 1
 
 
-def test_a_withdrawal_outlives_all_earlier_records() -> None:
+def test_a_withdrawal_outlives_the_record_by_all_clocks() -> None:
     author = Author("run", UnsignedIdentity(random.Random(0)), LIMITS)
-    first = author.write("k", "s", b"", NOW + 50, NOW, None)
-    second = author.write("k", "s", b"", NOW + 5, NOW, first)
-    taken_back = author.withdraw(second, NOW + 1)
+    taken_back = author.withdraw(author.write("k", "s", b"x", NOW + 50, NOW, None), NOW + 1)
     assert taken_back.expiration == NOW + 53
     assert (taken_back.withdrawn, taken_back.value) == (True, b"")
 

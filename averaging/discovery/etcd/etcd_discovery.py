@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
@@ -88,7 +89,7 @@ class EtcdDiscovery:
         self._own = OwnRecords(self._access)
         self._followed: dict[str, tuple[FollowedKey, asyncio.Task[None]]] = {}
         self._neighbours: FollowedKey | None = None
-        self._offsets = ClockOffsets(settings.limits.clock_tolerance, settings.wait)
+        self._offsets = ClockOffsets(settings.limits.clock_tolerance)
         self._withdrew: dict[str, None] = {}  # peers that have withdrawn all that this peer held of them
         self._group = asyncio.TaskGroup()
         self._running: set[asyncio.Task[None]] = set()
@@ -316,8 +317,9 @@ class EtcdDiscovery:
     def _note_fresh(self, record: Record) -> None:
         """A record that another peer has written just now: its version is the time by that peer's clock."""
         if record.owner != self._author.owner:
+            # How long it was on its way is unknown, so this shows only that a clock is ahead.
             moment = asyncio.get_running_loop().time()
-            self._offsets.note_call(record.subkey, record.version / 1e6, self._clock(), moment)
+            self._offsets.note(record.subkey, record.version / 1e6, self._clock(), math.inf, moment)
 
     def _note_change(self, change: Change, expired: bool) -> None:
         if change.after is not None or expired:

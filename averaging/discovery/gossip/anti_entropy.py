@@ -100,7 +100,7 @@ class AntiEntropy:
         async with aclosing(self._transport.exchange(endpoint, digest)) as replies:
             async for reply in replies:
                 if began is not None:  # the first reply only: later ones may have waited for this peer to read them
-                    self._offsets.note_answer(endpoint, reply.sent, self._clock(), time() - began, time())
+                    self._offsets.note(endpoint, reply.sent, self._clock(), time() - began, time())
                     began = None
                 if reply.differs and not digest.complete:
                     return 0, None

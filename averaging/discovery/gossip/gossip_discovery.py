@@ -104,7 +104,7 @@ class GossipDiscovery:
         )
         self._streams = ClientStreams(settings)
         self._rumours = Rumours(transport, run_id, self._members, settings, clock, self._on_refused)
-        self._offsets = ClockOffsets(settings.limits.clock_tolerance, settings.exchange_timeout)
+        self._offsets = ClockOffsets(settings.limits.clock_tolerance)
         self._anti_entropy = AntiEntropy(
             run_id, endpoint, transport, self._records, self._merge, self._rumours, settings, self._offsets, clock
         )
@@ -197,7 +197,6 @@ class GossipDiscovery:
             self._bootstrap.note_call_from_itself()
             raise CallRefusedError("", RefusalCause.SAME_NAME.value, RefusalCause.SAME_NAME)
         self._reachability.note_call()
-        self._offsets.note_call(digest.endpoint, digest.sent, self._clock(), asyncio.get_running_loop().time())
         self._bootstrap.note_call(digest.endpoint)
         self._members.note_call(digest.endpoint, self._clock())
         async with aclosing(self._anti_entropy.answer(digest)) as replies:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import random
 import struct
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from hashlib import sha256
 from typing import Protocol
 
@@ -39,9 +39,6 @@ class Identity(Protocol):
     def verify(self, run_id: str, record: Record) -> bool:
         """Whether `record` is signed by its owner, in this run."""
 
-    def may_sign(self, run_id: str, record: Record) -> bool:
-        """Whether other peers accept a record of this owner that it has signed itself."""
-
     def holder(self, run_id: str, record: Record) -> str:
         """The certificate with which a verified record was written; empty in a run without certificates."""
 
@@ -72,9 +69,6 @@ class Ed25519Identity:
             return False
         return True
 
-    def may_sign(self, run_id: str, record: Record) -> bool:
-        return True
-
     def holder(self, run_id: str, record: Record) -> str:
         return ""
 
@@ -95,9 +89,6 @@ class UnsignedIdentity:
     def verify(self, run_id: str, record: Record) -> bool:
         return True
 
-    def may_sign(self, run_id: str, record: Record) -> bool:
-        return True
-
     def holder(self, run_id: str, record: Record) -> str:
         return ""
 
@@ -115,7 +106,6 @@ class Author:
     def __init__(self, run_id: str, identity: Identity, limits: RecordLimits) -> None:
         self._run_id, self._identity, self._limits = run_id, identity, limits
         self._last_version = 0
-        self._latest: dict[tuple[str, str], float] = {}  # the latest expiration signed for each place
 
     @property
     def owner(self) -> bytes:
@@ -123,9 +113,6 @@ class Author:
 
     def verify(self, record: Record) -> bool:
         return self._identity.verify(self._run_id, record)
-
-    def may_write(self, record: Record) -> bool:
-        return self._identity.may_sign(self._run_id, record)
 
     def holder(self, record: Record) -> str:
         return self._identity.holder(self._run_id, record)
@@ -151,23 +138,13 @@ class Author:
             raise DiscoveryError(f"cannot store {subkey[:64]!r} under {key[:64]!r}: {reason}")
         version = self._next_version(now)
         claimed = version if previous is None or previous.withdrawn else previous.claimed
-        place = (key, subkey)
-        self._latest = {p: latest for p, latest in self._latest.items() if latest > now}
-        self._latest[place] = max(self._latest.get(place, 0.0), expiration)
         return self._signed(replace(draft, version=version, claimed=claimed))
 
     def withdraw(self, previous: Record, now: float) -> Record:
-        """The record that withdraws `previous`. It outlasts all records of this place that it could arrive before."""
-        latest = max(previous.expiration, self._latest.get((previous.key, previous.subkey), 0.0))
-        return self._signed(
-            replace(
-                previous,
-                value=b"",
-                version=self._next_version(now),
-                expiration=latest + self._limits.clock_tolerance,
-                withdrawn=True,
-            )
-        )
+        """The record that withdraws `previous`, which it outlasts by all clocks."""
+        expiration = previous.expiration + self._limits.clock_tolerance
+        version = self._next_version(now)
+        return self._signed(replace(previous, value=b"", version=version, expiration=expiration, withdrawn=True))
 
     def _next_version(self, now: float) -> int:
         self._last_version = max(int(now * 1e6), self._last_version + 1)
@@ -217,7 +194,7 @@ class CertifiedIdentity:
         self._tls, self._clock = tls, clock
         self._plain = Ed25519Identity()
         self._proofs: dict[str, bytes] = {}  # of this peer, by run
-        self._cached: OrderedDict[bytes, _Holder | None] = OrderedDict()
+        self._holder = lru_cache(_MAX_CACHED)(self._check)
         self._warned = self._age()  # `read_credentials` warns at the start
 
     @property
@@ -237,13 +214,9 @@ class CertifiedIdentity:
 
     def verify(self, run_id: str, record: Record) -> bool:
         """Whether `record` is signed by its owner, who has a valid certificate for the host of its endpoint."""
-        plain = replace(record, signature=record.signature[:SIGNATURE_BYTES])
-        return self._plain.verify(run_id, plain) and self.may_sign(run_id, record)
-
-    def may_sign(self, run_id: str, record: Record) -> bool:
-        """Whether the owner of `record` has a valid certificate for the host of its endpoint."""
         proof = record.signature[SIGNATURE_BYTES:]
-        if not proof or len(proof) > MAX_PROOF_BYTES:
+        plain = replace(record, signature=record.signature[:SIGNATURE_BYTES])
+        if not proof or len(proof) > MAX_PROOF_BYTES or not self._plain.verify(run_id, plain):
             return False
         holder = self._holder(run_id, record.owner, proof)
         if holder is None or validity_problem(holder.certificate, self._clock()):
@@ -275,16 +248,6 @@ class CertifiedIdentity:
             "at its start only",
             *(self._tls.source, problem),
         )
-
-    def _holder(self, run_id: str, owner: bytes, proof: bytes) -> _Holder | None:
-        digest = sha256(owner + proof + run_id.encode()).digest()
-        if digest in self._cached:
-            self._cached.move_to_end(digest)
-            return self._cached[digest]
-        holder = self._cached[digest] = self._check(run_id, owner, proof)
-        if len(self._cached) > _MAX_CACHED:
-            self._cached.popitem(last=False)
-        return holder
 
     def _check(self, run_id: str, owner: bytes, proof: bytes) -> _Holder | None:
         """The holder whose certificate is in `proof`; None if the proof is not valid."""

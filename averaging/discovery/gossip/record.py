@@ -21,12 +21,6 @@ OWNER_BYTES = 32
 MAX_VERSION = 2**63 - 1
 """Versions are microseconds since the epoch, so this is some 290,000 years ahead."""
 
-MIN_KEPT_SECONDS = 15.0
-"""Least seconds for which a record with a version from the future is kept.
-
-An owner whose clock was set back continues with its former versions for a while. Its records then seem to be written
-later, and to last shorter, than they are."""
-
 _SIGNED_DOMAIN = b"averaging.v1.Record"  # so that the signature is valid in no other protocol
 _NUMBERS = struct.Struct("<QQd?")
 
@@ -102,22 +96,6 @@ def refusal_reason(record: Record, now: float, limits: RecordLimits) -> Reason |
     if record.expiration > now + limits.lifetime + 2 * limits.clock_tolerance:
         return Reason.TOO_FAR
     return None
-
-
-def kept_until(record: Record, now: float, limits: RecordLimits) -> float:
-    """When a peer drops a record that it receives at `now`, in seconds since the epoch by its own clock.
-
-    The expiration is a time of the owner's clock. If that clock is ahead, the record of a dead owner would stay too
-    long. The version is the time of writing by the same clock, so their difference is the lifetime that the owner
-    intended, whatever its clock shows. A record is kept for at most that long after it arrived.
-    """
-    written = record.version / 1e6
-    if written <= now + limits.clock_tolerance:
-        return record.expiration
-    lifetime = record.expiration - written
-    if lifetime <= 0:  # the owner's clock was set back by more than this lifetime, so the version is no time
-        return record.expiration
-    return min(record.expiration, now + max(lifetime, MIN_KEPT_SECONDS) + limits.clock_tolerance)
 
 
 # The constants of gossip, in one place so that tests and simulations can vary them.

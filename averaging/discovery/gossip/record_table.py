@@ -8,17 +8,14 @@ withdrawn, the one that claimed the place first holds it; of equal claims, the s
 read. The others are kept, and when the holder's record goes, all peers read the next one without a message. Owners set
 the time of their claim themselves; docs/design/decisions/discovery.md has the consequences.
 
-A record whose owner's clock is ahead is removed before it expires (`record.kept_until`), and so is the presence record
-of a peer whose port refuses connections. Peers remove it at different times, so those that still hold it would send it
-to those that have removed it. Its version is therefore remembered until it expires, and neither that version nor an
-earlier one is accepted again.
+The presence record of a peer whose port refuses connections is dropped before it expires. Peers do so at different
+times, and those that still hold it send it to the others, so neither that version nor an earlier one is accepted again.
 """
 
 from __future__ import annotations
 
 import heapq
 import logging
-from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from typing import NamedTuple
@@ -26,7 +23,7 @@ from typing import NamedTuple
 from averaging.common import is_endpoint
 from averaging.discovery import Entry, KnownPeer, Watchers
 from averaging.discovery.gossip.identity import Author
-from averaging.discovery.gossip.record import Reason, RecordLimits, entry_hash, kept_until, record_id, refusal_reason
+from averaging.discovery.gossip.record import Reason, RecordLimits, entry_hash, record_id, refusal_reason
 from averaging.errors import DiscoveryError
 from averaging.protocol import Record
 
@@ -55,8 +52,6 @@ class Merged(NamedTuple):
 
 _NOTHING_NEW = Merged()
 
-_MIN_PRUNE = 1024  # early removals that are remembered before expired ones are looked for
-
 
 class RecordTable:
     """The newest record of every owner under every (key, subkey).
@@ -77,17 +72,11 @@ class RecordTable:
         self._verify, self._holder = verify, holder
         self._holders: dict[bytes, str] = {}  # by owner
         self._places: dict[tuple[str, str], dict[bytes, Record]] = {}
-        # The claims of each place that are not withdrawn, in order: thousands of owners may claim the same place.
-        self._claims: dict[tuple[str, str], list[tuple[int, bytes]]] = {}
         self._readable: dict[str, dict[str, Record]] = {}
-        self._subkeys: Counter[str] = Counter()
         self._by_id: dict[int, Record] = {}
-        self._versions: dict[int, int] = {}
         self._by_owner: Counter[bytes] = Counter()
-        self._kept_until: dict[tuple[str, str, bytes], float] = {}
-        self._expirations: list[tuple[float, int]] = []  # heap of (kept until, id), some outdated
-        self._removed_early: dict[int, tuple[float, int]] = {}  # expiration and version, by id
-        self._prune_at = _MIN_PRUNE
+        self._expirations: list[tuple[float, int]] = []  # heap of (expiration, id), some outdated
+        self._dropped: dict[int, Record] = {}
         self._hash = 0
 
     def __len__(self) -> int:
@@ -97,29 +86,23 @@ class RecordTable:
     def state_hash(self) -> int:
         return self._hash
 
-    def merge(self, record: Record, now: float, verify: Callable[[Record], bool] | None = None) -> Merged:
-        """Accepts `record` if it is valid and newer than the one its owner has there. Call `expire(now)` first.
-
-        Args:
-            record: the record.
-            now: seconds since the epoch.
-            verify: another check than that of the signature, for a record that this peer has just signed.
-        """
-        known = self._places.get((record.key, record.subkey), {}).get(record.owner)
+    def merge(self, record: Record, now: float) -> Merged:
+        """Accepts `record` if it is valid and newer than the one its owner has there. Call `expire(now)` first."""
+        known = self.claim(record.key, record.subkey, record.owner)
         if known is not None and not _supersedes(record, known):
             return _NOTHING_NEW
         reason = refusal_reason(record, now, self._limits)
         if reason is not None:
             return Merged(reason=reason)
         number = record_id(record.key, record.subkey, record.owner)
-        if self._was_removed_early(number, record.version):
+        if self._was_dropped(number, record.version):
             return _NOTHING_NEW
         reason = self._no_room(number, record, known)
-        if reason is None and not (verify or self._verify)(record):
+        if reason is None and not self._verify(record):
             reason = Reason.FORGED
         if reason is not None:
             return Merged(reason=reason)
-        self._put(number, record, known, kept_until(record, now, self._limits))
+        self._put(number, record, known)
         change = self._update_readable(record.key, record.subkey)
         waits = not record.withdrawn and self.holder(record.key, record.subkey) is not record
         return Merged(is_new=True, reason=Reason.FOREIGN if waits else None, change=change)
@@ -130,31 +113,34 @@ class RecordTable:
         while self._expirations and self._expirations[0][0] <= now:
             _, number = heapq.heappop(self._expirations)
             record = self._by_id.get(number)
-            if record is None or self._kept_until[_identity(record)] > now:
-                continue  # outdated: a newer record took its place
-            self._remove(number, record)
-            if record.expiration > now:
-                self._remember_removal(number, record, now)
-            change = self._update_readable(record.key, record.subkey)
-            if change is not None:
-                changes.append(change)
-        return changes
+            if record is not None and record.expiration <= now:  # otherwise a newer record took its place
+                changes.append(self.forget(record))
+        return [change for change in changes if change is not None]
 
     def drop(self, key: str, subkey: str, now: float) -> Change | None:
         """Removes the record that is read there before it expires: only a later version of it is accepted again."""
         record = self.holder(key, subkey)
         if record is None:
             return None
-        self._remember_removal(record_id(key, subkey, record.owner), record, now)
+        self._dropped = {number: dropped for number, dropped in self._dropped.items() if dropped.expiration > now}
+        self._dropped[record_id(key, subkey, record.owner)] = record
         return self.forget(record)
 
     def forget(self, record: Record) -> Change | None:
         """Removes what its owner has there, which may come back."""
-        present = self.claim(record.key, record.subkey, record.owner)
+        place, owner = (record.key, record.subkey), record.owner
+        present = self.claim(*place, owner)
         if present is None:
             return None
-        self._remove(record_id(record.key, record.subkey, record.owner), present)
-        return self._update_readable(record.key, record.subkey)
+        number = record_id(*place, owner)
+        del self._by_id[number], self._places[place][owner]
+        if not self._places[place]:
+            del self._places[place]
+        self._by_owner[owner] -= 1
+        if not self._by_owner[owner]:
+            del self._by_owner[owner], self._holders[owner]
+        self._hash ^= entry_hash(number, present.version)
+        return self._update_readable(*place)
 
     def holder(self, key: str, subkey: str) -> Record | None:
         return self._readable.get(key, {}).get(subkey)
@@ -167,16 +153,14 @@ class RecordTable:
 
     def read(self, key: str) -> dict[str, Entry]:
         """The entries under `key`, by subkey."""
-        holders = self._holders
         return {
-            subkey: Entry(record.value, record.expiration, holders[record.owner])
+            subkey: Entry(record.value, record.expiration, self._holders[record.owner])
             for subkey, record in self._readable.get(key, {}).items()
         }
 
     def next_expiration(self, key: str) -> float | None:
         """When the first of the records that are read under `key` is removed; None if there are none."""
-        records = self._readable.get(key, {}).values()
-        return min((self._kept_until[_identity(record)] for record in records), default=None)
+        return min((record.expiration for record in self._readable.get(key, {}).values()), default=None)
 
     def list_records(self, key: str) -> tuple[Record, ...]:
         """The records that are read under `key`, or under all keys if it is empty."""
@@ -184,34 +168,31 @@ class RecordTable:
         return tuple(record for k in keys for record in self._readable.get(k, {}).values())
 
     def has_subkey(self, subkey: str) -> bool:
-        return subkey in self._subkeys
+        return any(subkey in records for records in self._readable.values())
 
     def subkeys(self) -> frozenset[str]:
-        return frozenset(self._subkeys)
+        return frozenset().union(*self._readable.values())
 
     def peers(self) -> dict[str, KnownPeer]:
         """The subkeys that are endpoints, and what these peers have stored."""
         values: dict[str, dict[str, bytes]] = {}
         since: dict[str, int] = {}
-        for key, records in self._readable.items():
-            for subkey, record in records.items():
-                values.setdefault(subkey, {})[key] = record.value
-                since[subkey] = min(since.get(subkey, record.claimed), record.claimed)
+        for record in self.list_records(""):
+            values.setdefault(record.subkey, {})[record.key] = record.value
+            since[record.subkey] = min(since.get(record.subkey, record.claimed), record.claimed)
         return {name: KnownPeer(since[name] / 1e6, stored) for name, stored in values.items() if is_endpoint(name)}
 
     def versions(self) -> Mapping[int, int]:
-        return self._versions
+        return {number: record.version for number, record in self._by_id.items()}
 
     def compare(self, theirs: Iterable[tuple[int, int]]) -> tuple[list[Record], list[int]]:
         """The records that a peer with the digest `theirs` lacks, and the ids of those that this table lacks."""
-        theirs, here = tuple(theirs), self._versions
-        # Unknown ids are put into no dict: an attacker may have chosen them so that their hashes collide.
-        there = {number: version for number, version in theirs if number in here}
+        here, there = self.versions(), dict(theirs)
         lacking = [self._by_id[number] for number, version in here.items() if there.get(number, 0) < version]
         wanted = [
             number
-            for number, version in theirs
-            if here.get(number, 0) < version and not self._was_removed_early(number, version)
+            for number, version in there.items()
+            if here.get(number, 0) < version and not self._was_dropped(number, version)
         ]
         return lacking, wanted
 
@@ -227,85 +208,37 @@ class RecordTable:
             return Reason.OWNER_FULL
         return Reason.FULL if len(self._by_id) >= self._limits.records else None
 
-    def _was_removed_early(self, number: int, version: int) -> bool:
-        return version <= self._removed_early.get(number, (0.0, 0))[1]
+    def _was_dropped(self, number: int, version: int) -> bool:
+        return number in self._dropped and version <= self._dropped[number].version
 
-    def _remember_removal(self, number: int, record: Record, now: float) -> None:
-        removed = self._removed_early
-        removed[number] = record.expiration, record.version
-        if len(removed) > self._prune_at:
-            kept = [(n, entry) for n, entry in removed.items() if entry[0] > now]
-            self._removed_early = dict(kept[-self._limits.records :])
-            self._prune_at = max(_MIN_PRUNE, 2 * len(self._removed_early))
-
-    def _put(self, number: int, record: Record, known: Record | None, until: float) -> None:
+    def _put(self, number: int, record: Record, known: Record | None) -> None:
         if known is None:
             self._by_owner[record.owner] += 1
             if record.owner not in self._holders:
                 self._holders[record.owner] = self._holder(record)
         else:
             self._hash ^= entry_hash(number, known.version)
-            self._unclaim(known)
-        if not record.withdrawn:
-            insort(self._claims.setdefault((record.key, record.subkey), []), _precedence(record))
         self._places.setdefault((record.key, record.subkey), {})[record.owner] = record
         self._by_id[number] = record
-        self._versions[number] = record.version
         self._hash ^= entry_hash(number, record.version)
-        self._removed_early.pop(number, None)
-        self._kept_until[_identity(record)] = until
-        heapq.heappush(self._expirations, (until, number))
+        heapq.heappush(self._expirations, (record.expiration, number))
         if len(self._expirations) > 2 * len(self._by_id) + 64:  # mostly outdated
-            self._expirations = [(self._kept_until[_identity(r)], n) for n, r in self._by_id.items()]
+            self._expirations = [(each.expiration, place) for place, each in self._by_id.items()]
             heapq.heapify(self._expirations)
 
-    def _remove(self, number: int, record: Record) -> None:
-        place = (record.key, record.subkey)
-        del self._by_id[number], self._versions[number], self._kept_until[_identity(record)]
-        del self._places[place][record.owner]
-        if not self._places[place]:
-            del self._places[place]
-        self._unclaim(record)
-        self._by_owner[record.owner] -= 1
-        if not self._by_owner[record.owner]:
-            del self._by_owner[record.owner], self._holders[record.owner]
-        self._hash ^= entry_hash(number, record.version)
-
-    def _unclaim(self, record: Record) -> None:
-        if record.withdrawn:
-            return
-        place = (record.key, record.subkey)
-        claims = self._claims[place]
-        del claims[bisect_left(claims, _precedence(record))]
-        if not claims:
-            del self._claims[place]
-
     def _update_readable(self, key: str, subkey: str) -> Change | None:
-        claims = self._claims.get((key, subkey))
+        claims = [record for record in self._places.get((key, subkey), {}).values() if not record.withdrawn]
         before = self.holder(key, subkey)
-        after = self._places[key, subkey][claims[0][1]] if claims else None
+        after = min(claims, key=lambda record: (record.claimed, record.owner), default=None)
         if after is before:
             return None
         if after is not None:
             self._readable.setdefault(key, {})[subkey] = after
-            if before is None:
-                self._subkeys[subkey] += 1
         else:
             del self._readable[key][subkey]
             if not self._readable[key]:
                 del self._readable[key]
-            self._subkeys[subkey] -= 1
-            if not self._subkeys[subkey]:
-                del self._subkeys[subkey]
         return Change(key, subkey, after)
-
-
-def _identity(record: Record) -> tuple[str, str, bytes]:
-    return record.key, record.subkey, record.owner
-
-
-def _precedence(record: Record) -> tuple[int, bytes]:
-    return record.claimed, record.owner
 
 
 def _supersedes(record: Record, known: Record) -> bool:
@@ -375,7 +308,7 @@ class RecordStore:
         """
         now, table = self._clock(), self.table()
         record = self._author.write(key, subkey, value, expiration, now, table.claim(key, subkey, self._author.owner))
-        merged = table.merge(record, now, verify=self._author.may_write)
+        merged = table.merge(record, now)
         if merged.reason is not None and not merged.is_new:
             raise DiscoveryError(f"cannot store {subkey!r} under {key!r}: {merged.reason}")
         self._changed(merged.change)
@@ -389,7 +322,7 @@ class RecordStore:
             return None
         now = self._clock()
         withdrawal = self._author.withdraw(previous, now)
-        self._changed(self._table.merge(withdrawal, now, verify=self._author.may_write).change)
+        self._changed(self._table.merge(withdrawal, now).change)
         self._waiting.pop((key, subkey), None)
         return withdrawal
 
