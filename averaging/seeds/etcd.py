@@ -22,14 +22,7 @@ LEAVE_SECONDS = 1.0
 
 
 class EtcdSeeds:
-    """Reads the addresses under the key, and writes this peer's own.
-
-    Args:
-        source: the cluster and the key.
-        credentials: certificates of the run, which etcd must accept; its tokens are not sent.
-        most: number of addresses that are read.
-        monotonic: a monotonic clock in seconds.
-    """
+    """Reads the addresses under the key, and writes this peer's own."""
 
     def __init__(
         self, source: SeedSource, credentials: Credentials, most: int, monotonic: Callable[[], float] = time.monotonic
@@ -43,20 +36,12 @@ class EtcdSeeds:
         self._busy = asyncio.Lock()  # the loop that renews, and a look-up, may publish at the same time
 
     async def read(self) -> list[str]:
-        """Returns the addresses; what is no address is left out.
-
-        Raises:
-            AveragingError: etcd does not answer, or refuses.
-        """
+        """Returns the addresses; what is no address is left out."""
         pairs = await self._cluster.read_all(self._prefix, self._most)
         return [address for pair in pairs if (address := _address(pair.value))]
 
     async def publish(self, endpoint: str) -> None:
-        """Writes the address of this peer, or renews its lease if that is due.
-
-        Raises:
-            AveragingError: etcd does not answer, or refuses.
-        """
+        """Writes the address of this peer, or renews its lease if that is due."""
         async with self._busy:
             now = self._monotonic()
             if self._lease is not None and now < self._renewed + RENEW_SECONDS:

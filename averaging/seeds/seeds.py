@@ -244,13 +244,9 @@ class Seeds:
 
 
 def own_addresses(addresses: Iterable[str], endpoint: str, listen: str, node: str = "") -> tuple[str, ...]:
-    """Those of `addresses` that lead to the peer with this endpoint. It looks names up, and so may take seconds.
+    """Those of `addresses`, HOST:PORT each, that lead to the peer with this endpoint. It looks names up: it takes time.
 
-    Args:
-        addresses: HOST:PORT each.
-        endpoint: address at which others reach the peer.
-        listen: address on which it listens; port 0 stands for that of `endpoint`.
-        node: name of this machine beside its host names; empty if it has none.
+    The peer listens on `listen`, whose port 0 is that of `endpoint`; `node` is a further name of this machine.
     """
     host, port = parse_address(endpoint)
     listens_on, listen_port = parse_address(listen or endpoint)

@@ -30,11 +30,7 @@ class SeedsNotFoundError(Exception):
 
 
 async def resolve_name(name: str, port: int) -> list[str]:
-    """Returns all addresses of a host name as HOST:PORT, in an order that does not change.
-
-    Raises:
-        SeedsNotFoundError: the name is unknown, or nobody answers.
-    """
+    """Returns all addresses of a host name as HOST:PORT, in an order that does not change."""
     try:
         async with asyncio.timeout(RESOLVE_SECONDS):
             found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
@@ -51,11 +47,7 @@ async def resolve_name(name: str, port: int) -> list[str]:
 
 
 def read_seed_file(path: str) -> list[str]:
-    """Returns the addresses in a file: one HOST:PORT a line; `#` begins a comment.
-
-    Raises:
-        SeedsNotFoundError: it cannot be read, has none, or has a line that is no address.
-    """
+    """Returns the addresses in a file: one HOST:PORT a line; `#` begins a comment."""
     try:
         if Path(path).exists() and not Path(path).is_file():  # a pipe would block
             raise SeedsNotFoundError(f"{path} is no file; write one HOST:PORT a line into a file")
@@ -86,11 +78,7 @@ def read_seed_file(path: str) -> list[str]:
 
 
 def read_slurm_nodes(environ: Mapping[str, str], port: int) -> list[str]:
-    """Returns the nodes of this Slurm job, those of all components if it is heterogeneous, as HOST:PORT.
-
-    Raises:
-        ConfigError: this is not a process of a Slurm job, which no retry changes, or the list is malformed.
-    """
+    """Returns the nodes of this Slurm job, those of all components if it is heterogeneous, as HOST:PORT."""
     components = sorted(name for name in environ if name.startswith(f"{NODES}_HET_GROUP_"))
     lists = [environ[name] for name in (components or [NODES]) if environ.get(name)]
     if not lists:

@@ -21,7 +21,6 @@ from averaging.protocol.messages import AveragingData, MessageCode
 from averaging.security.credentials import Credentials
 from averaging.transport.direct import lanes, opening
 from averaging.transport.direct import listener as listener_module
-from averaging.transport.direct import sealing as tickets
 from averaging.transport.direct.frames import (
     FROM_CALLER,
     HELLO_BYTES,
@@ -114,8 +113,7 @@ async def every_connection_ends(callee: GrpcTransport) -> bool:
     async with asyncio.timeout(PATIENCE):
         while listener._connections:
             await asyncio.wait(listener._connections)
-    assert not listener._admitted._taken
-    assert not listener._newcomers._taken
+    assert not listener._open._taken
     return True
 
 
@@ -184,31 +182,11 @@ async def test_an_error_of_the_service_reaches_the_caller(caplog: pytest.LogCapt
     assert [record.levelno for record in caplog.records if "stream of parts" in record.message] == [logging.ERROR]
 
 
-@pytest.mark.asyncio
-async def test_a_caller_that_closes_while_the_service_reads_nothing_closes_it() -> None:
-    async def reads_nothing(messages: AsyncIterator[AveragingData]) -> AsyncGenerator[AveragingData, None]:
-        yield await anext(messages)
-        await asyncio.Event().wait()
-
-    service = FakePeer(aggregate=reads_nothing)
-    async with serving(service) as (_, endpoint), client() as caller:
-        async with aclosing(caller.aggregate_part(endpoint, endless_parts())) as replies:
-            await anext(replies)
-            lane = transport_of(caller)._lanes._lanes[endpoint]
-            await until(lambda: lane.link is None or lane.link._writer is not None)  # all buffers are full
-        await asyncio.wait_for(service.closed.wait(), 1.0)
-
-
 async def until(condition: Callable[[], bool]) -> None:
     """Lets the event loop run until the condition holds."""
     async with asyncio.timeout(PATIENCE):
         while not condition():  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0.005)
-
-
-async def endless_parts() -> AsyncGenerator[AveragingData, None]:
-    while True:
-        yield part(7, MIB)
 
 
 @pytest.mark.asyncio
@@ -290,7 +268,7 @@ async def test_a_ticket_admits_once() -> None:
 
 @pytest.mark.asyncio
 async def test_a_late_ticket_admits_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tickets, "VALID_SECONDS", 0.0)
+    monkeypatch.setattr(listener_module, "VALID_SECONDS", 0.0)
     async with asked() as (host, grant, _):
         assert await greet(host, grant.port, MAGIC + grant.ticket, READY) == b""
 
@@ -353,16 +331,6 @@ async def test_other_versions_have_no_lane_and_say_so() -> None:
 
 
 # Limits per host
-
-
-@pytest.mark.asyncio
-async def test_half_open_connections_of_a_host_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("averaging.transport.direct.listener.MAX_NEWCOMERS_PER_HOST", 2)
-    async with asked() as (host, grant, _), AsyncExitStack() as stack:
-        for _ in range(2):
-            _, writer = await asyncio.open_connection(host, grant.port)
-            stack.callback(writer.close)
-        assert await greet(host, grant.port, MAGIC + grant.ticket, READY) == b""
 
 
 @pytest.mark.asyncio

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-import select
 import socket
 import struct
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 
 from averaging.errors import PeerUnreachableError, ProtocolViolationError
 from averaging.protocol import Buffer
@@ -29,47 +27,6 @@ from averaging.transport.direct.frames import (
 )
 from averaging.transport.direct.sealing import Cipher, Ciphers
 from averaging.transport.grpc import KEEPALIVE_SECONDS, SILENCE_SECONDS
-
-
-class DisconnectWatcher:
-    """Notices that the other end closes a connection while nothing is read from it; belongs to the running event loop.
-
-    The end of a stream is seen only after all data before it was read. A peer that does not read, so that TCP stops the
-    sender, would notice it late. Linux reports it at once (EPOLLRDHUP). On other systems such a peer notices it when it
-    reads or writes again, or by its own deadlines.
-    """
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._watched: dict[int, Callable[[], None]] = {}
-        self._epoll = select.epoll() if hasattr(select, "epoll") else None
-        if self._epoll is not None:
-            self._loop.add_reader(self._epoll.fileno(), self._ready)
-
-    def watch(self, sock: socket.socket, hung_up: Callable[[], None]) -> None:
-        """Calls `hung_up` once when the other end closes or resets the connection, until `forget` is called."""
-        if self._epoll is not None:
-            self._watched[sock.fileno()] = hung_up
-            self._epoll.register(sock.fileno(), select.EPOLLRDHUP | select.EPOLLONESHOT)
-
-    def forget(self, sock: socket.socket) -> None:
-        if self._epoll is not None and self._watched.pop(sock.fileno(), None) is not None:
-            self._epoll.unregister(sock.fileno())
-
-    def close(self) -> None:
-        if self._epoll is not None:
-            self._loop.remove_reader(self._epoll.fileno())
-            self._epoll.close()
-            self._epoll = None
-        self._watched.clear()
-
-    def _ready(self) -> None:
-        if self._epoll is None:
-            return
-        for descriptor, _ in self._epoll.poll(0):
-            with suppress(KeyError):
-                self._watched[descriptor]()
-
 
 FRAMES_AHEAD = 2
 """Complete frames that wait to be read before reading from the socket stops, so that TCP stops the sender."""
@@ -98,7 +55,6 @@ class Link:
         max_body: int,
         buffers: BufferPool,
         ciphers: Ciphers | None = None,
-        watcher: DisconnectWatcher | None = None,
     ) -> None:
         self._socket, self.name = sock, name
         # The event loop puts the text of what it does not watch into an exception, which for a socket asks the system.
@@ -106,7 +62,6 @@ class Link:
         self._loop = asyncio.get_running_loop()
         self._accepted, self._max_body = accepted, max_body
         self._buffers, self._ciphers = buffers, ciphers
-        self._watcher = watcher
         self.lost = ""
         self.ahead = FRAMES_AHEAD
         self.on_lost: Callable[[], object] | None = None
@@ -210,8 +165,6 @@ class Link:
 
     def _resume(self) -> None:
         self._reading = True
-        if self._watcher is not None:
-            self._watcher.forget(self._socket)
         if self._header_got == HEADER.size:
             self._begin_frame()
         if not self.lost and self._reading:
@@ -220,8 +173,6 @@ class Link:
     def _pause(self) -> None:
         self._reading = False
         self._loop.remove_reader(self._descriptor)
-        if self._watcher is not None:
-            self._watcher.watch(self._socket, self._lose)
 
     def _readable(self) -> None:
         missing = self._missing
@@ -333,8 +284,6 @@ class Link:
             return
         self.lost = reason
         self._reading = False
-        if self._watcher is not None:
-            self._watcher.forget(self._socket)
         self._loop.remove_reader(self._descriptor)
         self._loop.remove_writer(self._descriptor)
         self._socket.close()

@@ -5,25 +5,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import time
 from contextlib import suppress
 
 from averaging.common import HostQuota, parse_address
-from averaging.errors import AveragingError, ListenError, ProtocolViolationError
+from averaging.errors import AveragingError, BusyError, ListenError, ProtocolViolationError
 from averaging.transport import AveragingService
 from averaging.transport.direct.frames import FROM_CALLER, HELLO_BYTES, MAGIC, BufferPool, FrameKind, read_hello
-from averaging.transport.direct.link import DisconnectWatcher, Link
-from averaging.transport.direct.sealing import Admission, Tickets
+from averaging.transport.direct.link import Link
+from averaging.transport.direct.sealing import Admission
 from averaging.transport.direct.streams import HeaderCache, Stream, serve_stream
 from averaging.transport.grpc import HANDSHAKE_SECONDS, WRITE_BYTES_PER_SECOND, WRITE_SECONDS
 
 logger = logging.getLogger("averaging.transport")
 
 MAX_CONNECTIONS, MAX_CONNECTIONS_PER_HOST = 1024, 256
-"""Connections of callers with a ticket."""
 
-MAX_NEWCOMERS, MAX_NEWCOMERS_PER_HOST = 512, 64
-"""Connections whose ticket has not arrived yet."""
+VALID_SECONDS = 30.0
+"""For which a ticket is valid. Callers connect at once."""
+
+MAX_TICKETS = 4096
+"""Tickets that are valid and not used."""
 
 BACKLOG = 128
 
@@ -32,31 +33,32 @@ RETRY_SECONDS = 1.0
 
 
 class Listener:
-    """Listens when it is created, and serves connections with one of its `tickets` after `start`.
-
-    Raises:
-        ListenError: the address is not available.
-    """
+    """Listens when it is created, and serves connections with a ticket that was granted after `start`."""
 
     def __init__(self, address: str, *, max_body: int, buffers: BufferPool) -> None:
         self._max_body, self._buffers = max_body, buffers
         self._loop = asyncio.get_running_loop()
         self._sockets = _listening(address)
         self.port: int = self._sockets[0].getsockname()[1]
-        self.tickets = Tickets()
+        self._tickets: dict[bytes, Admission] = {}  # granted in the last `VALID_SECONDS`, and not used
         self._service: AveragingService | None = None
-        self._watcher: DisconnectWatcher | None = None
-        self._newcomers = HostQuota(MAX_NEWCOMERS, MAX_NEWCOMERS_PER_HOST)
-        self._admitted = HostQuota(MAX_CONNECTIONS, MAX_CONNECTIONS_PER_HOST)
+        self._open = HostQuota(MAX_CONNECTIONS, MAX_CONNECTIONS_PER_HOST)
         self._heads = HeaderCache()
         self._connections: set[asyncio.Task[None]] = set()
         self._busy: set[asyncio.Task[None]] = set()  # those with a stream in progress
 
     def start(self, service: AveragingService) -> None:
-        self._service, self._watcher = service, DisconnectWatcher()
+        self._service = service
         for listening in self._sockets:
             listening.listen(BACKLOG)
             self._loop.add_reader(listening, self._accept, listening)
+
+    def grant(self, ticket: bytes, admission: Admission) -> None:
+        """Admits one connection with this ticket; raises a BusyError if too many are expected."""
+        if len(self._tickets) >= MAX_TICKETS:
+            raise BusyError(f"too many direct connections were requested within {VALID_SECONDS:g} s")
+        self._tickets[ticket] = admission
+        self._loop.call_later(VALID_SECONDS, self._tickets.pop, ticket, None)
 
     async def stop(self, grace: float) -> None:
         """Frees the port, and ends all connections after at most `grace` seconds for streams in progress."""
@@ -74,8 +76,6 @@ class Listener:
                 connection.cancel()
             if self._connections:
                 await asyncio.wait(self._connections)
-            if self._watcher is not None:
-                self._watcher.close()
 
     def _accept(self, listening: socket.socket) -> None:
         try:
@@ -88,27 +88,26 @@ class Listener:
             self._loop.call_later(RETRY_SECONDS, self._accept_again, listening)
             return
         host = normalized(str(remote[0]))
-        if not self._newcomers.take(host):
+        if not self._open.take(host):
             connection.close()
             return
         connection.setblocking(False)
-        task = self._loop.create_task(self._serve(connection, host, f"{host}:{remote[1]}"))
+        task = self._loop.create_task(self._serve(connection, f"{host}:{remote[1]}"))
         self._connections.add(task)
+        task.add_done_callback(lambda _: self._open.leave(host))
         task.add_done_callback(self._connections.discard)
 
     def _accept_again(self, listening: socket.socket) -> None:
         if listening in self._sockets:
             self._loop.add_reader(listening, self._accept, listening)
 
-    async def _serve(self, connection: socket.socket, host: str, name: str) -> None:
+    async def _serve(self, connection: socket.socket, name: str) -> None:
         link: Link | None = None
-        admission: Admission | None = None
         try:
             try:
                 async with asyncio.timeout(HANDSHAKE_SECONDS):
-                    admission = self.tickets.redeem(await self._read_hello(connection), time.monotonic())
-                    if admission is None or not self._admitted.take(admission.host):
-                        admission = None
+                    admission = self._tickets.pop(await self._read_hello(connection), None)
+                    if admission is None:
                         return
                     link = Link(
                         connection,
@@ -117,7 +116,6 @@ class Listener:
                         max_body=self._max_body,
                         buffers=self._buffers,
                         ciphers=admission.ciphers,
-                        watcher=self._watcher,
                     )
                     if (await link.read()).kind is not FrameKind.READY:
                         raise ProtocolViolationError(f"{name} did not begin as a caller does")
@@ -125,12 +123,8 @@ class Listener:
             except (TimeoutError, OSError, AveragingError) as error:
                 logger.debug("a direct connection from %s was not admitted: %s", name, error)
                 return
-            finally:
-                self._newcomers.leave(host)
             await self._serve_streams(link, admission)
         finally:
-            if admission is not None:
-                self._admitted.leave(admission.host)
             if link is not None:
                 link.close()
             connection.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from averaging.errors import CallRefusedError, PeerUnreachableError, ProtocolViolationError, RefusalCause
-from averaging.transport import RpcHandler, RpcMethod, rpc_caller
+from averaging.transport import RpcHandler, RpcMethod
 from averaging.transport.direct.frames import (
     FROM_CALLEE,
     MAGIC,
@@ -106,8 +105,7 @@ def direct_handlers(listener: Listener, port: Callable[[], int], *, sealed: bool
             secret = shared_secret(own, request.public_key)
             to_callee, to_caller = derive_keys(secret, request.public_key, public_key, ticket)
             ciphers = Ciphers(Cipher(to_caller), Cipher(to_callee))
-        admission = Admission(rpc_caller().host, claim_checker(), ciphers)
-        listener.tickets.grant(ticket, admission, time.monotonic())
+        listener.grant(ticket, Admission(claim_checker(), ciphers))
         return Grant(port(), ticket, public_key)
 
     return [OPEN.answers(grant)]
@@ -122,13 +120,7 @@ async def open_link(
     max_body: int,
     buffers: BufferPool,
 ) -> Link:
-    """Opens a connection to `endpoint`; the caller's side. `ask` calls `Open`.
-
-    Raises:
-        CallRefusedError: the callee has no direct lane, or one of another version.
-        TransportError: the callee does not grant it, or cannot be reached at its direct port.
-        ProtocolViolationError: the answer is malformed, or the address must not be dialled.
-    """
+    """Opens a connection to `endpoint`; the caller's side. `ask` calls `Open`."""
     own = X25519PrivateKey.generate() if sealed else None
     public_key = b"" if own is None else _public_bytes(own)
     try:

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from averaging.errors import BusyError, ProtocolViolationError
+from averaging.errors import ProtocolViolationError
 from averaging.protocol import Buffer
 from averaging.transport.direct.frames import TAG_BYTES
 
@@ -29,11 +29,7 @@ MAX_SEALED_BYTES = 64 << 30
 
 
 def shared_secret(own: X25519PrivateKey, other: bytes) -> bytes:
-    """Returns the secret of both sides, from this side's private key and the other's public one.
-
-    Raises:
-        ProtocolViolationError: `other` is not a public key, or one with which everybody would know the secret.
-    """
+    """Returns the secret of both sides; raises a ProtocolViolationError if `other` is no key or gives no secret."""
     if len(other) != KEY_BYTES:
         raise ProtocolViolationError(f"a public key of {len(other)} bytes instead of {KEY_BYTES}")
     try:
@@ -63,12 +59,7 @@ class Cipher:
         self._aead.encrypt_into(self._nonce(len(data)), data, header, room)
 
     def open(self, sealed: memoryview, header: bytes) -> None:
-        """Decrypts in place; the last `TAG_BYTES` are not part of the result.
-
-        Raises:
-            ProtocolViolationError: the bytes are not those that were sealed. What is left in their place is not them
-                either.
-        """
+        """Decrypts in place, without the last `TAG_BYTES`; raises a ProtocolViolationError if a bit has changed."""
         try:
             self._aead.decrypt_into(self._nonce(len(sealed)), sealed, header, sealed[:-TAG_BYTES])
         except InvalidTag:
@@ -92,47 +83,9 @@ class Ciphers:
         return max(self.sending.nbytes, self.receiving.nbytes)
 
 
-# The tickets with which connections are admitted: valid once, and for a short time. Pure.
-
-
-VALID_SECONDS = 30.0
-"""For which a ticket is valid. Callers connect at once."""
-
-MAX_TICKETS = 4096
-"""Tickets that are valid and not used."""
-
-
 @dataclass(frozen=True, slots=True)
 class Admission:
     """What the holder of a ticket may do."""
 
-    host: str  # from which the ticket was requested
     check: Callable[[str], None]  # raises a ProtocolViolationError if the holder may not use an endpoint as its own
     ciphers: Ciphers | None  # of the connection; None for plain text
-
-
-class Tickets:
-    """The tickets that were granted in the last `VALID_SECONDS`, and not used."""
-
-    def __init__(self) -> None:
-        self._granted: dict[bytes, tuple[float, Admission]] = {}  # end and content by ticket, the oldest first
-
-    def grant(self, ticket: bytes, admission: Admission, now: float) -> None:
-        """Adds a ticket; `now` is of a monotonic clock.
-
-        Raises:
-            BusyError: there are too many.
-        """
-        self._forget_old(now)
-        if len(self._granted) >= MAX_TICKETS:
-            raise BusyError(f"too many direct connections were requested within {VALID_SECONDS:g} s")
-        self._granted[ticket] = (now + VALID_SECONDS, admission)
-
-    def redeem(self, ticket: bytes, now: float) -> Admission | None:
-        """Returns what a ticket is for, once; None if it is unknown, used or too old."""
-        self._forget_old(now)
-        return self._granted.pop(ticket, (0.0, None))[1]
-
-    def _forget_old(self, now: float) -> None:
-        for ticket in [ticket for ticket, (until, _) in self._granted.items() if until <= now]:
-            del self._granted[ticket]

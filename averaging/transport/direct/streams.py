@@ -77,11 +77,7 @@ class HeaderCache:
         self._known: dict[bytes, AveragingData] = {}
 
     def decode(self, head: bytes, body: Buffer) -> AveragingData:
-        """Returns the message; its tensor shares the memory of `body`.
-
-        Raises:
-            ProtocolViolationError: the head is malformed, has a buffer of its own, or there is a body without a tensor.
-        """
+        """Returns the message; its tensor shares the memory of `body`."""
         like = self._known.get(head)
         if like is None:
             like = parse(AVERAGING_DATA, head)

@@ -37,11 +37,7 @@ MAX_HOSTS = 64
 
 
 class Refusals:
-    """Logs at most one line per host and `PERIOD`, for a bounded number of hosts.
-
-    Args:
-        clock: a monotonic clock in seconds.
-    """
+    """Logs at most one line per host and `PERIOD`, for a bounded number of hosts."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -127,12 +123,7 @@ class Callers:
 
     @contextmanager
     def call(self, context: Context, path: str) -> Iterator[None]:
-        """A context for one call of any service.
-
-        Raises:
-            BusyError: too many calls of the same host are in progress.
-            ProtocolViolationError: the caller's certificate is missing or not valid now.
-        """
+        """A context for one call of any service."""
         host = host_of(context)
         certificate = certificate_of(context) if self._authenticated else None
         hosts = certified_hosts(context) if self._authenticated else []
@@ -196,9 +187,6 @@ def check_claim(endpoint: str, hosts: Sequence[str], certificate: x509.Certifica
     """Checks that a caller with a certificate for `hosts` may use `endpoint` as its own.
 
     The called service refuses malformed names later.
-
-    Raises:
-        ProtocolViolationError: the name belongs to another certificate.
     """
     if endpoint.startswith(CLIENT_PREFIX):
         if is_bound(endpoint) and (certificate is None or not fits(endpoint, certificate)):

@@ -159,11 +159,7 @@ REFUSALS_BYTES = 1 << 20
 
 
 def check_count(items: Items, most: int, what: str) -> Items:
-    """Returns `items`.
-
-    Raises:
-        ProtocolViolationError: there are more than `most` items.
-    """
+    """Returns `items`; raises a ProtocolViolationError if there are more than `most`."""
     if len(items) > most:
         raise ProtocolViolationError(f"a message with {len(items)} {what}; at most {most} are accepted")
     return items

@@ -145,10 +145,6 @@ class Channels:
 
         A channel on which the peer was unreachable is not used again. A new channel dials at once, whereas the old one
         would back off and return its last error meanwhile.
-
-        Raises:
-            ProtocolViolationError: `endpoint` is not the address of a peer, or must not be dialled.
-            ClosedError: `close` was called.
         """
         now = asyncio.get_running_loop().time
         known = self._connections.get(endpoint)

@@ -43,11 +43,7 @@ class Requests:
         self._reading = False
 
     async def only(self) -> Any:
-        """Returns the request of a unary method.
-
-        Raises:
-            ProtocolViolationError: It is late, missing or malformed.
-        """
+        """Returns the request of a unary method."""
         try:
             async with asyncio.timeout(REQUEST_SECONDS):
                 raw = await self._read()
