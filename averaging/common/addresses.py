@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import uuid
 from collections.abc import Collection, Iterable
 
 from averaging.errors import ConfigError
@@ -60,6 +61,11 @@ def format_address(host: str, port: int) -> str:
     """
     bare = host.removeprefix("[").removesuffix("]")
     return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
+
+
+def client_name(random_bytes: bytes) -> str:
+    """The endpoint of a client: a UUID of version 4 from 16 random bytes."""
+    return f"{CLIENT_PREFIX}{uuid.UUID(bytes=random_bytes, version=4)}"
 
 
 def is_endpoint(name: str) -> bool:

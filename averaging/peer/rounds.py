@@ -33,7 +33,6 @@ from averaging.peer.topics import (
 )
 from averaging.protocol import Fingerprint, Group, Mode, detach
 from averaging.receipts import Account, Drift, DropCode, LateArrival, Outcome, Receipt, Role
-from averaging.security import is_bound
 from averaging.tensors import Schema, StagedTensor, in_thread, offload
 from averaging.timing import expire
 from averaging.transport import Transport
@@ -436,7 +435,7 @@ class Rounds:
         )
 
     def _is_proven(self, endpoint: str) -> bool:
-        return self._config.tls_cert is not None and (not endpoint.startswith(CLIENT_PREFIX) or is_bound(endpoint))
+        return self._config.tls_cert is not None and not endpoint.startswith(CLIENT_PREFIX)
 
     async def _prepare(self, round_: _Round) -> Sequence[Prepared]:
         """What is sent: the tensors themselves if they are on the CPU and no error feedback is added, else copies.

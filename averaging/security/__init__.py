@@ -1,6 +1,6 @@
 """Certificates and tokens: how peers authenticate each other, and how the certificates of a run are made.
 
-Read in this order: `credentials` (what a peer presents and accepts, and the names of clients), `ca` (the authority of a
+Read in this order: `credentials` (what a peer presents and accepts), `ca` (the authority of a
 run).
 """
 
@@ -10,17 +10,13 @@ from averaging.security.credentials import (
     Credentials,
     PrivateKey,
     Tls,
-    bound_name,
-    fits,
     hosts_of,
-    is_bound,
     is_issued_by,
     is_open_to_others,
     local_credentials,
     read_credentials,
     read_tls,
     read_tokens,
-    unbound_name,
     validity_problem,
 )
 
@@ -30,10 +26,7 @@ __all__ = [
     "Issued",
     "PrivateKey",
     "Tls",
-    "bound_name",
-    "fits",
     "hosts_of",
-    "is_bound",
     "is_issued_by",
     "is_open_to_others",
     "issue",
@@ -42,6 +35,5 @@ __all__ = [
     "read_credentials",
     "read_tls",
     "read_tokens",
-    "unbound_name",
     "validity_problem",
 ]

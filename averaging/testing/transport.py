@@ -18,7 +18,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
-from averaging.common import CLIENT_PREFIX, call_in
+from averaging.common import CLIENT_PREFIX, call_in, client_name
 from averaging.errors import (
     AveragingError,
     CallRefusedError,
@@ -39,7 +39,6 @@ from averaging.protocol import (
     Resume,
     Rumour,
 )
-from averaging.security import unbound_name
 from averaging.tensors import Schema
 from averaging.transport import AveragingService, GossipService
 
@@ -253,7 +252,7 @@ class MemoryTransport:
     def __init__(self, network: MemoryNetwork, endpoint: str | None) -> None:
         self._network = network
         self._listens = endpoint is not None
-        self.endpoint = endpoint or unbound_name(network.rng.randbytes(16))
+        self.endpoint = endpoint or client_name(network.rng.randbytes(16))
         self._averaging: AveragingService | None = None
         self._gossip: GossipService | None = None
         self._context: contextvars.Context | None = None

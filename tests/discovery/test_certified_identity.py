@@ -22,7 +22,7 @@ from averaging.discovery.gossip.record_table import RecordStore, RecordTable
 from averaging.errors import DiscoveryError
 from averaging.protocol.messages import Record
 from averaging.security.ca import Issued, issue, make_authority
-from averaging.security.credentials import Tls, bound_name
+from averaging.security.credentials import Tls
 
 NOW = datetime.datetime.now(datetime.UTC)
 AUTHORITY, FOREIGN = make_authority("run", NOW, 10), make_authority("run", NOW, 10)
@@ -100,13 +100,6 @@ def test_an_owner_may_not_use_another_host(subkey: str) -> None:
     assert not READER.verify("run", written)
     outcome = RecordTable(RecordLimits(), lambda r: READER.verify("run", r)).merge(written, T)
     assert outcome.reason is Reason.FORGED
-
-
-def test_a_bound_client_endpoint_fits_its_own_certificate_only() -> None:
-    owner, other = identity(), identity()
-    name = bound_name(owner._tls.certificate, bytes(16))
-    assert READER.verify("run", record(owner, name))
-    assert not READER.verify("run", record(other, name))
 
 
 def test_a_client_has_no_host() -> None:

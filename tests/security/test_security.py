@@ -26,7 +26,7 @@ from averaging.errors import (
     ProtocolViolationError,
 )
 from averaging.protocol.messages import AveragingData, MessageCode, Rumour
-from averaging.security.credentials import Credentials, is_bound
+from averaging.security.credentials import Credentials
 from averaging.transport.grpc import GrpcTransport, methods
 from averaging.transport.grpc.authentication import call_metadata, channel_credentials
 from averaging.transport.grpc.dialling import Dialling
@@ -267,23 +267,6 @@ async def test_clients_need_a_certificate_and_no_host() -> None:
     ):
         assert await one(caller.join_group(peer, replace(REQUEST, endpoint=name))) == ACCEPTED
         assert await one(caller.aggregate_part(peer, sent(replace(part(0), endpoint=name))))
-
-
-@pytest.mark.asyncio
-async def test_the_name_of_a_client_is_bound_to_its_certificate() -> None:
-    own, other = secure("b.example.org"), secure("c.example.org")
-    async with serving(FakePeer(), credentials=secure(*HERE)) as (_, peer):
-        name = await GrpcTransport(None, max_message_bytes=1 << 20, credentials=own).bind()
-        assert is_bound(name)
-        join, parts = replace(REQUEST, endpoint=name), replace(part(0), endpoint=name)
-        async with client(credentials=own) as caller:
-            assert await one(caller.join_group(peer, join)) == ACCEPTED
-            assert await one(caller.aggregate_part(peer, sent(parts)))
-        async with client(credentials=other) as caller:
-            with pytest.raises(CallRefusedError, match="belongs to another certificate's key"):
-                await one(caller.join_group(peer, join))
-            with pytest.raises(CallRefusedError, match="belongs to another certificate's key"):
-                await one(caller.aggregate_part(peer, sent(parts)))
 
 
 @pytest.mark.asyncio

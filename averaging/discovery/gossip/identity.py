@@ -23,7 +23,7 @@ from averaging.common import CLIENT_PREFIX, covers, is_endpoint, parse_address
 from averaging.discovery.gossip.record import OWNER_BYTES, Reason, RecordLimits, refusal_reason, signed_bytes
 from averaging.errors import DiscoveryError
 from averaging.protocol import Record
-from averaging.security import EXPIRES_SOON, PrivateKey, Tls, fits, hosts_of, is_issued_by, validity_problem
+from averaging.security import EXPIRES_SOON, PrivateKey, Tls, hosts_of, is_issued_by, validity_problem
 
 
 class Identity(Protocol):
@@ -221,9 +221,7 @@ class CertifiedIdentity:
         holder = self._holder(run_id, record.owner, proof)
         if holder is None or validity_problem(holder.certificate, self._clock()):
             return False
-        if record.subkey.startswith(CLIENT_PREFIX):
-            return fits(record.subkey, holder.certificate)
-        if not is_endpoint(record.subkey):
+        if record.subkey.startswith(CLIENT_PREFIX) or not is_endpoint(record.subkey):
             return True  # such subkeys are open to all owners
         return covers(holder.hosts, parse_address(record.subkey)[0])
 

@@ -19,7 +19,7 @@ from cryptography import x509
 
 from averaging.common import CLIENT_PREFIX, HostQuota, covers, is_endpoint, parse_address
 from averaging.errors import BusyError, CallRefusedError, ProtocolViolationError, RefusalCause, ViolationKind, printable
-from averaging.security import Credentials, Tls, fits, is_bound, validity_problem
+from averaging.security import Credentials, Tls, validity_problem
 from averaging.transport.grpc import methods
 from averaging.transport.grpc.channel_options import MAX_CALLS_PER_HOST
 from averaging.transport.grpc.error_mapping import HAS_NO_TOKEN, TO_ALL_OR_NONE
@@ -138,7 +138,7 @@ class Callers:
             if not self._authenticated:
                 return
             try:
-                check_claim(endpoint, hosts, certificate)
+                check_claim(endpoint, hosts)
             except ProtocolViolationError as error:  # some methods report it only within their reply
                 self.refusals.note(host, f"it {error}")
                 raise
@@ -183,19 +183,13 @@ def certificate_of(context: Context) -> x509.Certificate | None:
     return next(map(_certificate, pems), None)
 
 
-def check_claim(endpoint: str, hosts: Sequence[str], certificate: x509.Certificate | None) -> None:
-    """Checks that a caller with a certificate for `hosts` may use `endpoint` as its own.
+def check_claim(endpoint: str, hosts: Sequence[str]) -> None:
+    """Checks that a caller with a certificate for `hosts` may use `endpoint` as its own; anybody may use a client's.
 
     The called service refuses malformed names later.
     """
-    if endpoint.startswith(CLIENT_PREFIX):
-        if is_bound(endpoint) and (certificate is None or not fits(endpoint, certificate)):
-            raise ProtocolViolationError(
-                f"calls itself {endpoint}, a name that belongs to another certificate's key",
-                kind=ViolationKind.FOREIGN_ENDPOINT,
-            )
-        return
-    if is_endpoint(endpoint) and not covers(hosts, parse_address(endpoint)[0]):
+    is_address = is_endpoint(endpoint) and not endpoint.startswith(CLIENT_PREFIX)
+    if is_address and not covers(hosts, parse_address(endpoint)[0]):
         certified = ", ".join(hosts) or "no host"
         raise ProtocolViolationError(
             f"calls itself {endpoint}, but its certificate is for {certified}", kind=ViolationKind.FOREIGN_ENDPOINT

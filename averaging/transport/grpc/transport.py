@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
 
-from averaging.common import loopback_here, parse_address, zone_of
+from averaging.common import client_name, loopback_here, parse_address, zone_of
 from averaging.errors import ClosedError, ConfigError
 from averaging.protocol import (
     AveragingData,
@@ -20,7 +20,7 @@ from averaging.protocol import (
     Rumour,
 )
 from averaging.receipts import PeerStatus, Watched
-from averaging.security import Credentials, bound_name, unbound_name
+from averaging.security import Credentials
 from averaging.tensors import Schema
 from averaging.transport import AveragingService, GossipService, Lane, RpcHandler, RpcService, handlers_of
 from averaging.transport.grpc import channel_options as headers
@@ -98,7 +98,7 @@ class GrpcTransport:
     async def bind(self) -> str:
         tls = self._credentials.tls
         if self._listen is None:
-            return unbound_name(os.urandom(16)) if tls is None else bound_name(tls.certificate, os.urandom(16))
+            return client_name(os.urandom(16))
         self._listen = loopback_here(self._listen)
         await check_listen(self._listen, self._advertise, exposed=tls is not None or self._credentials.insecure)
         if self._advertise is None:
