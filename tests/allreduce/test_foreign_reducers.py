@@ -12,8 +12,8 @@ import torch
 from msgspec import msgpack
 
 from averaging.protocol.group import group_digest
-from tests.support.foreign import DEADLINE, Foreign, Message, as_bytes, begun, gather, our_peer
-from tests.support.foreign_groups import BROKEN_PARTS, ELEMENTS, PART, PARTS, SHAPE, Group, averages, group_with, values
+from tests.foreign.driver import DEADLINE, Foreign, Message, as_bytes, begun, gather, our_peer
+from tests.foreign.groups import BROKEN_PARTS, ELEMENTS, PART, PARTS, SHAPE, Group, averages, group_with, values
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.foreign import Foreign, as_bytes, gather, our_peer
-from tests.support.foreign_groups import BROKEN_PARTS, ELEMENTS, PART, PARTS, averages, group_with, values
+from tests.foreign.driver import Foreign, as_bytes, gather, our_peer
+from tests.foreign.groups import BROKEN_PARTS, ELEMENTS, PART, PARTS, averages, group_with, values
 from tests.support.selection import rest_is_long
 
 pytestmark = [

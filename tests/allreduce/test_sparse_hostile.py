@@ -19,8 +19,8 @@ from averaging.protocol import AveragingData, CompressionType, MeanOver, TopK, W
 from averaging.receipts import DropCode
 from averaging.tensors import encode
 from averaging.testing import virtual_time
+from tests.allreduce.sparse_rounds import SparseSimulation
 from tests.support.rounds import nodes
-from tests.support.sparse_rounds import SparseSimulation
 
 HOSTILE = "peer:1"
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from averaging.allreduce.shard_reducer import ShardReducer, SparseReducer, limit_norms
 from averaging.protocol import MeanOver, TopK
 from averaging.tensors import BlockLayout, Contribution, SparsePart, SparseTensor, combine
-from tests.support.sparse_rounds import dumb_average
+from tests.allreduce.sparse_rounds import dumb_average
 
 BLOCK = 4096
 LARGEST = torch.finfo(torch.float32).max

@@ -14,8 +14,8 @@ import torch
 from averaging.allreduce import ReplyResidual, RoundResult
 from averaging.protocol import MeanOver, Member, Mode, TopK
 from averaging.testing import virtual_time
+from tests.allreduce.sparse_rounds import SparseSimulation
 from tests.support.rounds import STALL_TIMEOUT, nodes
-from tests.support.sparse_rounds import SparseSimulation
 
 
 def check_same_bytes(simulation: SparseSimulation) -> list[torch.Tensor]:

@@ -31,7 +31,7 @@ from averaging.tensors.schema import describe
 from averaging.transport import RpcMethod
 from averaging.transport.grpc import methods
 from tests.fuzz.material import ENDPOINTS, damaged, packed, protobufs, states, values, wire_tensors
-from tests.support.receipts import receipt
+from tests.receipts.made import receipt
 from tests.support.selection import examples
 
 MANY = settings(max_examples=examples(600), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])

@@ -19,9 +19,9 @@ from averaging import Peer
 from averaging.protocol.messages import AveragingData, JoinRequest, MessageCode, WireTensor
 from averaging.transport.grpc import methods
 from tests.fuzz.material import damaged, protobufs
-from tests.support import raw_http2
 from tests.support.complaints import complaints
 from tests.support.selection import examples
+from tests.transport import raw_http2
 
 PATHS = [method.path for method in methods.METHODS]
 SOUND = [

@@ -12,7 +12,7 @@ from msgspec import msgpack
 from averaging import Mode
 from averaging.errors import ConfigError
 from averaging.protocol.group import MAX_GATHER_BYTES
-from tests.support.foreign import RUN, Foreign, begun, ends_together, gather, our_peer
+from tests.foreign.driver import RUN, Foreign, begun, ends_together, gather, our_peer
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from averaging.matchmaking import Matchmaking
-from tests.support.foreign import DEADLINE, Foreign, as_bytes, gather, our_peer
-from tests.support.foreign_groups import PART, SHAPE, group_with, values
+from tests.foreign.driver import DEADLINE, Foreign, as_bytes, gather, our_peer
+from tests.foreign.groups import PART, SHAPE, group_with, values
 from tests.support.selection import rest_is_long
 
 pytestmark = [

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec import msgpack
 
-from tests.support.foreign import EARLIER, OUR_TIME, Foreign, ForeignPeer, Ours, begun, ends_together, gather, our_peer
+from tests.foreign.driver import EARLIER, OUR_TIME, Foreign, ForeignPeer, Ours, begun, ends_together, gather, our_peer
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),

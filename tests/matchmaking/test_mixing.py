@@ -13,7 +13,15 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tests.support.mixing import Failure, GroupBits, Values, average_at_random, bits_rounds, grid_rounds, random_rounds
+from tests.matchmaking.mixing import (
+    Failure,
+    GroupBits,
+    Values,
+    average_at_random,
+    bits_rounds,
+    grid_rounds,
+    random_rounds,
+)
 from tests.support.selection import rest_is_long
 from tests.support.swarm import Swarm, scalars
 

@@ -18,7 +18,7 @@ from averaging.protocol.group import Group, ReplyForm
 from averaging.protocol.messages import CompressionType
 from averaging.tensors.schema import describe
 from averaging.wire import averaging_pb2, runtime_pb2
-from tests.support.foreign import (
+from tests.foreign.driver import (
     RUN,
     Foreign,
     ForeignPeer,

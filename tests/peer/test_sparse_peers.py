@@ -15,8 +15,8 @@ import torch
 from averaging import Outcome, Peer, Receipt
 from averaging.peer import SparseFeedback, Topic
 from averaging.protocol import CompressionType, MeanOver, Mode, TopK
+from tests.foreign.driver import DEADLINE, Foreign, our_peer
 from tests.support.certificates import HERE, write
-from tests.support.foreign import DEADLINE, Foreign, our_peer
 from tests.support.peers import swarm
 from tests.support.swarm import Swarm
 

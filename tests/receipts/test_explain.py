@@ -18,7 +18,7 @@ from averaging.cli import main
 from averaging.receipts.explanation import describe, explain, merge
 from averaging.receipts.receipt import Account, DropCode, Dropped, Outcome, Receipt, Straggler
 from averaging.receipts.receipt_log import dumps
-from tests.support.receipts import SILENT, A, B, C, D, receipt, receipts
+from tests.receipts.made import SILENT, A, B, C, D, receipt, receipts
 
 WELL = "round 17: 4 of 4 in 2.50 s (all-reduce 1.50 s)"
 WITHOUT_D = "round 17: 3 of 4 in 2.50 s (all-reduce 1.50 s)"

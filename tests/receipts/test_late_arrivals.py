@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from averaging.receipts.explanation import describe, describe_late, explain, last_to_arrive, merge
 from averaging.receipts.receipt import Account, LateArrival, Receipt
-from tests.support.receipts import A, B, C, D, receipt, receipts
+from tests.receipts.made import A, B, C, D, receipt, receipts
 
 LATE = LateArrival(D, 9.0)
 

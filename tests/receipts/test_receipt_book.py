@@ -9,7 +9,7 @@ import pytest
 
 from averaging.errors import CallRefusedError
 from averaging.receipts.receipt_log import HISTORY, MAX_WATCHERS, ReceiptBook
-from tests.support.receipts import receipt
+from tests.receipts.made import receipt
 
 RECEIPTS = [receipt(number=number) for number in range(200)]
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from averaging.receipts import receipt_log
 from averaging.receipts.receipt import DropCode, LateArrival, Receipt
 from averaging.receipts.receipt_log import ReceiptLog, dumps, loads, read
-from tests.support.receipts import SILENT, A, receipt, receipts
+from tests.receipts.made import SILENT, A, receipt, receipts
 
 RECEIPT = receipt(A, dropped=(SILENT,))
 

@@ -10,7 +10,7 @@ import pytest
 from averaging.common.sanitize import duration
 from averaging.receipts.receipt import Dropped, LateArrival, Outcome, Receipt
 from averaging.receipts.status import Finish, PeerStatus, TrainingStatus
-from tests.support.receipts import A, B, C, D, receipt
+from tests.receipts.made import A, B, C, D, receipt
 
 EVIL = "\x1b[2J<script>\n"
 

@@ -19,7 +19,7 @@ from averaging.receipts import (
     Totals,
     waited_in,
 )
-from tests.support.receipts import SILENT, A, B, receipt, receipts
+from tests.receipts.made import SILENT, A, B, receipt, receipts
 
 
 def test_every_round_adds_to_the_totals_of_its_book() -> None:

@@ -12,7 +12,7 @@ from msgspec import msgpack
 from averaging.errors import StateError
 from averaging.state.manifest import State
 from averaging.state.snapshots import ExtraState
-from tests.support.foreign import Foreign, ForeignPeer, Message, Ours, gather, our_peer, whole_numbers
+from tests.foreign.driver import Foreign, ForeignPeer, Message, Ours, gather, our_peer, whole_numbers
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from averaging.receipts import Outcome, Receipt
-from tests.support.failure_run import Change, Contribution, FailureRun, Trace
+from tests.receipts.made import A, B
+from tests.strategies.failure_run import Change, Contribution, FailureRun, Trace
 from tests.support.ledger import LedgerError
-from tests.support.receipts import A, B
 
 KINDS = {"kill", "stop", "stuck loop", "half-open", "cut", "refused", "partition", "clock", "discovery", "slow"}
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from tests.foreign.driver import Foreign, ForeignProcess, compile_seed
 from tests.support.complaints import complaints
-from tests.support.foreign import Foreign, ForeignProcess, compile_seed
 from tests.support.grpc_fakes import LANE
 from tests.support.processes import Workers
 from tests.support.training import Run

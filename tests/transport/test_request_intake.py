@@ -19,7 +19,7 @@ from tests.support.grpc_fakes import (
     serving,
     until,
 )
-from tests.support.raw_http2 import message, stranger
+from tests.transport.raw_http2 import message, stranger
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
 

@@ -13,7 +13,7 @@ import torch
 
 from averaging import Receipt
 from averaging.allreduce.shard_reducer import ShardReducer
-from tests.support.foreign import (
+from tests.foreign.driver import (
     DEADLINE,
     Foreign,
     ForeignPeer,

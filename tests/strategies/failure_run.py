@@ -3,7 +3,7 @@
 Each batch has gradients of its own, and the optimizer is plain SGD, so that the parameters say which samples are in
 them: `Trace` compares every change of the parameters with the batches that the receipts name.
 
-`python -m tests.support.failure_run SEED FAILURES` repeats a run of the tests, and prints what happened.
+`python -m tests.strategies.failure_run SEED FAILURES` repeats a run of the tests, and prints what happened.
 """
 
 from __future__ import annotations
@@ -463,7 +463,7 @@ class FailureRun(Run):
             for name in self.ended:
                 self.trace.check(self._versions[name])
         except (LedgerError, AveragingError, virtual_time.DeadlockError) as error:
-            again = f"python -m tests.support.failure_run {self.seed} {self.failures}"
+            again = f"python -m tests.strategies.failure_run {self.seed} {self.failures}"
             raise LedgerError(f"{error} (after {self.injected.total()} failures; again: {again})") from error
 
     def summary(self) -> str:
