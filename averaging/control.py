@@ -50,12 +50,7 @@ def step_of(reply: wire.LeaveProgress) -> LeaveStep:
 
 
 class Departure:
-    """Whether a process was asked to leave, and how far it is. It belongs to one event loop.
-
-    Attributes:
-        step: the present step.
-        asked: set once somebody who may has asked.
-    """
+    """Whether a process was asked to leave, and how far it is. It belongs to one event loop."""
 
     def __init__(self) -> None:
         self.step = LeaveStep.STAYS
@@ -88,16 +83,7 @@ class Departure:
 
 
 class ControlService:
-    """Serves Leave to the owner of a process, see SECURITY.md.
-
-    Args:
-        run_id: the run of the process; empty if it has none.
-        certified: whether callers show certificates; one for the host of `endpoint` is enough then.
-
-    Attributes:
-        endpoint: the endpoint of the process, once it is known.
-        departure: how far it is.
-    """
+    """Serves Leave to the owner of a process, see SECURITY.md."""
 
     def __init__(self, run_id: str, *, certified: bool) -> None:
         self.endpoint = ""

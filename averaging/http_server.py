@@ -24,7 +24,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from socket import gethostname
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -68,17 +68,7 @@ TOO_MANY = (
 
 
 class HttpServer:
-    """Serves an ASGI application while it is entered with `async with`.
-
-    Args:
-        application: the ASGI application.
-        listener: listening socket; the caller closes it afterwards.
-        connections: maximum number of connections, see `HttpListener.limit`; fewer if the limit of file descriptors,
-            which is raised, allows fewer.
-        seconds: a connection is aborted if for this time no request arrives, or the client does not read its reply.
-        grace: seconds for unfinished requests when the server ends.
-        tls: files for TLS, as uvicorn names them; empty for none.
-    """
+    """Serves an ASGI application while it is entered with `async with`."""
 
     def __init__(
         self,
@@ -187,7 +177,6 @@ class HttpListener(socket.socket):
     def __init__(self, family: int, kind: int, protocol: int) -> None:
         super().__init__(family, kind, protocol)
         self._open: dict[socket.socket, str] = {}  # with the network of each
-        self._spare = socket.socket()  # given up for a moment to refuse a connection without a free descriptor
 
     def limit(self, connections: int, refusal: bytes) -> None:
         """Accepts at most that many connections, and of an address no more than are left for the others.
@@ -197,17 +186,8 @@ class HttpListener(socket.socket):
         self._most, self._refusal = connections, refusal
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accepts a connection.
-
-        Raises:
-            BlockingIOError: there is none, or it was refused.
-        """
-        try:
-            connection, address = super().accept()
-        except OSError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE):
-                raise
-            self._refuse_without_descriptor()
+        """Accepts a connection."""
+        connection, address = super().accept()
         self._open = {each: network for each, network in self._open.items() if each.fileno() >= 0}
         network = network_of(address[0])
         if [*self._open.values()].count(network) < self._most - len(self._open):
@@ -216,28 +196,13 @@ class HttpListener(socket.socket):
         with connection, suppress(OSError):
             connection.setblocking(False)
             connection.send(self._refusal)
-        raise self._refused(f"{network} has as many connections as are left for others ({len(self._open)} are open)")
-
-    def _refuse_without_descriptor(self) -> NoReturn:
-        self._spare.close()
-        try:
-            with suppress(OSError):
-                super().accept()[0].close()
-        finally:
-            with suppress(OSError):
-                self._spare = socket.socket()
-        raise self._refused("this process may open no more files; raise its limit (ulimit -n)")
-
-    def _refused(self, why: str) -> BlockingIOError:
         if time.monotonic() - self._said >= SAY_SECONDS:
             self._said = time.monotonic()
-            _logger.warning("the HTTP server refuses connections: %s", why)
-        return BlockingIOError(errno.EAGAIN, why)
-
-    def close(self) -> None:
-        """Ends listening; accepted connections stay open."""
-        self._spare.close()
-        super().close()
+            _logger.warning(
+                "the HTTP server refuses connections: %s has as many connections as are left for others (%d are open)",
+                *(network, len(self._open)),
+            )
+        raise BlockingIOError(errno.EAGAIN, "refused")
 
 
 def _with_descriptors(connections: int) -> int:
@@ -369,20 +334,7 @@ def http_access(
     insecure: bool = False,
     hosts: Sequence[str] = (),
 ) -> HttpAccess:
-    """Reads the files that say who may use a server.
-
-    Args:
-        listen: HOST:PORT of the server.
-        token_file: tokens, one per line.
-        tls_ca: certificate of the authority. Without tokens, clients must show a certificate of it.
-        tls_cert: certificate of the server; None for no TLS.
-        tls_key: its private key.
-        insecure: whether other machines may connect without TLS.
-        hosts: further DNS names of this server.
-
-    Raises:
-        ConfigError: a file is invalid, or other machines could connect without the user's word.
-    """
+    """Reads the files that say who may use a server."""
     tokens, tls = read_tokens(token_file), read_tls(tls_ca, tls_cert, tls_key, time.time)
     host, _ = parse_address(listen)
     if not (tls or insecure or is_loopback(host)):

@@ -70,13 +70,7 @@ class DialOutcome(StrEnum):
 
 
 class ProbeService:
-    """Serves `averaging.probe.v1.Probe` at a peer.
-
-    Args:
-        config: the options of the peer.
-        tls: its certificates, if its run has any.
-        clock: clock in seconds since the epoch.
-    """
+    """Serves `averaging.probe.v1.Probe` at a peer."""
 
     def __init__(self, config: PeerConfig, tls: Tls | None, *, clock: Callable[[], float] = time.time) -> None:
         self._config, self._tls, self._clock = config, tls, clock
@@ -139,13 +133,6 @@ async def dial_back(
     caller_host: str, endpoint: str, nonce: bytes, tls: Tls | None, *, loopback: bool
 ) -> probe_pb2.DialBackReply:
     """Opens one connection to the port of `endpoint` at the address of the caller, and closes it again.
-
-    Args:
-        caller_host: the caller, as in `RpcCaller`.
-        endpoint: HOST:PORT, as the caller names it.
-        nonce: what its listener writes to each connection.
-        tls: the authorities that the certificate there must have; None for a run without TLS.
-        loopback: whether the caller may be on this machine's loopback.
 
     Raises:
         ProtocolViolationError: the request is malformed, or the caller's address is not dialled.
